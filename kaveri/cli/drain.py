@@ -27,6 +27,7 @@ def drain(
 
     A router sends its clients to the other routers; a prefill instance gives back what it has not begun. The instance
     takes requests again after `kaveri undrain`, or when it is started again. SIGTERM does the same, and then ends it.
+    A router with a keys file asks for a certificate, or for an admin key in KAVERI_API_KEY.
     """
     asyncio.run(_drain(instance, options.targets_of(target), wait, timeout_s))
 
@@ -71,6 +72,7 @@ async def _ask(targets: "Sequence[str]", method: str, request: Any) -> Any:
     """The answer of the first router that can be reached. Raises KaveriError."""
     from grpc import aio
 
+    from kaveri.client.api_key import find_api_key, key_metadata
     from kaveri.client.targets import check_targets
     from kaveri.errors import KaveriError
     from kaveri.rpc.server import open_channel
@@ -81,7 +83,8 @@ async def _ask(targets: "Sequence[str]", method: str, request: Any) -> Any:
     for target in check_targets(targets):
         async with open_channel(target) as channel:
             try:
-                return await getattr(DrainServiceStub(channel), method)(request, timeout=_TIMEOUT_S)
+                ask = getattr(DrainServiceStub(channel), method)
+                return await ask(request, timeout=_TIMEOUT_S, metadata=key_metadata(find_api_key(None)))
             except aio.AioRpcError as error:
                 failure = failure or error_of(error, peer=target)
                 if is_answer(error):

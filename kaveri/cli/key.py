@@ -7,7 +7,7 @@ import typer
 from kaveri.cli import options
 
 key_app = typer.Typer(
-    help="Make API keys for the gateway.",
+    help="Make API keys for gateways, and for public ports of routers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -17,7 +17,7 @@ key_app = typer.Typer(
 
 @key_app.callback()
 def _key() -> None:
-    """Make API keys for the gateway."""
+    """Make API keys for gateways, and for public ports of routers."""
 
 
 @key_app.command()
@@ -30,11 +30,13 @@ def new(
     requests_per_s: options.KeyLimit = 0,
     tokens_per_min: options.KeyLimit = 0,
     in_flight: options.KeyLimit = 0,
+    admin: Annotated[bool, typer.Option("--admin", help="It may also drain instances.")] = False,
 ) -> None:
     """Print a new API key, once, and add its SHA-256 and its limits to the keys file.
 
     Limits: --requests-per-s, --tokens-per-min (of prompts and answers together) and --in-flight (requests that are
-    being answered). Gateways read the file again within two seconds. To revoke a key, remove its table from the file.
+    being answered). Gateways and routers read the file again within two seconds. To revoke a key, remove its table from
+    the file.
     """
     from kaveri.security.api_keys import KeyLimits, check_limit, check_name
     from kaveri.security.keys_file import add_key
@@ -44,4 +46,4 @@ def new(
         tokens_per_min=check_limit(tokens_per_min, "--tokens-per-min"),
         in_flight=check_limit(in_flight, "--in-flight"),
     )
-    print(add_key(keys_file, check_name(name, "NAME"), limits))
+    print(add_key(keys_file, check_name(name, "NAME"), limits, admin))

@@ -27,10 +27,10 @@ def targets_of(text: str) -> tuple[str, ...]:
 
 
 _TLS = {
-    "tls_cert": "PEM file of the certificate to show to services that speak TLS.",
+    "tls_cert": "PEM file of the certificate to show to services that speak TLS. Unset: none is shown.",
     "tls_key": "PEM file of its key, unencrypted.",
     "tls_ca": "PEM file of the authority that the services' certificates are of.",
-    "tls_name": "DNS name in the services' certificates. Unset: kaveri.",
+    "tls_name": "DNS name in the services' certificates. Unset: kaveri, or the host's where no certificate is shown.",
 }
 
 
@@ -43,9 +43,12 @@ def speaks_tls(command: Callable[..., None]) -> Callable[..., None]:
         if any(words.values()):
             from kaveri.rpc.tls import RpcTls, use_tls
             from kaveri.security.settings import DEFAULT_NAME, tls_files
+            from kaveri.security.tls_files import TlsFiles
 
-            name = words["tls_name"] or DEFAULT_NAME
-            files = tls_files(words["tls_cert"], words["tls_key"], words["tls_ca"], name)
+            certificate, key, authority, name = (words[each] for each in _TLS)
+            # The public port of a router asks for no certificate, and its own carries the name of its host.
+            public = TlsFiles(authority=authority, name=name)
+            files = tls_files(certificate, key, authority, name or DEFAULT_NAME) if certificate or key else public
             use_tls(None if files is None else RpcTls(files))
         command(*args, **given)
 

@@ -49,6 +49,9 @@ def plan(
     burstiness: Annotated[float, typer.Option(help="Squared coefficient of variation of the gaps; 1: Poisson.")] = 1.0,
     prefill_tp_pp: Annotated[str, typer.Option(help="Only this TP,PP for prefill instances.")] = "",
     decode_tp_pp: Annotated[str, typer.Option(help="Only this TP,PP for decode instances.")] = "",
+    same_node: Annotated[
+        bool, typer.Option("--same-node", help="KV never leaves a machine: DistServe's algorithm 2.")
+    ] = False,
     chunk_tokens: Annotated[
         int | None, typer.Option(help="Prompt tokens in a step; unset: what saturates the GPUs.")
     ] = None,
@@ -63,7 +66,8 @@ def plan(
 ) -> None:
     """Find the fewest GPUs that serve a workload within its SLOs.
 
-    DistServe's algorithm 1: every TP and PP that fits, for prefill and for decode apart; then the whole cluster.
+    DistServe's algorithm 1: every TP and PP that fits, for prefill and for decode apart; then the whole cluster. The
+    lower end of its attainment's 95 % interval must reach the share that is asked for.
     """
     if context.invoked_subcommand is not None:
         return
@@ -92,6 +96,7 @@ def plan(
         demand=ExpectedLoad(lengths=drawn, rate_per_s=rate, burstiness=burstiness),
         prefill_parallelism=parse_parallelism(prefill_tp_pp, "--prefill-tp-pp") if prefill_tp_pp else None,
         decode_parallelism=parse_parallelism(decode_tp_pp, "--decode-tp-pp") if decode_tp_pp else None,
+        same_node=same_node,
         chunk_tokens=chunk_tokens,
         max_batch=max_batch,
         request_count=requests,

@@ -104,6 +104,14 @@ def up(
             max=65535,
         ),
     ] = None,
+    public_port: Annotated[
+        int,
+        typer.Option(
+            help="Port of the router for clients with keys of --keys-file, the others' follow; 0: none.",
+            min=0,
+            max=65535,
+        ),
+    ] = 0,
     host: Annotated[
         str, typer.Option(help="Address of routers and gateways; 0.0.0.0: all. Everything else stays on loopback.")
     ] = "127.0.0.1",
@@ -187,6 +195,7 @@ def up(
         predictor_flags=flags.of_role.get(ServiceKind.PREDICTOR, ()),
         port=port,
         gateway_port=(_GATEWAY_PORT if port else 0) if gateway_port is None else gateway_port,
+        public_port=public_port,
         host=host,
         metrics_port=metrics_port,
         redis_url=redis_url,

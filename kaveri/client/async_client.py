@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kaveri.client.answer import Completion, ModelInfo
+from kaveri.client.api_key import find_api_key
 from kaveri.client.async_stream import AsyncStream
 from kaveri.client.forks import check_not_forked, is_forked
 from kaveri.client.request import (
@@ -48,9 +49,12 @@ class AsyncClient:
         *,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         tls: TlsFiles | None = None,
+        api_key: str | None = None,
     ) -> None:
         """target: a router's "host:port", or several, at most 64. timeout_s: the default deadline of calls; None: no
-        limit. tls: what to show to routers that ask for certificates, read again when the files change; None: no TLS.
+        limit. tls: what to show to routers, and which to trust, read again when the files change; None: no TLS.
+        api_key: for public ports of routers; None: what KAVERI_API_KEY says, if it is set. Without TLS everyone on the
+        way can read it.
 
         Connects at the first call, and can only be used in that call's event loop from then on. Raises InvalidArgument,
         and ConfigError for files that cannot be used.
@@ -59,7 +63,7 @@ class AsyncClient:
         check_timeout(timeout_s)
         self._given = check_targets(target)
         self._timeout_s = timeout_s
-        self._routers = make_routers(self._given, tls)
+        self._routers = make_routers(self._given, tls, find_api_key(api_key))
         self._streams: weakref.WeakValueDictionary[str, AsyncStream] = weakref.WeakValueDictionary()
         """Requests of this client by their id, as long as the caller keeps their streams."""
         self._loop: asyncio.AbstractEventLoop | None = None

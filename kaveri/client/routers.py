@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 from grpc import aio
 
+from kaveri.client.api_key import key_metadata
 from kaveri.client.forks import note_connected
 from kaveri.client.targets import Targets
 from kaveri.errors import DeadlineExceeded, KaveriError, RequestCancelled, Unavailable
@@ -138,10 +139,11 @@ class RouterCall(Generic[ResponseT]):
 class Routers:
     """Owns the channels, for one event loop; they are connected when first used."""
 
-    def __init__(self, targets: Targets, tls: RpcTls | None = None) -> None:
-        """tls: None: what the process uses."""
+    def __init__(self, targets: Targets, tls: RpcTls | None = None, api_key: str = "") -> None:
+        """tls: None: what the process uses. api_key: sent with every call; empty: none."""
         self.targets = targets
         self._tls = tls
+        self._metadata = key_metadata(api_key)
         self._channels: dict[str, aio.Channel] = {}
         self._stubs: dict[str, inference_pb2_grpc.InferenceServiceAsyncStub] = {}
         self._closing: dict[asyncio.Task[None], None] = {}
@@ -162,7 +164,7 @@ class Routers:
         self._drop_broken(target)
         stub = self._stub(target)
         connected = self._channels[target].get_state() is grpc.ChannelConnectivity.READY
-        call = getattr(stub, method)(request, timeout=timeout_s)
+        call = getattr(stub, method)(request, timeout=timeout_s, metadata=self._metadata)
         # Without another router to go to, it is better to wait.
         leaves_unheard = leaves_unheard and len(self.targets.known) > 1
         return RouterCall(call, target, self._liveness, connected, leaves_unheard)
@@ -224,12 +226,13 @@ class Routers:
             closing.add_done_callback(self._closing.pop)
 
     async def _beat(self, target: str) -> None:
-        await self._stub(target).Beat(inference_pb2.BeatRequest(), timeout=BEAT_TIMEOUT_S)
+        message = inference_pb2.BeatRequest()
+        await self._stub(target).Beat(message, timeout=BEAT_TIMEOUT_S, metadata=self._metadata)
 
 
-def make_routers(given: tuple[str, ...], tls: TlsFiles | None = None) -> Routers:
+def make_routers(given: tuple[str, ...], tls: TlsFiles | None = None, api_key: str = "") -> Routers:
     """The routers of a client that was given these targets. Raises ConfigError."""
-    return Routers(Targets(given, random.Random()), None if tls is None else RpcTls(tls, "tls."))
+    return Routers(Targets(given, random.Random()), None if tls is None else RpcTls(tls, "tls."), api_key)
 
 
 def _is_failure(error: KaveriError, *, answered: bool) -> bool:

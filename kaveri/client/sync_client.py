@@ -31,10 +31,11 @@ class Client:
         *,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         tls: TlsFiles | None = None,
+        api_key: str | None = None,
     ) -> None:
         """As AsyncClient. Starts the background thread, which ends with close()."""
         check_not_forked()
-        self._async_client = AsyncClient(target, timeout_s=timeout_s, tls=tls)
+        self._async_client = AsyncClient(target, timeout_s=timeout_s, tls=tls, api_key=api_key)
         self._process_id = os.getpid()
         self._loop_thread = LoopThread("kaveri-client")
         # Also at garbage collection and at the interpreter's exit.

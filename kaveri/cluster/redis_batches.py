@@ -1,6 +1,8 @@
 """Sends Redis commands that are asked for at about the same time together: one write and one read for all of them."""
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from redis.asyncio import Connection, ConnectionPool
@@ -8,8 +10,21 @@ from redis.exceptions import ConnectionError as NotConnected
 from redis.exceptions import ResponseError
 
 _BATCH_COUNT = 200
+_CLOSED = "handler is closed"
+"""Part of what uvloop says of a write to a connection that was closed a moment ago."""
 
 Command = tuple[bytes | str | int, ...]
+
+
+@contextlib.contextmanager
+def closed_as_lost() -> Iterator[None]:
+    """Raises redis.exceptions.ConnectionError for a write to a closed connection, where uvloop raises RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _CLOSED not in str(error):
+            raise
+        raise NotConnected(f"the connection was closed: {error}") from error
 
 
 class CommandBatches:
@@ -73,7 +88,8 @@ class CommandBatches:
         loop = asyncio.get_running_loop()
         answers: list[Any] = []
         async with asyncio.timeout(self._answer_timeout_s) as limit:
-            await connection.send_packed_command(connection.pack_commands(commands))
+            with closed_as_lost():
+                await connection.send_packed_command(connection.pack_commands(commands))
             for _ in commands:
                 limit.reschedule(loop.time() + self._answer_timeout_s)
                 try:

@@ -39,7 +39,7 @@ from kaveri.cluster import redis_scripts as scripts
 from kaveri.cluster.membership import Membership
 from kaveri.cluster.metrics import REFUSED_HEARTBEATS
 from kaveri.cluster.monitored_membership import MonitoredMembership
-from kaveri.cluster.redis_batches import CommandBatches
+from kaveri.cluster.redis_batches import CommandBatches, closed_as_lost
 from kaveri.cluster.redis_connection import ANSWER_TIMEOUT_S, FIRST_ANSWER_TIMEOUT_S, bad_url, connect, why
 from kaveri.cluster.redis_url import database_of, shown
 from kaveri.cluster.store import DEFAULT_CLUSTER, HeartbeatAnswer, RequestClaim, ViewSource
@@ -295,17 +295,18 @@ class RedisStore:
         delay_s = _RECONNECT_MIN_S
         while not _cancellations():
             try:
-                async with self._redis.pubsub() as channel:
-                    if self._monitored is not None:
-                        await channel.subscribe(self._key("loads"))
-                    await self._hear_heartbeats(channel)
-                    if not self._is_heard:
-                        get_logger().info("redis_returned", url=shown(self._url))
-                    self._is_heard = True
-                    self._tell_membership()
-                    loaded.set()
-                    delay_s = _RECONNECT_MIN_S
-                    await self._follow(channel)
+                with closed_as_lost():
+                    async with self._redis.pubsub() as channel:
+                        if self._monitored is not None:
+                            await channel.subscribe(self._key("loads"))
+                        await self._hear_heartbeats(channel)
+                        if not self._is_heard:
+                            get_logger().info("redis_returned", url=shown(self._url))
+                        self._is_heard = True
+                        self._tell_membership()
+                        loaded.set()
+                        delay_s = _RECONNECT_MIN_S
+                        await self._follow(channel)
             except (RedisError, OSError) as error:
                 if self._is_heard:
                     get_logger().warning("redis_lost", error=why(error), effect="the last view stays in use")

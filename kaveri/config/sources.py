@@ -27,7 +27,7 @@ FILE_SUFFIX = "_file"
 """Of the name under which a secret is given by a file."""
 SERVICE_LINKS_ADVICE = "set `enableServiceLinks: false` in the pod's spec"
 _PREFIX = "KAVERI_"
-_OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "KAVERI_TARGET"})
+_OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "KAVERI_TARGET", "KAVERI_API_KEY"})
 """Variables that are no setting of a service."""
 _LINK_NAME = re.compile(
     r"KAVERI_(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_\d+_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?)"

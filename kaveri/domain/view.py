@@ -67,6 +67,8 @@ class InstanceRecord:
     """The phases that it can serve, in the order of Phase. None without an engine."""
     failure_domain: str = ""
     """Instances with the same name here may fail together. Empty: not known."""
+    public_address: str = ""
+    """Where clients with API keys reach a router, "host:port". Empty: it has no port for them."""
 
 
 @dataclass(frozen=True, slots=True)

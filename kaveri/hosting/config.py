@@ -13,9 +13,10 @@ from kaveri.engine.factory import (
 )
 from kaveri.engine.settings import EngineSettings
 from kaveri.errors import ConfigError
-from kaveri.kv.transports import TLS
+from kaveri.kv.transports import MOCK, PATH_NAMES, TLS
 from kaveri.policy.placement import HeavyThresholds
 from kaveri.rpc.process import ALL_ADDRESSES, ServiceConfig
+from kaveri.security.posture import A_TICKET, ListeningPort
 from kaveri.security.tls_files import TlsFiles
 
 _FLAG_OF_SETTING = {"kv_advertise_host": "advertise_host"}
@@ -67,6 +68,20 @@ class InstanceConfig(EngineSettings, ServiceConfig):
     @property
     def kv_tls(self) -> TlsFiles | None:
         return super().kv_tls or (self.tls if TLS in self.kv_transports else None)
+
+    @property
+    def ports(self) -> tuple[ListeningPort, ...]:
+        names = [name for name in self.kv_transports if name not in (*PATH_NAMES, MOCK)]
+        if not names:
+            return super().ports
+        kv = ListeningPort(
+            flag=f"--kv-port ({','.join(names)})",
+            host=self.kv_listen_host,
+            port=self.kv_port,
+            is_encrypted=names == [TLS],
+            asks_for=A_TICKET,
+        )
+        return (*super().ports, kv)
 
     @property
     def kv_listen_host(self) -> str:

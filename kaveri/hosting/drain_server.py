@@ -9,7 +9,9 @@ from grpc import aio
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import InstanceLoad, InstanceRecord, Role
 from kaveri.errors import InvalidArgument, KaveriError, Unavailable
+from kaveri.rpc.public_port import authorization_of
 from kaveri.rpc.server import open_channel
+from kaveri.security.callers import Callers
 from kaveri.v1 import cluster_pb2
 from kaveri.v1.cluster_pb2_grpc import DrainServiceServicer, DrainServiceStub
 from kaveri.wire.status import abort, error_of
@@ -38,14 +40,17 @@ class Drainable(Protocol):
 class DrainServer(DrainServiceServicer):
     """Answers for one process. For one event loop."""
 
-    def __init__(self, process: Drainable, store: ClusterStore) -> None:
+    def __init__(self, process: Drainable, store: ClusterStore, callers: Callers | None = None) -> None:
+        """callers: only those with an admin key may call; None: everyone that the port lets in."""
         self._process = process
         self._store = store
+        self._callers = callers
 
     async def Drain(  # noqa: N802
         self, request: cluster_pb2.DrainRequest, context: aio.ServicerContext[Any, Any]
     ) -> cluster_pb2.DrainResponse:
         try:
+            self._check(context)
             record = self._named(request.instance_id)
             if record is not None:
                 return await _passed_on(record, lambda stub: stub.Drain(request, timeout=_PASS_ON_TIMEOUT_S))
@@ -59,12 +64,18 @@ class DrainServer(DrainServiceServicer):
         self, request: cluster_pb2.UndrainRequest, context: aio.ServicerContext[Any, Any]
     ) -> cluster_pb2.UndrainResponse:
         try:
+            self._check(context)
             record = self._named(request.instance_id)
             if record is not None:
                 return await _passed_on(record, lambda stub: stub.Undrain(request, timeout=_PASS_ON_TIMEOUT_S))
             return cluster_pb2.UndrainResponse(changed=await self._process.undrain())
         except KaveriError as error:
             await abort(context, error)
+
+    def _check(self, context: aio.ServicerContext[Any, Any]) -> None:
+        """Raises Unauthenticated."""
+        if self._callers is not None:
+            self._callers.check_admin(authorization_of(context.invocation_metadata()))
 
     def _named(self, instance_id: str) -> InstanceRecord | None:
         """Where the instance is; None: it is this process. Raises InvalidArgument for one that is not there."""

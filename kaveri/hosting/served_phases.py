@@ -57,22 +57,23 @@ class ServedPhases:
     async def switch(self, phases: Sequence[Phase], order: int) -> bool:
         """Serves these phases and no others. Returns when the requests of phases that stop have ended here.
 
-        order: its number; an order counts only if no order of this or a greater number has come. False: it does not
-        count, a newer one came while it was carried out, or the instance stops. Raises InvalidArgument for a phase that
-        the engine cannot serve here. Cancelled, the order stands.
+        order: its number; an order counts only if no order of this or a greater number has come. During a drain no
+        phase starts; the end of the drain starts those of the newest order. False: it does not count, a newer one came
+        while it was carried out, or the instance drains. Raises InvalidArgument for a phase that the engine cannot
+        serve here. Cancelled, the order stands.
         """
         unknown = [phase for phase in phases if phase not in self._services]
         if unknown:
             raise InvalidArgument("phases", unknown[0].value, f"one of {', '.join(self._services)}")
-        if order <= self._order or self._stopping:
+        if order <= self._order:
             return False
         self._order, self._ordered = order, frozenset(phases)
         get_logger().info("phases_ordered", phases=sorted(self._ordered), phase_order=order)
         for phase, service in self._services.items():
-            if phase in self._ordered:
-                service.undrain()
-            else:
+            if phase not in self._ordered:
                 service.drain()
+            elif not self._stopping:
+                service.undrain()
         self.on_change()
         for phase, service in self._services.items():
             if phase not in self._ordered:

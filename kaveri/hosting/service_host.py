@@ -14,8 +14,12 @@ from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Role
 from kaveri.errors import Unavailable
 from kaveri.hosting import drain_server
+from kaveri.hosting.server_pair import ProcessServer, ServerPair
 from kaveri.rpc.process import ServiceConfig
 from kaveri.rpc.server import RpcServer
+from kaveri.rpc.tls import process_tls
+from kaveri.security.callers import Callers
+from kaveri.security.posture import open_ports
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1.cluster_pb2_grpc import add_DrainServiceServicer_to_server
 
@@ -23,25 +27,6 @@ BROKEN_STATUS = 1
 """Exit status of a service that could not go on: its engine broke, or its work failed."""
 _STOP_GRACE_S = 1.0
 """Seconds for last messages to leave once nothing is in flight."""
-
-
-class ProcessServer(Protocol):
-    """The server of a process. RpcServer is one."""
-
-    port: int
-    """Where it listens, known after start()."""
-
-    async def start(self) -> None:
-        """Takes its address. Raises ConfigError."""
-
-    async def ready(self) -> None:
-        """Takes requests."""
-
-    async def drain(self) -> None:
-        """Says that it takes no requests, until ready(). Those in flight go on."""
-
-    async def stop(self, grace_s: float) -> None:
-        """Refuses requests, gives those in flight `grace_s` seconds, then ends them. Idempotent."""
 
 
 class HostedService(Protocol):
@@ -96,9 +81,12 @@ class ServiceHost:
         service_names: Sequence[str] = (),
         register: Callable[[aio.Server], None] | None = None,
         server: ProcessServer | None = None,
+        public: ProcessServer | None = None,
+        callers: Callers | None = None,
     ) -> None:
         """service_names: full names of the gRPC services; register adds their servicers. store: connected already.
-        server: instead of a gRPC server with these services and DrainService."""
+        server: instead of a gRPC server with these services and DrainService. public: listens beside it.
+        callers: without TLS only those with an admin key may drain the process; None: everyone may."""
         self.record = record
         """Its address is known once `started`."""
         self.state = InstanceState.READY
@@ -110,7 +98,9 @@ class ServiceHost:
         self._hosted = hosted
         self._stopping = False
         """Whether a signal, or a break, has begun the end of the process."""
-        self._server = server or self._rpc_server(service_names, register)
+        self._operators = callers if process_tls() is None else None
+        inner = server or self._rpc_server(service_names, register)
+        self._server: ProcessServer = inner if public is None else ServerPair(inner, public)
         self._broken: asyncio.Future[str] | None = None
         self._heartbeat: Heartbeat | None = None
 
@@ -143,6 +133,7 @@ class ServiceHost:
                         engine=self.record.engine,
                         incarnation=self.record.incarnation,
                     )
+                    _log_posture(self._config)
                     status = await self._until_stopped(stopping, heartbeat)
                     await self._server.stop(_STOP_GRACE_S)
                     heartbeat.stop()
@@ -197,7 +188,7 @@ class ServiceHost:
         server = RpcServer(self._config.host, self._config.port, (*service_names, drain_server.SERVICE_NAME))
         if register is not None:
             server.add(register)
-        drains = drain_server.DrainServer(self, self._store)
+        drains = drain_server.DrainServer(self, self._store, self._operators)
         server.add(lambda added_to: add_DrainServiceServicer_to_server(drains, added_to))
         return server
 
@@ -218,6 +209,15 @@ class ServiceHost:
             await first_of(self._hosted.wait_idle(), asyncio.wait((broken,)), timeout_s=self._config.drain_timeout_s)
         self._hosted.fail_all(broken.result() if broken.done() else "the instance is stopping")
         return BROKEN_STATUS if broken.done() else 0
+
+
+def _log_posture(config: ServiceConfig) -> None:
+    found = open_ports(config.ports)
+    if found:
+        advice = "let only trusted machines reach them, or see docs/security.md"
+        get_logger().warning("security_posture", open_ports="; ".join(found), advice=advice)
+    else:
+        get_logger().info("security_posture", open_ports="none beyond loopback")
 
 
 async def first_of(*waits: Coroutine[Any, Any, object], timeout_s: float | None) -> None:

@@ -41,6 +41,8 @@ class StackConfig:
     """The first router's, the others' follow; 0: free ones."""
     gateway_port: int = 0
     """The first gateway's, the others' follow; 0: free ones."""
+    public_port: int = 0
+    """The first router's port for clients with API keys, the others' follow; 0: none."""
     host: str = LOOPBACK
     """Where the routers and the gateways listen; everything else stays on loopback."""
     metrics_port: int = 0
@@ -79,6 +81,7 @@ class StackConfig:
                 raise ConfigError("--" + name.replace("_", "-"), "is empty")
         for flag, port, count in (
             ("--port", self.port, self.router_count),
+            ("--public-port", self.public_port, self.router_count),
             ("--gateway-port", self.gateway_port, self.gateway_count),
         ):
             if port and port + count - 1 > MAX_PORT:
@@ -89,9 +92,10 @@ class StackConfig:
 
     @classmethod
     def of(cls, **given: Any) -> Self:
-        """A stack's fields and services' settings mixed: `StackConfig.of(prefill_count=1, engine="fake")`."""
+        """A stack's fields and services' settings mixed: `StackConfig.of(prefill_count=1, engine="fake")`. A setting
+        that is empty or 0 is left to its default."""
         own = {name: value for name, value in given.items() if name in cls.__dataclass_fields__}
-        settings = {name: value for name, value in given.items() if name not in own and value not in ("", 0)}
+        settings = {name: value for name, value in given.items() if name not in own and (value or value is False)}
         return cls(**own, settings=settings)
 
     @property
@@ -156,9 +160,12 @@ def service_command(config: StackConfig, role: ServiceKind, instance_id: str, po
         "advertise_host": config.public_advertise_host if is_public else LOOPBACK,
         "port": port,
         "metrics_port": config.metrics_port_of(instance_id),
+        "health_port": 0,
         "cluster_name": config.cluster_name,
         "drain_timeout_s": config.drain_timeout_s,
     }
+    if role is ServiceKind.ROUTER and config.public_port:
+        settings["public_port"] = config.public_port + config.instance_ids(role).index(instance_id)
     if "model" in names_of(role):
         settings["model"] = config.model
     if role is ServiceKind.PREDICTOR:

@@ -11,7 +11,7 @@ from kaveri.errors import ConfigError
 from kaveri.rpc.process import ServiceConfig
 
 ROLES = tuple(ServiceKind)
-_OF_THE_STACK = frozenset({"instance_id", "advertise_host", "routers"})
+_OF_THE_STACK = frozenset({"instance_id", "advertise_host", "routers", "health_port"})
 """Settings that the stack gives to each instance by itself."""
 
 

@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kaveri.kv.transports.link_speed import LinkSpeed
 from kaveri.planner.expected_load import ExpectedLoad
 from kaveri.planner.hardware import Hardware
@@ -13,6 +15,7 @@ from kaveri.planner.placement_search import PhaseOption
 from kaveri.simulator.failures import Death, FailureSpec
 from kaveri.simulator.simulate import simulate
 from kaveri.simulator.spec import ClusterSpec, DecodeSpec, Overheads, PrefillSpec
+from kaveri.workload.run_columns import RunColumns
 from kaveri.workload.summary import Slo
 
 SEEDS = 5
@@ -31,6 +34,9 @@ class Attainment:
     missed_ttft: float
     missed_tpot: float
     """Shares of requests; a request may miss both. Unanswered requests miss TTFT."""
+    slo_scale: float | None
+    """The factor of both SLOs at which exactly the asked share meets them, on average: below 1 there is room. None: at
+    no factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +50,8 @@ class PlannedCluster:
     decode: PhaseOption
     decode_count: int
     overheads: Overheads
+    same_node: bool = False
+    """Pushes stay within machines."""
 
     @property
     def gpus(self) -> int:
@@ -54,7 +62,7 @@ class PlannedCluster:
     def spec(self, seed: int, failures: FailureSpec) -> ClusterSpec:
         """For the simulator."""
         speed = self.hardware.link_between_nodes
-        if self.gpus <= self.hardware.gpus_per_node:
+        if self.same_node or self.gpus <= self.hardware.gpus_per_node:
             speed = self.hardware.link_in_node
         return ClusterSpec(
             prefill_count=self.prefill_count * self.prefill.parallelism.pp,
@@ -69,10 +77,17 @@ class PlannedCluster:
         )
 
     def attainment(
-        self, demand: ExpectedLoad, slo: Slo, request_count: int, first_seed: int, died: Sequence[str] = ()
+        self,
+        demand: ExpectedLoad,
+        slo: Slo,
+        attain: float,
+        request_count: int,
+        first_seed: int,
+        died: Sequence[str] = (),
     ) -> Attainment:
-        """died: instances that die for good when a third of the requests have come."""
-        shares, ttft, tpot = [], [], []
+        """attain: the share that is asked for. died: instances that die for good when a third of the requests have
+        come."""
+        shares, ttft, tpot, scales = [], [], [], []
         for seed in range(first_seed, first_seed + SEEDS):
             requests = demand.draw(request_count, demand.rate_per_s, seed)
             at_s = requests[request_count // 3].arrival_s
@@ -81,7 +96,9 @@ class PlannedCluster:
             shares.append(float(slo.met(run).mean()))
             ttft.append(1 - float(Slo(ttft_s=slo.ttft_s).met(run).mean()))
             tpot.append(1 - float(Slo(tpot_s=slo.tpot_s).met(run)[run.answered].mean()) if run.answered.any() else 0.0)
+            scales.append(_slo_scale(run, slo, attain))
         mean = statistics.fmean(shares)
+        scale = statistics.fmean(scales)
         half = _T_95 * statistics.stdev(shares) / math.sqrt(SEEDS)
         return Attainment(
             mean=mean,
@@ -89,9 +106,19 @@ class PlannedCluster:
             high=min(1.0, mean + half),
             missed_ttft=statistics.fmean(ttft),
             missed_tpot=statistics.fmean(tpot),
+            slo_scale=scale if math.isfinite(scale) else None,
         )
 
     def lanes_of(self, role: str) -> tuple[str, ...]:
         """The simulated instances that the first instance of a role is made of."""
         option = self.prefill if role == "prefill" else self.decode
         return tuple(f"{role}-{lane}" for lane in range(option.parallelism.pp))
+
+
+def _slo_scale(run: RunColumns, slo: Slo, attain: float) -> float:
+    assert slo.ttft_s is not None
+    assert slo.tpot_s is not None
+    # Answers of one token have no TPOT: fmax takes the other figure.
+    worst = np.fmax(run.ttft_s() / slo.ttft_s, run.tpot_s() / slo.tpot_s)
+    scales = np.sort(np.where(run.answered, worst, math.inf))
+    return float(scales[math.ceil(attain * len(scales) - 1e-9) - 1])

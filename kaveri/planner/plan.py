@@ -1,7 +1,7 @@
 """Answers how many instances of which configuration serve a workload within its SLOs. Pure."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kaveri.errors import ConfigError
@@ -9,6 +9,7 @@ from kaveri.planner.cluster_check import Attainment, PlannedCluster
 from kaveri.planner.expected_load import ExpectedLoad
 from kaveri.planner.hardware import Hardware
 from kaveri.planner.model_shape import ModelShape
+from kaveri.planner.node_unit import NodeUnit, cheapest_unit
 from kaveri.planner.parallelism import Parallelism, possible_parallelisms, require_possible
 from kaveri.planner.placement_search import RESOLUTION, PhaseOption, SearchSettings, search_decode, search_prefill
 from kaveri.planner.profiles import read_step_latencies
@@ -37,6 +38,8 @@ class PlanQuestion:
     prefill_parallelism: Parallelism | None = None
     """None: all that fit are tried."""
     decode_parallelism: Parallelism | None = None
+    same_node: bool = False
+    """DistServe's algorithm 2: KV never leaves a machine."""
     chunk_tokens: int | None = None
     max_batch: int = 256
     request_count: int = 1000
@@ -72,6 +75,19 @@ class PlanQuestion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedCluster:
+    """A cluster that was simulated, and what is predicted of it."""
+
+    cluster: PlannedCluster
+    attainment: Attainment
+
+    @property
+    def price_per_hour(self) -> float:
+        """In US dollars."""
+        return self.cluster.gpus * self.cluster.hardware.price_per_hour
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
     """The cheapest cluster that was found."""
 
@@ -81,6 +97,8 @@ class ClusterPlan:
     decode_options: tuple[PhaseOption, ...]
     """All that were tried, the best per GPU first."""
     attainment: Attainment
+    frontier: tuple[SimulatedCluster, ...]
+    """Of the clusters that were simulated, those with a higher attainment than all cheaper ones, the cheapest first."""
     without_prefill: Attainment
     """When one prefill instance dies for good."""
     without_decode: Attainment
@@ -104,43 +122,66 @@ class ClusterPlan:
 
 
 def plan(question: PlanQuestion) -> ClusterPlan:
-    """The fewest GPUs that serve the rate. Algorithm 1 gives the instances; more are added until enough requests
-    of the whole simulated cluster meet both SLOs.
+    """The fewest GPUs that serve the rate. Algorithm 1 or 2 gives the instances; more are added until enough requests
+    of the whole simulated cluster meet both SLOs: until the lower end of the attainment's interval is the share asked
+    for.
 
     Raises ConfigError for a question that no number of GPUs answers, or not so few.
     """
     prefill_options, decode_options = search(question)
     rate = question.demand.rate_per_s
-    prefill = cheapest(prefill_options, rate)
-    decode = cheapest(decode_options, rate)
+    unit: NodeUnit | None = None
+    if question.same_node:
+        unit = cheapest_unit(prefill_options, decode_options, rate, question.hardware)
+        prefill, prefill_count = unit.prefill, unit.prefill_count * unit.count(rate)
+        decode, decode_count = unit.decode, unit.decode_count * unit.count(rate)
+    else:
+        prefill, decode = cheapest(prefill_options, rate), cheapest(decode_options, rate)
+        prefill_count, decode_count = instances(prefill, rate), instances(decode, rate)
     cluster = PlannedCluster(
         model=question.model,
         hardware=question.hardware,
         prefill=prefill,
-        prefill_count=instances(prefill, rate),
+        prefill_count=prefill_count,
         decode=decode,
-        decode_count=instances(decode, rate),
+        decode_count=decode_count,
         overheads=question.overheads,
+        same_node=question.same_node,
     )
+    tried: list[SimulatedCluster] = []
     while True:
         _require_affordable(question, cluster)
         attainment = _attainment(question, cluster)
-        if attainment.mean >= question.attain:
+        tried.append(SimulatedCluster(cluster=cluster, attainment=attainment))
+        if attainment.low >= question.attain:
             break
         # Each phase alone meets its SLO as often as asked; both together do so less often.
-        if attainment.missed_ttft >= attainment.missed_tpot:
-            cluster = replace(cluster, prefill_count=cluster.prefill_count + 1)
-        else:
-            cluster = replace(cluster, decode_count=cluster.decode_count + 1)
+        cluster = _larger(cluster, unit)[0 if attainment.missed_ttft >= attainment.missed_tpot else -1]
+    # What one more step would buy.
+    tried += [
+        SimulatedCluster(cluster=larger, attainment=_attainment(question, larger))
+        for larger in _larger(cluster, unit)
+        if larger.gpus <= question.gpus
+    ]
     return ClusterPlan(
         question=question,
         cluster=cluster,
         prefill_options=prefill_options,
         decode_options=decode_options,
         attainment=attainment,
+        frontier=frontier(tried),
         without_prefill=_attainment(question, cluster, cluster.lanes_of("prefill")),
         without_decode=_attainment(question, cluster, cluster.lanes_of("decode")),
     )
+
+
+def frontier(tried: Sequence[SimulatedCluster]) -> tuple[SimulatedCluster, ...]:
+    """Those whose attainment is certain to be higher than that of every cheaper one, by the interval's lower end."""
+    found: list[SimulatedCluster] = []
+    for one in sorted(tried, key=lambda one: (one.cluster.gpus, -one.attainment.low)):
+        if not found or one.attainment.low > found[-1].attainment.low:
+            found.append(one)
+    return tuple(found)
 
 
 def search(question: PlanQuestion) -> tuple[tuple[PhaseOption, ...], tuple[PhaseOption, ...]]:
@@ -167,14 +208,16 @@ def search(question: PlanQuestion) -> tuple[tuple[PhaseOption, ...], tuple[Phase
         chunk_tokens=question.chunk_tokens,
         seed=question.seed,
     )
-    prefill = _ordered(
-        search_prefill(model, hardware, one, steps[one.tp], question.demand, question.slo_ttft_s, settings)
-        for one in candidates[0]
+    prefill = search_each(
+        question,
+        candidates[0],
+        lambda one: search_prefill(model, hardware, one, steps[one.tp], question.demand, question.slo_ttft_s, settings),
     )
     _require_possible_slo(prefill, "--slo-ttft-s", question.slo_ttft_s, question.attain)
-    decode = _ordered(
-        search_decode(model, hardware, one, steps[one.tp], question.demand, question.slo_tpot_s, settings)
-        for one in candidates[1]
+    decode = search_each(
+        question,
+        candidates[1],
+        lambda one: search_decode(model, hardware, one, steps[one.tp], question.demand, question.slo_tpot_s, settings),
     )
     _require_possible_slo(decode, "--slo-tpot-s", question.slo_tpot_s, question.attain)
     return prefill, decode
@@ -202,7 +245,22 @@ def instances(option: PhaseOption, rate_per_s: float) -> int:
     return math.ceil(rate_per_s / option.goodput_per_s - 1e-9)
 
 
-def _ordered(options: Iterable[PhaseOption]) -> tuple[PhaseOption, ...]:
+def search_each(
+    question: PlanQuestion, candidates: Sequence[Parallelism], search_one: Callable[[Parallelism], PhaseOption]
+) -> tuple[PhaseOption, ...]:
+    """The candidates that can carry the rate with the fewest GPUs, the best per GPU first.
+
+    candidates: in ascending order of their GPUs. With `same_node` all are tried, because both phases must fit together.
+    """
+    rate, fewest, options = question.demand.rate_per_s, math.inf, []
+    for one in candidates:
+        if one.gpus > fewest and not question.same_node:
+            # One instance of it is larger than a cluster of others that carries the rate.
+            break
+        option = search_one(one)
+        options.append(option)
+        if option.goodput_per_s > 0:
+            fewest = min(fewest, instances(option, rate) * one.gpus)
     return tuple(sorted(options, key=lambda option: (-option.per_gpu, option.parallelism.gpus)))
 
 
@@ -232,7 +290,22 @@ def _require_affordable(question: PlanQuestion, cluster: PlannedCluster) -> None
         raise ConfigError("--gpus", reason)
 
 
+def _larger(cluster: PlannedCluster, unit: NodeUnit | None) -> tuple[PlannedCluster, ...]:
+    """With one more prefill instance, and with one more decode instance; or with one more unit, which has both."""
+    if unit is None:
+        return (
+            replace(cluster, prefill_count=cluster.prefill_count + 1),
+            replace(cluster, decode_count=cluster.decode_count + 1),
+        )
+    more = replace(
+        cluster,
+        prefill_count=cluster.prefill_count + unit.prefill_count,
+        decode_count=cluster.decode_count + unit.decode_count,
+    )
+    return (more,)
+
+
 def _attainment(question: PlanQuestion, cluster: PlannedCluster, died: Sequence[str] = ()) -> Attainment:
     # Other draws than those that chose the configuration.
     first_seed = question.seed + 1
-    return cluster.attainment(question.demand, question.slo, question.request_count, first_seed, died)
+    return cluster.attainment(question.demand, question.slo, question.attain, question.request_count, first_seed, died)

@@ -8,7 +8,7 @@ from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.planner.cluster_check import Attainment
 from kaveri.planner.parallelism import Parallelism
 from kaveri.planner.placement_search import PhaseOption
-from kaveri.planner.plan import ClusterPlan, best_per_gpu
+from kaveri.planner.plan import ClusterPlan, SimulatedCluster, best_per_gpu
 from kaveri.simulator.failures import FailureSpec
 
 _NO_FAILURES = FailureSpec()
@@ -53,6 +53,8 @@ def to_json(plan: ClusterPlan) -> dict[str, Any]:
         "is_estimate": plan.is_estimate,
         "attainment": asdict(plan.attainment),
         "binds": plan.binds,
+        "same_node": cluster.same_node,
+        "frontier": [_point(one) for one in plan.frontier],
         "one_prefill_instance_dies": asdict(plan.without_prefill),
         "one_decode_instance_dies": asdict(plan.without_decode),
         "best_per_gpu": {
@@ -84,6 +86,7 @@ def summary_lines(plan: ClusterPlan) -> list[str]:
     lines += [
         f"predicted attainment {_interval(plan.attainment)}"
         + (f"; more requests miss {plan.binds}" if plan.binds else ""),
+        *(_point_line(one) for one in plan.frontier),
         f"when one prefill instance dies for good: {_interval(plan.without_prefill)}",
         f"when one decode instance dies for good: {_interval(plan.without_decode)}",
     ]
@@ -94,6 +97,25 @@ def summary_lines(plan: ClusterPlan) -> list[str]:
 
 def _interval(attainment: Attainment) -> str:
     return f"{attainment.mean:.1%} (95 % interval {attainment.low:.1%} to {attainment.high:.1%})"
+
+
+def _point(one: SimulatedCluster) -> dict[str, Any]:
+    return {
+        "gpus": one.cluster.gpus,
+        "price_per_hour": one.price_per_hour,
+        "prefill_instances": one.cluster.prefill_count,
+        "decode_instances": one.cluster.decode_count,
+        "attainment": asdict(one.attainment),
+    }
+
+
+def _point_line(one: SimulatedCluster) -> str:
+    scale = one.attainment.slo_scale
+    margin = "" if scale is None else f", both SLOs could be {scale:.2f} times as long"
+    return (
+        f"{one.price_per_hour:.2f} USD an hour, {one.cluster.prefill_count} prefill and"
+        f" {one.cluster.decode_count} decode: {_interval(one.attainment)}{margin}"
+    )
 
 
 def _parallel(parallelism: Parallelism) -> list[int]:

@@ -23,6 +23,7 @@ class DecodeBatch:
         self._expected: dict[int, tuple[BatchMember, float]] = {}
         self._ready: dict[int, BatchMember] = {}
         self._running = BatchGrowth(block_tokens)
+        """Greedy keeps nothing, and only asks how many there are."""
 
     @property
     def running_count(self) -> int:
@@ -63,12 +64,14 @@ class DecodeBatch:
 
     def step(self, drawn: set[int]) -> None:
         """The running requests `drawn` have drawn one token each, the others none."""
-        self._running.step(drawn)
+        if self.keeps_blocks:
+            self._running.step(drawn)
 
     def run(self, steps: int, resting: Collection[int] = ()) -> None:
         """As `steps` calls of step(), in each of which all running requests draw but those `resting`. No other one may
         be preempted."""
-        self._running.run(steps, resting)
+        if self.keeps_blocks:
+            self._running.run(steps, resting)
 
     def leave(self, number: int) -> None:
         """The request has ended, or has no room after all. Idempotent."""

@@ -6,10 +6,11 @@ import os
 import secrets
 import signal
 import socket
+import ssl
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import uvloop
 
@@ -21,7 +22,9 @@ from kaveri.config.sources import SERVICE_LINKS_ADVICE
 from kaveri.errors import ConfigError
 from kaveri.rpc.server import check_address
 from kaveri.rpc.tls import RpcTls, use_tls
+from kaveri.security.posture import A_CERTIFICATE, ListeningPort
 from kaveri.security.settings import TlsSettings
+from kaveri.security.tls_files import WatchedTlsFiles, is_named
 from kaveri.telemetry.logs import configure_logs, get_logger
 from kaveri.telemetry.metrics import serve_metrics
 from kaveri.telemetry.readiness import is_ready
@@ -69,7 +72,18 @@ class ServiceConfig(TlsSettings):
         least=0,
         most=MAX_REDIS_WAIT_S,
     )
-    metrics_port: int = setting("port for Prometheus metrics and health over HTTP; 0: none", 0, least=0, most=MAX_PORT)
+    metrics_port: int = setting(
+        "port for Prometheus metrics and health over HTTP, with --tls-cert over mutual TLS; 0: none",
+        0,
+        least=0,
+        most=MAX_PORT,
+    )
+    health_port: int = setting(
+        "port for /livez and /readyz alone over plain HTTP, for probes that show no certificate; 0: none",
+        0,
+        least=0,
+        most=MAX_PORT,
+    )
     log_level: str = setting(
         "least level of log lines: debug, info, warning or error", "info", choices=("debug", "info", "warning", "error")
     )
@@ -98,6 +112,17 @@ class ServiceConfig(TlsSettings):
     def reached_host(self) -> str:
         """The host name under which others reach this instance."""
         return self.advertise_host or (socket.gethostname() if self.host in ALL_ADDRESSES else self.host)
+
+    @property
+    def ports(self) -> tuple[ListeningPort, ...]:
+        """All that it listens on, but for --health-port, which tells everyone no more than whether it is ready."""
+        asks_for = A_CERTIFICATE if self.tls_cert else ""
+        found = {"--port": self.port, "--metrics-port": self.metrics_port or None}
+        return tuple(
+            ListeningPort(flag=flag, host=self.host, port=port, is_encrypted=bool(asks_for), asks_for=asks_for)
+            for flag, port in found.items()
+            if port is not None
+        )
 
     def advertised_address(self, port: int) -> str:
         """Where others reach this instance, given the port it listens on."""
@@ -161,9 +186,18 @@ def _config_error_in(group: BaseExceptionGroup[BaseException]) -> ConfigError | 
 async def _serve_until_stopped(config: ConfigT, serve: Callable[[ConfigT, asyncio.Event], Awaitable[int]]) -> int:
     # Before anything is loaded, which takes seconds or minutes.
     check_address(config.host, config.port)
+    tls: ssl.SSLContext | None = None
     if config.tls is not None:
         use_tls(RpcTls(config.tls))
-    async with serve_metrics(config.host, config.metrics_port, is_ready):
+        tls = WatchedTlsFiles(config.tls).server_context()
+
+    def is_welcome(certificate: Mapping[str, Any] | None) -> bool:
+        return tls is None or is_named(certificate, config.tls_name)
+
+    async with (
+        serve_metrics(config.host, config.metrics_port, is_ready, tls=tls, is_welcome=is_welcome),
+        serve_metrics(config.host, config.health_port, is_ready, registry=None),
+    ):
         return await _serve(config, serve)
 
 

@@ -10,6 +10,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from kaveri.errors import ConfigError
+from kaveri.rpc.public_port import KeyCheck, PublicPort
 from kaveri.rpc.tls import RpcTls, process_tls
 from kaveri.telemetry.readiness import set_ready
 
@@ -42,23 +43,27 @@ _CHANNEL_OPTIONS = (
 class RpcServer:
     """A gRPC server with grpc.health.v1 and reflection. NOT_SERVING until ready(), and from drain() until ready()."""
 
-    def __init__(self, host: str, port: int, service_names: Sequence[str]) -> None:
+    def __init__(self, host: str, port: int, service_names: Sequence[str], public: PublicPort | None = None) -> None:
         """service_names: full names, "kaveri.v1.DecodeService". port 0 takes a free one. Speaks TLS where the
-        process does, see use_tls()."""
+        process does, see use_tls(). public: for --public-port, which has no reflection."""
         self._host = host
         self._port = port
+        self._flag = "--port" if public is None else "--public-port"
         self._names = (*service_names, "")
-        self._tls = process_tls()
-        interceptors = () if self._tls is None else self._tls.interceptors()
+        self._tls = process_tls() if public is None else public.tls
+        interceptors: tuple[aio.ServerInterceptor, ...] = () if self._tls is None else self._tls.interceptors()
+        if public is not None:
+            interceptors = (KeyCheck(public.callers), *interceptors)
         self._server = aio.server(interceptors=interceptors, options=(*_OPTIONS, ("grpc.so_reuseport", 0)))
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflected = (
-            *service_names,
-            health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
-            reflection.SERVICE_NAME,
-        )
-        reflection.enable_server_reflection(reflected, self._server)
+        if public is None:
+            reflected = (
+                *service_names,
+                health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+                reflection.SERVICE_NAME,
+            )
+            reflection.enable_server_reflection(reflected, self._server)
         self.port = 0
         """The port it listens on, known after start()."""
 
@@ -71,7 +76,7 @@ class RpcServer:
         for name in self._names:
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
         # Asked of a plain socket first: gRPC says less in its error, and prints a line of its own.
-        check_address(self._host, self._port)
+        check_address(self._host, self._port, self._flag)
         try:
             address = f"{self._host}:{self._port}"
             if self._tls is None:
@@ -79,7 +84,7 @@ class RpcServer:
             else:
                 self.port = self._server.add_secure_port(address, self._tls.server_credentials())
         except RuntimeError as error:
-            raise ConfigError("--port", f"cannot listen on {self._host}:{self._port}: {error}") from error
+            raise ConfigError(self._flag, f"cannot listen on {self._host}:{self._port}: {error}") from error
         await self._server.start()
 
     async def ready(self) -> None:
@@ -120,8 +125,9 @@ async def check_health(address: str, timeout_s: float) -> bool:
     return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def check_address(host: str, port: int) -> None:
-    """Raises ConfigError, naming --host or --port, when the address cannot be listened on now. port 0: any free one."""
+def check_address(host: str, port: int, port_flag: str = "--port") -> None:
+    """Raises ConfigError, naming --host or the port's flag, when the address cannot be listened on now. port 0: any
+    free one."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -129,5 +135,5 @@ def check_address(host: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
-        flag = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        flag = port_flag if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
         raise ConfigError(flag, f"cannot listen on {host}:{port}: {error.strerror}") from error

@@ -1,4 +1,5 @@
-"""Mutual TLS on gRPC's ports and channels: both ends show a certificate of one authority, with the cluster's name."""
+"""TLS on gRPC's ports and channels. Within a cluster it is mutual: both ends show a certificate of one authority, with
+the cluster's name. On public ports only the server shows one."""
 
 import contextlib
 from collections.abc import Awaitable, Callable
@@ -8,7 +9,7 @@ import grpc
 from grpc import aio
 
 from kaveri.errors import Unauthenticated
-from kaveri.security.tls_files import TlsFiles, WatchedTlsFiles
+from kaveri.security.tls_files import TlsContents, TlsFiles, WatchedTlsFiles
 from kaveri.wire.status import abort
 
 ChannelOptions = tuple[tuple[str, Any], ...]
@@ -36,7 +37,8 @@ class RpcTls:
         return aio.secure_channel(address, credentials, options=options)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Of a port. Each connection is asked for a certificate, and gets the one that is good then."""
+        """Of a port. Each connection gets the certificate that is good then, and is asked for one where there is an
+        authority."""
         used = self._files.now()
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
@@ -46,10 +48,10 @@ class RpcTls:
             if now.generation == used.generation:
                 return None
             used = now
-            return _configuration(now.key, now.certificate, now.authority)
+            return _configuration(now)
 
-        first = _configuration(used.key, used.certificate, used.authority)
-        return grpc.dynamic_ssl_server_credentials(first, fetch, require_client_authentication=True)  # type: ignore[arg-type]
+        asks = used.authority is not None
+        return grpc.dynamic_ssl_server_credentials(_configuration(used), fetch, require_client_authentication=asks)  # type: ignore[arg-type]
 
     def interceptors(self) -> tuple[aio.ServerInterceptor, ...]:
         """What a server needs to ask its callers for the name: gRPC itself asks for the authority only."""
@@ -121,5 +123,7 @@ def _guarded(handler: Any, check: Callable[[aio.ServicerContext[Any, Any]], Awai
     return make(answer, handler.request_deserializer, handler.response_serializer)
 
 
-def _configuration(key: bytes, certificate: bytes, authority: bytes) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
+def _configuration(now: TlsContents) -> grpc.ServerCertificateConfiguration:
+    assert now.key is not None
+    assert now.certificate is not None
+    return grpc.ssl_server_certificate_configuration([(now.key, now.certificate)], now.authority)

@@ -7,6 +7,7 @@ A keys file is TOML, one table for each key:
     requests_per_s = 10         # 0 or left out: no limit
     tokens_per_min = 100_000
     in_flight = 8
+    admin = false               # left out: false
 """
 
 import hashlib
@@ -45,6 +46,8 @@ class ApiKey:
     digest: bytes
     """SHA-256 of the key."""
     limits: KeyLimits
+    is_admin: bool = False
+    """Whether it may drain instances."""
 
 
 def new_secret() -> str:
@@ -57,11 +60,12 @@ def digest_of(secret: bytes) -> bytes:
     return hashlib.sha256(secret).digest()
 
 
-def key_table(name: str, secret: str, limits: KeyLimits) -> str:
+def key_table(name: str, secret: str, limits: KeyLimits, is_admin: bool = False) -> str:
     """The text that adds a key to a keys file."""
     lines = [f"\n[{name}]", f'sha256 = "{digest_of(secret.encode()).hex()}"']
     given = {limit.name: getattr(limits, limit.name) for limit in fields(limits)}
     lines += [f"{limit} = {value}" for limit, value in given.items() if value]
+    lines += ["admin = true"] * is_admin
     return "\n".join([*lines, ""])
 
 
@@ -107,11 +111,14 @@ def _read_key(name: str, table: Any, path: str) -> ApiKey:
     check_name(name, place)
     known = [limit.name for limit in fields(KeyLimits)]
     for field in table:
-        if field not in ("sha256", *known):
-            raise ConfigError(f"{place} {field:.80}", f"is no field of a key; write sha256, {', '.join(known)}")
+        if field not in ("sha256", "admin", *known):
+            raise ConfigError(f"{place} {field:.80}", f"is no field of a key; write sha256, admin, {', '.join(known)}")
     digest = table.get("sha256")
     if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
         # Not shown: it may be the key itself.
         raise ConfigError(f"{place} sha256", "must be the SHA-256 of the key, 64 hexadecimal digits in lower case")
     limits = {limit: check_limit(table.get(limit, 0), f"{place} {limit}") for limit in known}
-    return ApiKey(name, bytes.fromhex(digest), KeyLimits(**limits))
+    is_admin = table.get("admin", False)
+    if type(is_admin) is not bool:
+        raise ConfigError(f"{place} admin", f"is {is_admin!r:.80}; write true or false")
+    return ApiKey(name, bytes.fromhex(digest), KeyLimits(**limits), is_admin)

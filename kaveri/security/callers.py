@@ -1,8 +1,7 @@
 """Who calls a port that asks for API keys: finds the key of each request, and holds it to its limits."""
 
 import contextlib
-from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,8 +33,8 @@ class Callers:
     def __init__(self, keys: KeysFile, usage: "KeyUsage") -> None:
         self._keys = keys
         self._usage = usage
-        self._in_flight: Counter[str] = Counter()
-        """By the key's name; those that have none are not in it."""
+        self._in_flight: dict[str, dict[Hashable, int]] = {}
+        """How often each request is being answered, by the key's name. Keys that have none are not in it."""
 
     async def run(self) -> None:
         """Takes up changes of the keys file, until cancelled."""
@@ -45,17 +44,20 @@ class Callers:
             await self._usage.close()
 
     @contextlib.asynccontextmanager
-    async def admit(self, authorization: bytes | None) -> AsyncIterator[Caller]:
-        """One request is in flight while the context lasts. authorization: the header, "Bearer KEY".
+    async def admit(self, authorization: bytes | None, request_id: str = "") -> AsyncIterator[Caller]:
+        """One request is in flight while the context lasts. authorization: the header, "Bearer KEY". request_id: given
+        where only one request of an id can be answered at a time: a call that follows on another one is not counted
+        as another request in flight.
 
         Raises Unauthenticated without a good key, and NoCapacity past a limit.
         """
-        key = self._find(authorization)
-        most = key.limits.in_flight
-        if most and self._in_flight[key.name] >= most:
+        key = self.find(authorization)
+        request: Hashable = request_id or object()
+        most, in_flight = key.limits.in_flight, self._in_flight.setdefault(key.name, {})
+        if most and len(in_flight) >= most and request not in in_flight:
             raise limit_reached(key, f"{most} requests in flight", _RETRY_AFTER_S)
         # Before anything is awaited, so that requests that come together are counted.
-        self._in_flight[key.name] += 1
+        in_flight[request] = in_flight.get(request, 0) + 1
         try:
             await self._usage.take_request(key)
             caller = Caller(key)
@@ -64,13 +66,23 @@ class Callers:
             finally:
                 await self._usage.add_tokens(key, caller.tokens)
         finally:
-            self._in_flight[key.name] -= 1
-            if not self._in_flight[key.name]:
+            in_flight[request] -= 1
+            if not in_flight[request]:
+                del in_flight[request]
+            if not in_flight and self._in_flight.get(key.name) is in_flight:
                 del self._in_flight[key.name]
 
-    def _find(self, authorization: bytes | None) -> ApiKey:
+    def check_admin(self, authorization: bytes | None) -> None:
+        """Raises Unauthenticated unless it is the key of an operator."""
+        key = self.find(authorization)
+        if not key.is_admin:
+            raise Unauthenticated(f"the API key {key.name} is no admin key; make one by `kaveri key new NAME --admin`")
+
+    def find(self, authorization: bytes | None) -> ApiKey:
+        """The key that a request gives; its limits are not asked. Raises Unauthenticated."""
         if authorization is None:
-            raise Unauthenticated("no API key was given; send it as `Authorization: Bearer KEY`")
+            reason = "no API key was given; send it as `Authorization: Bearer KEY`, with Kaveri's SDK as api_key"
+            raise Unauthenticated(reason)
         secret = authorization[len(_SCHEME) :].strip()
         if authorization[: len(_SCHEME)].lower() != _SCHEME or not secret or len(authorization) > MAX_HEADER_BYTES:
             raise Unauthenticated("the Authorization header is not `Bearer KEY`")

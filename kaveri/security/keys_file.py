@@ -64,7 +64,7 @@ class KeysFile:
             self._keys, self._failure = keys, ""
 
 
-def add_key(path: str, name: str, limits: KeyLimits) -> str:
+def add_key(path: str, name: str, limits: KeyLimits, is_admin: bool = False) -> str:
     """Adds a new key to the file, which is made for its owner only if there is none. Returns the key, which is kept
     nowhere. Raises ConfigError, also when the file is broken or has this name."""
     secret = new_secret()
@@ -74,7 +74,7 @@ def add_key(path: str, name: str, limits: KeyLimits) -> str:
             text = file.read().decode()
             if any(key.name == name for key in parse_keys(text, path)):
                 raise ConfigError("NAME", f"is {name}, which {path} has already; remove that table first")
-            table = key_table(name, secret, limits)
+            table = key_table(name, secret, limits, is_admin)
             # One write, so that a gateway reads all of it or nothing.
             file.write(("\n" + table if text and not text.endswith("\n") else table).encode())
     except (OSError, UnicodeDecodeError) as error:

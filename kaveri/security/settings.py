@@ -7,6 +7,7 @@ from kaveri.errors import ConfigError
 from kaveri.security.tls_files import TlsFiles
 
 DEFAULT_NAME = "kaveri"
+PUBLIC_PREFIX = "--public-tls-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +17,23 @@ class KeySettings:
     keys_file: str = setting(
         "file of API keys, made by `kaveri key new`, read again when it changes; empty: no key is asked for", ""
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicSettings(KeySettings):
+    """Settings of a port for clients that show no certificate."""
+
+    public_tls_cert: str = setting(
+        "PEM file of the certificate that clients of the public port see, which are asked for none; empty: no TLS", ""
+    )
+    public_tls_key: str = setting("PEM file of its key, unencrypted", "")
+
+    @property
+    def public_tls(self) -> TlsFiles | None:
+        """None where no file is given. Raises ConfigError when one is missing."""
+        if not self.public_tls_cert and not self.public_tls_key:
+            return None
+        return TlsFiles(self.public_tls_cert, self.public_tls_key)
 
 
 @dataclass(frozen=True, kw_only=True)

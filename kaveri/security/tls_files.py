@@ -4,11 +4,12 @@ All certificates of a cluster carry one name in subjectAltName, which both ends 
 not looked at: instances change their addresses.
 """
 
+import contextlib
 import os
 import ssl
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,16 @@ LOOK_EVERY_S = 1.0
 class TlsFiles:
     """What an end shows, and what it asks of the other; paths of files in PEM."""
 
-    certificate: str
-    """With those between it and the authority, its own first."""
-    key: str
-    """Not encrypted."""
-    authority: str
-    """Certificates of those whose certificates are good."""
+    certificate: str = ""
+    """With those between it and the authority, its own first. Empty: a client that shows none."""
+    key: str = ""
+    """Of the certificate, not encrypted."""
+    authority: str = ""
+    """Certificates of those whose certificates are good. Empty: a client trusts the public authorities, and a server
+    asks for no certificate."""
     name: str = ""
-    """A DNS name that the other end's certificate must carry; empty: the authority alone counts."""
+    """A DNS name that the other end's certificate must carry. Empty: a server takes every certificate of the authority,
+    and a client asks for the host name that it connects to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +41,9 @@ class TlsContents:
 
     generation: int
     """Grows with each change."""
-    certificate: bytes
-    key: bytes
-    authority: bytes
+    certificate: bytes | None
+    key: bytes | None
+    authority: bytes | None
 
 
 class WatchedTlsFiles:
@@ -48,6 +51,9 @@ class WatchedTlsFiles:
 
     def __init__(self, files: TlsFiles, prefix: str = "--tls-") -> None:
         """prefix: of the settings that name the files. Raises ConfigError, naming the one that is wrong."""
+        if bool(files.certificate) != bool(files.key):
+            missing, given = ("key", "cert") if files.certificate else ("cert", "key")
+            raise ConfigError(f"{prefix}{missing}", f"is not given, but {prefix}{given}: they belong together")
         self.files = files
         self._prefix = prefix
         self._lock = threading.Lock()
@@ -85,11 +91,41 @@ class WatchedTlsFiles:
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
-        context.verify_mode = ssl.CERT_REQUIRED
-        try:
-            context.load_verify_locations(files.authority)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"{prefix}ca", f"{files.authority} holds no certificate") from error
+        context.verify_mode = ssl.CERT_REQUIRED if files.authority else ssl.CERT_NONE
+        if files.authority:
+            try:
+                context.load_verify_locations(files.authority)
+            except (OSError, ssl.SSLError) as error:
+                raise ConfigError(f"{prefix}ca", f"{files.authority} holds no certificate") from error
+        if files.certificate:
+            self._load_certificate(context)
+        return context
+
+    def server_context(self, protocols: Sequence[str] = ()) -> ssl.SSLContext:
+        """As make_context(), for a port: each handshake gets the files as they are then. protocols: of ALPN."""
+        used = self.now().generation
+        context = first = self._port_context(protocols)
+
+        def renew(connection: Any, host_name: str | None, of: ssl.SSLContext) -> None:
+            nonlocal context, used
+            now = self.now().generation
+            if now != used:
+                # In the middle of a change the former ones stay in use until the next handshake.
+                with contextlib.suppress(ConfigError):
+                    context, used = self._port_context(protocols), now
+            connection.context = context
+
+        first.sni_callback = renew
+        return first
+
+    def _port_context(self, protocols: Sequence[str]) -> ssl.SSLContext:
+        context = self.make_context(ssl.PROTOCOL_TLS_SERVER)
+        if protocols:
+            context.set_alpn_protocols(list(protocols))
+        return context
+
+    def _load_certificate(self, context: ssl.SSLContext) -> None:
+        files, prefix = self.files, self._prefix
         try:
             # OpenSSL would prompt for a password on the terminal.
             context.load_cert_chain(files.certificate, files.key, password=lambda: "")
@@ -98,12 +134,12 @@ class WatchedTlsFiles:
                 raise ConfigError(f"{prefix}key", f"{files.key} is not the key of {files.certificate}") from error
             reason = f"{files.certificate} and {files.key} are not a certificate and its key, unencrypted, in PEM"
             raise ConfigError(f"{prefix}cert", reason) from error
-        return context
 
     def _read(self, generation: int) -> TlsContents:
-        read = [self._read_one(setting, path) for setting, path in self._paths()]
+        read = {setting: self._read_one(setting, path) for setting, path in self._paths()}
         self.make_context(ssl.PROTOCOL_TLS_CLIENT)
-        return TlsContents(generation, *read)
+        certificate, key, authority = (read.get(f"{self._prefix}{end}") for end in ("cert", "key", "ca"))
+        return TlsContents(generation, certificate, key, authority)
 
     def _read_one(self, setting: str, path: str) -> bytes:
         try:
@@ -123,11 +159,8 @@ class WatchedTlsFiles:
 
     def _paths(self) -> tuple[tuple[str, str], ...]:
         files, prefix = self.files, self._prefix
-        return (
-            (f"{prefix}cert", files.certificate),
-            (f"{prefix}key", files.key),
-            (f"{prefix}ca", files.authority),
-        )
+        paths = {"cert": files.certificate, "key": files.key, "ca": files.authority}
+        return tuple((f"{prefix}{end}", path) for end, path in paths.items() if path)
 
 
 def _logger() -> Any:

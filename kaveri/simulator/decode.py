@@ -160,7 +160,9 @@ class SimulatedDecode:
     # What the engine tells.
 
     def before_step_ends(self) -> None:
-        self.member.take_beats(self._timeline.now_s)
+        now_s = self._timeline.now_s
+        if now_s >= self.member.next_beat_s:
+            self.member.take_beats(now_s)
 
     def prefill_started(self, sequence: CountedSequence) -> None: ...
 
@@ -193,7 +195,8 @@ class SimulatedDecode:
 
     def stepped(self) -> None:
         self._admit()
-        self._give_room()
+        if self._in_line:
+            self._give_room()
 
     def is_empty(self) -> bool:
         """Whether nothing is left here."""
@@ -202,7 +205,8 @@ class SimulatedDecode:
 
     def _touch(self) -> None:
         now_s = self._timeline.now_s
-        self.member.take_beats(now_s)
+        if now_s >= self.member.next_beat_s:
+            self.member.take_beats(now_s)
         self.engine.sync(now_s)
 
     def _give_room(self) -> None:

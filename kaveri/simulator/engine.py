@@ -86,6 +86,10 @@ class CountedEngine:
         self._decode_overhead_s = decode_overhead_s
         self.blocks = CountedBlocks(total_blocks)
         self.residency = Residency(cast(Any, self.blocks), layout, max_batch)
+        self._running = cast(list[CountedSequence], self.residency.running)
+        self._waiting = cast(list[CountedSequence], self.residency.waiting)
+        self._fits = [latency.decode_fit(count) for count in range(max_batch + 1)]
+        """By the number of running requests."""
         self.prefilling: deque[CountedSequence] = deque()
         self._by_steps = False
         """A request lacks blocks, or computes its tokens again."""
@@ -122,16 +126,18 @@ class CountedEngine:
 
     def context_tokens(self) -> int:
         """KV of all requests that decode here."""
-        residency = self.residency
-        tokens = sum(cast(CountedSequence, sequence).computed for sequence in (*residency.landed, *residency.waiting))
+        landed = cast(dict[CountedSequence, None], self.residency.landed)
+        tokens = 0
+        if landed or self._waiting:
+            tokens = sum(sequence.computed for sequence in (*landed, *self._waiting))
         if self._by_steps:
-            return tokens + sum(cast(CountedSequence, sequence).computed for sequence in residency.running)
-        return tokens + self._offset_sum + len(residency.running) * (self._steps - 1)
+            return tokens + sum(sequence.computed for sequence in self._running)
+        return tokens + self._offset_sum + len(self._running) * (self._steps - 1)
 
     def open(self, sequence: CountedSequence, token_count: int) -> bool:
         """Takes the blocks of so many tokens. False: there is no room now."""
-        wanted = self.block_count(token_count)
-        if wanted > self.blocks.free_count or self.residency.short_of_blocks:
+        wanted = -(-token_count // self._block_tokens)
+        if wanted > self.blocks.free_count or (self._waiting and self.residency.short_of_blocks):
             return False
         sequence.block_ids = self.blocks.allocate(sequence, wanted)
         if self._busy and not self._chunks and not self._by_steps:
@@ -185,7 +191,7 @@ class CountedEngine:
         """Frees the blocks of a request that has ended, unless something can still touch them."""
         if sequence.done and not sequence.touched:
             self.blocks.release(sequence)
-            if self.residency.waiting and not self._busy:
+            if self._waiting and not self._busy:
                 self._begin()
 
     def token_count(self, sequence: CountedSequence) -> int:
@@ -248,16 +254,16 @@ class CountedEngine:
 
     def _begin(self) -> None:
         """Forms the next run or step, if there is anything to do."""
-        if self._by_steps or any(not sequence.block_ids for sequence in self.residency.waiting):
+        waiting = self._waiting
+        if self._by_steps or (waiting and any(not sequence.block_ids for sequence in waiting)):
             self._begin_step()
             return
-        waiting = cast(list[CountedSequence], self.residency.waiting)
-        while waiting and len(self.residency.running) < self._max_batch:
+        while waiting and len(self._running) < self._max_batch:
             self._join(waiting.pop(0))
         self._begin_run()
 
     def _begin_run(self) -> None:
-        count = len(self.residency.running)
+        count = len(self._running)
         if self.prefilling:
             self._plan_chunks()
         elif not count:
@@ -286,7 +292,7 @@ class CountedEngine:
 
     def _join(self, sequence: CountedSequence) -> None:
         sequence.phase = SequencePhase.RUNNING
-        running = cast(list[CountedSequence], self.residency.running)
+        running = self._running
         # Those that joined before were admitted before, unless they came back.
         if running and running[-1].admission > sequence.admission:
             place = next(index for index, other in enumerate(running) if other.admission > sequence.admission)
@@ -311,8 +317,8 @@ class CountedEngine:
     # Closed form. Step j of a run of n requests takes first + j * more seconds.
 
     def _time_steps(self) -> None:
-        count = len(self.residency.running)
-        fit = self._latency.decode_fit(count)
+        count = len(self._running)
+        fit = self._fits[count]
         context = self._offset_sum + count * self._steps
         self._more_s = count * fit.context_token_s
         self._first_step_s = (
@@ -341,16 +347,17 @@ class CountedEngine:
 
     def _growth(self, steps: int) -> int:
         """Blocks that the running requests take with the ends of so many steps."""
-        whole, rest = divmod(steps, self._block_tokens)
-        blocks = whole * len(self.residency.running)
-        for step in range(1, rest + 1):
-            blocks += self._crossing(step)
+        size, counts, former = self._block_tokens, self._counts, self._steps - 1
+        whole, rest = divmod(steps, size)
+        blocks = whole * len(self._running)
+        for step in range(former + 1, former + rest + 1):
+            blocks += counts[-step % size]
         return blocks
 
     def _steps_with_blocks(self, most: int) -> int:
         """Steps of at most `most` that can be taken before blocks run short: only after the last may there be too
         few."""
-        count, free, size = len(self.residency.running), self.blocks.free_count, self._block_tokens
+        count, free, size = len(self._running), self.blocks.free_count, self._block_tokens
         if not count or count * ((most - 1) // size + 1) <= free:
             return most
         whole = min((most - 1) // size, free // count)
@@ -367,7 +374,11 @@ class CountedEngine:
         """So many steps of the run are over, and others follow."""
         self.blocks.free_count -= self._growth(steps)
         first_count = self._note_first_steps()
-        self._pass(steps, steps * len(self.residency.running) - first_count)
+        seconds = self._seconds(steps)
+        self._listener.drew(steps, steps * len(self._running) - first_count, seconds / steps, self._waiting)
+        self._steps += steps
+        self._began_s += seconds
+        self._first_step_s += steps * self._more_s
         self._run_steps -= steps
 
     def _note_first_steps(self) -> int:
@@ -382,15 +393,6 @@ class CountedEngine:
             self._listener.drew_first(sequence, time_s)
         return len(joined)
 
-    def _pass(self, steps: int, gap_count: int) -> None:
-        """The running requests have drawn so many tokens each."""
-        seconds = self._seconds(steps)
-        resting = cast(list[CountedSequence], self.residency.waiting)
-        self._listener.drew(steps, gap_count, seconds / steps, resting)
-        self._steps += steps
-        self._began_s += seconds
-        self._first_step_s += steps * self._more_s
-
     def _over(self, version: int) -> None:
         """The run or step is over."""
         if version != self._version:
@@ -400,18 +402,24 @@ class CountedEngine:
         if self._by_steps:
             self._end_step()
             return
-        steps = self._run_steps
-        if self.residency.running:
-            if steps > 1:
-                self._commit(steps - 1)
-            first_count = self._note_first_steps()
-            gap_count = len(self.residency.running) - len(self._ended_outside) - first_count
-            self._leave_batch()
-            self._pass(1, gap_count)
+        if self._running:
+            self._end_run(self._run_steps)
         computed = self._end_chunks() if self._chunks else ()
         self._grow()
         self._begin()
         self._tell(computed)
+
+    def _end_run(self, steps: int) -> None:
+        """The last of so many steps is over."""
+        gap_count = steps * len(self._running) - self._note_first_steps() - len(self._ended_outside)
+        if steps > 1:
+            self.blocks.free_count -= self._growth(steps - 1)
+            self._steps += steps - 1
+        if self._ended_outside or self._ends[0][0] <= self._steps + 1:
+            self._leave_batch()
+        self._listener.drew(steps, gap_count, self._seconds(steps) / steps, self._waiting)
+        self._steps += 1
+        self._began_s = self._timeline.now_s
 
     def _tell(self, computed: Iterable[CountedSequence]) -> None:
         listener = self._listener
@@ -424,15 +432,13 @@ class CountedEngine:
 
     def _leave_batch(self) -> None:
         """Takes out of the batch those that draw their last token in this step, or were ended from outside."""
-        running = cast(list[CountedSequence], self.residency.running)
+        running = self._running
         leaving: list[CountedSequence] = []
         last_step = self._steps + 1
-        while self._ends[0][0] <= last_step:
+        while self._ends and self._ends[0][0] <= last_step:
             sequence = heapq.heappop(self._ends)[2]
             if sequence.phase is SequencePhase.RUNNING and sequence.end_step == last_step and not sequence.done:
                 leaving.append(sequence)
-            if not self._ends:
-                break
         if self._ended_outside:
             leaving += self._ended_outside
             self._ended_outside = []
@@ -485,7 +491,7 @@ class CountedEngine:
     def _look_at_each(self, missing: int) -> None:
         """Leaves the closed form. missing: tokens of each running request that it has no block for yet."""
         self._by_steps = True
-        for sequence in cast(list[CountedSequence], self.residency.running):
+        for sequence in self._running:
             sequence.tokens = sequence.offset_tokens + self._steps
             sequence.computed = sequence.tokens - 1
             sequence.remaining = sequence.end_step - self._steps
@@ -496,8 +502,7 @@ class CountedEngine:
             self._look_at_each(0)
         for preempted in self.residency.prepare_step():
             self._listener.preempted(cast(CountedSequence, preempted))
-        running = cast(list[CountedSequence], self.residency.running)
-        waiting = cast(list[CountedSequence], self.residency.waiting)
+        running, waiting = self._running, self._waiting
         if all(sequence.block_ids for sequence in waiting) and all(sequence.pending == 1 for sequence in running):
             self._return_to_runs(running)
             self._begin_run()

@@ -10,6 +10,9 @@ from dataclasses import replace
 from kaveri.domain.view import InstanceLoad, InstanceRecord
 from kaveri.simulator.timeline import Timeline
 
+_ALMOST_ALL = 1 - 1e-6
+"""Part of an interval after which rounding may count it as over."""
+
 
 class BeatingMember:
     """A ViewedInstance whose heartbeats are heard at once."""
@@ -82,13 +85,17 @@ class Broadcasts:
         self._interval_s = interval_s
         self._last_s = 0.0
         self._count = 1
+        self._none_before_s = 0.0
+        """There is surely no other one before then."""
 
     def last(self) -> tuple[float, int]:
         """The time of the last one, and its number."""
-        missed = int((self._timeline.now_s - self._last_s) / self._interval_s)
-        if missed > 0:
-            self._last_s += missed * self._interval_s
-            self._count += missed
+        if self._timeline.now_s >= self._none_before_s:
+            missed = int((self._timeline.now_s - self._last_s) / self._interval_s)
+            if missed > 0:
+                self._last_s += missed * self._interval_s
+                self._count += missed
+            self._none_before_s = self._last_s + _ALMOST_ALL * self._interval_s
         return self._last_s, self._count
 
     def next_s(self) -> float:
@@ -100,6 +107,7 @@ class Broadcasts:
         self.last()
         if self._timeline.now_s > self._last_s:
             self._last_s = self._timeline.now_s
+            self._none_before_s = self._last_s + _ALMOST_ALL * self._interval_s
             self._count += 1
 
 

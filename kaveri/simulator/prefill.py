@@ -190,7 +190,9 @@ class SimulatedPrefill:
     # What the engine tells.
 
     def before_step_ends(self) -> None:
-        self.member.take_beats(self._timeline.now_s)
+        now_s = self._timeline.now_s
+        if now_s >= self.member.next_beat_s:
+            self.member.take_beats(now_s)
 
     def prefill_started(self, sequence: CountedSequence) -> None:
         attempt: SimulatedAttempt = sequence.owner

@@ -4,6 +4,7 @@ No decision is made in this room: placement, ordering, admission, room and retri
 those of kaveri.engine.stepwise. What the services do between two decisions is written down again, event by event.
 """
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -148,8 +149,7 @@ class Simulation:
             arrival_s = planned.arrival_s
             if arrival_s < timeline.now_s and not arrival_s >= self._former_s(number):
                 raise ConfigError("requests", f"{number} comes at {arrival_s} s, before the one in front of it")
-            while timeline.next_s <= arrival_s:
-                timeline.step()
+            timeline.run_until(arrival_s)
             timeline.now_s = arrival_s
             generate(self._request(number, planned, arrival_s))
         self._run_out()
@@ -171,9 +171,7 @@ class Simulation:
         self._run_out()
 
     def _run_out(self) -> None:
-        timeline = self.timeline
-        while timeline.next_s < float("inf"):
-            timeline.step()
+        self.timeline.run_until(math.inf)
 
     def _request(self, number: int, planned: PlannedRequest, due_s: float) -> SimulatedRequest:
         lengths = planned.lengths

@@ -28,6 +28,15 @@ class Timeline:
         """When the next call is due; infinite when there is none."""
         return self._calls[0][0] if self._calls else float("inf")
 
+    def run_until(self, until_s: float) -> None:
+        """Makes all calls that are due by then, and those due by then that they ask for."""
+        calls, pop = self._calls, heapq.heappop
+        while calls and calls[0][0] <= until_s:
+            time_s, _, call, argument = pop(calls)
+            assert time_s >= self.now_s, f"{time_s} is before {self.now_s}"
+            self.now_s = time_s
+            call(argument)
+
     def step(self) -> None:
         """Makes the next call. There must be one. The clock never runs back."""
         time_s, _, call, argument = heapq.heappop(self._calls)

@@ -7,8 +7,10 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import ssl
+from collections.abc import AsyncIterator, Callable, Mapping
 from http import HTTPStatus
+from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
@@ -32,9 +34,17 @@ _Response = tuple[HTTPStatus, str, bytes]
 
 @contextlib.asynccontextmanager
 async def serve_metrics(
-    host: str, port: int, is_ready: Callable[[], bool], registry: CollectorRegistry = REGISTRY
+    host: str,
+    port: int,
+    is_ready: Callable[[], bool],
+    registry: CollectorRegistry | None = REGISTRY,
+    *,
+    tls: ssl.SSLContext | None = None,
+    is_welcome: Callable[[Mapping[str, Any] | None], bool] = lambda _: True,
 ) -> AsyncIterator[None]:
     """Serves http://host:port while the context lasts; port 0 serves nothing. is_ready: the answer of /readyz.
+    registry: None: only /livez and /readyz, for --health-port. tls: https. is_welcome: whether a client with this
+    certificate is answered; others are disconnected.
 
     Raises ConfigError when the address cannot be bound.
     """
@@ -43,11 +53,20 @@ async def serve_metrics(
         return
     # prometheus_client would add a series with the creation time of each series.
     disable_created_metrics()
-    site = _Site(is_ready, registry)
+    site = _Site(is_ready, registry, is_welcome)
+    handshake_s = None if tls is None else REQUEST_TIMEOUT_S
     try:
-        server = await asyncio.start_server(site.connect, host.strip("[]"), port, limit=MAX_REQUEST_BYTES)
+        server = await asyncio.start_server(
+            site.connect,
+            host.strip("[]"),
+            port,
+            limit=MAX_REQUEST_BYTES,
+            ssl=tls,
+            ssl_handshake_timeout=handshake_s,
+        )
     except OSError as error:
-        raise ConfigError("--metrics-port", f"cannot listen on {host}:{port}: {error.strerror}") from error
+        flag = "--metrics-port" if registry is not None else "--health-port"
+        raise ConfigError(flag, f"cannot listen on {host}:{port}: {error.strerror}") from error
     try:
         yield
     finally:
@@ -58,7 +77,13 @@ async def serve_metrics(
 class _Site:
     """The connections. For one event loop."""
 
-    def __init__(self, is_ready: Callable[[], bool], registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        is_ready: Callable[[], bool],
+        registry: CollectorRegistry | None,
+        is_welcome: Callable[[Mapping[str, Any] | None], bool],
+    ) -> None:
+        self._is_welcome = is_welcome
         self._is_ready = is_ready
         self._registry = registry
         self._connections: set[asyncio.Task[None]] = set()
@@ -68,6 +93,9 @@ class _Site:
 
     def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Accepts a connection, for one request."""
+        if not self._is_welcome(writer.get_extra_info("peercert")):
+            writer.transport.abort()
+            return
         if len(self._connections) >= MAX_CONNECTIONS:
             if not self._silent:
                 writer.transport.abort()
@@ -127,7 +155,7 @@ class _Site:
 
     async def _page(self, path: str, accepted: str) -> _Response:
         match path:
-            case "/metrics":
+            case "/metrics" if self._registry is not None:
                 encode, content_type = choose_encoder(accepted)
                 # One at a time and on a thread: many concurrent scrapes must not delay requests.
                 async with self._rendering:
@@ -139,7 +167,8 @@ class _Site:
                     return HTTPStatus.OK, _PLAIN_TEXT, b"ok\n"
                 return HTTPStatus.SERVICE_UNAVAILABLE, _PLAIN_TEXT, b"not ready\n"
             case _:
-                return HTTPStatus.NOT_FOUND, _PLAIN_TEXT, b"/metrics, /livez or /readyz\n"
+                pages = b"/livez or /readyz\n" if self._registry is None else b"/metrics, /livez or /readyz\n"
+                return HTTPStatus.NOT_FOUND, _PLAIN_TEXT, pages
 
 
 async def _read_head(reader: asyncio.StreamReader) -> bytes | None:

@@ -52,7 +52,15 @@ PREFILL = InstanceRecord(
     "prefill-0", 1, Role.ENGINE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=_LEASE_TTL_S, phases=(Phase.PREFILL,)
 )
 PREDICTOR = InstanceRecord("predictor-0", 1, Role.PREDICTOR, "127.0.0.1:2", "kaveri-tiny", lease_ttl_s=_LEASE_TTL_S)
-ROUTER = InstanceRecord("router-0", 2**63 + 1, Role.ROUTER, "127.0.0.1:3", "kaveri-tiny", lease_ttl_s=_LEASE_TTL_S)
+ROUTER = InstanceRecord(
+    "router-0",
+    2**63 + 1,
+    Role.ROUTER,
+    "127.0.0.1:3",
+    "kaveri-tiny",
+    lease_ttl_s=_LEASE_TTL_S,
+    public_address="models.example.com:443",
+)
 REQUEST = RequestClaim("request-1", "router-0", ROUTER.incarnation)
 
 

@@ -112,6 +112,47 @@ class UpdateReplicaRequest(_message.Message):
 Global___UpdateReplicaRequest: _TypeAlias = UpdateReplicaRequest  # noqa: Y015
 
 @_typing.final
+class AwaitResumedRequest(_message.Message):
+    """Asks when a request that was let go goes on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def owner(self) -> Global___AttemptId:
+        """The owner that has let it go, and the number of the copy."""
+
+    def __init__(
+        self,
+        *,
+        owner: Global___AttemptId | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AwaitResumedRequest: _TypeAlias = AwaitResumedRequest  # noqa: Y015
+
+@_typing.final
+class AwaitResumedResponse(_message.Message):
+    """The outcome of AwaitResumed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AwaitResumedResponse: _TypeAlias = AwaitResumedResponse  # noqa: Y015
+
+@_typing.final
 class UpdateReplicaResponse(_message.Message):
     """The outcome of UpdateReplica."""
 

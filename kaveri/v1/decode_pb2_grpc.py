@@ -70,6 +70,11 @@ class DecodeServiceStub(object):
                 request_serializer=kaveri_dot_v1_dot_decode__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=kaveri_dot_v1_dot_decode__pb2.ResumeResponse.FromString,
                 _registered_method=True)
+        self.AwaitResumed = channel.unary_unary(
+                '/kaveri.v1.DecodeService/AwaitResumed',
+                request_serializer=kaveri_dot_v1_dot_decode__pb2.AwaitResumedRequest.SerializeToString,
+                response_deserializer=kaveri_dot_v1_dot_decode__pb2.AwaitResumedResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServiceServicer(object):
@@ -153,6 +158,15 @@ class DecodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AwaitResumed(self, request, context):
+        """Returns once no request is to go on from a copy here: it goes on, or the copy is gone. An owner that drains asks for
+        those that it has let go, and lets others go then: few stand still at once. Errors: INVALID_ARGUMENT (the secret is
+        not that of the request), FAILED_PRECONDITION (replicas are off here), DEADLINE_EXCEEDED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -190,6 +204,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=kaveri_dot_v1_dot_decode__pb2.ResumeRequest.FromString,
                     response_serializer=kaveri_dot_v1_dot_decode__pb2.ResumeResponse.SerializeToString,
+            ),
+            'AwaitResumed': grpc.unary_unary_rpc_method_handler(
+                    servicer.AwaitResumed,
+                    request_deserializer=kaveri_dot_v1_dot_decode__pb2.AwaitResumedRequest.FromString,
+                    response_serializer=kaveri_dot_v1_dot_decode__pb2.AwaitResumedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -382,6 +401,33 @@ class DecodeService(object):
             '/kaveri.v1.DecodeService/Resume',
             kaveri_dot_v1_dot_decode__pb2.ResumeRequest.SerializeToString,
             kaveri_dot_v1_dot_decode__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AwaitResumed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kaveri.v1.DecodeService/AwaitResumed',
+            kaveri_dot_v1_dot_decode__pb2.AwaitResumedRequest.SerializeToString,
+            kaveri_dot_v1_dot_decode__pb2.AwaitResumedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -82,6 +82,11 @@ class DecodeServiceStub:
     tokens are not those of the request), ABORTED or ALREADY_EXISTS (a newer owner is known), RESOURCE_EXHAUSTED (no
     room in the engine), FAILED_PRECONDITION (replicas are off here), UNAVAILABLE (draining, or its engine failed).
     """
+    AwaitResumed: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AwaitResumedRequest, _decode_pb2.AwaitResumedResponse]
+    """Returns once no request is to go on from a copy here: it goes on, or the copy is gone. An owner that drains asks for
+    those that it has let go, and lets others go then: few stand still at once. Errors: INVALID_ARGUMENT (the secret is
+    not that of the request), FAILED_PRECONDITION (replicas are off here), DEADLINE_EXCEEDED.
+    """
 
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
@@ -136,6 +141,11 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     Without room here the copy is pushed on, where the caller allows that. Errors: NOT_FOUND (no copy of it is here, or not in this life of the instance), INVALID_ARGUMENT (the secret or the
     tokens are not those of the request), ABORTED or ALREADY_EXISTS (a newer owner is known), RESOURCE_EXHAUSTED (no
     room in the engine), FAILED_PRECONDITION (replicas are off here), UNAVAILABLE (draining, or its engine failed).
+    """
+    AwaitResumed: _aio.UnaryUnaryMultiCallable[_decode_pb2.AwaitResumedRequest, _decode_pb2.AwaitResumedResponse]  # type: ignore[assignment]
+    """Returns once no request is to go on from a copy here: it goes on, or the copy is gone. An owner that drains asks for
+    those that it has let go, and lets others go then: few stand still at once. Errors: INVALID_ARGUMENT (the secret is
+    not that of the request), FAILED_PRECONDITION (replicas are off here), DEADLINE_EXCEEDED.
     """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -230,6 +240,17 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         Without room here the copy is pushed on, where the caller allows that. Errors: NOT_FOUND (no copy of it is here, or not in this life of the instance), INVALID_ARGUMENT (the secret or the
         tokens are not those of the request), ABORTED or ALREADY_EXISTS (a newer owner is known), RESOURCE_EXHAUSTED (no
         room in the engine), FAILED_PRECONDITION (replicas are off here), UNAVAILABLE (draining, or its engine failed).
+        """
+
+    @_abc_1.abstractmethod
+    def AwaitResumed(
+        self,
+        request: _decode_pb2.AwaitResumedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.AwaitResumedResponse, _abc.Awaitable[_decode_pb2.AwaitResumedResponse]]:
+        """Returns once no request is to go on from a copy here: it goes on, or the copy is gone. An owner that drains asks for
+        those that it has let go, and lets others go then: few stand still at once. Errors: INVALID_ARGUMENT (the secret is
+        not that of the request), FAILED_PRECONDITION (replicas are off here), DEADLINE_EXCEEDED.
         """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -179,7 +179,14 @@ class EndAsMoved:
     replica: ReplicaLocation
 
 
-Action = AskHolder | BeginCopy | CloseCopy | TellRouterOfCopy | LetGoInEngine | EndAsMoved
+@dataclass(frozen=True, slots=True)
+class AwaitResumed:
+    """Ask the holder when the request goes on there."""
+
+    holder: Holder
+
+
+Action = AskHolder | BeginCopy | CloseCopy | TellRouterOfCopy | LetGoInEngine | EndAsMoved | AwaitResumed
 Step = tuple[Copy, tuple[Action, ...]]
 
 
@@ -203,7 +210,7 @@ def step(copy: Copy, event: Event, now_s: float) -> Step:
         case MoveFailed(), Moving():
             return Copied(copy.holder, copy.failures, copy.token_count), ()
         case MoveDone(token_count), Moving():
-            return Alone(), (EndAsMoved(_replica(copy.holder, token_count)),)
+            return Alone(), (EndAsMoved(_replica(copy.holder, token_count)), AwaitResumed(copy.holder))
         case RequestEnded(is_given_up=True), Copied() | Moving():
             # The holder may have taken all just before.
             return Alone(), (CloseCopy(copy.holder),)

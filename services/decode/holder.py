@@ -6,7 +6,7 @@ Leaves the bytes to a ReplicaStore, and a resumed request, once it has room, to 
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kaveri.domain.owner import Owner, Ownership
@@ -98,6 +98,8 @@ class HeldReplica:
     watermark: int = 0
     starved_since_s: float | None = None
     """Since when there is no block for what its owner draws."""
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when no request goes on from it any more: one has, or it is gone."""
     state: Growing | Orphan | Complete | ResumingHere = Growing()
 
     @property
@@ -235,6 +237,16 @@ class ReplicaHolder:
         if ownership.owner > held.newest:
             self._instance.owners.note_owner(request_id, ownership)
             held.offer = replace(held.offer, ownership=ownership)
+
+    async def await_resumed(self, request_id: str, ownership: Ownership, number: int) -> None:
+        """Returns once no request is to go on from the copy of that number: it goes on, or the copy is gone. Raises
+        InvalidArgument (another secret)."""
+        held = self._held.get(request_id)
+        if held is None or held.offer.number != number:
+            return
+        if not ownership.is_same_request(held.offer.ownership):
+            raise wrong_secret()
+        await held.left.wait()
 
     def close(self, request_id: str, ownership: Ownership, number: int = 0) -> None:
         """The owner, its router, or a newer owner wants no copy of the request here. Ignored while a newer owner
@@ -393,6 +405,7 @@ class ReplicaHolder:
                 if self._is_resuming(held, resumption.ownership):
                     # The router may ask again, if this answer is lost. Nothing else needs it any more.
                     held.state = Complete(time.monotonic() + min(_ENDED_S, self._grace_s))
+                    held.left.set()
                 return Resumed(self._incarnation, 0, replica)
             await self._land(held, request, ticket)
         except BaseException:
@@ -530,6 +543,7 @@ class ReplicaHolder:
 
     def _drop(self, held: HeldReplica, cause: str) -> None:
         del self._held[held.key.request_id]
+        held.left.set()
         if not self._held:
             self._idle.set()
         self._store.drop(held.key)

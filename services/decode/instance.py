@@ -310,7 +310,7 @@ class DecodeInstance:
                 self.owners.streams.gain(request, step, None)
                 continue
             (report,) = actions
-            assert isinstance(report, lifecycle.Report)
+            assert isinstance(report, lifecycle.NoteEnd)
             self.owners.streams.gain(request, step, self._times(request, report.times))
             self._remove(request)
             self.owners.keep(request, now_s)
@@ -447,7 +447,7 @@ class DecodeInstance:
                 self._metrics.landing_seconds.observe(landing_s)
             case lifecycle.CountPreemption():
                 self._metrics.preemptions.inc()
-            case lifecycle.Report():
+            case lifecycle.NoteEnd():
                 self._report(request, action, now_s)
 
     def _answer(self, request: DecodeRequest, result: Ticket | KaveriError | None) -> None:
@@ -459,7 +459,7 @@ class DecodeInstance:
         else:
             answer.set_exception(result or RequestCancelled(request.request_id))
 
-    def _report(self, request: DecodeRequest, report: lifecycle.Report, now_s: float) -> None:
+    def _report(self, request: DecodeRequest, report: lifecycle.NoteEnd, now_s: float) -> None:
         self._metrics.count_end(report)
         get_logger().info(
             "request_ended",

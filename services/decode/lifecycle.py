@@ -310,7 +310,7 @@ class RequestTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class NoteEnd:
     """Note its end in metrics and log. The last action of every life."""
 
     outcome: DecodeOutcome
@@ -330,7 +330,7 @@ Action = (
     | DropTokens
     | CountLanding
     | CountPreemption
-    | Report
+    | NoteEnd
 )
 Step = tuple[State, tuple[Action, ...]]
 
@@ -383,7 +383,7 @@ def _drew(state: Running, event: Drew, now_s: float) -> Step:
         return Running(state.landed_s, first_step_s, state.drawn + 1, state.preemptions), ()
     times = RequestTimes(first_step_s - state.landed_s, now_s - first_step_s, state.preemptions)
     outcome = DecodeOutcome.FINISHED
-    return Released(outcome), (Report(outcome, preemptions=state.preemptions, times=times),)
+    return Released(outcome), (NoteEnd(outcome, preemptions=state.preemptions, times=times),)
 
 
 def _refused(state: InLine | Reserving, error: KaveriError) -> Step:
@@ -438,7 +438,7 @@ def _ended(
     """error: for its Reserve call, if that waits; None: it was aborted. tell: left out in line, where nothing has been
     said to its router."""
     preemptions = state.preemptions if isinstance(state, Ready | Running) else 0
-    report = Report(outcome, reason, preemptions)
+    report = NoteEnd(outcome, reason, preemptions)
     actions: tuple[Action, ...] = ()
     if isinstance(state, InLine | Reserving):
         actions = (LeaveLine(), AnswerReserve(error))

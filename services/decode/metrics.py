@@ -3,7 +3,7 @@
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from kaveri.telemetry.metrics import LATENCY_BUCKETS_S
-from services.decode.lifecycle import Report
+from services.decode.lifecycle import NoteEnd
 
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -78,7 +78,7 @@ class DecodeMetrics:
         self.tokens.inc(token_count)
         self._last_step_s = now_s if running_count else None
 
-    def count_end(self, report: Report) -> None:
+    def count_end(self, report: NoteEnd) -> None:
         """A request has ended here."""
         self.requests.labels(report.outcome.value).inc()
         if report.times is not None:

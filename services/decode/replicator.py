@@ -65,8 +65,11 @@ _UNANSWERED = (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED, StatusCode.
 _NONE_FOUND_S = 0.3
 _RELEASE_TIMEOUT_S = 2.0
 """For the holder to take the rest of a request that has stopped. Then it goes on here."""
-_MOST_MOVING = 4
-"""Requests that stand still at once: each shares the way to the holders with so many others at most."""
+_MOST_MOVING = 2
+"""Requests that stand still at once: each shares the way to the holders, and from their copies into their engines, with
+so many others at most."""
+_RESUME_TIMEOUT_S = 2.0
+"""For a request that was let go to go on at its holder. Then the next one is let go."""
 _MOST_LACKING_BLOCKS = 2
 """Of a copy whose request is let go. The others run on until their copies are as good."""
 _LEAST_REST_TOKENS = 4
@@ -123,6 +126,8 @@ class Replicator:
         self._changed = asyncio.Event()
         self._numbers = itertools.count(1)
         self._draining = False
+        self._let_go_count = 0
+        """Requests that are on their way, and do not go on yet."""
         self._moved: UnconfirmedWork[EngineKey] = UnconfirmedWork()
         """Blocks of requests that go on at holders, and that no heartbeat shows yet."""
 
@@ -211,7 +216,7 @@ class Replicator:
         """Lets go requests whose copies are nearly whole."""
         if not self._draining:
             return
-        moving_count = sum(isinstance(owned.copy, Moving) for owned in self._owned.values())
+        moving_count = self._let_go_count + sum(isinstance(owned.copy, Moving) for owned in self._owned.values())
         view, most_lacking = self._store.view(), _MOST_LACKING_BLOCKS * self._engine.info.layout.block_tokens
         for owned in tuple(self._owned.values()):
             if moving_count >= _MOST_MOVING:
@@ -300,6 +305,23 @@ class Replicator:
                     tokens=replica.token_count,
                 )
                 self._instance.move(owned.request, replica)
+            case copying.AwaitResumed(holder):
+                self._let_go_count += 1
+                self._tasks.create_task(self._await_resumed(owned, holder))
+
+    async def _await_resumed(self, owned: _Owned, holder: Holder) -> None:
+        """Returns when the request goes on at the holder, or nothing more is known of it."""
+        owner = ownership_to_proto(owned.request.request_id, owned.told)
+        owner.replica = holder.number
+        try:
+            with self._channels.calling(DecodeServiceStub, holder.address) as stub:
+                await stub.AwaitResumed(decode_pb2.AwaitResumedRequest(owner=owner), timeout=_RESUME_TIMEOUT_S)
+        except aio.AioRpcError as error:
+            # It is gone, does not know the call, or no router resumes the request.
+            get_logger().debug("resume_not_awaited", holder_id=holder.instance_id, error=error.details())
+        finally:
+            self._let_go_count -= 1
+        self._move_some()
 
     async def _ask(self, owned: _Owned, holder: Holder) -> None:
         try:

@@ -127,6 +127,16 @@ class DecodeServer(DecodeServiceServicer):
             await abort(context, error)
         return resumed_to_proto(resumed)
 
+    async def AwaitResumed(  # noqa: N802
+        self, request: decode_pb2.AwaitResumedRequest, context: aio.ServicerContext[Any, Any]
+    ) -> decode_pb2.AwaitResumedResponse:
+        try:
+            ownership = check_ownership(request.owner)
+            await self._require_holder().await_resumed(request.owner.request_id, ownership, request.owner.replica)
+        except KaveriError as error:
+            await abort(context, error)
+        return decode_pb2.AwaitResumedResponse()
+
     async def StreamTokens(  # noqa: N802
         self, request: decode_pb2.StreamTokensRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:

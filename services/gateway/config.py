@@ -6,7 +6,8 @@ from kaveri.client.targets import check_targets
 from kaveri.config.settings import MAX_PORT, setting, size_bytes
 from kaveri.errors import InvalidArgument
 from kaveri.rpc.process import ServiceConfig
-from kaveri.security.settings import KeySettings
+from kaveri.security.posture import AN_API_KEY, ListeningPort
+from kaveri.security.settings import PublicSettings
 
 DEFAULT_PORT = 8000
 
@@ -22,7 +23,7 @@ def router_addresses(text: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(KeySettings, ServiceConfig):
+class GatewayConfig(PublicSettings, ServiceConfig):
     """Answers OpenAI's HTTP API: asks the routers of one cluster, and streams their answers."""
 
     port: int = setting("port to listen on for HTTP; 0: a free one", DEFAULT_PORT, least=0, most=MAX_PORT)
@@ -60,3 +61,15 @@ class GatewayConfig(KeySettings, ServiceConfig):
         "size of the bodies of all requests in flight; more are refused with 429", 256 * 2**20, size_bytes, least=1024
     )
     max_answers: int = setting("answers that one request may ask for: prompts times n", 256, least=1)
+
+    @property
+    def ports(self) -> tuple[ListeningPort, ...]:
+        asks_for = AN_API_KEY if self.keys_file else ""
+        http = ListeningPort(
+            flag="--port",
+            host=self.host,
+            port=self.port,
+            is_encrypted=self.public_tls is not None,
+            asks_for=asks_for,
+        )
+        return (http, *super().ports[1:])

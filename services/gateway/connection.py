@@ -199,7 +199,9 @@ class HttpConnection(HttpToolsProtocol):
         ]
         head += [name + b": " + value + b"\r\n" for name, value in headers]
         self.transport.write(b"".join([*head, b"\r\n", body]))
-        self.transport.write_eof()
+        if self.transport.can_write_eof():
+            # Not over TLS.
+            self.transport.write_eof()
         self._stop_timer()
         self._timer = self.loop.call_later(_LINGER_S, self.transport.abort)
 

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import resource
 import socket
+import ssl
 import time
 from typing import Any
 
@@ -27,14 +28,24 @@ _POLL_S = 0.02
 class HttpServer:
     """Accepts connections from ready() to drain(). For one event loop."""
 
-    def __init__(self, host: str, port: int, app: Any, limits: ConnectionLimits, idle_s: float) -> None:
-        """port 0: a free one. app: the ASGI application. idle_s: seconds that a connection may wait for a request."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        app: Any,
+        limits: ConnectionLimits,
+        idle_s: float,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """port 0: a free one. app: the ASGI application. idle_s: seconds that a connection may wait for a request.
+        tls: None: plain HTTP."""
         self.port = 0
         """Where it listens, known after start()."""
         self.state = ServerState()
         self._host = host
         self._asked_port = port
         self._limits = limits
+        self._tls = tls
         self._config = Config(
             app,
             http=connection_factory(limits),
@@ -65,7 +76,15 @@ class HttpServer:
             self._bind()
         assert self._socket is not None
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._connection, sock=self._socket, backlog=_BACKLOG)
+        # A handshake has as long as the head of a request.
+        handshake_s = None if self._tls is None else self._limits.slow_sender_s
+        self._server = await loop.create_server(
+            self._connection,
+            sock=self._socket,
+            backlog=_BACKLOG,
+            ssl=self._tls,
+            ssl_handshake_timeout=handshake_s,
+        )
         set_ready(True)
 
     async def drain(self) -> None:

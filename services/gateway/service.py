@@ -11,6 +11,8 @@ from kaveri.domain.view import InstanceLoad, Role
 from kaveri.hosting.service_host import ServiceHost, new_incarnation, service_record
 from kaveri.hosting.store import open_store
 from kaveri.security.callers import make_callers
+from kaveri.security.settings import PUBLIC_PREFIX
+from kaveri.security.tls_files import WatchedTlsFiles
 from kaveri.telemetry.logs import get_logger
 from services.gateway import metrics
 from services.gateway.answers import Answers
@@ -51,7 +53,7 @@ class Gateway:
     """The HostedService of a gateway."""
 
     def __init__(self, config: GatewayConfig, client: AsyncClient, store: ClusterStore) -> None:
-        """Raises ConfigError when its keys file cannot be read."""
+        """Raises ConfigError when its keys file or its certificate cannot be used."""
         self.config = config
         self.client = client
         self.draining = False
@@ -68,7 +70,9 @@ class Gateway:
             slow_sender_s=config.slow_sender_s,
             slow_reader_s=config.slow_reader_s,
         )
-        self.server = HttpServer(config.host, config.port, Edge(self), limits, config.idle_s)
+        files = config.public_tls
+        tls = None if files is None else WatchedTlsFiles(files, PUBLIC_PREFIX).server_context(("http/1.1",))
+        self.server = HttpServer(config.host, config.port, Edge(self), limits, config.idle_s, tls)
 
     async def run(self) -> None:
         """Follows the routers that the cluster has, and the keys file, until cancelled."""

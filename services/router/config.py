@@ -1,21 +1,43 @@
 """The router's settings; read from flags and KAVERI_* variables by kaveri.rpc.process."""
 
+import socket
 from dataclasses import dataclass
 
-from kaveri.config.settings import present, setting
+from kaveri.client.targets import is_address
+from kaveri.config.settings import MAX_PORT, present, setting
+from kaveri.errors import ConfigError
 from kaveri.models import KAVERI_TINY
 from kaveri.policy.placement import PlacementPolicy
-from kaveri.rpc.process import ServiceConfig
+from kaveri.rpc.process import ALL_ADDRESSES, ServiceConfig
+from kaveri.security.posture import AN_API_KEY, ListeningPort
+from kaveri.security.settings import PublicSettings
+
+
+def address_text(text: str) -> str:
+    """For `setting`: "host:port", or empty. Raises ValueError."""
+    if text and not is_address(text):
+        raise ValueError(f"is {text!r:.140}; write HOST:PORT")
+    return text
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(ServiceConfig):
+class RouterConfig(PublicSettings, ServiceConfig):
     """Takes requests from clients, places them on prefill instances, and relays the tokens of decode instances."""
 
     model: str = setting(
         "model to serve: a path, a hub id or a bundled name; its tokenizer is loaded here", KAVERI_TINY, present
     )
     served_model_name: str = setting("name under which the model is asked for; empty: the value of --model", "")
+    public_port: int = setting(
+        "port for clients with API keys of --keys-file, which show no certificate; 0: none", 0, least=0, most=MAX_PORT
+    )
+    public_host: str = setting("address to listen on with --public-port; empty: the value of --host", "")
+    public_address: str = setting(
+        "HOST:PORT under which these clients reach this router, or a load balancer of all routers; empty: this port at "
+        "--public-host, or at this machine's name where that is all addresses, or without it at --advertise-host",
+        "",
+        address_text,
+    )
     max_requests: int = setting("requests in flight at once; more are refused with RESOURCE_EXHAUSTED", 1024, least=1)
     max_reattaches_per_s: float = setting(
         "clients that may re-attach a second, after a burst of --max-requests; more are refused with "
@@ -53,6 +75,35 @@ class RouterConfig(ServiceConfig):
         above=0,
         most=0.5,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.public_port and not self.keys_file:
+            raise ConfigError("--keys-file", "is not given, but --public-port, which asks clients for API keys")
+
+    @property
+    def ports(self) -> tuple[ListeningPort, ...]:
+        public = ListeningPort(
+            flag="--public-port",
+            host=self.public_listen_host,
+            port=self.public_port,
+            is_encrypted=self.public_tls is not None,
+            asks_for=AN_API_KEY,
+        )
+        return (*super().ports, public) if self.public_port else super().ports
+
+    @property
+    def public_listen_host(self) -> str:
+        """Where the public port listens."""
+        return self.public_host or self.host
+
+    @property
+    def advertised_public_address(self) -> str:
+        """Where clients with API keys reach this router; empty: nowhere."""
+        if not self.public_port:
+            return ""
+        host = socket.gethostname() if self.public_host in ALL_ADDRESSES else self.public_host or self.reached_host
+        return self.public_address or f"{host}:{self.public_port}"
 
     @property
     def model_name(self) -> str:

@@ -144,7 +144,7 @@ class Intake:
         if received is None:
             return NOTHING_RECEIVED
         token_ids = await self._checked("received.token_ids", received.token_ids, max_tokens)
-        return AlreadyReceived(tuple(token_ids), received.characters, received.owner)
+        return AlreadyReceived(tuple(token_ids), received.characters, received.owner, received.owner)
 
     async def _tokenize(self, prompt: Prompt, max_tokens: int, deadline_s: float) -> list[int]:
         match prompt:

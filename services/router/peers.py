@@ -26,10 +26,12 @@ class RouterPeers:
         self._instance_id = instance_id
         self._model = model
 
-    def addresses(self, *, includes_own: bool = True) -> list[str]:
-        """Of the routers that take requests for the model."""
+    def addresses(self, *, includes_own: bool = True, public: bool = False) -> list[str]:
+        """Of the routers that take requests for the model. public: of their ports for clients with API keys."""
         routers = self._routers() if includes_own else self._others()
-        return [status.record.address for status in routers if self._takes_requests(status)][:_MOST_ADDRESSES]
+        records = (status.record for status in routers if self._takes_requests(status))
+        found = (record.public_address if public else record.address for record in records)
+        return list(dict.fromkeys(address for address in found if address))[:_MOST_ADDRESSES]
 
     def has_another(self, since_s: float) -> bool:
         """Whether another router has said since then that it takes requests. since_s: time.monotonic()."""

@@ -74,6 +74,10 @@ class OwnerHint:
     holder: InstanceLife | None = None
     """Of the replica."""
 
+    def names_others_than(self, decode: InstanceLife) -> bool:
+        """Whether this decode instance was not the last to have the request."""
+        return (self.decode or self.prefill) is not None and self.decode != decode
+
 
 @dataclass(frozen=True, slots=True)
 class AlreadyReceived:
@@ -82,6 +86,17 @@ class AlreadyReceived:
     token_ids: tuple[int, ...] = ()
     characters: int = 0
     owner: OwnerHint = OwnerHint()
+    """Where the request is looked for first: the store's hint, if it has one."""
+    told: OwnerHint = OwnerHint()
+    """What the client was told last. The store may know less: it may have been away."""
+
+    def excuses(self, refusal: BaseException, decode: InstanceLife) -> bool:
+        """Whether a decode instance refuses what the client has received because it is a former owner. One that was cut
+        off when the request went on elsewhere has fewer tokens than the client, or in low precision others. That is no
+        fault of the client's."""
+        if not (isinstance(refusal, InvalidArgument) and refusal.field.startswith("received.")):
+            return False
+        return self.owner.names_others_than(decode) or self.told.names_others_than(decode)
 
 
 NOTHING_RECEIVED = AlreadyReceived()

@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from kaveri.cluster.store import ClusterStore
@@ -53,11 +54,22 @@ class RouterParts(Protocol):
 
 
 @dataclass(slots=True)
-class _Progress:
-    """How far one Generate has come, for the log line about its end."""
+class GenerateProgress:
+    """How far one Generate has come."""
 
     request_id: str
     entry: RequestEntry | None = None
+    is_public: bool = False
+    """Whether it came through the public port."""
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt, and those that were generated since the call began."""
+        if self.entry is None:
+            return 0
+        accepted = self.entry.accepted
+        generated = len(self.entry.answer.token_ids) - len(accepted.received.token_ids)
+        return len(accepted.prompt_token_ids) + generated
 
     def log_fields(self) -> dict[str, object]:
         # The id is the caller's, and may be of any length as long as it is not checked.
@@ -68,7 +80,7 @@ class _Progress:
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """The public service of one router."""
+    """The clients' service of one router."""
 
     def __init__(self, router: RouterParts) -> None:
         self._router = router
@@ -82,8 +94,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(  # type: ignore[override]  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: ServicerContext
     ) -> None:
+        await self.generate(request, GenerateProgress(request.request_id or new_request_id()), context)
+
+    async def generate(
+        self, request: inference_pb2.GenerateRequest, progress: GenerateProgress, context: ServicerContext
+    ) -> None:
+        """Answers the request. progress: has its id; the rest is filled in."""
         arrived_s = time.monotonic()
-        progress = _Progress(request.request_id or secrets.token_hex(16))
         try:
             await self._generate(request, progress, context, arrived_s)
         except SlowReader as error:
@@ -194,9 +211,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             limit = self._router.config.max_reattaches_per_s
             raise NoCapacity("router", max(wait_s, RETRY_AFTER_S), f"more than {limit:g} re-attaches a second")
 
-    def _addresses(self) -> list[str]:
+    def _addresses(self, public: bool) -> list[str]:
         """Of the routers that clients may re-attach through."""
-        return self._router.peers.addresses(includes_own=not self._router.draining)
+        return self._router.peers.addresses(includes_own=not self._router.draining, public=public)
 
     def _model(self) -> inference_pb2.Model:
         router = self._router
@@ -210,7 +227,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     async def _generate(
-        self, request: inference_pb2.GenerateRequest, progress: "_Progress", context: ServicerContext, arrived_s: float
+        self,
+        request: inference_pb2.GenerateRequest,
+        progress: GenerateProgress,
+        context: ServicerContext,
+        arrived_s: float,
     ) -> None:
         router, request_id = self._router, progress.request_id
         # The last router takes back what another one has just sent away.
@@ -267,7 +288,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             placing = router.placer.start(entry)
             try:
                 texts = router.tokenizer.token_text if request.token_texts else None
-                await write_answer(entry, context, router.config.slow_reader_s, self._addresses, texts)
+                addresses = partial(self._addresses, progress.is_public)
+                await write_answer(entry, context, router.config.slow_reader_s, addresses, texts)
             finally:
                 entry.release()
                 placing.cancel()
@@ -310,6 +332,11 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
             instances=[status_to_proto(view.instances[instance_id]) for instance_id in sorted(view.instances)],
             store_connected=view.store_connected,
         )
+
+
+def new_request_id() -> str:
+    """For a request whose caller has given none."""
+    return secrets.token_hex(16)
 
 
 def _received(request: inference_pb2.GenerateRequest) -> OfferedReceived | None:

@@ -5,6 +5,8 @@ import contextlib
 import random
 import secrets
 import time
+from dataclasses import replace
+from functools import partial
 
 from grpc import aio
 
@@ -14,6 +16,11 @@ from kaveri.errors import Unavailable
 from kaveri.hosting.service_host import ServiceHost, new_incarnation, service_record
 from kaveri.hosting.store import open_store
 from kaveri.rpc.channels import Channels
+from kaveri.rpc.public_port import PublicPort
+from kaveri.rpc.server import RpcServer
+from kaveri.rpc.tls import RpcTls
+from kaveri.security.callers import make_callers
+from kaveri.security.settings import PUBLIC_PREFIX
 from kaveri.telemetry.logs import get_logger
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -25,6 +32,7 @@ from services.router.holders import Holders
 from services.router.intake import Intake
 from services.router.monitor import Monitor
 from services.router.peers import RouterPeers
+from services.router.public_server import PublicServicer
 from services.router.request_placer import RequestPlacer
 from services.router.requests import RequestTable
 from services.router.server import ClusterServicer, InferenceServicer
@@ -49,23 +57,37 @@ async def serve(config: RouterConfig, stopping: asyncio.Event) -> int:
 
 
 def router_host(router: "Router") -> ServiceHost:
-    """Everything around a router's own work."""
+    """Everything around a router's own work. Raises ConfigError for certificates that cannot be used."""
     config = router.config
+    servicer = InferenceServicer(router)
     services = (inference_pb2.DESCRIPTOR, cluster_pb2.DESCRIPTOR)
     names = [service.full_name for file in services for service in file.services_by_name.values()]
 
     def register(server: aio.Server) -> None:
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(router), server)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(ClusterServicer(router.store), server)
 
     record = service_record(config, Role.ROUTER, config.model_name, router.incarnation)
-    return ServiceHost(config, router.store, record, router, names, register)
+    record = replace(record, public_address=config.advertised_public_address)
+    public: RpcServer | None = None
+    if config.public_port and router.callers is not None:
+        public = _public_server(config, PublicServicer(servicer, router.callers))
+    return ServiceHost(config, router.store, record, router, names, register, public=public, callers=router.callers)
+
+
+def _public_server(config: RouterConfig, servicer: PublicServicer) -> RpcServer:
+    tls = None if config.public_tls is None else RpcTls(config.public_tls, PUBLIC_PREFIX)
+    names = [service.full_name for service in inference_pb2.DESCRIPTOR.services_by_name.values()]
+    server = RpcServer(config.public_listen_host, config.public_port, names, PublicPort(tls, servicer.callers))
+    server.add(partial(inference_pb2_grpc.add_InferenceServiceServicer_to_server, servicer))
+    return server
 
 
 class Router:
     """The HostedService of a router: its parts, wired."""
 
     def __init__(self, config: RouterConfig, store: ClusterStore, tokenizer: ModelTokenizer) -> None:
+        """Raises ConfigError when the keys file of the public port cannot be read."""
         self.incarnation = incarnation = new_incarnation()
         self.router_id = f"{config.instance_id}.{incarnation:016x}"
         # With it anyone can take over the token streams: the cluster view shows the rest, so a part is secret.
@@ -98,6 +120,8 @@ class Router:
         )
         self.monitor = Monitor(store, self.router_id, config.monitor_interval_s)
         self.intake = Intake(config.model_name, tokenizer, self.placer)
+        self.callers = make_callers(config.keys_file, config.redis_url, config.cluster_name)
+        """Of the public port, and those who may drain; None: there are no API keys."""
         self._serving = asyncio.Event()
         """Cleared while it drains."""
         self._serving.set()
@@ -111,6 +135,8 @@ class Router:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._monitor(), name="cluster monitor")
                 group.create_task(self.feeds.watch())
+                if self.callers is not None:
+                    group.create_task(self.callers.run(), name="keys file")
                 await self._watch()
         finally:
             await self.claims.end()

@@ -20,7 +20,7 @@ from kaveri.domain.attachment import Attached
 from kaveri.domain.running_clock import RunningClock
 from kaveri.domain.silence import TICK_S
 from kaveri.domain.view import InstanceRecord, Phase, phases_now
-from kaveri.errors import InvalidArgument, KaveriError, RequestCancelled, RequestNotFound, Unavailable
+from kaveri.errors import KaveriError, RequestCancelled, RequestNotFound, Unavailable
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import prefill_pb2
@@ -83,7 +83,7 @@ class TakeOver:
         hinted_prefills = self._hinted(hint.prefill, prefills)
         # Where the KV has landed prefill has nothing more to say.
         outcomes = await self._ask_decodes(entry, number, hinted_decodes, hint)
-        found = _first(entry, outcomes)
+        found = _first_of_owners(entry, hinted_decodes, outcomes)
         owner_is_silent = all(isinstance(outcome, Unavailable) for outcome in outcomes)
         if can_resume and hint.decode is not None and owner_is_silent:
             return Missing.OWNER_LOST
@@ -93,7 +93,7 @@ class TakeOver:
         async with self._searches:
             for some in self._batches(decodes, hinted_decodes):
                 outcomes = await self._ask_decodes(entry, number, some, OwnerHint())
-                found = found or _first(entry, outcomes if hint.decode is None else _without_former_owners(outcomes))
+                found = found or _first_of_owners(entry, some, outcomes)
             for some in self._batches(prefills, hinted_prefills):
                 found = found or await self._at_prefill(entry, number, some)
             return found or Missing.NOWHERE
@@ -198,6 +198,22 @@ def _timeout_s(entry: RequestEntry) -> float:
     return ATTACH_TIMEOUT_S if entry.accepted.received.owner.holder is None else ATTACH_SOON_S
 
 
+def _first_of_owners(
+    entry: RequestEntry, decodes: list[InstanceRecord], outcomes: list[Found | BaseException]
+) -> Found | None:
+    """_first(), without what former owners refuse."""
+    received = entry.accepted.received
+    asked = zip(decodes, outcomes, strict=True)
+    return _first(
+        entry,
+        [
+            outcome
+            for record, outcome in asked
+            if isinstance(outcome, Found) or not received.excuses(outcome, _life(record))
+        ],
+    )
+
+
 def _first(entry: RequestEntry, outcomes: list[Found | BaseException]) -> Found | None:
     """The first that was found. Raises the first refusal of an instance that has the request."""
     for outcome in outcomes:
@@ -210,12 +226,6 @@ def _first(entry: RequestEntry, outcomes: list[Found | BaseException]) -> Found 
             case BaseException():
                 raise outcome
     return None
-
-
-def _without_former_owners(outcomes: list[Found | BaseException]) -> list[Found | BaseException]:
-    """Of instances that no hint names, though one names another: an owner that was cut off when the request went on
-    elsewhere has fewer tokens than the client, or in low precision others. That is no fault of the client's."""
-    return [each for each in outcomes if not (isinstance(each, InvalidArgument) and each.field.startswith("received."))]
 
 
 def _life(record: InstanceRecord) -> InstanceLife:

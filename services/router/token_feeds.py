@@ -278,8 +278,11 @@ class TokenFeeds:
             if isinstance(error, Unavailable) and not subscription.connected:
                 # Again, when there is a stream.
                 tie.needs_attach = True
-            else:
-                subscription.lose(tie, error)
+                return
+            life = InstanceLife(record.instance_id, record.incarnation)
+            if tie.entry.accepted.received.excuses(error, life):
+                error = Unavailable(f"decode instance {record.instance_id} had the request before its last owner")
+            subscription.lose(tie, error)
 
     def check_integrity(self) -> None:
         """Asserts, while no request is in flight, that no attempt is tied to any stream."""

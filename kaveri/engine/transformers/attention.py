@@ -42,8 +42,7 @@ def paged_attention(
         memory.clear(layer, step.fresh_halves)
     memory.write(layer, step.kv_rows, key[0], value[0])
     if step.on_layer is not None:
-        memory.mirror(layer, step.written_blocks)
-        step.on_layer(layer)
+        step.tell(layer, memory.mirror(layer, step.written_blocks))
     parts = []
     for chunk in step.chunks:
         rows = slice(chunk.first, chunk.last)

@@ -39,7 +39,11 @@ def load_runner(
         raise ConfigError("dtype", f"is {dtype!r}; choose auto, {', '.join(TORCH_DTYPES)}")
     target = _torch_device(device)
     folder = local_folder(resolve_model(model))
-    loaded = _load(folder, "auto" if dtype == "auto" else TORCH_DTYPES[dtype]).to(target)
+    loaded = _load(folder, "auto" if dtype == "auto" else TORCH_DTYPES[dtype])
+    try:
+        loaded = loaded.to(target)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError("model", f"{model} does not fit into the free memory of {target}") from error
     dtype_name = next((name for name, known in TORCH_DTYPES.items() if known == loaded.dtype), None)
     if dtype_name is None:
         raise ConfigError("dtype", f"{model} is stored as {loaded.dtype}; choose one of {', '.join(TORCH_DTYPES)}")
@@ -75,6 +79,8 @@ def _torch_device(device: str) -> torch.device:
         raise ConfigError("device", f"is {device!r}; choose auto, cpu or cuda")
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", f"is {device!r}, but this build of torch finds no GPU here")
+    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
+        raise ConfigError("device", f"is {device!r}; the last GPU here is cuda:{torch.cuda.device_count() - 1}")
     return target
 
 

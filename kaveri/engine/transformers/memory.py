@@ -2,7 +2,8 @@
 
 On the CPU the tensors are views of the pool itself. On a GPU they are a device copy of the same shape, and the pool is
 the host's end of every transfer: `mirror` brings blocks down before they are pushed, `landed` takes blocks up after
-they have arrived. Tests run that path with a copy on the CPU; it has not been run on a GPU yet.
+they have arrived, both through a window on the pool (host_window.py). Where there is no window, as on a GPU whose
+driver does not lock the pool's pages and in tests with a copy on the CPU, blocks go through ordinary memory.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kaveri.engine.host_window import host_window, in_words
 from kaveri.kv.tiers.pool import KvPool
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -36,6 +38,10 @@ class PagedMemory:
             separate = device.type != "cpu"
         self._host = host if separate else None
         self._device = host.to(device, copy=True) if separate else host
+        window = host_window(pool.memory, device, self) if separate else None
+        self._window = None if window is None else in_words(window)
+        # The device's tensor in the elements of the other end of a copy.
+        self._words = self._device if window is None else in_words(self._device.view(torch.uint8))
         halves = self._device.view(layout.layer_count, 2 * pool.block_count, -1).unbind(0)
         self._halves = halves
         self._rows = [half.view(-1, layout.kv_head_count * layout.head_dim) for half in halves]
@@ -72,21 +78,33 @@ class PagedMemory:
         keys, values = gathered.view(shape).transpose(2, 3).unbind(0)
         return keys, values
 
-    def mirror(self, layer: int, block_ids: Tensor) -> None:
-        """Brings blocks of one layer down to the pool and waits. Nothing to do where the pool itself is used."""
-        if self._host is not None:
+    def mirror(self, layer: int, block_ids: Tensor) -> torch.cuda.Event | None:
+        """Brings blocks of one layer down to the pool. They are there when the event has passed; None: at once. Nothing
+        to do where the pool itself is used."""
+        if self._host is None:
+            return None
+        if self._window is None:
             self._host[layer].index_copy_(0, block_ids.cpu(), self._device[layer].index_select(0, block_ids).cpu())
+            return None
+        self._window[layer].index_copy_(0, block_ids, self._words[layer].index_select(0, block_ids))
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device.device))
+        return event
 
     def mirror_all(self, block_ids: Sequence[int]) -> None:
         """Brings blocks of all layers down to the pool and waits. Nothing to do where the pool itself is used."""
         if self._host is not None and block_ids:
-            ids = torch.tensor(block_ids)
-            self._host.index_copy_(1, ids, self._device.index_select(1, ids.to(self._device.device)).cpu())
+            self._copy(self._words, self._host if self._window is None else self._window, block_ids)
 
     def landed(self, block_ids: Sequence[int]) -> None:
-        """Takes blocks of all layers up from the pool. Nothing to do where the pool itself is used."""
+        """Takes blocks of all layers up from the pool and waits. Nothing to do where the pool itself is used."""
         if self._host is not None and block_ids:
-            ids = torch.tensor(block_ids)
-            self._device.index_copy_(
-                1, ids.to(self._device.device), self._host.index_select(1, ids).to(self._device.device)
-            )
+            self._copy(self._host if self._window is None else self._window, self._words, block_ids)
+
+    @staticmethod
+    def _copy(source: Tensor, target: Tensor, block_ids: Sequence[int]) -> None:
+        ids = torch.tensor(block_ids)
+        taken = source.index_select(1, ids.to(source.device))
+        target.index_copy_(1, ids.to(target.device), taken.to(target.device))
+        if taken.is_cuda:
+            torch.cuda.current_stream(taken.device).synchronize()

@@ -10,6 +10,7 @@ from kaveri.engine.stepwise.runner import Drawn, LayerListener, SequenceSlice
 from kaveri.engine.transformers.memory import PagedMemory
 from kaveri.engine.transformers.sampler import draw_tokens
 from kaveri.engine.transformers.step import pack
+from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 
@@ -32,10 +33,14 @@ class TransformersRunner:
         self.eos_token_ids = eos_token_ids
 
     def attach(self, pool: KvPool) -> None:
-        """Gives the runner its blocks, once, before the first step."""
+        """Gives the runner its blocks, once, before the first step. Raises ConfigError where the device has no room."""
         assert self._memory is None, "a runner has one pool"
         self.layout.require_same(pool.layout)
-        self._memory = PagedMemory(pool, self._device)
+        try:
+            self._memory = PagedMemory(pool, self._device)
+        except torch.OutOfMemoryError as error:
+            reason = f"is {pool.memory.nbytes} bytes, more than {self.device} has free beside the model"
+            raise ConfigError("kv_cache_memory", reason) from error
 
     @torch.inference_mode()
     def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
@@ -51,6 +56,7 @@ class TransformersRunner:
             kaveri_step=step,
             kaveri_memory=memory,
         ).logits
+        step.tell_last()
         results: list[Drawn] = [None] * len(batch)
         if step.drawn_slices:
             drawn = draw_tokens(logits[0], [batch[index] for index in step.drawn_slices])

@@ -19,6 +19,8 @@ from kaveri.kv.layout.layout import KvLayout
 # A group costs one more round of kernels, padding is gathered and attended to for nothing. On a CPU they break even
 # somewhere between 128 and 256 KiB of one layer's KV.
 _PADDING_BYTES = 192 * 1024
+# A GPU moves three times as much within the 50 us in which the kernels of one more group are launched.
+_GPU_PADDING_BYTES = 32 * 2**20
 
 
 @dataclass(slots=True)
@@ -93,6 +95,30 @@ class Step:
     written_blocks: Tensor
     """[blocks], int64: every block that the step writes to, for the mirror; empty without a listener."""
     on_layer: Callable[[int], None] | None
+    _under_way: tuple[int, torch.cuda.Event] | None = None
+    """The last layer, and the copy of its KV to the pool."""
+
+    def tell(self, layer: int, copied: torch.cuda.Event | None) -> None:
+        """Tells the listener of a layer whose KV is in the pool, or the layer before it.
+
+        copied: passes when the KV is there; None: it is. By the next layer it nearly always has, and the device has
+        had work of this layer's meanwhile.
+        """
+        self.tell_last()
+        if copied is not None:
+            self._under_way = layer, copied
+        elif self.on_layer is not None:
+            self.on_layer(layer)
+
+    def tell_last(self) -> None:
+        """Tells the listener of the layer that is under way, if one is. Called once more behind the last layer."""
+        if self._under_way is None:
+            return
+        layer, copied = self._under_way
+        self._under_way = None
+        copied.synchronize()
+        if self.on_layer is not None:
+            self.on_layer(layer)
 
 
 def pack(
@@ -164,7 +190,8 @@ def _decode_segments(
     """pieces: longest context first."""
     block_counts = [piece.start // layout.block_tokens + 1 for piece in pieces]
     segments = []
-    for group in _groups(block_counts, _PADDING_BYTES // layout.block_bytes):
+    padding_bytes = _PADDING_BYTES if device.type == "cpu" else _GPU_PADDING_BYTES
+    for group in _groups(block_counts, padding_bytes // layout.block_bytes):
         members, counts = pieces[group], block_counts[group]
         table = np.empty((len(members), counts[0]), np.int64)
         for row, piece, count in zip(table, members, counts, strict=True):

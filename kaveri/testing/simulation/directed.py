@@ -11,10 +11,16 @@ CLIENT = "client-0"
 
 
 def cluster(
-    *, routers: int = 1, prefills: int = 1, decodes: int = 1, colocated: int = 0, **same: float
+    *, routers: int = 1, prefills: int = 1, decodes: int = 1, colocated: int = 0, predictors: int = 0, **same: float
 ) -> tuple[PlannedInstance, ...]:
     """Instances named "prefill-0" and so on. same: fields that all engines share, as of PlannedInstance."""
-    counts = {"router": routers, "prefill": prefills, "decode": decodes, "colocated": colocated}
+    counts = {
+        "router": routers,
+        "prefill": prefills,
+        "decode": decodes,
+        "colocated": colocated,
+        "predictor": predictors,
+    }
     return tuple(
         PlannedInstance(name=f"{kind}-{number}", role=role, phases=phases, **same)  # type: ignore[arg-type]
         for kind, (role, phases) in INSTANCE_KINDS.items()

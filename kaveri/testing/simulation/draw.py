@@ -9,6 +9,7 @@ from kaveri.domain.view import Phase, Role
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy, PlacementPolicy
+from kaveri.policy.prediction import PredictionMode
 from kaveri.policy.replication import ReplicationMode
 from kaveri.testing.simulation.network import LinkQuality
 from kaveri.testing.simulation.plan import INSTANCE_KINDS, Fault, FaultKind, Plan, PlannedInstance, ScheduledRequest
@@ -74,6 +75,7 @@ def draw_plan(seed: int, *, faults: bool = True) -> Plan:
         plan = _with_switches(plan, random.Random(f"switches {seed}"), load_s)
     if plan.replication is not ReplicationMode.OFF:
         plan = _with_losses(plan, random.Random(f"losses {seed}"), faults=faults)
+    plan = _with_predictor(plan, random.Random(f"predictor {seed}"), load_s, faults=faults)
     return _with_rare_faults(plan, random.Random(f"rare {seed}")) if faults else plan
 
 
@@ -114,6 +116,21 @@ def _with_losses(plan: Plan, rng: random.Random, *, faults: bool) -> Plan:
     if faults and rng.random() < 0.7:
         all_faults = tuple(sorted((*all_faults, lost), key=lambda fault: fault.at_s))
     return replace(plan, instances=instances, requests=requests, faults=all_faults)
+
+
+def _with_predictor(plan: Plan, rng: random.Random, load_s: float, *, faults: bool) -> Plan:
+    """The plan with a length predictor that something happens to, in some."""
+    if rng.random() < 0.7:
+        return plan
+    role, phases = INSTANCE_KINDS["predictor"]
+    predictor = PlannedInstance(name="predictor-0", role=role, phases=phases)
+    mode = rng.choice((PredictionMode.PARALLEL, PredictionMode.SEQUENTIAL))
+    kind = rng.choice((FaultKind.KILL, FaultKind.RESTART, FaultKind.FREEZE, FaultKind.ISOLATE, FaultKind.DRAIN))
+    lasts_s = 0.0 if kind is FaultKind.KILL else rng.choice((0.3, 1.0, 3.0))
+    hit = Fault(kind=kind, at_s=rng.uniform(0.0, load_s), target=predictor.name, lasts_s=lasts_s)
+    all_faults = (*plan.faults, hit) if faults and rng.random() < 0.7 else plan.faults
+    ordered = tuple(sorted(all_faults, key=lambda fault: fault.at_s))
+    return replace(plan, instances=(*plan.instances, predictor), prediction=mode, faults=ordered)
 
 
 def _with_rare_faults(plan: Plan, rng: random.Random) -> Plan:
@@ -186,8 +203,9 @@ def _instances(rng: random.Random) -> tuple[PlannedInstance, ...]:
             chunk_tokens=rng.choice((32, 64, 128)),
             max_batch=rng.choice((2, 8, 16)),
         )
-        for kind, (role, phases) in INSTANCE_KINDS.items()
-        for number in range(counts[kind])
+        for kind, count in counts.items()
+        for role, phases in [INSTANCE_KINDS[kind]]
+        for number in range(count)
     )
 
 

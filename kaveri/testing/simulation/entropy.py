@@ -108,7 +108,7 @@ def _places(stand_ins: dict[int, tuple[Any, Any]]) -> list[tuple[dict[str, Any],
 
 def import_services() -> None:
     """Imports every module of the services that take part, so that none of them binds the real thing during a run."""
-    for role in ("router", "prefill", "decode", "instance"):
+    for role in ("router", "prefill", "decode", "instance", "predictor"):
         package = importlib.import_module(f"services.{role}")
         for module in pkgutil.iter_modules(package.__path__):
             if module.name != "__main__":

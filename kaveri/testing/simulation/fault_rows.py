@@ -5,6 +5,7 @@ The table is in docs/fault-tolerance.md. What routers know of their requests is 
 
 from collections.abc import Iterator
 
+from kaveri.domain.view import Role
 from kaveri.testing.simulation.plan import Fault, FaultKind
 from kaveri.testing.simulation.store import STORE_NAME
 from kaveri.testing.simulation.world import World
@@ -68,6 +69,8 @@ class FaultRows:
             yield "store"
         if target in world.clients:
             yield from self._of_client(target, now_s)
+        if target in world.lives and world.lives[target].planned.role is Role.PREDICTOR:
+            yield "predictor"
         for router, entry in self._entries():
             owner, holder = _owner(entry), _holder(entry)
             if target == router:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from kaveri.domain.view import Phase, Role
+from kaveri.domain.view import Phase
 from kaveri.errors import Unavailable
 from kaveri.hosting.engine_host import EngineHost
 from kaveri.hosting.service_host import ServiceHost
@@ -227,7 +227,7 @@ class Faults:
     async def _engine(self, fault: Fault) -> None:
         world = self._world
         life = world.lives[fault.target]
-        if life.ended or life.engine is None or life.host is None or life.planned.role is Role.ROUTER:
+        if life.ended or life.engine is None or life.host is None:
             return
         world.expected_errors = True
         if fault.kind is FaultKind.STUCK:
@@ -256,7 +256,7 @@ class Faults:
             life = self._world.lives[fault.target]
             if life.ended or life.host is not host:
                 return
-            self._world.loop.spawn(life.process, host.switch(phases, host.load().phase_order + 1))
+            self._world.loop.spawn(life.process, _order(host, phases))
             await asyncio.sleep(lasts_s)
 
     async def _client(self, fault: Fault) -> None:
@@ -271,6 +271,11 @@ class Faults:
 def _set(seen: "asyncio.Future[float | None]", at_s: float) -> None:
     if not seen.done():
         seen.set_result(at_s)
+
+
+async def _order(host: EngineHost, phases: tuple[Phase, ...]) -> None:
+    # Numbered where it is carried out: a frozen process meets several orders at once, each of its own number.
+    await host.switch(phases, host.load().phase_order + 1)
 
 
 async def _put_back(serving: ServiceHost | EngineHost) -> None:

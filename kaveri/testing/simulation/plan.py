@@ -10,6 +10,7 @@ from kaveri.domain.view import BOTH_PHASES, Phase, Role
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy, PlacementPolicy
+from kaveri.policy.prediction import PredictionMode
 from kaveri.policy.replication import ReplicationMode
 from kaveri.testing.simulation.network import LinkQuality
 
@@ -103,6 +104,7 @@ INSTANCE_KINDS: Mapping[str, tuple[Role, tuple[Phase, ...]]] = {
     "prefill": (Role.ENGINE, (Phase.PREFILL,)),
     "decode": (Role.ENGINE, (Phase.DECODE,)),
     "colocated": (Role.ENGINE, BOTH_PHASES),
+    "predictor": (Role.PREDICTOR, ()),
 }
 """By the first part of their names."""
 
@@ -158,6 +160,7 @@ class Plan:
     replica_blocks: int = 200
     """Blocks of each instance that decodes, for copies."""
     replica_min_tokens: int = 32
+    prediction: PredictionMode = PredictionMode.OFF
     failure_domains: int = 1
     """Instances with an engine have these in turn."""
 

@@ -78,15 +78,17 @@ def _of_router(life: Life) -> list[str]:
 
 
 def _of_instance(life: Life) -> list[str]:
-    engine, host = life.engine, life.host
-    if engine is None or host is None:
+    if life.serving is None or life.router is not None:
         return []
-    found = []
-    stats, load = engine.stats(), host.load()
-    if stats.free_blocks != engine.info.total_blocks:
-        found.append(f"{engine.info.total_blocks - stats.free_blocks} blocks are not free")
+    found, load = [], life.serving.load()
     if load.waiting_requests or load.running_requests:
         found.append(f"{load.waiting_requests} requests wait and {load.running_requests} run")
+    engine = life.engine
+    if engine is None:
+        return found
+    stats = engine.stats()
+    if stats.free_blocks != engine.info.total_blocks:
+        found.append(f"{engine.info.total_blocks - stats.free_blocks} blocks are not free")
     leased = engine.kv_flow().receiving.leased_block_count
     if leased:
         found.append(f"{leased} blocks are leased to transfers")

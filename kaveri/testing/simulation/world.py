@@ -15,7 +15,6 @@ from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
 from kaveri.hosting.engine_host import EngineHost
 from kaveri.hosting.service_host import ServiceHost
-from kaveri.policy.prediction import PredictionMode
 from kaveri.policy.replication import ReplicationMode
 from kaveri.testing.simulation.draws import DrawRecord
 from kaveri.testing.simulation.engine import SimulatedEngine
@@ -24,12 +23,15 @@ from kaveri.testing.simulation.loop import SimulatedLoop, SimulatedProcess, proc
 from kaveri.testing.simulation.network import Network
 from kaveri.testing.simulation.outcomes import RequestOutcome
 from kaveri.testing.simulation.plan import Plan, PlannedInstance
+from kaveri.testing.simulation.predictor import SimulatedPredictor, SimulatedWorker
 from kaveri.testing.simulation.replicas import SimulatedReplicas
 from kaveri.testing.simulation.store import SimulatedStore, SimulatedStoreServer
 from kaveri.testing.simulation.trace import Trace
 from kaveri.text.tokenizer import ModelTokenizer
 from services.instance.config import PhasesConfig
 from services.instance.service import instance_host
+from services.predictor.config import PredictorConfig
+from services.predictor.service import predictor_host
 from services.router.config import RouterConfig
 from services.router.service import Router, router_host
 
@@ -151,8 +153,8 @@ class World:
         life = Life(planned, SimulatedProcess(name, number), asyncio.Event(), port or self.network.new_port())
         self.lives[name] = life
         self.trace.note("life", f"begins {life.process}")
-        main = self._router(life) if planned.role is Role.ROUTER else self._instance(life)
-        self.loop.spawn(life.process, self._main(life, main))
+        mains = {Role.ROUTER: self._router, Role.PREDICTOR: self._predictor, Role.ENGINE: self._instance}
+        self.loop.spawn(life.process, self._main(life, mains[planned.role](life)))
         return life
 
     def kill(self, name: str) -> None:
@@ -188,18 +190,25 @@ class World:
         if self.lives[name].ended:
             self.start(name)
 
+    def _common(self, life: Life) -> dict[str, Any]:
+        """Settings that every service has."""
+        plan = self.plan
+        return {
+            "instance_id": life.name,
+            "host": life.name,
+            "port": life.port,
+            "model": MODEL_NAME,
+            "drain_timeout_s": plan.drain_timeout_s,
+            "lease_ttl_s": plan.lease_ttl_s,
+            "heartbeat_interval_s": plan.heartbeat_interval_s,
+        }
+
     async def _router(self, life: Life) -> None:
         plan = self.plan
         config = RouterConfig(
-            instance_id=life.name,
-            host=life.name,
-            port=life.port,
-            model=MODEL_NAME,
+            **self._common(life),
             max_requests=plan.max_requests,
             placement_policy=plan.placement_policy,
-            drain_timeout_s=plan.drain_timeout_s,
-            lease_ttl_s=plan.lease_ttl_s,
-            heartbeat_interval_s=plan.heartbeat_interval_s,
         )
 
         async with SimulatedStore(self.store) as store:
@@ -207,27 +216,29 @@ class World:
             life.serving = router_host(life.router)
             await life.serving.serve(life.stopping)
 
+    async def _predictor(self, life: Life) -> None:
+        plan = self.plan
+        config = PredictorConfig(**self._common(life))
+        model = SimulatedPredictor(MODEL_NAME, self.tokenizer.vocab_size, plan.max_model_len)
+        async with SimulatedStore(self.store) as store:
+            life.serving = predictor_host(config, model, SimulatedWorker(), store, CollectorRegistry())
+            await life.serving.serve(life.stopping)
+
     async def _instance(self, life: Life) -> None:
         plan, planned, phases = self.plan, life.planned, life.planned.phases
         domain = plan.names.index(life.name) % plan.failure_domains
         config = PhasesConfig(
+            **self._common(life),
             phases=phases,
-            instance_id=life.name,
-            host=life.name,
-            port=life.port,
-            model=MODEL_NAME,
             engine="fake",
             chunk_tokens=planned.chunk_tokens,
             max_batch=planned.max_batch,
-            drain_timeout_s=plan.drain_timeout_s,
             orphan_grace_s=plan.orphan_grace_s,
             stuck_after_s=_STUCK_AFTER_S,
-            lease_ttl_s=plan.lease_ttl_s,
-            heartbeat_interval_s=plan.heartbeat_interval_s,
             failure_domain=f"domain-{domain}" if plan.failure_domains > 1 else "",
             max_queue=plan.max_queue,
             prefill_policy=plan.prefill_policy,
-            prediction=PredictionMode.OFF,
+            prediction=plan.prediction,
             decode_placement=plan.decode_placement,
             decode_policy=plan.decode_policy,
             reservation_ttl_s=plan.reservation_ttl_s,
