@@ -13,6 +13,7 @@ import yaml
 from kaveri.config.services import setting_sections
 from kaveri.config.settings import read_settings
 from kaveri.rpc.process import ServiceConfig
+from services.gateway.config import GatewayConfig
 from services.instance.config import ColocatedConfig, DecodeConfig, PrefillConfig
 from services.predictor.config import PredictorConfig
 from services.router.config import RouterConfig
@@ -22,14 +23,15 @@ COMPOSE_FILE = ROOT / "deploy" / "compose" / "docker-compose.yml"
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
 INSTANCES: dict[str, type[ServiceConfig]] = {
     "router": RouterConfig,
+    "gateway": GatewayConfig,
     "prefill-0": PrefillConfig,
     "prefill-1": PrefillConfig,
     "decode-0": DecodeConfig,
     "decode-1": DecodeConfig,
     "predictor": PredictorConfig,
 }
-COMMANDS = {"router": None, "predictor": ["predictor", "serve"]}
-"""Of those whose command is not their role. The router's image has the role in its entry point."""
+COMMANDS = {"router": None, "gateway": None, "predictor": ["predictor", "serve"]}
+"""Of those whose command is not their role. Images of routers and gateways have the role in their entry point."""
 
 
 def _compose_command() -> list[str] | None:
@@ -76,17 +78,18 @@ def _image_environment(target: str) -> dict[str, str]:
     return stages[target]
 
 
-def test_the_stack_is_redis_a_router_two_instances_of_each_role_and_a_predictor(
+def test_the_stack_is_redis_a_router_a_gateway_two_instances_of_each_role_and_a_predictor(
     services: dict[str, dict[str, Any]],
 ) -> None:
     assert {name for name, service in services.items() if not service.get("profiles")} == {"redis", *INSTANCES}
     for name in INSTANCES:
         role = name.partition("-")[0]
-        assert services[name]["build"]["target"] == ("router" if role == "router" else "engine")
+        assert services[name]["build"]["target"] == (role if role in ("router", "gateway") else "engine")
         assert services[name].get("command") == COMMANDS.get(name, [role])
-    ports = json.dumps(services["router"]["ports"])
-    assert "50051" in ports
-    assert "127.0.0.1" in ports, "an unprotected port for the whole network"
+    for name, port in (("router", "50051"), ("gateway", "8000")):
+        ports = json.dumps(services[name]["ports"])
+        assert port in ports
+        assert "127.0.0.1" in ports, "an unprotected port for the whole network"
 
 
 def test_a_profile_adds_a_colocated_instance(services: dict[str, dict[str, Any]]) -> None:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("kaveri", "services")
+ROOMS = ("kaveri", "services", "benchmarks", "tests")
 
 
 def _definitions() -> dict[str, list[str]]:

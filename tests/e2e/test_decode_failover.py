@@ -16,6 +16,7 @@ import pytest_asyncio
 
 from kaveri import AsyncClient, Completion, SamplingParams
 from kaveri.domain.view import ClusterView
+from tests.support.devices import DEVICES
 from tests.support.local_cluster import LocalCluster, run_cluster
 from tests.support.reading import Reading
 from tests.support.redis_fixture import free_port
@@ -38,9 +39,17 @@ REQUESTS = {
 ENGINES: dict[str, dict[str, Any]] = {
     "fake": {"engine": "fake", "decode_flags": ("--fake-step-s", "0.02")},
     # In bfloat16 near ties depend on who else is in the batch.
-    "kaveri-tiny": {"engine": "transformers", "dtype": "float32", "kv_cache_memory": "64MiB"},
+    **{
+        f"kaveri-tiny on {device}": {
+            "engine": "transformers",
+            "device": device,
+            "dtype": "float32",
+            "kv_cache_memory": "64MiB",
+        }
+        for device in DEVICES
+    },
 }
-LOGPROB_TOLERANCE = {"fake": 0.0, "kaveri-tiny": 1e-4}
+LOGPROB_TOLERANCE = {"fake": 0.0, "kaveri-tiny on cpu": 1e-4, "kaveri-tiny on cuda": 1e-4}
 
 
 class ReplicatedCluster:

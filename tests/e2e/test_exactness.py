@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kaveri import AsyncClient, Completion, SamplingParams
+from tests.support.devices import DEVICES
 from tests.support.local_cluster import LocalCluster, run_cluster
 from tests.support.plain_transformers import PlainTransformers
 from tests.support.tiny_models import make_tiny_model
@@ -26,9 +27,9 @@ def make_prompts(seed: int) -> list[tuple[int, ...]]:
     return [tuple(rng.randrange(VOCAB_SIZE) for _ in range(length)) for length in LENGTHS]
 
 
-def reference(folder: Path, prompts: list[tuple[int, ...]], max_tokens: int) -> list[tuple[int, ...]]:
+def reference(folder: Path, device: str, prompts: list[tuple[int, ...]], max_tokens: int) -> list[tuple[int, ...]]:
     """Greedy answers of transformers' own generate, one prompt at a time."""
-    model = PlainTransformers(folder)
+    model = PlainTransformers(folder, device=device)
     return [tuple(model.answer(prompt, max_tokens)) for prompt in prompts]
 
 
@@ -51,20 +52,21 @@ def preemptions(cluster: LocalCluster) -> int:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("architecture", "kv_cache_blocks", "max_tokens"),
     # 68 blocks hold one longest request and little else: requests wait on the prefill side and are preempted on decode.
     [("llama", 68, GROWING_TOKENS), ("qwen2", 400, MAX_TOKENS), ("opt", 400, MAX_TOKENS)],
 )
 async def test_greedy_answers_equal_generate_with_all_requests_in_flight(
-    tmp_path: Path, architecture: str, kv_cache_blocks: int, max_tokens: int
+    device: str, tmp_path: Path, architecture: str, kv_cache_blocks: int, max_tokens: int
 ) -> None:
     folder = make_tiny_model(tmp_path, architecture, vocab_size=VOCAB_SIZE, max_positions=1024, tokenizer=True)
     prompts = make_prompts(seed=1)
-    expected = reference(folder, prompts, max_tokens)
+    expected = reference(folder, device, prompts, max_tokens)
     head_count = 4 if architecture == "opt" else 2
     block_bytes = 3 * 2 * 16 * head_count * 16 * 4
-    settings = {"engine": "transformers", "dtype": "float32", "prefill_count": 2, "decode_count": 2}
+    settings = {"engine": "transformers", "device": device, "dtype": "float32", "prefill_count": 2, "decode_count": 2}
     async with (
         run_cluster(model=str(folder), kv_cache_memory=str(kv_cache_blocks * block_bytes), **settings) as cluster,
         AsyncClient(cluster.target) as client,
@@ -86,14 +88,17 @@ async def test_greedy_answers_equal_generate_with_all_requests_in_flight(
 
 
 @pytest.mark.timeout(300)
-async def test_sampled_answers_with_one_seed_are_equal_however_they_were_placed_and_batched(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+async def test_sampled_answers_with_one_seed_are_equal_however_they_were_placed_and_batched(
+    device: str, tmp_path: Path
+) -> None:
     folder = make_tiny_model(tmp_path, "llama", vocab_size=VOCAB_SIZE, max_positions=1024, tokenizer=True)
     prompts = make_prompts(seed=2)[:12]
     params = [
         SamplingParams(max_tokens=MAX_TOKENS, temperature=0.7 + 0.05 * number, top_p=0.9, top_k=50, seed=number)
         for number in range(len(prompts))
     ]
-    settings = {"engine": "transformers", "dtype": "float32", "prefill_count": 2, "decode_count": 2}
+    settings = {"engine": "transformers", "device": device, "dtype": "float32", "prefill_count": 2, "decode_count": 2}
     async with (
         run_cluster(model=str(folder), kv_cache_memory="16MiB", **settings) as cluster,
         AsyncClient(cluster.target) as client,

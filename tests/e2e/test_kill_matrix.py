@@ -6,9 +6,9 @@ import random
 import pytest
 
 from tests.kill_matrix.matrix import MatrixOptions, run_matrix
-from tests.kill_matrix.plan import Kind
+from tests.kill_matrix.plan import HitKind
 
-ALL = (Kind.KILLED, Kind.FROZEN, Kind.CUT_OFF, Kind.LINK_CUT)
+ALL = (HitKind.KILLED, HitKind.FROZEN, HitKind.CUT_OFF, HitKind.LINK_CUT)
 
 
 @pytest.mark.timeout(400)
@@ -18,7 +18,7 @@ ALL = (Kind.KILLED, Kind.FROZEN, Kind.CUT_OFF, Kind.LINK_CUT)
     ids=lambda value: value if isinstance(value, str) else None,
 )
 async def test_answers_are_exact_and_nothing_is_left_while_processes_die(
-    engine: str, faults: int, kinds: tuple[Kind, ...]
+    engine: str, faults: int, kinds: tuple[HitKind, ...]
 ) -> None:
     # Other tests keep this machine busy.
     options = MatrixOptions(engine=engine, faults=faults, kinds=kinds, seed=random.randrange(2**30), lease_ttl_s=3.0)

@@ -16,7 +16,7 @@ import sys
 
 from tests.kill_matrix.cluster import ENGINES
 from tests.kill_matrix.matrix import MatrixOptions, run_matrix
-from tests.kill_matrix.plan import Kind
+from tests.kill_matrix.plan import HitKind
 
 
 def main() -> int:
@@ -32,13 +32,13 @@ def main() -> int:
     parser.add_argument(
         "--rest-every", type=int, default=default.rest_every, help="faults between two looks at the rest"
     )
-    kinds = [kind.value for kind in Kind]
+    kinds = [kind.value for kind in HitKind]
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds[:4], help="what happens to processes")
     parser.add_argument("--keep-logs", action="store_true", help="also when nothing was wrong")
     parser.add_argument("--account", help="file to write the account to, as JSON")
     given = vars(parser.parse_args())
     path = given.pop("account")
-    given["kinds"] = tuple(Kind(kind) for kind in given["kinds"])
+    given["kinds"] = tuple(HitKind(kind) for kind in given["kinds"])
     # gRPC's core would write about every connection that breaks.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     account = asyncio.run(run_matrix(MatrixOptions(**given)))

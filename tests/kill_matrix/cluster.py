@@ -66,6 +66,8 @@ def stack_settings(engine: str, metrics_port: int, *, over_links: bool) -> dict[
         "replica_memory": "32MiB",
         "replica_min_tokens": "16",
         "orphan_grace_s": str(ORPHAN_GRACE_S),
+        # A call that a broken link delivers late leaves a reservation, whose abort was not delivered, until it expires.
+        "reservation_ttl_s": "8",
         # All instances of a role may be away for some seconds.
         "router_flags": ("--unavailable-after-s", "60"),
     }

@@ -35,7 +35,7 @@ class Links:
         self._redis_ports: dict[str, int] = {}
         self._redis_path = ""
         self._cut: dict[frozenset[str | None], int] = {}
-        self._pairs: dict[_Pair, None] = {}
+        self._pairs: dict[_LinkedPair, None] = {}
         self._servers: dict[tuple[str, int], asyncio.Server] = {}
         self._pids: Callable[[], Mapping[str, int]] = dict
         self._tasks: list[asyncio.Task[None]] = []
@@ -149,20 +149,20 @@ class Links:
 
     def _to_instance(self, name: str, port: int) -> Callable[..., Any]:
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            pair = _Pair(name, writer.get_extra_info("peername"))
+            pair = _LinkedPair(name, writer.get_extra_info("peername"))
             await self._serve(pair, reader, writer, lambda: asyncio.open_connection("127.0.0.1", port))
 
         return connected
 
     def _to_redis(self, name: str) -> Callable[..., Any]:
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            pair = _Pair(REDIS, writer.get_extra_info("peername"), name)
+            pair = _LinkedPair(REDIS, writer.get_extra_info("peername"), name)
             await self._serve(pair, reader, writer, lambda: asyncio.open_unix_connection(self._redis_path))
 
         return connected
 
     async def _serve(
-        self, pair: "_Pair", reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connect: Connect
+        self, pair: "_LinkedPair", reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connect: Connect
     ) -> None:
         self._pairs[pair] = None
         self._apply()
@@ -172,7 +172,7 @@ class Links:
             del self._pairs[pair]
 
 
-class _Pair(RelayedConnection):
+class _LinkedPair(RelayedConnection):
     """One connection and what it is passed on over."""
 
     def __init__(self, target: str, peer: tuple[str, int], source: str | None = None) -> None:

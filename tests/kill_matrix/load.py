@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from kaveri import AsyncClient, Completion
 from kaveri.errors import KaveriError, Unavailable
 from kaveri.v1 import inference_pb2
-from tests.kill_matrix.plan import Phase, Question
+from tests.kill_matrix.plan import MatrixQuestion, RequestPhase
 from tests.support.reading import Reading
 
 REQUEST_TIMEOUT_S = 120.0
@@ -21,7 +21,7 @@ _LONGEST = 5
 
 
 @dataclass(slots=True)
-class Answers:
+class MatrixAnswers:
     """What came of the requests."""
 
     exact: int = 0
@@ -40,7 +40,7 @@ class Answers:
     recomputed_tokens: int = 0
 
 
-class Asked:
+class AskedRequest:
     """One request that is under way."""
 
     def __init__(self, stream: object, reading: Reading) -> None:
@@ -54,11 +54,13 @@ class Asked:
         return owner
 
 
-class Load:
+class MatrixLoad:
     """A fixed number of clients, each with one request at a time."""
 
-    def __init__(self, client: AsyncClient, questions: Sequence[Question], seed: int, logprob_tolerance: float) -> None:
-        self.answers = Answers()
+    def __init__(
+        self, client: AsyncClient, questions: Sequence[MatrixQuestion], seed: int, logprob_tolerance: float
+    ) -> None:
+        self.answers = MatrixAnswers()
         self._client = client
         self._questions = questions
         self._expected: list[Completion] = []
@@ -68,7 +70,7 @@ class Load:
         self._open = asyncio.Event()
         self._in_flight: dict[str, float] = {}
         self._idle = asyncio.Event()
-        self._waiting: dict[Phase, list[asyncio.Future[Asked]]] = {phase: [] for phase in Phase}
+        self._waiting: dict[RequestPhase, list[asyncio.Future[AskedRequest]]] = {phase: [] for phase in RequestPhase}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def learn(self) -> Sequence[Completion]:
@@ -104,9 +106,9 @@ class Load:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def reaches(self, phase: Phase, within_s: float) -> Asked | None:
+    async def reaches(self, phase: RequestPhase, within_s: float) -> AskedRequest | None:
         """The next request that gets into a phase; None when none does in time."""
-        future: asyncio.Future[Asked] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[AskedRequest] = asyncio.get_running_loop().create_future()
         self._waiting[phase].append(future)
         try:
             async with asyncio.timeout(within_s):
@@ -114,7 +116,7 @@ class Load:
         except TimeoutError:
             return None
 
-    async def _undisturbed(self, question: Question) -> Completion:
+    async def _undisturbed(self, question: MatrixQuestion) -> Completion:
         # On a machine that is too busy for heartbeats instances come and go.
         for _ in range(_LEARN_TRIES):
             with contextlib.suppress(Unavailable):
@@ -144,7 +146,7 @@ class Load:
                 timeout_s=REQUEST_TIMEOUT_S,
             )
             reading = Reading(stream)
-            asked = Asked(stream, reading)
+            asked = AskedRequest(stream, reading)
             watching = asyncio.create_task(self._watch(asked, len(expected.token_ids)))
             try:
                 await reading.task
@@ -161,7 +163,7 @@ class Load:
             finally:
                 watching.cancel()
                 reading.task.cancel()
-                self._tell(Phase.OVER, asked)
+                self._tell(RequestPhase.OVER, asked)
             return
 
     def _check(self, request_id: str, number: int, reading: Reading, began_s: float) -> None:
@@ -189,16 +191,16 @@ class Load:
         )
         self.answers.failed.append(line)
 
-    async def _watch(self, asked: Asked, token_count: int) -> None:
-        self._tell(Phase.SENT, asked)
+    async def _watch(self, asked: AskedRequest, token_count: int) -> None:
+        self._tell(RequestPhase.SENT, asked)
         await asked.reading.has(1, REQUEST_TIMEOUT_S)
-        self._tell(Phase.FIRST_TOKEN, asked)
+        self._tell(RequestPhase.FIRST_TOKEN, asked)
         await asked.reading.has(token_count // 2, REQUEST_TIMEOUT_S)
-        self._tell(Phase.MIDDLE, asked)
+        self._tell(RequestPhase.MIDDLE, asked)
         await asked.reading.has(token_count - 2, REQUEST_TIMEOUT_S)
-        self._tell(Phase.LAST_TOKENS, asked)
+        self._tell(RequestPhase.LAST_TOKENS, asked)
 
-    def _tell(self, phase: Phase, asked: Asked) -> None:
+    def _tell(self, phase: RequestPhase, asked: AskedRequest) -> None:
         waiting, self._waiting[phase] = self._waiting[phase], []
         for future in waiting:
             if not future.done():

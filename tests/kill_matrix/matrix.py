@@ -23,12 +23,12 @@ from kaveri.local.process import ChildProcess
 from kaveri.local.stack import LocalStack
 from tests.kill_matrix.cluster import LOGPROB_TOLERANCE, Rest, count_events, stack_settings
 from tests.kill_matrix.links import CLIENT, REDIS, Links
-from tests.kill_matrix.load import Asked, Load
-from tests.kill_matrix.plan import Aim, DrawnFault, Kind, Question, draw_fault, draw_questions
+from tests.kill_matrix.load import AskedRequest, MatrixLoad
+from tests.kill_matrix.plan import Aim, DrawnFault, HitKind, MatrixQuestion, draw_fault, draw_questions
 from tests.support.local_cluster import LocalCluster
 from tests.support.redis_fixture import free_port
 
-_CUTS = (Kind.CUT_OFF, Kind.LINK_CUT)
+_CUTS = (HitKind.CUT_OFF, HitKind.LINK_CUT)
 _PHASE_WITHIN_S = 1.0
 """A fault that waits longer for its phase happens anyway."""
 _READY_WITHIN_S = 180.0
@@ -50,7 +50,7 @@ class MatrixOptions:
     engine: str = "fake"
     faults: int = 100
     seed: int = 0
-    kinds: tuple[Kind, ...] = (Kind.KILLED, Kind.FROZEN)
+    kinds: tuple[HitKind, ...] = (HitKind.KILLED, HitKind.FROZEN)
     clients: int = 8
     together: int = 3
     """Most faults at once."""
@@ -63,7 +63,7 @@ class MatrixOptions:
 
 
 @dataclass(slots=True)
-class Account:
+class MatrixAccount:
     """What a run came to."""
 
     faults: Counter[str] = field(default_factory=Counter)
@@ -76,8 +76,10 @@ class Account:
 class KillMatrix:
     """One run on one cluster."""
 
-    def __init__(self, options: MatrixOptions, cluster: LocalCluster, load: Load, rest: Rest, links: Links | None):
-        self.account = Account()
+    def __init__(
+        self, options: MatrixOptions, cluster: LocalCluster, load: MatrixLoad, rest: Rest, links: Links | None
+    ):
+        self.account = MatrixAccount()
         self._options = options
         self._cluster = cluster
         self._load = load
@@ -152,7 +154,7 @@ class KillMatrix:
         await asyncio.wait({task}, timeout=after_s)
         self._slots.release()
 
-    def _target(self, fault: DrawnFault, asked: Asked | None) -> str | None:
+    def _target(self, fault: DrawnFault, asked: AskedRequest | None) -> str | None:
         names = [name for name in self._names(fault.role) if name not in self._hit]
         if asked is not None and fault.aim is not Aim.ANY:
             owner = asked.owner
@@ -175,16 +177,16 @@ class KillMatrix:
             self._start_leaver()
             return
         match fault.kind:
-            case Kind.KILLED | Kind.DRAINED:
-                await self._restart(target, fault.lasts_s, drains=fault.kind is Kind.DRAINED)
-            case Kind.FROZEN:
+            case HitKind.KILLED | HitKind.DRAINED:
+                await self._restart(target, fault.lasts_s, drains=fault.kind is HitKind.DRAINED)
+            case HitKind.FROZEN:
                 process = self._cluster.stack.process(target)
                 process.send_signal(signal.SIGSTOP)
                 try:
                     await asyncio.sleep(fault.lasts_s)
                 finally:
                     process.send_signal(signal.SIGCONT)
-            case Kind.CUT_OFF | Kind.LINK_CUT:
+            case HitKind.CUT_OFF | HitKind.LINK_CUT:
                 await self._cut(fault, target)
 
     async def _restart(self, target: str, down_s: float, *, drains: bool) -> None:
@@ -213,7 +215,7 @@ class KillMatrix:
         others = [name for name in (*self._cluster.stack.instance_ids, REDIS, CLIENT) if name != target]
         if target == REDIS:
             others.remove(CLIENT)
-        if fault.kind is Kind.LINK_CUT:
+        if fault.kind is HitKind.LINK_CUT:
             others = [others[int(fault.choice * len(others))]]
         self._links.cut(target, others)
         try:
@@ -284,7 +286,7 @@ async def run_matrix(options: MatrixOptions) -> dict[str, Any]:
             stack.enter_context(links.between_processes())
         cluster = await stack.enter_async_context(_run_cluster(links, settings))
         client = await stack.enter_async_context(AsyncClient(cluster.stack.targets))
-        load = Load(client, questions, options.seed, LOGPROB_TOLERANCE[options.engine])
+        load = MatrixLoad(client, questions, options.seed, LOGPROB_TOLERANCE[options.engine])
         stack.push_async_callback(load.stop)
         await _learn(load, questions, options.engine)
         rest = Rest(cluster, metrics_port)
@@ -309,7 +311,7 @@ async def _run_cluster(links: Links | None, settings: dict[str, Any]) -> AsyncIt
         yield LocalCluster(stack)
 
 
-async def _learn(load: Load, questions: Sequence[Question], engine: str) -> None:
+async def _learn(load: MatrixLoad, questions: Sequence[MatrixQuestion], engine: str) -> None:
     answers = await load.learn()
     if engine != "fake":
         return
@@ -318,7 +320,7 @@ async def _learn(load: Load, questions: Sequence[Question], engine: str) -> None
         assert answer.token_ids == made_up, "the undisturbed answers are wrong"
 
 
-async def _warm_up(load: Load, rest: Rest, clients: int) -> None:
+async def _warm_up(load: MatrixLoad, rest: Rest, clients: int) -> None:
     """So many requests at once as there will be: processes then hold what they may hold."""
     load.start(clients)
     async with asyncio.timeout(_LEARNED_WITHIN_S):
@@ -338,7 +340,7 @@ def _keep_logs(folder: Path) -> str:
     return str(kept)
 
 
-def _summary(options: MatrixOptions, account: Account, load: Load, seconds: float) -> dict[str, Any]:
+def _summary(options: MatrixOptions, account: MatrixAccount, load: MatrixLoad, seconds: float) -> dict[str, Any]:
     answers = load.answers
     return {
         "engine": options.engine,

@@ -13,7 +13,7 @@ MOST_DOWN_S = 1.0
 _STOP_TEXT = "the"
 
 
-class Kind(enum.StrEnum):
+class HitKind(enum.StrEnum):
     """What happens to a process."""
 
     KILLED = "killed"
@@ -26,7 +26,7 @@ class Kind(enum.StrEnum):
     """SIGTERM, and a new life."""
 
 
-class Phase(enum.StrEnum):
+class RequestPhase(enum.StrEnum):
     """Where a request is when the fault happens: the first one that gets there once the fault is due."""
 
     SENT = "sent"
@@ -50,10 +50,10 @@ class Aim(enum.StrEnum):
 class DrawnFault:
     """One fault. Which process it hits is known when it happens."""
 
-    kind: Kind
+    kind: HitKind
     role: str
     aim: Aim
-    phase: Phase
+    phase: RequestPhase
     after_s: float
     """Behind the phase's event."""
     lasts_s: float
@@ -64,18 +64,18 @@ class DrawnFault:
 _WEIGHTS = {"router": 4, "prefill": 4, "decode": 7, "redis": 1, "predictor": 0.5, "client": 1}
 
 
-def draw_fault(rng: random.Random, kinds: Sequence[Kind]) -> DrawnFault:
+def draw_fault(rng: random.Random, kinds: Sequence[HitKind]) -> DrawnFault:
     """The next fault."""
     role = rng.choices(tuple(_WEIGHTS), tuple(_WEIGHTS.values()))[0]
     kind = rng.choice(kinds)
-    if role == "client" or (role == "redis" and kind is Kind.DRAINED):
-        kind = Kind.KILLED
-    killed = kind in (Kind.KILLED, Kind.DRAINED)
+    if role == "client" or (role == "redis" and kind is HitKind.DRAINED):
+        kind = HitKind.KILLED
+    killed = kind in (HitKind.KILLED, HitKind.DRAINED)
     return DrawnFault(
         kind=kind,
         role=role,
         aim=rng.choice((Aim.OWNER, Aim.OWNER, Aim.HOLDER, Aim.ANY)) if role in ("prefill", "decode") else Aim.ANY,
-        phase=rng.choice(tuple(Phase)),
+        phase=rng.choice(tuple(RequestPhase)),
         after_s=rng.choice((0.0, rng.uniform(0.0, 0.1))),
         lasts_s=rng.uniform(0.0, MOST_DOWN_S) if killed else rng.choice(FREEZES_S),
         choice=rng.random(),
@@ -83,23 +83,23 @@ def draw_fault(rng: random.Random, kinds: Sequence[Kind]) -> DrawnFault:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class MatrixQuestion:
     """One request that is asked again and again."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
 
 
-def draw_questions(rng: random.Random, count: int, largest_token: int) -> tuple[Question, ...]:
+def draw_questions(rng: random.Random, count: int, largest_token: int) -> tuple[MatrixQuestion, ...]:
     """Greedy and sampled ones, short and long ones, some with log-probabilities and some with a stop text."""
     return tuple(_question(rng, number, largest_token) for number in range(count))
 
 
-def _question(rng: random.Random, number: int, largest_token: int) -> Question:
+def _question(rng: random.Random, number: int, largest_token: int) -> MatrixQuestion:
     prompt_tokens = rng.choice((rng.randint(1, 40), rng.randint(60, 200), rng.randint(200, 500)))
     max_tokens = rng.choice((rng.randint(1, 3), rng.randint(10, 60), rng.randint(60, 150), rng.randint(60, 150)))
     sampled = number % 2 == 1
-    return Question(
+    return MatrixQuestion(
         tuple(rng.randint(1, largest_token) for _ in range(prompt_tokens)),
         SamplingParams(
             max_tokens=max_tokens,

@@ -26,7 +26,7 @@ from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.messages import layout_to_proto, params_to_proto
 from kaveri.wire.replicas import offer_to_proto, resumption_to_proto
 from tests.services.mutations import Mutator
-from tests.services.test_sessions import SECRET, Client, Routers, prompt, tokenizer
+from tests.services.test_sessions import SECRET, SessionClient, SessionRouters, prompt, tokenizer
 
 __all__ = ["tokenizer"]
 
@@ -88,6 +88,7 @@ class Attack:
                 ("OpenReplica", self._open_replica, decode.OpenReplica),
                 ("OpenReplica", self._open_replica, decode.OpenReplica),
                 ("Resume", self._resume, decode.Resume),
+                ("AwaitResumed", self._await_resumed, decode.AwaitResumed),
                 ("Resume", self._resume, decode.Resume),
                 ("Prefill", self._prefill, prefill.Prefill),
                 ("AttachPrefill", self._attach_prefill, prefill.AttachPrefill),
@@ -154,6 +155,10 @@ class Attack:
         layout = self._cluster.instances[-1].engine.info.layout
         return offer_to_proto(ReplicaOffer(request_id, ownership, "decode-7", 7, layout, 64, 5.0))
 
+    def _await_resumed(self) -> Message:
+        owner = decode_pb2.AttemptId(**self._owner(), replica=self._rng.choice((0, 1, 2)))
+        return decode_pb2.AwaitResumedRequest(owner=owner)
+
     def _resume(self) -> Message:
         request_id, ownership = self._ownership()
         params = SamplingParams(max_tokens=10, seed=0)
@@ -173,7 +178,7 @@ class Attack:
         return prefill_pb2.AbortPrefillRequest(attempts=[decode_pb2.AttemptId(**self._owner())])
 
     def _generate(self) -> Message:
-        client = Client(
+        client = SessionClient(
             prompt(3), {"max_tokens": 12}, request_id=self._rng.choice(self._ids), secret=OTHER_SECRET, session=1
         )
         client.token_ids = prompt(4, 3)
@@ -199,7 +204,7 @@ async def test_mutated_messages_are_refused_disturb_no_request_and_leave_nothing
     for name in ("decode-0", "decode-1"):
         await cluster.decode(name, **DECODE)
     incarnations = list((await cluster.router("watcher")).incarnations.values())
-    routers = Routers(cluster, tokenizer)
+    routers = SessionRouters(cluster, tokenizer)
     served: list[str] = [f"served-{number}" for number in range(4)]
     attacking = True
 
@@ -207,7 +212,7 @@ async def test_mutated_messages_are_refused_disturb_no_request_and_leave_nothing
         """One request after the other under the same id, each exact."""
         count = 0
         while attacking:
-            client = Client(prompt(count), {"max_tokens": 60, "ignore_eos": True}, request_id, SECRET)
+            client = SessionClient(prompt(count), {"max_tokens": 60, "ignore_eos": True}, request_id, SECRET)
             try:
                 await client.finish(routers.generate("router-0", client.message()))
             except aio.AioRpcError as error:

@@ -28,7 +28,7 @@ DEADLINE_S = 60.0
 PROMPT = [number % 900 + 1 for number in range(2000)]
 
 
-class Processes:
+class PrefillAndDecode:
     """Services started by hand, and their cluster's view."""
 
     def __init__(self, redis_url: str, store: RedisStore, logs: Path) -> None:
@@ -83,9 +83,9 @@ class Processes:
 
 
 @pytest.fixture
-async def processes(tmp_path: Path) -> AsyncIterator[Processes]:
+async def processes(tmp_path: Path) -> AsyncIterator[PrefillAndDecode]:
     async with run_redis() as redis, RedisStore(redis.url) as store:
-        processes = Processes(redis.url, store, tmp_path)
+        processes = PrefillAndDecode(redis.url, store, tmp_path)
         try:
             yield processes
         finally:
@@ -120,7 +120,7 @@ def prefill_call(channel: aio.Channel, max_tokens: int) -> Any:
     return PrefillServiceStub(channel).Prefill(message, timeout=DEADLINE_S)
 
 
-async def test_a_killed_decode_process_is_replaced_while_the_kv_is_under_way(processes: Processes) -> None:
+async def test_a_killed_decode_process_is_replaced_while_the_kv_is_under_way(processes: PrefillAndDecode) -> None:
     processes.start("prefill", "prefill-0", "--chunk-tokens", "64", "--fake-step-s", "0.02")
     for instance_id in ("decode-0", "decode-1"):
         processes.start("decode", instance_id)
@@ -155,7 +155,7 @@ async def test_a_killed_decode_process_is_replaced_while_the_kv_is_under_way(pro
     assert first_token == FakeModel().answer(PROMPT, 0, 1)[0]
 
 
-async def test_a_killed_prefill_process_leaves_no_blocks_at_decode(processes: Processes) -> None:
+async def test_a_killed_prefill_process_leaves_no_blocks_at_decode(processes: PrefillAndDecode) -> None:
     prefill = processes.start("prefill", "prefill-0", "--chunk-tokens", "64", "--fake-step-s", "0.02")
     processes.start("decode", "decode-0")
     statuses = [await processes.ready(name) for name in ("prefill-0", "decode-0")]
@@ -177,7 +177,7 @@ async def test_a_killed_prefill_process_leaves_no_blocks_at_decode(processes: Pr
         await channel.close()
 
 
-async def test_a_terminated_process_leaves_the_view_at_once_and_exits_with_0(processes: Processes) -> None:
+async def test_a_terminated_process_leaves_the_view_at_once_and_exits_with_0(processes: PrefillAndDecode) -> None:
     # It does not leave by the end of its lease.
     lease = ("--lease-ttl-s", "600")
     children = [processes.start("prefill", "prefill-0", *lease), processes.start("decode", "decode-0", *lease)]
@@ -189,7 +189,7 @@ async def test_a_terminated_process_leaves_the_view_at_once_and_exits_with_0(pro
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_of_two_processes_with_one_instance_id_the_older_ends_and_both_say_so(
-    processes: Processes, role: str
+    processes: PrefillAndDecode, role: str
 ) -> None:
     older = processes.start(role, "one")
     first = await processes.ready("one")
@@ -229,7 +229,7 @@ async def test_of_two_processes_with_one_instance_id_the_older_ends_and_both_say
 )
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_bad_setting_is_one_line_and_exit_status_2(
-    processes: Processes, role: str, flags: list[str], says: str
+    processes: PrefillAndDecode, role: str, flags: list[str], says: str
 ) -> None:
     child = processes.start(role, f"{role}-0", *flags)
     assert await asyncio.wait_for(child.wait(), DEADLINE_S) == 2
@@ -239,7 +239,7 @@ async def test_a_bad_setting_is_one_line_and_exit_status_2(
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_taken_port_is_found_before_the_model_is_loaded(processes: Processes, role: str) -> None:
+async def test_a_taken_port_is_found_before_the_model_is_loaded(processes: PrefillAndDecode, role: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

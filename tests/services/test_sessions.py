@@ -38,7 +38,7 @@ def prompt(seed: int, token_count: int = 40) -> list[int]:
 
 
 @dataclass
-class Client:
+class SessionClient:
     """What a client keeps of one request over its sessions; its calls are made by hand."""
 
     prompt: list[int]
@@ -99,7 +99,7 @@ class Client:
         assert self.last is not None
 
 
-class Routers:
+class SessionRouters:
     """Real routers on the cluster of the fixture."""
 
     def __init__(self, cluster: Any, tokenizer: ModelTokenizer) -> None:
@@ -159,8 +159,8 @@ class Routers:
 
 
 @pytest.fixture
-async def routers(cluster: Any, tokenizer: ModelTokenizer) -> AsyncIterator[Routers]:
-    routers = Routers(cluster, tokenizer)
+async def routers(cluster: Any, tokenizer: ModelTokenizer) -> AsyncIterator[SessionRouters]:
+    routers = SessionRouters(cluster, tokenizer)
     yield routers
     await routers.close()
 
@@ -174,14 +174,14 @@ GRACE_S = 5.0
 
 
 async def test_a_router_dies_while_decode_streams_and_another_goes_on_with_exactly_the_rest(
-    cluster: Any, routers: Routers
+    cluster: Any, routers: SessionRouters
 ) -> None:
     await cluster.prefill(orphan_grace_s=GRACE_S)
     await cluster.decode(fake_step_s=0.01, orphan_grace_s=GRACE_S)
     await routers.start("router-0")
     await routers.start("router-1")
-    client = Client(prompt(1), {"max_tokens": 120, "logprobs": 1})
-    whole = Client(prompt(1), {"max_tokens": 120, "logprobs": 1}, request_id="whole", secret=b"")
+    client = SessionClient(prompt(1), {"max_tokens": 120, "logprobs": 1})
+    whole = SessionClient(prompt(1), {"max_tokens": 120, "logprobs": 1}, request_id="whole", secret=b"")
     await whole.finish(routers.generate("router-0", whole.message()))
     before = computed(cluster)
     await client.read(routers.generate("router-0", client.message()), 20)
@@ -201,7 +201,7 @@ async def test_a_router_dies_while_decode_streams_and_another_goes_on_with_exact
     await cluster.all_free()
 
 
-async def two_routers(cluster: Any, routers: Routers, **decode: Any) -> None:
+async def two_routers(cluster: Any, routers: SessionRouters, **decode: Any) -> None:
     await cluster.prefill(orphan_grace_s=GRACE_S, chunk_tokens=16, **decode.pop("prefill", {}))
     await cluster.decode(orphan_grace_s=GRACE_S, **{"fake_step_s": 0.01, **decode})
     await routers.start("router-0")
@@ -209,11 +209,11 @@ async def two_routers(cluster: Any, routers: Routers, **decode: Any) -> None:
 
 
 async def test_a_router_dies_while_the_prompt_is_computed_and_it_is_computed_once(
-    cluster: Any, routers: Routers
+    cluster: Any, routers: SessionRouters
 ) -> None:
     await two_routers(cluster, routers, prefill={"fake_step_s": 0.05})
-    ahead = Client(prompt(3, 100), {"max_tokens": 2}, request_id="ahead")
-    client = Client(prompt(2, 200), {"max_tokens": 20})
+    ahead = SessionClient(prompt(3, 100), {"max_tokens": 2}, request_id="ahead")
+    client = SessionClient(prompt(2, 200), {"max_tokens": 20})
     other = routers.generate("router-1", ahead.message())
     call = routers.generate("router-0", client.message())
     await eventually(lambda: computed(cluster) > 0, "the prompts are computed")
@@ -227,10 +227,10 @@ async def test_a_router_dies_while_the_prompt_is_computed_and_it_is_computed_onc
     await cluster.all_free()
 
 
-async def test_a_router_dies_while_the_prompt_waits_for_room_at_decode(cluster: Any, routers: Routers) -> None:
+async def test_a_router_dies_while_the_prompt_waits_for_room_at_decode(cluster: Any, routers: SessionRouters) -> None:
     await two_routers(cluster, routers, max_model_len=160, kv_cache_memory=12 * 4096)
-    first = Client(prompt(4, 100), {"max_tokens": 50}, request_id="first")
-    client = Client(prompt(5, 100), {"max_tokens": 20})
+    first = SessionClient(prompt(4, 100), {"max_tokens": 50}, request_id="first")
+    client = SessionClient(prompt(5, 100), {"max_tokens": 20})
     other = routers.generate("router-1", first.message())
     await first.read(other, 2)
     call = routers.generate("router-0", client.message())
@@ -245,11 +245,13 @@ async def test_a_router_dies_while_the_prompt_waits_for_room_at_decode(cluster: 
     await cluster.all_free()
 
 
-async def test_an_answer_that_ended_before_its_client_heard_of_it_is_repeated(cluster: Any, routers: Routers) -> None:
+async def test_an_answer_that_ended_before_its_client_heard_of_it_is_repeated(
+    cluster: Any, routers: SessionRouters
+) -> None:
     await two_routers(cluster, routers)
     decode = cluster.instances[1]
     for number, received in enumerate((0, 1, 5)):
-        client = Client(prompt(6), {"max_tokens": 10}, request_id=f"r{number}")
+        client = SessionClient(prompt(6), {"max_tokens": 10}, request_id=f"r{number}")
         call = routers.generate("router-0", client.message())
         await client.read(call, received)
         await eventually(
@@ -265,9 +267,11 @@ async def test_an_answer_that_ended_before_its_client_heard_of_it_is_repeated(cl
     await cluster.all_free()
 
 
-async def test_a_client_may_re_attach_through_the_same_router_again_and_again(cluster: Any, routers: Routers) -> None:
+async def test_a_client_may_re_attach_through_the_same_router_again_and_again(
+    cluster: Any, routers: SessionRouters
+) -> None:
     await two_routers(cluster, routers)
-    client = Client(prompt(7), {"max_tokens": 100})
+    client = SessionClient(prompt(7), {"max_tokens": 100})
     call = routers.generate("router-0", client.message())
     for session in range(1, 8):
         await client.read(call, 10 * session)
@@ -280,17 +284,17 @@ async def test_a_client_may_re_attach_through_the_same_router_again_and_again(cl
 
 
 async def test_text_goes_on_with_the_next_character_and_a_stop_text_straddles_the_sessions(
-    cluster: Any, routers: Routers
+    cluster: Any, routers: SessionRouters
 ) -> None:
     await two_routers(cluster, routers)
-    whole = Client(prompt(8), {"max_tokens": 60}, request_id="whole")
+    whole = SessionClient(prompt(8), {"max_tokens": 60}, request_id="whole")
     await whole.finish(routers.generate("router-0", whole.message()))
     stop = whole.text[len(whole.text) // 2 : len(whole.text) // 2 + 6]
     for number, params in enumerate(({"max_tokens": 60}, {"max_tokens": 60, "stop": [stop]})):
-        expected = Client(prompt(8), params, request_id=f"expected-{number}")
+        expected = SessionClient(prompt(8), params, request_id=f"expected-{number}")
         await expected.finish(routers.generate("router-0", expected.message()))
         for cut in range(1, len(expected.token_ids), 7):
-            client = Client(prompt(8), params, request_id=f"r{number}-{cut}")
+            client = SessionClient(prompt(8), params, request_id=f"r{number}-{cut}")
             call = routers.generate("router-0", client.message())
             await client.read(call, cut)
             client.session = 1
@@ -303,11 +307,11 @@ async def test_text_goes_on_with_the_next_character_and_a_stop_text_straddles_th
 
 
 async def test_a_client_that_leaves_a_living_router_frees_everything_within_a_second(
-    cluster: Any, routers: Routers
+    cluster: Any, routers: SessionRouters
 ) -> None:
     await two_routers(cluster, routers, prefill={"fake_step_s": 0.02})
     for number, until in enumerate((0, 0, 5)):
-        client = Client(prompt(9, 300), {"max_tokens": 100}, request_id=f"r{number}")
+        client = SessionClient(prompt(9, 300), {"max_tokens": 100}, request_id=f"r{number}")
         call = routers.generate("router-0", client.message())
         before = computed(cluster)
         await eventually(lambda before=before: computed(cluster) > before, "it is computed")
@@ -316,9 +320,9 @@ async def test_a_client_that_leaves_a_living_router_frees_everything_within_a_se
         await cluster.all_free(1.0)
 
 
-async def test_cancel_works_through_any_router(cluster: Any, routers: Routers) -> None:
+async def test_cancel_works_through_any_router(cluster: Any, routers: SessionRouters) -> None:
     await two_routers(cluster, routers)
-    client = Client(prompt(10), {"max_tokens": 300})
+    client = SessionClient(prompt(10), {"max_tokens": 300})
     call = routers.generate("router-0", client.message())
     await client.read(call, 3)
     assert await routers.cancel("router-1", "a")
@@ -331,11 +335,11 @@ async def test_cancel_works_through_any_router(cluster: Any, routers: Routers) -
 
 @pytest.mark.parametrize("through", ["router-1", "router-2"])
 async def test_a_cancel_between_two_sessions_ends_the_request_when_it_re_attaches(
-    cluster: Any, routers: Routers, through: str
+    cluster: Any, routers: SessionRouters, through: str
 ) -> None:
     await two_routers(cluster, routers)
     await routers.start("router-2")
-    client = Client(prompt(30), {"max_tokens": 300})
+    client = SessionClient(prompt(30), {"max_tokens": 300})
     await client.read(routers.generate("router-0", client.message()), 3)
     await routers.cut("router-0")
     # By another client, while no router has the request.
@@ -345,7 +349,7 @@ async def test_a_cancel_between_two_sessions_ends_the_request_when_it_re_attache
     assert client.last is not None
     assert client.last.finish_reason == sampling_pb2.FINISH_REASON_CANCELLED
     await cluster.all_free(1.0)
-    again = Client(prompt(30), {"max_tokens": 20}, secret=b"of another request")
+    again = SessionClient(prompt(30), {"max_tokens": 20}, secret=b"of another request")
     call = routers.generate("router-1", again.message())
     await again.read(call, 3)
     again.session = 1
@@ -355,10 +359,10 @@ async def test_a_cancel_between_two_sessions_ends_the_request_when_it_re_attache
 
 @pytest.mark.parametrize("how", ["by its id", "by its client's leaving"])
 async def test_a_request_cancelled_while_it_is_looked_for_frees_prefill_within_a_second(
-    cluster: Any, routers: Routers, how: str
+    cluster: Any, routers: SessionRouters, how: str
 ) -> None:
     await two_routers(cluster, routers, prefill={"fake_step_s": 0.05})
-    client = Client(prompt(31, 400), {"max_tokens": 100})
+    client = SessionClient(prompt(31, 400), {"max_tokens": 100})
     call = routers.generate("router-0", client.message())
     await eventually(lambda: computed(cluster) > 0, "it is computed")
     await routers.cut("router-0")
@@ -385,12 +389,12 @@ async def test_a_request_cancelled_while_it_is_looked_for_frees_prefill_within_a
 
 
 async def test_a_thousand_re_attaches_a_second_are_refused_by_name_and_disturb_no_other_request(
-    cluster: Any, routers: Routers
+    cluster: Any, routers: SessionRouters
 ) -> None:
     await cluster.prefill(orphan_grace_s=GRACE_S)
     await cluster.decode(orphan_grace_s=GRACE_S, fake_step_s=0.01)
     await routers.start("router-0", max_requests=20, max_reattaches_per_s=5.0)
-    client = Client(prompt(32), {"max_tokens": 200})
+    client = SessionClient(prompt(32), {"max_tokens": 200})
     call = routers.generate("router-0", client.message())
     await client.read(call, 3)
     bad = replace(client, session=1, secret=b"another secret, too")
@@ -406,7 +410,7 @@ async def test_a_thousand_re_attaches_a_second_are_refused_by_name_and_disturb_n
     assert 1000 - len(limited) <= 20 + 5 * WAIT_S
     assert all("more than 5 re-attaches a second" in outcome for outcome in limited)
     # New requests do not count.
-    other = Client(prompt(34), {"max_tokens": 5}, request_id="other")
+    other = SessionClient(prompt(34), {"max_tokens": 5}, request_id="other")
     await other.finish(routers.generate("router-0", other.message()))
     await client.finish(call)
     assert client.token_ids == cluster.expected(prompt(32), 200)
@@ -428,11 +432,11 @@ FORGED = {
 @pytest.mark.parametrize("forged", FORGED)
 @pytest.mark.parametrize("store", ["away", "emptied", "emptied and away in the middle"])
 async def test_a_forged_hint_and_a_store_that_is_away_or_empty_cost_nothing_but_questions(
-    cluster: Any, routers: Routers, forged: str, store: str
+    cluster: Any, routers: SessionRouters, forged: str, store: str
 ) -> None:
     await two_routers(cluster, routers)
     await cluster.decode("decode-1", orphan_grace_s=GRACE_S)
-    client = Client(prompt(35), {"max_tokens": 60})
+    client = SessionClient(prompt(35), {"max_tokens": 60})
     await client.read(routers.generate("router-0", client.message()), 5)
     await routers.cut("router-0")
     client.owner = FORGED[forged]
@@ -462,7 +466,7 @@ async def test_a_forged_hint_and_a_store_that_is_away_or_empty_cost_nothing_but_
 
 
 async def test_no_more_instances_are_asked_than_there_may_be_when_no_hint_holds(
-    cluster: Any, routers: Routers, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, routers: SessionRouters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(take_over, "_ASKED_TOGETHER", 2)
     monkeypatch.setattr(take_over, "_MOST_ASKED", 3)
@@ -477,7 +481,7 @@ async def test_no_more_instances_are_asked_than_there_may_be_when_no_hint_holds(
         return await attach(record, *args)
 
     router.feeds.attach = counted  # type: ignore[method-assign]
-    client = Client(prompt(36), {"max_tokens": 5}, session=1)
+    client = SessionClient(prompt(36), {"max_tokens": 5}, session=1)
     await client.finish(routers.generate("router-0", client.message()))
     assert client.token_ids == cluster.expected(prompt(36), 5)
     assert len(asked) == len(set(asked)) == 3
@@ -499,10 +503,10 @@ async def test_no_more_instances_are_asked_than_there_may_be_when_no_hint_holds(
     ],
 )
 async def test_bad_re_attaches_are_refused_by_field_and_disturb_no_one(
-    cluster: Any, routers: Routers, change: dict[str, Any], field: str
+    cluster: Any, routers: SessionRouters, change: dict[str, Any], field: str
 ) -> None:
     await two_routers(cluster, routers, fake_step_s=0.02)
-    client = Client(prompt(11), {"max_tokens": 50})
+    client = SessionClient(prompt(11), {"max_tokens": 50})
     call = routers.generate("router-0", client.message())
     await client.read(call, 3)
     bad = replace(client, **{"session": 1, "token_ids": list(client.token_ids), **change})
@@ -524,9 +528,9 @@ async def test_bad_re_attaches_are_refused_by_field_and_disturb_no_one(
     await cluster.all_free()
 
 
-async def test_a_session_that_does_not_grow_is_refused(cluster: Any, routers: Routers) -> None:
+async def test_a_session_that_does_not_grow_is_refused(cluster: Any, routers: SessionRouters) -> None:
     await two_routers(cluster, routers)
-    client = Client(prompt(12), {"max_tokens": 200})
+    client = SessionClient(prompt(12), {"max_tokens": 200})
     call = routers.generate("router-0", client.message())
     await client.read(call, 3)
     client.session = 2
@@ -541,12 +545,14 @@ async def test_a_session_that_does_not_grow_is_refused(cluster: Any, routers: Ro
     await cluster.all_free()
 
 
-async def test_an_instance_of_both_phases_hands_its_requests_to_another_router(cluster: Any, routers: Routers) -> None:
+async def test_an_instance_of_both_phases_hands_its_requests_to_another_router(
+    cluster: Any, routers: SessionRouters
+) -> None:
     await cluster.colocated(orphan_grace_s=GRACE_S, fake_step_s=0.01)
     await routers.start("router-0")
     await routers.start("router-1")
     for number, until in enumerate((0, 1, 20)):
-        client = Client(prompt(13, 100), {"max_tokens": 60}, request_id=f"r{number}")
+        client = SessionClient(prompt(13, 100), {"max_tokens": 60}, request_id=f"r{number}")
         before = computed(cluster)
         call = routers.generate("router-0", client.message())
         if until:
@@ -562,14 +568,14 @@ async def test_an_instance_of_both_phases_hands_its_requests_to_another_router(c
 
 @pytest.mark.parametrize("phase", ["queued", "computed", "waiting for room"])
 async def test_a_prefill_call_that_breaks_between_living_processes_costs_no_attempt(
-    cluster: Any, routers: Routers, phase: str
+    cluster: Any, routers: SessionRouters, phase: str
 ) -> None:
     prefill = await cluster.prefill(orphan_grace_s=GRACE_S, fake_step_s=0.03, chunk_tokens=16)
     await cluster.decode(orphan_grace_s=GRACE_S, fake_step_s=0.01, max_model_len=400, kv_cache_memory=30 * 4096)
     router = await routers.start("router-0")
     async with breakable_link(router, prefill.host.address) as link:
-        ahead = Client(prompt(20, 300), {"max_tokens": 50}, request_id="ahead")
-        client = Client(prompt(21, 200), {"max_tokens": 20, "logprobs": 1})
+        ahead = SessionClient(prompt(20, 300), {"max_tokens": 50}, request_id="ahead")
+        client = SessionClient(prompt(21, 200), {"max_tokens": 20, "logprobs": 1})
         calls = [routers.generate("router-0", each.message()) for each in (ahead, client)]
         reached = {"queued": 16, "computed": 320, "waiting for room": 500}[phase]
         await eventually(lambda: computed(cluster) >= reached, phase)
@@ -585,12 +591,14 @@ async def test_a_prefill_call_that_breaks_between_living_processes_costs_no_atte
     await cluster.all_free()
 
 
-async def test_a_prefill_call_without_a_secret_that_breaks_is_placed_again(cluster: Any, routers: Routers) -> None:
+async def test_a_prefill_call_without_a_secret_that_breaks_is_placed_again(
+    cluster: Any, routers: SessionRouters
+) -> None:
     prefill = await cluster.prefill(orphan_grace_s=GRACE_S, fake_step_s=0.03, chunk_tokens=16)
     await cluster.decode()
     router = await routers.start("router-0")
     async with breakable_link(router, prefill.host.address) as link:
-        client = Client(prompt(22, 200), {"max_tokens": 20}, secret=b"")
+        client = SessionClient(prompt(22, 200), {"max_tokens": 20}, secret=b"")
         call = routers.generate("router-0", client.message())
         await eventually(lambda: computed(cluster) >= 32, "it is computed")
         link.reset()
@@ -601,12 +609,12 @@ async def test_a_prefill_call_without_a_secret_that_breaks_is_placed_again(clust
     await cluster.all_free()
 
 
-async def test_orphans_end_with_the_grace(cluster: Any, routers: Routers) -> None:
+async def test_orphans_end_with_the_grace(cluster: Any, routers: SessionRouters) -> None:
     await cluster.prefill(orphan_grace_s=0.3, fake_step_s=0.05, chunk_tokens=16)
     decode = await cluster.decode(orphan_grace_s=0.3, fake_step_s=0.02)
     await routers.start("router-0")
-    running = Client(prompt(14), {"max_tokens": 400}, request_id="running")
-    computing = Client(prompt(15, 400), {"max_tokens": 100}, request_id="computing")
+    running = SessionClient(prompt(14), {"max_tokens": 400}, request_id="running")
+    computing = SessionClient(prompt(15, 400), {"max_tokens": 100}, request_id="computing")
     await running.read(routers.generate("router-0", running.message()), 3)
     call = routers.generate("router-0", computing.message())
     await eventually(lambda: computed(cluster) > 40, "the second one is computed")

@@ -2,9 +2,11 @@
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from kaveri.policy.prediction import PredictionMode
 from kaveri.testing.simulation.directed import cluster, request, story
 from kaveri.testing.simulation.draw import draw_plan
 from kaveri.testing.simulation.loop import SimulatedLoop, SimulatedProcess
@@ -80,6 +82,32 @@ def test_prefill_and_decode_instances_exchange_phases_twice_under_load(run: Run,
     result = run(story(cluster(prefills=2, decodes=2), load, switches, seed=seed))
     assert result.counts["fault:switch"] == len(switches)
     assert result.counts["outcome:length"] == len(load) + 2
+
+
+@pytest.mark.parametrize("mode", [PredictionMode.PARALLEL, PredictionMode.SEQUENTIAL])
+@pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.RESTART, FaultKind.FREEZE, FaultKind.ISOLATE])
+def test_a_predictor_that_is_lost_costs_no_request(run: Run, mode: PredictionMode, kind: FaultKind) -> None:
+    lost = Fault(kind=kind, at_s=0.4, target="predictor-0", lasts_s=0.5)
+    # The length of an answer that goes on past the end of sequence is known.
+    load = [replace(each, params=replace(each.params, ignore_eos=False)) for each in LOAD]
+    result = run(story(cluster(prefills=2, decodes=2, predictors=1), load, [lost], prediction=mode))
+    assert any("LengthPredictorService/Predict OK" in line for line in result.lines), "predictions are asked for"
+    assert result.counts["outcome:length"] == len(LOAD) + 2
+    how = {FaultKind.FREEZE: "frozen", FaultKind.ISOLATE: "cut off"}.get(kind, "killed")
+    assert result.counts[f"row:predictor: {how}"] == 1
+
+
+def test_orders_that_meet_a_frozen_instance_are_carried_out_one_after_the_other(run: Run) -> None:
+    # Both had one number, and the later one was refused: the only instance decoded for ever. Seed 601276 found it.
+    freeze = Fault(kind=FaultKind.FREEZE, at_s=0.3, target="colocated-0", lasts_s=1.0)
+    switch = Fault(kind=FaultKind.SWITCH, at_s=0.4, target="colocated-0", other="decode", lasts_s=0.3)
+    result = run(story(cluster(prefills=0, decodes=0, colocated=1), LOAD, [freeze, switch]))
+    assert result.counts["outcome:length"] == len(LOAD) + 2
+
+
+def test_one_small_pool_has_the_time_that_one_request_after_the_other_takes(run: Run) -> None:
+    # 28 requests with 2,061 tokens to draw, and an engine that has room for two of them at most.
+    assert not run(draw_plan(605021)).violations
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -9,19 +9,19 @@ from transformers import AutoModelForCausalLM
 
 
 class PlainTransformers:
-    """A checkpoint's `generate`, in float32 on the CPU.
+    """A checkpoint's `generate`, in float32.
 
     ignore_eos: go on past the model's end-of-sequence ids. loading: further arguments of from_pretrained().
     """
 
-    def __init__(self, folder: Path | str, *, ignore_eos: bool = False, **loading: Any) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **loading)
+    def __init__(self, folder: Path | str, *, ignore_eos: bool = False, device: str = "cpu", **loading: Any) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **loading).to(device)
         if ignore_eos:
             self._model.generation_config.eos_token_id = None
 
     def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
         """The likeliest tokens behind a prompt; fewer where the model ends its answer."""
-        prompt = torch.tensor([list(token_ids)])
+        prompt = torch.tensor([list(token_ids)], device=self._model.device)
         output = self._model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),

@@ -9,9 +9,12 @@ from dataclasses import replace
 
 import pytest
 import structlog
+import uvloop
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from kaveri.cluster.metrics import REFUSED_HEARTBEATS
+from kaveri.cluster.redis_batches import CommandBatches
 from kaveri.cluster.redis_store import RedisStore
 from kaveri.cluster.store import HeartbeatAnswer, ViewSource
 from kaveri.domain.view import InstanceLoad
@@ -207,3 +210,22 @@ async def test_order_of_lives_and_leaders_does_not_come_from_redis_clock() -> No
         await lead(new_life, "one")
         assert not (await old_life.heartbeat(DECODE, InstanceLoad(2))).holds
         assert "cmdstat_time" not in await client.info("commandstats")
+
+
+def test_a_connection_that_was_closed_a_moment_ago_is_a_lost_redis_and_no_unexpected_error() -> None:
+    """uvloop raises RuntimeError for a write to it; the kill matrix found it."""
+
+    async def write_to_a_closed_connection() -> None:
+        async with run_redis() as redis, Redis.from_url(redis.url) as client:
+            batches = CommandBatches(client.connection_pool, 5.0)
+            assert await batches.execute("SET", "key", "1")
+            connection = batches._connection
+            assert connection is not None
+            connection.can_read = lambda: asyncio.sleep(0)  # type: ignore[assignment]
+            connection._writer.transport.abort()
+            await asyncio.sleep(0)
+            with pytest.raises(RedisError):
+                await batches.execute("GET", "key")
+            await batches.close()
+
+    uvloop.run(write_to_a_closed_connection())

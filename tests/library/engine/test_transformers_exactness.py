@@ -18,6 +18,7 @@ from kaveri.engine.transformers.runner import TransformersRunner
 from kaveri.errors import LayoutMismatch
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.models import resolve_model
+from tests.support.devices import DEVICES
 from tests.support.plain_transformers import PlainTransformers
 from tests.support.tiny_models import ARCHITECTURES, make_tiny_model
 
@@ -40,6 +41,12 @@ def _one_thread() -> Iterator[None]:
 def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tiny")
     return {name: make_tiny_model(root / name, name, vocab_size=VOCAB_SIZE) for name in ARCHITECTURES}
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
 
 
 @dataclass
@@ -79,7 +86,7 @@ class BatchDriver:
         self.pool.memory.fill(0xFF)
         runner.attach(self.pool)
         if separate_memory:
-            runner._memory = PagedMemory(self.pool, torch.device("cpu"), separate=True)
+            runner._memory = PagedMemory(self.pool, torch.device(runner.device), separate=True)
         self._free = list(range(BLOCK_COUNT))
         random.Random(seed).shuffle(self._free)
 
@@ -119,17 +126,17 @@ def prompts(seed: int, lengths: Sequence[int]) -> list[list[int]]:
     return [[source.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
-def new_runner(folder: Path, dtype: str = "float32") -> TransformersRunner:
-    return load_runner(str(folder), dtype, "cpu", None, BLOCK_TOKENS)
+def new_runner(folder: Path, device: str, dtype: str = "float32") -> TransformersRunner:
+    return load_runner(str(folder), dtype, device, None, BLOCK_TOKENS)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_tokens_equal_generate_however_steps_are_cut_and_packed(
-    architecture: str, model_folders: dict[str, Path]
+    device: str, architecture: str, model_folders: dict[str, Path]
 ) -> None:
     folder = model_folders[architecture]
-    driver = BatchDriver(new_runner(folder), seed=3)
-    reference = PlainTransformers(folder)
+    driver = BatchDriver(new_runner(folder, device), seed=3)
+    reference = PlainTransformers(folder, device=device)
     answer_tokens = 24
     sequences = [RunSequence(prompt) for prompt in prompts(5, [1, 2, 15, 16, 17, 33, 96, 131, 200])]
     for one in sequences:
@@ -142,11 +149,11 @@ def test_greedy_tokens_equal_generate_however_steps_are_cut_and_packed(
     assert max(len(set(one.answer)) for one in sequences) > 8
 
 
-def test_capped_scores_and_alternating_windows_equal_generate(tmp_path: Path) -> None:
+def test_capped_scores_and_alternating_windows_equal_generate(device: str, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, "gemma2", vocab_size=VOCAB_SIZE)
-    driver = BatchDriver(new_runner(folder), seed=5)
+    driver = BatchDriver(new_runner(folder, device), seed=5)
     # Only its eager attention caps the scores.
-    reference = PlainTransformers(folder, attn_implementation="eager")
+    reference = PlainTransformers(folder, device=device, attn_implementation="eager")
     sequences = [RunSequence(prompt) for prompt in prompts(14, [1, 20, 33, 100])]
     for one in sequences:
         driver.hold(one, 16)
@@ -155,10 +162,10 @@ def test_capped_scores_and_alternating_windows_equal_generate(tmp_path: Path) ->
         assert one.answer == reference.answer(one.prompt, 16)
 
 
-def test_bundled_model_gives_the_tokens_of_generate_in_float32() -> None:
+def test_bundled_model_gives_the_tokens_of_generate_in_float32(device: str) -> None:
     sequences = [RunSequence(prompt) for prompt in prompts(6, [3, 40, 77])]
-    driver = BatchDriver(load_runner("kaveri-tiny", "float32", "cpu", None, BLOCK_TOKENS), seed=8)
-    reference = PlainTransformers(resolve_model("kaveri-tiny"))
+    driver = BatchDriver(load_runner("kaveri-tiny", "float32", device, None, BLOCK_TOKENS), seed=8)
+    reference = PlainTransformers(resolve_model("kaveri-tiny"), device=device)
     for one in sequences:
         driver.hold(one, 12)
     driver.finish(sequences, 12)
@@ -168,9 +175,13 @@ def test_bundled_model_gives_the_tokens_of_generate_in_float32() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_runs_and_its_logits_stay_near_float32(dtype: str, model_folders: dict[str, Path]) -> None:
+def test_half_precision_runs_and_its_logits_stay_near_float32(
+    device: str, dtype: str, model_folders: dict[str, Path]
+) -> None:
     asking = SamplingParams(temperature=0.0, logprobs=1)
-    exact, rounded = (BatchDriver(new_runner(model_folders["llama"], name), seed=1) for name in ("float32", dtype))
+    exact, rounded = (
+        BatchDriver(new_runner(model_folders["llama"], device, name), seed=1) for name in ("float32", dtype)
+    )
     for prompt in prompts(9, [5, 70]):
         values = []
         for driver in (exact, rounded):
@@ -183,8 +194,10 @@ def test_half_precision_runs_and_its_logits_stay_near_float32(dtype: str, model_
         assert values[0] == pytest.approx(values[1], abs=0.25)
 
 
-def test_sequence_recomputed_after_preemption_goes_on_with_the_same_tokens(model_folders: dict[str, Path]) -> None:
-    driver = BatchDriver(new_runner(model_folders["qwen3"]), seed=4)
+def test_sequence_recomputed_after_preemption_goes_on_with_the_same_tokens(
+    device: str, model_folders: dict[str, Path]
+) -> None:
+    driver = BatchDriver(new_runner(model_folders["qwen3"], device), seed=4)
     for params in (GREEDY, SamplingParams(temperature=0.9, top_p=0.95, seed=77)):
         (prompt,) = prompts(10, [50])
         whole = RunSequence(prompt, params)
@@ -196,8 +209,8 @@ def test_sequence_recomputed_after_preemption_goes_on_with_the_same_tokens(model
         assert resumed.answer == whole.answer
 
 
-def test_sampled_tokens_depend_on_the_seed_and_not_on_the_batch(model_folders: dict[str, Path]) -> None:
-    driver = BatchDriver(new_runner(model_folders["llama"]), seed=4)
+def test_sampled_tokens_depend_on_the_seed_and_not_on_the_batch(device: str, model_folders: dict[str, Path]) -> None:
+    driver = BatchDriver(new_runner(model_folders["llama"], device), seed=4)
     params = [
         SamplingParams(temperature=1.0, seed=1),
         SamplingParams(temperature=0.7, top_p=0.9, seed=2),
@@ -217,9 +230,11 @@ def test_sampled_tokens_depend_on_the_seed_and_not_on_the_batch(model_folders: d
 
 @pytest.mark.parametrize("separate_memory", [False, True], ids=["in the pool", "in a copy as on a GPU"])
 def test_kv_copied_into_other_blocks_of_another_runner_goes_on_with_the_same_tokens(
-    model_folders: dict[str, Path], separate_memory: bool
+    device: str, model_folders: dict[str, Path], separate_memory: bool
 ) -> None:
-    source, target = (BatchDriver(new_runner(model_folders["mistral"]), seed, separate_memory) for seed in (20, 21))
+    source, target = (
+        BatchDriver(new_runner(model_folders["mistral"], device), seed, separate_memory) for seed in (20, 21)
+    )
     (prompt,) = prompts(12, [90])
     here = RunSequence(prompt)
     source.hold(here, 20)
@@ -234,8 +249,10 @@ def test_kv_copied_into_other_blocks_of_another_runner_goes_on_with_the_same_tok
     assert there.answer == here.answer
 
 
-def test_listener_hears_of_each_layer_in_order_once_its_kv_is_in_the_pool(model_folders: dict[str, Path]) -> None:
-    driver = BatchDriver(new_runner(model_folders["gpt2"]), seed=2)
+def test_listener_hears_of_each_layer_in_order_once_its_kv_is_in_the_pool(
+    device: str, model_folders: dict[str, Path]
+) -> None:
+    driver = BatchDriver(new_runner(model_folders["gpt2"], device), seed=2)
     first, second = (RunSequence(prompt) for prompt in prompts(13, [40, 1]))
     driver.hold(first, 1)
     driver.hold(second, 1)
@@ -255,7 +272,7 @@ def test_listener_hears_of_each_layer_in_order_once_its_kv_is_in_the_pool(model_
         assert (np.delete(then, blocks, axis=0) == 0xFF).all()
 
 
-def test_runner_refuses_a_pool_of_another_layout(model_folders: dict[str, Path]) -> None:
-    runner, other = new_runner(model_folders["llama"]), new_runner(model_folders["opt"])
+def test_runner_refuses_a_pool_of_another_layout(device: str, model_folders: dict[str, Path]) -> None:
+    runner, other = new_runner(model_folders["llama"], device), new_runner(model_folders["opt"], device)
     with pytest.raises(LayoutMismatch):
         runner.attach(KvPool(other.layout, 4))

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from kaveri.engine.transformers.fingerprint import fingerprint
 from kaveri.engine.transformers.loading import load_runner
 from kaveri.engine.transformers.runner import TransformersRunner
 from kaveri.errors import ConfigError
+from kaveri.kv.tiers.pool import KvPool
 from tests.support.tiny_models import make_tiny_model
 
 
@@ -214,3 +216,23 @@ def test_tiny_tokenizer_of_the_test_models_turns_bytes_into_ids_and_back(tmp_pat
     assert tokenizer.encode(text) == list(text.encode())
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.eos_token_id == 256
+
+
+def test_a_gpu_beyond_the_last_one_is_refused_by_name(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert "the last GPU here is cuda:1" in refusal(llama, device="cuda:2")
+
+
+def test_a_device_without_room_for_the_model_or_its_pool_is_refused_by_name(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    runner = load(llama)
+    monkeypatch.setattr("kaveri.engine.transformers.runner.PagedMemory", no_room)
+    with pytest.raises(ConfigError, match="kv_cache_memory"):
+        runner.attach(KvPool(runner.layout, 4))
+    monkeypatch.setattr("transformers.LlamaForCausalLM.to", no_room)
+    assert "does not fit" in refusal(llama)

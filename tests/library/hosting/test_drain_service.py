@@ -4,17 +4,22 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from grpc import aio
 
+from kaveri.client.api_key import key_metadata
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.domain.view import InstanceLoad, InstanceState, Role
-from kaveri.errors import InvalidArgument, KaveriError, Unavailable
+from kaveri.errors import InvalidArgument, KaveriError, Unauthenticated, Unavailable
 from kaveri.hosting.service_host import ServiceHost, service_record
 from kaveri.rpc.process import ServiceConfig
 from kaveri.rpc.server import check_health, open_channel
+from kaveri.security.api_keys import KeyLimits
+from kaveri.security.callers import Callers, make_callers
+from kaveri.security.keys_file import add_key
 from kaveri.v1 import cluster_pb2
 from kaveri.v1.cluster_pb2_grpc import DrainServiceStub
 from kaveri.wire.status import error_of
@@ -60,20 +65,25 @@ class Process:
     serving: asyncio.Task[int]
     stub: Any
 
-    async def ask(self, method: str, instance_id: str) -> Any:
+    async def ask(self, method: str, instance_id: str, secret: str = "") -> Any:
         request = {"Drain": cluster_pb2.DrainRequest, "Undrain": cluster_pb2.UndrainRequest}[method]
         try:
-            return await getattr(self.stub, method)(request(instance_id=instance_id), timeout=SOON_S)
+            return await getattr(self.stub, method)(
+                request(instance_id=instance_id), timeout=SOON_S, metadata=key_metadata(secret)
+            )
         except aio.AioRpcError as error:
             raise error_of(error) from error
 
 
 @contextlib.asynccontextmanager
-async def running(cluster: MemoryCluster, instance_id: str, role: Role) -> AsyncIterator[Process]:
+async def running(
+    cluster: MemoryCluster, instance_id: str, role: Role, callers: Callers | None = None
+) -> AsyncIterator[Process]:
     config = ServiceConfig(instance_id=instance_id, heartbeat_interval_s=0.02)
     work, stopping = Work(), asyncio.Event()
     async with MemoryStore(cluster) as store:
-        host = ServiceHost(config, store, service_record(config, role, "model", 1), work, (), lambda _: None)
+        record = service_record(config, role, "model", 1)
+        host = ServiceHost(config, store, record, work, (), lambda _: None, callers=callers)
         serving = asyncio.create_task(host.serve(stopping))
         await asyncio.wait_for(host.started.wait(), SOON_S)
         async with open_channel(host.address) as channel:
@@ -140,3 +150,31 @@ async def test_an_instance_that_cannot_be_reached_is_named() -> None:
         await store.heartbeat(replace(record, address="127.0.0.1:1"), InstanceLoad(1))
         with pytest.raises(KaveriError, match=r"cannot reach 127\.0\.0\.1:1"):
             await router.ask("Drain", "decode-0")
+
+
+async def test_where_there_are_api_keys_a_drain_wants_the_key_of_an_operator(tmp_path: Path) -> None:
+    keys_file = str(tmp_path / "keys.toml")
+    user = add_key(keys_file, "user", KeyLimits())
+    operator = add_key(keys_file, "operator", KeyLimits(), is_admin=True)
+    cluster = MemoryCluster()
+    callers = make_callers(keys_file, "", "cluster")
+    async with (
+        running(cluster, "router-0", Role.ROUTER, callers) as router,
+        running(cluster, "decode-0", Role.ENGINE) as decode,
+    ):
+        await shows(cluster, "decode-0", InstanceState.READY)
+        for method in ("Drain", "Undrain"):
+            for secret, reason in (("", "no API key"), ("none", "unknown"), (user, "key user is no admin key")):
+                for instance in ("router-0", "decode-0"):
+                    with pytest.raises(Unauthenticated, match=reason):
+                        await router.ask(method, instance, secret)
+        assert not router.work.calls
+        assert not decode.work.calls
+        assert (await router.ask("Drain", "router-0", operator)).changed
+        assert (await router.ask("Undrain", "router-0", operator)).changed
+        async with asyncio.timeout(SOON_S):
+            while True:
+                with contextlib.suppress(InvalidArgument):
+                    assert (await router.ask("Drain", "decode-0", operator)).changed
+                    break
+                await asyncio.sleep(0.02)

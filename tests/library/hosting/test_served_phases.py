@@ -69,3 +69,14 @@ async def test_the_end_of_a_drain_starts_only_the_phases_that_are_ordered() -> N
     phases.drain()
     phases.undrain()
     assert (prefill.drained, decode.drained) == (True, False)
+
+
+async def test_an_order_that_comes_during_a_drain_is_served_when_the_drain_ends() -> None:
+    prefill, decode = OneRequest(), OneRequest()
+    decode.idle.set()
+    phases = ServedPhases({Phase.PREFILL: prefill, Phase.DECODE: decode}, [Phase.DECODE])
+    phases.drain()
+    assert not await phases.switch([Phase.PREFILL], FIRST_ORDER + 1)
+    assert (prefill.drained, decode.drained) == (True, True)
+    phases.undrain()
+    assert (prefill.drained, decode.drained) == (False, True)

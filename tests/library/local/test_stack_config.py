@@ -88,3 +88,10 @@ def test_a_setting_goes_to_the_services_that_have_it_and_a_roles_flag_wins() -> 
     # That of the engines; a predictor's is its own.
     assert flags[ServiceKind.DECODE]["--device"] == "cpu"
     assert "--device" not in flags[ServiceKind.PREDICTOR]
+
+
+def test_a_setting_that_is_switched_off_for_the_stack_is_switched_off_in_its_services() -> None:
+    config = StackConfig.of(engine="fake", fake_verify_kv=False, kv_port=0)
+    command = service_command(config, ServiceKind.DECODE, "decode-0", 0)
+    assert command[command.index("--fake-verify-kv") + 1] == "False"
+    assert "--kv-port" not in command

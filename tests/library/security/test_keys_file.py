@@ -168,3 +168,13 @@ def test_the_command_prints_the_key_once_and_refuses_wrong_limits(path: str) -> 
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "--in-flight: is -1" in wrong.stderr
     assert KeysFile(path).count == 1
+
+
+def test_a_key_is_an_operators_only_where_its_table_says_so(path: str) -> None:
+    user = add_key(path, "user", KeyLimits())
+    operator = add_key(path, "operator", KeyLimits(in_flight=1), is_admin=True)
+    keys = KeysFile(path)
+    found = [keys.find(secret.encode()) for secret in (user, operator)]
+    assert [key.is_admin for key in found if key is not None] == [False, True]
+    with pytest.raises(ConfigError, match=r"\[x\] admin: is 1; write true or false"):
+        parse_keys(f'[x]\nsha256 = "{_DIGEST}"\nadmin = 1\n', "keys.toml")

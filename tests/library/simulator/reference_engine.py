@@ -20,7 +20,7 @@ from kaveri.latency.model import LatencyModel
 
 
 @dataclass
-class Told:
+class ReferenceNews:
     """What one engine has told, by the number of the request."""
 
     tokens: dict[int, list[float]] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class ReferenceEngine:
         self.lifecycle = Lifecycle(info, chunk_tokens, max_batch, self._events.append, on_work=lambda: None)
         self._planned: list[Any] = []
         self._ends_s = 0.0
-        self.told = Told()
+        self.told = ReferenceNews()
 
     def advance(self, until_s: float) -> None:
         """Takes all steps that end by then."""

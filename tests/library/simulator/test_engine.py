@@ -10,17 +10,17 @@ from kaveri.latency.model import load_latency_model
 from kaveri.simulator.engine import CountedEngine
 from kaveri.simulator.sequence import CountedSequence
 from kaveri.simulator.timeline import Timeline
-from tests.library.simulator.reference_engine import ReferenceEngine, Told
+from tests.library.simulator.reference_engine import ReferenceEngine, ReferenceNews
 
 _CLOSE_S = 1e-6
 
 
-class _Listener:
+class _EngineListener:
     """Notes the times of tokens, from what the engine tells of runs."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
-        self.told = Told()
+        self.told = ReferenceNews()
         self.drawn = 0
 
     def before_step_ends(self) -> None: ...
@@ -61,7 +61,7 @@ class _Both:
         total = -(-200 // block_tokens) + rng.randrange(1, 20) if is_tight else 100_000
         chunk_tokens, max_batch = rng.choice((7, 64, 512)), rng.choice((1, 3, 64))
         self.timeline = Timeline()
-        self.listener = _Listener(self.timeline)
+        self.listener = _EngineListener(self.timeline)
         self.engine = CountedEngine(self.timeline, latency, layout, total, chunk_tokens, max_batch, self.listener)
         self.reference = ReferenceEngine(latency, layout, total, chunk_tokens, max_batch)
         self.sequences: dict[int, CountedSequence] = {}

@@ -15,6 +15,7 @@ from services.decode.copying import (
     Action,
     Alone,
     AskHolder,
+    AwaitResumed,
     BeginCopy,
     CloseCopy,
     Copied,
@@ -72,10 +73,11 @@ def test_the_life_that_granted_the_room_is_the_holder_not_the_one_of_the_view() 
 def test_a_request_is_moved_once_the_engine_has_let_it_go() -> None:
     copied = (HolderChosen(ONE), CopyRoomGranted(TICKET, 1), CopyGrew(16))
     _, done = after(*copied, MoveAsked(), CopyGrew(32), MoveDone(37))
-    assert done[-3:] == [
+    assert done[-4:] == [
         LetGoInEngine(),
         TellRouterOfCopy(ReplicaLocation("d1", 1, 32)),
         EndAsMoved(ReplicaLocation("d1", 1, 37)),
+        AwaitResumed(ONE),
     ]
     _, done = after(*copied, MoveAsked(), MoveDone(37), RequestEnded())
     assert not any(isinstance(action, CloseCopy) for action in done), "the request goes on from that copy"

@@ -71,7 +71,7 @@ class Owners:
         """Has resumed none."""
 
 
-class Instance:
+class FullInstance:
     owners = Owners()
 
     async def reserve_resumed(self, resumption: Resumption, held_tokens: int) -> None:
@@ -86,7 +86,7 @@ def store() -> Store:
 @pytest.fixture
 def holder(store: Store) -> ReplicaHolder:
     metrics = ReplicaMetrics(CollectorRegistry())
-    return ReplicaHolder(Instance(), store, 7, 10.0, lambda *life: life in store.lives, metrics)  # type: ignore[arg-type]
+    return ReplicaHolder(FullInstance(), store, 7, 10.0, lambda *life: life in store.lives, metrics)  # type: ignore[arg-type]
 
 
 def owned(session: int, attempt: int, secret: bytes = SECRET) -> Ownership:
@@ -183,12 +183,12 @@ def test_the_copy_of_an_owner_whose_life_has_left_the_cluster_is_kept_for_the_gr
 async def test_a_copy_that_was_pushed_on_is_dropped_soon(store: Store) -> None:
     """It stayed for the whole grace time, and no request could use it any more."""
 
-    class Forwarder:
+    class PushingForwarder:
         async def push_on(self, key: ReplicaKey, offer: ReplicaOffer, context_tokens: int) -> ReplicaLocation:
             return ReplicaLocation("d2", 1, 8)
 
     metrics = ReplicaMetrics(CollectorRegistry())
-    holder = ReplicaHolder(Instance(), store, 7, 60.0, lambda *_: True, metrics, Forwarder())  # type: ignore[arg-type]
+    holder = ReplicaHolder(FullInstance(), store, 7, 60.0, lambda *_: True, metrics, PushingForwarder())  # type: ignore[arg-type]
     holder.open(offer(1))
     params = SamplingParams(max_tokens=20, seed=0)
     resumption = Resumption("r", owned(0, 2), TOKENS, 2, params, 60.0, None, 7, may_push_on=True)
@@ -210,13 +210,13 @@ async def test_a_holder_that_drains_pushes_its_copies_on_and_waits_for_no_longer
         async def reserve_resumed(self, resumption: Resumption, held_tokens: int) -> None:
             raise Unavailable("the instance is draining")
 
-    class Forwarder:
+    class NotingForwarder:
         async def push_on(self, key: ReplicaKey, offer: ReplicaOffer, context_tokens: int) -> ReplicaLocation:
             pushed.append(key)
             return ReplicaLocation("d2", 1, 8)
 
     metrics = ReplicaMetrics(CollectorRegistry())
-    holder = ReplicaHolder(Draining(), store, 7, 60.0, lambda *_: True, metrics, Forwarder())  # type: ignore[arg-type]
+    holder = ReplicaHolder(Draining(), store, 7, 60.0, lambda *_: True, metrics, NotingForwarder())  # type: ignore[arg-type]
     holder.open(offer(1))
     (key,) = store.keys
     holder.drain()
@@ -237,14 +237,14 @@ async def test_a_holder_that_drains_pushes_its_copies_on_and_waits_for_no_longer
 async def test_a_copy_that_was_pushed_on_stays_the_newer_owners_that_goes_on_from_it(store: Store) -> None:
     pushes: asyncio.Queue[asyncio.Future[ReplicaLocation]] = asyncio.Queue()
 
-    class Forwarder:
+    class WaitingForwarder:
         async def push_on(self, key: ReplicaKey, offer: ReplicaOffer, context_tokens: int) -> ReplicaLocation:
             push: asyncio.Future[ReplicaLocation] = asyncio.get_running_loop().create_future()
             pushes.put_nowait(push)
             return await push
 
     metrics = ReplicaMetrics(CollectorRegistry())
-    holder = ReplicaHolder(Instance(), store, 7, 10.0, lambda *_: True, metrics, Forwarder())  # type: ignore[arg-type]
+    holder = ReplicaHolder(FullInstance(), store, 7, 10.0, lambda *_: True, metrics, WaitingForwarder())  # type: ignore[arg-type]
     holder.open(offer(1))
     async with asyncio.timeout(5), holder._tasks:
         resumes, taken = [], []

@@ -30,9 +30,9 @@ from services.decode.lifecycle import (
     KvLanded,
     KvNotLanded,
     LeaveLine,
+    NoteEnd,
     Ready,
     Released,
-    Report,
     Reserved,
     Reserving,
     Rival,
@@ -150,7 +150,7 @@ def test_a_finished_request_says_where_its_time_went() -> None:
         state, _ = step(state, event, now_s)
     state, (report,) = step(state, Drew(True), 7.0)
     assert state == Released(DecodeOutcome.FINISHED)
-    assert isinstance(report, Report)
+    assert isinstance(report, NoteEnd)
     assert report.times == lifecycle.RequestTimes(queue_s=3.0, decode_s=3.0, preemptions=1)
 
 
@@ -163,7 +163,7 @@ def test_a_preempted_request_holds_blocks_again_when_it_draws() -> None:
     assert (state.holds_blocks, state.preemptions, state.drawn) == (True, 1, 1)
 
 
-class Life(RuleBasedStateMachine):
+class DecodeLife(RuleBasedStateMachine):
     """One request under any order of possible events; follows the line, the call, the engine and the report."""
 
     @initialize(stays=st.booleans())
@@ -173,7 +173,7 @@ class Life(RuleBasedStateMachine):
         self.in_line = True
         self.answers: list[object] = []
         self.in_engine = False
-        self.reports: list[Report] = []
+        self.reports: list[NoteEnd] = []
         self.adopted = False
 
     @precondition(lambda self: not isinstance(self.state, Released))
@@ -209,7 +209,7 @@ class Life(RuleBasedStateMachine):
                 assert self.in_line
             case AbortInEngine():
                 self.in_engine = False
-            case Report():
+            case NoteEnd():
                 self.reports.append(action)
             case DropTokens() | KeepTokens() | TellRouter():
                 assert not isinstance(self.state, InLine)
@@ -232,7 +232,7 @@ class Life(RuleBasedStateMachine):
         assert len(self.answers) == expected
 
 
-TestLife = Life.TestCase
+TestLife = DecodeLife.TestCase
 TestLife.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
 
 

@@ -24,7 +24,7 @@ KEY = EngineKey("r", 1)
 HOLDER = Holder("d1", 1, "127.0.0.1:1", 3)
 
 
-class Instance:
+class EmptyInstance:
     """Has no request any more; all routers have token streams."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Bench:
     """A replicator with one request, and the copies that it has closed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.instance = Instance()
+        self.instance = EmptyInstance()
         self.closed: list[Holder] = []
         store = SimpleNamespace(view=lambda: ClusterView({}))
         settings = ReplicationSettings(ReplicationMode.SPREAD, CopyRules())

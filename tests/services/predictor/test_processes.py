@@ -29,7 +29,7 @@ from tests.support.redis_fixture import run_redis
 DEADLINE_S = 90.0
 
 
-class Processes:
+class PredictorProcesses:
     """Services started by hand, and their cluster's view."""
 
     def __init__(self, redis_url: str, store: RedisStore, logs: Path) -> None:
@@ -68,11 +68,11 @@ class Processes:
 
 
 @pytest.fixture
-async def processes(tmp_path: Path) -> AsyncIterator[Processes]:
+async def processes(tmp_path: Path) -> AsyncIterator[PredictorProcesses]:
     logs = tmp_path / "logs"
     logs.mkdir()
     async with run_redis() as redis, RedisStore(redis.url) as store:
-        processes = Processes(redis.url, store, logs)
+        processes = PredictorProcesses(redis.url, store, logs)
         try:
             yield processes
         finally:
@@ -82,7 +82,7 @@ async def processes(tmp_path: Path) -> AsyncIterator[Processes]:
 
 
 async def test_a_real_classifier_is_served_and_sigterm_ends_it_with_0(
-    processes: Processes, bundle_of: Callable[..., Path]
+    processes: PredictorProcesses, bundle_of: Callable[..., Path]
 ) -> None:
     child = processes.start("predictor", "--predictor", str(bundle_of(3)))
     status = await processes.ready("predictor")
@@ -122,7 +122,7 @@ def corrupt_manifest(folder: Path) -> None:
     ],
 )
 async def test_a_damaged_bundle_is_one_line_and_exit_status_2(
-    processes: Processes, bundle_of: Callable[..., Path], damage: Callable[[Path], None], says: str
+    processes: PredictorProcesses, bundle_of: Callable[..., Path], damage: Callable[[Path], None], says: str
 ) -> None:
     folder = bundle_of(1)
     damage(folder)
@@ -130,7 +130,7 @@ async def test_a_damaged_bundle_is_one_line_and_exit_status_2(
 
 
 async def test_a_bundle_made_for_another_model_is_one_line_and_exit_status_2(
-    processes: Processes, bundle_of: Callable[..., Path]
+    processes: PredictorProcesses, bundle_of: Callable[..., Path]
 ) -> None:
     folder = bundle_of(1, model="another-model")
     await expect_one_line(
@@ -226,7 +226,7 @@ def metrics_port() -> Iterator[int]:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("mode", ["parallel", "sequential"])
 async def test_traffic_outlives_its_predictor_and_uses_it_again_when_it_is_back(
-    processes: Processes, bundle_of: Callable[..., Path], metrics_port: int, mode: str
+    processes: PredictorProcesses, bundle_of: Callable[..., Path], metrics_port: int, mode: str
 ) -> None:
     folder = str(bundle_of(2))
     engine = ("--engine", "fake", "--kv-cache-memory", "2MiB", "--max-model-len", "512")
@@ -264,7 +264,7 @@ async def test_traffic_outlives_its_predictor_and_uses_it_again_when_it_is_back(
     assert processes.lines("prefill", "predictor_works") == 2
 
 
-async def test_a_taken_port_is_found_before_the_predictor_is_loaded(processes: Processes) -> None:
+async def test_a_taken_port_is_found_before_the_predictor_is_loaded(processes: PredictorProcesses) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -114,7 +114,7 @@ class ScriptedHandOver:
         self.ended.append((request.request_id, handed_over))
 
 
-class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
+class ScriptedDecodePeer(decode_pb2_grpc.DecodeServiceServicer):
     """A decode instance of one cluster: grants, refuses or stays silent, and notes every call."""
 
     def __init__(self, instance_id: str, store: MemoryStore) -> None:

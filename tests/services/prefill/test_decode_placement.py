@@ -29,10 +29,10 @@ from kaveri.policy.placement import DecodePlacementPolicy
 from services.prefill import decode_peers, room_finder
 from services.prefill.decode_placer import DecodePlacer
 from services.prefill.requests import HandOverFailed, HandOverReport, PrefillRequest, RoomReserved
-from tests.services.prefill.scripted import MODEL, ScriptedDecode, ScriptedEngine, eventually, new_metrics, params
+from tests.services.prefill.scripted import MODEL, ScriptedDecodePeer, ScriptedEngine, eventually, new_metrics, params
 
 
-class World:
+class PlacementWorld:
     """A DecodePlacer, its engine, and decode instances in one cluster. Choices fall in turn: decode-0 first."""
 
     def __init__(self, store: MemoryStore, shared: MemoryCluster) -> None:
@@ -40,7 +40,7 @@ class World:
         self.engine = ScriptedEngine()
         self.metrics = new_metrics()
         self.failed: dict[str, KaveriError] = {}
-        self.decodes: list[ScriptedDecode] = []
+        self.decodes: list[ScriptedDecodePeer] = []
         self.stores: list[MemoryStore] = []
         self.decode_placer = DecodePlacer(
             self.engine,  # type: ignore[arg-type]
@@ -62,12 +62,12 @@ class World:
                 self.failed[request.request_id] = report.error
                 self.decode_placer.end(request, handed_over=False)
 
-    async def decode(self, *, registered: bool = True, **load: Any) -> ScriptedDecode:
+    async def decode(self, *, registered: bool = True, **load: Any) -> ScriptedDecodePeer:
         """One more; `load` is what it says of itself."""
         store = MemoryStore(self.shared)
         await store.__aenter__()
         self.stores.append(store)
-        decode = ScriptedDecode(f"decode-{len(self.decodes)}", store)
+        decode = ScriptedDecodePeer(f"decode-{len(self.decodes)}", store)
         self.decodes.append(decode)
         if registered:
             await decode.start(**load)
@@ -101,15 +101,17 @@ class World:
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[World]:
+async def world() -> AsyncIterator[PlacementWorld]:
     shared = MemoryCluster()
     async with MemoryStore(shared) as store:
-        world = World(store, shared)
+        world = PlacementWorld(store, shared)
         yield world
         await world.close()
 
 
-async def test_room_is_reserved_then_the_kv_is_pushed_to_the_ticket_and_the_router_hears_where(world: World) -> None:
+async def test_room_is_reserved_then_the_kv_is_pushed_to_the_ticket_and_the_router_hears_where(
+    world: PlacementWorld,
+) -> None:
     decode = await world.decode()
     request = world.begin("a", 20, predicted_length=TokenRange(7, 9))
     assert await asyncio.wait_for(request.outbox.take(), 10) == [RoomReserved("decode-0", decode.incarnation)]
@@ -132,7 +134,7 @@ async def test_room_is_reserved_then_the_kv_is_pushed_to_the_ticket_and_the_rout
     assert decode.calls == ["reserve a", "reserve later", "abort later"], "what decode has taken over is not aborted"
 
 
-async def test_a_request_that_ends_while_it_is_pushed_gives_its_room_back(world: World) -> None:
+async def test_a_request_that_ends_while_it_is_pushed_gives_its_room_back(world: PlacementWorld) -> None:
     decode = await world.decode()
     request = world.begin("a")
     await eventually(lambda: world.pushed() == ["a"])
@@ -140,7 +142,7 @@ async def test_a_request_that_ends_while_it_is_pushed_gives_its_room_back(world:
     await eventually(lambda: decode.aborted == [("a", 3)])
 
 
-async def test_a_request_that_ends_while_it_asks_gives_back_what_it_may_have_got(world: World) -> None:
+async def test_a_request_that_ends_while_it_asks_gives_back_what_it_may_have_got(world: PlacementWorld) -> None:
     decode = await world.decode()
     decode.may_answer.clear()
     request = world.begin("a")
@@ -150,7 +152,7 @@ async def test_a_request_that_ends_while_it_asks_gives_back_what_it_may_have_got
     assert world.pushed() == []
 
 
-async def test_a_failed_push_gives_the_room_back_and_goes_elsewhere(world: World) -> None:
+async def test_a_failed_push_gives_the_room_back_and_goes_elsewhere(world: PlacementWorld) -> None:
     first, second = await world.decode(), await world.decode()
     request = world.begin("a")
     await eventually(lambda: len(world.pushed()) == 1)
@@ -166,7 +168,7 @@ async def test_a_failed_push_gives_the_room_back_and_goes_elsewhere(world: World
     world.decode_placer.end(request, handed_over=True)
 
 
-async def test_an_instance_that_does_not_answer_is_left_for_another_and_gets_an_abort(world: World) -> None:
+async def test_an_instance_that_does_not_answer_is_left_for_another_and_gets_an_abort(world: PlacementWorld) -> None:
     first, second = await world.decode(), await world.decode()
     # Both are silent until it is known who was asked first.
     for decode in (first, second):
@@ -182,7 +184,7 @@ async def test_an_instance_that_does_not_answer_is_left_for_another_and_gets_an_
 
 
 async def test_an_instance_that_is_asked_beside_the_line_must_answer_within_a_time(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: PlacementWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_peers, "_ANSWER_TIMEOUT_S", 0.2)
     first = await world.decode(free_blocks=1)
@@ -199,7 +201,7 @@ async def test_an_instance_that_is_asked_beside_the_line_must_answer_within_a_ti
 
 @pytest.mark.timeout(30)
 async def test_a_request_whose_deadline_passes_while_two_instances_are_silent_fails_and_nothing_stands_still(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: PlacementWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It asked again and again without a pause: the process stood still, and its memory grew."""
 
@@ -215,7 +217,7 @@ async def test_a_request_whose_deadline_passes_while_two_instances_are_silent_fa
 
 
 async def test_an_instance_that_cannot_be_reached_is_left_alone_for_a_while(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: PlacementWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room_finder, "_REST_WHEN_FAILED_S", 1000.0)
     first, second = await world.decode(), await world.decode()
@@ -233,7 +235,7 @@ async def test_an_instance_that_cannot_be_reached_is_left_alone_for_a_while(
 
 
 async def test_an_instance_that_failed_is_asked_again_after_its_rest(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: PlacementWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room_finder, "_REST_WHEN_FAILED_S", 0.05)
     decode = await world.decode()
@@ -244,7 +246,7 @@ async def test_an_instance_that_failed_is_asked_again_after_its_rest(
     world.decode_placer.end(request, handed_over=True)
 
 
-async def test_a_request_without_room_asks_once_and_waits(world: World) -> None:
+async def test_a_request_without_room_asks_once_and_waits(world: PlacementWorld) -> None:
     decode = await world.decode(free_blocks=0)
     decode.full = True
     requests = [world.begin(name) for name in ("first", "second")]
@@ -262,7 +264,7 @@ async def test_a_request_without_room_asks_once_and_waits(world: World) -> None:
         world.decode_placer.end(request, handed_over=True)
 
 
-async def test_a_request_that_ends_while_it_waits_gives_its_place_up(world: World) -> None:
+async def test_a_request_that_ends_while_it_waits_gives_its_place_up(world: PlacementWorld) -> None:
     decode = await world.decode(free_blocks=0)
     decode.full = True
     request = world.begin("a")
@@ -273,7 +275,7 @@ async def test_a_request_that_ends_while_it_waits_gives_its_place_up(world: Worl
     await eventually(lambda: decode.aborted == [("a", 3)])
 
 
-async def test_a_waiting_request_takes_room_at_another_instance_and_gives_its_place_up(world: World) -> None:
+async def test_a_waiting_request_takes_room_at_another_instance_and_gives_its_place_up(world: PlacementWorld) -> None:
     first = await world.decode(free_blocks=1)
     first.full = True
     world.begin("a")
@@ -285,7 +287,7 @@ async def test_a_waiting_request_takes_room_at_another_instance_and_gives_its_pl
     assert second.aborted == []
 
 
-async def test_a_waiting_request_that_is_refused_elsewhere_keeps_its_place(world: World) -> None:
+async def test_a_waiting_request_that_is_refused_elsewhere_keeps_its_place(world: PlacementWorld) -> None:
     first, second = await world.decode(free_blocks=1), await world.decode(free_blocks=0)
     first.full = second.full = True
     world.begin("a")
@@ -302,7 +304,7 @@ async def test_a_waiting_request_that_is_refused_elsewhere_keeps_its_place(world
     assert here.asked == ["a"]
 
 
-async def test_of_two_instances_that_both_grant_room_one_gets_it_back(world: World) -> None:
+async def test_of_two_instances_that_both_grant_room_one_gets_it_back(world: PlacementWorld) -> None:
     first = await world.decode(free_blocks=1)
     first.full = True
     world.begin("a")
@@ -317,7 +319,7 @@ async def test_of_two_instances_that_both_grant_room_one_gets_it_back(world: Wor
     await eventually(lambda: len(first.aborted) + len(second.aborted) == 1)
 
 
-async def test_a_request_whose_instance_drains_waits_elsewhere(world: World) -> None:
+async def test_a_request_whose_instance_drains_waits_elsewhere(world: PlacementWorld) -> None:
     first = await world.decode(free_blocks=1)
     first.full = True
     world.begin("a")
@@ -329,7 +331,7 @@ async def test_a_request_whose_instance_drains_waits_elsewhere(world: World) -> 
     await eventually(lambda: second.waiting == ["a"])
 
 
-async def test_an_instance_whose_line_is_full_is_asked_again_after_a_rest(world: World) -> None:
+async def test_an_instance_whose_line_is_full_is_asked_again_after_a_rest(world: PlacementWorld) -> None:
     decode = await world.decode(free_blocks=0)
     decode.refusals = [NoCapacity("decode", 0.02)] * 3
     world.begin("a")
@@ -338,7 +340,7 @@ async def test_an_instance_whose_line_is_full_is_asked_again_after_a_rest(world:
     assert world.outcome("no_room") == 3
 
 
-async def test_no_two_requests_count_on_the_same_blocks_before_a_heartbeat_shows_them(world: World) -> None:
+async def test_no_two_requests_count_on_the_same_blocks_before_a_heartbeat_shows_them(world: PlacementWorld) -> None:
     # Three requests of two blocks each.
     first, second = await world.decode(free_blocks=2), await world.decode(free_blocks=4)
     for number in range(3):
@@ -348,7 +350,7 @@ async def test_no_two_requests_count_on_the_same_blocks_before_a_heartbeat_shows
     assert world.outcome("no_room") == 0
 
 
-async def test_room_that_was_given_back_counts_as_room_again(world: World) -> None:
+async def test_room_that_was_given_back_counts_as_room_again(world: PlacementWorld) -> None:
     decode = await world.decode(free_blocks=2)
     for number in range(4):
         request = world.begin(f"r{number}")
@@ -358,7 +360,7 @@ async def test_room_that_was_given_back_counts_as_room_again(world: World) -> No
 
 
 @pytest.mark.parametrize("error", [StaleAttempt("a", 3, 4), EngineError("broken")], ids=["stale", "engine"])
-async def test_what_no_other_instance_could_mend_fails_the_request(world: World, error: KaveriError) -> None:
+async def test_what_no_other_instance_could_mend_fails_the_request(world: PlacementWorld, error: KaveriError) -> None:
     await world.decode()
     if isinstance(error, StaleAttempt):
         world.decodes[0].refusals = [error]
@@ -373,7 +375,9 @@ async def test_what_no_other_instance_could_mend_fails_the_request(world: World,
         await eventually(lambda: world.decodes[0].aborted == [("a", 3)])
 
 
-async def test_a_refusal_that_was_meant_for_a_former_session_is_no_end_the_present_one_asks(world: World) -> None:
+async def test_a_refusal_that_was_meant_for_a_former_session_is_no_end_the_present_one_asks(
+    world: PlacementWorld,
+) -> None:
     decode = await world.decode()
     decode.may_answer.clear()
     request = world.begin("a")
@@ -389,7 +393,7 @@ async def test_a_refusal_that_was_meant_for_a_former_session_is_no_end_the_prese
 
 @pytest.mark.parametrize("refuses", ["decode", "engine"])
 async def test_an_instance_that_the_request_does_not_fit_is_not_asked_again_and_the_last_one_says_why(
-    world: World, refuses: str
+    world: PlacementWorld, refuses: str
 ) -> None:
     first, second = await world.decode(), await world.decode()
     unfit = [InvalidArgument("token_ids", 20, "shorter"), LayoutMismatch("dtype", "float32", "float16")]
@@ -407,7 +411,9 @@ async def test_an_instance_that_the_request_does_not_fit_is_not_asked_again_and_
         await eventually(lambda: first.aborted == second.aborted == [("a", 3)])
 
 
-async def test_a_bug_in_one_placement_fails_that_request_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_in_one_placement_fails_that_request_alone(
+    world: PlacementWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await world.decode()
     world.engine.refuses_push = [ZeroDivisionError("a bug")]  # type: ignore[list-item]
     world.begin("unlucky")
@@ -418,7 +424,7 @@ async def test_a_bug_in_one_placement_fails_that_request_alone(world: World, mon
 
 
 async def test_without_any_decode_instance_a_request_fails_after_a_while(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: PlacementWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room_finder, "_NO_INSTANCE_S", 0.3)
     started_s = time.monotonic()
@@ -430,7 +436,7 @@ async def test_without_any_decode_instance_a_request_fails_after_a_while(
 
 
 async def test_instances_of_another_layout_do_not_count_and_the_reason_is_told(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: PlacementWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room_finder, "_NO_INSTANCE_S", 0.3)
     decode = await world.decode(registered=False)
@@ -442,14 +448,16 @@ async def test_instances_of_another_layout_do_not_count_and_the_reason_is_told(
     assert decode.asked == []
 
 
-async def test_a_decode_instance_that_comes_is_used_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_decode_instance_that_comes_is_used_at_once(
+    world: PlacementWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(room_finder, "_LONGEST_WAIT_S", 1000.0)
     world.begin("a")
     await world.decode()
     await eventually(lambda: world.pushed() == ["a"], 5.0)
 
 
-async def test_channels_to_instances_that_left_are_closed_once_no_call_is_under_way(world: World) -> None:
+async def test_channels_to_instances_that_left_are_closed_once_no_call_is_under_way(world: PlacementWorld) -> None:
     first = await world.decode()
     first.may_answer.clear()
     request = world.begin("a")
@@ -466,7 +474,9 @@ async def test_channels_to_instances_that_left_are_closed_once_no_call_is_under_
     assert not channels._peers
 
 
-async def test_every_reserve_call_of_an_attempt_has_a_number_and_room_is_given_back_up_to_it(world: World) -> None:
+async def test_every_reserve_call_of_an_attempt_has_a_number_and_room_is_given_back_up_to_it(
+    world: PlacementWorld,
+) -> None:
     first = await world.decode()
     first.refusals = [Unavailable("not now")]
     await world.decode(free_blocks=0)
@@ -480,7 +490,7 @@ async def test_every_reserve_call_of_an_attempt_has_a_number_and_room_is_given_b
 
 
 async def test_an_instance_that_refuses_for_a_day_rests_for_seconds(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: PlacementWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry, "LONGEST_RETRY_AFTER_S", 0.1)
     decode = await world.decode()
@@ -489,7 +499,7 @@ async def test_an_instance_that_refuses_for_a_day_rests_for_seconds(
     await eventually(lambda: decode.asked == ["a", "a"])
 
 
-async def test_room_asked_of_an_instance_that_has_left_is_forgotten(world: World) -> None:
+async def test_room_asked_of_an_instance_that_has_left_is_forgotten(world: PlacementWorld) -> None:
     await world.decode()
     for number in range(5):
         world.begin(f"r{number}", token_count=1)

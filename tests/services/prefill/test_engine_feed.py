@@ -13,7 +13,7 @@ from services.prefill.requests import HandOverFailed, HandOverReport, PrefillReq
 from tests.services.prefill.scripted import eventually
 
 
-class ScriptedEngine:
+class FedEngine:
     """Takes submissions while it has blocks of one token each."""
 
     def __init__(self, free_tokens: int = 10_000, most_tokens: int = 10_000) -> None:
@@ -33,7 +33,7 @@ class ScriptedEngine:
 class Feed:
     """A queue, and what feeds one engine from it. Two chunks are 200 tokens."""
 
-    def __init__(self, engine: ScriptedEngine, policy: OrderingPolicy = OrderingPolicy.FCFS, batch: int = 16) -> None:
+    def __init__(self, engine: FedEngine, policy: OrderingPolicy = OrderingPolicy.FCFS, batch: int = 16) -> None:
         self.queue: PromptQueue[PrefillRequest] = PromptQueue(policy, 100, 100, batch)
         self.has_room: HasRoom | None = None
         self._feed = EngineFeed(engine, self.queue, self._ask)  # type: ignore[arg-type]
@@ -62,7 +62,7 @@ class Feed:
 
 
 async def test_the_engine_gets_two_chunks_of_work_and_the_rest_waits() -> None:
-    engine = ScriptedEngine()
+    engine = FedEngine()
     feed = Feed(engine)
     first, *_ = [feed.add(number, 80) for number in range(1, 6)]
     feed.submit()
@@ -73,7 +73,7 @@ async def test_the_engine_gets_two_chunks_of_work_and_the_rest_waits() -> None:
 
 
 async def test_without_blocks_the_head_stays_and_no_prompt_overtakes_it() -> None:
-    engine = ScriptedEngine(free_tokens=50)
+    engine = FedEngine(free_tokens=50)
     feed = Feed(engine)
     feed.add(1, 60)
     feed.add(2, 10)
@@ -84,7 +84,7 @@ async def test_without_blocks_the_head_stays_and_no_prompt_overtakes_it() -> Non
 
 
 async def test_a_prompt_that_can_never_fit_fails_and_holds_no_other_up() -> None:
-    engine = ScriptedEngine(most_tokens=50)
+    engine = FedEngine(most_tokens=50)
     feed = Feed(engine)
     too_long = feed.add(1, 60)
     feed.add(2, 10)
@@ -95,7 +95,7 @@ async def test_a_prompt_that_can_never_fit_fails_and_holds_no_other_up() -> None
 
 
 async def test_shortest_first_submits_by_length_within_each_scheduling_batch() -> None:
-    engine = ScriptedEngine()
+    engine = FedEngine()
     feed = Feed(engine, policy=OrderingPolicy.SJF, batch=3)
     for number, token_count in enumerate((30, 20, 10, 5, 4), start=1):
         feed.add(number, token_count)
@@ -104,7 +104,7 @@ async def test_shortest_first_submits_by_length_within_each_scheduling_batch() -
 
 
 async def test_a_cancelled_prompt_leaves_its_batch_without_a_trace() -> None:
-    engine = ScriptedEngine(free_tokens=0)
+    engine = FedEngine(free_tokens=0)
     feed = Feed(engine, policy=OrderingPolicy.LJF)
     requests = [feed.add(number, 10 * number) for number in range(1, 4)]
     feed.submit()
@@ -123,7 +123,7 @@ async def test_a_question_for_room_shows_what_is_being_computed_and_nothing_else
         seen.append([entry.request_id for entry in computing])
         return True
 
-    feed = Feed(ScriptedEngine())
+    feed = Feed(FedEngine())
     feed.has_room = has_room
     requests = [feed.add(number, 50) for number in range(1, 4)]
     feed.submit()

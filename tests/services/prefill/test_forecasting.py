@@ -408,7 +408,7 @@ async def forecaster(cluster: Any, registry: CollectorRegistry) -> AsyncIterator
     await asyncio.wait([running])
 
 
-class Asked:
+class AskedPredictor:
     """The questions of some prompts, each of five tokens, and their answers."""
 
     def __init__(self, forecaster: LengthForecaster) -> None:
@@ -429,12 +429,12 @@ class Asked:
 
 
 @pytest.fixture
-def asked(forecaster: LengthForecaster) -> Asked:
-    return Asked(forecaster)
+def asked(forecaster: LengthForecaster) -> AskedPredictor:
+    return AskedPredictor(forecaster)
 
 
 async def test_what_is_accepted_at_the_same_moment_is_asked_in_one_call(
-    asked: Asked, by_hand: Any, new_predictor: NewPredictor
+    asked: AskedPredictor, by_hand: Any, new_predictor: NewPredictor
 ) -> None:
     predictor = await new_predictor()
     for number in range(100):
@@ -447,7 +447,7 @@ async def test_what_is_accepted_at_the_same_moment_is_asked_in_one_call(
 
 
 async def test_a_request_that_breaks_over_its_answer_keeps_no_other_from_its_own(
-    asked: Asked, by_hand: Any, new_predictor: NewPredictor
+    asked: AskedPredictor, by_hand: Any, new_predictor: NewPredictor
 ) -> None:
     await new_predictor()
 
@@ -463,7 +463,7 @@ async def test_a_request_that_breaks_over_its_answer_keeps_no_other_from_its_own
 
 
 async def test_an_answer_that_ends_another_request_of_the_call_leaves_the_rest_their_answers(
-    asked: Asked, forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor
+    asked: AskedPredictor, forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor
 ) -> None:
     await new_predictor()
     asked.ask(0, lambda: forecaster.drop(ended))
@@ -491,7 +491,7 @@ async def test_a_colocated_instance_uses_an_answer_that_comes_before_the_first_t
 
 
 async def test_a_call_ends_when_no_request_waits_for_any_of_it(
-    asked: Asked,
+    asked: AskedPredictor,
     forecaster: LengthForecaster,
     by_hand: Any,
     new_predictor: NewPredictor,
@@ -511,7 +511,7 @@ async def test_a_call_ends_when_no_request_waits_for_any_of_it(
 
 
 async def test_an_answer_after_the_decision_changes_nothing(
-    asked: Asked, forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor
+    asked: AskedPredictor, forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor
 ) -> None:
     predictor = await new_predictor()
     predictor.answer = predictor.hold(predictor.bucket(3))
@@ -525,7 +525,7 @@ async def test_an_answer_after_the_decision_changes_nothing(
 
 
 async def test_what_ends_before_it_is_sent_is_never_asked(
-    asked: Asked, forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor
+    asked: AskedPredictor, forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor
 ) -> None:
     predictor = await new_predictor()
     forecaster.drop(asked.ask(1))
@@ -536,7 +536,7 @@ async def test_what_ends_before_it_is_sent_is_never_asked(
 
 
 async def test_answers_that_always_come_too_late_are_logged_once(
-    asked: Asked,
+    asked: AskedPredictor,
     forecaster: LengthForecaster,
     registry: CollectorRegistry,
     by_hand: Any,

@@ -56,7 +56,7 @@ CHUNK_TOKENS = 16
 ORPHAN_GRACE_S = 0.2
 
 
-class World:
+class RoleWorld:
     """One instance and what it talks to. The engine takes two chunks of work ahead: 32 tokens."""
 
     def __init__(self, max_queue: int = 100, at_first_token: bool = False, has_room: Any = None, **engine: int) -> None:
@@ -101,7 +101,7 @@ async def told(request: PrefillRequest) -> list[Any]:
     return await asyncio.wait_for(request.outbox.take(), 10.0)
 
 
-ENDS: dict[str, Callable[[World, PrefillRequest], None]] = {
+ENDS: dict[str, Callable[[RoleWorld, PrefillRequest], None]] = {
     "cancelled": lambda world, request: world.role.cancel(request),
     "aborted by its router": lambda world, request: world.abort(request.request_id, 1, "router"),
     "failed": lambda world, request: request.report(request, HandOverFailed(Unavailable("no place"))),
@@ -113,8 +113,8 @@ ENDS: dict[str, Callable[[World, PrefillRequest], None]] = {
 
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
-async def test_however_a_prompt_ends_the_next_one_is_let_in(end: Callable[[World, PrefillRequest], None]) -> None:
-    world = World()
+async def test_however_a_prompt_ends_the_next_one_is_let_in(end: Callable[[RoleWorld, PrefillRequest], None]) -> None:
+    world = RoleWorld()
     first = world.accept("first", 40)
     world.accept("next", 40)
     assert world.engine.submitted_ids == ["first"]
@@ -123,7 +123,7 @@ async def test_however_a_prompt_ends_the_next_one_is_let_in(end: Callable[[World
 
 
 async def test_a_cancelled_prompt_that_waited_lets_the_one_behind_it_in() -> None:
-    world = World(total_blocks=4)
+    world = RoleWorld(total_blocks=4)
     world.accept("first", 30)
     second = world.accept("second", 60)
     world.accept("third", 30)
@@ -134,7 +134,7 @@ async def test_a_cancelled_prompt_that_waited_lets_the_one_behind_it_in() -> Non
 
 
 async def test_blocks_that_come_free_without_an_event_let_the_next_one_in() -> None:
-    world = World(total_blocks=4)
+    world = RoleWorld(total_blocks=4)
     world.accept("first", 20)
     world.accept("second", 60)
     assert world.engine.submitted_ids == ["first"]
@@ -159,7 +159,7 @@ async def test_blocks_that_come_free_without_an_event_let_the_next_one_in() -> N
 async def test_an_end_frees_what_the_engine_holds_unless_the_engine_has_freed_it(
     how: str, outcome: str, keeps: bool
 ) -> None:
-    world = World()
+    world = RoleWorld()
     request = world.accept("a")
     ENDS[how](world, request)
     assert world.count(outcome) == 1
@@ -184,7 +184,7 @@ async def test_an_end_frees_what_the_engine_holds_unless_the_engine_has_freed_it
     ],
 )
 async def test_a_hand_over_that_has_begun_ends_once_with_the_request(how: str, handed_over: bool) -> None:
-    world = World()
+    world = RoleWorld()
     request = world.accept("a", 10)
     if how not in ("finished with its first token", "handed over"):
         world.role.handle([PrefillStarted(request.key)])
@@ -196,14 +196,14 @@ async def test_a_hand_over_that_has_begun_ends_once_with_the_request(how: str, h
 
 @pytest.mark.parametrize("how", ["cancelled", "finished with its first token"])
 async def test_a_hand_over_that_has_not_begun_does_not_end(how: str) -> None:
-    world = World(at_first_token=True)
+    world = RoleWorld(at_first_token=True)
     request = world.accept("a", 10)
     ENDS[how](world, request)
     assert world.hand_over.begun == world.hand_over.ended == []
 
 
 async def test_a_request_ends_at_its_deadline_and_its_router_hears_why() -> None:
-    world = World()
+    world = RoleWorld()
     request = world.accept("a", timeout_s=0.05)
     with pytest.raises(DeadlineExceeded):
         await told(request)
@@ -212,7 +212,7 @@ async def test_a_request_ends_at_its_deadline_and_its_router_hears_why() -> None
 
 
 async def test_a_request_without_a_deadline_gets_the_longest_one() -> None:
-    world = World()
+    world = RoleWorld()
     now_s = time.monotonic()
     for name, timeout_s in (("none", None), ("huge", 1e12)):
         request = world.accept(name, timeout_s=timeout_s)
@@ -220,7 +220,7 @@ async def test_a_request_without_a_deadline_gets_the_longest_one() -> None:
 
 
 async def test_older_and_equal_attempts_are_refused_and_leave_the_newer_one_alone() -> None:
-    world = World()
+    world = RoleWorld()
     older = world.accept("a", attempt=2)
     newer = world.accept("a", attempt=3)
     with pytest.raises(StaleAttempt) as replaced:
@@ -245,7 +245,7 @@ async def test_older_and_equal_attempts_are_refused_and_leave_the_newer_one_alon
 
 
 async def test_another_routers_request_of_the_same_id_ends_the_former_for_good() -> None:
-    world = World()
+    world = RoleWorld()
     former = world.accept("a", attempt=5)
     world.accept("a", attempt=1, router_id="other")
     with pytest.raises(RequestAlreadyExists):
@@ -254,7 +254,7 @@ async def test_another_routers_request_of_the_same_id_ends_the_former_for_good()
 
 
 async def test_a_refused_request_leaves_no_trace() -> None:
-    world = World(max_queue=1)
+    world = RoleWorld(max_queue=1)
     world.accept("computes", 40)
     world.accept("waits", 40)
     with pytest.raises(NoCapacity) as refused:
@@ -269,7 +269,7 @@ async def test_a_refused_request_leaves_no_trace() -> None:
 
 
 async def test_its_load_says_what_waits_what_runs_and_how_much_room_there_is() -> None:
-    world = World(max_queue=3)
+    world = RoleWorld(max_queue=3)
     assert world.role.load().queue_room == 3
     first, second = world.accept("first", 40), world.accept("second", 30)
     load = world.role.load()
@@ -294,7 +294,7 @@ async def test_its_load_says_what_waits_what_runs_and_how_much_room_there_is() -
 async def test_a_router_hears_of_each_step_and_of_the_times_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr(role, "time", SimpleNamespace(monotonic=lambda: now_s))
-    world = World()
+    world = RoleWorld()
     request = world.accept("a", 40)
     now_s = 110.0
     world.role.handle([PrefillStarted(request.key)])
@@ -315,7 +315,7 @@ async def test_a_router_hears_of_each_step_and_of_the_times_between_them(monkeyp
 
 
 async def test_an_adopted_request_is_handed_over_without_a_push() -> None:
-    world = World(at_first_token=True)
+    world = RoleWorld(at_first_token=True)
     request = world.accept("a")
     world.compute(request)
     request.report(request, Adopted(RoomReserved("here", 1)))
@@ -333,7 +333,7 @@ async def test_an_adopted_request_is_handed_over_without_a_push() -> None:
     [(16, False, "start"), (17, False, "chunk"), (16, True, "token"), (17, True, "token")],
 )
 async def test_when_a_place_is_looked_for(token_count: int, at_first_token: bool, begins_with: str) -> None:
-    world = World(at_first_token=at_first_token)
+    world = RoleWorld(at_first_token=at_first_token)
     request = world.accept("a", token_count)
     assert world.hand_over.begun == []
     world.role.handle([PrefillStarted(request.key)])
@@ -352,7 +352,7 @@ async def test_when_a_place_is_looked_for(token_count: int, at_first_token: bool
 async def test_a_place_is_looked_for_only_when_there_is_a_second_token_to_draw(
     token_count: int, generated_count: int, max_tokens: int, goes_on: bool
 ) -> None:
-    world = World(max_model_len=100)
+    world = RoleWorld(max_model_len=100)
     request = world.accept("a", token_count, generated_count=generated_count, params=params(max_tokens))
     world.role.handle([PrefillStarted(request.key), PrefillProgress(request.key, 16)])
     assert bool(world.hand_over.begun) == goes_on
@@ -362,7 +362,7 @@ async def test_a_place_is_looked_for_only_when_there_is_a_second_token_to_draw(
 
 
 async def test_a_request_that_ends_with_its_first_token_looks_for_no_place() -> None:
-    world = World(at_first_token=True)
+    world = RoleWorld(at_first_token=True)
     request = world.accept("a")
     world.compute(request, FinishReason.STOP)
     assert world.hand_over.begun == []
@@ -371,7 +371,7 @@ async def test_a_request_that_ends_with_its_first_token_looks_for_no_place() -> 
 
 
 async def test_a_failed_push_is_the_hand_overs_to_know_and_ends_nothing() -> None:
-    world = World()
+    world = RoleWorld()
     request = world.accept("a")
     world.compute(request)
     request.report(request, RoomReserved("decode-0", 1))
@@ -382,7 +382,7 @@ async def test_a_failed_push_is_the_hand_overs_to_know_and_ends_nothing() -> Non
 
 
 async def test_a_draining_instance_takes_nothing_and_is_idle_when_the_last_request_has_ended() -> None:
-    world = World()
+    world = RoleWorld()
     await asyncio.wait_for(world.role.wait_idle(), 1.0)
     first, second = world.accept("first"), world.accept("second")
     world.role.drain()
@@ -398,7 +398,7 @@ async def test_a_draining_instance_takes_nothing_and_is_idle_when_the_last_reque
 
 
 async def test_a_draining_instance_gives_back_what_it_has_not_begun() -> None:
-    world = World()
+    world = RoleWorld()
     begun, waits, other = world.accept("begun", 40), world.accept("waits", 40), world.accept("other", 40)
     assert world.engine.submitted_ids == ["begun"]
     owner = Ownership(Owner(0, 1), "router")
@@ -418,7 +418,7 @@ async def test_a_draining_instance_gives_back_what_it_has_not_begun() -> None:
 
 
 async def test_an_instance_that_takes_requests_gives_none_back() -> None:
-    world = World()
+    world = RoleWorld()
     begun, waits = world.accept("begun", 40), world.accept("waits", 40)
     world.role.drain()
     world.role.undrain()
@@ -430,7 +430,7 @@ async def test_an_instance_that_takes_requests_gives_none_back() -> None:
 
 
 async def test_everything_fails_together_and_says_why() -> None:
-    world = World()
+    world = RoleWorld()
     requests = [world.accept(f"r{number}") for number in range(3)]
     world.role.fail_all("the engine stopped")
     for request in requests:
@@ -440,7 +440,7 @@ async def test_everything_fails_together_and_says_why() -> None:
 
 
 async def test_an_engine_that_says_a_prompt_can_never_fit_fails_that_prompt_alone() -> None:
-    world = World()
+    world = RoleWorld()
     world.engine.most_tokens = 30
     too_long, other = world.accept("too long", 31), world.accept("other", 30)
     with pytest.raises(InvalidArgument, match="token_ids"):
@@ -451,7 +451,7 @@ async def test_an_engine_that_says_a_prompt_can_never_fit_fails_that_prompt_alon
 
 
 async def test_an_engine_that_has_stopped_keeps_its_requests_until_it_says_so() -> None:
-    world = World()
+    world = RoleWorld()
     world.engine.broken = EngineError("stopped")
     world.accept("a")
     assert world.role.load().waiting_requests == 1
@@ -460,7 +460,7 @@ async def test_an_engine_that_has_stopped_keeps_its_requests_until_it_says_so() 
 
 async def test_a_prompt_waits_for_room_that_answers_leave_it() -> None:
     room = False
-    world = World(has_room=lambda request, computing: room)
+    world = RoleWorld(has_room=lambda request, computing: room)
     world.accept("a")
     assert world.engine.submitted == []
     room = True
@@ -481,7 +481,7 @@ FITS: dict[str, tuple[dict[str, Any], str | None]] = {
 async def test_what_fits_is_taken_and_what_does_not_is_refused_with_the_limit(
     fields: dict[str, Any], limit: str | None
 ) -> None:
-    world = World(max_model_len=100)
+    world = RoleWorld(max_model_len=100)
     if limit is None:
         assert world.accept("a", **fields)
         return
@@ -491,14 +491,14 @@ async def test_what_fits_is_taken_and_what_does_not_is_refused_with_the_limit(
 
 
 async def test_a_prompt_as_large_as_the_pool_fits_and_a_larger_one_does_not() -> None:
-    world = World(total_blocks=4)
+    world = RoleWorld(total_blocks=4)
     assert world.accept("all of it", 64)
     with pytest.raises(InvalidArgument, match="at most 64 tokens"):
         world.accept("more", 65)
 
 
 async def test_ids_outside_the_vocabulary_are_refused() -> None:
-    world = World()
+    world = RoleWorld()
     for largest, fits in ((999, True), (1000, False)):
         fields: dict[str, Any] = {"generated_count": 0, "params": params(), "timeout_s": 1.0}
         if fits:

@@ -43,7 +43,7 @@ def holds_the_last_token(entry: RequestEntry) -> bool:
 
 
 @dataclass
-class Instance:
+class ScriptedInstance:
     """A scripted instance's server and its place in the cluster."""
 
     record: InstanceRecord
@@ -81,7 +81,7 @@ class ScriptedCluster:
 
     tokenizer: ModelTokenizer
     cluster: MemoryCluster = field(default_factory=MemoryCluster)
-    instances: dict[str, Instance] = field(default_factory=dict)
+    instances: dict[str, ScriptedInstance] = field(default_factory=dict)
     decodes: dict[str, ScriptedDecode] = field(default_factory=dict)
     prefills: dict[str, ScriptedPrefill] = field(default_factory=dict)
     colocated: dict[str, tuple[ScriptedPrefill, ScriptedDecode]] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class ScriptedCluster:
 
     async def _start(
         self, instance_id: str, phases: tuple[Phase, ...], register: Callable[[aio.Server], None]
-    ) -> Instance:
+    ) -> ScriptedInstance:
         server = RpcServer("127.0.0.1", 0, ())
         server.add(register)
         await server.start()
@@ -197,7 +197,7 @@ class ScriptedCluster:
             async with store:
                 await heartbeat.run()
 
-        return Instance(record, load, server, heartbeat, asyncio.create_task(beat()), register)
+        return ScriptedInstance(record, load, server, heartbeat, asyncio.create_task(beat()), register)
 
 
 @dataclass

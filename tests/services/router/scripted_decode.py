@@ -27,7 +27,7 @@ BLOCK_TOKENS = 4
 
 
 @dataclass
-class Running:
+class ScriptedRequest:
     """A request that a scripted decode instance generates."""
 
     request_id: str
@@ -47,7 +47,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
 
     def __init__(self, instance_id: str) -> None:
         self.instance_id = instance_id
-        self.running: dict[str, Running] = {}
+        self.running: dict[str, ScriptedRequest] = {}
         self.aborted: list[tuple[str, int]] = []
         """Request ids and attempts, as routers named them."""
         self.abort_messages: list[bool] = []
@@ -111,7 +111,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         """Begins to generate after the token that prefill drew."""
         prompt_length = len(request.token_ids) - request.generated_count
         self.reserved.discard((request.request_id, request.attempt))
-        self.running[request.request_id] = Running(
+        self.running[request.request_id] = ScriptedRequest(
             request.request_id,
             request.router_id,
             request.attempt,
@@ -137,7 +137,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
             await abort(context, RequestNotFound(request.request_id))
         self.attached.append(request)
         prompt = tuple(request.token_ids[: len(request.token_ids) - request.generated_count])
-        self.running[request.request_id] = Running(
+        self.running[request.request_id] = ScriptedRequest(
             request.request_id,
             request.router_id,
             request.attempt,
@@ -162,7 +162,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         if not self.draws_before_its_answer:
             await self.may_answer.wait()
         prompt_length = len(request.token_ids) - request.generated_count
-        self.running[request.request_id] = Running(
+        self.running[request.request_id] = ScriptedRequest(
             request.request_id,
             request.router_id,
             request.attempt,
@@ -223,7 +223,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
                 for running in self._of(router_id):
                     del self.running[running.request_id]
 
-    def _of(self, router_id: str) -> list[Running]:
+    def _of(self, router_id: str) -> list[ScriptedRequest]:
         return [running for running in self.running.values() if running.router_id == router_id]
 
     def _step(self, router_id: str) -> list[decode_pb2.RequestTokens]:
@@ -265,7 +265,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.fail_next, self.replaced_next = "", False
         return updates
 
-    def _replicate(self, running: Running, update: decode_pb2.RequestTokens) -> None:
+    def _replicate(self, running: ScriptedRequest, update: decode_pb2.RequestTokens) -> None:
         token_count = (len(running.prompt) + running.next_index) // BLOCK_TOKENS * BLOCK_TOKENS
         if self.holder is not None and token_count > running.replicated:
             running.replicated = token_count

@@ -6,12 +6,14 @@ from typing import Any
 
 import grpc
 
+from kaveri.domain.attachment import Attached
 from kaveri.errors import KaveriError, RequestNotFound, Unavailable
 from kaveri.v1 import (
     prefill_pb2,
     prefill_pb2_grpc,
     sampling_pb2,
 )
+from kaveri.wire.attempts import attached_to_proto
 from kaveri.wire.status import abort
 from tests.services.router.scripted_answers import (
     logprobs_at,
@@ -60,6 +62,8 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         """The incarnation that every placement names; None: the decode instance's own."""
         self.lost_questions = 0
         """So many of the next calls of GiveBackPrefill are lost."""
+        self.handed_over_to: ScriptedDecode | None = None
+        """Every request that is attached here was handed over to it."""
         self.gives_back = asyncio.Event()
         """Set once it gives back what a hold stops."""
         self._decode_of = decode_of
@@ -93,8 +97,16 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
     async def AttachPrefill(  # noqa: N802
         self, request: prefill_pb2.AttachPrefillRequest, context: Any
     ) -> AsyncIterator[prefill_pb2.AttachPrefillResponse]:
-        await abort(context, RequestNotFound(request.attach.request_id))
-        yield prefill_pb2.AttachPrefillResponse()
+        decode = self.handed_over_to
+        if decode is None:
+            await abort(context, RequestNotFound(request.attach.request_id))
+            return
+        attached = attached_to_proto(Attached(max_tokens=20, first_index=0))
+        yield prefill_pb2.AttachPrefillResponse(progress=prefill_pb2.PrefillResponse(attached=attached))
+        placed = _placed(decode.instance_id, decode.incarnation)
+        yield prefill_pb2.AttachPrefillResponse(progress=prefill_pb2.PrefillResponse(placed=placed))
+        handed_over = prefill_pb2.PrefillResponse(handed_over=prefill_pb2.PrefillHandedOver())
+        yield prefill_pb2.AttachPrefillResponse(progress=handed_over)
 
     @property
     def queue_room(self) -> int | None:

@@ -177,7 +177,7 @@ async def test_draining_router_resigns_while_its_requests_go_on(cluster: Scripte
 
 
 @dataclass
-class _Listener:
+class _BroadcastListener:
     """The broadcasts on a real Redis, with the times at which they came."""
 
     redis: Redis
@@ -218,9 +218,9 @@ async def _until(condition: Callable[[], bool], what: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _listener(cluster: LocalCluster) -> AsyncIterator[_Listener]:
+async def _listener(cluster: LocalCluster) -> AsyncIterator[_BroadcastListener]:
     redis = Redis.from_url(cluster.redis_url)
-    listener = _Listener(redis)
+    listener = _BroadcastListener(redis)
     following = asyncio.create_task(listener.follow())
     try:
         await _until(lambda: bool(listener.heard), "a first broadcast")

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from hashlib import sha256
 from typing import Any
 
 import grpc
@@ -11,10 +12,13 @@ import structlog
 from grpc import aio
 from prometheus_client import REGISTRY
 
+from kaveri.cluster.store import RequestClaim
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestNotFound, StaleAttempt, Unsupported
 from kaveri.v1 import decode_pb2, inference_pb2
 from services.router import attempt_numbers, subscriptions, token_feeds
 from services.router.lifecycle_values import Decoding, InstanceLife, Resuming, SeekingOwner
+from services.router.owner_hints import hint_to_proto
+from services.router.requests import OwnerHint
 from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
 from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, rest_of, tokens_of
 from tests.services.router.scripted_decode import ScriptedDecode
@@ -284,12 +288,15 @@ async def test_an_old_hint_costs_a_question_and_the_request_is_found_where_it_ru
     assert (rest[-1].timing.attempts, rest[-1].timing.resumes) == (1, 0)
 
 
-@pytest.mark.parametrize("hinted", [True, False])
+@pytest.mark.parametrize("hinted", ["decode", "prefill", "decode, the store by a former one", "none"])
+@pytest.mark.parametrize("known_at_prefill", [False, True])
 async def test_a_client_that_has_more_than_a_former_owner_is_placed_again(
-    cluster: ScriptedCluster, hinted: bool
+    cluster: ScriptedCluster, hinted: str, known_at_prefill: bool
 ) -> None:
-    """Its owner has died, and the one before, which was cut off, still draws and is behind."""
+    """Its owner has died, and the one before, which was cut off, still draws and is behind. Prefill may still know of
+    the former one, to which it pushed."""
     former = cluster.decodes["decode-0"]
+    cluster.prefills["prefill-0"].handed_over_to = former if known_at_prefill else None
     former.attach_refusal = InvalidArgument("received.token_ids", "10 tokens", "at most 4: no more were generated")
     cluster.place_on = "decode-0"
     async with cluster.router() as router:
@@ -299,9 +306,20 @@ async def test_a_client_that_has_more_than_a_former_owner_is_placed_again(
         request.params.seed = 1
         request.received.token_ids.extend(answer(PROMPT, 10))
         request.received.max_tokens = 20
-        if hinted:
-            hint = inference_pb2.OwnerHint(decode_instance_id="decode-1", decode_incarnation=life)
-            request.received.owner.CopyFrom(hint)
+        if "store" in hinted:
+            # It was away when the request went on elsewhere.
+            hint = OwnerHint(decode=InstanceLife("decode-0", former.incarnation))
+            stored = hint_to_proto(hint).SerializeToString()
+            claim = RequestClaim("one", "router-9", 1, secret_hash=sha256(SECRET).hexdigest(), hint=stored)
+            cluster.cluster.put_request(claim, 60.0)
+        if hinted != "none":
+            told = (
+                # Its prefill instance had not said yet where it would go on.
+                inference_pb2.OwnerHint(prefill_instance_id="prefill-9", prefill_incarnation=1)
+                if hinted == "prefill"
+                else inference_pb2.OwnerHint(decode_instance_id="decode-1", decode_incarnation=life)
+            )
+            request.received.owner.CopyFrom(told)
             rest = await rest_of(router.stub.Generate(request, timeout=60))
             assert answer(PROMPT, 10) + tokens_of(rest) == answer(PROMPT, 20)
             return
