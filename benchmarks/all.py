@@ -19,10 +19,12 @@ BENCHMARKS = (
     "kv.beside_copies",
     "engine.transformers",
     "engine.vllm",
+    "engine.mirror",
     "engine.profile",
     "serving.decisions",
     "serving.router_overhead",
     "serving.gateway_overhead",
+    "serving.security_overhead",
     "serving.router_failover",
     "serving.recovery",
     "serving.recovery_vllm",
@@ -50,6 +52,7 @@ BENCHMARKS = (
     "papers.failures",
     "papers.redundancy",
     "simulator.speed",
+    "simulator.truth",
 )
 NEED_VLLM = (
     "engine.vllm",
@@ -71,10 +74,13 @@ HEADLINES = (
     ("engine.transformers", "decode_float32_batch_1"),
     ("engine.vllm", "decode, Kaveri's vLLM / bare vLLM, float32, batch 8"),
     ("engine.vllm", "decode, transformers / bare vLLM, float32, batch 8"),
+    ("engine.mirror", "down, blocks / one pinned copy, 512 tokens"),
     ("serving.decisions", "50 us / view and all choices of one request, 1000 instances"),
     ("serving.decisions", "over all members / kept up to date, reserve-dynamic, 1 landed at batch 256"),
     ("serving.router_overhead", "tokens_per_core_vs_pass_through"),
     ("serving.router_overhead", "tokens_per_core_vs_15000"),
+    ("serving.security_overhead", "asked for (20 us) / API key, all limits"),
+    ("serving.security_overhead", "asked for (1.15) / TLS over plain, CPU per token"),
     ("serving.router_failover", "asked for (0.5 s) / gap p99"),
     ("serving.router_failover", "prompt tokens computed once, of all"),
     ("serving.recovery", "recomputed / resumed, until all go on, timed, context 1000"),
@@ -149,7 +155,9 @@ def render() -> None:
     files = {name: RESULTS / f"{name}.json" for name in BENCHMARKS}
     results = {name: read_result(path) for name, path in files.items() if path.exists()}
     for name, result in results.items():
-        (RESULTS / f"{name}.md").write_text(result_page(result))
+        # NAME.h100.json and the like: the same benchmark on another machine.
+        elsewhere = [read_result(path) for path in sorted(RESULTS.glob(f"{name}.*.json"))]
+        (RESULTS / f"{name}.md").write_text(result_page(result, elsewhere))
     readme = FOLDER / "README.md"
     text = _replace(readme.read_text(), "headlines", headline_table(results, HEADLINES))
     readme.write_text(_replace(text, "missed", missed_table(results)))

@@ -15,14 +15,16 @@ from kaveri.latency.profile import Profile, read_profile
 from kaveri.latency.saturation import throughput_curve
 
 _TIMEOUT_S = 900.0
+_POOL = {"cpu": (), "cuda": ("--kv-cache-memory", "8GiB")}
+"""The largest batches and contexts of a plan need more than the default."""
 
 
 def measure(options: Options, report: Report) -> None:
     """Profiles the model a few times, and the timed engine, whose latency model is known, once."""
     repeats = options.choose(3, 1)
-    report.workload = {"model": options.model, "threads": 1, "quick_profile": options.quick}
+    report.workload = {"model": options.model, "device": options.device, "threads": 1, "quick_profile": options.quick}
     with tempfile.TemporaryDirectory() as folder:
-        model = ["--model", options.model]
+        model = ["--model", options.model, "--device", options.device, *_POOL[options.device]]
         profiles = [profile_once(Path(folder) / f"{number}.json", model, options.quick) for number in range(repeats)]
         known = profile_once(
             Path(folder) / "timed.json", ["--engine", "timed", "--latency-model", "opt-13b-a100-tp1"], quick=True

@@ -10,13 +10,16 @@ the last first token; decode is what comes while the whole batch decodes. Needs 
 import random
 import statistics
 from contextlib import ExitStack
+from pathlib import Path
 
-from benchmarks.support.engine_process import BARE, KAVERI_VLLM, TRANSFORMERS, Answered, EngineProcess, has_vllm
+from benchmarks.support.engine_process import BARE, KAVERI_VLLM, TRANSFORMERS, Answered, MeasuredEngine, has_vllm
 from benchmarks.support.harness import Options, Report, run
+from benchmarks.support.self_pushing import KV_CACHE_BYTES
 
 BATCHES = (1, 8, 32)
 CHUNK_TOKENS = 512
 PROMPT_TOKENS = (32, 160)
+POOL_BYTES = {"cpu": KV_CACHE_BYTES, "cuda": 4 * 2**30}
 ASKED = 0.8
 """Of bare vLLM's decode tokens/s, of the transformers engine."""
 
@@ -29,7 +32,8 @@ def measure(options: Options, report: Report) -> None:
     turns = options.choose(5, 2)
     answer_tokens = options.choose(96, 48)
     report.workload = {
-        "model": options.model,
+        "model": Path(options.model).name,
+        "device": options.device,
         "prompt_tokens": list(PROMPT_TOKENS),
         "answer_tokens": answer_tokens,
         "chunk_tokens": CHUNK_TOKENS,
@@ -40,12 +44,23 @@ def measure(options: Options, report: Report) -> None:
     for dtype in ("float32", "bfloat16"):
         with ExitStack() as stack:
             engines = [
-                stack.enter_context(EngineProcess(name, options.model, dtype, CHUNK_TOKENS, max(BATCHES)))
+                stack.enter_context(
+                    MeasuredEngine(
+                        name,
+                        options.model,
+                        dtype,
+                        CHUNK_TOKENS,
+                        max(BATCHES),
+                        options.device,
+                        POOL_BYTES[options.device],
+                    )
+                )
                 for name in (BARE, KAVERI_VLLM, TRANSFORMERS)
             ]
             for batch in BATCHES:
                 compare(report, engines, dtype, batch, turns, answer_tokens)
-    report.note("Blocks of Kaveri's vLLM engine have 32 tokens; vLLM's own default on a CPU is 128.")
+    if options.device == "cpu":
+        report.note("Blocks of Kaveri's vLLM engine have 32 tokens; vLLM's own default on a CPU is 128.")
     report.note(
         "Prefill is not quite the same work: bare vLLM decodes what it has prefilled while it prefills the rest; ours "
         "have all first tokens before anything is decoded."
@@ -54,7 +69,7 @@ def measure(options: Options, report: Report) -> None:
 
 
 def compare(
-    report: Report, engines: list[EngineProcess], dtype: str, batch: int, turns: int, answer_tokens: int
+    report: Report, engines: list[MeasuredEngine], dtype: str, batch: int, turns: int, answer_tokens: int
 ) -> None:
     """Rows of every engine at one batch size, and the ratios of ours to bare vLLM."""
     shortest, longest = PROMPT_TOKENS

@@ -51,7 +51,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Case:
+class CopiesCase:
     """One size of KV, and the copier's limit."""
 
     name: str
@@ -68,16 +68,16 @@ class Case:
 
 
 CASES = (
-    Case("64 KiB a token", 64 * 1024, 2_048, 0, 0.9),
-    Case("800 KiB a token, no limit", 800 * 1024, 256, 0, None),
-    Case("800 KiB a token, 100 MiB/s", 800 * 1024, 256, 100 * MIB, 0.9),
+    CopiesCase("64 KiB a token", 64 * 1024, 2_048, 0, 0.9),
+    CopiesCase("800 KiB a token, no limit", 800 * 1024, 256, 0, None),
+    CopiesCase("800 KiB a token, 100 MiB/s", 800 * 1024, 256, 100 * MIB, 0.9),
 )
 
 
 class Copies:
     """Pushes a block whenever one would be whole, from a thread of its own, until it is stopped."""
 
-    def __init__(self, case: Case, control: "Control", transport: SharedPortTransport) -> None:
+    def __init__(self, case: CopiesCase, control: "Control", transport: SharedPortTransport) -> None:
         self._control = control
         self._events: queue.Queue[PushEvent] = queue.Queue()
         self._pool = KvPool(case.layout, REPLICAS)
@@ -174,7 +174,7 @@ def push_prompt(sender: KvSender, events: "queue.Queue[PushEvent]", control: Con
     return time.perf_counter() - began_s
 
 
-def measure_case(case: Case, repeats: int) -> tuple[list[float], list[float], float]:
+def measure_case(case: CopiesCase, repeats: int) -> tuple[list[float], list[float], float]:
     """Seconds of a prompt alone and beside copies, and the copied bytes per second meanwhile."""
     blocks = range(case.prompt_tokens // BLOCK_TOKENS)
     transport = SharedPortTransport(make_transports(("shm",))[0], LINK)
@@ -229,7 +229,7 @@ def measure(options: Options, report: Report) -> None:
 
 
 @contextlib.contextmanager
-def _receiving_process(case: Case) -> Iterator[Control]:
+def _receiving_process(case: CopiesCase) -> Iterator[Control]:
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = spawn.Pipe()
@@ -245,7 +245,7 @@ def _receiving_process(case: Case) -> Iterator[Control]:
             ours.close()
 
 
-def _receive(connection: Connection, case: Case, folder: str) -> None:
+def _receive(connection: Connection, case: CopiesCase, folder: str) -> None:
     configure_logs("beside_copies", "receiver", level="error")
     transports = make_transports(("shm",))
     block_count = case.prompt_tokens // BLOCK_TOKENS

@@ -57,7 +57,7 @@ _TARGETS = {"bare": 0.9, MEMCPY: 0.85, GATHER_SCATTER: 0.8}
 
 
 @dataclass(frozen=True)
-class Case:
+class TransferCase:
     """What is moved."""
 
     kv_bytes: int
@@ -95,8 +95,8 @@ def measure(options: Options, report: Report) -> None:
     """All transports, the cases of one size of block after the other."""
     configure_logs("kv_transfer", "benchmark", level="warning")
     sizes = options.choose(SIZES, (MIB, MAIN_BYTES))
-    cases = [Case(size, MAIN_BLOCK_BYTES, is_contiguous) for is_contiguous in (False, True) for size in sizes]
-    cases += [Case(MAIN_BYTES, block_bytes, False) for block_bytes in options.choose((4 * KIB, 64 * KIB), ())]
+    cases = [TransferCase(size, MAIN_BLOCK_BYTES, is_contiguous) for is_contiguous in (False, True) for size in sizes]
+    cases += [TransferCase(MAIN_BYTES, block_bytes, False) for block_bytes in options.choose((4 * KIB, 64 * KIB), ())]
     report.workload = {
         "layers": LAYER_COUNT,
         "cases": [f"{case.size}, {case.shape}" for case in cases],
@@ -127,7 +127,7 @@ def measure(options: Options, report: Report) -> None:
 
 def _measure_case(
     report: Report,
-    case: Case,
+    case: TransferCase,
     transport: str,
     block_count: int,
     receiving: ReceivingProcess,

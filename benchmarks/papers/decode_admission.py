@@ -84,7 +84,7 @@ class Oracle(LengthPredictorServiceServicer):
 
 
 @dataclass(frozen=True)
-class Setting:
+class AdmissionSetting:
     """An admission policy, with predictions of some accuracy."""
 
     policy: AdmissionPolicy
@@ -97,7 +97,7 @@ class Setting:
         return f"{self.policy} at {self.accuracy:.1%}"
 
 
-GREEDY = Setting(AdmissionPolicy.GREEDY)
+GREEDY = AdmissionSetting(AdmissionPolicy.GREEDY)
 RESERVING = (AdmissionPolicy.RESERVE_STATIC, AdmissionPolicy.RESERVE_DYNAMIC)
 
 
@@ -152,7 +152,7 @@ class PolicyStack:
     metrics_port: int
     report: Report
 
-    async def serve(self, setting: Setting, requests: Sequence[PlannedRequest]) -> Served:
+    async def serve(self, setting: AdmissionSetting, requests: Sequence[PlannedRequest]) -> Served:
         """One burst. Changes the oracle's accuracy."""
         oracle = self.oracle
         oracle.accuracy, oracle.asked = setting.accuracy, 0
@@ -198,13 +198,13 @@ async def policy_stack(
 
 
 async def served(
-    settings: Sequence[Setting], bursts: Sequence[Sequence[PlannedRequest]], blocks: int, report: Report
-) -> dict[Setting, list[Served]]:
+    settings: Sequence[AdmissionSetting], bursts: Sequence[Sequence[PlannedRequest]], blocks: int, report: Report
+) -> dict[AdmissionSetting, list[Served]]:
     """Every burst under every setting in turn, so that what is compared ran within the same minutes.
 
     All stacks run side by side; those that serve no burst are idle.
     """
-    taken: dict[Setting, list[Served]] = {setting: [] for setting in settings}
+    taken: dict[AdmissionSetting, list[Served]] = {setting: [] for setting in settings}
     async with contextlib.AsyncExitStack() as running:
         stacks = {
             policy: await running.enter_async_context(policy_stack(policy, bursts, blocks, report))
@@ -283,7 +283,10 @@ async def measure_async(options: Options, report: Report) -> None:
         "tokens_of_all_requests": [a + sum(b) for a, b in zip(prompt_tokens, lengths, strict=True)],
         "granularity": GRANULARITY,
     }
-    settings = [GREEDY, *(Setting(policy, accuracy) for policy in RESERVING for accuracy in (PAPER_ACCURACY, 1.0))]
+    settings = [
+        GREEDY,
+        *(AdmissionSetting(policy, accuracy) for policy in RESERVING for accuracy in (PAPER_ACCURACY, 1.0)),
+    ]
     found = await served(settings, bursts, blocks, report)
     for setting, taken in found.items():
         add_rows(report, setting.name, taken)

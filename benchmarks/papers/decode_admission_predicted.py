@@ -14,8 +14,8 @@ from benchmarks.papers.decode_admission import (
     GAP_S,
     GREEDY,
     RESERVING,
+    AdmissionSetting,
     Served,
-    Setting,
     add_rows,
     admission_flags,
     figures_of,
@@ -51,7 +51,7 @@ def plan(count: int, repeat: int) -> list[PlannedRequest]:
 
 
 async def served(
-    setting: Setting, predictor: str, bursts: Sequence[Sequence[PlannedRequest]], blocks: int, report: Report
+    setting: AdmissionSetting, predictor: str, bursts: Sequence[Sequence[PlannedRequest]], blocks: int, report: Report
 ) -> tuple[list[Served], list[int]]:
     """The bursts on one stack, and the lengths of all answers; a few requests before are not counted."""
     metrics_port = free_port()
@@ -87,9 +87,9 @@ async def measure_async(options: Options, report: Report) -> None:
         return
     count, blocks = options.choose(256, 32), options.choose(POOL_BLOCKS, POOL_BLOCKS // 4)
     bursts = [plan(count, repeat) for repeat in range(1, 1 + options.choose(3, 1))]
-    found: dict[Setting, list[Served]] = {}
+    found: dict[AdmissionSetting, list[Served]] = {}
     for policy in (GREEDY.policy, *RESERVING):
-        setting = Setting(policy)
+        setting = AdmissionSetting(policy)
         found[setting], lengths = await served(setting, predictor, bursts, blocks, report)
         add_rows(report, policy, found[setting])
     report.workload = {

@@ -31,7 +31,7 @@ GAP_S = 0.001
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedRequest:
     """The results of one burst."""
 
     total_s: float
@@ -58,7 +58,7 @@ def plan(instances: int, most_output_tokens: int, seed: int) -> list[PlannedRequ
     return [PlannedRequest(number, number * GAP_S, entry) for number, entry in enumerate(lengths)]
 
 
-def summed_up(run: LoadRun) -> Placed:
+def summed_up(run: LoadRun) -> PlacedRequest:
     heavy: dict[str, int] = {}
     light: dict[str, int] = {}
     for record in run.records:
@@ -72,7 +72,7 @@ def summed_up(run: LoadRun) -> Placed:
     }
     ends_s = {instance_id: max(end_s for _, end_s in of_one) for instance_id, of_one in spans.items()}
     slowest = max(ends_s, key=ends_s.__getitem__)
-    return Placed(
+    return PlacedRequest(
         total_s=ends_s[slowest] - min(begin_s for of_one in spans.values() for begin_s, _ in of_one),
         slowest_busy_s=covered_s(spans[slowest]),
         slowest_heavy=heavy.get(slowest, 0),
@@ -101,12 +101,12 @@ async def policy_client(policy: DecodePlacementPolicy, instances: int, report: R
 
 async def placed(
     instances: int, most_output_tokens: int, repeats: int, report: Report
-) -> dict[DecodePlacementPolicy, list[Placed]]:
+) -> dict[DecodePlacementPolicy, list[PlacedRequest]]:
     """Every burst under every policy in turn, so that what is compared ran within the same minutes.
 
     All stacks run side by side; those that serve no burst are idle.
     """
-    taken: dict[DecodePlacementPolicy, list[Placed]] = {policy: [] for policy in POLICIES}
+    taken: dict[DecodePlacementPolicy, list[PlacedRequest]] = {policy: [] for policy in POLICIES}
     async with contextlib.AsyncExitStack() as running:
         clients = {
             policy: await running.enter_async_context(policy_client(policy, instances, report)) for policy in POLICIES

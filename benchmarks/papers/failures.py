@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from benchmarks.support.answer_streams import TIMEOUT_S, Stream, busiest, prompt_of, replicas_of, wait_until
+from benchmarks.support.answer_streams import TIMEOUT_S, AnswerStream, busiest, prompt_of, replicas_of, wait_until
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient
 from kaveri.engine.stepwise.fake import FakeModel
@@ -75,17 +75,18 @@ def stack_config(latency_model: str, mode: str) -> StackConfig:
     )
 
 
-async def answers(client: AsyncClient, streams: list[Stream], answer_tokens: int) -> float:
+async def answers(client: AsyncClient, streams: list[AnswerStream], answer_tokens: int) -> float:
     """Seconds until all are whole."""
     began_s = time.monotonic()
     await asyncio.gather(*(stream.read(client, answer_tokens) for stream in streams))
     return time.monotonic() - began_s
 
 
-def fresh(count: int, numbers: Iterator[int]) -> list[Stream]:
+def fresh(count: int, numbers: Iterator[int]) -> list[AnswerStream]:
     """Requests with prompts of their own."""
     return [
-        Stream(f"request-{number}", prompt_of(PROMPT_TOKENS, number)) for number in itertools.islice(numbers, count)
+        AnswerStream(f"request-{number}", prompt_of(PROMPT_TOKENS, number))
+        for number in itertools.islice(numbers, count)
     ]
 
 
@@ -127,7 +128,7 @@ async def measure_figure(figure: Figure, mode: str, repeats: int) -> dict[str, l
         LocalStack(stack_config(figure.latency_model, mode)) as stack,
         AsyncClient(stack.targets, timeout_s=TIMEOUT_S) as client,
     ):
-        await Stream("warm", prompt_of(PROMPT_TOKENS, 10_000)).read(client, 4)
+        await AnswerStream("warm", prompt_of(PROMPT_TOKENS, 10_000)).read(client, 4)
         for _ in range(repeats):
             seconds = await answers(client, fresh(figure.requests, numbers), figure.answer_tokens)
             found.setdefault("", []).append(seconds)
@@ -137,7 +138,7 @@ async def measure_figure(figure: Figure, mode: str, repeats: int) -> dict[str, l
 
 
 @dataclass
-class Trace:
+class FailureTrace:
     """A set of requests, as many in flight as there are places."""
 
     ended_s: list[float] = field(default_factory=list)
@@ -150,14 +151,14 @@ class Trace:
         return max(self.ended_s)
 
 
-async def trace(stack: LocalStack, client: AsyncClient, count: int, first: int, fails: bool) -> Trace:
+async def trace(stack: LocalStack, client: AsyncClient, count: int, first: int, fails: bool) -> FailureTrace:
     rng = random.Random(first)
     streams = [
-        (Stream(f"trace-{number}", prompt_of(PROMPT_TOKENS, number)), rng.randrange(*TRACE_ANSWERS))
+        (AnswerStream(f"trace-{number}", prompt_of(PROMPT_TOKENS, number)), rng.randrange(*TRACE_ANSWERS))
         for number in range(first, first + count)
     ]
     waiting = iter(streams)
-    found = Trace()
+    found = FailureTrace()
     began_s = time.monotonic()
 
     async def place() -> None:
@@ -179,13 +180,13 @@ async def trace(stack: LocalStack, client: AsyncClient, count: int, first: int, 
     return found
 
 
-async def measure_trace(mode: str, count: int) -> tuple[Trace, Trace]:
+async def measure_trace(mode: str, count: int) -> tuple[FailureTrace, FailureTrace]:
     """Without failures, and with them."""
     async with (
         LocalStack(stack_config(FIGURES[0].latency_model, mode)) as stack,
         AsyncClient(stack.targets, timeout_s=TIMEOUT_S) as client,
     ):
-        await Stream("warm", prompt_of(PROMPT_TOKENS, 10_000)).read(client, 4)
+        await AnswerStream("warm", prompt_of(PROMPT_TOKENS, 10_000)).read(client, 4)
         quiet = await trace(stack, client, count, 0, fails=False)
         return quiet, await trace(stack, client, count, 20_000, fails=True)
 
@@ -238,7 +239,9 @@ def _report_figure(
             report.ratio(f"{figure.name}: asked for ({ASKED}) / resumed", ASKED / ratio, 1.0)
 
 
-def _report_trace(report: Report, without: tuple[Trace, Trace], resumed: tuple[Trace, Trace]) -> None:
+def _report_trace(
+    report: Report, without: tuple[FailureTrace, FailureTrace], resumed: tuple[FailureTrace, FailureTrace]
+) -> None:
     runtimes: dict[str, float] = {}
     for name, (quiet, failing) in (("recomputed", without), ("resumed", resumed)):
         report.row("figure 11: runtime", [quiet.runtime_s], "s", way=f"no failure, {name}")

@@ -38,13 +38,13 @@ _QUEUED_BEFORE_S = 0.2
 """The first order is made when two chunks of the long prompt are left."""
 
 
-class _WaitingPrompt(NamedTuple):
+class _ScheduledPrompt(NamedTuple):
     number: int
     token_count: int
 
 
 @dataclass(frozen=True)
-class Setting:
+class SchedulingSetting:
     """One way to schedule."""
 
     name: str
@@ -53,9 +53,9 @@ class Setting:
     chunk_tokens: int = CHUNK_TOKENS
 
 
-FIXED = Setting("fixed batch of 16", OrderingPolicy.FCFS, BATCH, sum(SHAREGPT_PROMPT_TOKENS))
+FIXED = SchedulingSetting("fixed batch of 16", OrderingPolicy.FCFS, BATCH, sum(SHAREGPT_PROMPT_TOKENS))
 SETTINGS = (
-    *(Setting(f"{policy} {batch}", policy, batch) for batch in (16, 128) for policy in OrderingPolicy),
+    *(SchedulingSetting(f"{policy} {batch}", policy, batch) for batch in (16, 128) for policy in OrderingPolicy),
     FIXED,
 )
 
@@ -102,7 +102,7 @@ def summed_up(run: LoadRun) -> Burst:
 
 
 @contextlib.asynccontextmanager
-async def setting_client(setting: Setting, report: Report) -> AsyncIterator[AsyncClient]:
+async def setting_client(setting: SchedulingSetting, report: Report) -> AsyncIterator[AsyncClient]:
     """A client of a stack with one setting. The stack has served a short burst, which is not counted."""
     flags = ("--prefill-policy", setting.policy, "--prefill-sched-batch", str(setting.scheduling_batch))
     chunks = ("--chunk-tokens", str(setting.chunk_tokens))
@@ -121,7 +121,9 @@ async def setting_client(setting: Setting, report: Report) -> AsyncIterator[Asyn
         yield client
 
 
-async def bursts(settings: Sequence[Setting], count: int, repeats: int, report: Report) -> dict[str, list[Burst]]:
+async def bursts(
+    settings: Sequence[SchedulingSetting], count: int, repeats: int, report: Report
+) -> dict[str, list[Burst]]:
     """Every burst under every setting in turn, by the setting's name.
 
     What is compared so ran within the same minutes. All stacks run side by side; those that serve no burst are idle.
@@ -143,13 +145,13 @@ async def bursts(settings: Sequence[Setting], count: int, repeats: int, report: 
 def sorting_us(count: int, repeats: int) -> tuple[list[float], list[float]]:
     """Microseconds to order `count` prompts, and to take them through a schedule that orders them, per repeat."""
     rng = random.Random(count)
-    waiting = [_WaitingPrompt(number, rng.choice(SHAREGPT_PROMPT_TOKENS)) for number in range(count)]
+    waiting = [_ScheduledPrompt(number, rng.choice(SHAREGPT_PROMPT_TOKENS)) for number in range(count)]
     sort_us, schedule_us = [], []
     for _ in range(repeats):
         began_s = time.perf_counter()
         order_prompts(OrderingPolicy.SJF, waiting)
         sort_us.append(1e6 * (time.perf_counter() - began_s))
-        schedule: PromptSchedule[_WaitingPrompt] = PromptSchedule(OrderingPolicy.SJF, count)
+        schedule: PromptSchedule[_ScheduledPrompt] = PromptSchedule(OrderingPolicy.SJF, count)
         began_s = time.perf_counter()
         for prompt in waiting:
             schedule.add(prompt)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from benchmarks.support.answer_streams import TIMEOUT_S, Stream, metric, percentile, prompt_of
+from benchmarks.support.answer_streams import TIMEOUT_S, AnswerStream, metric, percentile, prompt_of
 from benchmarks.support.bursts import read_metric
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient
@@ -42,11 +42,11 @@ _PAPER = "AcceLLM"
 
 
 @dataclass
-class Load:
+class CopiedLoad:
     """One turn of one stack at one level."""
 
     seconds: float = 0.0
-    streams: list[Stream] = field(default_factory=list)
+    streams: list[AnswerStream] = field(default_factory=list)
     owned: list[float] = field(default_factory=list)
     """Bytes of the requests' own KV, at each look."""
     copies: list[float] = field(default_factory=list)
@@ -85,17 +85,17 @@ def _counters(stack: LocalStack) -> list[float]:
     return [metric(stack, name, INSTANCES) for name in names]
 
 
-def requests(first: int) -> Iterator[tuple[Stream, int]]:
+def requests(first: int) -> Iterator[tuple[AnswerStream, int]]:
     """Endless, with their answers' lengths."""
     rng = random.Random(first)
     while True:
-        yield Stream(f"request-{first}", prompt_of(rng.randint(*TOKENS), first)), rng.randint(*TOKENS)
+        yield AnswerStream(f"request-{first}", prompt_of(rng.randint(*TOKENS), first)), rng.randint(*TOKENS)
         first += 1
 
 
-async def level(stack: LocalStack, client: AsyncClient, in_flight: int, seconds: float, first: int) -> Load:
+async def level(stack: LocalStack, client: AsyncClient, in_flight: int, seconds: float, first: int) -> CopiedLoad:
     """Keeps so many in flight. What is under way at the end is cancelled."""
-    load, waiting = Load(), requests(first)
+    load, waiting = CopiedLoad(), requests(first)
 
     async def place() -> None:
         while True:
@@ -154,12 +154,12 @@ async def measure_async(options: Options, report: Report) -> None:
             stack = await opened.enter_async_context(LocalStack(config))
             client = await opened.enter_async_context(AsyncClient(stack.targets, timeout_s=TIMEOUT_S))
             stacks[mode] = stack, client
-            await Stream("warm", prompt_of(64, 1)).read(client, 8)
+            await AnswerStream("warm", prompt_of(64, 1)).read(client, 8)
         levels = {
             in_flight: await level(*stacks["pair"], in_flight, seconds, 10_000 * (1 + index))
             for index, in_flight in enumerate(IN_FLIGHT)
         }
-        compared: dict[str, list[Load]] = {mode: [] for mode in stacks}
+        compared: dict[str, list[CopiedLoad]] = {mode: [] for mode in stacks}
         for repeat in range(repeats):
             for mode in sorted(stacks, reverse=bool(repeat % 2)):
                 compared[mode].append(await level(*stacks[mode], COMPARED, seconds, 10_000 * (10 + repeat)))
@@ -167,7 +167,7 @@ async def measure_async(options: Options, report: Report) -> None:
     _report_write_back(report, compared)
 
 
-def _report_memory(report: Report, levels: dict[int, Load]) -> None:
+def _report_memory(report: Report, levels: dict[int, CopiedLoad]) -> None:
     shares: list[float] = []
     for in_flight, load in levels.items():
         # In the second half of a turn requests of all ages run.
@@ -196,7 +196,7 @@ def _report_memory(report: Report, levels: dict[int, Load]) -> None:
     report.note("a copy takes the bytes of its KV, and one block that is granted ahead")
 
 
-def _report_write_back(report: Report, compared: dict[str, list[Load]]) -> None:
+def _report_write_back(report: Report, compared: dict[str, list[CopiedLoad]]) -> None:
     for mode, loads in compared.items():
         report.row("output tokens/s", [load.tokens_per_s for load in loads], "tokens/s", replication=mode)
         report.row("time of an answer", [load.e2e_s for load in loads], "s", replication=mode)

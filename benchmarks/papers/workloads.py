@@ -57,7 +57,7 @@ _PAPERS = {
 }
 
 
-class System:
+class ComparedSystem:
     """One of the two, running."""
 
     def __init__(self, name: str, stack: LocalStack, client: AsyncClient) -> None:
@@ -101,7 +101,7 @@ def stream(
 
 
 async def compare(
-    systems: Sequence[System],
+    systems: Sequence[ComparedSystem],
     plan: Callable[[int], list[PlannedRequest]],
     repeats: int,
     report: Report,
@@ -169,7 +169,7 @@ async def measure_timed(options: Options, report: Report) -> None:
                 timed_stack(report, kv_cache_memory=str(KV_CACHE_MEMORY), **settings)
             )
             client = await resources.enter_async_context(AsyncClient(stack.target))
-            systems.append(System(name, stack, client))
+            systems.append(ComparedSystem(name, stack, client))
         for system in systems:
             await system.answer(burst(WorkloadClass.MIXED, 8, 129, 0), 0, report)
         equal = systems[:2]
@@ -222,7 +222,7 @@ async def measure_tiny(options: Options, report: Report) -> None:
             config = StackConfig.of(model=options.model, restart=False, drain_timeout_s=2.0, **counts, **_FLAGS)
             stack = await resources.enter_async_context(LocalStack(config))
             client = await resources.enter_async_context(AsyncClient(stack.target))
-            systems.append(System(name, stack, client))
+            systems.append(ComparedSystem(name, stack, client))
         for system in systems:
             await system.answer(burst(WorkloadClass.MIXED, 8, 129, 0), 0, report)
             # After the first steps, so that the threads that compute are there.

@@ -36,7 +36,7 @@ _DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True)
-class Round:
+class EndToEndRound:
     """The figures of one closed-loop round."""
 
     tokens_per_s: float
@@ -115,7 +115,7 @@ async def closed_loop(concurrency: int, prompts: Sequence[tuple[int, ...]], ask:
     return time.perf_counter() - began_s, results
 
 
-async def stack_round(client: AsyncClient, concurrency: int, prompts: Sequence[tuple[int, ...]]) -> Round:
+async def stack_round(client: AsyncClient, concurrency: int, prompts: Sequence[tuple[int, ...]]) -> EndToEndRound:
     params = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0, ignore_eos=True)
 
     async def ask(prompt: tuple[int, ...]) -> Any:
@@ -124,13 +124,13 @@ async def stack_round(client: AsyncClient, concurrency: int, prompts: Sequence[t
     seconds, answers = await closed_loop(concurrency, prompts, ask)
     tokens = sum(answer.usage.completion_tokens for answer in answers)
     phases = {name: statistics.mean(getattr(answer.timing.server, name) for answer in answers) for name in PHASES}
-    return Round(tokens / seconds, [answer.timing.ttft_s for answer in answers], phases)
+    return EndToEndRound(tokens / seconds, [answer.timing.ttft_s for answer in answers], phases)
 
 
-async def alone_round(engine: EngineAlone, concurrency: int, prompts: Sequence[tuple[int, ...]]) -> Round:
+async def alone_round(engine: EngineAlone, concurrency: int, prompts: Sequence[tuple[int, ...]]) -> EndToEndRound:
     params = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0, ignore_eos=True, seed=0)
     seconds, ttft_s = await closed_loop(concurrency, prompts, lambda prompt: engine.ask(prompt, params))
-    return Round(len(prompts) * ANSWER_TOKENS / seconds, ttft_s, {})
+    return EndToEndRound(len(prompts) * ANSWER_TOKENS / seconds, ttft_s, {})
 
 
 async def measure_async(options: Options, report: Report) -> None:
@@ -145,7 +145,7 @@ async def measure_async(options: Options, report: Report) -> None:
     }
     config = StackConfig.of(model=options.model, prefill_count=1, decode_count=1, max_model_len=MAX_MODEL_LEN)
     engine = EngineAlone(options.model, asyncio.get_running_loop())
-    rounds: dict[tuple[str, int], list[Round]] = {}
+    rounds: dict[tuple[str, int], list[EndToEndRound]] = {}
     try:
         async with LocalStack(config) as stack, AsyncClient(stack.target) as client:
             for concurrency in CONCURRENCIES:

@@ -77,7 +77,7 @@ arrive."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class ClockedAnswer:
     """One request as the client saw it, by time.perf_counter()."""
 
     sent_s: float
@@ -101,7 +101,7 @@ class Answer:
 
 
 @dataclass
-class System:
+class ServingSystem:
     """One of the systems that are compared."""
 
     name: str
@@ -131,7 +131,7 @@ class System:
         return engines, sum(others), time.process_time()
 
 
-def kaveri_system(stack: LocalStack, client: AsyncClient) -> System:
+def kaveri_system(stack: LocalStack, client: AsyncClient) -> ServingSystem:
     timings: list[ServerTiming] = []
 
     async def ask(prompt: Sequence[int], answer_tokens: int, note: Callable[[int], None]) -> None:
@@ -144,10 +144,10 @@ def kaveri_system(stack: LocalStack, client: AsyncClient) -> System:
 
     pids = stack.pids()
     engines = [pids.pop("prefill-0"), pids.pop("decode-0")]
-    return System(KAVERI, ask, engines, tuple(pids.values()), own_cores=True, timings=timings)
+    return ServingSystem(KAVERI, ask, engines, tuple(pids.values()), own_cores=True, timings=timings)
 
 
-def server_system(name: str, servers: Sequence[VllmServer]) -> System:
+def server_system(name: str, servers: Sequence[VllmServer]) -> ServingSystem:
     turns = itertools.cycle(servers)
 
     async def ask(prompt: Sequence[int], answer_tokens: int, note: Callable[[int], None]) -> None:
@@ -161,12 +161,14 @@ def server_system(name: str, servers: Sequence[VllmServer]) -> System:
             (engines if "EngineCore" in process.name() else others).append(process.pid)
         others.append(server.pid)
     assert len(engines) == len(servers), engines
-    return System(name, ask, engines, others, own_cores=len(servers) > 1)
+    return ServingSystem(name, ask, engines, others, own_cores=len(servers) > 1)
 
 
-async def ask_one(ask: Ask, prompt: Sequence[int], answer_tokens: int, started: asyncio.Event | None = None) -> Answer:
+async def ask_one(
+    ask: Ask, prompt: Sequence[int], answer_tokens: int, started: asyncio.Event | None = None
+) -> ClockedAnswer:
     """started: to be set with the first token. RuntimeError when tokens are missing."""
-    answer = Answer(time.perf_counter(), [])
+    answer = ClockedAnswer(time.perf_counter(), [])
 
     def note(count: int) -> None:
         answer.times_s.extend([time.perf_counter()] * count)
@@ -179,10 +181,10 @@ async def ask_one(ask: Ask, prompt: Sequence[int], answer_tokens: int, started: 
     return answer
 
 
-async def closed_loop(ask: Ask, prompts: Sequence[Sequence[int]], concurrency: int) -> list[Answer]:
+async def closed_loop(ask: Ask, prompts: Sequence[Sequence[int]], concurrency: int) -> list[ClockedAnswer]:
     """All prompts, `concurrency` at a time."""
     waiting: Iterator[Sequence[int]] = iter(prompts)
-    answers: list[Answer] = []
+    answers: list[ClockedAnswer] = []
 
     async def worker() -> None:
         for prompt in waiting:
@@ -195,7 +197,7 @@ async def closed_loop(ask: Ask, prompts: Sequence[Sequence[int]], concurrency: i
     return answers
 
 
-async def loop_round(system: System, prompts: Sequence[Sequence[int]], concurrency: int) -> dict[str, float]:
+async def loop_round(system: ServingSystem, prompts: Sequence[Sequence[int]], concurrency: int) -> dict[str, float]:
     """Figures of a closed loop, in the units of _FIGURES; of Kaveri also the mean of each phase, in ms."""
     system.pin()
     system.timings.clear()
@@ -224,7 +226,7 @@ async def loop_round(system: System, prompts: Sequence[Sequence[int]], concurren
 
 
 async def interference_round(
-    system: System, make_prompt: Callable[[int], list[int]], decoder_tokens: int, interval_s: float | None
+    system: ServingSystem, make_prompt: Callable[[int], list[int]], decoder_tokens: int, interval_s: float | None
 ) -> dict[str, float]:
     """Figures of decoding requests while a long prompt arrives every `interval_s`; None: no long prompts."""
     system.pin()
@@ -237,7 +239,7 @@ async def interference_round(
         for event in started:
             await event.wait()
         all_decode_s = time.perf_counter()
-        longs: list[asyncio.Task[Answer]] = []
+        longs: list[asyncio.Task[ClockedAnswer]] = []
         while interval_s is not None and len(longs) < MOST_LONG_PROMPTS and not any(map(asyncio.Task.done, decoders)):
             longs.append(group.create_task(ask_one(system.ask, make_prompt(LONG_PROMPT_TOKENS), LONG_ANSWER_TOKENS)))
             await asyncio.sleep(interval_s)
@@ -260,17 +262,17 @@ def random_prompt(rng: random.Random, vocab_size: int, tokens: int) -> list[int]
     return [rng.randrange(3, vocab_size) for _ in range(tokens)]
 
 
-class Started(NamedTuple):
+class StartedSystem(NamedTuple):
     """All systems that are compared."""
 
-    kaveri: System
-    singles: dict[int, System]
+    kaveri: ServingSystem
+    singles: dict[int, ServingSystem]
     """One `vllm serve`, by its threads."""
-    pair: System
+    pair: ServingSystem
     vocab_size: int
 
 
-async def start_systems(resources: AsyncExitStack, model: str) -> Started:
+async def start_systems(resources: AsyncExitStack, model: str) -> StartedSystem:
     folder = Path(resources.enter_context(tempfile.TemporaryDirectory()))
     config = StackConfig.of(
         model=model,
@@ -302,10 +304,10 @@ async def start_systems(resources: AsyncExitStack, model: str) -> Started:
     client = await resources.enter_async_context(AsyncClient(stack.target))
     (info,) = await client.list_models()
     singles = {1: server_system(ONE, [first]), CORES: server_system(ONE, [single])}
-    return Started(kaveri_system(stack, client), singles, server_system(TWO, [first, second]), info.vocab_size)
+    return StartedSystem(kaveri_system(stack, client), singles, server_system(TWO, [first, second]), info.vocab_size)
 
 
-async def choose_single(started: Started, report: Report) -> System:
+async def choose_single(started: StartedSystem, report: Report) -> ServingSystem:
     """Warms everything up. Returns the single server that is faster."""
     rng = random.Random(0)
     prompts = [random_prompt(rng, started.vocab_size, PROMPT_TOKENS[1]) for _ in range(_WARM_UP)]
@@ -319,7 +321,9 @@ async def choose_single(started: Started, report: Report) -> System:
     return started.singles[max(speeds, key=speeds.__getitem__)]
 
 
-async def measure_closed_loops(systems: Sequence[System], options: Options, report: Report, vocab_size: int) -> None:
+async def measure_closed_loops(
+    systems: Sequence[ServingSystem], options: Options, report: Report, vocab_size: int
+) -> None:
     """Each concurrency, turn by turn."""
     repeats = options.choose(3, 1)
     for concurrency in CONCURRENCIES:
@@ -355,7 +359,9 @@ def note_no_load(report: Report, rounds: Mapping[str, list[dict[str, float]]]) -
     )
 
 
-async def measure_interference(systems: Sequence[System], options: Options, report: Report, vocab_size: int) -> None:
+async def measure_interference(
+    systems: Sequence[ServingSystem], options: Options, report: Report, vocab_size: int
+) -> None:
     """With and without long prompts, turn by turn."""
     repeats, decoder_tokens = options.choose(3, 1), options.choose(400, 200)
     rng = random.Random(1)

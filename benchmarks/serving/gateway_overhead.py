@@ -27,7 +27,7 @@ TOKENS_PER_CORE = 12_000
 
 
 @dataclass
-class Round:
+class GatewayRound:
     """Times of one round's streams, and the CPU of both processes while it lasted."""
 
     first_s: list[float] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Round:
         self.tokens += tokens
 
 
-async def over_http(address: str, tokens: int, found: Round) -> None:
+async def over_http(address: str, tokens: int, found: GatewayRound) -> None:
     """One stream, read as plain bytes: the client costs as little as it can."""
     host, _, port = address.rpartition(":")
     body = {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -58,7 +58,7 @@ async def over_http(address: str, tokens: int, found: Round) -> None:
     found.add(begun_s, at_s, tokens)
 
 
-async def over_sdk(client: AsyncClient, tokens: int, found: Round) -> None:
+async def over_sdk(client: AsyncClient, tokens: int, found: GatewayRound) -> None:
     """One stream of the SDK."""
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     begun_s, at_s = time.monotonic(), []
@@ -69,8 +69,10 @@ async def over_sdk(client: AsyncClient, tokens: int, found: Round) -> None:
     found.add(begun_s, at_s, tokens)
 
 
-async def one_round(stack: LocalStack, client: AsyncClient, streams: int, tokens: int, *, is_http: bool) -> Round:
-    found = Round()
+async def one_round(
+    stack: LocalStack, client: AsyncClient, streams: int, tokens: int, *, is_http: bool
+) -> GatewayRound:
+    found = GatewayRound()
     processes = {name: psutil.Process(stack.process(name).pid) for name in ("gateway-0", "router-0")}
     before = {name: sum(process.cpu_times()[:2]) for name, process in processes.items()}
     async with asyncio.TaskGroup() as group:
@@ -102,15 +104,15 @@ async def measure_async(options: Options, report: Report) -> None:
         for is_http in (True, False):
             await one_round(stack, client, 8, 16, is_http=is_http)
         for streams in STREAMS:
-            http: list[Round] = []
-            sdk: list[Round] = []
+            http: list[GatewayRound] = []
+            sdk: list[GatewayRound] = []
             for _ in range(repeats):
                 http.append(await one_round(stack, client, streams, tokens, is_http=True))
                 sdk.append(await one_round(stack, client, streams, tokens, is_http=False))
             _report(report, streams, http, sdk)
 
 
-def _report(report: Report, streams: int, http: list[Round], sdk: list[Round]) -> None:
+def _report(report: Report, streams: int, http: list[GatewayRound], sdk: list[GatewayRound]) -> None:
     gateway = report.row(
         "gateway CPU", [1e6 * each.cpu_s["gateway-0"] / each.tokens for each in http], "us/token", streams=streams
     )

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 from benchmarks.support.answer_streams import (
     TIMEOUT_S,
-    Stream,
+    AnswerStream,
     busiest,
     go_on,
     percentile,
     prompt_of,
-    replicas_of,
     wait_until,
+    whole_replicas_of,
 )
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient
@@ -38,6 +38,8 @@ RECOMPUTED_TOKEN_S = 140e-6
 KV_TOKEN_BYTES = 4096
 MODEL_LEN = 8_192
 MAX_TOKENS = 4_000
+LAG_TOKENS = 32
+"""Of a copy that is whole: two blocks."""
 METRICS_PORT = 19_400
 DECODES = ("decode-0", "decode-1")
 RUNNING_S, DRAIN_S = 200.0, 60.0
@@ -102,11 +104,11 @@ async def measure_context(context: int, count: int) -> Drains:
         decode_flags=("--fake-step-s", str(STEP_S), "--fake-prefill-token-s", str(RECOMPUTED_TOKEN_S)),
     )
     async with LocalStack(config) as stack, AsyncClient(stack.targets, timeout_s=TIMEOUT_S) as client:
-        streams = [Stream(f"long-{number}", prompt_of(context, number)) for number in range(REQUESTS)]
+        streams = [AnswerStream(f"long-{number}", prompt_of(context, number)) for number in range(REQUESTS)]
         reading = [asyncio.create_task(stream.read(client, MAX_TOKENS)) for stream in streams]
         await wait_until(lambda: min(len(stream.token_ids) for stream in streams) >= 20, RUNNING_S)
         for _ in range(count):
-            await replicas_of(stack, DECODES, REQUESTS)
+            await whole_replicas_of(stack, DECODES, REQUESTS, LAG_TOKENS)
             owner = busiest(stack, DECODES)
             began_s = time.monotonic()
             found.steps_s += [gap_s for stream in streams for gap_s in stream.gaps_s(began_s - 1.0)]

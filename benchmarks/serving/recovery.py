@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.support.answer_streams import (
     TIMEOUT_S,
-    Stream,
+    AnswerStream,
     busiest,
     go_on,
     metric,
@@ -48,7 +48,7 @@ MODEL = FakeModel(max_model_len=MODEL_LEN, verify=False)
 
 
 @dataclass(frozen=True)
-class Case:
+class RecoveryCase:
     """One engine with one length of prompts."""
 
     name: str
@@ -62,7 +62,7 @@ class Case:
     repeats: int = 1
 
 
-def timed(context: int, repeats: int) -> Case:
+def timed(context: int, repeats: int) -> RecoveryCase:
     """OPT-13B on an A100."""
     settings = {
         "engine": "timed",
@@ -72,14 +72,14 @@ def timed(context: int, repeats: int) -> Case:
         "kv_cache_memory": "128MiB",
         "replica_memory": "128MiB",
     }
-    return Case(f"timed, context {context}", context, settings, 20.0, is_timed=True, repeats=repeats)
+    return RecoveryCase(f"timed, context {context}", context, settings, 20.0, is_timed=True, repeats=repeats)
 
 
-def computing(engine: str, block_tokens: int) -> Case:
+def computing(engine: str, block_tokens: int) -> RecoveryCase:
     """kaveri-tiny, on these cores."""
     settings = {"engine": engine, "max_model_len": 2_048, "kv_cache_memory": "512MiB", "replica_memory": "512MiB"}
     name = "kaveri-tiny" if engine == "transformers" else "vLLM"
-    return Case(f"{name}, context 1000", 1_000, settings, 3.0, max_tokens=1_000, block_tokens=block_tokens)
+    return RecoveryCase(f"{name}, context 1000", 1_000, settings, 3.0, max_tokens=1_000, block_tokens=block_tokens)
 
 
 @dataclass
@@ -104,18 +104,18 @@ class Recovery:
 
 async def arrivals(client: AsyncClient, seed: int, until_s: float) -> list[float]:
     """Times to first token of short requests that arrive until then."""
-    streams: list[Stream] = []
+    streams: list[AnswerStream] = []
     async with asyncio.TaskGroup() as group:
         while time.monotonic() < until_s:
             number = len(streams)
-            stream = Stream(f"short-{seed}-{number}", prompt_of(SHORT_PROMPT_TOKENS, number, seed))
+            stream = AnswerStream(f"short-{seed}-{number}", prompt_of(SHORT_PROMPT_TOKENS, number, seed))
             streams.append(stream)
             group.create_task(stream.read(client, SHORT_TOKENS))
             await asyncio.sleep(ARRIVAL_S)
     return [stream.at_s[0] - stream.sent_s for stream in streams]
 
 
-async def one_kill(case: Case, mode: str, seed: int) -> Recovery:
+async def one_kill(case: RecoveryCase, mode: str, seed: int) -> Recovery:
     """mode: of --replication."""
     config = StackConfig.of(
         **case.settings,
@@ -129,9 +129,9 @@ async def one_kill(case: Case, mode: str, seed: int) -> Recovery:
         drain_timeout_s=2.0,
     )
     async with LocalStack(config) as stack, AsyncClient(stack.targets, timeout_s=TIMEOUT_S) as client:
-        await Stream("warm", prompt_of(SHORT_PROMPT_TOKENS, 0, seed)).read(client, 4)
+        await AnswerStream("warm", prompt_of(SHORT_PROMPT_TOKENS, 0, seed)).read(client, 4)
         before = metric(stack, "kaveri_prefill_tokens_total", ["prefill-0"])
-        streams = [Stream(f"long-{number}", prompt_of(case.context, number, seed)) for number in range(REQUESTS)]
+        streams = [AnswerStream(f"long-{number}", prompt_of(case.context, number, seed)) for number in range(REQUESTS)]
         reading = [asyncio.create_task(stream.read(client, case.max_tokens)) for stream in streams]
         await wait_until(lambda: min(len(stream.token_ids) for stream in streams) >= 20, GOING_ON_S)
         if mode != "off":
@@ -163,7 +163,7 @@ async def one_kill(case: Case, mode: str, seed: int) -> Recovery:
         )
 
 
-async def measure_cases(cases: Sequence[Case], report: Report) -> None:
+async def measure_cases(cases: Sequence[RecoveryCase], report: Report) -> None:
     """One after the other."""
     report.workload = {
         "cases": [case.name for case in cases],
@@ -187,7 +187,7 @@ class _Found:
     resumed: list[Recovery] = field(default_factory=list)
 
 
-def _report(report: Report, case: Case, found: _Found) -> None:
+def _report(report: Report, case: RecoveryCase, found: _Found) -> None:
     for how, kills in (("recomputed", found.recomputed), ("resumed", found.resumed)):
         labels = {"case": case.name, "how": how}
         report.row("until all go on", [kill.all_go_on_s for kill in kills], "s", **labels)
@@ -202,7 +202,7 @@ def _report(report: Report, case: Case, found: _Found) -> None:
     _report_again(report, case, found)
 
 
-def _report_pauses(report: Report, case: Case, resumed: Sequence[Recovery]) -> None:
+def _report_pauses(report: Report, case: RecoveryCase, resumed: Sequence[Recovery]) -> None:
     beyond = [pause_s - 2 * kill.step_s for kill in resumed for pause_s in kill.pauses_s]
     step_ms = 1e3 * statistics.median(kill.step_s for kill in resumed)
     for percent, asked_s in ((50, 0.1), (99, 0.3)):
@@ -221,7 +221,7 @@ def _report_pauses(report: Report, case: Case, resumed: Sequence[Recovery]) -> N
     report.ratio(f"1.2 x TTFT p99 of others before / after, {case.name}", 1.2 * before / after, 1.0)
 
 
-def _report_again(report: Report, case: Case, found: _Found) -> None:
+def _report_again(report: Report, case: RecoveryCase, found: _Found) -> None:
     resumed = found.resumed
     tokens = [count for kill in resumed for count in kill.recomputed]
     moved = sum(len(kill.pauses_s) for kill in resumed)
@@ -247,7 +247,7 @@ def _report_again(report: Report, case: Case, found: _Found) -> None:
 
 def measure(options: Options, report: Report) -> None:
     """Kills the decode instance that runs all requests, with replicas and without."""
-    cases: list[Case] = options.choose([timed(1_000, 2), timed(4_000, 1)], [timed(1_000, 1)])
+    cases: list[RecoveryCase] = options.choose([timed(1_000, 2), timed(4_000, 1)], [timed(1_000, 1)])
     cases += options.choose([computing("transformers", 16)], [])
     asyncio.run(measure_cases(cases, report))
 

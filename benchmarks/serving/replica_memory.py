@@ -11,7 +11,7 @@ import asyncio
 import itertools
 from dataclasses import dataclass
 
-from benchmarks.support.answer_streams import TIMEOUT_S, Stream, metric, prompt_of, replicas_of, wait_until
+from benchmarks.support.answer_streams import TIMEOUT_S, AnswerStream, metric, prompt_of, replicas_of, wait_until
 from benchmarks.support.harness import Options, Report, run
 from benchmarks.support.process_memory import proportional_bytes
 from kaveri import AsyncClient, SamplingParams
@@ -79,9 +79,9 @@ async def with_requests(mode: str) -> Memory:
         LocalStack(stack_config(mode, METRICS_PORT, STEP_S)) as stack,
         AsyncClient(stack.targets, timeout_s=TIMEOUT_S) as client,
     ):
-        await Stream("warm", prompt_of(CONTEXT, REQUESTS)).read(client, 20)
+        await AnswerStream("warm", prompt_of(CONTEXT, REQUESTS)).read(client, 20)
         idle = used_bytes(stack)
-        streams = [Stream(f"long-{number}", prompt_of(CONTEXT, number)) for number in range(REQUESTS)]
+        streams = [AnswerStream(f"long-{number}", prompt_of(CONTEXT, number)) for number in range(REQUESTS)]
         reading = [asyncio.create_task(stream.read(client, MODEL_LEN - CONTEXT)) for stream in streams]
         await wait_until(lambda: min(len(stream.token_ids) for stream in streams) >= 8, ALL_THERE_S)
         if mode != "off":

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.support.answer_streams import TIMEOUT_S, Stream, metric, most, percentile, prompt_of, replicas_of
+from benchmarks.support.answer_streams import TIMEOUT_S, AnswerStream, metric, most, percentile, prompt_of, replicas_of
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient
 from kaveri.engine.stepwise.fake import FakeModel
@@ -27,12 +27,11 @@ PREFILL, DECODES = ("prefill-0",), ("decode-0", "decode-1")
 METRICS_PORTS = {"off": 19_440, "spread": 19_450}
 LOOK_S = 0.25
 SETTLING_S = 1.0
-STEADY_TOKENS = 160
 MODEL = FakeModel(verify=False)
 
 
 @dataclass(frozen=True)
-class Case:
+class OverheadCase:
     """One engine and one load."""
 
     name: str
@@ -44,9 +43,11 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     is_timed: bool = True
     block_tokens: int = 16
+    steady_tokens: int = 160
+    """Of each answer while no prompts arrive: enough to run on for seconds behind SETTLING_S."""
 
 
-def timed(kv_token_bytes: int, in_flight: int, answer_tokens: int, pool: str) -> Case:
+def timed(kv_token_bytes: int, in_flight: int, answer_tokens: int, pool: str) -> OverheadCase:
     """OPT-13B's time, with this much KV for each token."""
     settings = {
         "engine": "timed",
@@ -57,14 +58,16 @@ def timed(kv_token_bytes: int, in_flight: int, answer_tokens: int, pool: str) ->
         "replica_memory": pool,
     }
     name = f"{kv_token_bytes // 1024} KiB a token, compute off the CPU"
-    return Case(name, in_flight, 256, answer_tokens, 0.98, settings)
+    return OverheadCase(name, in_flight, 256, answer_tokens, 0.98, settings)
 
 
-def computing(engine: str, block_tokens: int) -> Case:
+def computing(engine: str, block_tokens: int) -> OverheadCase:
     """kaveri-tiny, on these cores."""
     settings = {"engine": engine, "kv_cache_memory": "64MiB", "replica_memory": "64MiB"}
     name = "kaveri-tiny" if engine == "transformers" else "vLLM"
-    return Case(name, 8, 256, 64, 0.95, settings, is_timed=False, block_tokens=block_tokens)
+    return OverheadCase(
+        name, 8, 256, 64, 0.95, settings, is_timed=False, block_tokens=block_tokens, steady_tokens=1_500
+    )
 
 
 CASES = (
@@ -75,7 +78,7 @@ CASES = (
 
 
 @dataclass
-class Round:
+class OverheadRound:
     """One turn of one stack."""
 
     tokens_per_s: float
@@ -90,9 +93,11 @@ class Round:
     wrong: int
 
 
-async def one_round(stack: LocalStack, client: AsyncClient, case: Case, count: int, first_number: int) -> Round:
+async def one_round(
+    stack: LocalStack, client: AsyncClient, case: OverheadCase, count: int, first_number: int
+) -> OverheadRound:
     streams = [
-        Stream(f"request-{number}", prompt_of(case.prompt_tokens, number))
+        AnswerStream(f"request-{number}", prompt_of(case.prompt_tokens, number))
         for number in range(first_number, first_number + count)
     ]
     before = [await asyncio.to_thread(_tokens, stack, kind) for kind in _KINDS]
@@ -111,7 +116,7 @@ async def one_round(stack: LocalStack, client: AsyncClient, case: Case, count: i
     after = [await asyncio.to_thread(_tokens, stack, kind) for kind in _KINDS]
     copied, prompts, drawn = (last - first for first, last in zip(before, after, strict=True))
     gaps_s = [later - sooner for stream in streams for sooner, later in zip(stream.at_s, stream.at_s[1:], strict=False)]
-    return Round(
+    return OverheadRound(
         tokens_per_s=count * case.answer_tokens / seconds,
         ttft_s=[stream.at_s[0] - stream.sent_s for stream in streams],
         gaps_s=gaps_s,
@@ -133,7 +138,7 @@ def _tokens(stack: LocalStack, kind: tuple[str, Sequence[str]]) -> float:
     return metric(stack, *kind)
 
 
-async def _ask(client: AsyncClient, waiting: Iterator[Stream], answer_tokens: int) -> None:
+async def _ask(client: AsyncClient, waiting: Iterator[AnswerStream], answer_tokens: int) -> None:
     for stream in waiting:
         await stream.read(client, answer_tokens)
 
@@ -145,10 +150,12 @@ async def _look(stack: LocalStack, lags: list[float], unprotected: list[float]) 
         unprotected.append(await asyncio.to_thread(metric, stack, "kaveri_unprotected_requests", DECODES))
 
 
-async def steady_lags(stack: LocalStack, client: AsyncClient, case: Case) -> list[float]:
+async def steady_lags(stack: LocalStack, client: AsyncClient, case: OverheadCase) -> list[float]:
     """Most tokens that a copy lacks, at each look, while all requests run and their prompts have been copied."""
-    streams = [Stream(f"steady-{number}", prompt_of(case.prompt_tokens, number)) for number in range(case.in_flight)]
-    reading = [asyncio.create_task(stream.read(client, STEADY_TOKENS)) for stream in streams]
+    streams = [
+        AnswerStream(f"steady-{number}", prompt_of(case.prompt_tokens, number)) for number in range(case.in_flight)
+    ]
+    reading = [asyncio.create_task(stream.read(client, case.steady_tokens)) for stream in streams]
     await replicas_of(stack, DECODES, case.in_flight)
     await asyncio.sleep(SETTLING_S)
     lags: list[float] = []
@@ -159,10 +166,12 @@ async def steady_lags(stack: LocalStack, client: AsyncClient, case: Case) -> lis
     return lags
 
 
-async def measure_case(case: Case, repeats: int, turns: int) -> tuple[dict[str, list[Round]], list[float]]:
+async def measure_case(
+    case: OverheadCase, repeats: int, turns: int
+) -> tuple[dict[str, list[OverheadRound]], list[float]]:
     """The rounds of each stack, and the lags of copies without arrivals. turns: how many requests each place in flight
     has in one round."""
-    found: dict[str, list[Round]] = {mode: [] for mode in METRICS_PORTS}
+    found: dict[str, list[OverheadRound]] = {mode: [] for mode in METRICS_PORTS}
     async with contextlib.AsyncExitStack() as opened:
         stacks: dict[str, tuple[LocalStack, AsyncClient]] = {}
         for mode, port in METRICS_PORTS.items():
@@ -188,7 +197,7 @@ async def measure_case(case: Case, repeats: int, turns: int) -> tuple[dict[str, 
         return found, await steady_lags(*stacks["spread"], case)
 
 
-async def measure_cases(cases: Sequence[Case], options: Options, report: Report) -> None:
+async def measure_cases(cases: Sequence[OverheadCase], options: Options, report: Report) -> None:
     """One after the other."""
     repeats, turns = options.choose(4, 1), options.choose(3, 1)
     report.workload = {
@@ -209,7 +218,7 @@ async def measure_cases(cases: Sequence[Case], options: Options, report: Report)
         _report(report, case, *await measure_case(case, repeats, turns))
 
 
-def _report(report: Report, case: Case, found: dict[str, list[Round]], steady: list[float]) -> None:
+def _report(report: Report, case: OverheadCase, found: dict[str, list[OverheadRound]], steady: list[float]) -> None:
     for mode, rounds in found.items():
         labels = {"case": case.name, "replication": mode}
         report.row("output tokens/s", [each.tokens_per_s for each in rounds], "tokens/s", **labels)

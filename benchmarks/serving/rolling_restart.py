@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from benchmarks.support.answer_streams import Stream, percentile, prompt_of
+from benchmarks.support.answer_streams import AnswerStream, percentile, prompt_of
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient
 from kaveri.engine.stepwise.fake import FakeModel
@@ -37,7 +37,7 @@ _GIVEN_BACK = re.compile(r'"outcome": ?"given_back"')
 
 
 @dataclass
-class Load:
+class RestartLoad:
     """Clients that ask without a break, and what came of it."""
 
     pauses_s: list[float] = field(default_factory=list)
@@ -57,13 +57,13 @@ class Load:
         """One client."""
         while not self.is_over:
             number = next(numbers)
-            stream = Stream(f"request-{number}", prompt_of(PROMPT_TOKENS, number))
+            stream = AnswerStream(f"request-{number}", prompt_of(PROMPT_TOKENS, number))
             try:
                 await self._ask(client, stream, ANSWER_TOKENS[number % len(ANSWER_TOKENS)])
             except KaveriError as error:
                 self.failed.append(f"request {number}: {error!r}")
 
-    async def _ask(self, client: AsyncClient, stream: Stream, token_count: int) -> None:
+    async def _ask(self, client: AsyncClient, stream: AnswerStream, token_count: int) -> None:
         await stream.read(client, token_count)
         pause_s = max(stream.at_s[0] - stream.sent_s, stream.pause_s(stream.sent_s))
         (self.moved_pauses_s if stream.reattaches else self.pauses_s).append(pause_s)
@@ -115,7 +115,7 @@ async def measure_async(options: Options, report: Report) -> None:
         "step_s": STEP_S,
         "rounds": ROUNDS,
     }
-    load, restarts, numbers = Load(), Restarts(), itertools.count()
+    load, restarts, numbers = RestartLoad(), Restarts(), itertools.count()
     async with LocalStack(stack_config()) as stack:
         async with AsyncClient(stack.targets, timeout_s=120) as client:
             clients = [asyncio.create_task(load.run(client, numbers)) for _ in range(CLIENTS)]
@@ -130,7 +130,7 @@ async def measure_async(options: Options, report: Report) -> None:
     _report(load, restarts, logs, report)
 
 
-def _report(load: Load, restarts: Restarts, logs: list[str], report: Report) -> None:
+def _report(load: RestartLoad, restarts: Restarts, logs: list[str], report: Report) -> None:
     for role, drains_s in restarts.drains_s.items():
         report.row("SIGTERM to end", drains_s, "s", role=role)
     for answers, pauses_s in (("of one router", load.pauses_s), ("of several", load.moved_pauses_s)):

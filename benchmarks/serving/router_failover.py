@@ -10,7 +10,7 @@ import asyncio
 import statistics
 import time
 
-from benchmarks.support.answer_streams import Stream, metric, percentile, prompt_of, wait_until
+from benchmarks.support.answer_streams import AnswerStream, metric, percentile, prompt_of, wait_until
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient
 from kaveri.engine.stepwise.fake import FakeModel
@@ -41,9 +41,11 @@ async def one_kill(seed: int) -> tuple[list[float], list[float], int, float]:
     )
     async with LocalStack(config) as stack, AsyncClient(stack.targets, timeout_s=RUNNING_S) as client:
         for number in range(len(stack.targets)):
-            await Stream(f"warm-{number}", prompt_of(PROMPT_TOKENS, number, seed)).read(client, ANSWER_TOKENS)
+            await AnswerStream(f"warm-{number}", prompt_of(PROMPT_TOKENS, number, seed)).read(client, ANSWER_TOKENS)
         before = metric(stack, COMPUTED, ["prefill-0"])
-        streams = [Stream(f"stream-{number}", prompt_of(PROMPT_TOKENS, 2 + number, seed)) for number in range(STREAMS)]
+        streams = [
+            AnswerStream(f"stream-{number}", prompt_of(PROMPT_TOKENS, 2 + number, seed)) for number in range(STREAMS)
+        ]
         reading = [asyncio.create_task(stream.read(client, ANSWER_TOKENS)) for stream in streams]
         await wait_until(lambda: min(len(stream.token_ids) for stream in streams) >= ANSWER_TOKENS // 3, RUNNING_S)
         killed_s = time.monotonic()

@@ -66,7 +66,7 @@ async def _measure(options: Options, report: Report) -> None:
 
 
 @dataclass
-class _Relay:
+class _MeasuredRelay:
     """A process between clients and instances."""
 
     name: str
@@ -81,8 +81,8 @@ class _Relay:
 
 @dataclass
 class _Stack:
-    router: _Relay
-    pass_through: _Relay
+    router: _MeasuredRelay
+    pass_through: _MeasuredRelay
     instance: Any
     """Stub of the prefill instance, called without a router."""
     folder: Path
@@ -113,10 +113,10 @@ async def _stack(model: str) -> AsyncIterator[_Stack]:
         for child, port in zip(children, (instance_port, pass_port, router_port), strict=True):
             await _until_healthy(child, f"127.0.0.1:{port}")
 
-        async def relay(name: str, child: ChildProcess, port: int) -> _Relay:
+        async def relay(name: str, child: ChildProcess, port: int) -> _MeasuredRelay:
             channel = await running.enter_async_context(open_channel(f"127.0.0.1:{port}"))
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            found = _Relay(name, psutil.Process(child.pid), child, stub)
+            found = _MeasuredRelay(name, psutil.Process(child.pid), child, stub)
             # Warm-up: connections, code paths, the first stream of tokens. Not counted.
             await _streams(found, 8, 50, STEP_S)
             return found
@@ -148,7 +148,7 @@ class _Streamed:
     responses: int
 
 
-async def _streams(relay: _Relay, count: int, max_tokens: int, step_s: float) -> _Streamed:
+async def _streams(relay: _MeasuredRelay, count: int, max_tokens: int, step_s: float) -> _Streamed:
     tokens = responses = 0
     params = sampling_pb2.SamplingParams(max_tokens=max_tokens, temperature=0, seed=int(step_s * 1e6))
     prompt = inference_pb2.TokenIds(ids=PROMPT)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.support.answer_streams import (
     TIMEOUT_S,
-    Stream,
+    AnswerStream,
     busiest,
     go_on,
     metric,
@@ -54,7 +54,7 @@ MODEL = FakeModel(max_model_len=MODEL_LEN, verify=False)
 
 
 @dataclass
-class Faults:
+class SilenceFaults:
     """What faults of one kind led to."""
 
     noticed_s: list[float] = field(default_factory=list)
@@ -104,7 +104,7 @@ def is_back(stack: LocalStack) -> bool:
 
 
 async def one_fault(
-    stack: LocalStack, links: dict[str, TcpRelay], kind: str, streams: list[Stream], faults: Faults
+    stack: LocalStack, links: dict[str, TcpRelay], kind: str, streams: list[AnswerStream], faults: SilenceFaults
 ) -> None:
     name = busiest(stack, [name for name in DECODES if name in stack.view().instances])
     began_s, clock_s = time.monotonic(), time.time()
@@ -160,13 +160,13 @@ async def measure_async(options: Options, report: Report) -> None:
         router_flags=("--max-attempts", str(4 * count + 4)),
         decode_flags=("--advertise-host", ADVERTISED_HOST),
     )
-    found = {kind: Faults() for kind in KINDS}
+    found = {kind: SilenceFaults() for kind in KINDS}
     async with LocalStack(config) as stack:
         addresses = {name: stack.view().instances[name].record.address for name in DECODES}
         ports = {name: int(address.rpartition(":")[2]) for name, address in addresses.items()}
         async with cut_links(ports.values()) as by_port, AsyncClient(stack.targets, timeout_s=TIMEOUT_S) as client:
             links = {name: by_port[port] for name, port in ports.items()}
-            streams = [Stream(f"long-{number}", prompt_of(CONTEXT, number)) for number in range(REQUESTS)]
+            streams = [AnswerStream(f"long-{number}", prompt_of(CONTEXT, number)) for number in range(REQUESTS)]
             reading = [asyncio.create_task(stream.read(client, MAX_TOKENS)) for stream in streams]
             await wait_until(lambda: min(len(stream.token_ids) for stream in streams) >= 20, BACK_WITHIN_S)
             await replicas_of(stack, DECODES, REQUESTS)
@@ -182,7 +182,7 @@ async def measure_async(options: Options, report: Report) -> None:
     report.ratio(f"1 / (1 + suspicions) after stops of {SHORT_S:g} s", 1 / (1 + suspicions), 1.0)
 
 
-def _report(report: Report, found: dict[str, Faults], streams: list[Stream]) -> None:
+def _report(report: Report, found: dict[str, SilenceFaults], streams: list[AnswerStream]) -> None:
     for kind, faults in found.items():
         report.row("noticed", faults.noticed_s, "s", fault=kind)
         report.row("going on", faults.going_on_s, "s", fault=kind)

@@ -24,7 +24,7 @@ _PROMPT_TOKEN_IDS = 900
 
 
 @dataclass
-class Stream:
+class AnswerStream:
     """One answer, and when its pieces came."""
 
     request_id: str
@@ -132,6 +132,16 @@ async def replicas_of(stack: LocalStack, instances: Sequence[str], count: int) -
     await wait_until(lambda: metric(stack, "kaveri_replicas_owned", instances) >= count, 60.0)
 
 
-async def go_on(streams: Sequence[Stream], from_s: float, timeout_s: float) -> None:
+async def whole_replicas_of(stack: LocalStack, instances: Sequence[str], count: int, lag_tokens: int) -> None:
+    """Waits until so many requests have copies, none of which lacks more tokens."""
+
+    def are_whole() -> bool:
+        lag = metric(stack, "kaveri_replica_lag_tokens", instances)
+        return lag <= lag_tokens and metric(stack, "kaveri_replicas_owned", instances) >= count
+
+    await wait_until(are_whole, 60.0)
+
+
+async def go_on(streams: Sequence[AnswerStream], from_s: float, timeout_s: float) -> None:
     """Waits until each has pieces that came after `from_s`, and more of them than may have been on their way then."""
     await wait_until(lambda: all(stream.count_since(from_s) > _PIECES_UNDER_WAY for stream in streams), timeout_s)

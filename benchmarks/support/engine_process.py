@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
-from benchmarks.support.self_pushing import KV_CACHE_BYTES, SelfPushingEngine, build_both_sides
+from benchmarks.support.self_pushing import SelfPushingEngine, build_both_sides
 from kaveri.models import resolve_model
 from kaveri.telemetry.logs import configure_logs
 
@@ -42,15 +42,18 @@ class _Answers(Protocol):
     def __call__(self, prompts: Sequence[list[int]], answer_tokens: int) -> Answered: ...
 
 
-class EngineProcess:
+class MeasuredEngine:
     """The process, from outside."""
 
-    def __init__(self, engine: str, model: str, dtype: str, chunk_tokens: int, max_batch: int) -> None:
-        """engine: BARE, or a name in ENGINES. Takes the seconds that it takes to load it."""
+    def __init__(
+        self, engine: str, model: str, dtype: str, chunk_tokens: int, max_batch: int, device: str, pool_bytes: int
+    ) -> None:
+        """engine: BARE, or a name in ENGINES. device: Kaveri's; bare vLLM computes where it was built for. Takes the
+        seconds that it takes to load it."""
         self.engine = engine
         context = multiprocessing.get_context("spawn")
         self._control, theirs = context.Pipe()
-        settings = (engine, model, dtype, chunk_tokens, max_batch)
+        settings = (engine, model, dtype, chunk_tokens, max_batch, device, pool_bytes)
         self._process = context.Process(target=_serve, args=(theirs, *settings), name=engine, daemon=True)
         self._process.start()
         theirs.close()
@@ -82,6 +85,8 @@ class EngineProcess:
         try:
             return self._control.recv()
         except EOFError:
+            # Its error is on its way to the terminal.
+            self._process.join(10.0)
             raise RuntimeError(f"{self.engine} has ended") from None
 
 
@@ -90,7 +95,16 @@ def has_vllm() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
-def _serve(control: Connection, engine: str, model: str, dtype: str, chunk_tokens: int, max_batch: int) -> None:
+def _serve(
+    control: Connection,
+    engine: str,
+    model: str,
+    dtype: str,
+    chunk_tokens: int,
+    max_batch: int,
+    device: str,
+    pool_bytes: int,
+) -> None:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     os.environ |= {
         "OMP_NUM_THREADS": "1",
@@ -106,10 +120,10 @@ def _serve(control: Connection, engine: str, model: str, dtype: str, chunk_token
     warnings.simplefilter("ignore")
     with control:
         if engine == BARE:
-            bare = _BareVllm(model, dtype, chunk_tokens, max_batch)
+            bare = _BareVllm(model, dtype, chunk_tokens, max_batch, pool_bytes)
             _answer_all(control, bare.vocab_size, bare.answer)
             return
-        built = build_both_sides(ENGINES[engine], model, dtype, chunk_tokens, max_batch)
+        built = build_both_sides(ENGINES[engine], model, dtype, chunk_tokens, max_batch, device, pool_bytes)
         with SelfPushingEngine(built) as ours:
 
             def answer(prompts: Sequence[list[int]], answer_tokens: int) -> Answered:
@@ -133,14 +147,14 @@ def _answer_all(control: Connection, vocab_size: int, answer: _Answers) -> None:
 class _BareVllm:
     """vLLM's in-process engine, as its own documentation drives it, with the settings that Kaveri gives it."""
 
-    def __init__(self, model: str, dtype: str, chunk_tokens: int, max_batch: int) -> None:
+    def __init__(self, model: str, dtype: str, chunk_tokens: int, max_batch: int, pool_bytes: int) -> None:
         from vllm import EngineArgs, LLMEngine
 
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=resolve_model(model),
                 dtype=dtype,
-                kv_cache_memory_bytes=KV_CACHE_BYTES,
+                kv_cache_memory_bytes=pool_bytes,
                 max_num_batched_tokens=chunk_tokens,
                 max_num_seqs=max_batch,
                 enforce_eager=True,

@@ -34,6 +34,8 @@ class Options:
     """End within a minute: fewer repeats, smaller work, the same comparisons."""
     model: str
     """Model to serve, where the benchmark serves one."""
+    device: str = "cpu"
+    """Where engines compute, where the benchmark builds them itself."""
 
     def choose(self, full: Any, quick: Any) -> Any:
         """`full`, or `quick` on a quick run."""
@@ -96,18 +98,19 @@ def run(name: str, measure: Callable[[Options, Report], None], description: str 
     parser.add_argument("--quick", action="store_true", help="end within a minute")
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--model", default="kaveri-tiny", help="path, hub id or bundled name")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="of the benchmarks in engine/")
     given = parser.parse_args()
     report = Report()
     started = time.monotonic()
     print(f"{name}:", flush=True)
-    measure(Options(quick=given.quick, model=given.model), report)
+    measure(Options(quick=given.quick, model=given.model, device=given.device), report)
     if report.skipped:
         return
     result = {
         "name": name,
         "date": datetime.date.today().isoformat(),
         "commit": _commit(),
-        "machine": _machine(),
+        "machine": _machine(given.device),
         "quick": given.quick,
         "duration_s": round(time.monotonic() - started, 1),
         "workload": report.workload,
@@ -131,13 +134,14 @@ def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], check=False, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
-def _machine() -> dict[str, Any]:
+def _machine(device: str) -> dict[str, Any]:
     model = "unknown"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             model = line.split(":", 1)[1].strip()
             break
     return {
+        **({"accelerator": _accelerator()} if device == "cuda" else {}),
         "cpu": model,
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -145,3 +149,10 @@ def _machine() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "load_average": round(os.getloadavg()[0], 2),
     }
+
+
+def _accelerator() -> str:
+    # Not at the top: most benchmarks need no torch.
+    import torch
+
+    return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, torch {torch.__version__.partition('+')[0]}"

@@ -27,15 +27,23 @@ KV_CACHE_BYTES = 256 * 2**20
 _DEADLINE_S = 60.0
 
 
-def build_both_sides(engine: str, model: str, dtype: str, chunk_tokens: int, max_batch: int) -> BuiltEngine:
-    """An engine that takes pushes over a Unix socket, on the CPU, in blocks as small as it takes them."""
+def build_both_sides(
+    engine: str,
+    model: str,
+    dtype: str,
+    chunk_tokens: int,
+    max_batch: int,
+    device: str = "cpu",
+    kv_cache_memory: int = KV_CACHE_BYTES,
+) -> BuiltEngine:
+    """An engine that takes pushes over a Unix socket, in blocks as small as it takes them."""
     return build_engine(
         EngineSettings(
             engine=engine,
             model=model,
             dtype=dtype,
-            device="cpu",
-            kv_cache_memory=KV_CACHE_BYTES,
+            device=device,
+            kv_cache_memory=kv_cache_memory,
             chunk_tokens=chunk_tokens,
             max_batch=max_batch,
             kv_transports=("unix",),
