@@ -131,6 +131,17 @@ def is_answer(error: aio.AioRpcError) -> bool:
     return _error_info(_details(error)) is not None
 
 
+def is_unsent(error: aio.AioRpcError) -> bool:
+    """Whether there was no connection to send the call on: nothing has left this process."""
+    # gRPC's own words; no code and no field says it.
+    return "failed to connect to all addresses" in (error.details() or "")
+
+
+def is_connection_lost(error: aio.AioRpcError) -> bool:
+    """Whether the connection broke under the call. The peer may have got it, and may serve the next one."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and not is_unsent(error) and not is_answer(error)
+
+
 def _pack(message: Message) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(message)

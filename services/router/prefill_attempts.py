@@ -18,7 +18,7 @@ from kaveri.v1 import prefill_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.attempts import ownership_to_proto
 from kaveri.wire.messages import finish_from_proto, params_to_proto
-from kaveri.wire.status import error_of, is_answer
+from kaveri.wire.status import error_of, is_answer, is_unsent
 from services.router.lifecycle_values import (
     Attempt,
     DecodeNamed,
@@ -174,11 +174,9 @@ class PrefillAttempts:
             if waits and isinstance(error, Unavailable) and error.retry_after_s is not None:
                 # It drains, and has not begun the request: nothing is wrong with it.
                 error = NoCapacity("prefill", error.retry_after_s, error.reason)
-            # gRPC's own words for a channel that has no connection: nothing has left this process.
-            is_unsent = "failed to connect to all addresses" in (rpc_error.details() or "")
-            has_ended_it = is_unsent or not isinstance(error, Unavailable | DeadlineExceeded)
-            is_broken = isinstance(error, Unavailable) and not is_unsent and not is_answer(rpc_error)
-            return PrefillEnded(error, was_reached=not is_unsent), has_ended_it, is_broken
+            has_ended_it = is_unsent(rpc_error) or not isinstance(error, Unavailable | DeadlineExceeded)
+            is_broken = isinstance(error, Unavailable) and not is_unsent(rpc_error) and not is_answer(rpc_error)
+            return PrefillEnded(error, was_reached=not is_unsent(rpc_error)), has_ended_it, is_broken
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():

@@ -26,7 +26,7 @@ from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import prefill_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.attempts import attached_from_proto, attachment_to_proto
-from kaveri.wire.status import error_of
+from kaveri.wire.status import error_of, is_connection_lost
 from services.router.lifecycle_values import NO_LIFE, InstanceLife
 from services.router.prefill_watch import PrefillSteps
 from services.router.requests import OwnerHint, RequestEntry
@@ -50,6 +50,10 @@ class Found:
     """The decode instance, if the request is there already."""
     steps: PrefillSteps | None
     """What prefill reports, if the request is there."""
+
+
+class _ConnectionLost(Unavailable):
+    """The connection broke under a call."""
 
 
 class Missing(enum.Enum):
@@ -154,6 +158,15 @@ class TakeOver:
     async def _attach_at_prefill(
         self, entry: RequestEntry, number: int, record: InstanceRecord, timeout_s: float
     ) -> Found:
+        try:
+            return await self._try_attach_at_prefill(entry, number, record, timeout_s)
+        except _ConnectionLost:
+            # gRPC sends calls on a connection that has just broken until it notices. The next one finds another.
+            return await self._try_attach_at_prefill(entry, number, record, timeout_s)
+
+    async def _try_attach_at_prefill(
+        self, entry: RequestEntry, number: int, record: InstanceRecord, timeout_s: float
+    ) -> Found:
         attach = attachment_to_proto(entry.attachment(number, self._stream_id))
         call = self._channels.stub(PrefillServiceStub, record.address).AttachPrefill(
             prefill_pb2.AttachPrefillRequest(attach=attach), timeout=entry.accepted.deadline_s - time.monotonic()
@@ -161,6 +174,8 @@ class TakeOver:
         try:
             first = await _within(call.read(), timeout_s)
         except aio.AioRpcError as rpc_error:
+            if is_connection_lost(rpc_error):
+                raise _ConnectionLost(str(error_of(rpc_error))) from rpc_error
             error = error_of(rpc_error)
             raise Unavailable(str(error)) if isinstance(error, RequestCancelled) else error from rpc_error
         except TimeoutError as error:

@@ -23,7 +23,9 @@ from kaveri.hosting.engine_host import EngineHost
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.store import ReplicaStore
 from kaveri.kv.transports import TRANSPORT_NAMES
+from kaveri.models import KAVERI_TINY
 from kaveri.rpc.server import open_channel
+from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import decode_pb2, prefill_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
@@ -31,6 +33,7 @@ from kaveri.wire.messages import layout_to_proto, params_to_proto
 from services.decode.replicated import open_replicas
 from services.instance.config import ColocatedConfig, DecodeConfig, PhasesConfig, PrefillConfig
 from services.instance.service import instance_host
+from tests.services.session_client import SessionRouters
 from tests.support.service_engines import Engines, FakeEngines, VllmEngines
 
 DEADLINE_S = 60.0
@@ -392,3 +395,17 @@ async def cluster(kv_transports: tuple[str, ...], engines: Engines) -> AsyncIter
         yield cluster
     finally:
         await cluster.close()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Iterator[ModelTokenizer]:
+    tokenizer = ModelTokenizer.load(KAVERI_TINY)
+    yield tokenizer
+    tokenizer.close()
+
+
+@pytest.fixture
+async def routers(cluster: InProcessCluster, tokenizer: ModelTokenizer) -> AsyncIterator[SessionRouters]:
+    routers = SessionRouters(cluster, tokenizer)
+    yield routers
+    await routers.close()

@@ -26,9 +26,7 @@ from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.messages import layout_to_proto, params_to_proto
 from kaveri.wire.replicas import offer_to_proto, resumption_to_proto
 from tests.services.mutations import Mutator
-from tests.services.test_sessions import SECRET, SessionClient, SessionRouters, prompt, tokenizer
-
-__all__ = ["tokenizer"]
+from tests.services.session_client import SECRET, SessionClient, SessionRouters, prompt
 
 MESSAGES = 6_000
 TOGETHER = 16

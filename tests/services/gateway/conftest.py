@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from kaveri.text.tokenizer import ModelTokenizer
 from services.gateway.config import GatewayConfig
 from services.gateway.service import Gateway, gateway_host
 from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
-from tests.services.router.scripted_answers import MODEL
 
 WITHIN_S = 60.0
 
@@ -116,13 +115,6 @@ async def read_answer(reader: asyncio.StreamReader) -> HttpAnswer:
     else:
         body = await reader.readexactly(int(headers["content-length"]))
     return HttpAnswer(status, headers, body)
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> Iterator[ModelTokenizer]:
-    tokenizer = ModelTokenizer.load(MODEL)
-    yield tokenizer
-    tokenizer.close()
 
 
 @pytest.fixture

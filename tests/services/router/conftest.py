@@ -1,19 +1,11 @@
 """Fixtures of the router's tests."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
 from kaveri.text.tokenizer import ModelTokenizer
 from tests.services.router.cluster_script import ScriptedCluster
-from tests.services.router.scripted_answers import MODEL
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> Iterator[ModelTokenizer]:
-    tokenizer = ModelTokenizer.load(MODEL)
-    yield tokenizer
-    tokenizer.close()
 
 
 @pytest.fixture

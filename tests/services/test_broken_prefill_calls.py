@@ -1,0 +1,89 @@
+"""Calls of a router to a prefill instance break, and both live on. Real router, prefill and decode, real gRPC."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from kaveri.v1 import prefill_pb2
+from services.prefill.server import PrefillServer
+from tests.services.breakable_link import breakable_link
+from tests.services.conftest import eventually
+from tests.services.session_client import GRACE_S, WAIT_S, SessionClient, SessionRouters, computed, prompt
+
+
+@pytest.mark.parametrize("phase", ["queued", "computed", "waiting for room"])
+async def test_a_prefill_call_that_breaks_between_living_processes_costs_no_attempt(
+    cluster: Any, routers: SessionRouters, phase: str
+) -> None:
+    prefill = await cluster.prefill(orphan_grace_s=GRACE_S, fake_step_s=0.03, chunk_tokens=16)
+    await cluster.decode(orphan_grace_s=GRACE_S, fake_step_s=0.01, max_model_len=400, kv_cache_memory=30 * 4096)
+    router = await routers.start("router-0")
+    async with breakable_link(router, prefill.host.address) as link:
+        ahead = SessionClient(prompt(20, 300), {"max_tokens": 50}, request_id="ahead")
+        client = SessionClient(prompt(21, 200), {"max_tokens": 20, "logprobs": 1})
+        calls = [routers.generate("router-0", each.message()) for each in (ahead, client)]
+        reached = {"queued": 16, "computed": 320, "waiting for room": 500}[phase]
+        await eventually(lambda: computed(cluster) >= reached, phase)
+        link.reset()
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*(each.finish(call) for each, call in zip((ahead, client), calls, strict=True)))
+    assert client.token_ids == cluster.expected(prompt(21, 200), 20)
+    assert len(client.logprobs) == 20
+    for each in (ahead, client):
+        assert each.last is not None
+        assert each.last.timing.attempts == 1
+    assert computed(cluster) == 500, "each prompt once"
+    await cluster.all_free()
+
+
+async def test_a_prefill_call_without_a_secret_that_breaks_is_placed_again(
+    cluster: Any, routers: SessionRouters
+) -> None:
+    prefill = await cluster.prefill(orphan_grace_s=GRACE_S, fake_step_s=0.03, chunk_tokens=16)
+    await cluster.decode()
+    router = await routers.start("router-0")
+    async with breakable_link(router, prefill.host.address) as link:
+        client = SessionClient(prompt(22, 200), {"max_tokens": 20}, secret=b"")
+        call = routers.generate("router-0", client.message())
+        await eventually(lambda: computed(cluster) >= 32, "it is computed")
+        link.reset()
+        await client.finish(call)
+    assert client.last is not None
+    assert client.last.timing.attempts == 2
+    assert client.token_ids == cluster.expected(prompt(22, 200), 20)
+    await cluster.all_free()
+
+
+async def test_a_call_that_is_opened_again_on_the_dying_connection_is_opened_once_more(
+    cluster: Any, routers: SessionRouters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attach, lost = PrefillServer.AttachPrefill, []
+
+    async def attach_on_the_second_connection(
+        self: PrefillServer, request: prefill_pb2.AttachPrefillRequest, context: Any
+    ) -> AsyncIterator[prefill_pb2.AttachPrefillResponse]:
+        if not lost:
+            lost.append(request.attach.request_id)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Stream removed (Socket closed)")
+        async for response in attach(self, request, context):
+            yield response
+
+    monkeypatch.setattr(PrefillServer, "AttachPrefill", attach_on_the_second_connection)
+    prefill = await cluster.prefill(orphan_grace_s=GRACE_S, fake_step_s=0.03, chunk_tokens=16)
+    await cluster.decode()
+    router = await routers.start("router-0")
+    async with breakable_link(router, prefill.host.address) as link:
+        client = SessionClient(prompt(23, 200), {"max_tokens": 20})
+        call = routers.generate("router-0", client.message())
+        await eventually(lambda: computed(cluster) >= 32, "it is computed")
+        link.reset()
+        await client.finish(call)
+    assert lost == ["a"]
+    assert client.last is not None
+    assert client.last.timing.attempts == 1
+    assert client.token_ids == cluster.expected(prompt(23, 200), 20)
+    assert computed(cluster) == 200
+    await cluster.all_free()
