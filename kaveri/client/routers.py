@@ -17,6 +17,7 @@ from kaveri.rpc.liveness import BEAT_TIMEOUT_S, Liveness
 from kaveri.rpc.server import open_channel
 from kaveri.rpc.tls import RpcTls
 from kaveri.security.tls_files import TlsFiles
+from kaveri.telemetry.tracing import HEADER
 from kaveri.v1 import inference_pb2, inference_pb2_grpc
 from kaveri.wire.status import error_of, is_answer
 
@@ -151,10 +152,18 @@ class Routers:
         self._liveness = Liveness(self._beat)
 
     def call(
-        self, method: str, request: Any, target: str, deadline_s: float | None, *, leaves_unheard: bool
+        self,
+        method: str,
+        request: Any,
+        target: str,
+        deadline_s: float | None,
+        *,
+        leaves_unheard: bool,
+        traceparent: str = "",
     ) -> RouterCall[Any]:
         """Calls a method of InferenceService. deadline_s: on the monotonic clock. leaves_unheard: the call fails when
-        the router was never heard, says nothing for SUSPECT_UNHEARD_AFTER_S, and others are known.
+        the router was never heard, says nothing for SUSPECT_UNHEARD_AFTER_S, and others are known. traceparent: of the
+        caller's span; empty: it traces nothing.
 
         Raises DeadlineExceeded.
         """
@@ -164,7 +173,8 @@ class Routers:
         self._drop_broken(target)
         stub = self._stub(target)
         connected = self._channels[target].get_state() is grpc.ChannelConnectivity.READY
-        call = getattr(stub, method)(request, timeout=timeout_s, metadata=self._metadata)
+        metadata = (*(self._metadata or ()), (HEADER, traceparent)) if traceparent else self._metadata
+        call = getattr(stub, method)(request, timeout=timeout_s, metadata=metadata)
         # Without another router to go to, it is better to wait.
         leaves_unheard = leaves_unheard and len(self.targets.known) > 1
         return RouterCall(call, target, self._liveness, connected, leaves_unheard)

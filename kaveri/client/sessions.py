@@ -8,6 +8,7 @@ import time
 from kaveri.client.received import Received
 from kaveri.client.routers import RouterCall, RouterFailed, Routers, TriedRouters
 from kaveri.errors import KaveriError, NoCapacity, Unavailable
+from kaveri.telemetry.tracing import current_traceparent
 from kaveri.v1 import inference_pb2
 
 _SECRET_BYTES = 16
@@ -35,6 +36,8 @@ class Sessions:
         self.received = Received()
         self.cancel_asked = False
         """Whether the caller has cancelled the request by its id: a later session is cancelled too."""
+        self._traceparent = current_traceparent()
+        """Of the span in which the caller has asked."""
         self._request = request
         self._routers = routers
         self._deadline_s = deadline_s
@@ -132,7 +135,14 @@ class Sessions:
 
     def _send(self, target: str) -> GenerateCall:
         leaves_unheard = self._tried.leaves_unheard(target)
-        return self._routers.call("Generate", self._request, target, self._deadline_s, leaves_unheard=leaves_unheard)
+        return self._routers.call(
+            "Generate",
+            self._request,
+            target,
+            self._deadline_s,
+            leaves_unheard=leaves_unheard,
+            traceparent=self._traceparent,
+        )
 
     def _take(self, response: inference_pb2.GenerateResponse) -> None:
         try:

@@ -66,6 +66,8 @@ class Resumption:
     """Whether a holder without room may push the copy on, and say where it is."""
     replica_tokens: int = 0
     """Tokens that the copy has, as its owner has said. 0: not known."""
+    traceparent: str = ""
+    """Of the span that what happens at the holder is below. Empty: the request is not traced."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from kaveri.security.tls_files import WatchedTlsFiles, is_named
 from kaveri.telemetry.logs import configure_logs, get_logger
 from kaveri.telemetry.metrics import serve_metrics
 from kaveri.telemetry.readiness import is_ready
+from kaveri.telemetry.tracing import close_tracing, configure_tracing
 
 ALL_ADDRESSES = ("0.0.0.0", "::", "[::]")
 """Values of --host that are not addresses of a peer."""
@@ -151,6 +152,7 @@ def run_service(
         if not config.instance_id:
             config = dataclasses.replace(config, instance_id=f"{role}-{secrets.token_hex(3)}")
         configure_logs(role, config.instance_id, config.log_level)
+        configure_tracing(role, config.instance_id)
         if read.service_links:
             get_logger().warning(
                 "service_links_ignored", variables=", ".join(read.service_links), advice=SERVICE_LINKS_ADVICE
@@ -167,6 +169,8 @@ def run_service(
         return _refuse(program, refusal)
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 128 + signal.SIGTERM
+    finally:
+        close_tracing()
 
 
 def _refuse(program: str, error: ConfigError) -> int:

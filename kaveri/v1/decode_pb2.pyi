@@ -246,6 +246,7 @@ class ResumeRequest(_message.Message):
     HOLDER_INCARNATION_FIELD_NUMBER: _builtins.int
     MAY_PUSH_ON_FIELD_NUMBER: _builtins.int
     REPLICA_TOKENS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     session: _builtins.int
@@ -268,6 +269,8 @@ class ResumeRequest(_message.Message):
     """Tokens that the copy has, as its owner has told the caller. The holder waits a moment for what has arrived and is not
     counted yet. 0: not known.
     """
+    traceparent: _builtins.str
+    """As in PrefillRequest."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, followed by the tokens that the caller has."""
@@ -296,10 +299,11 @@ class ResumeRequest(_message.Message):
         holder_incarnation: _builtins.int = ...,
         may_push_on: _builtins.bool = ...,
         replica_tokens: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params", "predicted_length", b"predicted_length"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "holder_incarnation", b"holder_incarnation", "may_push_on", b"may_push_on", "params", b"params", "predicted_length", b"predicted_length", "replica_tokens", b"replica_tokens", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "timeout_s", b"timeout_s", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "holder_incarnation", b"holder_incarnation", "may_push_on", b"may_push_on", "params", b"params", "predicted_length", b"predicted_length", "replica_tokens", b"replica_tokens", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -468,6 +472,7 @@ class ReserveRequest(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     RESERVATION_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, at most 128 bytes."""
     attempt: _builtins.int
@@ -490,6 +495,8 @@ class ReserveRequest(_message.Message):
     """The number of this call among those of the attempt at this instance, rising from 1. A later one replaces an earlier
     one; an earlier one that comes late is refused with ABORTED. 0: not counted.
     """
+    traceparent: _builtins.str
+    """As in PrefillRequest."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, followed by the tokens that earlier attempts have generated. Kept to recompute after a preemption."""
@@ -522,10 +529,11 @@ class ReserveRequest(_message.Message):
         session: _builtins.int = ...,
         secret: _builtins.bytes = ...,
         reservation: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "params", b"params", "predicted_length", b"predicted_length"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "layout", b"layout", "params", b"params", "predicted_length", b"predicted_length", "request_id", b"request_id", "reservation", b"reservation", "router_id", b"router_id", "secret", b"secret", "session", b"session", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "layout", b"layout", "params", b"params", "predicted_length", b"predicted_length", "request_id", b"request_id", "reservation", b"reservation", "router_id", b"router_id", "secret", b"secret", "session", b"session", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -199,6 +199,7 @@ class PrefillRequest(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     SILENT_DECODE_IDS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, at most 128 bytes."""
     attempt: _builtins.int
@@ -216,6 +217,8 @@ class PrefillRequest(_message.Message):
     """The client's session, as in GenerateRequest."""
     secret: _builtins.bytes
     """The client's secret, as in GenerateRequest. Unset: the request ends with its router."""
+    traceparent: _builtins.str
+    """The span that what happens here is below, as W3C's traceparent. Empty: the request is not traced."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, followed by the tokens that earlier attempts have generated."""
@@ -240,10 +243,11 @@ class PrefillRequest(_message.Message):
         session: _builtins.int = ...,
         secret: _builtins.bytes = ...,
         silent_decode_ids: _abc.Iterable[_builtins.str] | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "params", b"params", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "silent_decode_ids", b"silent_decode_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "params", b"params", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "silent_decode_ids", b"silent_decode_ids", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

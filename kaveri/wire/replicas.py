@@ -80,6 +80,7 @@ def resumption_to_proto(resumption: Resumption) -> decode_pb2.ResumeRequest:
         holder_incarnation=resumption.holder_incarnation,
         may_push_on=resumption.may_push_on,
         replica_tokens=resumption.replica_tokens,
+        traceparent=resumption.traceparent,
     )
 
 
@@ -100,6 +101,7 @@ def resumption_from_proto(message: decode_pb2.ResumeRequest) -> Resumption:
         message.holder_incarnation,
         message.may_push_on,
         message.replica_tokens,
+        message.traceparent,
     )
 
 

@@ -40,6 +40,7 @@ from kaveri.policy.growth import BatchMember
 from kaveri.policy.placement import DEFAULT_THRESHOLDS, HeavyThresholds
 from kaveri.policy.room_line import Place
 from kaveri.telemetry.logs import get_logger
+from kaveri.telemetry.tracing import spans_below, trace_fields
 from services.decode import lifecycle
 from services.decode.answer_log import AnswerLog, End
 from services.decode.attaching import prompt_tokens
@@ -48,6 +49,7 @@ from services.decode.lifecycle import InLine, Ready, Released, Reserving, Rival,
 from services.decode.metrics import DecodeMetrics
 from services.decode.owners import RequestOwners
 from services.decode.requests import DecodeRequest, ResumedHere
+from services.decode.spans import DecodeSpans
 from services.decode.token_streams import BEAT_S
 
 _LONGEST_REQUEST_S = 86_400.0
@@ -108,12 +110,14 @@ class DecodeInstance:
         predicted_length: TokenRange | None = None,
         waits: bool = False,
         reservation: int = 0,
+        traceparent: str = "",
     ) -> Ticket:
         """Reserves room. With `waits` a request without room waits in line until it has room; otherwise it is refused.
 
         A reservation of the same request by an older owner, or by the same one, is ended first, waiting or not; and so
         is another request with the same id. A newer attempt takes over the place in line of an older one.
         reservation: the number of this call within the attempt; an earlier call that comes late is stale.
+        traceparent: of the span that what happens here is below; empty: it is not traced.
 
         timeout_s: what is left of the request's time; when it is over the request ends here. Raises Unavailable
         (draining, also while it waits), LayoutMismatch, StaleAttempt, NoCapacity, InvalidArgument (can never fit),
@@ -129,7 +133,7 @@ class DecodeInstance:
         info.require_servable(engine_request)
         needed_blocks = self._room.needed_blocks(len(token_ids))
         place = self._end_former(request_id, ownership, reservation)
-        request = self._open(engine_request, ownership, timeout_s, predicted_length, InLine(waits))
+        request = self._open(engine_request, ownership, timeout_s, predicted_length, InLine(waits), traceparent)
         request.reservation, request.source = reservation, layout
         request.answer = asyncio.get_running_loop().create_future()
         self._room.line.join(request_id, needed_blocks, len(token_ids), place)
@@ -158,6 +162,7 @@ class DecodeInstance:
             resumption.timeout_s,
             resumption.predicted_length,
             InLine(stays=False),
+            resumption.traceparent,
         )
         loop = asyncio.get_running_loop()
         request.answer, request.resumed = loop.create_future(), ResumedHere(held_tokens, loop.create_future())
@@ -188,6 +193,7 @@ class DecodeInstance:
         timeout_s: float,
         first_token: tuple[int, Logprobs | None],
         predicted_length: TokenRange | None = None,
+        traceparent: str = "",
     ) -> None:
         """Takes on a request that this very engine has prefilled: it has landed, and waits for its admission.
 
@@ -196,7 +202,7 @@ class DecodeInstance:
         stopped.
         """
         self._end_former(engine_request.key.request_id, ownership)
-        request = self._open(engine_request, ownership, timeout_s, predicted_length, InLine(stays=False))
+        request = self._open(engine_request, ownership, timeout_s, predicted_length, InLine(stays=False), traceparent)
         request.log.begin_with(*first_token)
         self._take(request, lifecycle.RoomAsked())
         try:
@@ -314,6 +320,8 @@ class DecodeInstance:
             self.owners.streams.gain(request, step, self._times(request, report.times))
             self._remove(request)
             self.owners.keep(request, now_s)
+            if request.spans is not None:
+                request.spans.note(report, now_s)
             self._report(request, report, now_s)
         self._room.batch.step(drawn)
         self._metrics.count_step(len(steps), now_s, self._room.batch.running_count)
@@ -354,6 +362,7 @@ class DecodeInstance:
         timeout_s: float,
         predicted: TokenRange | None,
         state: InLine,
+        traceparent: str,
     ) -> DecodeRequest:
         now_s, timeout_s = time.monotonic(), min(timeout_s, _LONGEST_REQUEST_S)
         request = DecodeRequest(
@@ -367,6 +376,8 @@ class DecodeInstance:
         )
         loop = asyncio.get_running_loop()
         request.deadline = loop.call_later(timeout_s, self._take, request, lifecycle.TimeOver())
+        if (spans := spans_below(traceparent)) is not None:
+            request.spans = DecodeSpans(spans, now_s)
         self._requests.add(request)
         self._idle.clear()
         return request
@@ -424,6 +435,8 @@ class DecodeInstance:
             self._idle.set()
 
     def _act(self, request: DecodeRequest, action: lifecycle.Action, now_s: float) -> None:
+        if request.spans is not None:
+            request.spans.note(action, now_s)
         match action:
             case lifecycle.AnswerReserve(result):
                 self._answer(request, result)
@@ -471,4 +484,5 @@ class DecodeInstance:
             prompt_tokens=len(request.engine_request.token_ids),
             preemptions=report.preemptions,
             seconds=round(now_s - request.came_s, 6),
+            **trace_fields(request.spans),
         )

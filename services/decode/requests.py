@@ -12,6 +12,7 @@ from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.growth import BatchMember
 from services.decode.answer_log import AnswerLog
 from services.decode.lifecycle import Running, State
+from services.decode.spans import DecodeSpans
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class DecodeRequest:
     deadline: asyncio.TimerHandle | None = None
     """Ends the request when its time is over."""
     resumed: ResumedHere | None = None
+    spans: DecodeSpans | None = None
+    """None: it is not traced."""
     log: AnswerLog = field(init=False)
 
     def __post_init__(self) -> None:

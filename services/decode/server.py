@@ -68,6 +68,7 @@ class DecodeServer(DecodeServiceServicer):
                 ),
                 waits=request.wait,
                 reservation=request.reservation,
+                traceparent=request.traceparent,
             )
         except KaveriError as error:
             await abort(context, error)

@@ -6,7 +6,7 @@ import importlib.metadata
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from email.utils import formatdate
@@ -25,6 +25,7 @@ from kaveri.client.async_client import AsyncClient
 from kaveri.errors import KaveriError, ModelNotFound, NoCapacity, SlowReader, Unauthenticated, Unavailable
 from kaveri.security.callers import Callers
 from kaveri.telemetry.logs import get_logger
+from kaveri.telemetry.tracing import OpenSpan, begin_span, trace_fields, traceparent_of
 from services.gateway import metrics
 from services.gateway.answers import Answers
 from services.gateway.asked import Asked, UsageEvents, read_chat, read_completion
@@ -63,6 +64,8 @@ class HttpRequest:
     completion_tokens: int = 0
     key_name: str = ""
     """Of the client's API key; empty: none was asked for."""
+    span: OpenSpan | None = None
+    """None: it is not traced."""
 
 
 class Door(Protocol):
@@ -159,6 +162,7 @@ class Edge:
                 prompt_tokens=state.prompt_tokens,
                 completion_tokens=state.completion_tokens,
                 duration_s=time.monotonic() - state.arrived_s,
+                **trace_fields(state.span),
             )
 
 
@@ -201,7 +205,8 @@ class _Generate:
                 asked = self._read(values, door.config.max_answers)
                 del values
                 async with UntilGone(receive):
-                    await self._answer(asked, state, send)
+                    with _traced(scope, state):
+                        await self._answer(asked, state, send)
         except SlowReader:
             raise
         except KaveriError as error:
@@ -253,6 +258,29 @@ class _Generate:
                 await writer.end(usage + DONE)
             finally:
                 await chunks.aclose()  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _traced(scope: Scope, state: HttpRequest) -> Iterator[None]:
+    """Within it what routers are asked for is below a span of this request, which ends with it."""
+    traceparent = traceparent_of(
+        [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+    )
+    span = state.span = begin_span(
+        f"POST {state.path}", traceparent, state.arrived_s, from_client=True, request_id=state.request_id
+    )
+    if span is None:
+        yield
+        return
+    error: BaseException | None = None
+    try:
+        with span.current():
+            yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        span.end(time.monotonic(), repr(error) if error is not None else None, answers=state.answers)
 
 
 def build_api(door: Door) -> Router:

@@ -33,6 +33,7 @@ class Adoption:
                 request.deadline_s - time.monotonic(),
                 (first.token_id, first.logprobs),
                 request.predicted_length,
+                request.traceparent,
             )
         except KaveriError as error:
             request.report(request, HandOverFailed(error))

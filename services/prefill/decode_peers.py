@@ -62,6 +62,7 @@ class DecodePeers:
             predicted_length=length_to_proto(predicted) if predicted is not None else None,
             wait=waits,
             reservation=reservation,
+            traceparent=request.traceparent,
         )
         answer_s = timeout_s if waits else min(timeout_s, _ANSWER_TIMEOUT_S)
         with self.channels.calling(DecodeServiceStub, target.record.address) as stub:

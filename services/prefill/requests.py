@@ -134,6 +134,8 @@ class PrefillRequest:
     """Tokens of the whole answer, earlier attempts included. None: unknown. Final once a place is looked for."""
     silent_decode_ids: frozenset[str] = frozenset()
     """Decode instances that its router hears nothing from."""
+    traceparent: str = ""
+    """Of the span that what happens here is below. Empty: it is not traced."""
     reservation_count: int = 0
     """Reserve calls so far, at any instance."""
     placed_at_first_token: bool = False

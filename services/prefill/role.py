@@ -26,6 +26,7 @@ from kaveri.policy.place_search import draws_more, place_search
 from kaveri.policy.prompt_queue import PromptQueue
 from kaveri.policy.waits import QUEUE_FULL_RETRY_S
 from kaveri.telemetry.logs import get_logger
+from kaveri.telemetry.tracing import spans_below, trace_fields
 from kaveri.wire.attempts import wrong_secret
 from services.prefill.engine_feed import EngineFeed, HasRoom
 from services.prefill.forecaster import LengthForecaster, Question
@@ -65,6 +66,7 @@ from services.prefill.requests import (
     ProgressOutbox,
     Started,
 )
+from services.prefill.spans import PrefillSpans
 
 LONGEST_REQUEST_S = 86_400.0
 """Time given to a request whose RPC has no deadline."""
@@ -77,6 +79,8 @@ class _Life:
     question: Question | None
     """About its length."""
     deadline: asyncio.TimerHandle
+    spans: PrefillSpans | None = None
+    """None: it is not traced."""
     orphan: asyncio.TimerHandle | None = None
     """Ends a request that no router reads about, and that its client may attach again."""
 
@@ -130,13 +134,15 @@ class PrefillRole:
         params: SamplingParams,
         timeout_s: float | None,
         silent_decode_ids: frozenset[str] = frozenset(),
+        traceparent: str = "",
     ) -> PrefillRequest:
         """Queues one attempt; its router reads its outbox, and calls leave() in the end. The same request of an older
         owner is ended, and so is another request with the same id.
 
         timeout_s: what is left of the request's time; None: no deadline. silent_decode_ids: instances that it is placed
-        on only when there is no other. Raises Unavailable (draining), StaleAttempt, RequestAlreadyExists (a later
-        session is known), NoCapacity (queue full) and InvalidArgument (does not fit this engine).
+        on only when there is no other. traceparent: see PrefillRequest. Raises Unavailable (draining), StaleAttempt,
+        RequestAlreadyExists (a later session is known), NoCapacity (queue full) and InvalidArgument (does not fit this
+        engine).
         """
         if self._draining:
             raise _draining()
@@ -152,6 +158,7 @@ class PrefillRole:
         now_s = time.monotonic()
         deadline_s, length = now_s + timeout_s, known_length(params)
         request = PrefillRequest(ownership, sent, deadline_s, self._happened, length, silent_decode_ids)
+        request.traceparent = traceparent
         self._begin(request, now_s, timeout_s)
         return request
 
@@ -302,7 +309,9 @@ class PrefillRole:
         waits = question is not None and self._forecaster.comes_first
         state = AwaitingLength(terms) if waits else Queued(terms, forecast)
         deadline = asyncio.get_running_loop().call_later(timeout_s, self._expire, request)
-        self._lives[request.request_id] = _Life(request, state, question, deadline)
+        spans = spans_below(request.traceparent)
+        traced = PrefillSpans(spans, now_s) if spans is not None else None
+        self._lives[request.request_id] = _Life(request, state, question, deadline, traced)
         self._idle.clear()
         if not waits:
             self._enqueue(request)
@@ -315,10 +324,13 @@ class PrefillRole:
         life = self._lives.get(request.request_id)
         if life is None or life.request is not request:
             return
-        life.state, actions = step(life.state, event, time.monotonic())
+        now_s = time.monotonic()
+        life.state, actions = step(life.state, event, now_s)
         if isinstance(life.state, EndedAtPrefill):
             del self._lives[request.request_id]
         for action in actions:
+            if life.spans is not None:
+                life.spans.note(action, now_s)
             self._do(life, action)
 
     def _do(self, life: _Life, action: Action) -> None:
@@ -388,6 +400,7 @@ class PrefillRole:
             reason=str(close.error) if close.error is not None else None,
             prompt_tokens=request.token_count,
             seconds=round(close.seconds, 6),
+            **trace_fields(life.spans),
         )
         if not self._lives:
             self._idle.set()

@@ -80,6 +80,7 @@ class PrefillServer(PrefillServiceServicer):
             params=params_from_proto(message.params),
             timeout_s=context.time_remaining(),
             silent_decode_ids=frozenset(message.silent_decode_ids),
+            traceparent=message.traceparent,
         )
         # Called however the RPC ends, also when it is cancelled while a message is on its way out, where a `finally`
         # in the generator would wait for the garbage collector. After a regular end it does nothing.

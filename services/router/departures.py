@@ -13,7 +13,8 @@ from kaveri.errors import NoCapacity
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from services.router.holders import Holders
 from services.router.lifecycle_values import DecodeLost, Decoding, InstanceLife
-from services.router.requests import RequestEntry, RequestTable
+from services.router.request_table import RequestTable
+from services.router.requests import RequestEntry
 from services.router.token_feeds import TokenFeeds
 
 _OWNER_TIME_S = 3.0

@@ -114,6 +114,7 @@ class Holders:
             may_push_on=not replica.was_pushed_on,
             # That many is what stands for a hint.
             replica_tokens=replica.token_count if replica.token_count < context_tokens else 0,
+            traceparent=entry.traceparent,
         )
         address = self._store.view().instances[replica.holder_id].record.address
         stub = self._channels.stub(DecodeServiceStub, address)

@@ -109,6 +109,7 @@ class PrefillAttempts:
             session=accepted.session,
             secret=accepted.secret,
             silent_decode_ids=sorted(self._feeds.silent_ids),
+            traceparent=entry.traceparent,
         )
         self.unconfirmed.add((entry.request_id, attempt.number), target, len(request.token_ids))
         now_s = time.monotonic()

@@ -8,6 +8,7 @@ from grpc import aio
 from kaveri.domain.sampling import FinishReason
 from kaveri.hosting.read_limit import ReadLimit
 from kaveri.telemetry.logs import get_logger
+from kaveri.telemetry.tracing import trace_fields
 from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.wire.messages import finish_to_proto
 from services.router import metrics
@@ -138,4 +139,5 @@ def _complete(entry: RequestEntry, response: inference_pb2.GenerateResponse) -> 
         prompt_tokens=len(accepted.prompt_token_ids),
         completion_tokens=token_count,
         **timing,
+        **trace_fields(entry.trace),
     )

@@ -1,8 +1,10 @@
 """The router's gRPC services: proto <-> domain."""
 
 import asyncio
+import contextlib
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -13,6 +15,7 @@ from kaveri.errors import InternalError, KaveriError, ModelNotFound, NoCapacity,
 from kaveri.policy.placement import max_model_len
 from kaveri.policy.rate_limit import RateLimit
 from kaveri.telemetry.logs import get_logger
+from kaveri.telemetry.tracing import OpenSpan, begin_span, is_tracing, traceparent_of
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, check_request_id
@@ -35,7 +38,9 @@ from services.router.owner_hints import hint_from_bytes, hint_from_proto, hint_t
 from services.router.peers import RouterPeers
 from services.router.relay import ServicerContext, write_answer, write_cancelled
 from services.router.request_placer import RequestPlacer
-from services.router.requests import RETRY_AFTER_S, AcceptedRequest, OwnerHint, RequestEntry, RequestTable, SentAway
+from services.router.request_table import RETRY_AFTER_S, RequestTable
+from services.router.request_trace import RequestTrace
+from services.router.requests import AcceptedRequest, OwnerHint, RequestEntry, SentAway
 
 
 class RouterParts(Protocol):
@@ -61,6 +66,8 @@ class GenerateProgress:
     entry: RequestEntry | None = None
     is_public: bool = False
     """Whether it came through the public port."""
+    span: OpenSpan | None = None
+    """Of the whole call. None: it is not traced."""
 
     @property
     def tokens(self) -> int:
@@ -71,12 +78,46 @@ class GenerateProgress:
         generated = len(self.entry.answer.token_ids) - len(accepted.received.token_ids)
         return len(accepted.prompt_token_ids) + generated
 
+    def span_attributes(self) -> dict[str, object]:
+        """What its span says at its end."""
+        if self.entry is None:
+            return {}
+        accepted, finish = self.entry.accepted, self.entry.finish
+        return {
+            "session": accepted.session,
+            "prompt_tokens": len(accepted.prompt_token_ids),
+            "completion_tokens": len(self.entry.answer.token_ids),
+            "attempts": self.entry.timing.attempts,
+            "finish_reason": finish.value if finish is not None else None,
+        }
+
     def log_fields(self) -> dict[str, object]:
         # The id is the caller's, and may be of any length as long as it is not checked.
         return {
             "request_id": self.request_id[:MAX_REQUEST_ID_BYTES],
             "attempt": self.entry.attempt_number if self.entry is not None else 0,
         }
+
+
+@contextlib.contextmanager
+def _traced(progress: GenerateProgress, context: ServicerContext, arrived_s: float) -> Iterator[None]:
+    """Within it the call is traced, if calls are and the sampler takes it."""
+    if not is_tracing():
+        yield
+        return
+    traceparent = traceparent_of(context.invocation_metadata())
+    span = progress.span = begin_span(
+        "generate", traceparent, arrived_s, from_client=True, request_id=progress.request_id[:MAX_REQUEST_ID_BYTES]
+    )
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        if span is not None:
+            span.end(time.monotonic(), repr(error) if error is not None else None, **progress.span_attributes())
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -102,7 +143,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Answers the request. progress: has its id; the rest is filled in."""
         arrived_s = time.monotonic()
         try:
-            await self._generate(request, progress, context, arrived_s)
+            with _traced(progress, context, arrived_s):
+                await self._generate(request, progress, context, arrived_s)
         except SlowReader as error:
             metrics.REQUESTS.labels(outcome="slow_reader").inc()
             get_logger().warning("client_too_slow", **progress.log_fields(), slow_reader_s=error.limit_s)
@@ -270,6 +312,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         metrics.IN_FLIGHT.inc()
         try:
             accepted = await router.intake.accept(offered)
+            tokenized_s = time.monotonic()
             claiming = True
             if request.request_id:
                 stored = await router.claims.open(claim, offered.timeout_s)
@@ -284,6 +327,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
             entry = RequestEntry(accepted, router.intake.begin_answer(accepted), router.placer.act, note_hint)
             progress.entry = entry
+            if progress.span is not None:
+                progress.span.write("tokenize", arrived_s, tokenized_s, tokens=len(accepted.prompt_token_ids))
+                entry.trace = RequestTrace(progress.span, tokenized_s)
             router.table.enter(slot, entry)
             placing = router.placer.start(entry)
             try:

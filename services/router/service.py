@@ -34,7 +34,7 @@ from services.router.monitor import Monitor
 from services.router.peers import RouterPeers
 from services.router.public_server import PublicServicer
 from services.router.request_placer import RequestPlacer
-from services.router.requests import RequestTable
+from services.router.request_table import RequestTable
 from services.router.server import ClusterServicer, InferenceServicer
 from services.router.token_feeds import TokenFeeds
 

@@ -37,7 +37,8 @@ from kaveri.wire.status import error_of
 from services.router import metrics
 from services.router.holders import Holders
 from services.router.lifecycle_values import Attempt, Decoding, GivenUp, InstanceLife, Lost, ReplicaNamed, Tokens
-from services.router.requests import RequestEntry, RequestTable
+from services.router.request_table import RequestTable
+from services.router.requests import RequestEntry
 from services.router.subscriptions import Subscription, Tie
 
 REOPEN_GRACE_S = 0.25

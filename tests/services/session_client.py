@@ -94,6 +94,7 @@ class SessionRouters:
         self.cluster = cluster
         self.tokenizer = tokenizer
         self.by_name: dict[str, Router] = {}
+        self._addresses: dict[str, str] = {}
         self._channels: dict[str, aio.Channel] = {}
         self._serving: dict[str, asyncio.Task[int]] = {}
 
@@ -111,11 +112,21 @@ class SessionRouters:
         host = router_host(router)
         self._serving[name] = asyncio.create_task(host.serve(asyncio.Event()))
         await asyncio.wait_for(host.started.wait(), WAIT_S)
+        self._addresses[name] = host.address
         self._channels[name] = open_channel(host.address)
         return router
 
-    def generate(self, name: str, message: inference_pb2.GenerateRequest, timeout_s: float = WAIT_S) -> Any:
-        return InferenceServiceStub(self._channels[name]).Generate(message, timeout=timeout_s)
+    def address(self, name: str) -> str:
+        return self._addresses[name]
+
+    def generate(
+        self,
+        name: str,
+        message: inference_pb2.GenerateRequest,
+        timeout_s: float = WAIT_S,
+        metadata: tuple[tuple[str, str], ...] = (),
+    ) -> Any:
+        return InferenceServiceStub(self._channels[name]).Generate(message, timeout=timeout_s, metadata=metadata)
 
     async def cancel(self, name: str, request_id: str) -> bool:
         request = inference_pb2.CancelRequest(request_id=request_id)

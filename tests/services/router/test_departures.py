@@ -8,7 +8,7 @@ import pytest
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Phase, Role
 from services.router import departures
 from services.router.departures import Departures
-from services.router.requests import RequestTable
+from services.router.request_table import RequestTable
 
 
 class Instances(dict[str, Any]):

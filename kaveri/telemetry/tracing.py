@@ -1,0 +1,240 @@
+"""Traces of requests over all processes, by OpenTelemetry. Off unless the standard OTEL_* variables name an exporter.
+
+A span is written when the time it describes is over, from times that the services note anyway. So a process without
+tracing, and a request that is not sampled, cost a comparison with None. What travels is W3C's `traceparent`: as an HTTP
+header, as metadata to the router, and as a field of Prefill, Reserve and Resume. Times are time.monotonic()'s.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from kaveri.errors import ConfigError
+
+HEADER = "traceparent"
+"""Name of the HTTP header and of the gRPC metadata: https://www.w3.org/TR/trace-context."""
+MAX_TRACEPARENT_BYTES = 128
+"""Longer ones are ignored. Version 00 has 55."""
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+_EXPORTERS = "OTEL_TRACES_EXPORTER"
+_CLOSE_S = 3.0
+
+
+class _Process:
+    """What this process traces with. None: it does not."""
+
+    provider: Any = None
+    tracer: Any = None
+
+
+class Spans:
+    """Writes the spans that one process adds to one request, all below the same span."""
+
+    __slots__ = ("_context", "trace_id", "traceparent")
+
+    def __init__(self, context: Any, traceparent: str) -> None:
+        self._context = context
+        self.traceparent = traceparent
+        """Of the span that they are below."""
+        self.trace_id = traceparent.split("-")[1]
+        """32 hexadecimal digits, for log lines."""
+
+    def write(self, name: str, start_s: float, end_s: float, error: object = None, **attributes: Any) -> None:
+        """Writes a span. error: why what it describes has failed; None: it has not. Attributes that are None are left
+        out. Never raises."""
+        with contextlib.suppress(Exception):
+            named, began_ns = _named(attributes), _wall_ns(start_s)
+            _end(_Process.tracer.start_span(name, self._context, attributes=named, start_time=began_ns), end_s, error)
+
+
+class OpenSpan(Spans):
+    """A span that has begun, and what is written below it."""
+
+    __slots__ = ("_span",)
+
+    def __init__(self, span: Any) -> None:
+        from opentelemetry import trace
+
+        found = span.get_span_context()
+        super().__init__(
+            trace.set_span_in_context(span),
+            f"00-{found.trace_id:032x}-{found.span_id:016x}-{int(found.trace_flags):02x}",
+        )
+        self._span = span
+
+    def begin(self, name: str, start_s: float, after: "OpenSpan | None" = None, **attributes: Any) -> "OpenSpan":
+        """Begins a span below this one. after: a span that it follows from, and links to."""
+        from opentelemetry import trace
+
+        links = [trace.Link(after._span.get_span_context())] if after is not None else None
+        return OpenSpan(
+            _Process.tracer.start_span(
+                name, self._context, attributes=_named(attributes), links=links, start_time=_wall_ns(start_s)
+            )
+        )
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Within it, calls of a Kaveri client are below this span."""
+        from opentelemetry import trace
+
+        within: AbstractContextManager[Any] = trace.use_span(
+            self._span, end_on_exit=False, record_exception=False, set_status_on_exception=False
+        )
+        return within
+
+    @property
+    def spans(self) -> "OpenSpan":
+        """Itself: see trace_fields()."""
+        return self
+
+    def end(self, end_s: float, error: object = None, **attributes: Any) -> None:
+        """Ends it. error: as of write()."""
+        with contextlib.suppress(Exception):
+            self._span.set_attributes(_named(attributes))
+            _end(self._span, end_s, error)
+
+
+def configure_tracing(service: str, instance_id: str) -> None:
+    """Begins to trace, if the environment names an exporter: OTEL_EXPORTER_OTLP_ENDPOINT, or OTEL_TRACES_EXPORTER as
+    otlp or console. The SDK reads sampler, batches, resource attributes and OTEL_SDK_DISABLED itself.
+
+    Raises ConfigError for an exporter that is not known, and where the extra [otel] is not installed.
+    """
+    named = os.environ.get(_EXPORTERS, "").strip() or ("otlp" if any(map(os.environ.get, _ENDPOINTS)) else "none")
+    if named == "none" or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return
+    if named not in ("otlp", "console"):
+        raise ConfigError(_EXPORTERS, f"{named!r} is none of otlp, console, none")
+    try:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
+    except ImportError as error:
+        raise ConfigError(_EXPORTERS, f"tracing needs OpenTelemetry: pip install 'kaveri[otel]' ({error})") from error
+    exporter = ConsoleSpanExporter(out=sys.stderr) if named == "console" else _otlp_exporter()
+    resource = {"service.name": f"kaveri-{service}", "service.instance.id": instance_id}
+    if "OTEL_SERVICE_NAME" in os.environ:
+        del resource["service.name"]
+    provider = TracerProvider(resource=Resource.create(resource))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    use_provider(provider)
+
+
+def use_provider(provider: Any) -> None:
+    """Traces with this tracer provider of OpenTelemetry from now on; None: not any more."""
+    _Process.provider = provider
+    _Process.tracer = None if provider is None else provider.get_tracer("kaveri")
+
+
+def is_tracing() -> bool:
+    """Whether this process traces at all."""
+    return _Process.tracer is not None
+
+
+def close_tracing() -> None:
+    """Sends what is left, for a few seconds at most."""
+    provider = _Process.provider
+    use_provider(None)
+    if provider is not None:
+        # An exporter without an answer waits for longer than a process may take to end.
+        closing = threading.Thread(target=provider.shutdown, name="kaveri-tracing-close", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
+
+
+def begin_span(
+    name: str, traceparent: str, start_s: float, *, from_client: bool = False, **attributes: Any
+) -> OpenSpan | None:
+    """Begins a span below the one that `traceparent` names, or a new trace without one. None: nothing is traced, or
+    the sampler has left this request out. from_client: it answers a call of another process."""
+    if _Process.tracer is None:
+        return None
+    with contextlib.suppress(Exception):
+        from opentelemetry import trace
+
+        kind = trace.SpanKind.SERVER if from_client else trace.SpanKind.INTERNAL
+        span = _Process.tracer.start_span(
+            name, _context_of(traceparent), kind, attributes=_named(attributes), start_time=_wall_ns(start_s)
+        )
+        if span.is_recording():
+            return OpenSpan(span)
+    return None
+
+
+def spans_below(traceparent: str) -> Spans | None:
+    """What writes spans below the one that `traceparent` names. None: nothing is traced, or not this request."""
+    if not traceparent or _Process.tracer is None:
+        return None
+    with contextlib.suppress(Exception):
+        from opentelemetry import trace
+
+        context = _context_of(traceparent)
+        parent = trace.get_current_span(context).get_span_context()
+        if parent.is_valid and parent.trace_flags.sampled:
+            return Spans(context, traceparent)
+    return None
+
+
+def traceparent_of(metadata: Iterable[tuple[str, Any]] | None) -> str:
+    """The `traceparent` of a call's metadata; empty without one, and where nothing is traced."""
+    if _Process.tracer is None:
+        return ""
+    return next((str(value) for name, value in metadata or () if name == HEADER), "")
+
+
+def trace_fields(traced: Any) -> dict[str, str]:
+    """What a log line says of the trace of a request. traced: has its `spans`; None: it is not traced."""
+    return {} if traced is None else {"trace_id": traced.spans.trace_id}
+
+
+def current_traceparent() -> str:
+    """Of the span that the caller is in, if its program traces with OpenTelemetry; empty otherwise."""
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return ""
+    found = trace.get_current_span().get_span_context()
+    if not found.is_valid:
+        return ""
+    return f"00-{found.trace_id:032x}-{found.span_id:016x}-{int(found.trace_flags):02x}"
+
+
+def _context_of(traceparent: str) -> Any:
+    from opentelemetry.context import Context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    if len(traceparent) > MAX_TRACEPARENT_BYTES:
+        traceparent = ""
+    # Not the context of whatever runs here now.
+    return TraceContextTextMapPropagator().extract({HEADER: traceparent}, Context())
+
+
+def _otlp_exporter() -> Any:
+    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+    if (protocol or "grpc").startswith("http"):
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+
+        return HttpExporter()
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+    return OTLPSpanExporter()
+
+
+def _end(span: Any, end_s: float, error: object) -> None:
+    if error is not None:
+        from opentelemetry.trace import Status, StatusCode
+
+        span.set_status(Status(StatusCode.ERROR, str(error)))
+    span.end(_wall_ns(end_s))
+
+
+def _named(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {f"kaveri.{name}": value for name, value in attributes.items() if value is not None}
+
+
+def _wall_ns(monotonic_s: float) -> int:
+    return time.time_ns() - int((time.monotonic() - monotonic_s) * 1e9)

@@ -1,0 +1,32 @@
+"""The spans of one request at decode, written from what its life does."""
+
+from kaveri.kv.transfer.ticket import Ticket
+from kaveri.telemetry.tracing import Spans
+from services.decode.lifecycle import Action, AnswerReserve, CountLanding, CountPreemption, NoteEnd
+
+
+class DecodeSpans:
+    """`decode.room` is its wait for room, `decode.admission` that for a seat in the batch; `kv.landing`; `decode`."""
+
+    def __init__(self, spans: Spans, came_s: float) -> None:
+        """came_s: time.monotonic() of its coming."""
+        self.spans = spans
+        self._came_s = came_s
+
+    def note(self, action: Action, now_s: float) -> None:
+        """The life does this now."""
+        write = self.spans.write
+        match action:
+            case AnswerReserve(Ticket()):
+                write("decode.room", self._came_s, now_s)
+            case CountLanding(kv_bytes, landing_s):
+                write("kv.landing", now_s - landing_s, now_s, bytes=kv_bytes)
+            case CountPreemption():
+                write("decode.preempted", now_s, now_s)
+            case NoteEnd(times=None) as end:
+                write("decode", self._came_s, now_s, end.reason or end.outcome.value, outcome=end.outcome.value)
+            case NoteEnd(times=times) as end:
+                assert times is not None
+                began_s = now_s - times.decode_s
+                write("decode.admission", began_s - times.queue_s, began_s)
+                write("decode", began_s, now_s, outcome=end.outcome.value, preemptions=end.preemptions)

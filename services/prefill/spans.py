@@ -1,0 +1,38 @@
+"""The spans of one request at prefill, written from what its life does."""
+
+from kaveri.telemetry.tracing import Spans
+from services.prefill.lifecycle import Action, Advance, Close, FindAnotherPlace, FindPlace, Tell
+from services.prefill.requests import FirstTokenDrawn, HandedOver, RoomReserved, Started
+
+
+class PrefillSpans:
+    """`prefill.queue`, then `prefill.chunk` for each chunk and `prefill` for all of them; `prefill.place` for each
+    search for room at decode; `kv.push`."""
+
+    def __init__(self, spans: Spans, arrived_s: float) -> None:
+        """arrived_s: time.monotonic() of its arrival here."""
+        self.spans = spans
+        self._chunk_began_s = arrived_s
+        self._search_began_s = arrived_s
+
+    def note(self, action: Action, now_s: float) -> None:
+        """The life does this now."""
+        write = self.spans.write
+        match action:
+            case Tell(Started(queue_s)):
+                write("prefill.queue", now_s - queue_s, now_s)
+                self._chunk_began_s = now_s
+            case Advance(computed_tokens, new_tokens):
+                write("prefill.chunk", self._chunk_began_s, now_s, tokens=new_tokens, computed_tokens=computed_tokens)
+                self._chunk_began_s = now_s
+            case Tell(FirstTokenDrawn() as drawn):
+                write("prefill", now_s - drawn.prefill_s, now_s)
+            case FindPlace() | FindAnotherPlace():
+                self._search_began_s = now_s
+            case Tell(RoomReserved(decode_instance_id)):
+                write("prefill.place", self._search_began_s, now_s, decode_instance_id=decode_instance_id)
+            case Tell(HandedOver() as moved):
+                began_s = now_s - moved.kv_transfer_s
+                write("kv.push", began_s, now_s, bytes=moved.kv_bytes, transport=moved.kv_transport)
+            case Close(outcome, error, seconds):
+                write("prefill.request", now_s - seconds, now_s, error, outcome=outcome.value)
