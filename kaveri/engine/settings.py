@@ -16,9 +16,23 @@ from kaveri.kv.transports import TLS, TRANSPORT_NAMES, transport_names
 from kaveri.kv.transports.link_speed import link_text
 from kaveri.latency.profile import Profile, read_profile
 from kaveri.models import KAVERI_TINY
+from kaveri.plugins.registry import PluginPoint
 from kaveri.security.settings import tls_files
 from kaveri.security.tls_files import TlsFiles
 
+_BUILDERS = "kaveri.engine.factory"
+ENGINES = PluginPoint(
+    kind="engine",
+    group="kaveri.engines",
+    own={
+        "transformers": f"{_BUILDERS}:transformers_runner",
+        "vllm": f"{_BUILDERS}:vllm_engine",
+        "fake": f"{_BUILDERS}:fake_runner",
+        "timed": f"{_BUILDERS}:timed_runner",
+    },
+    needs={"transformers": "torch", "vllm": "vllm"},
+)
+"""Callables from EngineSettings to a ModelRunner, or to an engine of its own; see kaveri.engine.factory."""
 DEFAULT_CHUNK_TOKENS = 512
 """What TetriInfer (arXiv 2401.11181, section 3.3.3) measured for OPT-13B on its accelerator; a guess anywhere else."""
 DEFAULT_BLOCK_TOKENS = 16
@@ -104,10 +118,12 @@ class EngineSettings(MadeUpSettings):
 
     model: str = setting("model to serve: a path, a hub id or a bundled name", KAVERI_TINY, present)
     engine: str = setting(
-        "what computes: transformers, vllm, fake (made-up tokens) or timed (--latency-model)", "transformers"
+        "what computes: transformers, vllm, fake (made-up tokens), timed (--latency-model) or a plug-in",
+        "transformers",
+        ENGINES.known,
     )
     engine_args: Mapping[str, Any] | None = setting(
-        "vllm engine: its own options, a JSON object or a YAML or JSON file; None: vLLM's defaults",
+        "vllm engine and plug-ins: their own options, a JSON object or a YAML or JSON file; None: their defaults",
         None,
         parse_engine_args,
         mask=hidden,
@@ -143,7 +159,7 @@ class EngineSettings(MadeUpSettings):
     )
     kv_transports: tuple[str, ...] = setting(
         "how KV is pushed (the preferred first; one that cannot connect is passed over) or taken: some of shm and unix "
-        "(same machine and user only), tcp and tls, and, where they are installed, nixl, gloo and nccl",
+        "(same machine and user only), tcp and tls, and, where they are installed, nixl, gloo and nccl, or plug-ins",
         TRANSPORT_NAMES,
         transport_names,
     )

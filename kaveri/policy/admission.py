@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from kaveri.policy.growth import BatchGrowth, BatchMember
+from kaveri.policy.plugins import BatchAdmission, Guarded, RunningBatch, admitted_by
 
 
 class AdmissionPolicy(enum.StrEnum):
@@ -18,8 +19,12 @@ class AdmissionPolicy(enum.StrEnum):
     """When there are blocks until the first answer of the batch ends."""
 
 
+AnyAdmission = AdmissionPolicy | Guarded[BatchAdmission]
+"""No blocks are kept for what a plug-in admits. Where it fails, greedy decides."""
+
+
 def admitted_count(
-    policy: AdmissionPolicy, batch: BatchGrowth, landed: Iterable[BatchMember], seats: int, free_blocks: int
+    policy: AnyAdmission, batch: BatchGrowth, landed: Iterable[BatchMember], seats: int, free_blocks: int
 ) -> int:
     """How many of the `landed` requests to admit now, from the first in the order of their landing on: none overtakes
     one that must wait.
@@ -37,7 +42,10 @@ def admitted_count(
     """
     joined: list[int] = []
     count = 0
-    for member in islice(landed, max(0, seats)):
+    first_landed = islice(landed, max(0, seats))
+    if isinstance(policy, Guarded):
+        return _admitted_by_plugin(policy, batch, tuple(first_landed), seats, free_blocks)
+    for member in first_landed:
         if policy is not AdmissionPolicy.GREEDY:
             # Below the numbers of those that run.
             joined.append(-1 - count)
@@ -50,11 +58,11 @@ def admitted_count(
     return count
 
 
-def kept_blocks(policy: AdmissionPolicy, batch: BatchGrowth) -> int:
+def kept_blocks(policy: AnyAdmission, batch: BatchGrowth) -> int:
     """Free blocks that the batch is predicted to grow by, and that no new reservation may take.
 
     Without it reservations would take what admitted_count has kept. batch: what runs, or when nothing does the one that
-    will run first. 0 under greedy, and when all lengths are unknown and none is preempted.
+    will run first. 0 under greedy and with a plug-in, and when all lengths are unknown and none is preempted.
     """
     match policy:
         case AdmissionPolicy.GREEDY:
@@ -63,3 +71,15 @@ def kept_blocks(policy: AdmissionPolicy, batch: BatchGrowth) -> int:
             return batch.until_all_end()
         case AdmissionPolicy.RESERVE_DYNAMIC:
             return batch.until_first_ends()
+        case Guarded():
+            return 0
+
+
+def _admitted_by_plugin(
+    policy: Guarded[BatchAdmission], batch: BatchGrowth, landed: tuple[BatchMember, ...], seats: int, free_blocks: int
+) -> int:
+    if not landed:
+        return 0
+    running = RunningBatch(len(batch), seats, free_blocks, batch.until_first_ends(), batch.until_all_end())
+    count = admitted_by(policy, running, landed)
+    return len(landed) if count is None else count

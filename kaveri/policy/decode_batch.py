@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from kaveri.domain.length import RangeEnd, TokenRange
-from kaveri.policy.admission import AdmissionPolicy, admitted_count, kept_blocks
+from kaveri.policy.admission import AdmissionPolicy, AnyAdmission, admitted_count, kept_blocks
 from kaveri.policy.growth import BatchGrowth, BatchMember
 
 UNLANDED_KEEPS_S = 2.0
@@ -15,7 +15,7 @@ class DecodeBatch:
     """The requests of one decode instance from their reservation to their end, named by numbers of the caller's choice,
     from 1 on. Reserved ones are expected, landed ones are ready, admitted ones run."""
 
-    def __init__(self, policy: AdmissionPolicy, block_tokens: int, max_batch: int) -> None:
+    def __init__(self, policy: AnyAdmission, block_tokens: int, max_batch: int) -> None:
         """max_batch: most requests that one step can carry."""
         self._policy = policy
         self._block_tokens = block_tokens

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
+from kaveri.policy.plugins import Guarded, PromptOrder, order_by
+
 DEFAULT_SCHEDULING_BATCH = 16
 """TetriInfer's PrefillSchedBatch (arXiv 2401.11181, section 5.2.1)."""
 
@@ -20,6 +22,10 @@ class OrderingPolicy(enum.StrEnum):
     """Longest job first."""
 
 
+AnyOrdering = OrderingPolicy | Guarded[PromptOrder]
+"""Where a plug-in fails, the first to come is the first."""
+
+
 class Prompt(Protocol):
     """One prompt in the queue. Hashed and compared."""
 
@@ -31,7 +37,7 @@ class Prompt(Protocol):
 AnyPrompt = TypeVar("AnyPrompt", bound=Prompt)
 
 
-def order_prompts(policy: OrderingPolicy, waiting: Sequence[AnyPrompt]) -> list[AnyPrompt]:
+def order_prompts(policy: AnyOrdering, waiting: Sequence[AnyPrompt]) -> list[AnyPrompt]:
     """One scheduling batch, given in the order of arrival, in the order in which it goes to the engine.
 
     Prompts of equal length keep the order of arrival.
@@ -43,6 +49,9 @@ def order_prompts(policy: OrderingPolicy, waiting: Sequence[AnyPrompt]) -> list[
             return sorted(waiting, key=lambda prompt: prompt.token_count)
         case OrderingPolicy.LJF:
             return sorted(waiting, key=lambda prompt: -prompt.token_count)
+        case Guarded():
+            indexes = order_by(policy, tuple(prompt.token_count for prompt in waiting))
+            return list(waiting) if indexes is None else [waiting[index] for index in indexes]
 
 
 class PromptSchedule(Generic[AnyPrompt]):
@@ -53,7 +62,7 @@ class PromptSchedule(Generic[AnyPrompt]):
     by at most `scheduling_batch - 1` prompts that came after it, those of its own batch.
     """
 
-    def __init__(self, policy: OrderingPolicy, scheduling_batch: int = DEFAULT_SCHEDULING_BATCH) -> None:
+    def __init__(self, policy: AnyOrdering, scheduling_batch: int = DEFAULT_SCHEDULING_BATCH) -> None:
         """scheduling_batch: most prompts that are ordered together, at least 1; 1 is FCFS whatever the policy."""
         assert scheduling_batch >= 1, scheduling_batch
         self._policy = policy

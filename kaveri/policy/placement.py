@@ -17,6 +17,8 @@ from kaveri.domain.length import TokenRange
 from kaveri.domain.view import ClusterView, Phase, ViewedInstance, phases_now, takes_pushes
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.candidates import Candidates
+from kaveri.policy.demand import Demand
+from kaveri.policy.plugins import DecodePlacement, Guarded, PrefillPlacement, chosen_by
 from kaveri.policy.unconfirmed import KeyT, UnconfirmedWork
 
 
@@ -44,6 +46,12 @@ class DecodePlacementPolicy(enum.StrEnum):
     """All heavy requests to the first one: the worst case, to compare with."""
 
 
+AnyPrefillPlacement = PlacementPolicy | Guarded[PrefillPlacement]
+AnyDecodePlacement = DecodePlacementPolicy | Guarded[DecodePlacement]
+"""A plug-in is shown every instance that takes the request, so its cost grows with the cluster. Where it fails, power
+of two choices decides."""
+
+
 @dataclass(frozen=True, slots=True)
 class HeavyThresholds:
     """What makes a request heavy in decode; TetriInfer's limits (section 5.1)."""
@@ -64,25 +72,11 @@ class HeavyThresholds:
 DEFAULT_THRESHOLDS = HeavyThresholds()
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What a request asks of a decode instance."""
-
-    tokens: int
-    """Tokens to reserve room for: those whose KV is pushed, and the next one."""
-    predicted: int = 0
-    """Fewest tokens that it is predicted to end with. 0: unknown."""
-    heavy: bool = False
-    """Long in decode (HeavyThresholds)."""
-    layout: KvLayout | None = None
-    """Of the pool that pushes its KV: only instances onto whose layout it can be mapped are chosen. None: any."""
-
-
 def choose_prefill(
     view: ClusterView,
     model: str,
     unconfirmed: UnconfirmedWork[KeyT],
-    policy: PlacementPolicy,
+    policy: AnyPrefillPlacement,
     rng: random.Random,
     turn: int = 0,
     avoid: Collection[str] = (),
@@ -117,6 +111,11 @@ def choose_prefill(
             return candidates.in_turn(turn)
         case PlacementPolicy.RANDOM:
             return candidates.any(rng)
+        case Guarded():
+            found = chosen_by(
+                policy, candidates.all(), unconfirmed, lambda plugin, options: plugin.choose(options, rng)
+            )
+            return found or candidates.better_of_two(load, rng)
 
 
 def missing_phases(view: ClusterView, model: str) -> tuple[Phase, ...]:
@@ -129,7 +128,7 @@ def choose_decode(
     model: str,
     demand: Demand,
     unconfirmed: UnconfirmedWork[KeyT],
-    policy: DecodePlacementPolicy,
+    policy: AnyDecodePlacement,
     rng: random.Random,
     turn: int = 0,
     avoid: Collection[str] = (),
@@ -179,6 +178,10 @@ def choose_decode(
             return candidates.any(rng)
         case DecodePlacementPolicy.IMBALANCE:
             return candidates.first() if demand.heavy else candidates.any(rng)
+        case Guarded():
+            taking = candidates.all()
+            found = chosen_by(policy, taking, unconfirmed, lambda plugin, options: plugin.choose(options, demand, rng))
+            return found or candidates.better_of_two(load, rng)
 
 
 def choose_line(

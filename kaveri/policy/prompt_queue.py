@@ -7,7 +7,7 @@ engine has about two chunks of work, one that it computes and one so that it nev
 from collections.abc import Collection
 from typing import Generic
 
-from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, AnyPrompt, OrderingPolicy, PromptSchedule
+from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, AnyOrdering, AnyPrompt, PromptSchedule
 
 _CHUNKS_AHEAD = 2
 
@@ -17,7 +17,7 @@ class PromptQueue(Generic[AnyPrompt]):
 
     def __init__(
         self,
-        policy: OrderingPolicy,
+        policy: AnyOrdering,
         chunk_tokens: int,
         max_waiting: int,
         scheduling_batch: int = DEFAULT_SCHEDULING_BATCH,

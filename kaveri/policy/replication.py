@@ -19,6 +19,7 @@ from typing import Generic, NamedTuple
 from kaveri.domain.view import ClusterView, InstanceRecord, InstanceState, Phase, ViewedInstance
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.candidates import Candidates
+from kaveri.policy.plugins import Guarded, HolderPlacement, chosen_by
 from kaveri.policy.unconfirmed import KeyT, UnconfirmedWork
 
 _MOST_STEPS = 16
@@ -39,6 +40,10 @@ class ReplicationMode(enum.StrEnum):
     SPREAD = "spread"
 
 
+AnyReplication = ReplicationMode | Guarded[HolderPlacement]
+"""A plug-in is shown all holders that SPREAD would draw from. Where it fails, SPREAD decides."""
+
+
 @dataclass(frozen=True, slots=True)
 class CopyRules:
     """Which requests are worth a copy."""
@@ -55,7 +60,7 @@ class CopyRules:
 
 
 def choose_holder(
-    mode: ReplicationMode,
+    mode: AnyReplication,
     view: ClusterView,
     owner: InstanceRecord,
     needed_bytes: int,
@@ -90,8 +95,18 @@ def choose_holder(
             return next(filter(takes, holders.partner_of(owner.instance_id)), None)
         case ReplicationMode.RING:
             return next(filter(takes, holders.after(owner.instance_id)), None)
-        case ReplicationMode.SPREAD:
+        case ReplicationMode.SPREAD | Guarded():
             elsewhere = _holders_elsewhere(view, owner, holders)
+            if isinstance(mode, Guarded):
+                taking = Candidates(elsewhere, takes).all() or Candidates(holders.ready, takes).all()
+                chosen = chosen_by(
+                    mode,
+                    taking,
+                    unconfirmed,
+                    lambda plugin, options: plugin.choose(options, owner, needed_bytes, rng),
+                )
+                if chosen is not None or not taking:
+                    return chosen
             found = Candidates(elsewhere, takes).better_of_two(load, rng) if elsewhere else None
             if found is None and len(elsewhere) < len(holders.ready):
                 found = Candidates(holders.ready, takes).better_of_two(load, rng)

@@ -8,9 +8,9 @@ from typing import Generic
 from kaveri.domain.view import ClusterView, Phase, ViewedInstance, takes_pushes
 from kaveri.errors import InvalidArgument, KaveriError, LayoutMismatch
 from kaveri.kv.layout.layout import KvLayout
+from kaveri.policy.demand import Demand
 from kaveri.policy.placement import (
-    DecodePlacementPolicy,
-    Demand,
+    AnyDecodePlacement,
     blocks_there,
     choose_decode,
     choose_line,
@@ -74,7 +74,7 @@ class RoomSearch(Generic[KeyT]):
     it asks others that show room, one at a time and without waiting; it takes the first room that it gets.
     """
 
-    def __init__(self, model: str, layout: KvLayout, policy: DecodePlacementPolicy, rng: random.Random) -> None:
+    def __init__(self, model: str, layout: KvLayout, policy: AnyDecodePlacement, rng: random.Random) -> None:
         """layout: of the pool that is pushed from."""
         self._model = model
         self._layout = layout

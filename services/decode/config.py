@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from kaveri.config.settings import setting, size_bytes
 from kaveri.domain.length import RangeEnd
 from kaveri.hosting.config import InstanceConfig
-from kaveri.policy.admission import AdmissionPolicy
-from kaveri.policy.replication import ReplicationMode
+from kaveri.hosting.policy_settings import ADMISSIONS, REPLICATIONS
+from kaveri.policy.admission import AdmissionPolicy, AnyAdmission
+from kaveri.policy.replication import AnyReplication, ReplicationMode
 
 OF_COPIES = ("replication", "replica_memory", "replica_min_tokens", "replication_rate")
 """Settings of the copies that go elsewhere and come here."""
@@ -16,13 +17,16 @@ OF_COPIES = ("replication", "replica_memory", "replica_min_tokens", "replication
 class BatchConfig(InstanceConfig):
     """Settings of an instance that decodes in a running batch, for pushed and local KV."""
 
-    decode_policy: AdmissionPolicy = setting(  # noqa: RUF009
-        "when a request joins the batch: greedy, reserve-static or reserve-dynamic", AdmissionPolicy.GREEDY
+    decode_policy: AnyAdmission = setting(  # noqa: RUF009
+        "when a request joins the batch: greedy, reserve-static, reserve-dynamic or a plug-in",
+        AdmissionPolicy.GREEDY,
+        ADMISSIONS.parse,
     )
     reservation_ttl_s: float = setting("seconds that a reservation waits for its KV", 30.0, above=0)
-    replication: ReplicationMode = setting(  # noqa: RUF009
-        "who holds copies of requests' KV, to go on when this instance is lost: off, pair, ring or spread",
+    replication: AnyReplication = setting(  # noqa: RUF009
+        "who holds copies of requests' KV, to go on when this instance is lost: off, pair, ring, spread or a plug-in",
         ReplicationMode.OFF,
+        REPLICATIONS.parse,
     )
     replica_memory: int = setting(
         "with replication: host memory for copies of other instances' requests, 256MiB or a number of bytes",

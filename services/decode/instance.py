@@ -33,7 +33,7 @@ from kaveri.errors import (
 )
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
-from kaveri.policy.admission import AdmissionPolicy
+from kaveri.policy.admission import AnyAdmission
 from kaveri.policy.decode_batch import DecodeBatch, expected_answer, member_of
 from kaveri.policy.decode_room import DecodeRoom, RequestCounts
 from kaveri.policy.growth import BatchMember
@@ -65,7 +65,7 @@ class DecodeInstance:
     def __init__(
         self,
         engine: DecodeEngine,
-        policy: AdmissionPolicy,
+        policy: AnyAdmission,
         max_batch: int,
         reservation_ttl_s: float,
         orphan_grace_s: float,

@@ -36,7 +36,7 @@ from kaveri.errors import (
     StaleAttempt,
     Unavailable,
 )
-from kaveri.policy.replication import CopyRules, ReplicationMode, choose_holder, copy_bytes, has_room_to_run
+from kaveri.policy.replication import AnyReplication, CopyRules, choose_holder, copy_bytes, has_room_to_run
 from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.rpc.channels import Channels
@@ -82,7 +82,7 @@ _REST_S = 1.0
 class ReplicationSettings:
     """Where copies go, and of what."""
 
-    mode: ReplicationMode
+    mode: AnyReplication
     rules: CopyRules
 
 

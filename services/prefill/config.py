@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from kaveri.config.settings import setting
 from kaveri.hosting.config import InstanceConfig
-from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, OrderingPolicy
-from kaveri.policy.placement import DecodePlacementPolicy
+from kaveri.hosting.policy_settings import DECODE_PLACEMENTS, ORDERINGS
+from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, AnyOrdering, OrderingPolicy
+from kaveri.policy.placement import AnyDecodePlacement, DecodePlacementPolicy
 from kaveri.policy.prediction import PredictionMode
 
 
@@ -16,7 +17,9 @@ class PromptConfig(InstanceConfig):
     max_queue: int = setting(
         "requests that wait for the engine; more are refused with RESOURCE_EXHAUSTED", 256, least=1
     )
-    prefill_policy: OrderingPolicy = setting("order of waiting prompts: fcfs, sjf or ljf", OrderingPolicy.FCFS)  # noqa: RUF009
+    prefill_policy: AnyOrdering = setting(  # noqa: RUF009
+        "order of waiting prompts: fcfs, sjf, ljf or a plug-in", OrderingPolicy.FCFS, ORDERINGS.parse
+    )
     prefill_sched_batch: int = setting(
         "prompts that are ordered together; a prompt is overtaken by fewer than this",
         DEFAULT_SCHEDULING_BATCH,
@@ -29,8 +32,9 @@ class PromptConfig(InstanceConfig):
     )
     prediction_budget_s: float = setting("sequential: seconds that a request waits for its prediction", 0.05, above=0)
     predictor_address: str = setting("predictor to ask, host:port; empty: those found in the cluster", "")
-    decode_placement: DecodePlacementPolicy = setting(  # noqa: RUF009
-        "how a decode instance is chosen: power-of-two, heavy-light, least-loaded, round-robin, random or imbalance "
-        "(the worst case)",
+    decode_placement: AnyDecodePlacement = setting(  # noqa: RUF009
+        "how a decode instance is chosen: power-of-two, heavy-light, least-loaded, round-robin, random, imbalance "
+        "(the worst case) or a plug-in",
         DecodePlacementPolicy.POWER_OF_TWO,
+        DECODE_PLACEMENTS.parse,
     )

@@ -14,7 +14,7 @@ from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import ViewedInstance
 from kaveri.engine.contract import EngineKey, KvPushFailed, PrefillEngine
 from kaveri.errors import EngineError, InvalidArgument, KaveriError, LayoutMismatch, Unavailable
-from kaveri.policy.placement import DEFAULT_THRESHOLDS, DecodePlacementPolicy, HeavyThresholds
+from kaveri.policy.placement import DEFAULT_THRESHOLDS, AnyDecodePlacement, DecodePlacementPolicy, HeavyThresholds
 from kaveri.policy.room_search import RoomSearch
 from kaveri.telemetry.logs import get_logger
 from services.prefill.decode_peers import DecodePeers
@@ -44,7 +44,7 @@ class DecodePlacer:
         model: str,
         metrics: PrefillMetrics,
         rng: random.Random,
-        policy: DecodePlacementPolicy = DecodePlacementPolicy.POWER_OF_TWO,
+        policy: AnyDecodePlacement = DecodePlacementPolicy.POWER_OF_TWO,
         thresholds: HeavyThresholds = DEFAULT_THRESHOLDS,
         own_id: str = "",
     ) -> None:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from kaveri.client.targets import is_address
 from kaveri.config.settings import MAX_PORT, present, setting
 from kaveri.errors import ConfigError
+from kaveri.hosting.policy_settings import PREFILL_PLACEMENTS
 from kaveri.models import KAVERI_TINY
-from kaveri.policy.placement import PlacementPolicy
+from kaveri.policy.placement import AnyPrefillPlacement, PlacementPolicy
 from kaveri.rpc.process import ALL_ADDRESSES, ServiceConfig
 from kaveri.security.posture import AN_API_KEY, ListeningPort
 from kaveri.security.settings import PublicSettings
@@ -48,9 +49,10 @@ class RouterConfig(PublicSettings, ServiceConfig):
     default_timeout_s: float = setting(
         "seconds for requests whose caller set no deadline", 600.0, above=0, most=7 * 86_400.0
     )
-    placement_policy: PlacementPolicy = setting(  # noqa: RUF009 - it is a field
-        "how a prefill instance is chosen: power-of-two, least-loaded, round-robin or random",
+    placement_policy: AnyPrefillPlacement = setting(  # noqa: RUF009 - it is a field
+        "how a prefill instance is chosen: power-of-two, least-loaded, round-robin, random or a plug-in",
         PlacementPolicy.POWER_OF_TWO,
+        PREFILL_PLACEMENTS.parse,
     )
     max_attempts: int = setting(
         "placements of one request that may be lost before it fails with its last error", 8, least=1

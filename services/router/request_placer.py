@@ -21,7 +21,7 @@ from kaveri.errors import (
     StaleAttempt,
     Unavailable,
 )
-from kaveri.policy.placement import PlacementPolicy, choose_prefill, missing_phases
+from kaveri.policy.placement import AnyPrefillPlacement, choose_prefill, missing_phases
 from kaveri.policy.retry import RetryLimits, RetryState, Setback, after_setback
 from kaveri.policy.waits import PREFILL_LOOK_S as _LONGEST_WAIT_S
 from kaveri.rpc.channels import Channels
@@ -71,7 +71,7 @@ class RequestPlacer:
         *,
         model: str,
         stream_id: str,
-        policy: PlacementPolicy,
+        policy: AnyPrefillPlacement,
         max_attempts: int,
         unavailable_after_s: float,
         store: ClusterStore,

@@ -14,6 +14,7 @@ from kaveri.cluster.metrics import REFUSED_HEARTBEATS
 from kaveri.engine.factory import build_engine
 from kaveri.engine.settings import EngineSettings
 from kaveri.hosting.metrics import register_engine_metrics
+from kaveri.hosting.policy_settings import FAULTS
 from services.decode.metrics import DecodeMetrics
 from services.decode.replica_metrics import ReplicaMetrics
 from services.predictor.metrics import PredictorMetrics
@@ -54,6 +55,8 @@ def _registered() -> dict[str, set[Facts]]:
                 of[role].register(collector)
     for registry in of.values():
         registry.register(REFUSED_HEARTBEATS)
+    for role in ("router", "prefill", "decode"):
+        of[role].register(FAULTS)
     return {role: set(_facts(registry)) for role, registry in of.items()}
 
 

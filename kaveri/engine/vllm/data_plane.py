@@ -218,7 +218,7 @@ def rank_endpoint(endpoint: KvEndpoint, rank: int) -> KvEndpoint:
     """
     if rank == 0:
         return endpoint
-    if endpoint.transport in PATH_NAMES:
+    if endpoint.transport in PATH_NAMES or endpoint.address.startswith("/"):
         stem, suffix = os.path.splitext(endpoint.address)
         return replace(endpoint, address=f"{stem}-{rank}{suffix}")
     host, _, port = endpoint.address.rpartition(":")

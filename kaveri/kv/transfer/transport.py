@@ -57,6 +57,8 @@ class Capabilities:
     network card writes them into the receiver's memory itself."""
     write_bytes: int
     """Most bytes of one write(), except for a larger block: what may have to be filled up after an abort."""
+    path_addresses: bool = False
+    """Its listeners' addresses are paths of Unix sockets, not HOST:PORT."""
 
 
 class Landing(Protocol):

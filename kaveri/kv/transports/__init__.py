@@ -1,19 +1,21 @@
 """The transports there are. `socket` serves "unix" and "tcp", and `tls` the latter encrypted; `shm` serves processes of
 one host and `nixl` whatever UCX reaches, both by the protocol of `one_sided`; `collective` is "gloo" and "nccl";
-`emulated` is for studies."""
+`emulated` is for studies. Others come from plug-ins."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 from kaveri.errors import ConfigError
 from kaveri.kv.transfer.transport import Transport
 from kaveri.kv.transports.extra.collective import CollectiveTransport
-from kaveri.kv.transports.extra.emulated import EmulatedTransport, MockTransport
+from kaveri.kv.transports.extra.emulated import EmulatedTransport
 from kaveri.kv.transports.link_speed import parse_link_speed
 from kaveri.kv.transports.nixl import NixlTransport
 from kaveri.kv.transports.shm import ShmTransport
 from kaveri.kv.transports.socket import SocketTransport
 from kaveri.kv.transports.tls import TlsTransport
+from kaveri.plugins.registry import PluginPoint
 from kaveri.security.tls_files import TlsFiles
 
 TRANSPORT_NAMES = ("shm", "unix", "tcp")
@@ -26,17 +28,35 @@ TLS = "tls"
 """Used when asked for: it needs certificates."""
 OPTIONAL_NAMES = ("nixl", "nccl", "gloo")
 """Used when asked for: they need packages or devices that not every machine has."""
-_KNOWN_NAMES = (*TRANSPORT_NAMES, TLS, *OPTIONAL_NAMES, MOCK)
+_PARTS = ("name", "label", "capabilities", "connect", "listen")
+"""Of a Transport."""
+_HERE = "kaveri.kv.transports"
+
+TRANSPORTS = PluginPoint(
+    kind="transport",
+    group="kaveri.transports",
+    own={
+        "shm": f"{_HERE}:shm_transport",
+        "unix": f"{_HERE}:unix_transport",
+        "tcp": f"{_HERE}:tcp_transport",
+        TLS: f"{_HERE}:tls_transport",
+        "nixl": f"{_HERE}:nixl_transport",
+        "nccl": f"{_HERE}:nccl_transport",
+        "gloo": f"{_HERE}:gloo_transport",
+        MOCK: f"{_HERE}.extra.emulated:MockTransport",
+    },
+    needs={"nixl": "nixl_cu13", "nccl": "torch", "gloo": "torch"},
+)
+"""Callables that make a Transport. Each is given those of the arguments `advertise_host` and `tls` that it names; see
+make_transports."""
 
 
 def transport_names(text: str) -> tuple[str, ...]:
-    """Reads "shm,tcp". Raises ValueError, naming what is unknown."""
+    """Reads "shm,tcp" or "tcp,my_package.link:MyLink". Raises ValueError, naming what is unknown."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
-    if unknown := sorted(set(names) - set(_KNOWN_NAMES)):
-        raise ValueError(f"{unknown[0]!r} is none of {', '.join(_KNOWN_NAMES)}")
     if not names:
-        raise ValueError(f"names none of {', '.join(_KNOWN_NAMES)}")
-    return names
+        raise ValueError(f"names none of {TRANSPORTS.names()}")
+    return tuple(map(TRANSPORTS.known, names))
 
 
 def shm_transport() -> ShmTransport:
@@ -54,11 +74,11 @@ def tcp_transport(advertise_host: str | None = None) -> SocketTransport:
     return SocketTransport("tcp", advertise_host=advertise_host)
 
 
-def tls_transport(files: TlsFiles | None, advertise_host: str | None = None) -> TlsTransport:
+def tls_transport(tls: TlsFiles | None = None, advertise_host: str | None = None) -> TlsTransport:
     """TCP, encrypted. advertise_host: see tcp_transport. Raises ConfigError without files, or with bad ones."""
-    if files is None:
+    if tls is None:
         raise ConfigError("kv_transports", "tls needs kv_tls_cert, kv_tls_key and kv_tls_ca, or the same of --tls-*")
-    return TlsTransport(files, advertise_host=advertise_host)
+    return TlsTransport(tls, advertise_host=advertise_host)
 
 
 def nixl_transport(advertise_host: str | None = None) -> NixlTransport:
@@ -84,18 +104,45 @@ def slowed_tcp_transport() -> Transport:
 def make_transports(
     names: Sequence[str] = TRANSPORT_NAMES, advertise_host: str | None = None, tls: TlsFiles | None = None
 ) -> tuple[Transport, ...]:
-    """The transports of these names, in this order. advertise_host: see tcp_transport. tls: for "tls"."""
-    makers: dict[str, Callable[[], Transport]] = {
-        "shm": shm_transport,
-        "unix": unix_transport,
-        "tcp": partial(tcp_transport, advertise_host),
-        TLS: partial(tls_transport, tls, advertise_host),
-        "nixl": partial(nixl_transport, advertise_host),
-        "gloo": partial(gloo_transport, advertise_host),
-        "nccl": partial(nccl_transport, advertise_host),
-        MOCK: partial(MockTransport, advertise_host=advertise_host),
-    }
-    return tuple(makers[name]() for name in names)
+    """The transports of these names, in this order. advertise_host: see tcp_transport. tls: for "tls".
+
+    Raises ConfigError when one cannot be made, or two would have one name.
+    """
+    made = tuple(_make(name, {"advertise_host": advertise_host, "tls": tls}) for name in names)
+    spoken = [transport.name for transport in made]
+    if twice := [name for name in spoken if spoken.count(name) > 1]:
+        raise ConfigError("kv_transports", f"{twice[0]} is there twice; peers know a transport by its name")
+    return made
+
+
+def _make(name: str, arguments: Mapping[str, Any]) -> Transport:
+    """Raises ConfigError."""
+    try:
+        maker = TRANSPORTS.load(name)
+    except ValueError as error:
+        raise ConfigError("kv_transports", str(error)) from error
+    if name not in TRANSPORTS.own:
+        return _make_plugin(name, maker, arguments)
+    return cast(Transport, maker(**_taken(maker, arguments)))
+
+
+def _make_plugin(name: str, maker: Any, arguments: Mapping[str, Any]) -> Transport:
+    try:
+        made = maker(**_taken(maker, arguments))
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = f"{name} cannot be made: {type(error).__name__}: {error}"
+        raise ConfigError("kv_transports", reason) from error
+    if missing := [part for part in _PARTS if not hasattr(made, part)]:
+        reason = f"{name} made a {type(made).__name__}, which is no Transport: it has no {', '.join(missing)}"
+        raise ConfigError("kv_transports", reason)
+    return cast(Transport, made)
+
+
+def _taken(maker: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(maker).parameters
+    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def slowed(transports: Sequence[Transport], link: str) -> tuple[Transport, ...]:

@@ -79,6 +79,7 @@ class SocketTransport:
             can_revoke=True,
             is_byte_stream=True,
             write_bytes=4 << 20,
+            path_addresses=self._is_unix,
         )
 
     def connect(self, endpoint: KvEndpoint, epoch: int, pool: KvPool, listener: LinkListener) -> "SocketLink":

@@ -22,9 +22,9 @@ from kaveri.domain.view import (
     takes_pushes,
 )
 from kaveri.kv.layout.layout import KvLayout
+from kaveri.policy.demand import Demand
 from kaveri.policy.placement import (
     DecodePlacementPolicy,
-    Demand,
     HeavyThresholds,
     PlacementPolicy,
     blocks_there,

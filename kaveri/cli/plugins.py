@@ -1,0 +1,39 @@
+"""kaveri plugins: every transport, engine and policy that a flag can name here."""
+
+import json
+from typing import Annotated
+
+import typer
+
+
+def plugins(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+) -> None:
+    """List transports, engines and policies: Kaveri's own, and those that installed packages register.
+
+    Each package's module is imported, to find out whether it can be. Flags also take package.module:name.
+    """
+    from kaveri.engine.settings import ENGINES
+    from kaveri.hosting.policy_settings import POLICY_POINTS
+    from kaveri.kv.transports import TRANSPORTS
+
+    rows = [
+        {
+            "kind": point.kind,
+            "name": found.name,
+            "from": found.origin,
+            "path": found.path,
+            "fault": point.fault(found),
+        }
+        for point in (ENGINES, TRANSPORTS, *POLICY_POINTS)
+        for found in point.registrations()
+    ]
+    if as_json:
+        for row in rows:
+            print(json.dumps(row))
+        return
+    shown = [("kind", "name", "from", "state")]
+    shown += [(row["kind"], row["name"], row["from"], " ".join(row["fault"].split()) or "ok") for row in rows]
+    widths = [max(len(line[column]) for line in shown) for column in range(3)]
+    for line in shown:
+        print("  ".join([*(f"{text:{width}}" for text, width in zip(line, widths, strict=False)), line[3]]))
