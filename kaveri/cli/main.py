@@ -20,6 +20,7 @@ from kaveri.cli.profile import profile
 from kaveri.cli.services import PASS_ON, launcher
 from kaveri.cli.simulate import simulate
 from kaveri.cli.status import status
+from kaveri.cli.trace import trace
 from kaveri.cli.up import FLAGS_HELP, up
 from kaveri.config.commands import run_commands
 from kaveri.config.services import ServiceKind
@@ -56,6 +57,7 @@ def _global_options(
 
 app.command(context_settings=PASS_ON, epilog=FLAGS_HELP)(up)
 app.command()(speaks_tls(status))
+app.command()(speaks_tls(trace))
 app.command()(speaks_tls(drain))
 app.command()(speaks_tls(undrain))
 app.command()(speaks_tls(generate))

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from kaveri.v1 import inference_pb2 as _inference_pb2
 from kaveri.v1 import kv_pb2 as _kv_pb2
 import builtins as _builtins
 import sys
@@ -236,6 +237,112 @@ class GetClusterViewResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetClusterViewResponse: _TypeAlias = GetClusterViewResponse  # noqa: Y015
+
+@_typing.final
+class GetRequestAccountRequest(_message.Message):
+    """Names a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Its id."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRequestAccountRequest: _TypeAlias = GetRequestAccountRequest  # noqa: Y015
+
+@_typing.final
+class GetRequestAccountResponse(_message.Message):
+    """How a request went, as far as its router knows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    AGO_S_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
+    router_instance_id: _builtins.str
+    """The router that answers."""
+    session: _builtins.int
+    """How often the client had re-attached when it came to this router."""
+    outcome: _builtins.str
+    """The finish reason, or the error. Empty: it has not ended."""
+    ago_s: _builtins.float
+    """Seconds since its end, or since it came if it has not ended."""
+    prompt_tokens: _builtins.int
+    """Tokens of the prompt."""
+    completion_tokens: _builtins.int
+    """Tokens of the answer so far."""
+    trace_id: _builtins.str
+    """Of its trace. Empty: it is not traced."""
+    @_builtins.property
+    def timing(self) -> _inference_pb2.Timing:
+        """Where it spent its time."""
+
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestStep]:
+        """What has happened, in order; the last ones where there were many."""
+
+    def __init__(
+        self,
+        *,
+        router_instance_id: _builtins.str = ...,
+        session: _builtins.int = ...,
+        outcome: _builtins.str = ...,
+        ago_s: _builtins.float = ...,
+        prompt_tokens: _builtins.int = ...,
+        completion_tokens: _builtins.int = ...,
+        timing: _inference_pb2.Timing | None = ...,
+        steps: _abc.Iterable[Global___RequestStep] | None = ...,
+        trace_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ago_s", b"ago_s", "completion_tokens", b"completion_tokens", "outcome", b"outcome", "prompt_tokens", b"prompt_tokens", "router_instance_id", b"router_instance_id", "session", b"session", "steps", b"steps", "timing", b"timing", "trace_id", b"trace_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRequestAccountResponse: _TypeAlias = GetRequestAccountResponse  # noqa: Y015
+
+@_typing.final
+class RequestStep(_message.Message):
+    """Something that has happened to a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AT_S_FIELD_NUMBER: _builtins.int
+    EVENT_FIELD_NUMBER: _builtins.int
+    at_s: _builtins.float
+    """Seconds after its arrival at the router."""
+    event: _builtins.str
+    """In words: "attempt 1 to prefill-0"."""
+    def __init__(
+        self,
+        *,
+        at_s: _builtins.float = ...,
+        event: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "event", b"event"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestStep: _TypeAlias = RequestStep  # noqa: Y015
 
 @_typing.final
 class InstanceStatus(_message.Message):

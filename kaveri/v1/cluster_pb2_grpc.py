@@ -40,6 +40,11 @@ class ClusterServiceStub(object):
                 request_serializer=kaveri_dot_v1_dot_cluster__pb2.GetClusterViewRequest.SerializeToString,
                 response_deserializer=kaveri_dot_v1_dot_cluster__pb2.GetClusterViewResponse.FromString,
                 _registered_method=True)
+        self.GetRequestAccount = channel.unary_unary(
+                '/kaveri.v1.ClusterService/GetRequestAccount',
+                request_serializer=kaveri_dot_v1_dot_cluster__pb2.GetRequestAccountRequest.SerializeToString,
+                response_deserializer=kaveri_dot_v1_dot_cluster__pb2.GetRequestAccountResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServiceServicer(object):
@@ -53,6 +58,13 @@ class ClusterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetRequestAccount(self, request, context):
+        """How a request went that this router serves, or was one of the last that it has served. NOT_FOUND for others.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +72,11 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.GetClusterView,
                     request_deserializer=kaveri_dot_v1_dot_cluster__pb2.GetClusterViewRequest.FromString,
                     response_serializer=kaveri_dot_v1_dot_cluster__pb2.GetClusterViewResponse.SerializeToString,
+            ),
+            'GetRequestAccount': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRequestAccount,
+                    request_deserializer=kaveri_dot_v1_dot_cluster__pb2.GetRequestAccountRequest.FromString,
+                    response_serializer=kaveri_dot_v1_dot_cluster__pb2.GetRequestAccountResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +107,33 @@ class ClusterService(object):
             '/kaveri.v1.ClusterService/GetClusterView',
             kaveri_dot_v1_dot_cluster__pb2.GetClusterViewRequest.SerializeToString,
             kaveri_dot_v1_dot_cluster__pb2.GetClusterViewResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRequestAccount(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kaveri.v1.ClusterService/GetRequestAccount',
+            kaveri_dot_v1_dot_cluster__pb2.GetRequestAccountRequest.SerializeToString,
+            kaveri_dot_v1_dot_cluster__pb2.GetRequestAccountResponse.FromString,
             options,
             channel_credentials,
             insecure,

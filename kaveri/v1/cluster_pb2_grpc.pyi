@@ -35,6 +35,8 @@ class ClusterServiceStub:
     def __new__(cls, channel: _aio.Channel) -> ClusterServiceAsyncStub: ...
     GetClusterView: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetClusterViewRequest, _cluster_pb2.GetClusterViewResponse]
     """The view now."""
+    GetRequestAccount: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetRequestAccountRequest, _cluster_pb2.GetRequestAccountResponse]
+    """How a request went that this router serves, or was one of the last that it has served. NOT_FOUND for others."""
 
 @_typing.type_check_only
 class ClusterServiceAsyncStub(ClusterServiceStub):
@@ -43,6 +45,8 @@ class ClusterServiceAsyncStub(ClusterServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetClusterView: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetClusterViewRequest, _cluster_pb2.GetClusterViewResponse]  # type: ignore[assignment]
     """The view now."""
+    GetRequestAccount: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetRequestAccountRequest, _cluster_pb2.GetRequestAccountResponse]  # type: ignore[assignment]
+    """How a request went that this router serves, or was one of the last that it has served. NOT_FOUND for others."""
 
 class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
     """Shows the cluster as a router sees it."""
@@ -54,6 +58,14 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.GetClusterViewResponse, _abc.Awaitable[_cluster_pb2.GetClusterViewResponse]]:
         """The view now."""
+
+    @_abc_1.abstractmethod
+    def GetRequestAccount(
+        self,
+        request: _cluster_pb2.GetRequestAccountRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.GetRequestAccountResponse, _abc.Awaitable[_cluster_pb2.GetRequestAccountResponse]]:
+        """How a request went that this router serves, or was one of the last that it has served. NOT_FOUND for others."""
 
 def add_ClusterServiceServicer_to_server(servicer: ClusterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -6,6 +6,7 @@ answer, keeps the timers, wakes the client's RPC, and passes on to the placer wh
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -51,6 +52,7 @@ from services.router.request_timing import RequestTiming
 from services.router.request_trace import RequestTrace
 
 _COMPLETE = (Finishing, Ended)
+_MOST_STEPS = 64
 
 
 class SentAway(Unavailable):
@@ -146,6 +148,8 @@ class RequestEntry:
         """The owner, unless the client knows it."""
         self.owner_change: OwnerChange | None = None
         """Since an instance was lost, until the next token."""
+        self.steps: deque[tuple[float, str]] = deque(maxlen=_MOST_STEPS)
+        """What has happened to it, and when, as time.monotonic()."""
         self.trace: RequestTrace | None = None
         """None: it is not traced."""
         self.delay_noted = False
@@ -229,6 +233,7 @@ class RequestEntry:
         over = self._attempt_over = asyncio.get_running_loop().create_future()
         self.begun_s = time.monotonic()
         self.timing.attempts += 1
+        self.steps.append((self.begun_s, f"attempt {event.attempt.number} {_aim(event)}"))
         if self.trace is not None:
             self.trace.begin_attempt(event.attempt.number, self.begun_s)
         if isinstance(event, Sent):
@@ -260,6 +265,7 @@ class RequestEntry:
 
     def note_loss(self, cause: str, former: InstanceLife) -> None:
         """An instance was lost. The owner changes from now on, unless it is doing so already."""
+        self.steps.append((time.monotonic(), f"lost {former.instance_id or 'its instance'}: {cause}"))
         if self.owner_change is None:
             since_s = self.answer.last_token_s or time.monotonic()
             self.owner_change = OwnerChange(cause, former.instance_id, since_s)
@@ -387,3 +393,13 @@ class RequestEntry:
         waiter = self._waiter
         if waiter is not None and not waiter.done() and (self.answer.has_output or isinstance(self.state, Ended)):
             waiter.set_result(None)
+
+
+def _aim(event: Sent | Sought | ResumeAsked) -> str:
+    match event:
+        case Sent(attempt):
+            return f"to {attempt.prefill.instance_id}"
+        case Sought():
+            return "sought where its last session left it"
+        case ResumeAsked(_, holder):
+            return f"resumed at {holder.instance_id}"

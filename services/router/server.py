@@ -17,9 +17,9 @@ from kaveri.policy.rate_limit import RateLimit
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import OpenSpan, begin_span, is_tracing, traceparent_of
 from kaveri.text.tokenizer import ModelTokenizer
-from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from kaveri.v1 import inference_pb2, inference_pb2_grpc
 from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, check_request_id
-from kaveri.wire.messages import params_from_proto, status_to_proto
+from kaveri.wire.messages import params_from_proto
 from kaveri.wire.status import abort, status_of
 from services.router import metrics
 from services.router.cancelled_ids import CancelledIds
@@ -36,6 +36,7 @@ from services.router.intake import (
 )
 from services.router.owner_hints import hint_from_bytes, hint_from_proto, hint_to_proto
 from services.router.peers import RouterPeers
+from services.router.recent_requests import RecentRequests
 from services.router.relay import ServicerContext, write_answer, write_cancelled
 from services.router.request_placer import RequestPlacer
 from services.router.request_table import RETRY_AFTER_S, RequestTable
@@ -54,6 +55,7 @@ class RouterParts(Protocol):
     peers: RouterPeers
     table: RequestTable
     placer: RequestPlacer
+    recent: RecentRequests
     incarnation: int
     draining: bool
 
@@ -143,7 +145,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Answers the request. progress: has its id; the rest is filled in."""
         arrived_s = time.monotonic()
         try:
-            with _traced(progress, context, arrived_s):
+            with self._noted(progress), _traced(progress, context, arrived_s):
                 await self._generate(request, progress, context, arrived_s)
         except SlowReader as error:
             metrics.REQUESTS.labels(outcome="slow_reader").inc()
@@ -172,6 +174,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             get_logger().exception("request_failed_unexpectedly", **progress.log_fields())
             reason = f"the router failed while it served request {progress.request_id!r:.140}"
             await abort(context, InternalError(reason))
+
+    @contextlib.contextmanager
+    def _noted(self, progress: GenerateProgress) -> Iterator[None]:
+        """What becomes of the request within is remembered, once its input was checked."""
+        outcome = "its client has gone"
+        try:
+            yield
+            if progress.entry is not None and progress.entry.finish is not None:
+                outcome = progress.entry.finish.value
+        except Exception as error:
+            outcome = str(error) or repr(error)
+            raise
+        finally:
+            if progress.entry is not None:
+                self._router.recent.add(progress.entry, outcome)
 
     async def _abort_unread(self, context: ServicerContext, error: SlowReader) -> None:
         self._unread_count += 1
@@ -362,22 +379,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 router.claims.close(claim)
             router.table.release(slot)
             metrics.IN_FLIGHT.dec()
-
-
-class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
-    """The view of the cluster, for operators."""
-
-    def __init__(self, store: ClusterStore) -> None:
-        self._store = store
-
-    async def GetClusterView(  # noqa: N802
-        self, request: cluster_pb2.GetClusterViewRequest, context: ServicerContext
-    ) -> cluster_pb2.GetClusterViewResponse:
-        view = self._store.view()
-        return cluster_pb2.GetClusterViewResponse(
-            instances=[status_to_proto(view.instances[instance_id]) for instance_id in sorted(view.instances)],
-            store_connected=view.store_connected,
-        )
 
 
 def new_request_id() -> str:

@@ -26,6 +26,7 @@ from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.router import metrics
 from services.router.claims import RequestClaims
+from services.router.cluster_server import ClusterServicer
 from services.router.config import RouterConfig
 from services.router.departures import Departures
 from services.router.holders import Holders
@@ -33,9 +34,10 @@ from services.router.intake import Intake
 from services.router.monitor import Monitor
 from services.router.peers import RouterPeers
 from services.router.public_server import PublicServicer
+from services.router.recent_requests import RecentRequests
 from services.router.request_placer import RequestPlacer
 from services.router.request_table import RequestTable
-from services.router.server import ClusterServicer, InferenceServicer
+from services.router.server import InferenceServicer
 from services.router.token_feeds import TokenFeeds
 
 _WATCH_TIMEOUT_S = 0.5
@@ -65,7 +67,7 @@ def router_host(router: "Router") -> ServiceHost:
 
     def register(server: aio.Server) -> None:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
-        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(ClusterServicer(router.store), server)
+        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(ClusterServicer(router.store, router.recent), server)
 
     record = service_record(config, Role.ROUTER, config.model_name, router.incarnation)
     record = replace(record, public_address=config.advertised_public_address)
@@ -99,6 +101,7 @@ class Router:
         self._draining_since_s = 0.0
         self.channels = Channels()
         self.table = RequestTable(config.max_requests)
+        self.recent = RecentRequests(config.instance_id, self.table)
         relayed = metrics.RELAYED_TOKENS.inc
         holders = Holders(store, self.channels, stream_id, config.model_name)
         self.feeds = TokenFeeds(stream_id, self.channels, self.table, relayed, config.suspect_after_s, holders)

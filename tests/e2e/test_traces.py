@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import urllib.request
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from tests.support.local_cluster import run_cluster
+from kaveri import AsyncClient, SamplingParams
+from tests.support.local_cluster import LocalCluster, run_cluster
 
 _TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 _PARENT_ID = "b7ad6b7169203331"
@@ -47,6 +49,20 @@ async def receiver(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SpanReceive
     server.stop(None).wait()
 
 
+async def _kaveri(*arguments: str) -> str:
+    command = (sys.executable, "-c", "from kaveri.cli.main import main; main()", *arguments)
+    ran = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    out, _ = await asyncio.wait_for(ran.communicate(), _WITHIN_S)
+    assert ran.returncode == 0
+    return out.decode()
+
+
+def _trace_id(cluster: LocalCluster) -> str:
+    """Of the request `by-name`, by its router's log."""
+    (line,) = [line for line in cluster.log_text("router-0").splitlines() if "by-name" in line and "trace_id" in line]
+    return str(json.loads(line)["trace_id"])
+
+
 async def test_one_trace_over_gateway_router_prefill_and_decode(receiver: SpanReceiver) -> None:
     async with run_cluster(gateway_count=1) as cluster:
         body = {"model": "kaveri-tiny", "prompt": "Count from 1 to 9.", "max_tokens": 8, "ignore_eos": True}
@@ -57,13 +73,18 @@ async def test_one_trace_over_gateway_router_prefill_and_decode(receiver: SpanRe
         )
         answer = await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(request, timeout=_WITHIN_S)))
         assert answer["usage"]["completion_tokens"] == 8
-        names = {"gateway-0": "trace_id", "router-0": "trace_id"}
-        for name in names:
+        for name in ("gateway-0", "router-0"):
             assert f'"trace_id": "{_TRACE_ID}"' in cluster.log_text(name)
+        async with AsyncClient(cluster.target, timeout_s=_WITHIN_S) as client:
+            await client.generate("Count", params=SamplingParams(max_tokens=8, ignore_eos=True), request_id="by-name")
+        shown = await _kaveri("trace", "by-name", "--target", cluster.target)
+        for text in ("by-name: length, ", "attempt 1 to prefill-0", f"trace {_trace_id(cluster)}", "decode-0"):
+            assert text in shown
     # The processes have ended, and have sent what they had.
     by_service: dict[str, set[str]] = {}
-    for service, span in receiver.spans:
-        assert span.trace_id.hex() == _TRACE_ID
+    spans = [(service, span) for service, span in receiver.spans if span.trace_id.hex() == _TRACE_ID]
+    assert len({span.trace_id for _, span in receiver.spans}) == 2
+    for service, span in spans:
         by_service.setdefault(service, set()).add(span.name)
     assert by_service == {
         "kaveri-gateway": {"POST /v1/completions"},
@@ -78,8 +99,8 @@ async def test_one_trace_over_gateway_router_prefill_and_decode(receiver: SpanRe
         },
         "kaveri-decode": {"decode.room", "kv.landing", "decode.admission", "decode"},
     }
-    ids = {span.span_id: span.name for _, span in receiver.spans}
-    parents = {span.name: ids.get(span.parent_span_id, span.parent_span_id.hex()) for _, span in receiver.spans}
+    ids = {span.span_id: span.name for _, span in spans}
+    parents = {span.name: ids.get(span.parent_span_id, span.parent_span_id.hex()) for _, span in spans}
     assert parents["POST /v1/completions"] == _PARENT_ID
     assert parents["generate"] == "POST /v1/completions"
     assert parents["attempt"] == "generate"

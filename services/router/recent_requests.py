@@ -1,0 +1,102 @@
+"""How the requests of one router went: those in flight, and the last that have ended."""
+
+import time
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+from kaveri.errors import RequestNotFound
+from kaveri.v1 import cluster_pb2, inference_pb2
+from services.router.request_table import RequestTable
+from services.router.request_timing import RequestTiming
+from services.router.requests import RequestEntry
+
+_MOST = 1024
+_MOST_OUTCOME_CHARACTERS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSummary:
+    """What is kept of a request. Times are time.monotonic()'s."""
+
+    session: int
+    prompt_tokens: int
+    completion_tokens: int
+    arrived_s: float
+    first_token_s: float | None
+    last_token_s: float
+    timing: RequestTiming
+    steps: deque[tuple[float, str]]
+    trace_id: str
+    outcome: str = ""
+    ended_s: float | None = None
+
+    @classmethod
+    def of(cls, entry: RequestEntry, outcome: str = "", ended_s: float | None = None) -> "RequestSummary":
+        """Of a request now. outcome: empty: it has not ended."""
+        accepted, answer = entry.accepted, entry.answer
+        return cls(
+            accepted.session,
+            len(accepted.prompt_token_ids),
+            len(answer.token_ids),
+            accepted.arrived_s,
+            answer.first_token_s,
+            answer.last_token_s,
+            entry.timing,
+            entry.steps,
+            entry.trace.spans.trace_id if entry.trace is not None else "",
+            outcome[:_MOST_OUTCOME_CHARACTERS],
+            ended_s,
+        )
+
+    def to_proto(self, router_instance_id: str) -> cluster_pb2.GetRequestAccountResponse:
+        timing = inference_pb2.Timing(**self.timing.known())
+        if self.first_token_s is not None:
+            timing.ttft_s = self.first_token_s - self.arrived_s
+            timing.e2e_s = self.last_token_s - self.arrived_s
+        since_s = self.arrived_s if self.ended_s is None else self.ended_s
+        return cluster_pb2.GetRequestAccountResponse(
+            router_instance_id=router_instance_id,
+            session=self.session,
+            outcome=self.outcome,
+            ago_s=time.monotonic() - since_s,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            timing=timing,
+            steps=[cluster_pb2.RequestStep(at_s=at_s - self.arrived_s, event=event) for at_s, event in self.steps],
+            trace_id=self.trace_id,
+        )
+
+
+class RecentRequests:
+    """For one event loop."""
+
+    def __init__(self, instance_id: str, table: RequestTable) -> None:
+        """instance_id: of this router. table: the requests in flight."""
+        self._instance_id = instance_id
+        self._table = table
+        self._ended: OrderedDict[str, RequestSummary] = OrderedDict()
+        """By request id."""
+
+    def add(self, entry: RequestEntry, outcome: str) -> None:
+        """The call of a request has ended."""
+        self._ended[entry.request_id] = RequestSummary.of(entry, outcome, time.monotonic())
+        self._ended.move_to_end(entry.request_id)
+        if len(self._ended) > _MOST:
+            self._ended.popitem(last=False)
+
+    def account_of(self, request_id: str) -> cluster_pb2.GetRequestAccountResponse:
+        """How the request went, or is going. A gateway adds to its client's id: the last such request counts.
+
+        Raises RequestNotFound."""
+        request_id = self._known_as(request_id)
+        entry = self._table.get(request_id)
+        summary = RequestSummary.of(entry) if entry is not None else self._ended.get(request_id)
+        if summary is None:
+            raise RequestNotFound(request_id)
+        return summary.to_proto(self._instance_id)
+
+    def _known_as(self, request_id: str) -> str:
+        ids = (*self._ended, *(entry.request_id for entry in self._table.entries()))
+        if request_id in ids:
+            return request_id
+        return next((each for each in reversed(ids) if each.startswith(f"{request_id}-")), request_id)
