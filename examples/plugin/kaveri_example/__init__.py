@@ -1,0 +1,1 @@
+"""Plug-ins for Kaveri: an engine, a KV transport and a policy."""

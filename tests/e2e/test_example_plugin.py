@@ -1,0 +1,129 @@
+"""examples/plugin in an environment of its own: it passes the public suites, and `kaveri up` runs on it."""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kaveri import Client, SamplingParams
+from tests.support.redis_fixture import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "plugin"
+_BROKEN = """
+from kaveri.policy.plugins import PrefillPlacement
+
+class Broken(PrefillPlacement):
+    def choose(self, options, rng):
+        raise RuntimeError("out of ideas")
+"""
+_REFERENCE = """
+from kaveri_example.engine import next_token
+tokens = {tokens}
+for _ in range(12):
+    tokens.append(next_token(tokens))
+print(tokens)
+"""
+_PROMPT = [5, 9, 300, 17] * 20
+
+
+def _run(*command: str, cwd: Path | None = None, timeout_s: float = 60.0) -> str:
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=cwd)
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the example: installing leaves files beside the source."""
+    copy = tmp_path_factory.mktemp("example") / "plugin"
+    shutil.copytree(EXAMPLE, copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def python(folder: Path) -> str:
+    """Of a fresh environment that sees this one's packages, and has the example installed."""
+    home = folder.parent / "environment"
+    _run(sys.executable, "-m", "venv", "--without-pip", str(home))
+    packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(home), "platbase": str(home)}))
+    seen = [str(ROOT), sysconfig.get_path("purelib")]
+    (packages / "kaveri_under_test.pth").write_text("\n".join(seen) + "\n")
+    flags = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check")
+    _run(sys.executable, "-m", "pip", "install", *flags, "--target", str(packages), str(folder))
+    (packages / "broken_policy.py").write_text(_BROKEN)
+    return str(home / "bin" / "python")
+
+
+def _kaveri(python: str, *arguments: str) -> list[str]:
+    return [python, "-c", "from kaveri.cli.main import main; main()", *arguments]
+
+
+@pytest.mark.timeout(400)
+def test_the_example_passes_the_public_suites(python: str, folder: Path) -> None:
+    flags = ("-q", "-p", "no:cacheprovider", "-o", "asyncio_default_fixture_loop_scope=function")
+    shown = _run(python, "-m", "pytest", *flags, "tests", cwd=folder, timeout_s=380.0)
+    passed = re.search(r"(\d+) passed", shown)
+    assert passed is not None, shown
+    assert int(passed[1]) > 100
+    assert "skipped" not in shown
+
+
+def test_the_list_names_what_the_example_brings(python: str) -> None:
+    rows = [line.split() for line in _run(*_kaveri(python, "plugins")).splitlines()]
+    for kind, name in (("engine", "example"), ("transport", "counted"), ("--decode-placement", "most-room")):
+        assert [kind, name, "kaveri-example", "0.1.0", "ok"] in rows
+
+
+@contextlib.contextmanager
+def _cluster(python: str, logs: Path, *flags: str) -> Iterator[str]:
+    """Its target."""
+    with tempfile.TemporaryDirectory(prefix="up-") as temporary, (logs / "up.stderr").open("w+") as stderr:
+        command = _kaveri(python, "up", "--log-dir", str(logs / "logs"), "--gateways", "0", *flags)
+        environment = os.environ | {"TMPDIR": temporary}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            stderr.seek(0)
+            assert line.startswith("kaveri is ready at "), line + stderr.read()
+            yield line.split()[-1]
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=30)
+            finally:
+                process.kill()
+                process.communicate(timeout=10)
+
+
+@pytest.mark.timeout(180)
+def test_kaveri_up_serves_with_the_example_by_flag_and_a_policy_that_raises_fails_no_request(
+    python: str, tmp_path: Path
+) -> None:
+    expected = _run(python, "-c", _REFERENCE.format(tokens=_PROMPT))
+    metrics_port = free_port()
+    names = ("--engine", "example", "--kv-transports", "counted", "--prefill.decode-placement", "most-room")
+    flags = ("--port", "0", "--metrics-port", str(metrics_port), "--router.placement-policy", "broken_policy:Broken")
+    with _cluster(python, tmp_path, "--prefill", "1", *names, *flags) as target, Client(target) as client:
+        params = SamplingParams(max_tokens=12, ignore_eos=True)
+        for _ in range(3):
+            answer = client.generate(prompt_token_ids=_PROMPT, params=params)
+            assert str(_PROMPT + list(answer.token_ids)) == expected.strip()
+            assert answer.timing.server is not None
+            assert answer.timing.server.kv_transport == "counted"
+        with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=10) as response:
+            scraped = response.read().decode()
+    assert 'kaveri_policy_faults_total{policy="placement_policy"} 3.0' in scraped
+    logs = (tmp_path / "logs" / "router-0.log").read_text()
+    assert logs.count('"event": "policy_failed"') == 1
+    assert "raised RuntimeError: out of ideas" in logs
