@@ -2,8 +2,8 @@
 
 Three stacks of real processes on the fake engine stand side by side: a router, a prefill and a decode instance each.
 They take turns under the same closed loop; the others are idle. Spans go to a receiver in a process of its own, which
-drops them. CPU time of a stack's processes is counted, over the tokens of its turn: tokens per second would count the load
-generator too. What is not sampled differs from no tracing only in the router.
+drops them. CPU time of a stack's processes is counted, over the tokens of its turn: tokens per second would count the
+load generator too. What is not sampled differs from no tracing only in the router.
 """
 
 import asyncio
