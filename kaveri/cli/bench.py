@@ -1,8 +1,10 @@
 """kaveri bench: drives a cluster with a workload and reports latencies, SLO attainment, goodput and resource time."""
 
 import asyncio
+import contextlib
 import json
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from kaveri.client.answer import ModelInfo
     from kaveri.client.async_client import AsyncClient
     from kaveri.loadgen.busy import Phases
-    from kaveri.loadgen.driver import LoadRun, RequestSettings
+    from kaveri.loadgen.driver import LoadRun, LoadTarget, RequestSettings
     from kaveri.loadgen.report import Slo
     from kaveri.workload.goodput import GoodputSearch
     from kaveri.workload.prompts import RequestPrompt
@@ -47,6 +49,12 @@ _GOODPUT_RESOLUTION = 0.05
 
 def bench(
     target: options.Target = DEFAULT_TARGET,
+    http: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of --target: drive any OpenAI endpoint, http://HOST:PORT; a key for it in OPENAI_API_KEY."
+        ),
+    ] = None,
     model: options.Model = None,
     workload: Annotated[
         WorkloadClass | None,
@@ -116,6 +124,12 @@ def bench(
     ] = None,
     timeout_s: options.TimeoutS = 600.0,
     seed: Annotated[int, typer.Option(help="Of lengths, arrivals and prompts.", min=0, max=2**32 - 1)] = 0,
+    max_failed: Annotated[
+        int | None,
+        typer.Option(
+            help="Exit with status 1 when more requests fail, over all runs. Unset: only when none is answered.", min=0
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, with a row per request, and no table.")
     ] = False,
@@ -154,6 +168,12 @@ def bench(
         ("--max-output", max_output, trace is None, "bounds drawn lengths; --trace has its own"),
         ("--attainment", attainment, find_goodput, "is the aim of --find-goodput, which is not given"),
         ("--max-runs", max_runs, find_goodput, "bounds --find-goodput, which is not given"),
+        (
+            "--max-failed",
+            max_failed,
+            not find_goodput,
+            "is of --find-goodput's rates too, which fail requests on purpose",
+        ),
     ):
         if given is not None and not used:
             raise ConfigError(flag, needs)
@@ -194,6 +214,7 @@ def bench(
 
     settings = _BenchSettings(
         target=target,
+        http=http,
         model=model,
         workload=load,
         lengths_flag=lengths_flag,
@@ -209,19 +230,22 @@ def bench(
         max_runs=max_runs or _MAX_RUNS,
         timeout_s=timeout_s,
         seed=seed,
+        max_failed=max_failed,
         as_json=as_json,
         plot=plot,
     )
     try:
-        answered = asyncio.run(_run(settings))
+        succeeded = asyncio.run(_run(settings))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    raise typer.Exit(0 if answered else 1)
+    raise typer.Exit(0 if succeeded else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BenchSettings:
     target: str
+    http: str | None
+    """The endpoint to drive instead of the target's routers."""
     model: str | None
     workload: Workload
     lengths_flag: str
@@ -240,8 +264,14 @@ class _BenchSettings:
     max_runs: int
     timeout_s: float
     seed: int
+    max_failed: int | None
     as_json: bool
     plot: Path | None
+
+    @property
+    def place(self) -> str:
+        """What is driven, for people."""
+        return self.http or self.target
 
 
 def _check_goodput(rate: float | None, slo: "Slo", attainment: float, repeats: int) -> None:
@@ -272,17 +302,18 @@ def _workload(
 
 
 async def _run(settings: _BenchSettings) -> bool:
-    """Returns whether any request was answered. Cancelled, it reports the runs that are complete."""
+    """Returns whether enough requests were answered. Cancelled, it reports the runs that are complete."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from kaveri.client.async_client import AsyncClient
-    from kaveri.loadgen.fleet import engine_phases
+    from kaveri.cli.bench_target import reach_endpoint, reach_routers
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    async with AsyncClient(options.targets_of(settings.target), timeout_s=settings.timeout_s) as client:
-        info = await _served(client, settings)
-        phases = await engine_phases(client.target, info.name)
+    async with contextlib.AsyncExitStack() as resources:
+        if settings.http:
+            client, info, phases = await reach_endpoint(settings.http, settings.model, resources)
+        else:
+            client, info, phases = await reach_routers(settings.target, settings.model, settings.timeout_s, resources)
         progress = Progress(*columns, console=Console(stderr=True), transient=True)
         bench = _BenchRuns(client, info, settings, progress)
         try:
@@ -304,9 +335,10 @@ async def _run(settings: _BenchSettings) -> bool:
 def _report(
     bench: "_BenchRuns", info: "ModelInfo", phases: "Mapping[str, Phases]", settings: _BenchSettings, interrupted: bool
 ) -> bool:
-    """Prints and draws the runs that are complete, at least one. Returns whether any request was answered."""
+    """Prints and draws the runs that are complete, at least one. Returns whether enough requests were answered."""
     from rich.console import Console
 
+    from kaveri.loadgen.provenance import provenance
     from kaveri.loadgen.report import over_runs, row, summarize
     from kaveri.loadgen.show import show_report, show_warnings
     from kaveri.profiling.output import not_written
@@ -315,7 +347,8 @@ def _report(
     summaries = [summarize(run, settings.slo, phases) for _, run in bench.runs]
     runs = [{"rate_per_s": rate, **summary} for (rate, _), summary in zip(bench.runs, summaries, strict=True)]
     report = {
-        "target": settings.target,
+        "provenance": provenance(sys.argv[1:]),
+        "target": settings.place,
         "model": info.name,
         "seed": settings.seed,
         "slo": asdict(settings.slo) if settings.slo.is_set else None,
@@ -336,9 +369,15 @@ def _report(
     show_warnings(Console(stderr=True, highlight=False, soft_wrap=True), report)
     if settings.plot is not None:
         try:
-            _draw(bench.runs, settings, f"{info.name} at {settings.target}", settings.plot)
+            _draw(bench.runs, settings, f"{info.name} at {settings.place}", settings.plot)
         except OSError as error:
             raise not_written("--plot", settings.plot, error) from error
+    failed = sum(
+        len(run.records) - summary["answered"] for (_, run), summary in zip(bench.runs, summaries, strict=True)
+    )
+    if settings.max_failed is not None and failed > settings.max_failed:
+        print(f"{failed} requests failed; --max-failed is {settings.max_failed}", file=sys.stderr)
+        return False
     return any(summary["answered"] for summary in summaries)
 
 
@@ -346,7 +385,7 @@ class _BenchRuns:
     """Runs against one cluster, one after the other. `runs` are those that count, each with its rate."""
 
     def __init__(
-        self, client: "AsyncClient", info: "ModelInfo", settings: _BenchSettings, progress: "Progress"
+        self, client: "AsyncClient | LoadTarget", info: "ModelInfo", settings: _BenchSettings, progress: "Progress"
     ) -> None:
         self.runs: list[tuple[float | None, LoadRun]] = []
         self.goodput_search: GoodputSearch | None = None
@@ -410,19 +449,12 @@ class _BenchRuns:
 
         settings = self._settings
         return RequestSettings(
-            model=settings.model,
+            model=self._info.name if settings.http else settings.model,
             vocab_size=self._info.vocab_size,
             seed=seed,
             timeout_s=settings.timeout_s,
             natural_length=settings.natural_length,
         )
-
-
-async def _served(client: "AsyncClient", settings: _BenchSettings) -> "ModelInfo":
-    for info in await client.list_models():
-        if settings.model in (None, info.name):
-            return info
-    raise ConfigError("--model", f"{settings.model!r} is not served at {settings.target}")
 
 
 def _goodput(

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -61,8 +62,22 @@ class LoadRun:
     late."""
 
 
+class LoadTarget(ABC):
+    """Something else than a cluster's gRPC that answers requests."""
+
+    @abstractmethod
+    async def send(
+        self,
+        record: RequestRecord,
+        prompt: RequestPrompt,
+        settings: "RequestSettings",
+        now_s: Callable[[], float],
+    ) -> None:
+        """Asks, and records the answer or its error. now_s: seconds after the start of the run."""
+
+
 async def run_load(
-    client: AsyncClient,
+    client: "AsyncClient | LoadTarget",
     requests: Sequence[PlannedRequest],
     send: "RequestSettings",
     concurrency: int | None,
@@ -76,7 +91,7 @@ async def run_load(
 
 
 async def run_open(
-    client: AsyncClient,
+    client: "AsyncClient | LoadTarget",
     requests: Sequence[PlannedRequest],
     send: "RequestSettings",
     max_in_flight: int,
@@ -109,7 +124,7 @@ async def run_open(
 
 
 async def run_closed(
-    client: AsyncClient,
+    client: "AsyncClient | LoadTarget",
     requests: Sequence[PlannedRequest],
     send: "RequestSettings",
     concurrency: int,
@@ -160,8 +175,15 @@ class RequestSettings:
 
 
 async def _send(
-    client: AsyncClient, record: RequestRecord, prompt: RequestPrompt, send: RequestSettings, clock: "_Clock"
+    client: "AsyncClient | LoadTarget",
+    record: RequestRecord,
+    prompt: RequestPrompt,
+    send: RequestSettings,
+    clock: "_Clock",
 ) -> None:
+    if isinstance(client, LoadTarget):
+        record.sent_s = clock.now_s()
+        return await client.send(record, prompt, send, clock.now_s)
     params = SamplingParams(
         temperature=0,
         max_tokens=record.planned.lengths.output_tokens,

@@ -1,7 +1,9 @@
 """`kaveri bench` against a real cluster."""
 
 import asyncio
+import importlib.metadata
 import json
+import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,3 +55,35 @@ async def test_forced_and_natural_lengths_and_the_resource_time_of_every_instanc
         assert {role: of_role["instances"] for role, of_role in times.items()} == {"prefill": 1, "decode": 2}
         for of_role in times.values():
             assert 0 < of_role["busy_s"] <= of_role["held_s"]
+
+
+async def test_a_run_says_what_it_was_made_with_and_drives_the_gateway_over_http() -> None:
+    load = ("--requests", "6", "--concurrency", "2", "--workload", "LPLD", "--max-prompt", "64", "--max-output", "16")
+    async with run_cluster(gateway_count=1) as cluster:
+        (address,) = cluster.stack.http_targets
+        by_http = await bench(cluster.target, "--http", f"http://{address}", "--max-failed", "0", *load)
+        by_grpc = await bench(cluster.target, *load)
+        failing = await asyncio.create_subprocess_exec(
+            *(*BENCH, "--http", f"http://{address}/v1", *load, "--timeout-s", "0.000001", "--max-failed", "5"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        async with asyncio.timeout(90):
+            printed, complaints = await failing.communicate()
+    for run in (by_http["runs"][0], by_grpc["runs"][0]):
+        assert (run["answered"], run["errors"]) == (6, {})
+        assert all(row["received_tokens"] == row["output_tokens"] for row in run["rows"])
+    # The same workload over either door.
+    assert [row["prompt_tokens"] for row in by_http["runs"][0]["rows"]] == [
+        row["prompt_tokens"] for row in by_grpc["runs"][0]["rows"]
+    ]
+    made = by_http["provenance"]
+    assert by_http["target"] == f"http://{address}"
+    assert made["version"] == importlib.metadata.version("kaveri")
+    assert made["python"] == platform.python_version()
+    assert made["arguments"][:2] == ["bench", "--json"]
+    assert made["machine"]["cpu"]
+    assert made["commit"] is None or len(made["commit"].removesuffix("+")) == 40
+    assert failing.returncode == 1
+    assert json.loads(printed)["runs"][0]["answered"] == 0
+    assert "6 requests failed; --max-failed is 5" in complaints.decode()
