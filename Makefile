@@ -26,7 +26,7 @@ setup: $(STAMP) ## make .venv with everything the demo, tests and benchmarks nee
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	@echo "Installing Kaveri with its CPU engine into .venv; about a minute, most of it PyTorch."
-	$(BIN)/pip install --disable-pip-version-check --progress-bar on -c constraints.txt -e '.[transformers,predictor,local,nixl,gateway,otel,dev]'
+	$(BIN)/pip install --disable-pip-version-check --progress-bar on -c constraints.txt -e '.[transformers,predictor,local,nixl,gateway,otel,vllm-grpc,dev]'
 	@touch $(STAMP)
 
 demo: setup ## start a local stack on the bundled model, ask it a few things, stop it

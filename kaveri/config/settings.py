@@ -146,6 +146,7 @@ def read_settings(
         setting_names(config_type),
         secret_names(config_type),
         find_sections,
+        switch_names(config_type),
     )
     flags = read_flags(arguments, names)
     variables, service_links = read_variables(environment, names)
@@ -172,6 +173,12 @@ def setting_names(config_type: type[Any]) -> frozenset[str]:
     Other fields of the dataclass, and those that its class attribute NOT_TAKEN names, are for its code to set.
     """
     return frozenset(entry.name for entry in _declared(config_type))
+
+
+def switch_names(config_type: type[Any]) -> frozenset[str]:
+    """The names of those that are true or false: their flag needs no value."""
+    hints = typing.get_type_hints(config_type)
+    return frozenset(name for name in setting_names(config_type) if hints[name] is bool)
 
 
 def secret_names(config_type: type[Any]) -> frozenset[str]:

@@ -13,6 +13,7 @@ import difflib
 import json
 import re
 import tomllib
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -67,6 +68,8 @@ class Names:
     """Those of them that a file can hold."""
     find_sections: Callable[[], Mapping[str, Collection[str]]] = field(default=dict)
     """Section to names, of all programs. Called only when a name is not the program's own, as it may take long."""
+    switches: frozenset[str] = frozenset()
+    """Those of its own that are true or false."""
 
     @cached_property
     def taken(self) -> frozenset[str]:
@@ -91,25 +94,34 @@ def nearest(name: str, known: Collection[str]) -> str:
 
 
 def read_flags(arguments: Sequence[str], names: Names) -> dict[str, Given]:
-    """`--max-batch 8` or `--max-batch=8`; of several the last. Also what CONFIG_FLAG says, as "config".
+    """`--max-batch 8` or `--max-batch=8`; of several the last. A switch alone is true. Also what CONFIG_FLAG says, as
+    "config".
 
     Raises ConfigError for anything else.
     """
     flags = {flag_of(name): name for name in names.taken} | {CONFIG_FLAG: "config"}
     given: dict[str, Given] = {}
-    words = iter(arguments)
-    for word in words:
-        flag, equals, text = word.partition("=")
+    words = deque(arguments)
+    while words:
+        flag, equals, text = (word := words.popleft()).partition("=")
         if not flag.startswith("--"):
             raise ConfigError("flags", f"{word!r} is no flag; write --name value")
         if flag not in flags:
             raise ConfigError(flag, f"is no flag of {names.program}{nearest(flag, flags)}")
         if not equals:
-            text = next(words, "--")
-            if text.startswith("--"):
-                raise ConfigError(flag, f"has no value; write {flag} VALUE")
+            text = take_value(flag, words, is_switch=flags[flag] in names.switches)
         given[flags[flag]] = Given(text, flag)
     return given
+
+
+def take_value(flag: str, words: deque[str], *, is_switch: bool) -> str:
+    """The value of a flag that came without "=": the first of the words after it, which is taken out. A switch alone is
+    true. Raises ConfigError."""
+    if words and not words[0].startswith("--"):
+        return words.popleft()
+    if is_switch:
+        return "true"
+    raise ConfigError(flag, f"has no value; write {flag} VALUE")
 
 
 def read_variables(environment: Mapping[str, str], names: Names) -> tuple[dict[str, Given], tuple[str, ...]]:

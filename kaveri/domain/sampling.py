@@ -14,12 +14,16 @@ MAX_STOP_TEXTS = 16
 MAX_STOP_TEXT_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
+MAX_N = 128
+"""Answers to one prompt that one call may ask for, where a protocol has such a parameter."""
 _UINT32_MAX = 2**32 - 1
 _UINT64_MAX = 2**64 - 1
 _FLOAT32_MAX = 3.4028234e38
 """The wire's numbers: a larger one would arrive as infinity."""
 _FLOAT32_MIN = 1.4012984e-45
 """A smaller top_p would arrive as 0."""
+_SEED_STEP = 0x9E3779B97F4A7C15
+"""Odd, so that the seeds of one request differ; 2**64 divided by the golden ratio, so that they are far apart."""
 
 
 class FinishReason(enum.StrEnum):
@@ -82,6 +86,12 @@ class SamplingParams:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+
+def derived_seed(seed: int | None, number: int) -> int | None:
+    """The seed of the answer with this number to one prompt, in [0, 2**64). The first one has the request's own, modulo
+    2**64. None: there is none, and the router draws one for each."""
+    return None if seed is None else (seed + number * _SEED_STEP) % 2**64
 
 
 def check_stop_counts(text_count: int, token_id_count: int) -> None:

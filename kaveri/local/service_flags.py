@@ -1,12 +1,13 @@
 """Which of a stack's services take a setting that is given to the whole stack, or to one role."""
 
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
 from kaveri.config.services import INSTANCES, ServiceKind, settings_types
-from kaveri.config.settings import secret_names, setting_names
-from kaveri.config.sources import flag_of, nearest
+from kaveri.config.settings import secret_names, setting_names, switch_names
+from kaveri.config.sources import flag_of, nearest, take_value
 from kaveri.errors import ConfigError
 from kaveri.rpc.process import ServiceConfig
 
@@ -25,6 +26,12 @@ def names_of(role: ServiceKind) -> frozenset[str]:
 def secrets_of(role: ServiceKind) -> frozenset[str]:
     """Those of them that no command line should hold."""
     return secret_names(settings_types()[role])
+
+
+@cache
+def switches_of(role: ServiceKind) -> frozenset[str]:
+    """Those of them that are true or false."""
+    return switch_names(settings_types()[role])
 
 
 @cache
@@ -59,16 +66,15 @@ def read_service_flags(words: Sequence[str], roles: Iterable[ServiceKind], own_f
     running = tuple(roles)
     shared: dict[str, str] = {}
     of_role: dict[ServiceKind, tuple[str, ...]] = {}
-    remaining = iter(words)
-    for word in remaining:
-        flag, equals, text = word.partition("=")
+    remaining = deque(words)
+    while remaining:
+        flag, equals, text = (word := remaining.popleft()).partition("=")
         if not flag.startswith("--"):
             raise ConfigError("flags", f"{word!r} is no flag; write --name value")
         takers = _roles_taking(flag, running, own_flags)
         if not equals:
-            text = next(remaining, "--")
-            if text.startswith("--"):
-                raise ConfigError(flag, f"has no value; write {flag} VALUE")
+            name = flag.rpartition(".")[2].removeprefix("--").replace("-", "_")
+            text = take_value(flag, remaining, is_switch=any(name in switches_of(role) for role in ROLES))
         if not text.strip():
             raise ConfigError(flag, "is empty")
         role, dot, name = flag.removeprefix("--").rpartition(".")

@@ -47,9 +47,14 @@ class Detokenizer:
         self._left = ""
         """The text of the window that was sent, or belongs to the prompt."""
         self._held = ""
-        self.stopped = False
-        """Whether a stop text was found; nothing more may be pushed."""
+        self.stop_text: str | None = None
+        """The stop text that was found."""
         self._begin_after(prompt_token_ids)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop text was found; nothing more may be pushed."""
+        return self.stop_text is not None
 
     def push(self, token_id: int) -> str:
         """Adds the next token and returns the text that is decided now, often empty."""
@@ -136,11 +141,11 @@ class Detokenizer:
     def _scan(self, piece: str) -> str:
         text = self._held + piece
         # The match that ends first: the first one if the text arrived letter by letter.
-        ends = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
+        ends = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
         if ends:
-            self.stopped = True
+            _, start, self.stop_text = min(ends)
             self._held = ""
-            return text[: min(ends)[1]]
+            return text[:start]
         held = max((_overlap(text, stop) for stop in self._stop), default=0)
         decided = len(text) - held
         self._held = text[decided:]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kaveri.client.request import Message
-from kaveri.domain.sampling import MAX_LOGPROBS, SamplingParams
+from kaveri.domain.sampling import MAX_LOGPROBS, MAX_N, SamplingParams, derived_seed
 from kaveri.errors import InvalidArgument
 from services.gateway.fields import (
     Accepts,
@@ -25,9 +25,6 @@ Prompt = str | tuple[int, ...] | tuple[Message, ...]
 
 _COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions. A chat answer may be as long as fits."""
-_MAX_N = 128
-_SEED_STEP = 0x9E3779B97F4A7C15
-"""Odd, so that the seeds of one request differ; 2**64 divided by the golden ratio, so that they are far apart."""
 _HARMLESS: Mapping[str, Accepts] = {
     "add_special_tokens": any_flag,
     "allowed_token_ids": empty,
@@ -138,7 +135,7 @@ class Asked:
     @property
     def answers(self) -> tuple[tuple[Prompt, SamplingParams], ...]:
         """Prompt and parameters of each answer, in the order of their indices."""
-        variants = [replace(self.params, seed=_derived(self.params.seed, number)) for number in range(self.n)]
+        variants = [replace(self.params, seed=derived_seed(self.params.seed, number)) for number in range(self.n)]
         return tuple((prompt, variant) for prompt in self.prompts for variant in variants)
 
 
@@ -152,7 +149,7 @@ def read_completion(body: Mapping[str, Any], max_answers: int) -> Asked:
     fields = Fields(body)
     prompts = _prompts(fields.take("prompt"))
     n = _n(fields, len(prompts), max_answers)
-    best_of = fields.whole("best_of", 1, _MAX_N)
+    best_of = fields.whole("best_of", 1, MAX_N)
     if best_of not in (None, n):
         raise InvalidArgument("best_of", best_of, f"left out, or {n} as n: Kaveri does not support it")
     logprobs = fields.whole("logprobs", 0, MAX_LOGPROBS)
@@ -257,7 +254,7 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
 
 
 def _n(fields: Fields, prompt_count: int, max_answers: int) -> int:
-    n = fields.whole("n", 1, _MAX_N) or 1
+    n = fields.whole("n", 1, MAX_N) or 1
     if n * prompt_count > max_answers:
         value = f"{prompt_count} prompts with n = {n}" if prompt_count > 1 else n
         raise InvalidArgument("prompt" if prompt_count > 1 else "n", value, f"at most {max_answers} answers together")
@@ -267,11 +264,6 @@ def _n(fields: Fields, prompt_count: int, max_answers: int) -> int:
 def _seed(fields: Fields) -> int | None:
     seed = fields.whole("seed", -(2**63), 2**64 - 1)
     return None if seed is None else seed % 2**64
-
-
-def _derived(seed: int | None, number: int) -> int | None:
-    """The seed of the answer with this number to one prompt; the first one has the request's own."""
-    return None if seed is None else (seed + number * _SEED_STEP) % 2**64
 
 
 def _usage_events(fields: Fields, stream: bool) -> UsageEvents:

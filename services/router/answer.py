@@ -64,6 +64,11 @@ class Answer:
         """Whether the text has met a stop text. Nothing is appended any more."""
         return self._detokenizer.stopped
 
+    @property
+    def stop_text(self) -> str | None:
+        """The stop text that the text has met."""
+        return self._detokenizer.stop_text
+
     def append(
         self, token_ids: Sequence[int], logprobs: Sequence[Any], finish: FinishReason | None, now_s: float
     ) -> None:

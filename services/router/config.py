@@ -39,6 +39,11 @@ class RouterConfig(PublicSettings, ServiceConfig):
         "",
         address_text,
     )
+    vllm_grpc: bool = setting(
+        "whether the router's own port also serves vllm.grpc.engine.VllmEngine, the whole cluster as one worker; it "
+        "needs the extra kaveri[vllm-grpc]",
+        False,
+    )
     max_requests: int = setting("requests in flight at once; more are refused with RESOURCE_EXHAUSTED", 1024, least=1)
     max_reattaches_per_s: float = setting(
         "clients that may re-attach a second, after a burst of --max-requests; more are refused with "

@@ -150,7 +150,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         except SlowReader as error:
             metrics.REQUESTS.labels(outcome="slow_reader").inc()
             get_logger().warning("client_too_slow", **progress.log_fields(), slow_reader_s=error.limit_s)
-            await self._abort_unread(context, error)
+            await self.abort_unread(context, error)
         except SentAway as error:
             metrics.REQUESTS.labels(outcome="moved").inc()
             get_logger().info("request_moved", **progress.log_fields())
@@ -190,7 +190,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             if progress.entry is not None:
                 self._router.recent.add(progress.entry, outcome)
 
-    async def _abort_unread(self, context: ServicerContext, error: SlowReader) -> None:
+    async def abort_unread(self, context: ServicerContext, error: SlowReader) -> None:
+        """Ends the call of a client that did not read. gRPC waits for it; such calls are counted, and bounded."""
         self._unread_count += 1
         metrics.UNREAD.inc()
         try:

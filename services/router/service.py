@@ -7,12 +7,14 @@ import secrets
 import time
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 
+from google.protobuf.runtime_version import VersionError
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import InstanceLoad, Role
-from kaveri.errors import Unavailable
+from kaveri.errors import ConfigError, Unavailable
 from kaveri.hosting.service_host import ServiceHost, new_incarnation, service_record
 from kaveri.hosting.store import open_store
 from kaveri.rpc.channels import Channels
@@ -48,6 +50,9 @@ _OTHERS_DRAIN_WITHIN_S = 0.25
 
 async def serve(config: RouterConfig, stopping: asyncio.Event) -> int:
     """Runs a router until `stopping` is set and the requests in flight have ended. Raises ConfigError."""
+    if config.vllm_grpc:
+        # Before anything is waited for.
+        _vllm_grpc()
     async with contextlib.AsyncExitStack() as stack:
         store = await stack.enter_async_context(open_store(config, stopping))
         if store is None:
@@ -59,15 +64,21 @@ async def serve(config: RouterConfig, stopping: asyncio.Event) -> int:
 
 
 def router_host(router: "Router") -> ServiceHost:
-    """Everything around a router's own work. Raises ConfigError for certificates that cannot be used."""
+    """Everything around a router's own work. Raises ConfigError for certificates that cannot be used, and for a package
+    that --vllm-grpc lacks."""
     config = router.config
     servicer = InferenceServicer(router)
     services = (inference_pb2.DESCRIPTOR, cluster_pb2.DESCRIPTOR)
     names = [service.full_name for file in services for service in file.services_by_name.values()]
+    vllm_grpc = _vllm_grpc() if config.vllm_grpc else None
+    if vllm_grpc is not None:
+        names.append(vllm_grpc.SERVICE_NAME)
 
     def register(server: aio.Server) -> None:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(ClusterServicer(router.store, router.recent), server)
+        if vllm_grpc is not None:
+            vllm_grpc.VllmEngineServicer(router, servicer).register(server)
 
     record = service_record(config, Role.ROUTER, config.model_name, router.incarnation)
     record = replace(record, public_address=config.advertised_public_address)
@@ -75,6 +86,19 @@ def router_host(router: "Router") -> ServiceHost:
     if config.public_port and router.callers is not None:
         public = _public_server(config, PublicServicer(servicer, router.callers))
     return ServiceHost(config, router.store, record, router, names, register, public=public, callers=router.callers)
+
+
+def _vllm_grpc() -> ModuleType:
+    """The adapter. Raises ConfigError where its extra is not installed, or does not fit gRPC or protobuf here."""
+    try:
+        # Only here: without the flag the package is not needed.
+        from services.router import vllm_grpc
+    except ModuleNotFoundError as error:
+        reason = f"{error.name} is not installed: pip install 'kaveri[vllm-grpc]'"
+        raise ConfigError("--vllm-grpc", reason) from error
+    except VersionError as error:
+        raise ConfigError("--vllm-grpc", f"{error}: pip install 'kaveri[vllm-grpc]'") from error
+    return vllm_grpc
 
 
 def _public_server(config: RouterConfig, servicer: PublicServicer) -> RpcServer:

@@ -1,0 +1,498 @@
+"""The router as a worker of vllm.grpc.engine: answers, refusals by field, cancellation, and what it says of itself."""
+
+import asyncio
+import contextlib
+import hashlib
+import io
+import sys
+import zipfile
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import common_pb2
+from transformers import AutoTokenizer
+
+from kaveri.domain.sampling import derived_seed
+from kaveri.errors import ConfigError, InvalidArgument
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.security.api_keys import KeyLimits
+from kaveri.security.keys_file import add_key
+from kaveri.text.tokenizer import ModelTokenizer
+from kaveri.v1 import prefill_pb2
+from kaveri.wire.status import error_of
+from services.router.config import RouterConfig
+from services.router.service import serve
+from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
+from tests.services.router.scripted_answers import PROMPT, answer, eventually
+from tests.services.router.test_router_cancellation import PHASES, all_legs_are_over, bring_to, read_placements
+from tests.support.redis_fixture import free_port
+
+WITHIN_S = 60.0
+FREED_WITHIN_S = 1.0
+
+
+@dataclass
+class EngineDoor:
+    """A router with --vllm-grpc, and a client of that service."""
+
+    router: RouterUnderTest
+    stub: Any
+
+    async def ask(self, request: Any, timeout_s: float = WITHIN_S) -> list[Any]:
+        """All responses."""
+        return [response async for response in self.stub.Generate(request, timeout=timeout_s)]
+
+    async def refusal(self, request: Any) -> InvalidArgument:
+        """The error of a request that must be refused."""
+        with pytest.raises(aio.AioRpcError) as refused:
+            await self.ask(request)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, refused.value.details()
+        error = error_of(refused.value)
+        assert isinstance(error, InvalidArgument)
+        return error
+
+
+@contextlib.asynccontextmanager
+async def open_door(cluster: ScriptedCluster, **settings: Any) -> AsyncIterator[EngineDoor]:
+    async with cluster.router(vllm_grpc=True, **settings) as router:
+        yield EngineDoor(router, vllm_engine_pb2_grpc.VllmEngineStub(router.channel))
+
+
+@pytest.fixture
+async def door(cluster: ScriptedCluster) -> AsyncIterator[EngineDoor]:
+    async with open_door(cluster) as door:
+        yield door
+
+
+def asks(stream: bool = False, request_id: str = "", **params: Any) -> Any:
+    """A greedy request for 20 tokens, unless `params` say otherwise."""
+    return vllm_engine_pb2.GenerateRequest(
+        request_id=request_id,
+        tokenized=vllm_engine_pb2.TokenizedInput(input_ids=PROMPT),
+        sampling_params=vllm_engine_pb2.SamplingParams(**{"temperature": 0, "max_tokens": 20, **params}),
+        stream=stream,
+    )
+
+
+async def test_a_whole_answer_is_one_message(door: EngineDoor) -> None:
+    (response,) = await door.ask(asks())
+    assert response.complete == vllm_engine_pb2.GenerateComplete(
+        output_ids=answer(PROMPT, 20), finish_reason="length", prompt_tokens=3, completion_tokens=20
+    )
+
+
+async def test_a_streamed_answer_has_each_token_once_and_ends_as_vllms_does(door: EngineDoor) -> None:
+    *chunks, last = await door.ask(asks(stream=True))
+    assert [token_id for each in chunks for token_id in each.chunk.token_ids] == answer(PROMPT, 20)
+    assert all(each.chunk.prompt_tokens == 3 for each in chunks)
+    assert all(each.chunk.completion_tokens == len(each.chunk.token_ids) for each in chunks)
+    # As the field's servicer for vLLM has it: the last message repeats the last chunk.
+    assert last.complete.output_ids == chunks[-1].chunk.token_ids
+    assert (last.complete.finish_reason, last.complete.prompt_tokens) == ("length", 3)
+
+
+async def test_a_text_is_tokenized_as_in_our_own_api(door: EngineDoor, tokenizer: ModelTokenizer) -> None:
+    request = asks()
+    request.text = "Count from 1 to 9."
+    (response,) = await door.ask(request)
+    prompt = tuple(tokenizer.backend.encode("Count from 1 to 9.").ids)
+    assert response.complete.output_ids == answer(prompt, 20)
+    assert response.complete.prompt_tokens == len(prompt)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_come_with_their_tokens(door: EngineDoor, stream: bool) -> None:
+    responses = await door.ask(asks(stream=stream, logprobs=2, max_tokens=5))
+    kind = "chunk" if stream else "complete"
+    reports = [getattr(each, kind).output_logprobs for each in responses if each.WhichOneof("response") == kind]
+    assert [token_id for each in reports for token_id in each.token_ids] == answer(PROMPT, 5)
+    assert [value for each in reports for value in each.token_logprobs] == [0, -1, -2, -3, -4]
+    tops = [top for each in reports for top in each.top_logprobs]
+    assert [(list(top.token_ids), list(top.values)) for top in tops] == [([0, 1], [0, -1])] * 5
+
+
+async def test_without_likely_tokens_only_the_drawn_ones_are_reported(door: EngineDoor) -> None:
+    (response,) = await door.ask(asks(logprobs=0, max_tokens=2))
+    report = response.complete.output_logprobs
+    assert (list(report.token_ids), list(report.top_logprobs)) == (answer(PROMPT, 2), [])
+
+
+async def test_the_end_names_the_stop_text_that_was_met(door: EngineDoor, tokenizer: ModelTokenizer) -> None:
+    texts = [tokenizer.token_text(token_id) for token_id in answer(PROMPT, 6)]
+    stop = texts[5]
+    assert stop.strip()
+    assert stop not in "".join(texts[:5])
+    request = asks(stop=["never", stop], skip_special_tokens=True)
+    (response,) = await door.ask(request)
+    assert response.complete.finish_reason == "stop"
+    assert response.complete.matched_stop_str == stop
+    # Its tokens are part of the answer, as with vLLM.
+    assert response.complete.output_ids == answer(PROMPT, 6)
+
+
+async def test_the_end_names_the_stop_token_that_was_met(cluster: ScriptedCluster, door: EngineDoor) -> None:
+    cluster.decodes["decode-0"].stop_at = 4
+    (response,) = await door.ask(asks(stop_token_ids=[answer(PROMPT, 4)[3]]))
+    assert (response.complete.finish_reason, response.complete.matched_token_id) == ("stop", answer(PROMPT, 4)[3])
+    (response,) = await door.ask(asks())
+    assert response.complete.WhichOneof("matched_stop") is None, "the model's own end is not named"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_n_answers_have_their_indices_and_derived_seeds(
+    cluster: ScriptedCluster, door: EngineDoor, stream: bool
+) -> None:
+    responses = await door.ask(asks(stream=stream, request_id="many", n=3, seed=-1))
+    completes = [each.complete for each in responses if each.HasField("complete")]
+    assert sorted(each.index for each in completes) == [0, 1, 2]
+    for index in range(3):
+        chunks = [each.chunk for each in responses if each.HasField("chunk") and each.chunk.index == index]
+        if stream:
+            assert [token_id for chunk in chunks for token_id in chunk.token_ids] == answer(PROMPT, 20)
+        else:
+            assert completes[index].output_ids == answer(PROMPT, 20)
+    asked = {request.request_id: request.params.seed for request in cluster.taken()}
+    assert asked == {f"many-{number}": derived_seed(2**64 - 1, number) for number in range(3)}
+    assert asked["many-0"] == 2**64 - 1
+
+
+async def test_one_answer_of_several_that_fails_ends_the_call(cluster: ScriptedCluster, tokenizer: Any) -> None:
+    async with open_door(cluster, max_requests=2) as door:
+        with pytest.raises(aio.AioRpcError) as refused:
+            await door.ask(asks(n=3))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await all_legs_are_over(cluster, door.router)
+
+
+def _sent(name: str, value: Any) -> Callable[[prefill_pb2.PrefillRequest], bool]:
+    """Whether a request came with this value to prefill."""
+
+    def is_so(request: prefill_pb2.PrefillRequest) -> bool:
+        got = getattr(request.params, name)
+        return bool(list(got) == value if isinstance(value, list) else got == pytest.approx(value))
+
+    return is_so
+
+
+HONOURED_PARAMS: dict[str, tuple[Any, Callable[[prefill_pb2.PrefillRequest], bool]]] = {
+    "temperature": (0.25, _sent("temperature", 0.25)),
+    "top_p": (0.5, _sent("top_p", 0.5)),
+    "top_k": (7, _sent("top_k", 7)),
+    "max_tokens": (9, _sent("max_tokens", 9)),
+    "stop_token_ids": ([11, 12], _sent("stop_token_ids", [11, 12])),
+    "ignore_eos": (True, _sent("ignore_eos", True)),
+    "logprobs": (3, _sent("logprobs", 3)),
+    "seed": (77, _sent("seed", 77)),
+}
+HONOURED_ELSEWHERE = {"n", "stop", "skip_special_tokens"}
+"""Tests of their own prove these."""
+WITHOUT_TEXT = {"spaces_between_special_tokens": True, "include_stop_str_in_output": True}
+"""They change how tokens become text, and the answer has none."""
+REFUSED_PARAMS: dict[str, list[Any]] = {
+    "min_p": [0.1, float("nan")],
+    "frequency_penalty": [0.5, -0.5],
+    "presence_penalty": [0.5],
+    "repetition_penalty": [1.5, float("nan")],
+    "min_tokens": [1],
+    "prompt_logprobs": [0, -1],
+    "logit_bias": [{5: 1.0}],
+    "truncate_prompt_tokens": [0, -1],
+    "grammar_from_first_token": [True],
+    "json_schema": ["{}", ""],
+    "regex": ["a"],
+    "grammar": ["a"],
+    "structural_tag": ["a"],
+    "json_object": [True],
+    "choice": [vllm_engine_pb2.ChoiceConstraint(choices=["a"])],
+}
+REFUSED_FIELDS: dict[str, Any] = {
+    "kv_transfer_params": vllm_engine_pb2.KvTransferParams(remote_host="a"),
+    "kv_transfer_params_json": "{}",
+    "mm_inputs": vllm_engine_pb2.MultimodalInputs(),
+    "extra_mm_inputs": [vllm_engine_pb2.MultimodalInputs()],
+    "data_parallel_rank": 1,
+    "media_refs": vllm_engine_pb2.MediaRefs(),
+}
+
+
+def test_every_field_is_either_honoured_or_refused() -> None:
+    tried = {*HONOURED_PARAMS, *HONOURED_ELSEWHERE, *WITHOUT_TEXT, *REFUSED_PARAMS}
+    assert tried == set(vllm_engine_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+    used = {"request_id", "tokenized", "text", "sampling_params", "stream"}
+    assert used | set(REFUSED_FIELDS) == set(vllm_engine_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
+
+
+@pytest.mark.parametrize("name", sorted(HONOURED_PARAMS))
+async def test_an_honoured_field_reaches_the_engine(cluster: ScriptedCluster, door: EngineDoor, name: str) -> None:
+    value, has_come = HONOURED_PARAMS[name]
+    await door.ask(asks(temperature=0.5, max_tokens=4))
+    await door.ask(asks(**{"temperature": 0.5, "max_tokens": 4, name: value}))
+    by_default, changed = sorted(cluster.taken(), key=has_come)
+    assert has_come(changed)
+    assert not has_come(by_default)
+
+
+async def test_what_only_concerns_text_changes_no_token(door: EngineDoor) -> None:
+    (plain,) = await door.ask(asks())
+    assert await door.ask(asks(**WITHOUT_TEXT)) == [plain]
+
+
+async def test_values_that_change_nothing_are_taken(door: EngineDoor) -> None:
+    request = asks(repetition_penalty=1.0, min_tokens=0, min_p=0.0)
+    request.data_parallel_rank = 0
+    request.kv_transfer_params_json = ""
+    request.tokenized.original_text = "for reference"
+    assert await door.ask(request) == await door.ask(asks())
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_PARAMS))
+async def test_a_parameter_that_is_not_built_is_refused_by_name(
+    cluster: ScriptedCluster, door: EngineDoor, name: str
+) -> None:
+    for value in REFUSED_PARAMS[name]:
+        assert (await door.refusal(asks(**{name: value}))).field == f"sampling_params.{name}"
+    assert not cluster.taken()
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_FIELDS))
+async def test_a_field_that_is_not_built_is_refused_by_name(door: EngineDoor, name: str) -> None:
+    request = asks()
+    request.MergeFrom(vllm_engine_pb2.GenerateRequest(**{name: REFUSED_FIELDS[name]}))
+    assert (await door.refusal(request)).field == name
+
+
+@pytest.mark.parametrize("path", ["", "sampling_params.", "tokenized."])
+async def test_a_field_of_a_newer_package_is_refused_by_number(door: EngineDoor, path: str) -> None:
+    request = asks()
+    inner = getattr(request, path.rstrip(".")) if path else request
+    # Field 1000, a varint.
+    inner.MergeFromString(b"\xc0\x3e\x01")
+    assert (await door.refusal(request)).field == f"{path}field 1000"
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"max_tokens": 0}, "sampling_params.max_tokens"),
+        ({"max_tokens": 9_000}, "sampling_params.max_tokens"),
+        ({"temperature": -1.0}, "sampling_params.temperature"),
+        ({"top_p": 1.5}, "sampling_params.top_p"),
+        ({"logprobs": -1}, "sampling_params.logprobs"),
+        ({"logprobs": 21}, "sampling_params.logprobs"),
+        ({"stop_token_ids": [2**32 - 1]}, "sampling_params.stop_token_ids"),
+        ({"stop": ["x"]}, "sampling_params.skip_special_tokens"),
+        ({"stop": ["x"] * 17, "skip_special_tokens": True}, "sampling_params.stop"),
+        ({"n": 129}, "sampling_params.n"),
+    ],
+)
+async def test_a_value_beyond_its_limit_is_refused_by_the_fields_name(
+    door: EngineDoor, change: dict[str, Any], field: str
+) -> None:
+    assert (await door.refusal(asks(**change))).field == field
+
+
+async def test_a_bad_prompt_or_id_is_refused_by_the_fields_name(door: EngineDoor) -> None:
+    request = asks()
+    del request.tokenized.input_ids[:]
+    assert (await door.refusal(request)).field == "tokenized.input_ids"
+    request.tokenized.input_ids.extend([1] * 9_000)
+    assert (await door.refusal(request)).field == "tokenized.input_ids"
+    request.text = "long " * 9_000
+    assert (await door.refusal(request)).field == "text"
+    request.ClearField("input")
+    assert (await door.refusal(request)).field == "input"
+    assert (await door.refusal(asks(request_id="x" * 129))).field == "request_id"
+    assert (await door.refusal(asks(request_id="x" * 127, n=2))).field == "request_id"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_an_id_in_flight_is_refused(cluster: ScriptedCluster, door: EngineDoor, n: int) -> None:
+    reached = await bring_to(cluster, "decoding")
+    first = asyncio.create_task(door.ask(asks(request_id="mine", n=n)))
+    await eventually(reached)
+    with pytest.raises(aio.AioRpcError) as refused:
+        await door.ask(asks(request_id="mine", n=n))
+    assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
+    await door.stub.Abort(vllm_engine_pb2.AbortRequest(request_ids=["mine"]), timeout=WITHIN_S)
+    assert {each.complete.finish_reason for each in await first} == {"abort"}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("n", [1, 2])
+async def test_abort_ends_the_answers_as_aborted_and_every_leg_with_them(
+    cluster: ScriptedCluster, phase: str, n: int
+) -> None:
+    reached = await bring_to(cluster, phase)
+    async with open_door(cluster) as door:
+        asking = asyncio.create_task(door.ask(asks(request_id="mine", n=n)))
+        await eventually(reached)
+        await eventually(lambda: len(door.router.router.table) == n)
+        await read_placements(door.router, phase)
+        ids = ["other", "mine", "mine", ""]
+        await door.stub.Abort(vllm_engine_pb2.AbortRequest(request_ids=ids), timeout=WITHIN_S)
+        responses = await asking
+        assert [each.complete.finish_reason for each in responses] == ["abort"] * n
+        for each in responses:
+            assert each.complete.output_ids == answer(PROMPT, 20)[: each.complete.completion_tokens]
+        await all_legs_are_over(cluster, door.router)
+
+
+async def test_abort_takes_a_bounded_number_of_ids(door: EngineDoor) -> None:
+    for ids in (["x"] * 257, ["x" * 129]):
+        with pytest.raises(aio.AioRpcError) as refused:
+            await door.stub.Abort(vllm_engine_pb2.AbortRequest(request_ids=ids), timeout=WITHIN_S)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_client_that_goes_ends_every_leg_within_a_second(cluster: ScriptedCluster, phase: str, n: int) -> None:
+    reached = await bring_to(cluster, phase)
+    async with open_door(cluster) as door:
+        call = door.stub.Generate(asks(n=n, stream=True), timeout=WITHIN_S)
+        reading = asyncio.create_task(call.read())
+        await eventually(reached)
+        await eventually(lambda: len(door.router.router.table) == n)
+        await read_placements(door.router, phase)
+        call.cancel()
+        async with asyncio.timeout(FREED_WITHIN_S):
+            await all_legs_are_over(cluster, door.router)
+        await asyncio.wait((reading,))
+
+
+async def test_a_deadline_that_passes_ends_every_leg(cluster: ScriptedCluster) -> None:
+    reached = await bring_to(cluster, "decoding")
+    async with open_door(cluster) as door:
+        asking = asyncio.create_task(door.ask(asks(n=2), timeout_s=3))
+        await eventually(reached)
+        with pytest.raises(aio.AioRpcError) as caught:
+            await asking
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await all_legs_are_over(cluster, door.router)
+
+
+async def test_a_lost_decode_instance_costs_no_answer(cluster: ScriptedCluster) -> None:
+    cluster.decodes["decode-0"].pause_at = 7
+    async with open_door(cluster) as door:
+        asking = asyncio.create_task(door.ask(asks(stream=True)))
+        await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+        await cluster.kill("decode-0")
+        responses = await asking
+    assert [token_id for each in responses for token_id in each.chunk.token_ids] == answer(PROMPT, 20)
+
+
+async def test_an_answer_too_large_for_one_message_is_refused_and_can_be_streamed(
+    door: EngineDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.router.vllm_grpc.MAX_MESSAGE_BYTES", 500)
+    assert (await door.refusal(asks(logprobs=5))).field == "stream"
+    assert len(await door.ask(asks(logprobs=5, stream=True))) > 1
+
+
+async def test_health_says_why_no_request_would_be_taken(tokenizer: ModelTokenizer) -> None:
+    cluster = ScriptedCluster(tokenizer)
+    async with open_door(cluster) as door:
+        health = await door.stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest(), timeout=WITHIN_S)
+        assert (health.healthy, health.message) == (False, "no prefill instance is ready")
+        await cluster.add_prefill("prefill-0")
+        await cluster.add_decode("decode-0")
+        await eventually(lambda: len(door.router.router.store.view().instances) == 3)
+        health = await door.stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest(), timeout=WITHIN_S)
+        assert (health.healthy, health.message) == (True, "")
+        request = health_pb2.HealthCheckRequest(service="vllm.grpc.engine.VllmEngine")
+        standard = await health_pb2_grpc.HealthStub(door.router.channel).Check(request, timeout=WITHIN_S)
+        assert standard.status == health_pb2.HealthCheckResponse.SERVING
+        door.router.router.drain()
+        health = await door.stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest(), timeout=WITHIN_S)
+        assert (health.healthy, health.message) == (False, "this router is draining")
+        info = await door.stub.GetServerInfo(vllm_engine_pb2.GetServerInfoRequest(), timeout=WITHIN_S)
+        assert info.is_paused
+    await cluster.close()
+
+
+async def test_the_model_is_described(door: EngineDoor) -> None:
+    info = await door.stub.GetModelInfo(vllm_engine_pb2.GetModelInfoRequest(), timeout=WITHIN_S)
+    assert (info.served_model_name, info.model_path, info.is_generation) == ("kaveri-tiny", "kaveri-tiny", True)
+    assert (info.max_context_length, info.max_req_input_len, info.vocab_size) == (8192, 8191, 1536)
+    assert (info.model_type, list(info.architectures)) == ("llama", ["LlamaForCausalLM"])
+    assert (list(info.eos_token_ids), info.bos_token_id) == ([2], 1)
+
+
+async def test_the_loads_of_all_instances_are_one_schedulers(tokenizer: ModelTokenizer) -> None:
+    layout = KvLayout("m", layer_count=1, block_tokens=16, kv_head_count=1, head_dim=2, dtype="float32")
+    cluster = ScriptedCluster(tokenizer, layout=layout)
+    await cluster.add_prefill("prefill-0")
+    for name in ("decode-0", "decode-1"):
+        await cluster.add_decode(name)
+    async with open_door(cluster) as door:
+        response = await door.stub.GetLoads(vllm_engine_pb2.GetLoadsRequest(dp_rank=0, include=["core"]), timeout=9)
+        (load,) = response.loads
+        assert response.dp_rank_count == 1
+        assert (load.num_used_tokens, load.max_total_num_tokens, load.token_usage) == (0, 2 * 100 * 16, 0.0)
+        with pytest.raises(aio.AioRpcError) as refused:
+            await door.stub.GetLoads(vllm_engine_pb2.GetLoadsRequest(dp_rank=1), timeout=WITHIN_S)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await cluster.close()
+
+
+async def test_the_tokenizer_can_be_built_from_what_is_sent(door: EngineDoor, tmp_path: Any) -> None:
+    chunks = [chunk async for chunk in door.stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=WITHIN_S)]
+    data = b"".join(chunk.data for chunk in chunks)
+    assert [chunk.sha256 for chunk in chunks] == [""] * (len(chunks) - 1) + [hashlib.sha256(data).hexdigest()]
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert "model.safetensors" not in archive.namelist()
+        archive.extractall(tmp_path)
+    built = AutoTokenizer.from_pretrained(tmp_path)
+    ours = AutoTokenizer.from_pretrained("kaveri/models/kaveri_tiny")
+    messages = [{"role": "user", "content": "Count from 1 to 9."}]
+    assert built.apply_chat_template(messages) == ours.apply_chat_template(messages)
+
+
+async def test_what_is_not_built_is_unimplemented(door: EngineDoor) -> None:
+    for call in (
+        door.stub.Embed(vllm_engine_pb2.EmbedRequest(), timeout=WITHIN_S),
+        door.stub.FlushCache(common_pb2.FlushCacheRequest(), timeout=WITHIN_S),
+        door.stub.StartProfile(common_pb2.StartProfileRequest(), timeout=WITHIN_S),
+        door.stub.StopProfile(common_pb2.StopProfileRequest(), timeout=WITHIN_S),
+        door.stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(), timeout=WITHIN_S).read(),
+    ):
+        with pytest.raises(aio.AioRpcError) as refused:
+            await call
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_the_service_is_on_the_routers_own_port_alone_and_with_the_flag_alone(
+    cluster: ScriptedCluster, tmp_path: Any
+) -> None:
+    keys_file, public_port = str(tmp_path / "keys.toml"), free_port()
+    metadata = (("authorization", f"Bearer {add_key(keys_file, 'alice', KeyLimits())}"),)
+    given = {"keys_file": keys_file, "public_port": public_port, "redis_url": "redis://127.0.0.1:1/0"}
+
+    async def health(target: str) -> Any:
+        async with aio.insecure_channel(target) as channel:
+            stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+            return await stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest(), timeout=WITHIN_S, metadata=metadata)
+
+    async with open_door(cluster, **given) as door:
+        assert (await health(door.router.address)).healthy
+        with pytest.raises(aio.AioRpcError) as refused:
+            await health(f"127.0.0.1:{public_port}")
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    async with cluster.router() as router:
+        with pytest.raises(aio.AioRpcError) as refused:
+            await health(router.address)
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_without_the_extra_the_flag_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "smg_grpc_proto", None)
+    monkeypatch.delitem(sys.modules, "services.router.vllm_grpc", raising=False)
+    monkeypatch.delattr("services.router.vllm_grpc", raising=False)
+    with pytest.raises(ConfigError, match=r"^--vllm-grpc: .*pip install 'kaveri\[vllm-grpc\]'$"):
+        await serve(RouterConfig(vllm_grpc=True), asyncio.Event())
