@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from grpc import aio
+
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import InternalError, KaveriError, ModelNotFound, NoCapacity, SlowReader, Unavailable
@@ -42,6 +44,9 @@ from services.router.request_placer import RequestPlacer
 from services.router.request_table import RETRY_AFTER_S, RequestTable
 from services.router.request_trace import RequestTrace
 from services.router.requests import AcceptedRequest, OwnerHint, RequestEntry, SentAway
+
+_GONE_WITHIN_S = 1.0
+"""So long a call may live on after its client has gone, without its request."""
 
 
 class RouterParts(Protocol):
@@ -161,14 +166,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             get_logger().info("request_failed", **progress.log_fields(), code=code, error=str(error))
             await abort(context, error)
         except asyncio.CancelledError:
-            metrics.REQUESTS.labels(outcome="client_gone").inc()
-            get_logger().info("request_abandoned", **progress.log_fields())
+            _note_gone(progress)
+            raise
+        except aio.InternalError:
+            # A message could not be written: the client has gone. gRPC cancels this call when it notices it too.
+            _note_gone(progress)
+            await asyncio.sleep(_GONE_WITHIN_S)
             raise
         except Exception:
             if context.cancelled():
                 # Writing to a client that has gone fails in ways of its own.
-                metrics.REQUESTS.labels(outcome="client_gone").inc()
-                get_logger().info("request_abandoned", **progress.log_fields())
+                _note_gone(progress)
                 raise
             metrics.REQUESTS.labels(outcome="internal").inc()
             get_logger().exception("request_failed_unexpectedly", **progress.log_fields())
@@ -239,7 +247,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._router.intake.check_model(request.model)
             text = request.text if request.WhichOneof("prompt") == "text" else None
             prompt = Conversation(request.messages.messages) if request.HasField("messages") else text
-            token_ids, limit = await self._router.intake.tokenize(prompt, self._until_s(context))
+            token_ids, limit = await self._router.intake.tokenize(prompt, self.until_s(context))
         except KaveriError as error:
             await abort(context, error)
         return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=limit)
@@ -249,12 +257,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.DetokenizeResponse:
         try:
             self._router.intake.check_model(request.model)
-            text = await self._router.intake.detokenize(request.token_ids, self._until_s(context))
+            text = await self._router.intake.detokenize(request.token_ids, self.until_s(context))
         except KaveriError as error:
             await abort(context, error)
         return inference_pb2.DetokenizeResponse(text=text)
 
-    def _until_s(self, context: ServicerContext) -> float:
+    def until_s(self, context: ServicerContext) -> float:
         """The deadline of a call, on the monotonic clock."""
         remaining_s = context.time_remaining()
         limit_s = self._router.config.default_timeout_s
@@ -380,6 +388,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 router.claims.close(claim)
             router.table.release(slot)
             metrics.IN_FLIGHT.dec()
+
+
+def _note_gone(progress: GenerateProgress) -> None:
+    metrics.REQUESTS.labels(outcome="client_gone").inc()
+    get_logger().info("request_abandoned", **progress.log_fields())
 
 
 def new_request_id() -> str:

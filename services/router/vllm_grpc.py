@@ -5,15 +5,10 @@ the package is an extra. What Kaveri cannot honour is refused by the field's nam
 """
 
 import asyncio
-import hashlib
-import io
-import math
 import time
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import grpc
@@ -22,21 +17,19 @@ from google.protobuf.message import Message
 from grpc import aio
 from smg_grpc_proto import vllm_engine_pb2
 from smg_grpc_proto.generated import common_pb2
-from transformers import AutoConfig, GenerationConfig
-from transformers.utils import cached_file
 
 from kaveri.domain.sampling import MAX_N, FinishReason, SamplingParams, derived_seed
 from kaveri.domain.view import ClusterView, Phase
 from kaveri.errors import InvalidArgument, KaveriError, RequestAlreadyExists, SlowReader, Unsupported
 from kaveri.hosting.read_limit import ReadLimit
-from kaveri.models import resolve_model
 from kaveri.policy.placement import largest_prompt, max_model_len, missing_phases
 from kaveri.rpc.server import MAX_MESSAGE_BYTES
-from kaveri.v1 import inference_pb2, sampling_pb2
+from kaveri.v1 import inference_pb2
 from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, check_request_id
 from kaveri.wire.messages import finish_from_proto, params_to_proto
 from kaveri.wire.status import abort, error_of, status_of
 from services.router import metrics
+from services.router.model_files import ModelFiles, read_model_files
 from services.router.relay import ServicerContext
 from services.router.server import GenerateProgress, InferenceServicer, RouterParts, new_request_id
 
@@ -46,18 +39,6 @@ MAX_ABORTED = 256
 """Ids that one Abort may name: each is looked for on all routers."""
 _CHUNK_BYTES = 64 * 1024
 """Of GetTokenizer: as other servers of this protocol send it."""
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "config.json",
-    "generation_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CANCELLED: "abort"}
 
 Accepts = Callable[[Any], bool]
@@ -97,35 +78,39 @@ class VllmAsked:
 
     request_id: str
     """Empty: the caller gave none."""
-    prompt: inference_pb2.GenerateRequest
-    """The prompt, and nothing else."""
+    prompt: str | Sequence[int]
     params: SamplingParams
     n: int
     stream: bool
 
-    def requests(self) -> list[inference_pb2.GenerateRequest]:
-        """One for each answer, in the order of their indices."""
-        requests = []
-        for number in range(self.n):
-            request = inference_pb2.GenerateRequest()
-            request.CopyFrom(self.prompt)
-            request.params.CopyFrom(params_to_proto(replace(self.params, seed=derived_seed(self.params.seed, number))))
-            if self.request_id:
-                request.request_id = self.request_id if self.n == 1 else f"{self.request_id}-{number}"
-            requests.append(request)
-        return requests
+    def request(self, index: int, prompt: str | Sequence[int]) -> inference_pb2.GenerateRequest:
+        """Of one of the answers."""
+        request = inference_pb2.GenerateRequest()
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids.extend(prompt)
+        seed = derived_seed(self.params.seed, index)
+        request.params.CopyFrom(params_to_proto(replace(self.params, seed=seed)))
+        if self.request_id:
+            request.request_id = self.name(self.request_id, index)
+        return request
+
+    def name(self, request_id: str, index: int) -> str:
+        """The id of one of the answers."""
+        return request_id if self.n == 1 else f"{request_id}-{index}"
 
 
 def read_generate(request: Any) -> VllmAsked:
-    """request: a GenerateRequest of vllm.grpc.engine. Raises InvalidArgument, naming one of its fields."""
+    """request: a GenerateRequest of vllm.grpc.engine. Raises InvalidArgument; see _renamed()."""
     _refuse_rest(request, "", _HONOURED_FIELDS, _HARMLESS_FIELDS)
-    prompt = inference_pb2.GenerateRequest()
+    prompt: str | Sequence[int]
     match request.WhichOneof("input"):
         case "tokenized":
             _refuse_rest(request.tokenized, "tokenized.", frozenset({"original_text", "input_ids"}), {})
-            prompt.token_ids.ids.extend(request.tokenized.input_ids)
+            prompt = request.tokenized.input_ids
         case "text":
-            prompt.text = request.text
+            prompt = request.text
         case _:
             raise InvalidArgument("input", None, "given as tokenized or text")
     params, n = _read_params(request.sampling_params)
@@ -143,27 +128,25 @@ def _read_params(params: Any) -> tuple[SamplingParams, int]:
         raise InvalidArgument("sampling_params.skip_special_tokens", False, limit)
     if params.n > MAX_N:
         raise InvalidArgument("sampling_params.n", params.n, f"at most {MAX_N}")
-    try:
-        return SamplingParams(
-            max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
-            temperature=params.temperature if params.HasField("temperature") else 1.0,
-            # 0 is how proto3 says that it is not given.
-            top_p=params.top_p or 1.0,
-            top_k=params.top_k,
-            seed=params.seed % 2**64 if params.HasField("seed") else None,
-            stop=tuple(params.stop),
-            stop_token_ids=tuple(params.stop_token_ids),
-            ignore_eos=params.ignore_eos,
-            logprobs=params.logprobs if params.HasField("logprobs") else None,
-        ), params.n or 1
-    except InvalidArgument as error:
-        raise _renamed(error) from error
+    sampling = SamplingParams(
+        max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
+        temperature=params.temperature if params.HasField("temperature") else 1.0,
+        # 0 is how proto3 says that it is not given.
+        top_p=params.top_p or 1.0,
+        top_k=params.top_k,
+        seed=params.seed % 2**64 if params.HasField("seed") else None,
+        stop=tuple(params.stop),
+        stop_token_ids=tuple(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+        logprobs=params.logprobs if params.HasField("logprobs") else None,
+    )
+    return sampling, params.n or 1
 
 
 def _refuse_rest(message: Message, path: str, honoured: frozenset[str], harmless: Mapping[str, Accepts]) -> None:
     """Raises InvalidArgument for every field that is set, is not honoured, and would change something."""
     for field, value in message.ListFields():
-        if field.name in honoured or harmless.get(field.name, _refuses)(value):
+        if field.name in honoured or harmless.get(field.name, lambda _value: False)(value):
             continue
         shown = "set" if field.message_type is not None else value
         raise InvalidArgument(path + field.name, shown, "left out: Kaveri does not support it")
@@ -171,10 +154,6 @@ def _refuse_rest(message: Message, path: str, honoured: frozenset[str], harmless
     if len(unknown):
         limit = "left out: the installed smg-grpc-proto has no such field"
         raise InvalidArgument(f"{path}field {unknown[0].field_number}", "set", limit)
-
-
-def _refuses(_value: Any) -> bool:
-    return False
 
 
 def _renamed(error: KaveriError, is_text: bool = True) -> KaveriError:
@@ -239,6 +218,11 @@ class _Writer:
         if response.finish_reason:
             await self._finish(response)
 
+    async def write_aborted(self) -> None:
+        """Ends the answer before it has begun."""
+        self._last.finish_reason = _FINISH_REASONS[FinishReason.CANCELLED]
+        await self._send(vllm_engine_pb2.GenerateResponse(complete=self._last))
+
     async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Sequence[Any] = ()) -> NoReturn:
         """Leaves the end of the call to who began it: other answers of the call may still be written."""
         trailing = aio.Metadata(*trailing_metadata)
@@ -276,14 +260,18 @@ def _report(response: inference_pb2.GenerateResponse, top_count: int | None) -> 
         token_logprobs=[each.logprob for each in response.logprobs], token_ids=response.token_ids
     )
     if top_count:
-        report.top_logprobs.extend(_likely(each) for each in response.logprobs)
+        for each in response.logprobs:
+            values, token_ids = [likely.logprob for likely in each.top], [likely.token_id for likely in each.top]
+            report.top_logprobs.add(values=values, token_ids=token_ids)
     return report
 
 
-def _likely(logprobs: sampling_pb2.Logprobs) -> Any:
-    return vllm_engine_pb2.TopLogProbs(
-        values=[each.logprob for each in logprobs.top], token_ids=[each.token_id for each in logprobs.top]
-    )
+@dataclass(slots=True)
+class _SeveralAnswers:
+    """One call for several answers."""
+
+    n: int
+    aborted: bool = False
 
 
 class VllmEngineServicer:
@@ -293,10 +281,10 @@ class VllmEngineServicer:
         """inner: serves the requests."""
         self._router = router
         self._inner = inner
-        self._answering: dict[str, int] = {}
-        """Calls for several answers: request id to their number."""
+        self._several: dict[str, _SeveralAnswers] = {}
+        """By request id."""
         self._started_s = time.monotonic()
-        self._files: _ModelFiles | None = None
+        self._files: ModelFiles | None = None
         self._reading = asyncio.Lock()
 
     def register(self, server: aio.Server) -> None:
@@ -314,40 +302,54 @@ class VllmEngineServicer:
 
     # A coroutine that writes, for the same reason as in InferenceServicer.
     async def Generate(self, request: Any, context: ServicerContext) -> None:  # noqa: N802
+        is_text = request.WhichOneof("input") == "text"
         try:
             asked = read_generate(request)
-            if asked.request_id in self._answering:
+            if asked.request_id in self._several:
                 raise RequestAlreadyExists(asked.request_id)
+            if asked.n == 1:
+                await self._answer(asked, 0, asked.prompt, _SeveralAnswers(1), asyncio.Lock(), context)
+            else:
+                await self._answer_several(asked, context)
         except KaveriError as error:
             metrics.REQUESTS.labels(outcome=status_of(error)[0].name.lower()).inc()
-            await abort(context, error)
-        try:
-            await self._answer(asked, context)
+            await abort(context, _renamed(error, is_text))
         except _Failed as failed:
             if isinstance(failed.error, SlowReader):
                 await self._inner.abort_unread(context, failed.error)
-            await abort(context, _renamed(failed.error, request.WhichOneof("input") == "text"))
+            await abort(context, _renamed(failed.error, is_text))
 
-    async def _answer(self, asked: VllmAsked, context: ServicerContext) -> None:
+    async def _answer_several(self, asked: VllmAsked, context: ServicerContext) -> None:
         """Raises _Failed when one of the answers cannot be given; the others are then cancelled."""
-        request_id, turn = asked.request_id or new_request_id(), asyncio.Lock()
-        calls = []
-        for index, request in enumerate(asked.requests()):
-            progress = GenerateProgress(request_id if asked.n == 1 else f"{request_id}-{index}")
-            writer = cast(ServicerContext, _Writer(context, turn, asked, index, progress))
-            calls.append((request, progress, writer))
-        if asked.n == 1:
-            await self._inner.generate(*calls[0])
-            return
-        self._answering[request_id] = asked.n
+        asked = replace(asked, request_id=asked.request_id or new_request_id())
+        several = self._several[asked.request_id] = _SeveralAnswers(asked.n)
+        turn = asyncio.Lock()
         try:
+            # Once for all, and before there are as many of them.
+            token_ids, _ = await self._router.intake.tokenize(asked.prompt, self._inner.until_s(context))
             async with asyncio.TaskGroup() as group:
-                for call in calls:
-                    group.create_task(self._inner.generate(*call))
+                for index in range(asked.n):
+                    group.create_task(self._answer(asked, index, token_ids, several, turn, context))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         finally:
-            del self._answering[request_id]
+            del self._several[asked.request_id]
+
+    async def _answer(
+        self,
+        asked: VllmAsked,
+        index: int,
+        prompt: str | Sequence[int],
+        several: _SeveralAnswers,
+        turn: asyncio.Lock,
+        context: ServicerContext,
+    ) -> None:
+        progress = GenerateProgress(asked.name(asked.request_id or new_request_id(), index))
+        writer = _Writer(context, turn, asked, index, progress)
+        if several.aborted:
+            await writer.write_aborted()
+        else:
+            await self._inner.generate(asked.request(index, prompt), progress, cast(ServicerContext, writer))
 
     async def Abort(self, request: Any, context: ServicerContext) -> Any:  # noqa: N802
         try:
@@ -358,8 +360,11 @@ class VllmEngineServicer:
         except InvalidArgument as error:
             await abort(context, error)
         for request_id in filter(None, dict.fromkeys(request.request_ids)):
-            count = self._answering.get(request_id, 0)
-            for name in [f"{request_id}-{index}" for index in range(count)] or [request_id]:
+            names = [request_id]
+            if several := self._several.get(request_id):
+                several.aborted = True
+                names = [f"{request_id}-{index}" for index in range(several.n)]
+            for name in names:
                 await self._inner.Cancel(inference_pb2.CancelRequest(request_id=name), context)
         return vllm_engine_pb2.AbortResponse()
 
@@ -372,11 +377,8 @@ class VllmEngineServicer:
 
     async def GetModelInfo(self, request: Any, context: ServicerContext) -> Any:  # noqa: N802
         router, name = self._router, self._router.config.model_name
-        remaining_s = context.time_remaining()
         try:
-            view = await router.placer.wait_for_instances(
-                math.inf if remaining_s is None else time.monotonic() + remaining_s
-            )
+            view = await router.placer.wait_for_instances(self._inner.until_s(context))
         except KaveriError as error:
             await abort(context, error)
         files = await self._model_files()
@@ -423,10 +425,10 @@ class VllmEngineServicer:
         except SlowReader as error:
             await self._inner.abort_unread(context, error)
 
-    async def _model_files(self) -> "_ModelFiles":
+    async def _model_files(self) -> ModelFiles:
         async with self._reading:
             if self._files is None:
-                self._files = await asyncio.to_thread(_read_files, self._router.config.model)
+                self._files = await asyncio.to_thread(read_model_files, self._router.config.model)
             return self._files
 
 
@@ -462,48 +464,3 @@ def cluster_load(view: ClusterView, model: str) -> Any:
         utilization=usage,
         num_waiting_uncached_tokens=sum(instance.load.queued_prefill_tokens for instance in instances),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _ModelFiles:
-    """What the model's own files say."""
-
-    facts: Mapping[str, Any]
-    """Fields of GetModelInfoResponse."""
-    archive: bytes
-    """The tokenizer's files as a zip file, the same for the same files; empty when there are none."""
-    sha256: str
-    """Of the archive, in hexadecimal."""
-
-
-def _read_files(model: str) -> _ModelFiles:
-    """Blocks."""
-    source = resolve_model(model)
-    whole = AutoConfig.from_pretrained(source)
-    config = whole.get_text_config()
-    try:
-        ends = GenerationConfig.from_pretrained(source).eos_token_id
-    except OSError:
-        ends = None
-    ends = getattr(config, "eos_token_id", None) if ends is None else ends
-    facts = {
-        "model_type": whole.model_type,
-        "architectures": whole.architectures or (),
-        "eos_token_ids": ends if isinstance(ends, list | tuple) else [] if ends is None else [ends],
-        "pad_token_id": getattr(config, "pad_token_id", None) or 0,
-        "bos_token_id": getattr(config, "bos_token_id", None) or 0,
-    }
-    archive = _archive(source)
-    return _ModelFiles(facts, archive, hashlib.sha256(archive).hexdigest())
-
-
-def _archive(source: str) -> bytes:
-    written = io.BytesIO()
-    with zipfile.ZipFile(written, "w") as archive:
-        for name in _TOKENIZER_FILES:
-            path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-            if path is not None:
-                # Without the file's time.
-                archive.writestr(zipfile.ZipInfo(name), Path(path).read_bytes(), zipfile.ZIP_DEFLATED)
-        is_empty = not archive.namelist()
-    return b"" if is_empty else written.getvalue()

@@ -46,6 +46,11 @@ def test_the_router_works_where_torch_is_not_installed() -> None:
     _loaded_by(hide + _import_all("services.router") + load)
 
 
+def test_the_router_needs_the_package_of_the_fields_grpc_with_its_flag_alone() -> None:
+    assert "smg_grpc_proto" not in _loaded_by("from services.router.service import serve")
+    assert "smg_grpc_proto" in _loaded_by("import services.router.vllm_grpc")
+
+
 def test_the_check_would_see_torch() -> None:
     pytest.importorskip("torch")
     assert "torch" in _loaded_by("import torch")

@@ -37,7 +37,9 @@ class Mutator:
 
     def _change(self, message: Message) -> None:
         field = self._rng.choice(message.DESCRIPTOR.fields)
-        if field.is_repeated:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            self._change_map(message, field)
+        elif field.is_repeated:
             self._change_list(message, field)
         elif field.type == Field.TYPE_MESSAGE:
             present = message.HasField(field.name)
@@ -49,6 +51,14 @@ class Mutator:
                 self._change(inner)
         else:
             setattr(message, field.name, self._value(field, getattr(message, field.name)))
+
+    def _change_map(self, message: Message, field: Field) -> None:
+        entries: Any = getattr(message, field.name)
+        key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
+        if value.type == Field.TYPE_MESSAGE:
+            entries[self._value(key, key.default_value)].SetInParent()
+        else:
+            entries[self._value(key, key.default_value)] = self._value(value, value.default_value)
 
     def _change_list(self, message: Message, field: Field) -> None:
         items: Any = getattr(message, field.name)

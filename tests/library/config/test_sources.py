@@ -57,6 +57,13 @@ def test_the_values_of_a_file_are_those_of_flags(tmp_path: Path) -> None:
     assert config == SourcedSettings(verbose=True, kinds=("b", "c"), lease_ttl_s=0.5, options='{"size": 64}')
 
 
+def test_a_flag_that_is_true_or_false_needs_no_value() -> None:
+    assert read(None, "--verbose").config == SourcedSettings(verbose=True)
+    assert read(None, "--verbose", "--max-batch", "8").config == SourcedSettings(verbose=True, max_batch=8)
+    assert read(None, "--verbose", "off", "--port", "1").config == SourcedSettings(port=1)
+    assert read(None, "--verbose=no").config == SourcedSettings()
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -496,3 +496,17 @@ async def test_without_the_extra_the_flag_names_the_command_that_installs_it(mon
     monkeypatch.delattr("services.router.vllm_grpc", raising=False)
     with pytest.raises(ConfigError, match=r"^--vllm-grpc: .*pip install 'kaveri\[vllm-grpc\]'$"):
         await serve(RouterConfig(vllm_grpc=True), asyncio.Event())
+
+
+async def test_abort_reaches_several_answers_that_wait_for_an_instance(tokenizer: ModelTokenizer) -> None:
+    cluster = ScriptedCluster(tokenizer)
+    async with open_door(cluster) as door:
+        asking = asyncio.create_task(door.ask(asks(request_id="mine", n=2)))
+        # The server takes calls of one channel in their order: this one comes after the one above.
+        await door.stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest(), timeout=WITHIN_S)
+        await door.stub.Abort(vllm_engine_pb2.AbortRequest(request_ids=["mine"]), timeout=WITHIN_S)
+        await cluster.add_prefill("prefill-0")
+        await cluster.add_decode("decode-0")
+        assert [each.complete.finish_reason for each in await asking] == ["abort", "abort"]
+        assert not cluster.taken()
+    await cluster.close()

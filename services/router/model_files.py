@@ -1,0 +1,72 @@
+"""What a model's own files say of it, and those of its tokenizer as one archive, for clients that tokenize."""
+
+import hashlib
+import io
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, GenerationConfig
+from transformers.utils import cached_file
+
+from kaveri.models import resolve_model
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What the model's own files say."""
+
+    facts: Mapping[str, Any]
+    """model_type, architectures, eos_token_ids, pad_token_id and bos_token_id; 0 for an id that the model has not."""
+    archive: bytes
+    """The tokenizer's files as a zip file, the same for the same files; empty when there are none."""
+    sha256: str
+    """Of the archive, in hexadecimal."""
+
+
+def read_model_files(model: str) -> ModelFiles:
+    """Of a path, a hub id or a bundled name. Blocks."""
+    source = resolve_model(model)
+    whole = AutoConfig.from_pretrained(source)
+    config = whole.get_text_config()
+    try:
+        ends = GenerationConfig.from_pretrained(source).eos_token_id
+    except OSError:
+        ends = None
+    ends = getattr(config, "eos_token_id", None) if ends is None else ends
+    facts = {
+        "model_type": whole.model_type,
+        "architectures": whole.architectures or (),
+        "eos_token_ids": ends if isinstance(ends, list | tuple) else [] if ends is None else [ends],
+        "pad_token_id": getattr(config, "pad_token_id", None) or 0,
+        "bos_token_id": getattr(config, "bos_token_id", None) or 0,
+    }
+    archive = _archive(source)
+    return ModelFiles(facts, archive, hashlib.sha256(archive).hexdigest())
+
+
+def _archive(source: str) -> bytes:
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w") as archive:
+        for name in _TOKENIZER_FILES:
+            path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+            if path is not None:
+                # Without the file's time.
+                archive.writestr(zipfile.ZipInfo(name), Path(path).read_bytes(), zipfile.ZIP_DEFLATED)
+        is_empty = not archive.namelist()
+    return b"" if is_empty else written.getvalue()
