@@ -168,7 +168,7 @@ def _renamed(error: KaveriError, is_text: bool = True) -> KaveriError:
     return InvalidArgument(name, error.value, error.limit)
 
 
-class _Failed(Exception):
+class _AnswerFailed(Exception):
     """One answer cannot be given."""
 
     def __init__(self, error: KaveriError) -> None:
@@ -226,7 +226,7 @@ class _Writer:
     async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Sequence[Any] = ()) -> NoReturn:
         """Leaves the end of the call to who began it: other answers of the call may still be written."""
         trailing = aio.Metadata(*trailing_metadata)
-        raise _Failed(error_of(aio.AioRpcError(code, aio.Metadata(), trailing, details)))
+        raise _AnswerFailed(error_of(aio.AioRpcError(code, aio.Metadata(), trailing, details)))
 
     async def _finish(self, response: inference_pb2.GenerateResponse) -> None:
         finish = finish_from_proto(response.finish_reason)
@@ -314,13 +314,13 @@ class VllmEngineServicer:
         except KaveriError as error:
             metrics.REQUESTS.labels(outcome=status_of(error)[0].name.lower()).inc()
             await abort(context, _renamed(error, is_text))
-        except _Failed as failed:
+        except _AnswerFailed as failed:
             if isinstance(failed.error, SlowReader):
                 await self._inner.abort_unread(context, failed.error)
             await abort(context, _renamed(failed.error, is_text))
 
     async def _answer_several(self, asked: VllmAsked, context: ServicerContext) -> None:
-        """Raises _Failed when one of the answers cannot be given; the others are then cancelled."""
+        """Raises _AnswerFailed when one of the answers cannot be given; the others are then cancelled."""
         asked = replace(asked, request_id=asked.request_id or new_request_id())
         several = self._several[asked.request_id] = _SeveralAnswers(asked.n)
         turn = asyncio.Lock()

@@ -1,0 +1,158 @@
+"""Every field of vllm.grpc.engine's Generate is honoured, or refused by its name."""
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from smg_grpc_proto import vllm_engine_pb2
+
+from kaveri.v1 import prefill_pb2
+from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.engine_door import EngineDoor, asks, open_door
+
+
+@pytest.fixture
+async def door(cluster: ScriptedCluster) -> AsyncIterator[EngineDoor]:
+    async with open_door(cluster) as door:
+        yield door
+
+
+def _sent(name: str, value: Any) -> Callable[[prefill_pb2.PrefillRequest], bool]:
+    """Whether a request came with this value to prefill."""
+
+    def is_so(request: prefill_pb2.PrefillRequest) -> bool:
+        got = getattr(request.params, name)
+        return bool(list(got) == value if isinstance(value, list) else got == pytest.approx(value))
+
+    return is_so
+
+
+HONOURED_PARAMS: dict[str, tuple[Any, Callable[[prefill_pb2.PrefillRequest], bool]]] = {
+    "temperature": (0.25, _sent("temperature", 0.25)),
+    "top_p": (0.5, _sent("top_p", 0.5)),
+    "top_k": (7, _sent("top_k", 7)),
+    "max_tokens": (9, _sent("max_tokens", 9)),
+    "stop_token_ids": ([11, 12], _sent("stop_token_ids", [11, 12])),
+    "ignore_eos": (True, _sent("ignore_eos", True)),
+    "logprobs": (3, _sent("logprobs", 3)),
+    "seed": (77, _sent("seed", 77)),
+}
+HONOURED_ELSEWHERE = {"n", "stop", "skip_special_tokens"}
+"""Tests of their own prove these."""
+WITHOUT_TEXT = {"spaces_between_special_tokens": True, "include_stop_str_in_output": True}
+"""They change how tokens become text, and the answer has none."""
+REFUSED_PARAMS: dict[str, list[Any]] = {
+    "min_p": [0.1, float("nan")],
+    "frequency_penalty": [0.5, -0.5],
+    "presence_penalty": [0.5],
+    "repetition_penalty": [1.5, float("nan")],
+    "min_tokens": [1],
+    "prompt_logprobs": [0, -1],
+    "logit_bias": [{5: 1.0}],
+    "truncate_prompt_tokens": [0, -1],
+    "grammar_from_first_token": [True],
+    "json_schema": ["{}", ""],
+    "regex": ["a"],
+    "grammar": ["a"],
+    "structural_tag": ["a"],
+    "json_object": [True],
+    "choice": [vllm_engine_pb2.ChoiceConstraint(choices=["a"])],
+}
+REFUSED_FIELDS: dict[str, Any] = {
+    "kv_transfer_params": vllm_engine_pb2.KvTransferParams(remote_host="a"),
+    "kv_transfer_params_json": "{}",
+    "mm_inputs": vllm_engine_pb2.MultimodalInputs(),
+    "extra_mm_inputs": [vllm_engine_pb2.MultimodalInputs()],
+    "data_parallel_rank": 1,
+    "media_refs": vllm_engine_pb2.MediaRefs(),
+}
+
+
+def test_every_field_is_either_honoured_or_refused() -> None:
+    tried = {*HONOURED_PARAMS, *HONOURED_ELSEWHERE, *WITHOUT_TEXT, *REFUSED_PARAMS}
+    assert tried == set(vllm_engine_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+    used = {"request_id", "tokenized", "text", "sampling_params", "stream"}
+    assert used | set(REFUSED_FIELDS) == set(vllm_engine_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
+
+
+@pytest.mark.parametrize("name", sorted(HONOURED_PARAMS))
+async def test_an_honoured_field_reaches_the_engine(cluster: ScriptedCluster, door: EngineDoor, name: str) -> None:
+    value, has_come = HONOURED_PARAMS[name]
+    await door.ask(asks(temperature=0.5, max_tokens=4))
+    await door.ask(asks(**{"temperature": 0.5, "max_tokens": 4, name: value}))
+    by_default, changed = sorted(cluster.taken(), key=has_come)
+    assert has_come(changed)
+    assert not has_come(by_default)
+
+
+async def test_what_only_concerns_text_changes_no_token(door: EngineDoor) -> None:
+    (plain,) = await door.ask(asks())
+    assert await door.ask(asks(**WITHOUT_TEXT)) == [plain]
+
+
+async def test_values_that_change_nothing_are_taken(door: EngineDoor) -> None:
+    request = asks(repetition_penalty=1.0, min_tokens=0, min_p=0.0)
+    request.data_parallel_rank = 0
+    request.kv_transfer_params_json = ""
+    request.tokenized.original_text = "for reference"
+    assert await door.ask(request) == await door.ask(asks())
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_PARAMS))
+async def test_a_parameter_that_is_not_built_is_refused_by_name(
+    cluster: ScriptedCluster, door: EngineDoor, name: str
+) -> None:
+    for value in REFUSED_PARAMS[name]:
+        assert (await door.refusal(asks(**{name: value}))).field == f"sampling_params.{name}"
+    assert not cluster.taken()
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_FIELDS))
+async def test_a_field_that_is_not_built_is_refused_by_name(door: EngineDoor, name: str) -> None:
+    request = asks()
+    request.MergeFrom(vllm_engine_pb2.GenerateRequest(**{name: REFUSED_FIELDS[name]}))
+    assert (await door.refusal(request)).field == name
+
+
+@pytest.mark.parametrize("path", ["", "sampling_params.", "tokenized."])
+async def test_a_field_of_a_newer_package_is_refused_by_number(door: EngineDoor, path: str) -> None:
+    request = asks()
+    inner = getattr(request, path.rstrip(".")) if path else request
+    # Field 1000, a varint.
+    inner.MergeFromString(b"\xc0\x3e\x01")
+    assert (await door.refusal(request)).field == f"{path}field 1000"
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"max_tokens": 0}, "sampling_params.max_tokens"),
+        ({"max_tokens": 9_000}, "sampling_params.max_tokens"),
+        ({"temperature": -1.0}, "sampling_params.temperature"),
+        ({"top_p": 1.5}, "sampling_params.top_p"),
+        ({"logprobs": -1}, "sampling_params.logprobs"),
+        ({"logprobs": 21}, "sampling_params.logprobs"),
+        ({"stop_token_ids": [2**32 - 1]}, "sampling_params.stop_token_ids"),
+        ({"stop": ["x"]}, "sampling_params.skip_special_tokens"),
+        ({"stop": ["x"] * 17, "skip_special_tokens": True}, "sampling_params.stop"),
+        ({"n": 129}, "sampling_params.n"),
+    ],
+)
+async def test_a_value_beyond_its_limit_is_refused_by_the_fields_name(
+    door: EngineDoor, change: dict[str, Any], field: str
+) -> None:
+    assert (await door.refusal(asks(**change))).field == field
+
+
+async def test_a_bad_prompt_or_id_is_refused_by_the_fields_name(door: EngineDoor) -> None:
+    request = asks()
+    del request.tokenized.input_ids[:]
+    assert (await door.refusal(request)).field == "tokenized.input_ids"
+    request.tokenized.input_ids.extend([1] * 9_000)
+    assert (await door.refusal(request)).field == "tokenized.input_ids"
+    request.text = "long " * 9_000
+    assert (await door.refusal(request)).field == "text"
+    request.ClearField("input")
+    assert (await door.refusal(request)).field == "input"
+    assert (await door.refusal(asks(request_id="x" * 129))).field == "request_id"
+    assert (await door.refusal(asks(request_id="x" * 127, n=2))).field == "request_id"
