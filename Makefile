@@ -16,10 +16,10 @@ N ?= 1000
 SEED ?= 0
 JOBS ?= 2
 
-.PHONY: help setup demo test simulate check format protos bench vllm-cpu test-vllm mutants
+.PHONY: help setup demo test simulate check format protos bench vllm-cpu test-vllm mutants compose-check compose-test
 
 help: ## show this help
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv with everything the demo, tests and benchmarks need
 
@@ -73,6 +73,12 @@ format: setup ## format and fix what can be fixed
 
 protos: setup ## regenerate kaveri/v1 from protos/
 	$(BIN)/python scripts/generate_protos.py
+
+compose-check: setup ## check the compose file and the images' settings; needs docker-compose, no daemon
+	$(BIN)/pytest -q tests/contracts/test_compose.py
+
+compose-test: setup ## build the images, run the compose file, kill and restart containers under load; needs a Docker daemon
+	$(BIN)/python scripts/compose_test.py
 
 bench: setup ## run all benchmarks and render their tables
 	$(BIN)/python -m benchmarks.all

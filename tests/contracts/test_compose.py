@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -20,18 +21,22 @@ from services.router.config import RouterConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE_FILE = ROOT / "deploy" / "compose" / "docker-compose.yml"
+BALANCER_FILE = COMPOSE_FILE.parent / "haproxy.cfg"
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
 INSTANCES: dict[str, type[ServiceConfig]] = {
-    "router": RouterConfig,
-    "gateway": GatewayConfig,
+    "router-0": RouterConfig,
+    "router-1": RouterConfig,
+    "gateway-0": GatewayConfig,
+    "gateway-1": GatewayConfig,
     "prefill-0": PrefillConfig,
     "prefill-1": PrefillConfig,
     "decode-0": DecodeConfig,
     "decode-1": DecodeConfig,
     "predictor": PredictorConfig,
 }
-COMMANDS = {"router": None, "gateway": None, "predictor": ["predictor", "serve"]}
-"""Of those whose command is not their role. Images of routers and gateways have the role in their entry point."""
+COMMANDS = {"predictor": ["predictor", "serve"]}
+"""Of those whose command is not their role."""
+PORT_OWNERS = {"router-0": "50051", "router-1": "50052", "balancer": "8000"}
 
 
 def _compose_command() -> list[str] | None:
@@ -67,7 +72,7 @@ def _image_environment(target: str) -> dict[str, str]:
     """The KAVERI_ variables that the Dockerfile sets in an image, those of its base stage included."""
     stages: dict[str, dict[str, str]] = {}
     name = ""
-    for line in DOCKERFILE.read_text().splitlines():
+    for line in DOCKERFILE.read_text().replace("\\\n", "").splitlines():
         words = line.split()
         if line.startswith("FROM "):
             name = words[3]
@@ -78,24 +83,65 @@ def _image_environment(target: str) -> dict[str, str]:
     return stages[target]
 
 
-def test_the_stack_is_redis_a_router_a_gateway_two_instances_of_each_role_and_a_predictor(
+def test_the_stack_is_redis_two_instances_of_each_role_a_predictor_and_a_balancer(
     services: dict[str, dict[str, Any]],
 ) -> None:
-    assert {name for name, service in services.items() if not service.get("profiles")} == {"redis", *INSTANCES}
+    assert {name for name, service in services.items() if not service.get("profiles")} == {
+        "redis",
+        "balancer",
+        *INSTANCES,
+    }
     for name in INSTANCES:
         role = name.partition("-")[0]
-        assert services[name]["build"]["target"] == (role if role in ("router", "gateway") else "engine")
-        assert services[name].get("command") == COMMANDS.get(name, [role])
-    for name, port in (("router", "50051"), ("gateway", "8000")):
+        assert services[name]["build"]["target"] == ("kaveri" if role in ("router", "gateway") else "kaveri-engine")
+        assert services[name]["command"] == COMMANDS.get(name, [role])
+
+
+def test_routers_and_the_gateways_balancer_are_reached_from_this_machine_only(
+    services: dict[str, dict[str, Any]],
+) -> None:
+    assert {name for name, service in services.items() if service.get("ports")} == set(PORT_OWNERS)
+    for name, port in PORT_OWNERS.items():
         ports = json.dumps(services[name]["ports"])
         assert port in ports
         assert "127.0.0.1" in ports, "an unprotected port for the whole network"
 
 
+def test_all_containers_are_confined(services: dict[str, dict[str, Any]]) -> None:
+    for name, service in services.items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["user"] == "10001:10001", name
+        assert not service.get("privileged"), name
+        assert service["restart"] == "on-failure", name
+
+
+def test_images_run_as_a_number_under_an_init() -> None:
+    stages = DOCKERFILE.read_text().split("\nFROM ")
+    images = [stage for stage in stages if stage.partition(" AS ")[2].startswith("kaveri")]
+    assert len(images) == 3
+    for image in images:
+        # Kubernetes' runAsNonRoot refuses a user's name.
+        assert "\nUSER 10001:10001\n" in image
+        assert '\nENTRYPOINT ["tini", "--", "kaveri"]\n' in image
+        assert image.count("/opt/kaveri/ready.py") == 2, "the health check has no file"
+
+
+def test_the_balancer_asks_each_gateways_health_port(services: dict[str, dict[str, Any]]) -> None:
+    text = BALANCER_FILE.read_text()
+    servers = re.findall(r"^  server (\S+) (\S+)$", text, re.MULTILINE)
+    assert servers == [
+        (name, f"{name}:{GatewayConfig().port}") for name in INSTANCES if INSTANCES[name] is GatewayConfig
+    ]
+    checked = re.findall(r"check port (\d+)", text)
+    assert checked == [_image_environment("kaveri")["KAVERI_HEALTH_PORT"]]
+
+
 def test_a_profile_adds_a_colocated_instance(services: dict[str, dict[str, Any]]) -> None:
     assert {name for name, service in services.items() if service.get("profiles") == ["colocated"]} == {"colocated-0"}
     assert services["colocated-0"]["command"] == ["colocated"]
-    assert services["colocated-0"]["build"]["target"] == "engine"
+    assert services["colocated-0"]["build"]["target"] == "kaveri-engine"
 
 
 @pytest.mark.parametrize("name", [*INSTANCES, "colocated-0"])
@@ -112,6 +158,7 @@ def test_the_services_take_the_settings_and_are_reached_under_their_names(
     assert config.host == "0.0.0.0"
     assert config.advertised_address(config.port) == f"{name}:{config.port}"
     assert config.port > 0
+    assert config.health_port > 0, "the image's health check has no port"
     assert config.redis_url == "redis://redis:6379/0"
     if isinstance(config, DecodeConfig):
         settings = config
