@@ -69,6 +69,8 @@ class InstanceRecord:
     """Instances with the same name here may fail together. Empty: not known."""
     public_address: str = ""
     """Where clients with API keys reach a router, "host:port". Empty: it has no port for them."""
+    metrics_address: str = ""
+    """Where its metrics are, "host:port". Empty: it serves none, or its version does not say."""
 
 
 @dataclass(frozen=True, slots=True)

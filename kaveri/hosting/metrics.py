@@ -1,16 +1,49 @@
 """The Prometheus metrics of an instance's engine, whatever phases it serves."""
 
+from collections.abc import Mapping
+
 from prometheus_client import CollectorRegistry, Gauge
 
+from kaveri.domain.view import InstanceLoad, Phase
 from kaveri.engine.contract import Engine
 from kaveri.hosting.kv_metrics import ReceivingMetrics, SendingMetrics
 
+BUILD_INFO = Gauge(
+    "kaveri_build_info", "1, with the version of this process and what it serves.", ["version", "role", "model"]
+)
 
-def register_engine_metrics(engine: Engine, registry: CollectorRegistry) -> None:
-    """kaveri_kv_blocks{state="free" | "held"} and the flow of KV, read from the engine when scraped."""
+
+class PhaseRequests:
+    """kaveri_phase_requests: how many requests each phase of an instance has, as of its last heartbeat."""
+
+    def __init__(self, model: str, registry: CollectorRegistry) -> None:
+        self._gauge = Gauge(
+            "kaveri_phase_requests",
+            "Requests of a phase here that are queued, or running; as of the last heartbeat.",
+            ["phase", "state", "model"],
+            registry=registry,
+        )
+        self._model = model
+
+    def note(self, loads: Mapping[Phase, InstanceLoad]) -> None:
+        """loads: of the phases that are served; the others have no requests."""
+        for phase in Phase:
+            load = loads.get(phase)
+            queued, running = (load.waiting_requests, load.running_requests) if load is not None else (0, 0)
+            self._gauge.labels(phase, "queued", self._model).set(queued)
+            self._gauge.labels(phase, "running", self._model).set(running)
+
+
+def register_engine_metrics(engine: Engine, registry: CollectorRegistry, model: str) -> None:
+    """kaveri_kv_blocks{state="free" | "held"}, the share of them that is held, and the flow of KV; read from the engine
+    when scraped."""
     blocks = Gauge("kaveri_kv_blocks", "Blocks of the KV pool by state.", ["state"], registry=registry)
     total = engine.info.total_blocks
     blocks.labels("free").set_function(lambda: engine.stats().free_blocks)
     blocks.labels("held").set_function(lambda: total - engine.stats().free_blocks)
+    usage = Gauge(
+        "kaveri_kv_usage_ratio", "Share of the KV pool's blocks that is held, 0 to 1.", ["model"], registry=registry
+    )
+    usage.labels(model).set_function(lambda: 1 - engine.stats().free_blocks / total)
     registry.register(SendingMetrics(engine.kv_flow))
     registry.register(ReceivingMetrics(engine.kv_flow))

@@ -14,6 +14,7 @@ from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Role
 from kaveri.errors import Unavailable
 from kaveri.hosting import drain_server
+from kaveri.hosting.metrics import BUILD_INFO
 from kaveri.hosting.server_pair import ProcessServer, ServerPair
 from kaveri.rpc.process import ServiceConfig
 from kaveri.rpc.server import RpcServer
@@ -66,6 +67,7 @@ def service_record(config: ServiceConfig, role: Role, model: str, incarnation: i
         model=model,
         lease_ttl_s=config.lease_ttl_s,
         version=importlib.metadata.version("kaveri"),
+        metrics_address=config.advertised_address(config.metrics_port) if config.metrics_port else "",
     )
 
 
@@ -114,6 +116,7 @@ class ServiceHost:
 
         Raises ConfigError when the address cannot be bound.
         """
+        BUILD_INFO.labels(self.record.version, self.record.role, self.record.model).set(1)
         self._broken = self._broken or asyncio.get_running_loop().create_future()
         try:
             await self._server.start()

@@ -1,12 +1,14 @@
 """Serves metrics and health over HTTP. Each service declares its own metrics in its metrics.py.
 
 /metrics   for Prometheus
+/sd        of a router: where the whole cluster's metrics are, for Prometheus' HTTP service discovery
 /livez     200 as long as the event loop runs
 /readyz    200 while the process accepts requests, else 503
 """
 
 import asyncio
 import contextlib
+import json
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from http import HTTPStatus
@@ -16,9 +18,17 @@ from prometheus_client import REGISTRY, CollectorRegistry, disable_created_metri
 from prometheus_client.exposition import choose_encoder
 
 from kaveri.errors import ConfigError
+from kaveri.telemetry.discovery import discovered
 from kaveri.telemetry.logs import get_logger
 
 LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+TOKEN_BUCKETS_S = (
+    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05),
+    *(0.075, 0.1, 0.15, 0.2, 0.3, 0.5),
+)
+"""Of the time for one token or step: from 1 to 500 ms."""
+ANSWER_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+"""Of the time for a whole answer."""
 
 MAX_CONNECTIONS = 32
 """One more closes the oldest connection that has not sent its request yet; if all have sent one, the new connection."""
@@ -160,6 +170,8 @@ class _Site:
                 # One at a time and on a thread: many concurrent scrapes must not delay requests.
                 async with self._rendering:
                     return HTTPStatus.OK, content_type, await asyncio.to_thread(encode, self._registry)
+            case "/sd" if self._registry is not None and (groups := discovered()) is not None:
+                return HTTPStatus.OK, "application/json", json.dumps(groups).encode()
             case "/livez":
                 return HTTPStatus.OK, _PLAIN_TEXT, b"ok\n"
             case "/readyz":

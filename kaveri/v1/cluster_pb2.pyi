@@ -398,6 +398,7 @@ class InstanceRecord(_message.Message):
     PHASES_FIELD_NUMBER: _builtins.int
     FAILURE_DOMAIN_FIELD_NUMBER: _builtins.int
     PUBLIC_ADDRESS_FIELD_NUMBER: _builtins.int
+    METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Its name, stable over restarts: "decode-0"."""
     incarnation: _builtins.int
@@ -420,6 +421,8 @@ class InstanceRecord(_message.Message):
     """Instances that may fail together have the same name here: that of their host or rack, say. Empty: not known."""
     public_address: _builtins.str
     """Where clients with API keys reach a router, "host:port". Empty: it has no port for them."""
+    metrics_address: _builtins.str
+    """Where its metrics are, "host:port". Empty: it serves none."""
     @_builtins.property
     def layout(self) -> _kv_pb2.KvLayout:
         """Layout of its KV pool. Unset for routers."""
@@ -449,10 +452,11 @@ class InstanceRecord(_message.Message):
         phases: _abc.Iterable[Global___Phase.ValueType] | None = ...,
         failure_domain: _builtins.str = ...,
         public_address: _builtins.str = ...,
+        metrics_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine", b"engine", "failure_domain", b"failure_domain", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_endpoints", b"kv_endpoints", "layout", b"layout", "lease_ttl_s", b"lease_ttl_s", "max_model_len", b"max_model_len", "model", b"model", "phases", b"phases", "public_address", b"public_address", "role", b"role", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine", b"engine", "failure_domain", b"failure_domain", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_endpoints", b"kv_endpoints", "layout", b"layout", "lease_ttl_s", b"lease_ttl_s", "max_model_len", b"max_model_len", "metrics_address", b"metrics_address", "model", b"model", "phases", b"phases", "public_address", b"public_address", "role", b"role", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -216,6 +216,7 @@ def record_to_proto(record: InstanceRecord) -> cluster_pb2.InstanceRecord:
         phases=[_PHASE_TO_PROTO[phase] for phase in record.phases],
         failure_domain=record.failure_domain,
         public_address=record.public_address,
+        metrics_address=record.metrics_address,
     )
 
 
@@ -236,6 +237,7 @@ def record_from_proto(message: cluster_pb2.InstanceRecord) -> InstanceRecord:
         phases=tuple(_PHASE_FROM_PROTO[phase] for phase in message.phases),
         failure_domain=message.failure_domain,
         public_address=message.public_address,
+        metrics_address=message.metrics_address,
     )
 
 

@@ -2,7 +2,7 @@
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from kaveri.telemetry.metrics import LATENCY_BUCKETS_S
+from kaveri.telemetry.metrics import ANSWER_BUCKETS_S, LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
 from services.decode.lifecycle import NoteEnd
 
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -27,13 +27,13 @@ class DecodeMetrics:
         self.decode_seconds = Histogram(
             "kaveri_decode_seconds",
             "From a request's first to its last token here.",
-            buckets=LATENCY_BUCKETS_S,
+            buckets=ANSWER_BUCKETS_S,
             registry=registry,
         )
         self.step_seconds = Histogram(
             "kaveri_decode_step_seconds",
             "Between the tokens of two consecutive steps while requests run.",
-            buckets=LATENCY_BUCKETS_S,
+            buckets=TOKEN_BUCKETS_S,
             registry=registry,
         )
         self.step_requests = Histogram(

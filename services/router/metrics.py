@@ -2,7 +2,7 @@
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from kaveri.telemetry.metrics import LATENCY_BUCKETS_S
+from kaveri.telemetry.metrics import ANSWER_BUCKETS_S, LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
 
 REQUESTS = Counter("kaveri_router_requests", "Requests that ended, by outcome.", ["outcome"])
 IN_FLIGHT = Gauge("kaveri_router_in_flight_requests", "Requests that were taken and have not ended.")
@@ -34,9 +34,9 @@ TTFT_S = Histogram("kaveri_router_ttft_seconds", "Arrival to first token.", buck
 TPOT_S = Histogram(
     "kaveri_router_tpot_seconds",
     "Mean time per token after the first, one sample a request.",
-    buckets=LATENCY_BUCKETS_S,
+    buckets=TOKEN_BUCKETS_S,
 )
-E2E_S = Histogram("kaveri_router_e2e_seconds", "Arrival to last token.", buckets=LATENCY_BUCKETS_S)
+E2E_S = Histogram("kaveri_router_e2e_seconds", "Arrival to last token.", buckets=ANSWER_BUCKETS_S)
 MONITOR_LEADING = Gauge("kaveri_monitor_leading", "1 while this router leads the cluster monitor, else 0.")
 MONITOR_BROADCASTS = Counter("kaveri_monitor_broadcasts", "Loads of all instances sent to prefill instances.")
 MONITOR_TAKEOVERS = Counter("kaveri_monitor_takeovers", "Times that this router began to lead the cluster monitor.")

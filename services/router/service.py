@@ -23,6 +23,7 @@ from kaveri.rpc.server import RpcServer
 from kaveri.rpc.tls import RpcTls
 from kaveri.security.callers import make_callers
 from kaveri.security.settings import PUBLIC_PREFIX
+from kaveri.telemetry.discovery import set_discovery
 from kaveri.telemetry.logs import get_logger
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -31,6 +32,7 @@ from services.router.claims import RequestClaims
 from services.router.cluster_server import ClusterServicer
 from services.router.config import RouterConfig
 from services.router.departures import Departures
+from services.router.discovery import metrics_targets
 from services.router.holders import Holders
 from services.router.intake import Intake
 from services.router.monitor import Monitor
@@ -80,6 +82,8 @@ def router_host(router: "Router") -> ServiceHost:
         if vllm_grpc is not None:
             vllm_grpc.VllmEngineServicer(router, servicer).register(server)
 
+    # For Prometheus, which is told of one router and finds all others' metrics.
+    set_discovery(lambda: metrics_targets(router.store.view()))
     record = service_record(config, Role.ROUTER, config.model_name, router.incarnation)
     record = replace(record, public_address=config.advertised_public_address)
     public: RpcServer | None = None

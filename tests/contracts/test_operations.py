@@ -13,7 +13,7 @@ import services.router.metrics
 from kaveri.cluster.metrics import REFUSED_HEARTBEATS
 from kaveri.engine.factory import build_engine
 from kaveri.engine.settings import EngineSettings
-from kaveri.hosting.metrics import register_engine_metrics
+from kaveri.hosting.metrics import BUILD_INFO, PhaseRequests, register_engine_metrics
 from kaveri.hosting.policy_settings import FAULTS
 from services.decode.metrics import DecodeMetrics
 from services.decode.replica_metrics import ReplicaMetrics
@@ -43,7 +43,8 @@ def _registered() -> dict[str, set[Facts]]:
         DecodeMetrics(of["decode"])
         ReplicaMetrics(of["decode"])
         for role in ("prefill", "decode"):
-            register_engine_metrics(engine, of[role])
+            register_engine_metrics(engine, of[role], "tiny")
+            PhaseRequests("tiny", of[role])
         PredictorMetrics(of["predictor"])
     finally:
         engine.close()
@@ -55,6 +56,7 @@ def _registered() -> dict[str, set[Facts]]:
                 of[role].register(collector)
     for registry in of.values():
         registry.register(REFUSED_HEARTBEATS)
+        registry.register(BUILD_INFO)
     for role in ("router", "prefill", "decode"):
         of[role].register(FAULTS)
     return {role: set(_facts(registry)) for role, registry in of.items()}
