@@ -61,7 +61,7 @@ class Liveness:
         if waiting is None:
             waiting = self._waiting[call.target] = {}
             if call.target in self._prompt:
-                self._watch.heard(call.target)
+                self._watch.begin(call.target)
         waiting[call] = None
         if call.leaves_unheard and not self.was_heard(call.target):
             self._unheard.heard(call)

@@ -51,9 +51,6 @@ def test_a_peer_that_is_late_now_and_then_is_given_more_time_for_a_while() -> No
         now_s += late_s
         watch.heard("busy")
     assert ticks(watch, now_s, now_s + 1.65) == ["busy"], "never more than three times as much"
-    watch.heard("busy")
-    now_s += 1.65
-    assert ticks(watch, now_s, now_s + 0.65) == ["busy"], "one that was found begins again"
 
 
 def test_a_peer_that_has_been_in_time_for_a_while_is_found_as_soon_as_ever() -> None:
@@ -79,3 +76,45 @@ def test_each_peer_has_its_own_silence_and_a_forgotten_one_has_none() -> None:
     watch.forget("c")
     assert ticks(watch, 0.3, 0.7) == ["a"]
     assert ticks(watch, 0.7, 1.0) == ["b"]
+
+
+def test_a_peer_that_was_found_and_is_heard_soon_after_was_late_and_is_given_more_time() -> None:
+    watch: SilenceWatch[str] = SilenceWatch(0.5, 0.0)
+    watch.heard("slow")
+    assert ticks(watch, 0.0, 0.8) == ["slow"]
+    watch.begin("slow")  # Others ask it again; it has not answered yet.
+    ticks(watch, 0.8, 1.0)
+    watch.heard("slow")
+    assert ticks(watch, 1.0, 2.4) == []
+    assert ticks(watch, 2.4, 2.65) == ["slow"]
+
+
+def test_a_peer_that_was_found_and_was_away_for_long_is_found_as_soon_as_ever() -> None:
+    watch: SilenceWatch[str] = SilenceWatch(0.5, 0.0)
+    watch.heard("frozen")
+    assert ticks(watch, 0.0, 2.0) == ["frozen"]
+    watch.heard("frozen")
+    assert ticks(watch, 2.0, 2.65) == ["frozen"]
+
+
+def test_a_peer_that_is_not_watched_for_a_moment_keeps_the_time_that_it_was_given() -> None:
+    watch: SilenceWatch[str] = SilenceWatch(0.5, 0.0)
+    watch.heard("busy")
+    ticks(watch, 0.0, 0.45)
+    watch.heard("busy")
+    watch.forget("busy")
+    ticks(watch, 0.45, 1.0)
+    watch.heard("busy")
+    assert ticks(watch, 1.0, 1.6) == []
+    assert ticks(watch, 1.6, 1.75) == ["busy"]
+
+
+def test_what_is_known_of_peers_that_have_gone_is_forgotten() -> None:
+    watch: SilenceWatch[str] = SilenceWatch(0.5, 0.0)
+    for number in range(10):
+        watch.heard(f"decode-{number}")
+    assert len(ticks(watch, 0.0, 1.0)) == 10
+    assert len(watch._found_s) == 10
+    ticks(watch, 1.0, 12.0)
+    assert not watch._found_s
+    assert not watch._patience
