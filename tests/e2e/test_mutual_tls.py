@@ -15,6 +15,8 @@ import openai
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from smg_grpc_proto import vllm_engine_pb2
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from kaveri import AsyncClient, SamplingParams, TlsFiles
 from kaveri.rpc.server import open_channel
@@ -50,7 +52,7 @@ async def test_every_port_refuses_strangers_and_a_request_goes_through_all_servi
     (others := tmp_path / "others").mkdir()
     foreign = replace(Authority(others, "others").certify("foreign"), authority=files.authority)
     misnamed = replace(authority.certify("misnamed", dns="other-cluster"), name=files.name)
-    settings = {"gateway_count": 1, "predictor": "kaveri-tiny", **_flags(files)}
+    settings = {"gateway_count": 1, "predictor": "kaveri-tiny", "router_flags": ("--vllm-grpc",), **_flags(files)}
     async with run_cluster(**settings) as cluster:
         ports = {name: status.record.address for name, status in cluster.view().instances.items()}
         del ports["gateway-0"]
@@ -65,6 +67,16 @@ async def test_every_port_refuses_strangers_and_a_request_goes_through_all_servi
             answer = await client.generate("hello", params=SamplingParams(max_tokens=8, ignore_eos=True))
             assert answer.usage.completion_tokens == 8
             assert answer.timing.server.kv_transport == "tls"
+        asked = vllm_engine_pb2.GenerateRequest(
+            text="hello", sampling_params=vllm_engine_pb2.SamplingParams(max_tokens=8, ignore_eos=True)
+        )
+        async with open_channel(cluster.target, RpcTls(files)) as channel:
+            (whole,) = [each async for each in VllmEngineStub(channel).Generate(asked, timeout=_WITHIN_S)]
+            assert whole.complete.completion_tokens == 8
+        async with open_channel(cluster.target, RpcTls(misnamed)) as channel:
+            with pytest.raises(aio.AioRpcError) as refused:
+                await VllmEngineStub(channel).Generate(asked, timeout=_WITHIN_S).read()
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         url = f"http://{cluster.stack.http_targets[0]}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as http:
             over_http = await http.completions.create(model="kaveri-tiny", prompt="hello", max_tokens=3)

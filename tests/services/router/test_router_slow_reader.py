@@ -10,6 +10,8 @@ import grpc
 import pytest
 from grpc import aio
 from prometheus_client import REGISTRY
+from smg_grpc_proto import vllm_engine_pb2
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from kaveri.errors import SlowReader
 from kaveri.v1 import inference_pb2, inference_pb2_grpc
@@ -125,4 +127,30 @@ async def test_clients_that_never_read_their_error_do_not_pile_up(cluster: Scrip
         await eventually(lambda: unread_count() == 1)
         assert tokens_of(await collect(router.stub.Generate(ask(), timeout=60))) == answer(PROMPT, 20)
         calls[1].cancel()
+        await eventually(lambda: unread_count() == 0)
+
+
+async def test_the_fields_grpc_gives_up_on_such_a_client_too(cluster: ScriptedCluster) -> None:
+    before = ended_count("slow_reader")
+    cluster.decodes["decode-0"].pause_at = TOKENS - 1
+    params = vllm_engine_pb2.SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=20, n=2)
+    asked = vllm_engine_pb2.GenerateRequest(
+        tokenized=vllm_engine_pb2.TokenizedInput(input_ids=PROMPT), sampling_params=params, stream=True
+    )
+    options = (("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1))
+    async with (
+        cluster.router(slow_reader_s=LIMIT_S, vllm_grpc=True) as router,
+        aio.insecure_channel(router.address, options) as channel,
+    ):
+        call = VllmEngineStub(channel).Generate(asked, timeout=60)
+        await call.read()
+        await eventually(lambda: all_is_free(cluster, router), 20)
+        await router.check_integrity()
+        assert ended_count("slow_reader") > before
+        await eventually(lambda: unread_count() == 1)
+        cluster.let_all_go()
+        with pytest.raises(aio.AioRpcError) as caught:
+            await read_into([], call)
+        assert caught.value.code() is grpc.StatusCode.ABORTED
+        assert isinstance(error_of(caught.value), SlowReader)
         await eventually(lambda: unread_count() == 0)
