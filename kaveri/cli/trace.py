@@ -51,7 +51,8 @@ def time_line(account: "cluster_pb2.GetRequestAccountResponse") -> list[TimedPar
     Of several attempts it is the last one that went through prefill. A push overlaps the computation of the prompt.
     """
     timing, parts = account.timing, list[TimedPart]()
-    sent_s = max((step.at_s for step in account.steps if " to " in step.event), default=timing.router_s)
+    sent = [step.at_s for step in account.steps if step.event.startswith("attempt ") and " to " in step.event]
+    sent_s = max(sent, default=timing.router_s)
     prefill, decode = timing.prefill_instance_id, timing.decode_instance_id
 
     def add(where: str, what: str, begin_s: float, seconds: float) -> None:
@@ -65,11 +66,11 @@ def time_line(account: "cluster_pb2.GetRequestAccountResponse") -> list[TimedPar
     add(prefill, "queue", sent_s, timing.prefill_queue_s)
     add(prefill, "prompt", began_s, timing.prefill_s)
     add(prefill, f"push by {timing.kv_transport}", landed_s - timing.kv_transfer_s, timing.kv_transfer_s)
-    if timing.decode_s and not timing.resumes:
-        add(decode, "waits for the batch", landed_s, timing.decode_queue_s)
-        add(decode, "decode", landed_s + timing.decode_queue_s, timing.decode_s)
-    elif timing.decode_s:
-        add(decode, "decode", timing.e2e_s - timing.decode_s, timing.decode_s)
+    # From its end: a session that came later, or the holder of a copy, has not seen the beginning.
+    decode_began_s = timing.e2e_s - timing.decode_s
+    if timing.decode_s:
+        add(decode, "waits for the batch", decode_began_s - timing.decode_queue_s, timing.decode_queue_s)
+    add(decode, "decode", decode_began_s, timing.decode_s)
     return sorted(parts, key=lambda part: part.begin_s)
 
 
@@ -92,7 +93,8 @@ def render(request_id: str, account: "cluster_pb2.GetRequestAccountResponse") ->
     lines += [f"{_ms(step.at_s):>12}  {step.event}" for step in account.steps]
     width = max((len(part.where) for part in parts), default=0)
     for part in parts:
-        first = round(_WIDTH * part.begin_s / whole_s)
+        # What has begun before the last session came is cut off at its left.
+        first = max(0, round(_WIDTH * part.begin_s / whole_s))
         bar = " " * first + "█" * max(1, round(_WIDTH * part.end_s / whole_s) - first)
         took = _ms(part.end_s - part.begin_s)
         lines.append(f"{_ms(part.begin_s):>12}  {part.where:<{width}}  {bar:<{_WIDTH + 1}} {took:>10}  {part.what}")

@@ -1,5 +1,6 @@
 """What names an attempt of a request on the wire, and the limits of each name."""
 
+import re
 from typing import Protocol
 
 from kaveri.domain.attachment import Attached, Attachment
@@ -8,6 +9,11 @@ from kaveri.errors import InvalidArgument
 from kaveri.v1 import decode_pb2
 
 MAX_REQUEST_ID_BYTES = 128
+MAX_CLIENTS_ID_BYTES = 96
+"""Of an id that a gateway was given: so much of it stands before the ids that routers get, then "-" and a suffix."""
+CLIENTS_ID_SUFFIX_BYTES = 5
+"""In hexadecimal. The number of the answer follows, after another "-", where the client has asked for several."""
+_SUFFIX = re.compile(rf"-[0-9a-f]{{{2 * CLIENTS_ID_SUFFIX_BYTES}}}(-[0-9]+)?")
 MAX_ROUTER_ID_BYTES = 512
 MAX_ATTEMPT = 2**31 - 1
 MAX_SESSION = 65_535
@@ -28,6 +34,12 @@ class _NamesOwner(Protocol):
 def check_request_id(request_id: str) -> None:
     """Raises InvalidArgument when the id is too long."""
     _check_size("request_id", request_id, MAX_REQUEST_ID_BYTES)
+
+
+def is_made_from(request_id: str, clients_id: str) -> bool:
+    """Whether a gateway has given a request this id, for a client that calls it `clients_id`."""
+    clients_id = clients_id[:MAX_CLIENTS_ID_BYTES]
+    return request_id.startswith(clients_id) and _SUFFIX.fullmatch(request_id, len(clients_id)) is not None
 
 
 def check_router_id(router_id: str) -> None:

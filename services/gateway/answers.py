@@ -11,10 +11,8 @@ from kaveri.client.async_client import AsyncClient
 from kaveri.client.async_stream import AsyncStream
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import RequestCancelled, Unavailable
-from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES
+from kaveri.wire.attempts import CLIENTS_ID_SUFFIX_BYTES, MAX_CLIENTS_ID_BYTES
 from services.gateway.asked import Asked, is_token_ids
-
-_SUFFIX_BYTES = 5
 
 
 class Answers:
@@ -26,7 +24,7 @@ class Answers:
         self.streams: list[AsyncStream] = []
         self._failure = "the answer was closed before its end"
         # Two requests may have one id: a client's id traces requests, and need not be unique.
-        name = f"{request_id[: MAX_REQUEST_ID_BYTES - 32]}-{secrets.token_hex(_SUFFIX_BYTES)}"
+        name = f"{request_id[:MAX_CLIENTS_ID_BYTES]}-{secrets.token_hex(CLIENTS_ID_SUFFIX_BYTES)}"
         try:
             for number, (prompt, params) in enumerate(asked.answers):
                 self.streams.append(

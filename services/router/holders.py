@@ -70,7 +70,8 @@ class Holders:
 
         replica: as replica_of() returned it just now."""
         holder = InstanceLife(replica.holder_id, replica.holder_incarnation)
-        entry.note_loss("it was lost with the request's router", entry.accepted.received.owner.decode or NO_LIFE)
+        if entry.owner_change is None:
+            entry.note_loss("it was lost with the request's router", entry.accepted.received.owner.decode or NO_LIFE)
         first_index = len(entry.answer.token_ids)
         over = entry.begin(ResumeAsked(Attempt(number, NO_LIFE, first_index, entry.accepted.most_tokens), holder))
         if over.done():

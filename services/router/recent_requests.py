@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kaveri.errors import RequestNotFound
 from kaveri.v1 import cluster_pb2, inference_pb2
+from kaveri.wire.attempts import is_made_from
 from services.router.request_table import RequestTable
 from services.router.request_timing import RequestTiming
 from services.router.requests import RequestEntry
@@ -79,6 +80,10 @@ class RecentRequests:
 
     def add(self, entry: RequestEntry, outcome: str) -> None:
         """The call of a request has ended."""
+        known = self._ended.get(entry.request_id)
+        if known is not None and known.arrived_s > entry.accepted.arrived_s:
+            # The call of an early session may end after that of a later one.
+            return
         self._ended[entry.request_id] = RequestSummary.of(entry, outcome, time.monotonic())
         self._ended.move_to_end(entry.request_id)
         if len(self._ended) > _MOST:
@@ -99,4 +104,4 @@ class RecentRequests:
         ids = (*self._ended, *(entry.request_id for entry in self._table.entries()))
         if request_id in ids:
             return request_id
-        return next((each for each in reversed(ids) if each.startswith(f"{request_id}-")), request_id)
+        return next((each for each in reversed(ids) if is_made_from(each, request_id)), request_id)

@@ -53,6 +53,27 @@ def test_a_later_attempt_is_shown_from_where_it_was_sent() -> None:
     assert begins["prompt"] == pytest.approx(0.070)
 
 
+def test_an_error_with_the_word_to_in_it_is_not_taken_for_an_attempt() -> None:
+    account = cluster_pb2.GetRequestAccountResponse()
+    account.CopyFrom(ACCOUNT)
+    account.steps.add(at_s=0.300, event="lost decode-0: failed to connect to all addresses")
+    account.steps.add(at_s=0.310, event="attempt 2 resumed at decode-1")
+    assert {part.what: part.begin_s for part in time_line(account)}["queue"] == pytest.approx(0.002)
+
+
+def test_what_began_before_the_last_session_came_begins_before_it() -> None:
+    account = cluster_pb2.GetRequestAccountResponse(
+        router_instance_id="router-1",
+        session=1,
+        outcome="length",
+        timing=inference_pb2.Timing(decode_queue_s=0.1, decode_s=2.0, decode_instance_id="decode-0", e2e_s=0.5),
+    )
+    parts = {part.what: (part.begin_s, part.end_s) for part in time_line(account)}
+    assert parts["decode"] == pytest.approx((-1.5, 0.5))
+    assert parts["waits for the batch"] == pytest.approx((-1.6, -1.5))
+    assert max(map(len, render("a-request", account).splitlines())) < 100
+
+
 def test_the_text_has_each_step_and_each_part() -> None:
     text = render("a-request", ACCOUNT)
     assert text.splitlines()[0] == "a-request: length, 3.0 s ago; 100 prompt tokens, 20 generated"

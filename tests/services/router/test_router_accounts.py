@@ -82,10 +82,12 @@ async def test_only_the_last_requests_are_remembered_and_others_are_not_found(
 
 async def test_an_id_to_which_a_gateway_has_added_is_found_by_what_its_client_knows(cluster: ScriptedCluster) -> None:
     async with cluster.router() as router:
-        for name in ("http-1", "http-2", "http"):
-            await collect(router.stub.Generate(ask(request_id=f"{name}-0a1b"), timeout=60))
-        assert (await account_of(router.address, "http-1")).steps == (
-            await account_of(router.address, "http-1-0a1b")
-        ).steps
-        with pytest.raises(aio.AioRpcError):
-            await account_of(router.address, "htt")
+        long_id = "x" * 128
+        names = {"http-1": "http-1-0a1b2c3d4e", "http-2": "http-2-0a1b2c3d4e-7", long_id: "x" * 96 + "-0a1b2c3d4e"}
+        for made in (*names.values(), "http-1-of-a-stranger"):
+            await collect(router.stub.Generate(ask(request_id=made), timeout=60))
+        for known, made in names.items():
+            assert (await account_of(router.address, known)).steps == (await account_of(router.address, made)).steps
+        for unknown in ("htt", "http", "http-1-of-a"):
+            with pytest.raises(aio.AioRpcError):
+                await account_of(router.address, unknown)

@@ -75,10 +75,14 @@ async def test_the_holder_goes_on_with_the_requests_of_a_killed_instance(
     monkeypatch.setattr(subscriptions, "CONNECT_GRACE_S", 60.0)
     before = resumes("resumed")
     with structlog.testing.capture_logs() as logs:
-        async with begun(cluster) as (_, collecting):
+        async with begun(cluster) as (router, collecting):
             await cluster.instances["decode-0"].die()
             responses = await collecting
+            steps = [step.event for step in router.router.recent.account_of("one").steps]
     assert tokens_of(responses) == answer(PROMPT, 20)
+    assert [step.split(" ")[0] for step in steps] == ["attempt", "lost", "attempt"], steps
+    assert steps[1].startswith("lost decode-0: ")
+    assert steps[2] == "attempt 2 resumed at decode-1"
     (taken,) = cluster.taken()
     (resume,) = holder.resumes
     assert (resume.attempt, resume.generated_count) == (taken.attempt + 1, 10)
