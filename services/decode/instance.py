@@ -211,6 +211,8 @@ class DecodeInstance:
             self._take(request, lifecycle.RoomRefused(error))
             raise Unavailable(str(error)) from error
         self._take(request, lifecycle.AdoptedHere())
+        if request.spans is not None:
+            request.spans.adopted(time.monotonic())
 
     def abort(self, request_id: str, ownership: Ownership, by_router: bool, reservation: int = 0) -> None:
         """Ends the request, unless it is another one, belongs to a newer owner, or is a later reservation of the same

@@ -2,7 +2,23 @@
 
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.telemetry.tracing import Spans
-from services.decode.lifecycle import Action, AnswerReserve, CountLanding, CountPreemption, NoteEnd
+from services.decode.lifecycle import (
+    Action,
+    AnswerReserve,
+    CountLanding,
+    CountPreemption,
+    DecodeOutcome,
+    NoteEnd,
+)
+
+_FAILURES = (
+    DecodeOutcome.DEADLINE,
+    DecodeOutcome.REFUSED,
+    DecodeOutcome.NOT_LANDED,
+    DecodeOutcome.ROUTER_GONE,
+    DecodeOutcome.FAILED,
+)
+"""Of the others it is not a failure that they ended: the answer may be complete, or go on elsewhere."""
 
 
 class DecodeSpans:
@@ -11,20 +27,30 @@ class DecodeSpans:
     def __init__(self, spans: Spans, came_s: float) -> None:
         """came_s: time.monotonic() of its coming."""
         self.spans = spans
-        self._came_s = came_s
+        self._phase = "decode.room"
+        """What it is in."""
+        self._since_s = came_s
+
+    def adopted(self, now_s: float) -> None:
+        """Its KV is here already: the engine has prefilled it."""
+        self._phase, self._since_s = "decode", now_s
 
     def note(self, action: Action, now_s: float) -> None:
         """The life does this now."""
         write = self.spans.write
         match action:
             case AnswerReserve(Ticket()):
-                write("decode.room", self._came_s, now_s)
+                write("decode.room", self._since_s, now_s)
+                self._phase, self._since_s = "kv.landing", now_s
             case CountLanding(kv_bytes, landing_s):
                 write("kv.landing", now_s - landing_s, now_s, bytes=kv_bytes)
+                self._phase, self._since_s = "decode", now_s
             case CountPreemption():
                 write("decode.preempted", now_s, now_s)
             case NoteEnd(times=None) as end:
-                write("decode", self._came_s, now_s, end.reason or end.outcome.value, outcome=end.outcome.value)
+                # In the middle of a phase.
+                error = (end.reason or end.outcome.value) if end.outcome in _FAILURES else None
+                write(self._phase, self._since_s, now_s, error, outcome=end.outcome.value)
             case NoteEnd(times=times) as end:
                 assert times is not None
                 began_s = now_s - times.decode_s

@@ -1,7 +1,7 @@
 """The spans of one request at prefill, written from what its life does."""
 
 from kaveri.telemetry.tracing import Spans
-from services.prefill.lifecycle import Action, Advance, Close, FindAnotherPlace, FindPlace, Tell
+from services.prefill.lifecycle import NO_TRANSPORT, Action, Advance, Close, FindAnotherPlace, FindPlace, Tell
 from services.prefill.requests import FirstTokenDrawn, HandedOver, RoomReserved, Started
 
 
@@ -31,8 +31,8 @@ class PrefillSpans:
                 self._search_began_s = now_s
             case Tell(RoomReserved(decode_instance_id)):
                 write("prefill.place", self._search_began_s, now_s, decode_instance_id=decode_instance_id)
-            case Tell(HandedOver() as moved):
+            case Tell(HandedOver(kv_transport=transport) as moved) if transport != NO_TRANSPORT:
                 began_s = now_s - moved.kv_transfer_s
-                write("kv.push", began_s, now_s, bytes=moved.kv_bytes, transport=moved.kv_transport)
+                write("kv.push", began_s, now_s, bytes=moved.kv_bytes, transport=transport)
             case Close(outcome, error, seconds):
                 write("prefill.request", now_s - seconds, now_s, error, outcome=outcome.value)
