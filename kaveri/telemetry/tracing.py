@@ -10,11 +10,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from asyncio import CancelledError
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from kaveri.errors import ConfigError
+from kaveri.errors import ConfigError, KaveriError
 
 HEADER = "traceparent"
 """Name of the HTTP header and of the gRPC metadata: https://www.w3.org/TR/trace-context."""
@@ -22,7 +22,11 @@ MAX_TRACEPARENT_BYTES = 128
 """Longer ones are ignored. Version 00 has 55."""
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _EXPORTERS = "OTEL_TRACES_EXPORTER"
+_PROTOCOLS = ("grpc", "http/protobuf")
 _CLOSE_S = 3.0
+_MOST_ERROR_CHARACTERS = 500
+_CLOCKS_WITHIN_S = 50e-6
+"""The two clocks are read again, a few times, when there is more between them: the thread has lost its core."""
 
 
 class _Process:
@@ -49,43 +53,34 @@ class Spans:
         out. Never raises."""
         with contextlib.suppress(Exception):
             named, began_ns = _named(attributes), _wall_ns(start_s)
-            _end(_Process.tracer.start_span(name, self._context, attributes=named, start_time=began_ns), end_s, error)
+            span = _Process.tracer.start_span(name, self._context, attributes=named, start_time=began_ns)
+            _end(span, began_ns + _ns(end_s - start_s), error)
 
 
 class OpenSpan(Spans):
     """A span that has begun, and what is written below it."""
 
-    __slots__ = ("_span",)
+    __slots__ = ("_began_ns", "_began_s", "_span")
 
-    def __init__(self, span: Any) -> None:
+    def __init__(self, span: Any, began_s: float, began_ns: int) -> None:
+        """began_ns: began_s by the wall clock. The end follows from both: a duration is exact, and never negative."""
         from opentelemetry import trace
 
-        found = span.get_span_context()
-        super().__init__(
-            trace.set_span_in_context(span),
-            f"00-{found.trace_id:032x}-{found.span_id:016x}-{int(found.trace_flags):02x}",
-        )
-        self._span = span
+        super().__init__(trace.set_span_in_context(span), _traceparent_of(span))
+        self._span, self._began_s, self._began_ns = span, began_s, began_ns
 
-    def begin(self, name: str, start_s: float, after: "OpenSpan | None" = None, **attributes: Any) -> "OpenSpan":
-        """Begins a span below this one. after: a span that it follows from, and links to."""
-        from opentelemetry import trace
+    def begin(self, name: str, start_s: float, after: "OpenSpan | None" = None, **attributes: Any) -> "OpenSpan | None":
+        """Begins a span below this one. after: a span that it follows from, and links to. None: it could not."""
+        with contextlib.suppress(Exception):
+            from opentelemetry import trace
 
-        links = [trace.Link(after._span.get_span_context())] if after is not None else None
-        return OpenSpan(
-            _Process.tracer.start_span(
-                name, self._context, attributes=_named(attributes), links=links, start_time=_wall_ns(start_s)
+            links = [trace.Link(after._span.get_span_context())] if after is not None else None
+            began_ns = _wall_ns(start_s)
+            span = _Process.tracer.start_span(
+                name, self._context, attributes=_named(attributes), links=links, start_time=began_ns
             )
-        )
-
-    def current(self) -> AbstractContextManager[Any]:
-        """Within it, calls of a Kaveri client are below this span."""
-        from opentelemetry import trace
-
-        within: AbstractContextManager[Any] = trace.use_span(
-            self._span, end_on_exit=False, record_exception=False, set_status_on_exception=False
-        )
-        return within
+            return OpenSpan(span, start_s, began_ns)
+        return None
 
     @property
     def spans(self) -> "OpenSpan":
@@ -96,14 +91,15 @@ class OpenSpan(Spans):
         """Ends it. error: as of write()."""
         with contextlib.suppress(Exception):
             self._span.set_attributes(_named(attributes))
-            _end(self._span, end_s, error)
+            _end(self._span, self._began_ns + _ns(end_s - self._began_s), error)
 
 
 def configure_tracing(service: str, instance_id: str) -> None:
     """Begins to trace, if the environment names an exporter: OTEL_EXPORTER_OTLP_ENDPOINT, or OTEL_TRACES_EXPORTER as
     otlp or console. The SDK reads sampler, batches, resource attributes and OTEL_SDK_DISABLED itself.
 
-    Raises ConfigError for an exporter that is not known, and where the extra [otel] is not installed.
+    Raises ConfigError for an exporter or a protocol that is not known, for values that the SDK refuses, and where the
+    extra [otel] is not installed.
     """
     named = os.environ.get(_EXPORTERS, "").strip() or ("otlp" if any(map(os.environ.get, _ENDPOINTS)) else "none")
     if named == "none" or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
@@ -114,14 +110,20 @@ def configure_tracing(service: str, instance_id: str) -> None:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
+
+        exporter = ConsoleSpanExporter(out=sys.stderr) if named == "console" else _otlp_exporter()
+        resource = {"service.name": f"kaveri-{service}", "service.instance.id": instance_id}
+        if "OTEL_SERVICE_NAME" in os.environ:
+            del resource["service.name"]
+        provider = TracerProvider(resource=Resource.create(resource))
+        provider.add_span_processor(BatchSpanProcessor(exporter))
+    except ConfigError:
+        raise
     except ImportError as error:
         raise ConfigError(_EXPORTERS, f"tracing needs OpenTelemetry: pip install 'kaveri[otel]' ({error})") from error
-    exporter = ConsoleSpanExporter(out=sys.stderr) if named == "console" else _otlp_exporter()
-    resource = {"service.name": f"kaveri-{service}", "service.instance.id": instance_id}
-    if "OTEL_SERVICE_NAME" in os.environ:
-        del resource["service.name"]
-    provider = TracerProvider(resource=Resource.create(resource))
-    provider.add_span_processor(BatchSpanProcessor(exporter))
+    except Exception as error:
+        # The SDK's own, of many types: a timeout that is no number, queues that are smaller than batches.
+        raise ConfigError("OTEL_*", f"OpenTelemetry refuses a variable: {error}") from error
     use_provider(provider)
 
 
@@ -147,23 +149,41 @@ def close_tracing() -> None:
         closing.join(_CLOSE_S)
 
 
-def begin_span(
-    name: str, traceparent: str, start_s: float, *, from_client: bool = False, **attributes: Any
-) -> OpenSpan | None:
-    """Begins a span below the one that `traceparent` names, or a new trace without one. None: nothing is traced, or
-    the sampler has left this request out. from_client: it answers a call of another process."""
+def begin_span(name: str, traceparent: str, start_s: float, **attributes: Any) -> OpenSpan | None:
+    """Begins a span that answers a call, below the span that `traceparent` names, or a new trace without one. None:
+    nothing is traced, or the sampler has left this request out."""
+    return _begun(name, traceparent, start_s, attributes)[0]
+
+
+@contextlib.contextmanager
+def calls_below(name: str, traceparent: str, start_s: float, **attributes: Any) -> Iterator[OpenSpan | None]:
+    """As begin_span(). Within it, calls of a Kaveri client are below the span; without one they say that the sampler
+    has left the request out, so that no router decides once more. The caller ends the span."""
+    begun, span = _begun(name, traceparent, start_s, attributes)
+    if span is None:
+        yield None
+        return
+    from opentelemetry import trace
+
+    with trace.use_span(span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
+        yield begun
+
+
+def _begun(
+    name: str, traceparent: str, start_s: float, attributes: dict[str, Any]
+) -> tuple[OpenSpan | None, Any | None]:
+    """The span if it is sampled, and what the SDK has made of it in any case. None: nothing is traced."""
     if _Process.tracer is None:
-        return None
+        return None, None
     with contextlib.suppress(Exception):
         from opentelemetry import trace
 
-        kind = trace.SpanKind.SERVER if from_client else trace.SpanKind.INTERNAL
+        began_ns = _wall_ns(start_s)
         span = _Process.tracer.start_span(
-            name, _context_of(traceparent), kind, attributes=_named(attributes), start_time=_wall_ns(start_s)
+            name, _context_of(traceparent), trace.SpanKind.SERVER, attributes=_named(attributes), start_time=began_ns
         )
-        if span.is_recording():
-            return OpenSpan(span)
-    return None
+        return OpenSpan(span, start_s, began_ns) if span.is_recording() else None, span
+    return None, None
 
 
 def spans_below(traceparent: str) -> Spans | None:
@@ -195,11 +215,30 @@ def trace_fields(traced: Any) -> dict[str, str]:
 def current_traceparent() -> str:
     """Of the span that the caller is in, if its program traces with OpenTelemetry; empty otherwise."""
     trace = sys.modules.get("opentelemetry.trace")
-    if trace is None:
-        return ""
-    found = trace.get_current_span().get_span_context()
-    if not found.is_valid:
-        return ""
+    # Another thread may be importing it.
+    with contextlib.suppress(Exception):
+        span = trace.get_current_span() if trace is not None else None
+        if span is not None and span.get_span_context().is_valid:
+            return _traceparent_of(span)
+    return ""
+
+
+def error_in_span(error: BaseException | None) -> str | None:
+    """What a span says of the error that has ended it. None: there was none. Of errors that Kaveri does not raise on
+    purpose only the name: their texts may hold anything, and are in the log."""
+    match error:
+        case None:
+            return None
+        case KaveriError():
+            return repr(error)
+        case CancelledError():
+            return "the client has gone, or the process ends"
+        case _:
+            return type(error).__name__
+
+
+def _traceparent_of(span: Any) -> str:
+    found = span.get_span_context()
     return f"00-{found.trace_id:032x}-{found.span_id:016x}-{int(found.trace_flags):02x}"
 
 
@@ -214,8 +253,12 @@ def _context_of(traceparent: str) -> Any:
 
 
 def _otlp_exporter() -> Any:
-    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
-    if (protocol or "grpc").startswith("http"):
+    names = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    name = next((each for each in names if os.environ.get(each)), "")
+    protocol = os.environ.get(name, "").strip() or "grpc"
+    if protocol not in _PROTOCOLS:
+        raise ConfigError(name, f"{protocol!r} is none of {', '.join(_PROTOCOLS)}")
+    if protocol != "grpc":
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
         return HttpExporter()
@@ -224,12 +267,12 @@ def _otlp_exporter() -> Any:
     return OTLPSpanExporter()
 
 
-def _end(span: Any, end_s: float, error: object) -> None:
+def _end(span: Any, end_ns: int, error: object) -> None:
     if error is not None:
         from opentelemetry.trace import Status, StatusCode
 
-        span.set_status(Status(StatusCode.ERROR, str(error)))
-    span.end(_wall_ns(end_s))
+        span.set_status(Status(StatusCode.ERROR, str(error)[:_MOST_ERROR_CHARACTERS]))
+    span.end(end_ns)
 
 
 def _named(attributes: dict[str, Any]) -> dict[str, Any]:
@@ -237,4 +280,14 @@ def _named(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wall_ns(monotonic_s: float) -> int:
-    return time.time_ns() - int((time.monotonic() - monotonic_s) * 1e9)
+    for _ in range(3):
+        before_s = time.monotonic()
+        now_ns = time.time_ns()
+        after_s = time.monotonic()
+        if after_s - before_s < _CLOCKS_WITHIN_S:
+            break
+    return now_ns - _ns((before_s + after_s) / 2 - monotonic_s)
+
+
+def _ns(seconds: float) -> int:
+    return int(1e9 * seconds)

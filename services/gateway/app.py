@@ -25,7 +25,7 @@ from kaveri.client.async_client import AsyncClient
 from kaveri.errors import KaveriError, ModelNotFound, NoCapacity, SlowReader, Unauthenticated, Unavailable
 from kaveri.security.callers import Callers
 from kaveri.telemetry.logs import get_logger
-from kaveri.telemetry.tracing import OpenSpan, begin_span, trace_fields, traceparent_of
+from kaveri.telemetry.tracing import OpenSpan, calls_below, error_in_span, trace_fields, traceparent_of
 from services.gateway import metrics
 from services.gateway.answers import Answers
 from services.gateway.asked import Asked, UsageEvents, read_chat, read_completion
@@ -263,24 +263,20 @@ class _Generate:
 @contextlib.contextmanager
 def _traced(scope: Scope, state: HttpRequest) -> Iterator[None]:
     """Within it what routers are asked for is below a span of this request, which ends with it."""
-    traceparent = traceparent_of(
-        [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
-    )
-    span = state.span = begin_span(
-        f"POST {state.path}", traceparent, state.arrived_s, from_client=True, request_id=state.request_id
-    )
-    if span is None:
-        yield
-        return
+    # Not decoded where nothing is traced.
+    headers = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+    traceparent = traceparent_of(headers)
     error: BaseException | None = None
-    try:
-        with span.current():
+    with calls_below(f"POST {state.path}", traceparent, state.arrived_s, request_id=state.request_id) as span:
+        state.span = span
+        try:
             yield
-    except BaseException as raised:
-        error = raised
-        raise
-    finally:
-        span.end(time.monotonic(), repr(error) if error is not None else None, answers=state.answers)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            if span is not None:
+                span.end(time.monotonic(), error_in_span(error), answers=state.answers)
 
 
 def build_api(door: Door) -> Router:

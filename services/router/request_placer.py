@@ -43,7 +43,6 @@ from services.router.lifecycle_values import (
     InstanceLife,
     LeaveAttempt,
     Lost,
-    NotFound,
     Placed,
     ReplicaForgone,
     Resuming,
@@ -372,7 +371,7 @@ class RequestPlacer:
         _note_search(entry, found)
         if isinstance(found, Missing):
             entry.timing.attempts -= 1
-            entry.handle(NotFound(), time.monotonic())
+            entry.note_not_found()
         else:
             # It has no new owner after all, where the holder of a replica was asked before.
             entry.owner_change = None

@@ -12,7 +12,8 @@ class RequestTrace:
         self.spans = span
         self._waits_since_s = accepted_s
         self._attempt: OpenSpan | None = None
-        self._is_open = False
+        """The one that is open."""
+        self._former: OpenSpan | None = None
 
     @property
     def traceparent(self) -> str:
@@ -23,11 +24,10 @@ class RequestTrace:
         """An attempt begins; one that is open has ended."""
         self.end_attempt(now_s)
         self.spans.write("place", self._waits_since_s, now_s)
-        self._attempt = self.spans.begin("attempt", now_s, self._attempt, attempt=number)
-        self._is_open = True
+        self._attempt = self.spans.begin("attempt", now_s, self._former, attempt=number)
 
     def end_attempt(self, now_s: float, error: object = None, **attributes: object) -> None:
         """The attempt that is open is over. error: why it was lost."""
-        if self._is_open and self._attempt is not None:
+        if self._attempt is not None:
             self._attempt.end(now_s, error, **attributes)
-            self._is_open, self._waits_since_s = False, now_s
+            self._former, self._attempt, self._waits_since_s = self._attempt, None, now_s

@@ -37,6 +37,7 @@ from services.router.lifecycle_values import (
     InstanceLife,
     LeaveAttempt,
     Lost,
+    NotFound,
     Placed,
     ReplicaNamed,
     ResumeAsked,
@@ -53,6 +54,7 @@ from services.router.request_trace import RequestTrace
 
 _COMPLETE = (Finishing, Ended)
 _MOST_STEPS = 64
+_MOST_CAUSE_CHARACTERS = 300
 
 
 class SentAway(Unavailable):
@@ -265,10 +267,19 @@ class RequestEntry:
 
     def note_loss(self, cause: str, former: InstanceLife) -> None:
         """An instance was lost. The owner changes from now on, unless it is doing so already."""
-        self.steps.append((time.monotonic(), f"lost {former.instance_id or 'its instance'}: {cause}"))
+        shown = cause[:_MOST_CAUSE_CHARACTERS]
+        self.steps.append((time.monotonic(), f"lost {former.instance_id or 'its instance'}: {shown}"))
         if self.owner_change is None:
             since_s = self.answer.last_token_s or time.monotonic()
             self.owner_change = OwnerChange(cause, former.instance_id, since_s)
+
+    def note_not_found(self) -> None:
+        """The attempt has sought it where its last session left it, in vain."""
+        now_s = time.monotonic()
+        self.steps.append((now_s, "not found there"))
+        if self.trace is not None:
+            self.trace.end_attempt(now_s, "not found")
+        self.handle(NotFound(), now_s)
 
     def note_resumed(self, holder: InstanceLife, first_index: int, held_tokens: int) -> None:
         """The holder of the replica goes on from token `first_index`, and has the KV of so many tokens."""

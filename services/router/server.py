@@ -17,7 +17,7 @@ from kaveri.errors import InternalError, KaveriError, ModelNotFound, NoCapacity,
 from kaveri.policy.placement import max_model_len
 from kaveri.policy.rate_limit import RateLimit
 from kaveri.telemetry.logs import get_logger
-from kaveri.telemetry.tracing import OpenSpan, begin_span, is_tracing, traceparent_of
+from kaveri.telemetry.tracing import OpenSpan, begin_span, error_in_span, is_tracing, traceparent_of
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, inference_pb2_grpc
 from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, check_request_id
@@ -114,7 +114,7 @@ def _traced(progress: GenerateProgress, context: ServicerContext, arrived_s: flo
         return
     traceparent = traceparent_of(context.invocation_metadata())
     span = progress.span = begin_span(
-        "generate", traceparent, arrived_s, from_client=True, request_id=progress.request_id[:MAX_REQUEST_ID_BYTES]
+        "generate", traceparent, arrived_s, request_id=progress.request_id[:MAX_REQUEST_ID_BYTES]
     )
     error: BaseException | None = None
     try:
@@ -124,7 +124,7 @@ def _traced(progress: GenerateProgress, context: ServicerContext, arrived_s: flo
         raise
     finally:
         if span is not None:
-            span.end(time.monotonic(), repr(error) if error is not None else None, **progress.span_attributes())
+            span.end(time.monotonic(), error_in_span(error), **progress.span_attributes())
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):

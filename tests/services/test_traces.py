@@ -184,3 +184,34 @@ async def test_nothing_is_sent_or_written_where_nothing_is_traced(cluster: Any, 
     metadata = (("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),)
     await client.finish(routers.generate("router-0", client.message(), metadata=metadata))
     assert sent == [""]
+
+
+async def test_a_search_that_finds_nothing_is_an_attempt_that_says_so(
+    cluster: Any, routers: SessionRouters, spans: SpanBox
+) -> None:
+    await cluster.prefill()
+    await cluster.decode()
+    await routers.start("router-0")
+    client = SessionClient(prompt(8), {"max_tokens": 3}, session=1, max_tokens=3)
+    await client.finish(routers.generate("router-0", client.message()))
+    await eventually(lambda: len(spans.named("generate")) == 1, "the router has ended the request")
+    sought, served = spans.named("attempt")
+    assert sought.status.description == "not found"
+    assert served.status.is_unset
+    assert [link.context.span_id for link in served.links] == [sought.context.span_id]
+
+
+async def test_an_answer_that_its_client_leaves_is_no_failure_at_decode(
+    cluster: Any, routers: SessionRouters, spans: SpanBox
+) -> None:
+    await cluster.prefill()
+    await cluster.decode(fake_step_s=0.01)
+    await routers.start("router-0")
+    client = SessionClient(prompt(9), {"max_tokens": 400}, secret=b"")
+    call = routers.generate("router-0", client.message())
+    await client.read(call, 5)
+    call.cancel()
+    await eventually(lambda: bool(spans.named("decode") and spans.named("generate")), "both have ended it")
+    assert spans.one("decode").status.is_unset
+    assert spans.one("decode").attributes["kaveri.outcome"] == "aborted"
+    assert spans.one("generate").status.description == "the client has gone, or the process ends"
