@@ -215,3 +215,19 @@ async def test_an_answer_that_its_client_leaves_is_no_failure_at_decode(
     assert spans.one("decode").status.is_unset
     assert spans.one("decode").attributes["kaveri.outcome"] == "aborted"
     assert spans.one("generate").status.description == "the client has gone, or the process ends"
+
+
+async def test_an_instance_of_both_phases_pushes_nothing_and_its_requests_wait_for_no_room(
+    cluster: Any, routers: SessionRouters, spans: SpanBox
+) -> None:
+    await cluster.colocated(fake_step_s=0.01)
+    await routers.start("router-0")
+    for number, max_tokens in enumerate((5, 400)):
+        client = SessionClient(prompt(10), {"max_tokens": max_tokens}, request_id=f"{number}", secret=b"")
+        call = routers.generate("router-0", client.message())
+        await client.read(call, 5)
+        call.cancel()
+        await eventually(lambda count=number: len(spans.named("decode")) > count, "it has ended")  # type: ignore[misc]
+    assert not spans.named("kv.push")
+    assert not spans.named("decode.room")
+    assert [span.attributes["kaveri.outcome"] for span in spans.named("decode")] == ["finished", "aborted"]
