@@ -60,7 +60,7 @@ def test_options_reach_the_engines_settings() -> None:
 
 def test_another_engine_refuses_them() -> None:
     settings = EngineSettings(engine="fake", engine_args={"max_num_seqs": 64})
-    with pytest.raises(ConfigError, match="are vLLM's options; the engine is fake") as raised:
+    with pytest.raises(ConfigError, match="are options of vLLM and of plug-ins; the engine is fake") as raised:
         build_engine(settings)
     assert raised.value.field == "engine_args"
 
