@@ -66,6 +66,8 @@ class HttpRequest:
     """Of the client's API key; empty: none was asked for."""
     span: OpenSpan | None = None
     """None: it is not traced."""
+    event_error: KaveriError | None = None
+    """What has ended the answer after its first byte."""
 
 
 class Door(Protocol):
@@ -252,6 +254,7 @@ class _Generate:
             except KaveriError as error:
                 if not writer.begun:
                     raise
+                state.event_error = error
                 await writer.end(b"data: " + http_error_of(error, self._prompt_param).body() + b"\n\n")
             else:
                 usage = b"" if asked.usage_events is UsageEvents.NONE else made.usage()
@@ -276,7 +279,7 @@ def _traced(scope: Scope, state: HttpRequest) -> Iterator[None]:
             raise
         finally:
             if span is not None:
-                span.end(time.monotonic(), error_in_span(error), answers=state.answers)
+                span.end(time.monotonic(), error_in_span(error or state.event_error), answers=state.answers)
 
 
 def build_api(door: Door) -> Router:
