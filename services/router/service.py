@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 from google.protobuf.runtime_version import VersionError
 from grpc import aio
@@ -83,7 +84,7 @@ def router_host(router: "Router") -> ServiceHost:
             vllm_grpc.VllmEngineServicer(router, servicer).register(server)
 
     # For Prometheus, which is told of one router and finds all others' metrics.
-    set_discovery(lambda: metrics_targets(router.store.view()))
+    set_discovery(router.metrics_targets)
     record = service_record(config, Role.ROUTER, config.model_name, router.incarnation)
     record = replace(record, public_address=config.advertised_public_address)
     public: RpcServer | None = None
@@ -159,6 +160,10 @@ class Router:
         self._resigned = asyncio.Event()
         """Cleared while it may lead the cluster monitor."""
         self._resigned.set()
+
+    def metrics_targets(self) -> list[dict[str, Any]]:
+        """For /sd: where the metrics of the whole cluster are."""
+        return metrics_targets(self.store.view())
 
     async def run(self) -> None:
         """Works until cancelled. The calls of clients have ended by then."""

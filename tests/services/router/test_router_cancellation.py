@@ -157,6 +157,8 @@ async def test_a_full_router_refuses_with_a_delay_and_takes_again_when_there_is_
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "try again in" in (caught.value.details() or "")
         assert any(key == "grpc-status-details-bin" for key, _ in caught.value.trailing_metadata() or ())
+        # Let go before it pauses, it would pause for good.
+        await eventually(lambda: cluster.decodes["decode-0"].is_paused)
         cluster.let_all_go()
         assert tokens_of([first, *await rest_of(call)]) == answer(PROMPT, 20)
         await eventually(lambda: len(router.router.table) == 0)
