@@ -84,6 +84,18 @@ class Pair:
         when_there_is_room(lambda: self.prefill.prefill(request))
         self.prefill.push_to(request.key, ticket)
 
+    def land_then_admit(
+        self, requests: Sequence[EngineRequest], landed: Callable[[EngineRequest], object] = lambda request: None
+    ) -> None:
+        """Hands over all of them before the first one is admitted: together they fill the pool, however slow this
+        thread is. Not for a pair that admits by itself. landed: called with each that has landed."""
+        for request in requests:
+            self.hand_over(request)
+            self.decoded.wait_for(Landed, request.key)
+            landed(request)
+        for request in requests:
+            self.decode.admit(request.key)
+
     def answer(self, request: EngineRequest) -> list[int]:
         """All tokens drawn for the request on both sides, once it has ended."""
         first = self.prefilled.wait_for(FirstToken, request.key)
@@ -460,13 +472,13 @@ class EngineConformance:
     def test_preempted_requests_lose_no_token(self, harness: EngineHarness) -> None:
         with running_pair(harness) as probe:
             blocks = probe.decode.info.layout.block_count(MAX_MODEL_LEN)
-        with running_pair(harness, decode_blocks=blocks) as pair:
+        with running_pair(harness, decode_blocks=blocks, admit=False) as pair:
             layout = pair.decode.info.layout
-            # Each prompt takes a quarter of the pool at most, each answer another one.
+            # Each prompt takes a quarter of the pool at most, each answer two more.
             length = max(1, MAX_MODEL_LEN // 4 - layout.block_tokens)
             requests = [make_request(pair.prefill, f"r{i}", length, MAX_MODEL_LEN // 2) for i in range(5)]
-            for request in requests:
-                pair.hand_over(request)
+            pair.land_then_admit(requests[:4])
+            pair.land_then_admit(requests[4:])
             for request in requests:
                 assert pair.answer(request) == harness.answer(request.token_ids, MAX_MODEL_LEN // 2)
             assert pair.decoded.of(Preempted), "the pool was meant to be too small"

@@ -235,18 +235,16 @@ class ReplicationConformance:
     def test_preempted_requests_keep_their_replicas(self, harness: ReplicationHarness) -> None:
         with running_pair(harness) as probe:
             blocks = probe.decode.info.layout.block_count(MAX_MODEL_LEN)
-        with running_pair(harness, decode_blocks=blocks) as pair, open_holder(harness, pair) as holder:
+        with (
+            running_pair(harness, decode_blocks=blocks, admit=False) as pair,
+            open_holder(harness, pair) as holder,
+        ):
             layout = pair.decode.info.layout
             length = max(1, MAX_MODEL_LEN // 4 - layout.block_tokens)
             requests = [make_request(pair.prefill, f"r{i}", length, MAX_MODEL_LEN // 2) for i in range(5)]
-
-            def replicate(key: EngineKey) -> None:
-                holder.replicate(pair.decode, next(request for request in requests if request.key == key))
-
-            for request in requests:
-                pair.hand_over(request)
-                pair.decoded.wait_for(Landed, request.key)
-                replicate(request.key)
+            replicate = partial(holder.replicate, pair.decode)
+            pair.land_then_admit(requests[:4], replicate)
+            pair.land_then_admit(requests[4:], replicate)
             for request in requests:
                 assert pair.answer(request) == harness.answer(request.token_ids, MAX_MODEL_LEN // 2)
                 _require_watermarks_behind_tokens(pair.decoded, request)
