@@ -83,7 +83,7 @@ def router_host(router: "Router") -> ServiceHost:
         if vllm_grpc is not None:
             vllm_grpc.VllmEngineServicer(router, servicer).register(server)
 
-    # For Prometheus, which is told of one router and finds all others' metrics.
+    # Prometheus needs the address of one router; here it finds the metrics of all other processes.
     set_discovery(router.metrics_targets)
     record = service_record(config, Role.ROUTER, config.model_name, router.incarnation)
     record = replace(record, public_address=config.advertised_public_address)
