@@ -294,8 +294,11 @@ class SocketLink:
             reason = f"the sender broke: {error!r}"
             get_logger().exception("kv_answers_unreadable")
         finally:
-            self.break_off()
-            self._listener.lost(reason)
+            # First: the sending thread fails once it is broken off, and knows no other reason than that.
+            try:
+                self._listener.lost(reason)
+            finally:
+                self.break_off()
 
     def _take_answer(self, header: Header, payload: bytes | bytearray) -> None:
         if header.kind == Kind.CREDIT:

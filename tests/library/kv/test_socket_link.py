@@ -1,5 +1,7 @@
 """A socket transport's link, frame by frame: what goes together, and what is left of a write that was stopped."""
 
+import contextlib
+import queue
 import select
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -24,14 +26,14 @@ WRITE_BYTES = 3 * LAYOUT.block_bytes
 class EndListener:
     """Hears of the end only."""
 
+    def __init__(self, on_lost: Callable[[str], None] = lambda _: None) -> None:
+        self.lost = on_lost
+
     def answered(self, transfer_id: bytes, rejection: str | None) -> None:
         raise AssertionError
 
     def credited(self, byte_count: int, window_bytes: int) -> None:
         raise AssertionError
-
-    def lost(self, reason: str) -> None:
-        pass
 
 
 class Narrow(ByteStream):
@@ -50,13 +52,13 @@ class Narrow(ByteStream):
 class LinkPair:
     """A link, and the socket at the other end of its connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_lost: Callable[[str], None] = lambda _: None) -> None:
         near, self.far = socket.socketpair()
         self.far.settimeout(20.0)
         self.stream = Narrow(near, 10.0)
         self.pool = KvPool(LAYOUT, 4)
         fill_pool(self.pool, 5)
-        self.link = SocketLink(self.stream, self.pool, EndListener(), ENDPOINT)
+        self.link = SocketLink(self.stream, self.pool, EndListener(on_lost), ENDPOINT)
 
     def read(self, byte_count: int) -> bytes:
         """Exactly so many."""
@@ -134,3 +136,18 @@ def test_the_frames_after_a_stopped_write_are_as_they_should_be(pair: LinkPair) 
     pair.link.finish(TICKET, b"note", 0)
     assert pair.frame() == (Header(Kind.END, TICKET.transfer_id, 4), b"note")
     assert pair.is_silent()
+
+
+def test_why_a_connection_is_lost_is_told_before_it_is_broken_off() -> None:
+    # The sending thread fails on a connection that is broken off, and would name that as the reason.
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def take(reason: str) -> None:
+        pair.stream.send_bytes(b"stands")
+        told.put(reason)
+
+    with contextlib.closing(LinkPair(take)) as pair:
+        pair.far.shutdown(socket.SHUT_WR)
+        assert pair.read(6) == b"stands"
+        assert told.get(timeout=20.0) == "the peer closed the connection"
+        assert pair.far.recv(1) == b""
