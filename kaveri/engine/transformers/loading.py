@@ -10,6 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from kaveri.engine.limits import require_model_len
+from kaveri.engine.onednn import limit_primitive_cache
 from kaveri.engine.transformers.attention import ATTENTION_NAME, paged_attention
 from kaveri.engine.transformers.fingerprint import fingerprint, weight_files
 from kaveri.engine.transformers.memory import TORCH_DTYPES
@@ -39,6 +40,7 @@ def load_runner(
         raise ConfigError("dtype", f"is {dtype!r}; choose auto, {', '.join(TORCH_DTYPES)}")
     target = _torch_device(device)
     folder = local_folder(resolve_model(model))
+    limit_primitive_cache()
     loaded = _load(folder, "auto" if dtype == "auto" else TORCH_DTYPES[dtype])
     try:
         loaded = loaded.to(target)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from kaveri.engine.onednn import limit_primitive_cache
 from kaveri.engine.settings import EngineSettings
 from kaveri.errors import ConfigError
 from kaveri.kv.transfer.ticket import KvEndpoint
@@ -109,6 +110,7 @@ def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
     os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = "1"
     # Of ranks: this process has threads, gRPC's among them, which do not survive a fork.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    limit_primitive_cache()
     # After the environment is set, which vLLM reads when it is imported.
     from vllm.config import KVTransferConfig
 
