@@ -200,7 +200,7 @@ async def test_nothing_is_kept_for_a_request_that_wants_no_room_any_more(
     else:
         waiters.calls["large"].cancel()
         with pytest.raises(aio.AioRpcError) as over:
-            await by_hand.reserve(decode, "large", 127, wait=True, rpc_timeout_s=0.3)
+            await by_hand.reserve(decode, "large", 127, wait=True, rpc_timeout_s=1.0)
         assert over.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await by_hand.eventually(lambda: in_line(decode) == 0, "it waits no more")
     assert decode.load().free_blocks == 7

@@ -248,7 +248,7 @@ async def test_a_cancel_that_overtakes_its_request_is_not_lost(target: str) -> N
 async def test_the_deadline_reaches_the_server_and_raises_deadline_exceeded(
     service: InferenceDouble, target: str
 ) -> None:
-    async with AsyncClient(target, timeout_s=0.3) as client:
+    async with AsyncClient(target, timeout_s=1.0) as client:
         with pytest.raises(DeadlineExceeded):
             await client.generate("silent")
         await until(lambda: not service.running, "the request ends on the server")
@@ -256,7 +256,7 @@ async def test_the_deadline_reaches_the_server_and_raises_deadline_exceeded(
     default_s, given_s = service.deadlines_s
     assert default_s is not None
     assert given_s is not None
-    assert default_s < 1
+    assert default_s < 2
     assert 40 < given_s < 51
 
 

@@ -95,7 +95,7 @@ async def test_an_answer_goes_on_through_another_router_exactly_where_it_was(
         dying, other = serving_one(routers)
         other.service.pause_at = None
         await dying.kill()
-        check_whole(await asyncio.wait_for(asking, 10), 1)
+        check_whole(await asyncio.wait_for(asking, 30), 1)
     (first,), (again,) = dying.service.requests, other.service.requests
     assert (first.session, again.session) == (0, 1)
     assert len(first.secret) >= 16
@@ -133,7 +133,7 @@ async def test_a_router_that_the_cluster_has_named_takes_over(routers: list[Rout
         await until(lambda: "moved" in first.service.paused and len(client.targets) == 2, "the answer pauses")
         assert client.targets == (first.target, other.target)
         await first.kill()
-        check_whole(await asyncio.wait_for(asking, 10), 1)
+        check_whole(await asyncio.wait_for(asking, 30), 1)
         assert client.target == first.target
 
 
@@ -332,7 +332,7 @@ async def test_a_quiet_router_and_a_stalled_client_are_no_reason_to_leave(router
             for service in services:
                 service.pause_at = None
                 service.loop.call_soon_threadsafe(service.go_on.set)
-            check_whole(await asyncio.wait_for(asking, 10), 0)
+            check_whole(await asyncio.wait_for(asking, 30), 0)
 
 
 async def test_a_draining_or_unreachable_router_is_passed_over(routers: list[RouterDouble]) -> None:
@@ -374,7 +374,7 @@ async def test_cancel_works_while_the_request_changes_routers(routers: list[Rout
         other.service.pause_at = 6
         await dying.kill()
         assert await client.cancel("cancelled")
-        completion = await asyncio.wait_for(asking, 10)
+        completion = await asyncio.wait_for(asking, 30)
         assert completion.finish_reason == "cancelled"
         assert completion.token_ids == tuple(range(len(completion.token_ids)))
         assert not await client.cancel("cancelled")
@@ -391,7 +391,7 @@ async def test_a_cancel_that_died_with_its_router_is_sent_to_the_next_one(router
         await until(lambda: dying.service.found_cancels, "the router has heard of it")
         other.service.ignores_cancels = False
         await dying.kill()
-        assert (await asyncio.wait_for(asking, 10)).finish_reason == "cancelled"
+        assert (await asyncio.wait_for(asking, 30)).finish_reason == "cancelled"
 
 
 @pytest.mark.parametrize(
@@ -416,12 +416,12 @@ async def test_the_deadline_ends_a_request_that_finds_no_router(routers: list[Ro
     for router in routers:
         router.service.pause_at = 4
     async with AsyncClient([router.target for router in routers]) as client:
-        asking = asyncio.create_task(client.generate("prompt", params=TEN, timeout_s=2.0))
+        asking = asyncio.create_task(client.generate("prompt", params=TEN, timeout_s=4.0))
         await until(lambda: any(router.service.paused for router in routers), "the answer pauses")
         for router in routers:
             await router.kill()
         with pytest.raises(DeadlineExceeded):
-            await asyncio.wait_for(asking, 10)
+            await asyncio.wait_for(asking, 30)
 
 
 async def test_a_client_without_a_deadline_tries_ever_more_slowly_and_gets_through_in_the_end(
@@ -572,5 +572,5 @@ async def test_a_router_that_new_calls_do_not_reach_any_more_cancels_no_answer_o
             assert (await client.generate("prompt", params=TEN)).text == ALPHABET
             await asyncio.sleep(0.1)
         router.service.go_on.set()
-        assert (await asyncio.wait_for(asking, 10)).text == ALPHABET
+        assert (await asyncio.wait_for(asking, 30)).text == ALPHABET
         await stopping

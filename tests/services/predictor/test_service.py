@@ -114,7 +114,7 @@ async def test_calls_that_nobody_waits_for_any_more_are_not_computed(
     model.free.clear()
     first = predictor.ask([0])
     await wait_until(lambda: len(model.batches) == 1, "the first is computed")
-    cancelled, expired = predictor.ask([1], [2]), predictor.ask([3], timeout_s=2.0)
+    cancelled, expired = predictor.ask([1], [2]), predictor.ask([3], timeout_s=4.0)
     await wait_until(lambda: predictor.metric("kaveri_predictor_waiting_prompts") == 3, "they wait")
     cancelled.cancel()
     with pytest.raises(aio.AioRpcError) as late:

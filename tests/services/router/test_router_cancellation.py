@@ -236,7 +236,7 @@ async def test_at_the_end_of_a_drain_clients_get_unavailable_in_every_phase(clus
         await eventually(lambda: router.router.table.slot_of("early") is not None)
         started_s = time.monotonic()
         await router.drain()
-        assert time.monotonic() - started_s < 2
+        assert time.monotonic() - started_s < 10
         assert len(router.router.table) == 0
         for reading in (rest_of(decoding), queued, early):
             with pytest.raises(aio.AioRpcError) as caught:

@@ -60,7 +60,7 @@ async def test_clients_get_what_is_there_and_the_other_routers_and_nothing_is_ab
         draining = asyncio.create_task(router.drain())
         responses = await moved(call)
         await draining
-        assert time.monotonic() - began_s < 5
+        assert time.monotonic() - began_s < 20
         assert tokens_of(responses) == answer(PROMPT, 7 if phase == "decoding" else 0)
         assert list(responses[-1].routers) == [other.address]
         assert responses[0].max_tokens == 20

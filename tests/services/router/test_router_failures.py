@@ -394,7 +394,7 @@ async def test_nothing_left_to_serve_is_unavailable_after_the_set_time(tokenizer
                 await collect(router.stub.Generate(ask(), timeout=60))
             assert code_of(caught) is CODES.UNAVAILABLE
             assert "decode" in (caught.value.details() or "")
-            assert 0.15 < time.monotonic() - started_s < 2
+            assert 0.15 < time.monotonic() - started_s < 20
     finally:
         await cluster.close()
 

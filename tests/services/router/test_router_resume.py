@@ -217,7 +217,7 @@ async def test_a_deadline_ends_a_request_whose_holder_does_not_answer(
 ) -> None:
     holder.may_answer.clear()
     async with cluster.router() as router:
-        call = router.stub.Generate(ask(request_id="one"), timeout=1.5)
+        call = router.stub.Generate(ask(request_id="one"), timeout=4)
         await eventually(lambda: state_of(router, "one", 10) is not None)
         await cluster.kill("decode-0")
         await eventually(lambda: is_asked(router))
