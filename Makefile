@@ -16,7 +16,7 @@ N ?= 1000
 SEED ?= 0
 JOBS ?= 2
 
-.PHONY: help setup demo test simulate check format protos bench vllm-cpu test-vllm mutants compose-check compose-test
+.PHONY: help setup demo test simulate check format protos bench vllm-cpu test-vllm mutants compose-check compose-test docs
 
 help: ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,7 +26,7 @@ setup: $(STAMP) ## make .venv with everything the demo, tests and benchmarks nee
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	@echo "Installing Kaveri with its CPU engine into .venv; about a minute, most of it PyTorch."
-	$(BIN)/pip install --disable-pip-version-check --progress-bar on -c constraints.txt -e '.[transformers,predictor,local,nixl,gateway,otel,vllm-grpc,dev]'
+	$(BIN)/pip install --disable-pip-version-check --progress-bar on -c constraints.txt -e '.[transformers,predictor,local,nixl,gateway,otel,vllm-grpc,docs,dev]'
 	@touch $(STAMP)
 
 demo: setup ## start a local stack on the bundled model, ask it a few things, stop it
@@ -79,6 +79,9 @@ compose-check: setup ## check the compose file and the images' settings; needs d
 
 compose-test: setup ## build the images, run the compose file, kill and restart containers under load; needs a Docker daemon
 	$(BIN)/python scripts/compose_test.py
+
+docs: setup ## build the documentation as a site, build/docs/index.html, strictly
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 bench: setup ## run all benchmarks and render their tables
 	$(BIN)/python -m benchmarks.all

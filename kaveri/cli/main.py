@@ -17,7 +17,7 @@ from kaveri.cli.plan import plan_app
 from kaveri.cli.plugins import plugins
 from kaveri.cli.predictor import predictor_app
 from kaveri.cli.profile import profile
-from kaveri.cli.services import PASS_ON, launcher
+from kaveri.cli.services import PASS_ON, ServiceCommand, launcher
 from kaveri.cli.simulate import simulate
 from kaveri.cli.status import status
 from kaveri.cli.trace import trace
@@ -29,7 +29,6 @@ app = typer.Typer(
     name="kaveri",
     help="Serve large language models with prefill and decode on separate instances.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -66,7 +65,7 @@ app.command()(speaks_tls(bench))
 app.command()(simulate)
 app.command()(plugins)
 app.command()(speaks_tls(health))
-app.command(context_settings=PASS_ON, add_help_option=False)(profile)
+app.command(cls=ServiceCommand, context_settings=PASS_ON, add_help_option=False)(profile)
 app.add_typer(plan_app, name="plan")
 app.add_typer(predictor_app, name="predictor")
 app.add_typer(config_app, name="config")
@@ -78,4 +77,4 @@ for _role, _help in (
     (ServiceKind.DECODE, "Run one decode instance; `kaveri decode --help` lists its flags."),
     (ServiceKind.COLOCATED, "Run one instance of both phases; `kaveri colocated --help` lists its flags."),
 ):
-    app.command(_role, context_settings=PASS_ON, add_help_option=False)(launcher(_role, _help))
+    app.command(_role, cls=ServiceCommand, context_settings=PASS_ON, add_help_option=False)(launcher(_role, _help))

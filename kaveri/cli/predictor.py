@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import typer
 
-from kaveri.cli.services import PASS_ON, launcher
+from kaveri.cli.services import PASS_ON, ServiceCommand, launcher
 from kaveri.config.services import ServiceKind
 
 predictor_app = typer.Typer(
@@ -34,6 +34,6 @@ for _step, _help in (
     ("evaluate", "Measure a predictor's accuracy, calibration and latency on labels."),
 ):
     predictor_app.command(_step, context_settings=PASS_ON, add_help_option=False)(_launcher(_step, _help))
-predictor_app.command("serve", context_settings=PASS_ON, add_help_option=False)(
+predictor_app.command("serve", cls=ServiceCommand, context_settings=PASS_ON, add_help_option=False)(
     launcher(ServiceKind.PREDICTOR, "Run one predictor; `kaveri predictor serve --help` lists its flags.")
 )

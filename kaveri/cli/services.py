@@ -3,11 +3,15 @@
 import os
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
-from kaveri.config.services import ServiceKind, program_of
+from kaveri.config.services import ServiceKind, program_of, settings_types
+from kaveri.config.settings import taken_names
+from kaveri.config.sources import CONFIG_FLAG, flag_of
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Context settings under which every flag, known or not, ends up in `context.args`."""
@@ -21,3 +25,24 @@ def launcher(role: ServiceKind, help_text: str) -> Callable[[typer.Context], NoR
 
     launch.__doc__ = help_text
     return launch
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceFlag:
+    """What a shell may complete, as typer's own completions describe it."""
+
+    value: str
+    type: str = "plain"
+    help: str | None = None
+
+
+class ServiceCommand(TyperCommand):
+    """The command of a service. Shells complete its flags, which are no options of the command itself."""
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """The service's flags that begin with what was typed. Settings are looked up here only: that takes time."""
+        settings = settings_types().get("predictor" if self.name == "serve" else self.name or "")
+        if settings is None or not incomplete.startswith("-"):
+            return []
+        flags = (CONFIG_FLAG, *sorted(map(flag_of, taken_names(settings))))
+        return [ServiceFlag(flag) for flag in flags if flag.startswith(incomplete)]

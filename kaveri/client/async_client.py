@@ -121,12 +121,12 @@ class AsyncClient:
     ) -> AsyncStream:
         """Sends the request and immediately returns the stream of its answer; AsyncStream says how it ends.
 
-        prompt, prompt_token_ids, messages: exactly one of them. Text is tokenized unchanged; messages use the model's
-        chat template.
-        params: how to draw tokens and when to stop. None: SamplingParams().
-        model: None for the router's only model.
-        request_id: the caller's own id and idempotency key, at most 128 bytes. None: a random id.
-        timeout_s: the request's deadline, over all routers that it goes through. None: the client's default.
+        - prompt, prompt_token_ids, messages: exactly one of them. Text is tokenized unchanged; messages use the model's
+          chat template.
+        - params: how to draw tokens and when to stop. None: SamplingParams().
+        - model: None for the router's only model.
+        - request_id: the caller's own id and idempotency key, at most 128 bytes. None: a random id.
+        - timeout_s: the request's deadline, over all routers that it goes through. None: the client's default.
         """
         started_s = time.monotonic()
         check_timeout(timeout_s)

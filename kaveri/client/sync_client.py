@@ -19,10 +19,20 @@ ResultT = TypeVar("ResultT")
 
 
 class Client:
-    """AsyncClient for code that does not use asyncio: the same methods, arguments and errors.
+    """Talks to the routers of one cluster, for code that does not use asyncio.
 
-    Thread-safe. Does not work in a forked child: fork before the first call, or start processes with multiprocessing's
-    "spawn".
+        with kaveri.Client(["router-0:50051", "router-1:50051"]) as client:
+            print(client.generate("Count from 1 to 9.").text)
+
+    Requests go to the given routers in turn. When one cannot be reached, hangs or is draining, its requests go on
+    through another one, also one that the cluster has named: each token comes exactly once.
+
+    Raises only KaveriErrors. Expect InvalidArgument, ModelNotFound, RequestAlreadyExists, NoCapacity (with
+    retry_after_s), Unavailable, DeadlineExceeded, RequestCancelled and, on public ports, Unauthenticated. A
+    KeyboardInterrupt in a call cancels its request everywhere.
+
+    Thread-safe: make one and share it. AsyncClient does the work, on an event loop in a thread of its own. Does not work
+    in a forked child: fork before the first call, or start processes with multiprocessing's "spawn".
     """
 
     def __init__(
@@ -33,7 +43,16 @@ class Client:
         tls: TlsFiles | None = None,
         api_key: str | None = None,
     ) -> None:
-        """As AsyncClient. Starts the background thread, which ends with close()."""
+        """Starts the background thread, which ends with close(). Connects at the first call.
+
+        - target: a router's "host:port", or several, at most 64.
+        - timeout_s: the default deadline of calls, in seconds. None: no limit.
+        - tls: what to show to routers, and which to trust, read again when the files change. None: no TLS.
+        - api_key: for public ports of routers. None: what KAVERI_API_KEY says, if it is set. Without TLS everyone on
+          the way can read it.
+
+        Raises InvalidArgument, ConfigError for files that cannot be used, and RuntimeError in a forked child.
+        """
         check_not_forked()
         self._async_client = AsyncClient(target, timeout_s=timeout_s, tls=tls, api_key=api_key)
         self._process_id = os.getpid()
@@ -62,7 +81,10 @@ class Client:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> Completion:
-        """Returns the whole answer. As AsyncClient.generate."""
+        """Returns the whole answer. Arguments and errors are those of stream().
+
+        An answer that another client has cancelled is returned as far as it came, with FinishReason.CANCELLED.
+        """
         return self._wait(
             self._async_client.generate(
                 prompt,
@@ -86,7 +108,17 @@ class Client:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> "Stream":
-        """Returns the answer as it is generated. As AsyncClient.stream."""
+        """Sends the request and immediately returns the stream of its answer.
+
+        - prompt, prompt_token_ids, messages: exactly one of them. A text is tokenized unchanged; messages use the
+          model's chat template, and are Messages or mappings with "role" and "content".
+        - params: how to draw tokens and when to stop. None: SamplingParams().
+        - model: None for the cluster's only model.
+        - request_id: the caller's own id and idempotency key, at most 128 bytes. None: a random id.
+        - timeout_s: the request's deadline, over all routers that it goes through. None: the client's default.
+
+        Raises InvalidArgument at once for what no router would take. All other errors come when the stream is read.
+        """
 
         async def start() -> AsyncStream:
             return self._async_client.stream(
@@ -102,15 +134,19 @@ class Client:
         return Stream(self, self._wait(start()))
 
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
-        """Cancels a request by its id. As AsyncClient.cancel."""
+        """Cancels a request by its id, also one of another client; its stream ends with FinishReason.CANCELLED.
+
+        Returns False when no router has such a request in flight. Raises Unavailable or
+        DeadlineExceeded when no router answers.
+        """
         return self._wait(self._async_client.cancel(request_id, timeout_s=timeout_s))
 
     def list_models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:
-        """Returns all models of the cluster."""
+        """Returns all models of the cluster. Raises Unavailable or DeadlineExceeded when no router answers."""
         return self._wait(self._async_client.list_models(timeout_s=timeout_s))
 
     def get_model(self, name: str, *, timeout_s: float | None = None) -> ModelInfo:
-        """Returns one model. Raises ModelNotFound."""
+        """Returns one model: its limits, and whether a request would be accepted now. Raises ModelNotFound."""
         return self._wait(self._async_client.get_model(name, timeout_s=timeout_s))
 
     def tokenize(
@@ -121,15 +157,18 @@ class Client:
         model: str | None = None,
         timeout_s: float | None = None,
     ) -> tuple[int, ...]:
-        """Returns the token ids that generate() would make of a text or of messages."""
+        """Returns the token ids that generate() would make of a text or of messages, exactly one of them.
+
+        Raises as generate(): InvalidArgument, ModelNotFound, Unavailable, DeadlineExceeded.
+        """
         return self._wait(self._async_client.tokenize(prompt, messages=messages, model=model, timeout_s=timeout_s))
 
     def detokenize(self, token_ids: Sequence[int], *, model: str | None = None, timeout_s: float | None = None) -> str:
-        """Returns the text of token ids, special tokens included."""
+        """Returns the text of token ids, special tokens included. Raises as tokenize()."""
         return self._wait(self._async_client.detokenize(token_ids, model=model, timeout_s=timeout_s))
 
     def close(self) -> None:
-        """Cancels requests in flight, disconnects and ends the thread. Idempotent."""
+        """Cancels requests in flight, disconnects and ends the thread. Idempotent. Calls from now on raise RuntimeError."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -160,6 +199,11 @@ class Stream:
 
     The request is cancelled everywhere when the `with` block is left, close() is called, or the last reference is
     dropped (as `break` does in `for chunk in client.stream(...)`).
+
+    When the router dies, hangs or drains, the stream goes on through another one, until the request's deadline. Each
+    token, each character and the end come exactly once. A client that does not read loses its
+    request after the router's --slow-reader-s. For one reader at a time. Reading raises KaveriErrors: NoCapacity, Unavailable, DeadlineExceeded, ModelNotFound,
+    RequestAlreadyExists, RequestCancelled.
     """
 
     def __init__(self, client: Client, stream: AsyncStream) -> None:
@@ -179,7 +223,7 @@ class Stream:
         return chunk
 
     def collect(self) -> Completion:
-        """Reads the remaining chunks and returns one answer."""
+        """Reads the remaining chunks and returns one answer. Raises Unavailable when the stream is already closed."""
         return self._client._wait(self._stream.collect())
 
     def close(self) -> None:

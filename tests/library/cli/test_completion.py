@@ -1,0 +1,47 @@
+"""What shells complete: commands, their flags, and the flags of services."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kaveri.config.services import settings_types
+from kaveri.config.settings import taken_names
+
+KAVERI = Path(sys.executable).parent / "kaveri"
+
+
+def _completed(line: str) -> list[str]:
+    words = line.split()
+    asked = {
+        "_KAVERI_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        # The word that is being typed.
+        "COMP_CWORD": str(len(words) - (not line.endswith(" "))),
+    }
+    ended = subprocess.run(
+        [KAVERI], check=False, capture_output=True, text=True, timeout=60, env={**os.environ, **asked}
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.split()
+
+
+def test_commands_and_their_flags_are_completed() -> None:
+    assert _completed("kaveri und") == ["undrain"]
+    assert "--target" in _completed("kaveri drain --t")
+
+
+@pytest.mark.parametrize(("command", "section"), [("decode", "decode"), ("predictor serve", "predictor")])
+def test_all_flags_of_a_service_are_completed(command: str, section: str) -> None:
+    flags = {f"--{name.replace('_', '-')}" for name in taken_names(settings_types()[section])} | {"--config"}
+    assert set(_completed(f"kaveri {command} --")) == flags
+    assert _completed(f"kaveri {command} --advertise") == ["--advertise-host"]
+
+
+def test_the_shells_are_told_how_to_ask() -> None:
+    shown = subprocess.run(
+        [KAVERI, "--show-completion", "bash"], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert "_KAVERI_COMPLETE=complete_bash" in shown.stdout
