@@ -31,8 +31,8 @@ class Client:
     retry_after_s), Unavailable, DeadlineExceeded, RequestCancelled and, on public ports, Unauthenticated. A
     KeyboardInterrupt in a call cancels its request everywhere.
 
-    Thread-safe: make one and share it. AsyncClient does the work, on an event loop in a thread of its own. Does not work
-    in a forked child: fork before the first call, or start processes with multiprocessing's "spawn".
+    Thread-safe: make one and share it. AsyncClient does the work, on an event loop in a thread of its own. Does not
+    work in a forked child: fork before the first call, or start processes with multiprocessing's "spawn".
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Client:
         return self._wait(self._async_client.detokenize(token_ids, model=model, timeout_s=timeout_s))
 
     def close(self) -> None:
-        """Cancels requests in flight, disconnects and ends the thread. Idempotent. Calls from now on raise RuntimeError."""
+        """Cancels requests in flight, disconnects and ends the thread. Idempotent. Later calls raise RuntimeError."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -201,9 +201,9 @@ class Stream:
     dropped (as `break` does in `for chunk in client.stream(...)`).
 
     When the router dies, hangs or drains, the stream goes on through another one, until the request's deadline. Each
-    token, each character and the end come exactly once. A client that does not read loses its
-    request after the router's --slow-reader-s. For one reader at a time. Reading raises KaveriErrors: NoCapacity, Unavailable, DeadlineExceeded, ModelNotFound,
-    RequestAlreadyExists, RequestCancelled.
+    token, each character and the end come exactly once. A client that does not read loses its request after the
+    router's --slow-reader-s. For one reader at a time. Reading raises KaveriErrors: NoCapacity, Unavailable,
+    DeadlineExceeded, ModelNotFound, RequestAlreadyExists, RequestCancelled.
     """
 
     def __init__(self, client: Client, stream: AsyncStream) -> None:
