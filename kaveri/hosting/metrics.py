@@ -1,6 +1,6 @@
 """The Prometheus metrics of an instance's engine, whatever phases it serves."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from prometheus_client import CollectorRegistry, Gauge
 
@@ -13,25 +13,32 @@ BUILD_INFO = Gauge(
 )
 
 
-class PhaseRequests:
-    """kaveri_phase_requests: how many requests each phase of an instance has, as of its last heartbeat."""
+class PhaseMetrics:
+    """What each phase of an instance has, and whether it takes requests; as of the instance's last heartbeat."""
 
     def __init__(self, model: str, registry: CollectorRegistry) -> None:
-        self._gauge = Gauge(
+        self._requests = Gauge(
             "kaveri_phase_requests",
             "Requests of a phase here that are queued, or running; as of the last heartbeat.",
             ["phase", "state", "model"],
             registry=registry,
         )
+        self._ready = Gauge(
+            "kaveri_phase_ready",
+            "1 while this instance takes new requests of a phase, else 0; as of the last heartbeat.",
+            ["phase", "model"],
+            registry=registry,
+        )
         self._model = model
 
-    def note(self, loads: Mapping[Phase, InstanceLoad]) -> None:
-        """loads: of the phases that are served; the others have no requests."""
+    def note(self, loads: Mapping[Phase, InstanceLoad], ready: Collection[Phase]) -> None:
+        """loads: of the phases that are served; the others have no requests. ready: those that take requests."""
         for phase in Phase:
             load = loads.get(phase)
             queued, running = (load.waiting_requests, load.running_requests) if load is not None else (0, 0)
-            self._gauge.labels(phase, "queued", self._model).set(queued)
-            self._gauge.labels(phase, "running", self._model).set(running)
+            self._requests.labels(phase, "queued", self._model).set(queued)
+            self._requests.labels(phase, "running", self._model).set(running)
+            self._ready.labels(phase, self._model).set(phase in ready)
 
 
 def register_engine_metrics(engine: Engine, registry: CollectorRegistry, model: str) -> None:

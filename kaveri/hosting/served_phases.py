@@ -44,8 +44,8 @@ class ServedPhases:
         self._stopping = False
         self.on_change: Callable[[], object] = _ignore
         """Called when the load shows other phases."""
-        self.on_loads: Callable[[Mapping[Phase, InstanceLoad]], object] = lambda _: None
-        """Called with the load of each phase that is served, whenever load() is."""
+        self.on_loads: Callable[[Mapping[Phase, InstanceLoad], Collection[Phase]], object] = lambda _, __: None
+        """Called whenever load() is: with the load of each phase that is served, and the phases that take requests."""
 
     @property
     def can_serve(self) -> tuple[Phase, ...]:
@@ -103,7 +103,7 @@ class ServedPhases:
         served = tuple(phase for phase in self._services if phase in self._ordered or phase in ending)
         # Without a phase it still has an engine, whose blocks every phase shows.
         loads = {phase: self._services[phase].load() for phase in served or tuple(self._services)[:1]}
-        self.on_loads(loads)
+        self.on_loads(loads, () if self._stopping else self._ordered)
         return replace(
             _combined(loads),
             phases=served,

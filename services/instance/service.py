@@ -12,7 +12,7 @@ from kaveri.domain.view import Phase
 from kaveri.engine.factory import BuiltEngine
 from kaveri.hosting.config import load_engine
 from kaveri.hosting.engine_host import EngineHost
-from kaveri.hosting.metrics import PhaseRequests, register_engine_metrics
+from kaveri.hosting.metrics import PhaseMetrics, register_engine_metrics
 from kaveri.hosting.served_phases import ServedPhases
 from kaveri.hosting.service_host import new_incarnation
 from kaveri.hosting.store import open_store
@@ -104,7 +104,7 @@ def instance_host(
     )
     served, holder = with_replicas(config, engine, store, decode, incarnation, rng, registry, replicas)
     phases = ServedPhases({Phase.PREFILL: prefill, Phase.DECODE: served}, config.phases)
-    phases.on_loads = PhaseRequests(config.model_name, registry).note
+    phases.on_loads = PhaseMetrics(config.model_name, registry).note
 
     def register(server: aio.Server) -> None:
         add_PrefillServiceServicer_to_server(prefill_server.PrefillServer(prefill), server)

@@ -5,6 +5,9 @@ from prometheus_client import Counter, Gauge, Histogram
 from kaveri.telemetry.metrics import ANSWER_BUCKETS_S, LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
 
 REQUESTS = Counter("kaveri_router_requests", "Requests that ended, by outcome.", ["outcome"])
+for _outcome in ("unavailable", "resource_exhausted", "deadline_exceeded", "internal"):
+    # There from the start: Prometheus does not count what a series begins with, and alerts watch these.
+    REQUESTS.labels(_outcome)
 IN_FLIGHT = Gauge("kaveri_router_in_flight_requests", "Requests that were taken and have not ended.")
 UNREAD = Gauge("kaveri_router_unread_answers", "Ended requests whose slow client has not read the error yet.")
 WAITING = Gauge("kaveri_router_waiting_requests", "Requests that no prefill instance takes now.")

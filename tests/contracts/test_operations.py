@@ -13,7 +13,7 @@ import services.router.metrics
 from kaveri.cluster.metrics import REFUSED_HEARTBEATS
 from kaveri.engine.factory import build_engine
 from kaveri.engine.settings import EngineSettings
-from kaveri.hosting.metrics import BUILD_INFO, PhaseRequests, register_engine_metrics
+from kaveri.hosting.metrics import BUILD_INFO, PhaseMetrics, register_engine_metrics
 from kaveri.hosting.policy_settings import FAULTS
 from services.decode.metrics import DecodeMetrics
 from services.decode.replica_metrics import ReplicaMetrics
@@ -44,7 +44,7 @@ def _registered() -> dict[str, set[Facts]]:
         ReplicaMetrics(of["decode"])
         for role in ("prefill", "decode"):
             register_engine_metrics(engine, of[role], "tiny")
-            PhaseRequests("tiny", of[role])
+            PhaseMetrics("tiny", of[role])
         PredictorMetrics(of["predictor"])
     finally:
         engine.close()

@@ -4,10 +4,12 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from kaveri.domain.view import InstanceLoad, Phase
 from kaveri.engine.contract import EngineEvent
 from kaveri.errors import InvalidArgument
+from kaveri.hosting.metrics import PhaseMetrics
 from kaveri.hosting.served_phases import FIRST_ORDER, ServedPhases
 
 
@@ -80,3 +82,24 @@ async def test_an_order_that_comes_during_a_drain_is_served_when_the_drain_ends(
     assert (prefill.drained, decode.drained) == (True, True)
     phases.undrain()
     assert (prefill.drained, decode.drained) == (False, True)
+
+
+async def test_metrics_say_which_phases_take_requests_and_a_drain_or_an_order_changes_that() -> None:
+    prefill, decode = OneRequest(), OneRequest()
+    phases = ServedPhases({Phase.PREFILL: prefill, Phase.DECODE: decode}, [Phase.PREFILL, Phase.DECODE])
+    registry = CollectorRegistry()
+    phases.on_loads = PhaseMetrics("tiny", registry).note
+
+    def ready() -> list[float | None]:
+        phases.load()
+        labels = [{"phase": phase.value, "model": "tiny"} for phase in (Phase.PREFILL, Phase.DECODE)]
+        return [registry.get_sample_value("kaveri_phase_ready", each) for each in labels]
+
+    assert ready() == [1, 1]
+    phases.drain()
+    assert ready() == [0, 0]
+    phases.undrain()
+    assert ready() == [1, 1]
+    decode.idle.set()
+    assert await phases.switch([Phase.PREFILL], FIRST_ORDER + 1)
+    assert ready() == [1, 0]
