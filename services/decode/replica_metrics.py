@@ -69,6 +69,11 @@ class ReplicaMetrics:
             ["source"],
             registry=registry,
         )
+        # There from the start: Prometheus does not count what a series begins with.
+        for outcome in ("granted", "refused", "failed"):
+            self.opens.labels(outcome)
+        for source in ("held", "computed"):
+            self.resumed_tokens.labels(source)
 
     def watch(self, store: ReplicaStore) -> None:
         """Shows the store's usage, read when scraped."""

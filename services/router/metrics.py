@@ -5,9 +5,6 @@ from prometheus_client import Counter, Gauge, Histogram
 from kaveri.telemetry.metrics import ANSWER_BUCKETS_S, LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
 
 REQUESTS = Counter("kaveri_router_requests", "Requests that ended, by outcome.", ["outcome"])
-for _outcome in ("unavailable", "resource_exhausted", "deadline_exceeded", "internal"):
-    # There from the start: Prometheus does not count what a series begins with, and alerts watch these.
-    REQUESTS.labels(_outcome)
 IN_FLIGHT = Gauge("kaveri_router_in_flight_requests", "Requests that were taken and have not ended.")
 UNREAD = Gauge("kaveri_router_unread_answers", "Ended requests whose slow client has not read the error yet.")
 WAITING = Gauge("kaveri_router_waiting_requests", "Requests that no prefill instance takes now.")
@@ -43,3 +40,14 @@ E2E_S = Histogram("kaveri_router_e2e_seconds", "Arrival to last token.", buckets
 MONITOR_LEADING = Gauge("kaveri_monitor_leading", "1 while this router leads the cluster monitor, else 0.")
 MONITOR_BROADCASTS = Counter("kaveri_monitor_broadcasts", "Loads of all instances sent to prefill instances.")
 MONITOR_TAKEOVERS = Counter("kaveri_monitor_takeovers", "Times that this router began to lead the cluster monitor.")
+
+_RARE = (
+    (REQUESTS, ("unavailable", "resource_exhausted", "deadline_exceeded", "internal")),
+    (REATTACHES, ("taken_over", "placed_again", "owner_lost")),
+    (RESUMES, ("resumed", "pushed_on", "not_found", "no_room", "unavailable", "refused")),
+    (STALL_S, ("resumed", "recomputed")),
+)
+for _metric, _outcomes in _RARE:
+    for _outcome in _outcomes:
+        # There from the start: Prometheus does not count what a series begins with, and the first loss would be lost.
+        _metric.labels(_outcome)

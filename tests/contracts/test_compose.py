@@ -37,6 +37,9 @@ INSTANCES: dict[str, type[ServiceConfig]] = {
 COMMANDS = {"predictor": ["predictor", "serve"]}
 """Of those whose command is not their role."""
 PORT_OWNERS = {"router-0": "50051", "router-1": "50052", "balancer": "8000"}
+OBSERVERS = {"prometheus": "9090", "grafana": "3000", "jaeger": "16686"}
+"""Of the profile `observability`, with their ports."""
+OBSERVABILITY_ENV = COMPOSE_FILE.parent / "observability.env"
 
 
 def _compose_command() -> list[str] | None:
@@ -53,15 +56,20 @@ def _compose_command() -> list[str] | None:
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, dict[str, Any]]:
-    """The services of the compose file, resolved, those of its profile included."""
+    """The services of the compose file, resolved, those of its profiles included."""
+    return _resolved()
+
+
+def _resolved(*flags: str) -> dict[str, dict[str, Any]]:
     command = _compose_command()
     if command is None:
         reason = "neither docker-compose nor docker compose is installed"
         assert os.environ.get("CI", "") not in ("true", "1"), f"{reason}; continuous integration must have one"
         pytest.skip(reason)
     # The JSON of `config --format json` is not in v1; YAML of both versions is read by a YAML reader.
+    profiles = ("--profile", "colocated", "--profile", "observability")
     shown = subprocess.run(
-        [*command, "-f", COMPOSE_FILE, "--profile", "colocated", "config"], check=False, capture_output=True, text=True
+        [*command, "-f", COMPOSE_FILE, *profiles, *flags, "config"], check=False, capture_output=True, text=True
     )
     assert shown.returncode == 0, shown.stderr
     resolved: dict[str, dict[str, Any]] = yaml.safe_load(shown.stdout)["services"]
@@ -100,8 +108,8 @@ def test_the_stack_is_redis_two_instances_of_each_role_a_predictor_and_a_balance
 def test_routers_and_the_gateways_balancer_are_reached_from_this_machine_only(
     services: dict[str, dict[str, Any]],
 ) -> None:
-    assert {name for name, service in services.items() if service.get("ports")} == set(PORT_OWNERS)
-    for name, port in PORT_OWNERS.items():
+    assert {name for name, service in services.items() if service.get("ports")} == {*PORT_OWNERS, *OBSERVERS}
+    for name, port in (PORT_OWNERS | OBSERVERS).items():
         ports = json.dumps(services[name]["ports"])
         assert port in ports
         assert "127.0.0.1" in ports, "an unprotected port for the whole network"
@@ -112,7 +120,9 @@ def test_all_containers_are_confined(services: dict[str, dict[str, Any]]) -> Non
         assert service["read_only"] is True, name
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
-        assert service["user"] == "10001:10001", name
+        # Those whose images have a folder for data of their own.
+        other_user = {"prometheus": "65534:65534", "grafana": "472:0"}.get(name)
+        assert service["user"] == (other_user or "10001:10001"), name
         assert not service.get("privileged"), name
         assert service["restart"] == "on-failure", name
 
@@ -142,6 +152,54 @@ def test_a_profile_adds_a_colocated_instance(services: dict[str, dict[str, Any]]
     assert {name for name, service in services.items() if service.get("profiles") == ["colocated"]} == {"colocated-0"}
     assert services["colocated-0"]["command"] == ["colocated"]
     assert services["colocated-0"]["build"]["target"] == "kaveri-engine"
+
+
+def test_a_profile_adds_prometheus_grafana_and_jaeger_with_the_files_that_they_read(
+    services: dict[str, dict[str, Any]],
+) -> None:
+    assert {name for name, service in services.items() if service.get("profiles") == ["observability"]} == {*OBSERVERS}
+    deployed = COMPOSE_FILE.parents[1]
+    provisioned = {
+        name: yaml.safe_load((deployed / "grafana" / "provisioning" / name / "kaveri.yml").read_text())
+        for name in ("datasources", "dashboards")
+    }
+    (provider,) = provisioned["dashboards"]["providers"]
+    mounts = {
+        "prometheus": {deployed / "prometheus": "/etc/prometheus"},
+        "grafana": {
+            deployed / "grafana" / "provisioning": "/etc/grafana/provisioning",
+            deployed / "grafana" / "dashboards": provider["options"]["path"],
+        },
+    }
+    for name, folders in mounts.items():
+        shown = json.dumps(services[name]["volumes"])
+        for folder, target in folders.items():
+            assert str(folder) in shown
+            assert target in shown
+    for source in provisioned["datasources"]["datasources"]:
+        assert source["url"] == f"http://{source['uid']}:{OBSERVERS[source['uid']]}"
+
+
+def test_prometheus_asks_both_routers_where_the_metrics_are(services: dict[str, dict[str, Any]]) -> None:
+    config = yaml.safe_load((COMPOSE_FILE.parents[1] / "prometheus" / "prometheus.yml").read_text())
+    (job,) = config["scrape_configs"]
+    port = services["router-0"]["environment"]["KAVERI_METRICS_PORT"]
+    assert [found["url"] for found in job["http_sd_configs"]] == [
+        f"http://{name}:{port}/sd" for name in INSTANCES if INSTANCES[name] is RouterConfig
+    ]
+
+
+def test_the_services_send_traces_to_jaeger_only_with_the_observability_file(
+    services: dict[str, dict[str, Any]],
+) -> None:
+    given = dict(line.split("=", 1) for line in OBSERVABILITY_ENV.read_text().splitlines() if not line.startswith("#"))
+    assert given.pop("COMPOSE_PROFILES") == "observability"
+    assert given["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://jaeger:4317"
+    traced = _resolved("--env-file", str(OBSERVABILITY_ENV))
+    for name in (*INSTANCES, "colocated-0"):
+        environment = services[name]["environment"]
+        assert not [key for key, value in environment.items() if key.startswith("OTEL_") and value is not None], name
+        assert traced[name]["environment"] == environment | given, name
 
 
 @pytest.mark.parametrize("name", [*INSTANCES, "colocated-0"])

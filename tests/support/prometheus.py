@@ -1,0 +1,117 @@
+"""A real Prometheus for tests, of Debian's package `prometheus`, with the rules and the scrape job of deploy/."""
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import shutil
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kaveri.local.process import ChildProcess
+from tests.support.redis_fixture import free_port
+
+DEPLOYED = Path(__file__).resolve().parents[2] / "deploy" / "prometheus"
+_START_S = 60.0
+_POLL_S = 0.1
+
+
+def prometheus_program(name: str) -> str:
+    """Where `prometheus` or `promtool` is. Skips the test without it; in continuous integration it fails."""
+    path = shutil.which(name)
+    if path is None:
+        reason = f"{name} is not installed (Debian: apt-get install prometheus)"
+        assert os.environ.get("CI", "") not in ("true", "1"), f"{reason}; continuous integration must have it"
+        pytest.skip(reason)
+    return path
+
+
+def rule_groups() -> list[dict[str, Any]]:
+    """The groups of all rule files."""
+    return [
+        group for path in sorted(DEPLOYED.glob("rules/*.yml")) for group in yaml.safe_load(path.read_text())["groups"]
+    ]
+
+
+class PrometheusApi:
+    """Asks a running Prometheus."""
+
+    def __init__(self, url: str) -> None:
+        """Use run_prometheus()."""
+        self._url = url
+
+    async def get(self, path: str, **parameters: str) -> Any:
+        """The `data` of an answer of its HTTP API. AssertionError with Prometheus' own words when it refuses."""
+
+        def read() -> Any:
+            url = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+            try:
+                with urllib.request.urlopen(url, timeout=30) as answer:
+                    return json.load(answer)["data"]
+            except urllib.error.HTTPError as error:
+                raise AssertionError(f"{parameters}: {error.read().decode()}") from error
+
+        return await asyncio.to_thread(read)
+
+    async def values(self, expr: str) -> list[float]:
+        """The newest value of each series of an expression; those that are no number are left out."""
+        found = await self.get("query", query=expr)
+        assert found["resultType"] == "vector", f"{expr} is a {found['resultType']}"
+        values = [float(series["value"][1]) for series in found["result"]]
+        return [value for value in values if math.isfinite(value)]
+
+    async def alerts(self) -> dict[str, str]:
+        """The state of each alert: inactive, pending or firing."""
+        rules = [rule for group in (await self.get("rules"))["groups"] for rule in group["rules"]]
+        return {rule["name"]: rule["state"] for rule in rules if rule["type"] == "alerting"}
+
+
+@contextlib.asynccontextmanager
+async def run_prometheus(folder: Path, discovery_urls: Sequence[str]) -> AsyncIterator[PrometheusApi]:
+    """Runs Prometheus with the deployed configuration while the context lasts; only the addresses of /sd are others,
+    and it scrapes every second. folder: for its configuration, data and log."""
+    program = prometheus_program("prometheus")
+    config = yaml.safe_load((DEPLOYED / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = [str(DEPLOYED / pattern) for pattern in config["rule_files"]]
+    (job,) = config["scrape_configs"]
+    job["http_sd_configs"] = [{"url": url, "refresh_interval": "1s"} for url in discovery_urls]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    address = f"127.0.0.1:{free_port()}"
+    command = [
+        program,
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address={address}",
+        "--log.level=warn",
+    ]
+    log_path = folder / "prometheus.log"
+    process = ChildProcess.start("prometheus", command, log_path, {**os.environ, "GOMAXPROCS": "1"})
+    try:
+        await _wait_until_ready(f"http://{address}", process)
+        yield PrometheusApi(f"http://{address}")
+    finally:
+        await process.kill()
+        print(log_path.read_text(errors="replace")[-2000:])
+
+
+async def _wait_until_ready(url: str, process: ChildProcess) -> None:
+    def is_ready() -> bool:
+        try:
+            with urllib.request.urlopen(f"{url}/-/ready", timeout=10) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    async with asyncio.timeout(_START_S):
+        while not await asyncio.to_thread(is_ready):
+            assert process.exit_status is None, process.log_path.read_text(errors="replace")
+            await asyncio.sleep(_POLL_S)
