@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client import REGISTRY
 
+import services.router.metrics  # noqa: F401 - declares its metrics
 from tests.support.prometheus import DEPLOYED, prometheus_program, rule_groups
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,3 +63,19 @@ def test_grafana_asks_as_often_as_prometheus_scrapes() -> None:
     sources = yaml.safe_load((GRAFANA / "provisioning" / "datasources" / "kaveri.yml").read_text())["datasources"]
     (interval,) = [source["jsonData"]["timeInterval"] for source in sources if source["type"] == "prometheus"]
     assert interval == yaml.safe_load((DEPLOYED / "prometheus.yml").read_text())["global"]["scrape_interval"]
+
+
+def test_series_of_failures_are_there_before_the_first_one() -> None:
+    outcomes = {
+        outcome
+        for group in rule_groups()
+        for rule in group["rules"]
+        for found in re.findall(r'kaveri_router_requests_total\{outcome=~?"([a-z_|]+)"', rule["expr"])
+        if "alert" in rule
+        for outcome in found.split("|")
+    }
+    assert len(outcomes) > 3
+    for outcome in outcomes:
+        assert REGISTRY.get_sample_value("kaveri_router_requests_total", {"outcome": outcome}) is not None
+    for outcome in ("resumed", "recomputed"):
+        assert REGISTRY.get_sample_value("kaveri_router_stall_seconds_count", {"outcome": outcome}) is not None
