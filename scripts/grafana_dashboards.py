@@ -444,7 +444,7 @@ def _variable(name: str, kind: str, query: str) -> dict[str, Any]:
 
 def _panel(number: int, panel: Panel) -> dict[str, Any]:
     y, x = divmod(number, _PER_ROW)
-    custom = {"fillOpacity": 10, "stacking": {"mode": "normal"}} if panel.stacked else {}
+    custom = {"fillOpacity": 10, "stacking": {"mode": "normal", "group": "A"}} if panel.stacked else {}
     return {
         "id": number + 1,
         "type": panel.kind,
