@@ -105,6 +105,7 @@ async def observed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ob
             decode_count=2,
             gateway_count=1,
             metrics_port=first,
+            start_timeout_s=200.0,
             decode_flags=("--fake-step-s", "0.02"),
             replication="spread",
             replica_memory="32MiB",
