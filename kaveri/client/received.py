@@ -1,5 +1,6 @@
 """What a client has received of one answer, over all its sessions: each token, character and the end exactly once."""
 
+from kaveri.domain.sampling import FinishReason
 from kaveri.errors import Unavailable
 from kaveri.v1 import inference_pb2
 from kaveri.wire.messages import finish_from_proto
@@ -8,7 +9,9 @@ from kaveri.wire.messages import finish_from_proto
 class Received:
     """Grows with each response. A response that does not go on exactly behind the former ones is refused."""
 
-    def __init__(self) -> None:
+    def __init__(self, min_tokens: int = 0) -> None:
+        """min_tokens: as the request asks for."""
+        self._min_tokens = min_tokens
         self.token_ids: list[int] = []
         self.characters = 0
         """Of text, in Unicode code points."""
@@ -26,7 +29,8 @@ class Received:
         return self.response_count == 0 or self.max_tokens > 0
 
     def take(self, response: inference_pb2.GenerateResponse, target: str) -> None:
-        """Takes the next response in. Raises Unavailable when tokens are missing or repeated."""
+        """Takes the next response in. Raises Unavailable when tokens are missing or repeated, and when the answer was
+        ended before min_tokens, as a router of a former version does, which does not know them."""
         expected = len(self.token_ids)
         if response.token_ids and response.index != expected:
             raise Unavailable(f"{target} sent token {response.index} where {expected} was expected")
@@ -37,7 +41,11 @@ class Received:
             self.max_tokens = response.max_tokens
         if response.HasField("owner"):
             self.owner.CopyFrom(response.owner)
-        self.is_complete = finish_from_proto(response.finish_reason) is not None
+        finish = finish_from_proto(response.finish_reason)
+        if finish is FinishReason.STOP and len(self.token_ids) <= self._min_tokens:
+            ended = f"{target} ended the answer with token {len(self.token_ids)}, before min_tokens"
+            raise Unavailable(f"{ended} ({self._min_tokens}) were drawn: is it of a former version?")
+        self.is_complete = finish is not None
 
     def to_proto(self) -> inference_pb2.Received:
         """What the next session's router must know."""

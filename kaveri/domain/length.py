@@ -46,6 +46,9 @@ class TokenRange:
 
 def known_length(params: SamplingParams) -> TokenRange | None:
     """The length of an answer that only max_tokens can end; None for all others."""
-    if params.max_tokens is None or not params.ignore_eos or params.stop or params.stop_token_ids:
+    if params.max_tokens is None:
+        return None
+    may_stop = not params.ignore_eos or params.stop or params.stop_token_ids
+    if may_stop and params.min_tokens < params.max_tokens:
         return None
     return TokenRange(params.max_tokens, params.max_tokens + 1)

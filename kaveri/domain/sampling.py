@@ -43,6 +43,9 @@ class SamplingParams:
 
     max_tokens: int | None = None
     """Most tokens to generate, at least 1. None: all that the model's length leaves after the prompt."""
+    min_tokens: int = 0
+    """The answer does not end before it has so many tokens, at most max_tokens. Tokens that would end it are not drawn
+    until then, and stop texts that are complete by then are ignored."""
     temperature: float = 1.0
     """Divides the logits. 0 is greedy."""
     top_p: float = 1.0
@@ -74,6 +77,8 @@ class SamplingParams:
         self._set("stop_token_ids", ids)
         if self.max_tokens is not None:
             self._set("max_tokens", _whole("max_tokens", self.max_tokens, 1, _UINT32_MAX))
+        most = _UINT32_MAX if self.max_tokens is None else self.max_tokens
+        self._set("min_tokens", _whole("min_tokens", self.min_tokens, 0, most))
         self._set("temperature", _number("temperature", self.temperature, 0.0, _FLOAT32_MAX))
         self._set("top_p", _number("top_p", self.top_p, _FLOAT32_MIN, 1.0))
         self._set("top_k", _whole("top_k", self.top_k, 0, _UINT32_MAX))

@@ -1,6 +1,17 @@
 """Says when a request ends, the same on every engine and on both sides. Pure."""
 
+from collections.abc import Set as AbstractSet
+
 from kaveri.domain.sampling import FinishReason, SamplingParams
+
+_NONE: frozenset[int] = frozenset()
+
+
+def barred_token_ids(params: SamplingParams, eos_token_ids: AbstractSet[int], index: int) -> AbstractSet[int]:
+    """The token ids that must not be drawn at `index` of the answer: they would end it before min_tokens."""
+    if index >= params.min_tokens:
+        return _NONE
+    return frozenset(params.stop_token_ids) | (_NONE if params.ignore_eos else eos_token_ids)
 
 
 def finish_reason(

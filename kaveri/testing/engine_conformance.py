@@ -163,7 +163,7 @@ def make_request(
     return EngineRequest(EngineKey(name, 1), token_ids, 0, wanted)
 
 
-def _request_that_draws(
+def request_that_draws(
     harness: EngineHarness, engine: Engine, token_ids: frozenset[int]
 ) -> tuple[EngineRequest, list[int], int]:
     """A request, its answer, and where in that the first of these tokens is: neither the first nor the last."""
@@ -262,7 +262,7 @@ class EngineConformance:
         with running_pair(harness) as pair:
             eos_token_ids = pair.decode.info.eos_token_ids
             assert eos_token_ids == pair.prefill.info.eos_token_ids
-            request, whole, end = _request_that_draws(harness, pair.prefill, eos_token_ids)
+            request, whole, end = request_that_draws(harness, pair.prefill, eos_token_ids)
             # Prefill draws the first token, decode the others.
             first = replace(request, token_ids=request.token_ids + tuple(whole[:end]), generated_count=end)
             for name, placed, expected in (("later", request, whole), ("first", first, whole[end:])):

@@ -30,15 +30,19 @@ class Detokenizer:
         backend: Tokenizer,
         stop: Sequence[str] = (),
         *,
+        min_tokens: int = 0,
         prompt_token_ids: Sequence[int] = (),
         skipped_ids: Collection[int] = (),
         plain: PlainTokens | None = None,
     ) -> None:
         """backend: shared with others. stop: texts that end the answer; the text is cut before the first match.
-        skipped_ids: the special tokens, which have no text. plain: spares the decoding of most tokens."""
+        min_tokens: a stop text that is complete with so many tokens is ignored, as in vLLM. skipped_ids: the special
+        tokens, which have no text. plain: spares the decoding of most tokens."""
         self._backend = backend
         self._plain = plain
         self._stop = tuple(stop)
+        self._ignoring = min_tokens + 1 if min_tokens else 0
+        """Tokens until one may complete a stop text, that one included."""
         self._skipped_ids = skipped_ids
         # Decoded together: [0, new) are sent, and are the context of the others     [new, end) are not sent, or not
         # completely
@@ -58,6 +62,8 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Adds the next token and returns the text that is decided now, often empty."""
+        if self._ignoring:
+            self._ignoring -= 1
         plain = self._plain.text(token_id) if self._plain is not None else None
         if plain is not None and self._new == len(self._window):
             self._begin_with(token_id, plain)
@@ -140,9 +146,12 @@ class Detokenizer:
 
     def _scan(self, piece: str) -> str:
         text = self._held + piece
+        # What is held back holds no whole stop text but those that were ignored.
+        first = len(self._held) + 1
+        starts = [(text.find(stop, max(0, first - len(stop))), stop) for stop in self._stop]
         # The match that ends first: the first one if the text arrived letter by letter.
-        ends = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
-        if ends:
+        ends = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
+        if ends and not self._ignoring:
             _, start, self.stop_text = min(ends)
             self._held = ""
             return text[:start]

@@ -91,10 +91,15 @@ class ModelTokenizer:
         """Ends the threads; texts in work are dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def detokenizer(self, prompt_token_ids: Sequence[int], stop: Sequence[str]) -> Detokenizer:
-        """Turns the answer to a prompt into text."""
+    def detokenizer(self, prompt_token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> Detokenizer:
+        """Turns the answer to a prompt into text. min_tokens: as for Detokenizer."""
         return Detokenizer(
-            self.backend, stop, prompt_token_ids=prompt_token_ids, skipped_ids=self._skipped_ids, plain=self._plain
+            self.backend,
+            stop,
+            min_tokens=min_tokens,
+            prompt_token_ids=prompt_token_ids,
+            skipped_ids=self._skipped_ids,
+            plain=self._plain,
         )
 
     async def encode(self, text: str, max_tokens: int, deadline_s: float) -> list[int]:

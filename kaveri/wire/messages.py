@@ -69,6 +69,7 @@ def params_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
+        min_tokens=params.min_tokens,
     )
 
 
@@ -86,6 +87,7 @@ def params_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        min_tokens=message.min_tokens,
     )
 
 

@@ -35,7 +35,6 @@ _HARMLESS: Mapping[str, Accepts] = {
     "logit_bias": empty,
     "metadata": empty,
     "min_p": number(0),
-    "min_tokens": number(0),
     "presence_penalty": number(0),
     "priority": number(0),
     "repetition_penalty": number(1),
@@ -210,9 +209,10 @@ def _read_rest(
     """What both kinds of requests have in common."""
     stream = fields.flag("stream")
     temperature, top_p, top_k = (fields.take(name) for name in ("temperature", "top_p", "top_k"))
-    stop, stop_token_ids = fields.take("stop"), fields.take("stop_token_ids")
+    stop, stop_token_ids, min_tokens = (fields.take(name) for name in ("stop", "stop_token_ids", "min_tokens"))
     params = SamplingParams(
         max_tokens=max_tokens,
+        min_tokens=0 if min_tokens is None else min_tokens,
         temperature=1.0 if temperature is None else temperature,
         top_p=1.0 if top_p is None else top_p,
         # vLLM's word for "all".

@@ -5,6 +5,7 @@ import dataclasses
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import ClusterView
@@ -89,12 +90,10 @@ class Intake:
                 "prompt", f"{len(token_ids)} tokens", f"at most {largest} tokens: no decode instance holds more"
             )
         room = limit - len(token_ids)
-        if params.max_tokens is not None and params.max_tokens > room:
-            raise InvalidArgument(
-                "params.max_tokens",
-                params.max_tokens,
-                f"at most {room}: the prompt has {len(token_ids)} tokens, prompt and answer together at most {limit}",
-            )
+        for field, tokens in (("max_tokens", params.max_tokens or 0), ("min_tokens", params.min_tokens)):
+            if tokens > room:
+                together = f"the prompt has {len(token_ids)} tokens, prompt and answer together at most {limit}"
+                raise InvalidArgument(f"params.{field}", tokens, f"at most {room}: {together}")
         resolved = offered.received.max_tokens if offered.received is not None else 0
         params = _completed(params, min(room, resolved or room))
         return AcceptedRequest(
@@ -125,12 +124,13 @@ class Intake:
 
     def begin_answer(self, accepted: AcceptedRequest) -> Answer:
         """The answer, behind what the client has of it. Raises InvalidArgument when it has less text."""
-        received, stop = accepted.received, accepted.params.stop
-        answer = Answer(self._tokenizer.detokenizer(accepted.prompt_token_ids, stop))
+        received, params = accepted.received, accepted.params
+        begin = partial(self._tokenizer.detokenizer, accepted.prompt_token_ids, params.stop, params.min_tokens)
+        answer = Answer(begin())
         answer.go_on_after(received.token_ids, received.characters, accepted.params.stop_token_ids)
         if answer.unreceived_characters:
             # Text that is held back may have been released at the end.
-            whole = self._tokenizer.detokenizer(accepted.prompt_token_ids, stop)
+            whole = begin()
             text = "".join(map(whole.push, received.token_ids)) if not answer.stopped else ""
             most = received.characters - answer.unreceived_characters
             if not answer.stopped:

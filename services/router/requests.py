@@ -33,12 +33,16 @@ from services.router.lifecycle_values import (
     Ended,
     Event,
     Finishing,
+    FirstTokenReported,
+    GivenUp,
     GraceOver,
     InstanceLife,
     LeaveAttempt,
     Lost,
     NotFound,
     Placed,
+    PrefillEnded,
+    Prefilling,
     ReplicaNamed,
     ResumeAsked,
     Sent,
@@ -46,6 +50,7 @@ from services.router.lifecycle_values import (
     State,
     Superseded,
     TextStopped,
+    Tokens,
     Unplaced,
 )
 from services.router.owner_change import OwnerChange
@@ -309,7 +314,7 @@ class RequestEntry:
 
     def handle(self, event: Event, now_s: float) -> None:
         """Takes in what has happened. now_s: time.monotonic()."""
-        self.state, actions = step(self.state, event, now_s)
+        self.state, actions = step(self.state, self._without_early_end(event), now_s)
         for action in actions:
             if type(action) is Append:
                 self.answer.append(action.token_ids, action.logprobs, action.finish, now_s)
@@ -326,6 +331,18 @@ class RequestEntry:
             if self._grace is not None:
                 self._grace.cancel()
         self._wake()
+
+    def _without_early_end(self, event: Event) -> Event:
+        """Instances of a former version, and engines from elsewhere, may not know min_tokens. An answer that they end
+        before is a lost attempt: the next one draws that token again."""
+        min_tokens = self.accepted.params.min_tokens
+        match event:
+            case Tokens(finish=FinishReason.STOP) if event.first_index + len(event.token_ids) <= min_tokens:
+                return GivenUp(event.attempt, event.source, _early_end(event.source))
+            case FirstTokenReported(finish=FinishReason.STOP) if isinstance(self.state, Prefilling | Placed):
+                if len(self.answer.token_ids) < min_tokens:
+                    return PrefillEnded(_early_end(self.state.attempt.prefill))
+        return event
 
     def _end_owner_change(self) -> None:
         """Once there are tokens again, and it is known how the request went on."""
@@ -404,6 +421,10 @@ class RequestEntry:
         waiter = self._waiter
         if waiter is not None and not waiter.done() and (self.answer.has_output or isinstance(self.state, Ended)):
             waiter.set_result(None)
+
+
+def _early_end(life: InstanceLife) -> Unavailable:
+    return Unavailable(f"{life.instance_id} ended the answer before min_tokens, which it does not know")
 
 
 def _aim(event: Sent | Sought | ResumeAsked) -> str:

@@ -49,6 +49,7 @@ _HONOURED_PARAMS = frozenset(
         "top_p",
         "top_k",
         "max_tokens",
+        "min_tokens",
         "stop",
         "stop_token_ids",
         "skip_special_tokens",
@@ -130,6 +131,7 @@ def _read_params(params: Any) -> tuple[SamplingParams, int]:
         raise InvalidArgument("sampling_params.n", params.n, f"at most {MAX_N}")
     sampling = SamplingParams(
         max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
+        min_tokens=params.min_tokens,
         temperature=params.temperature if params.HasField("temperature") else 1.0,
         # 0 is how proto3 says that it is not given.
         top_p=params.top_p or 1.0,

@@ -21,6 +21,7 @@ from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.testing.engine_conformance import EngineConformance
+from kaveri.testing.engine_endings import EndingConformance
 from kaveri.testing.engine_release import ReleaseConformance
 from kaveri.testing.engine_replication import ReplicationConformance
 from kaveri.testing.engine_resumption import ResumptionConformance
@@ -41,7 +42,9 @@ def reference(model_folder: Path) -> PlainTransformers:
     return PlainTransformers(model_folder, ignore_eos=True, device="cuda")
 
 
-class TestStepwiseOnCuda(EngineConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance):
+class TestStepwiseOnCuda(
+    EngineConformance, EndingConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance
+):
     @pytest.fixture(
         params=[(BLOCK_TOKENS, BLOCK_TOKENS), (16, BLOCK_TOKENS), (BLOCK_TOKENS, 16)],
         ids=["equal blocks", "blocks of 16 to 8", "blocks of 8 to 16"],

@@ -32,7 +32,7 @@ from kaveri.engine.vllm.draws import KeyedDraws
 from kaveri.engine.vllm.sampling import decode_params, logprobs_of
 
 VOCAB_SIZE = 90
-NO_EOS: frozenset[int] = frozenset()
+EOS = frozenset(range(10))
 
 
 def random_params(rng: random.Random) -> SamplingParams:
@@ -43,6 +43,8 @@ def random_params(rng: random.Random) -> SamplingParams:
         top_p=rng.choice([1.0, 1.0, 0.2, 0.9]),
         seed=rng.randrange(2**64),
         logprobs=rng.choice([None, 0, 3]),
+        min_tokens=rng.choice([0, 0, 4]),
+        stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), 30)),
     )
 
 
@@ -60,7 +62,7 @@ def logits_after(token_ids: list[int]) -> Tensor:
 def drawn_by_hand(request: EngineRequest, token_ids: list[int]) -> Any:
     """The transformers engine's token after `token_ids`, of which the request's own answer is the end."""
     index = len(token_ids) - (len(request.token_ids) - request.generated_count)
-    return draw_tokens(logits_after(token_ids), [SequenceSlice((), 0, (), True, index, request.params)])[0]
+    return draw_tokens(logits_after(token_ids), [SequenceSlice((), 0, (), True, index, request.params)], EOS)[0]
 
 
 @dataclass
@@ -107,7 +109,7 @@ class OlderBatch:
             req_id=name,
             prompt_token_ids=list(request.token_ids),
             mm_features=[],
-            sampling_params=decode_params(request, NO_EOS),
+            sampling_params=decode_params(request, EOS),
             generator=None,
             block_ids=([0, 1],),
             num_computed_tokens=0,
@@ -209,9 +211,7 @@ def test_other_requests_logits_are_left_alone() -> None:
     processor = KeyedDraws(None, "cpu", False)
     changes = BatchUpdateBuilder()
     foreign = SimpleNamespace(extra_args=None)
-    greedy = decode_params(
-        EngineRequest(EngineKey("r", 1), (1,), 0, SamplingParams(max_tokens=3, temperature=0)), NO_EOS
-    )
+    greedy = decode_params(EngineRequest(EngineKey("r", 1), (1,), 0, SamplingParams(max_tokens=3, temperature=0)), EOS)
     changes.added += [(0, foreign, [1], []), (1, greedy, [1], [])]
     processor.update_state(changes.get_and_reset(2))
     logits = torch.randn(2, VOCAB_SIZE)
@@ -225,8 +225,8 @@ def test_the_newer_runner_draws_the_same_and_leaves_unfinished_prompts_alone() -
     requests = [random_request(rng, f"r{number}") for number in range(30)]
     slots = rng.sample(range(64), len(requests))
     for slot, request in zip(slots, requests, strict=True):
-        used = processor.add_request(slot, decode_params(request, NO_EOS))
-        assert used == (request.params.temperature > 0)
+        used = processor.add_request(slot, decode_params(request, EOS))
+        assert used == (request.params.temperature > 0 or request.params.min_tokens > 0)
     outputs: list[list[int]] = [[] for _ in requests]
     for _ in range(6):
         order = rng.sample(range(len(requests)), len(requests))

@@ -26,14 +26,14 @@ def request(generated_count: int = 0, **params: Any) -> EngineRequest:
 
 def test_vllm_is_greedy_keeps_no_generator_and_writes_no_text() -> None:
     for params in (
-        prefill_params(request(max_tokens=5, temperature=1.3, top_k=4, top_p=0.5, seed=2**64 - 1, stop=("end",))),
+        prefill_params(request(max_tokens=5, temperature=1.3, top_k=4, top_p=0.5, seed=2**64 - 1, stop=("end",)), EOS),
         decode_params(request(max_tokens=5, temperature=1.3, top_k=4, top_p=0.5, seed=2**64 - 1, stop=("end",)), EOS),
     ):
         assert (params.temperature, params.seed, params.detokenize, params.stop) == (0.0, None, False, [])
 
 
 def test_prefill_draws_one_token_and_decode_what_is_left() -> None:
-    assert prefill_params(request(max_tokens=9)).max_tokens == 1
+    assert prefill_params(request(max_tokens=9), EOS).max_tokens == 1
     assert decode_params(request(max_tokens=9), EOS).max_tokens == 9
     assert decode_params(request(generated_count=3, max_tokens=9), EOS).max_tokens == 6
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kaveri.domain.sampling import Logprobs, SamplingParams
 from kaveri.engine.settings import DEFAULT_BLOCK_TOKENS, EngineSettings
 from kaveri.engine.stepwise.runner import Drawn, DrawnToken, LayerListener, SequenceSlice
+from kaveri.engine.stopping import barred_token_ids
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.models import resolve_model
@@ -89,6 +90,10 @@ class ExampleRunner:
         turns = np.arange(len(blocks))
         token_ids = self._kv[turns % _LAYERS, blocks, turns // _LAYERS % 2, slots, 0]
         token_id = next_token(token_ids.tolist())
+        # Nothing ends an answer before its min_tokens.
+        barred = barred_token_ids(part.params, self.eos_token_ids, part.draw_index)
+        while token_id in barred:
+            token_id = (token_id + 1) % _DRAWN_IDS
         return DrawnToken(token_id, _logprobs(token_id, part.params))
 
 

@@ -12,6 +12,7 @@ from kaveri.kv.replicas.host import HostReplicas
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transports import make_transports
 from kaveri.testing.engine_conformance import EngineConformance
+from kaveri.testing.engine_endings import EndingConformance
 from kaveri.testing.engine_replication import ReplicationConformance
 from kaveri.testing.engine_resumption import ResumptionConformance
 
@@ -52,7 +53,7 @@ class _ExampleHarness:
         return KvEndpoint("unix", str(self._folder / f"kv{self._count}.sock"))
 
 
-class TestExample(EngineConformance, ResumptionConformance, ReplicationConformance):
+class TestExample(EngineConformance, EndingConformance, ResumptionConformance, ReplicationConformance):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> _ExampleHarness:
         return _ExampleHarness(tmp_path)

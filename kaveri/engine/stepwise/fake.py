@@ -12,6 +12,7 @@ row. So a block that is stale, swapped, misplaced, of another layer or of anothe
 
 import time
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from kaveri.domain.sampling import Logprobs
 from kaveri.engine.stepwise.runner import Drawn, DrawnToken, LayerListener, SequenceSlice
+from kaveri.engine.stopping import barred_token_ids
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
@@ -30,6 +32,7 @@ _INVERSE = pow(_MULTIPLIER, -1, 2**64)
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
 _WORD_BYTES = 8
 _DRAWN_TOKEN_IDS = 1000
+_NONE: frozenset[int] = frozenset()
 KV_LAYERS = 32
 """Of a model whose KV has a given size."""
 KV_UNIT_BYTES = 2 * KV_LAYERS * 2 * _WORD_BYTES
@@ -106,16 +109,22 @@ class FakeModel:
             before = (before * _MULTIPLIER + token_id + 1) & _MASK
         return before
 
-    def draw(self, chain: int, draw_index: int) -> int:
-        """The token drawn behind a chain: splitmix64 of chain and index."""
+    def draw(self, chain: int, draw_index: int, barred: AbstractSet[int] = _NONE) -> int:
+        """The token drawn behind a chain: splitmix64 of chain and index. barred: ids that are not drawn."""
         mixed = (chain + (draw_index + 1) * _GOLDEN) & _MASK
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK
         mixed ^= mixed >> 31
-        if (mixed >> 40) < self.eos_probability * 2**24:
+        if (mixed >> 40) < self.eos_probability * 2**24 and self.eos_token_id not in barred:
             return self.eos_token_id
         token_id = (mixed & 0xFFFF_FFFF) % (self.drawn_size - 1)
-        return token_id + (token_id >= self.eos_token_id)
+        return self.drawable(token_id + (token_id >= self.eos_token_id), barred)
+
+    def drawable(self, token_id: int, barred: AbstractSet[int]) -> int:
+        """The token itself, or the next one that is not barred."""
+        while token_id in barred:
+            token_id = (token_id + 1) % self.drawn_size
+        return token_id
 
     def logprobs(self, token_id: int, count: int | None) -> Logprobs | None:
         """Made up, for a token and `count` others; None where none are asked for."""
@@ -129,7 +138,8 @@ class StaleKv(Exception):
 
 
 class FakeRunner:
-    """A ModelRunner (runner.py) on FakeModel. Ignores sampling parameters except logprobs, which it makes up."""
+    """A ModelRunner (runner.py) on FakeModel. Of the sampling parameters it reads what ends an answer, and logprobs,
+    which it makes up."""
 
     name = "fake"
     device = "cpu"
@@ -190,10 +200,17 @@ class FakeRunner:
         records = np.stack((chains, places), axis=1)
         self._write(blocks, positions % self.layout.block_tokens, records, prefill_tokens, on_layer)
         drawn = self._draw(lasts, np.array([part.draw_index for part in batch], np.uint64))
+        for number, part in enumerate(batch):
+            if part.draw_index < part.params.min_tokens:
+                barred = self._barred(part, part.draw_index)
+                drawn[number] = self.model.draw(int(lasts[number]), part.draw_index, barred)
         return [
             DrawnToken(token_id, self.model.logprobs(token_id, part.params.logprobs)) if part.draw else None
             for token_id, part in zip(drawn, batch, strict=True)
         ]
+
+    def _barred(self, part: SequenceSlice, index: int) -> AbstractSet[int]:
+        return barred_token_ids(part.params, self.eos_token_ids, index)
 
     def _blocks(self, batch: Sequence[SequenceSlice], positions: Sequence[int]) -> Indices:
         """The block of one position of each slice."""
@@ -232,7 +249,7 @@ class FakeRunner:
         chain = int(chains[-1])
         # A decode step's own token was drawn behind this very chain; consistent KV of another request differs here.
         if len(part.token_ids) == 1 and part.draw_index > 0 and part.draw:
-            expected = self.model.draw(chain, part.draw_index - 1)
+            expected = self.model.draw(chain, part.draw_index - 1, self._barred(part, part.draw_index - 1))
             if part.token_ids[0] != expected:
                 raise StaleKv(f"token {part.token_ids[0]} at {part.start} follows KV that leads to token {expected}")
         return chain

@@ -73,7 +73,7 @@ class ModelRunner(Protocol):
         """Computes one step: writes the KV of every slice into its blocks, then draws where asked.
 
         Slices of one token (decode) and of many (prefill chunks) may be mixed. A sequence's tokens must not depend on
-        what else is in the batch, up to floating-point rounding.
+        what else is in the batch, up to floating-point rounding. What stopping.barred_token_ids names is not drawn.
         """
 
     def completed(self, block_ids: Sequence[int]) -> None:

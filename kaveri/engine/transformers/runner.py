@@ -59,7 +59,7 @@ class TransformersRunner:
         step.tell_last()
         results: list[Drawn] = [None] * len(batch)
         if step.drawn_slices:
-            drawn = draw_tokens(logits[0], [batch[index] for index in step.drawn_slices])
+            drawn = draw_tokens(logits[0], [batch[index] for index in step.drawn_slices], self.eos_token_ids)
             for index, token in zip(step.drawn_slices, drawn, strict=True):
                 results[index] = token
         return results

@@ -8,13 +8,16 @@ running sum of the weights, every boundary between two tokens shifts with the we
 """
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch import Tensor
 
 from kaveri.domain.sampling import Logprobs, SamplingParams
 from kaveri.engine.stepwise.runner import NOT_FINITE, DrawnToken, NoToken, SequenceSlice
+from kaveri.engine.stopping import barred_token_ids
 
+_NO_EOS: frozenset[int] = frozenset()
 _MASK_64 = 2**64 - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _MIX_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
@@ -59,12 +62,15 @@ def _signed(value: int) -> int:
     return value - ((value >> 63) << 64)
 
 
-def draw_tokens(logits: Tensor, slices: Sequence[SequenceSlice]) -> list[DrawnToken | NoToken]:
+def draw_tokens(
+    logits: Tensor, slices: Sequence[SequenceSlice], eos_token_ids: AbstractSet[int] = _NO_EOS
+) -> list[DrawnToken | NoToken]:
     """Draws one token per row, or none where the row holds NaN, +inf or nothing but -inf (which masks a token).
 
     logits: [rows, vocabulary], any float dtype. slices: one per row; params, draw_index are read. A row's token depends
-    on its own logits, params and draw_index alone.
+    on its own logits, params and draw_index alone. eos_token_ids: the model's; not drawn before min_tokens.
     """
+    raw, logits = logits, _without_barred(logits, slices, eos_token_ids)
     # Not argmax, which takes four times as long in bfloat16 on a CPU. The maximum of a row with NaN is NaN.
     largest = logits.max(-1)
     token_ids: list[int] = largest.indices.tolist()
@@ -77,11 +83,21 @@ def draw_tokens(logits: Tensor, slices: Sequence[SequenceSlice]) -> list[DrawnTo
             chosen = logits if len(rows) == len(slices) else logits[torch.tensor(rows, device=logits.device)]
             for row, token_id in zip(rows, sample(chosen, [slices[row] for row in rows]), strict=True):
                 token_ids[row] = token_id
-    logprobs = _logprobs(logits, slices, token_ids)
+    logprobs = _logprobs(raw, slices, token_ids)
     return [
         DrawnToken(token_id, logprobs.get(row)) if usable[row] else NoToken(NOT_FINITE)
         for row, token_id in enumerate(token_ids)
     ]
+
+
+def _without_barred(logits: Tensor, slices: Sequence[SequenceSlice], eos_token_ids: AbstractSet[int]) -> Tensor:
+    """The logits with -inf for tokens that would end an answer before its min_tokens. A copy, where there are any."""
+    barred = [barred_token_ids(piece.params, eos_token_ids, piece.draw_index) for piece in slices]
+    pairs = [(row, token_id) for row, token_ids in enumerate(barred) for token_id in token_ids]
+    if not pairs:
+        return logits
+    rows, columns = torch.tensor(pairs, device=logits.device).unbind(1)
+    return logits.index_put((rows, columns), logits.new_tensor(-torch.inf))
 
 
 def _filters(params: SamplingParams) -> bool:

@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotLo
 
 from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.stepwise.runner import DrawnToken, SequenceSlice
+from kaveri.engine.stopping import barred_token_ids
 from kaveri.engine.transformers.sampler import draw_tokens
 
 _EXTRA_ARG = "kaveri"
@@ -30,15 +31,30 @@ class Draw:
     """What the draws of one request depend on, beside the logits. Travels in vLLM's SamplingParams.extra_args."""
 
     params: SamplingParams
-    """temperature, top_k, top_p and seed are read."""
+    """temperature, top_k, top_p and seed are read, and with min_tokens stop_token_ids and ignore_eos."""
     answer_start: int
     """Tokens before the answer: the index of a drawn token is what precedes it less these."""
     first_index: int
     """Index within the answer of the first token that this placement draws."""
+    eos_token_ids: frozenset[int] = frozenset()
+    """The model's; read with min_tokens."""
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether any token is drawn otherwise than greedily among all."""
+        return self.params.temperature > 0 or self.params.min_tokens > self.first_index
 
     def to_extra_args(self) -> dict[str, Any]:
         """Plain values, for the way to the workers."""
         params = self.params
+        ending: dict[str, Any] = {}
+        if params.min_tokens > self.first_index:
+            ending = {
+                "min_tokens": params.min_tokens,
+                "stop_token_ids": list(params.stop_token_ids),
+                "ignore_eos": params.ignore_eos,
+                "eos_token_ids": sorted(self.eos_token_ids),
+            }
         return {
             _EXTRA_ARG: {
                 "temperature": params.temperature,
@@ -47,6 +63,7 @@ class Draw:
                 "seed": params.seed or 0,
                 "answer_start": self.answer_start,
                 "first_index": self.first_index,
+                **ending,
             }
         }
 
@@ -56,9 +73,10 @@ class Draw:
         values = (extra_args or {}).get(_EXTRA_ARG)
         if values is None:
             return None
-        names = ("temperature", "top_k", "top_p", "seed")
-        params = SamplingParams(**{name: values[name] for name in names})
-        return cls(params, values["answer_start"], values["first_index"])
+        names = ("temperature", "top_k", "top_p", "seed", "min_tokens", "stop_token_ids", "ignore_eos")
+        params = SamplingParams(**{name: values[name] for name in names if name in values})
+        eos_token_ids = frozenset(values.get("eos_token_ids", ()))
+        return cls(params, values["answer_start"], values["first_index"], eos_token_ids)
 
 
 class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
@@ -102,7 +120,7 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
         for row, params, prompt_token_ids, output_token_ids in batch_update.added:
             self._drop(row)
             draw = Draw.from_extra_args(params.extra_args)
-            if draw is not None and draw.params.temperature > 0:
+            if draw is not None and draw.changes_logits:
                 self._draws[row] = draw
                 self._drawn[row] = output_token_ids, len(prompt_token_ids or ())
         for source, target, direction in batch_update.moved:
@@ -117,7 +135,7 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
         """Whether the request's logits will be changed."""
         self._drop(req_idx)
         draw = Draw.from_extra_args(sampling_params.extra_args)
-        if draw is None or draw.params.temperature == 0:
+        if draw is None or not draw.changes_logits:
             return False
         self._draws[req_idx] = draw
         return True
@@ -147,10 +165,16 @@ def keep_drawn(logits: Tensor, placed: Iterable[tuple[int, Draw, int]]) -> None:
     """Leaves, in each of these rows, nothing but its token: 0 there and -inf everywhere else.
 
     logits: [rows, vocabulary], floating point, changed in place. placed: row, request and index within the answer of
-    the token that is due. A greedy row is left alone; one from which no token can be drawn becomes NaN.
+    the token that is due. A greedy row only loses the tokens that must not end its answer yet; one from which no token
+    can be drawn becomes NaN.
     """
     # Before first_index it is a chunk that does not end its prompt: nothing is due.
-    sampled = [each for each in placed if each[2] >= each[1].first_index and each[1].params.temperature > 0]
+    due = [each for each in placed if each[2] >= each[1].first_index]
+    for row, draw, index in due:
+        barred = barred_token_ids(draw.params, draw.eos_token_ids, index)
+        if barred:
+            logits[row, torch.tensor(sorted(barred), device=logits.device)] = -torch.inf
+    sampled = [each for each in due if each[1].params.temperature > 0]
     if sampled:
         rows = torch.tensor([row for row, _, _ in sampled], device=logits.device)
         slices = [SequenceSlice((), 0, (), True, index, draw.params) for _, draw, index in sampled]

@@ -191,7 +191,7 @@ class Steps:
             return
         given = request.request
         if isinstance(request.state, OF_PREFILL):
-            self._give(request, given.token_ids, prefill_params(given), is_prefill=True)
+            self._give(request, given.token_ids, prefill_params(given, self._info.eos_token_ids), is_prefill=True)
         elif request.held_tokens is not None:
             self._give(request, given.token_ids, decode_params(given, self._info.eos_token_ids))
         else:

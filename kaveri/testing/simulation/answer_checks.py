@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.engine.stepwise.fake import FakeModel
+from kaveri.engine.stopping import barred_token_ids
 from kaveri.testing.simulation.draws import DrawRecord, DrawRun, seed_salt
 from kaveri.testing.simulation.outcomes import RequestOutcome
 from kaveri.testing.simulation.plan import FaultKind
@@ -161,7 +162,7 @@ class AnswerChecker:
         # The token that ends an answer has no text.
         if outcome.finish is FinishReason.STOP and token_ids and token_ids[-1] in outcome.params.stop_token_ids:
             token_ids = token_ids[:-1]
-        return texts_of(self.backend, prompt, token_ids, outcome.params.stop)
+        return texts_of(self.backend, prompt, token_ids, outcome.params.stop, outcome.params.min_tokens)
 
     def _finish_violations(self, outcome: RequestOutcome, prompt: tuple[int, ...]) -> Iterator[str]:
         params, token_ids = outcome.params, outcome.token_ids
@@ -175,6 +176,8 @@ class AnswerChecker:
         if outcome.finish is FinishReason.LENGTH and len(token_ids) != longest:
             yield f"ended by length after {len(token_ids)} of {longest} tokens"
         if outcome.finish is FinishReason.STOP:
+            if len(token_ids) <= params.min_tokens:
+                yield f"ended by a stop after {len(token_ids)} tokens, where {params.min_tokens} come first"
             stopped = any(stopped for _, stopped in self._texts(outcome, prompt))
             if not stopped and token_ids[-1:] and token_ids[-1] not in stops:
                 yield f"ended by a stop that is not in {token_ids[-3:]}"
@@ -208,7 +211,8 @@ def expected_answer(
     """
     chain, token_ids = model.chain(prompt), []
     for index in range(token_count):
-        token_ids.append(model.draw(chain ^ seed_salt(params), index))
+        barred = barred_token_ids(params, frozenset({model.eos_token_id}), index)
+        token_ids.append(model.draw(chain ^ seed_salt(params), index, barred))
         chain = model.chain(token_ids[-1:], chain)
     return tuple(token_ids)
 

@@ -227,8 +227,11 @@ def _request(
     is_text = rng.random() < 0.15
     drawn_tokens = 1 + int(rng.expovariate(1 / rng.choice((8, 16, 16, 80))))
     most_tokens = max(1, min(drawn_tokens, max_model_len - 150 if is_text else max_model_len // 2))
+    # Not rng, which the schedules of earlier seeds go on with.
+    own = random.Random(f"{request_id} {most_tokens}")
     params = SamplingParams(
         max_tokens=most_tokens,
+        min_tokens=own.randrange(most_tokens + 1) if own.random() < 0.2 else 0,
         temperature=rng.choice((0.0, 0.0, 1.0)),
         seed=rng.choice((None, rng.getrandbits(32))),
         ignore_eos=rng.random() < 0.5,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from kaveri.engine.stepwise.fake import FakeModel, StaleKv
 from kaveri.engine.stepwise.runner import DrawnToken, SequenceSlice
+from kaveri.engine.stopping import barred_token_ids
 from kaveri.testing.simulation.kv_wire import DAMAGED, KvBlock
 
 
@@ -79,5 +80,6 @@ class KvMemory:
 
     def drawn(self, part: SequenceSlice, chain: int, salt: int) -> DrawnToken:
         """The token behind a chain. salt: what it depends on beside the tokens."""
-        token_id = self._model.draw(chain ^ salt, part.draw_index)
+        barred = barred_token_ids(part.params, frozenset({self._model.eos_token_id}), part.draw_index)
+        token_id = self._model.draw(chain ^ salt, part.draw_index, barred)
         return DrawnToken(token_id, self._model.logprobs(token_id, part.params.logprobs))

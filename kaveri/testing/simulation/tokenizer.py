@@ -7,6 +7,7 @@ EOS_TOKEN_ID = 0
 STOP_TEXTS = ("ab", "the end", "é", "😀a", "stop", "ba b")
 """Texts that random answers contain, within a token, across two and across several."""
 
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _CHARACTERS = "abdehnopst " + "éü漢😀"
 _MERGED = ("ab", "ba", " b", "th", "the", " the", "en", "end", "st", "op", " a", "é", "漢", "😀", "e ", "hé")
 
@@ -35,26 +36,32 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def texts_of(
-    backend: Tokenizer, prompt: tuple[int, ...], token_ids: tuple[int, ...], stop: tuple[str, ...]
+    backend: Tokenizer, prompt: tuple[int, ...], token_ids: tuple[int, ...], stop: tuple[str, ...], min_tokens: int = 0
 ) -> set[tuple[str, bool]]:
-    """The texts that an answer of these tokens may have, each with whether a stop text ends it.
+    """The texts that an answer of these tokens may have, each with whether a stop text ends it. Stop texts that are
+    complete with the first min_tokens do not.
 
     There is more than one only where the prompt ends within a character: then the answer's text is what it adds to the
     prompt's, or its own. Decodes everything at once: says nothing of when each piece of the text is due.
     """
     before, whole = _decode(backend, prompt), _decode(backend, prompt + token_ids)
-    texts = {_decode(backend, token_ids)}
+    # What is left of a character at the end belongs to the token that completes it.
+    exempt = len(_decode(backend, token_ids[:min_tokens]).rstrip(_REPLACEMENT))
+    texts = {_cut(_decode(backend, token_ids), stop, exempt)}
     if whole.startswith(before):
-        texts.add(whole[len(before) :])
-    return {_cut(text, stop) for text in texts}
+        exempt = len(_decode(backend, prompt + token_ids[:min_tokens]).rstrip(_REPLACEMENT)) - len(before)
+        texts.add(_cut(whole[len(before) :], stop, max(0, exempt)))
+    return texts
 
 
 def _decode(backend: Tokenizer, token_ids: tuple[int, ...]) -> str:
     return str(backend.decode(list(token_ids), skip_special_tokens=True))
 
 
-def _cut(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
-    found = [(start + len(each), start) for each in stop if (start := text.find(each)) >= 0]
+def _cut(text: str, stop: tuple[str, ...], exempt: int) -> tuple[str, bool]:
+    """exempt: a stop text that ends within so many characters is ignored."""
+    starts = [(text.find(each, max(0, exempt + 1 - len(each))), len(each)) for each in stop]
+    found = [(start + length, start) for start, length in starts if start >= 0]
     return (text[: min(found)[1]], True) if found else (text, False)
 
 

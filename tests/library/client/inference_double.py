@@ -25,7 +25,7 @@ class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):
 
     The prompt, or the last message, says what happens: "error" raises `error`, "endless" sends one token and waits,
     "silent" sends nothing and waits, "gap" skips a token, "twice" repeats one, "cut" ends without a finish reason.
-    Anything else: params.max_tokens tokens; "held" has text behind the last one.
+    Anything else: params.max_tokens tokens; "held" has text behind the last one, "stop" ends as with a stop token.
     """
 
     def __init__(self) -> None:
@@ -122,10 +122,11 @@ class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):
                 response.routers.extend(self.routers)
             yield response
         cancelled = sampling_pb2.FINISH_REASON_CANCELLED
+        finish = sampling_pb2.FINISH_REASON_STOP if prompt == "stop" else sampling_pb2.FINISH_REASON_LENGTH
         yield pb.GenerateResponse(
             index=count,
             text=text[sent:count] + ("!" if prompt == "held" else ""),
-            finish_reason=cancelled if cancel.is_set() else sampling_pb2.FINISH_REASON_LENGTH,
+            finish_reason=cancelled if cancel.is_set() else finish,
             usage=pb.Usage(prompt_tokens=len(request.text), completion_tokens=count),
             timing=pb.Timing(
                 router_s=0.001,

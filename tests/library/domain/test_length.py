@@ -40,3 +40,5 @@ def test_only_an_answer_that_nothing_but_its_limit_ends_has_a_settled_length() -
     assert known_length(SamplingParams(ignore_eos=True)) is None
     assert known_length(SamplingParams(max_tokens=7, ignore_eos=True, stop=("x",))) is None
     assert known_length(SamplingParams(max_tokens=7, ignore_eos=True, stop_token_ids=(3,))) is None
+    assert known_length(SamplingParams(max_tokens=7, min_tokens=6)) is None
+    assert known_length(SamplingParams(max_tokens=7, min_tokens=7, stop=("x",))) == TokenRange(7, 8)

@@ -18,6 +18,9 @@ from kaveri.wire.messages import params_from_proto, params_to_proto
     [
         ("max_tokens", 0),
         ("max_tokens", -1),
+        ("min_tokens", -1),
+        ("min_tokens", 2**32),
+        ("min_tokens", True),
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("temperature", math.inf),
@@ -64,6 +67,12 @@ def test_a_value_at_its_limit_is_taken(field: str, value: Any) -> None:
     assert getattr(SamplingParams(**{field: value}), field) == value
 
 
+def test_an_answer_cannot_be_longer_at_least_than_at_most() -> None:
+    assert SamplingParams(min_tokens=5, max_tokens=5).min_tokens == 5
+    with pytest.raises(InvalidArgument, match=r"min_tokens is 6; .*\[0, 5\]"):
+        SamplingParams(min_tokens=6, max_tokens=5)
+
+
 def test_one_stop_text_and_lists_become_tuples() -> None:
     one: Any = "\n\n"
     assert SamplingParams(stop=one).stop == ("\n\n",)
@@ -97,6 +106,7 @@ def test_the_wire_refuses_what_the_constructor_refuses() -> None:
         stop_token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=4).map(tuple),
         ignore_eos=st.booleans(),
         logprobs=st.none() | st.integers(0, 20),
+        min_tokens=st.sampled_from([0, 1]),
     )
 )
 def test_params_survive_the_wire(params: SamplingParams) -> None:

@@ -15,6 +15,7 @@ from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transports import make_transports
 from kaveri.latency.model import DecodeLatency, LatencyModel, PrefillLatency
 from kaveri.testing.engine_conformance import EngineConformance
+from kaveri.testing.engine_endings import EndingConformance
 from kaveri.testing.engine_release import ReleaseConformance
 from kaveri.testing.engine_replication import ReplicationConformance
 from kaveri.testing.engine_resumption import ResumptionConformance
@@ -73,20 +74,24 @@ class _TimedHarness(_StepwiseHarness):
         return TimedRunner(FakeRunner(model), latency)
 
 
-class TestStepwiseOnTimed(EngineConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance):
+class TestStepwiseOnTimed(
+    EngineConformance, EndingConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance
+):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> _TimedHarness:
         return _TimedHarness(tmp_path, 16)
 
 
-class TestStepwiseOnFake(EngineConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance):
+class TestStepwiseOnFake(
+    EngineConformance, EndingConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance
+):
     @pytest.fixture(params=[4, 16], ids=["blocks of 4", "blocks of 16"])
     def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> _StepwiseHarness:
         return _StepwiseHarness(tmp_path, request.param)
 
 
 class TestStepwiseWithUnlikeBlocks(
-    EngineConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance
+    EngineConformance, EndingConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance
 ):
     """Every push is mapped."""
 

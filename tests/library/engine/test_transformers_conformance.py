@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kaveri.testing.engine_conformance import EngineConformance
+from kaveri.testing.engine_endings import EndingConformance
 from kaveri.testing.engine_release import ReleaseConformance
 from kaveri.testing.engine_replication import ReplicationConformance
 from kaveri.testing.engine_resumption import ResumptionConformance
@@ -33,7 +34,9 @@ def reference(model_folder: Path) -> PlainTransformers:
     return PlainTransformers(model_folder, ignore_eos=True)
 
 
-class TestStepwiseOnTransformers(EngineConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance):
+class TestStepwiseOnTransformers(
+    EngineConformance, EndingConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance
+):
     @pytest.fixture
     def harness(self, model_folder: Path, reference: PlainTransformers, tmp_path: Path) -> TransformersHarness:
         return TransformersHarness(model_folder, tmp_path, reference)

@@ -177,3 +177,26 @@ def test_tokens_of_no_probability_are_never_drawn() -> None:
     logits[:, 31] = 0.0
     for params in ({}, {"top_p": 0.99}, {"top_k": 40}):
         assert set(ids(logits, [row(index, seed=2, **params) for index in range(200)])) == {17, 31}
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5}])
+def test_tokens_that_would_end_an_answer_too_early_are_not_drawn_and_are_reported(params: dict[str, object]) -> None:
+    logits = random_logits(5, 40)
+    likeliest = logits.argmax(-1).tolist()
+    eos_token_ids = frozenset(range(10))
+    barred = eos_token_ids | {20, 21}
+    asked = {"min_tokens": 20, "stop_token_ids": (20, 21), "logprobs": 1, "seed": 3, **params}
+    slices = [row(index, **asked) for index in range(40)]
+    drawn = draw_tokens(logits, slices, eos_token_ids)
+    unbarred = draw_tokens(logits, [row(index, **{**asked, "min_tokens": 0}) for index in range(40)], eos_token_ids)
+    assert drawn[20:] == unbarred[20:]
+    for index in range(20):
+        token, logprobs = drawn[index].token_id, drawn[index].logprobs  # type: ignore[union-attr]
+        assert token not in barred
+        # The model's own opinion, as ever.
+        assert logprobs is not None
+        assert logprobs.top[0][0] == likeliest[index]
+        assert logprobs.logprob == pytest.approx(torch.log_softmax(logits[index], -1)[token].item(), abs=1e-5)
+    assert any(token.token_id in barred for token in unbarred if isinstance(token, DrawnToken))
+    ignoring = [row(index, **{**asked, "stop_token_ids": (), "ignore_eos": True}) for index in range(40)]
+    assert draw_tokens(logits, ignoring, eos_token_ids) == unbarred

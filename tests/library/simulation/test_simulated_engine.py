@@ -17,6 +17,7 @@ from kaveri.kv.replicas.store import ReplicaKey, ReplicaListener, ReplicaUsage
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.engine_conformance import EngineConformance
+from kaveri.testing.engine_endings import EndingConformance
 from kaveri.testing.engine_release import ReleaseConformance
 from kaveri.testing.engine_replication import ReplicationConformance
 from kaveri.testing.engine_resumption import ResumptionConformance
@@ -216,7 +217,9 @@ class _SimulatedHarness:
         return FakeModel(eos_probability=_EOS).answer(token_ids, 0, token_count)
 
 
-class TestSimulatedEngine(EngineConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance):
+class TestSimulatedEngine(
+    EngineConformance, EndingConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance
+):
     @pytest.fixture(params=[4, 16], ids=["blocks of 4", "blocks of 16"])
     def harness(self, request: pytest.FixtureRequest) -> Iterator[_SimulatedHarness]:
         thread = _LoopThread()

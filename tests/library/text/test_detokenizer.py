@@ -228,3 +228,33 @@ def test_text_between_broken_bytes_and_skipped_tokens_is_whole(family: ModelToke
     token_ids = [token_id for word in hello for token_id in (word, *[special] * 30)]
     assert joined(family, [], token_ids) == decoded(family, hello)
     assert joined(family, hello, token_ids) == decoded(family, hello + hello)[len(decoded(family, hello)) :]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_stop_text_that_is_complete_with_the_first_tokens_is_ignored(tokenizer: ModelTokenizer, seed: int) -> None:
+    rng = random.Random(seed)
+    words = ["ab", "a", "b", " ", "é", "你", "xa"]
+    text = "".join(rng.choice(words) for _ in range(rng.randrange(1, 30)))
+    token_ids = tokenizer.backend.encode(text, add_special_tokens=False).ids
+    stop = tuple(rng.sample(["ab", "ba", "xaab", "b a", "é", "aa", "a你a"], 3))
+    min_tokens = rng.randrange(len(token_ids) + 2)
+    stopping, plain = Detokenizer(tokenizer.backend, stop, min_tokens=min_tokens), Detokenizer(tokenizer.backend)
+    given, decided, expected = "", "", None
+    pieces = [*(("push", token_id) for token_id in token_ids), ("flush", 0)]
+    for count, (call, token_id) in enumerate(pieces, start=1):
+        given += stopping.push(token_id) if call == "push" else stopping.flush()
+        before = len(decided)
+        decided += plain.push(token_id) if call == "push" else plain.flush()
+        # A match must end in what this token has decided.
+        found = [
+            (start + len(each), start)
+            for each in stop
+            for start in range(before + 1 - len(each), len(decided))
+            if start >= 0 and start + len(each) > before and decided.startswith(each, start)
+        ]
+        if found and min(count, len(token_ids)) > min_tokens:
+            expected = decided[: min(found)[1]]
+            break
+        assert decided.startswith(given), seed
+    assert stopping.stopped == (expected is not None), seed
+    assert given == (decided if expected is None else expected), seed

@@ -123,9 +123,10 @@ async def test_usage_counts_a_prompt_with_several_answers_once(gateway: GatewayU
 
 async def test_parameters_reach_the_router_as_the_sdk_would_send_them(gateway: GatewayUnderTest, cluster: Any) -> None:
     fields = {"top_p": 0.5, "top_k": 7, "seed": -1, "stop": "x", "stop_token_ids": [5], "ignore_eos": True}
-    await gateway.complete(temperature=0.25, **fields)
+    await gateway.complete(temperature=0.25, min_tokens=3, **fields)
     (request,) = cluster.taken()
     params = request.params
+    assert params.min_tokens == 3
     assert (params.temperature, params.top_p, params.top_k) == (0.25, 0.5, 7)
     assert (params.seed, params.max_tokens, params.ignore_eos) == (2**64 - 1, 5, True)
     assert list(params.stop_token_ids) == [5]

@@ -11,6 +11,7 @@ from kaveri.kv.replicas.host import HostReplicas
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transports import make_transports
 from kaveri.testing.engine_conformance import CHUNK_TOKENS, MAX_MODEL_LEN, EngineConformance
+from kaveri.testing.engine_endings import EndingConformance
 from kaveri.testing.engine_release import ReleaseConformance
 from kaveri.testing.engine_replication import ReplicationConformance
 from kaveri.testing.engine_resumption import ResumptionConformance
@@ -55,7 +56,9 @@ class _VllmHarness:
         return self._reference.answer(token_ids, token_count)
 
 
-class TestVllmEngine(EngineConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance):
+class TestVllmEngine(
+    EngineConformance, EndingConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance
+):
     @pytest.fixture
     def harness(self, prefills: Any, decodes: Any, reference: PlainTransformers, tmp_path: Path) -> _VllmHarness:
         return _VllmHarness(prefills, decodes, tmp_path, reference)
@@ -63,7 +66,9 @@ class TestVllmEngine(EngineConformance, ResumptionConformance, ReplicationConfor
 
 # One test loads vLLM in up to four engines of two ranks, on as few as two cores.
 @pytest.mark.timeout(900)
-class TestVllmEngineOfTwoRanks(EngineConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance):
+class TestVllmEngineOfTwoRanks(
+    EngineConformance, EndingConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance
+):
     @pytest.fixture
     def harness(
         self, two_rank_prefills: Any, two_rank_decodes: Any, reference: PlainTransformers, tmp_path: Path
