@@ -5,6 +5,7 @@ instance draws them. Does not verify the log-probabilities of such draws, nor st
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,7 @@ class EndingConformance:
     @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
     @pytest.mark.parametrize("index", [0, 5])
     def test_stop_token_is_not_drawn_before_min_tokens(self, harness: EngineHarness, sampling: str, index: int) -> None:
-        sampled = {"temperature": 1.0, "top_p": 0.95} if sampling == "sampled" else {}
+        sampled: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95} if sampling == "sampled" else {}
         with running_pair(harness) as pair:
             free = make_request(pair.prefill, "free", 19, _TOKENS, **sampled)
             whole = _answer(pair, free)

@@ -100,7 +100,7 @@ def _with_losses(plan: Plan, rng: random.Random, *, faults: bool) -> Plan:
     instances = (*plan.instances, *added)
     most_tokens = plan.max_model_len // 2
     requests = tuple(
-        replace(request, params=replace(request.params, max_tokens=rng.randint(most_tokens // 2, most_tokens)))
+        replace(request, params=_as_long(request.params, rng.randint(most_tokens // 2, most_tokens)))
         if request.prompt and not request.read_pause_s and rng.random() < 0.4
         else request
         for request in plan.requests
@@ -254,6 +254,10 @@ def _request(
         read_pause_s=min(rng.choice((0.02, 0.2)), 10.0 / most_tokens) if rng.random() < 0.06 else 0.0,
         sends_again=tuple(rng.choice(routers) for _ in range(rng.randint(1, 3))) if rng.random() < 0.35 else (),
     )
+
+
+def _as_long(params: SamplingParams, most_tokens: int) -> SamplingParams:
+    return replace(params, max_tokens=most_tokens, min_tokens=min(params.min_tokens, most_tokens))
 
 
 def _faults(
