@@ -15,12 +15,14 @@ import pytest
 import yaml
 
 from tests.support.helm_chart import CHART, VALUES, Manifest, helm, kinds, render, render_values
+from tests.support.prometheus import rule_groups
 
 ROOT = Path(__file__).resolve().parents[2]
 KUBERNETES_VERSIONS = ("1.30", "1.34", "1.37")
 """The oldest that Chart.yaml allows, one between, the newest that the validator knows."""
 CUSTOM_RESOURCES = {
     ("monitoring.coreos.com/v1", "PodMonitor"): ({"selector", "podMetricsEndpoints"}, set()),
+    ("monitoring.coreos.com/v1", "PrometheusRule"): ({"groups"}, set()),
     ("keda.sh/v1alpha1", "ScaledObject"): (
         {"scaleTargetRef", "triggers"},
         {"minReplicaCount", "maxReplicaCount", "pollingInterval", "fallback", "advanced"},
@@ -175,3 +177,21 @@ def test_colocated_instances_need_no_others() -> None:
     manifests = render_values(values, release="one")
     names = [manifest["metadata"]["name"] for manifest in manifests if manifest["kind"] == "Deployment"]
     assert sorted(names) == ["one-kaveri-colocated", "one-kaveri-gateway", "one-kaveri-redis", "one-kaveri-router"]
+
+
+def test_rules_and_dashboards_are_those_that_are_tested_with_prometheus() -> None:
+    (rules,) = kinds("autoscaled", "PrometheusRule")
+    assert rules["spec"]["groups"] == rule_groups()
+    assert rules["metadata"]["labels"]["release"] == "prometheus"
+    (shown,) = [
+        found for found in kinds("autoscaled", "ConfigMap") if found["metadata"]["name"].endswith("-dashboards")
+    ]
+    assert shown["metadata"]["labels"]["grafana_dashboard"] == "1"
+    folder = ROOT / "deploy" / "grafana" / "dashboards"
+    assert shown["data"] == {f"kaveri-{path.name}": path.read_text() for path in folder.iterdir()}
+
+
+def test_a_pod_monitor_gives_the_labels_that_rules_and_dashboards_ask_for() -> None:
+    (monitor,) = kinds("autoscaled", "PodMonitor")
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert {"instance", "model_name", "kaveri_role"} <= {rule["targetLabel"] for rule in endpoint["relabelings"]}
