@@ -37,7 +37,9 @@ class TokenRange:
 
     def up_to(self, most_tokens: int) -> "TokenRange":
         """The range for an answer that is cut at `most_tokens`, at least 1."""
-        return TokenRange(min(self.low, most_tokens), min(self.high, most_tokens + 1))
+        if self.high <= most_tokens + 1:
+            return self
+        return TokenRange(min(self.low, most_tokens), most_tokens + 1)
 
     def at(self, end: RangeEnd) -> int:
         """Tokens at one end."""

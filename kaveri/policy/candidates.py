@@ -9,7 +9,10 @@ from kaveri.domain.view import ViewedInstance
 _MOST_DRAWS = 48
 """Draws at random before the whole cluster is looked at: the cost of a choice while most instances are full."""
 
-Load = Callable[[ViewedInstance], tuple[float, ...]]
+LoadKey = tuple[float, ...]
+Load = Callable[[ViewedInstance], LoadKey]
+Takes = Callable[[ViewedInstance], bool]
+# By name: an annotation inside a function is computed whenever the function is called.
 
 
 @dataclass(slots=True)
@@ -21,7 +24,7 @@ class Candidates:
     """
 
     ready: Sequence[ViewedInstance]
-    takes: Callable[[ViewedInstance], bool]
+    takes: Takes
     avoid: Collection[str] = ()
 
     def all(self) -> list[ViewedInstance]:
@@ -56,7 +59,7 @@ class Candidates:
         return rng.choice(candidates) if candidates else None
 
     def better_of_two(
-        self, load: Load, rng: random.Random, wanted: Callable[[ViewedInstance], bool] | None = None
+        self, load: Load, rng: random.Random, wanted: Takes | None = None
     ) -> ViewedInstance | None:
         """Of two candidates at random the one with the lower `load`; the only one when there is no other.
 
@@ -65,8 +68,9 @@ class Candidates:
         """
         ready, avoid, fits = self.ready, self.avoid, wanted or self.takes
         first: ViewedInstance | None = None
-        for _ in range(_MOST_DRAWS if len(ready) > 1 else 0):
-            found = ready[int(rng.random() * len(ready))]
+        count, draw = len(ready), rng.random
+        for _ in range(_MOST_DRAWS if count > 1 else 0):
+            found = ready[int(draw() * count)]
             if found is first or (avoid and found.record.instance_id in avoid) or not fits(found):
                 continue
             if first is None:

@@ -1,7 +1,6 @@
 """What a decode instance's batch takes in next, and the blocks that it keeps for that. Pure: no clock, no I/O."""
 
 from collections.abc import Collection
-from dataclasses import replace
 
 from kaveri.domain.length import RangeEnd, TokenRange
 from kaveri.policy.admission import AdmissionPolicy, AnyAdmission, admitted_count, kept_blocks
@@ -9,6 +8,9 @@ from kaveri.policy.growth import BatchGrowth, BatchMember
 
 UNLANDED_KEEPS_S = 2.0
 """How long blocks are kept for the growth of an answer whose KV has not landed: longer than most pushes take."""
+
+_COUNTED = BatchMember(0)
+"""Of a batch whose members are only counted."""
 
 
 class DecodeBatch:
@@ -18,12 +20,14 @@ class DecodeBatch:
     def __init__(self, policy: AnyAdmission, block_tokens: int, max_batch: int) -> None:
         """max_batch: most requests that one step can carry."""
         self._policy = policy
+        self.keeps_blocks = policy is not AdmissionPolicy.GREEDY
+        """Whether the policy keeps blocks for requests that are here. Does not change."""
         self._block_tokens = block_tokens
         self._max_batch = max_batch
         self._expected: dict[int, tuple[BatchMember, float]] = {}
         self._ready: dict[int, BatchMember] = {}
         self._running = BatchGrowth(block_tokens)
-        """Greedy keeps nothing, and only asks how many there are."""
+        """Greedy keeps nothing, and only asks how many there are: their tokens are not followed."""
 
     @property
     def running_count(self) -> int:
@@ -34,11 +38,6 @@ class DecodeBatch:
     def ready_count(self) -> int:
         """Requests that have landed and wait for a seat."""
         return len(self._ready)
-
-    @property
-    def keeps_blocks(self) -> bool:
-        """Whether the policy keeps blocks for requests that are here."""
-        return self._policy is not AdmissionPolicy.GREEDY
 
     def expect(self, number: int, member: BatchMember, now_s: float) -> None:
         """Room is asked for or taken; the KV will come."""
@@ -54,12 +53,13 @@ class DecodeBatch:
 
     def admit(self, number: int) -> None:
         """A ready request joins the running ones."""
-        self._running.add(number, self._ready.pop(number))
+        member = self._ready.pop(number)
+        self._running.add(number, member if self.keeps_blocks else _COUNTED)
 
     def preempt(self, number: int) -> None:
         """A ready or running request has lost its blocks."""
         if number in self._ready:
-            self._ready[number] = replace(self._ready[number], holds_blocks=False)
+            self._ready[number] = self._ready[number]._replace(holds_blocks=False)
         self._running.preempt(number)
 
     def step(self, drawn: set[int]) -> None:

@@ -1,6 +1,7 @@
 """Who is given room on a decode instance, why others are not, and the room that it shows. Pure: no clock, no I/O."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kaveri.domain.view import InstanceLoad
 from kaveri.errors import InvalidArgument, NoCapacity
@@ -10,8 +11,7 @@ from kaveri.policy.room_line import RoomLine
 RETRY_AFTER_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class FreeRoom:
+class FreeRoom(NamedTuple):
     """The blocks of a decode instance now."""
 
     free_blocks: int
@@ -69,18 +69,16 @@ class DecodeRoom:
             reason = "what comes free is for a request that has waited longer"
         return NoCapacity("decode", RETRY_AFTER_S, reason)
 
-    def load(
-        self, room: FreeRoom, context_tokens: int, requests: RequestCounts, now_s: float, sequence_number: int = 0
-    ) -> InstanceLoad:
-        """What the instance's heartbeat says: blocks that a new request can have count as free, and no others.
+    def shown_blocks(self, room: FreeRoom, now_s: float) -> int:
+        """The free blocks of which a heartbeat tells: those that a new request can have, and no others."""
+        return max(0, self._open_blocks(room, now_s)) if self.line.is_open(self._attainable_blocks(room)) else 0
 
-        sequence_number: of that heartbeat, where it is known already."""
-        is_open = self.line.is_open(self._attainable_blocks(room))
+    def load(self, room: FreeRoom, context_tokens: int, requests: RequestCounts, now_s: float) -> InstanceLoad:
+        """What the instance's heartbeat says."""
         return InstanceLoad(
-            sequence_number,
             waiting_requests=requests.all - self.batch.running_count,
             running_requests=self.batch.running_count,
-            free_blocks=max(0, self._open_blocks(room, now_s)) if is_open else 0,
+            free_blocks=self.shown_blocks(room, now_s),
             total_blocks=self._total_blocks,
             context_tokens=context_tokens,
             heavy_requests=requests.heavy,
@@ -89,10 +87,13 @@ class DecodeRoom:
 
     def _open_blocks(self, room: FreeRoom, now_s: float) -> int:
         """Free blocks that are not kept for requests that are here."""
-        if self.batch.keeps_blocks and room.running_requests < self.batch.running_count:
+        batch = self.batch
+        if not batch.keeps_blocks:
+            return room.free_blocks
+        if room.running_requests < batch.running_count:
             # What ended requests have left free is kept for those that run next, once their ends are known here.
             return 0
-        return room.free_blocks - self.batch.kept_blocks(now_s)
+        return room.free_blocks - batch.kept_blocks(now_s)
 
     def _attainable_blocks(self, room: FreeRoom) -> int:
         return self._total_blocks - room.quarantined_blocks

@@ -1,12 +1,11 @@
 """What a request asks of a decode instance. A value."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kaveri.kv.layout.layout import KvLayout
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(NamedTuple):
     """What a request asks of a decode instance."""
 
     tokens: int

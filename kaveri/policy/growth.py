@@ -3,13 +3,13 @@
 import heapq
 from collections.abc import Collection
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 _SPARE_ENDS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class BatchMember:
+class BatchMember(NamedTuple):
     """A request that decodes, or would if it were admitted."""
 
     context_tokens: int
@@ -80,7 +80,7 @@ class BatchGrowth:
     def preempt(self, number: int) -> None:
         """The member has lost its blocks. Unknown ones are ignored."""
         if number in self._holders:
-            self._preempted[number] = replace(self._take(number), holds_blocks=False)
+            self._preempted[number] = self._take(number)._replace(holds_blocks=False)
 
     def step(self, drawn: AbstractSet[int]) -> None:
         """The members `drawn` have drawn one token each, the others none. A preempted member that draws holds its

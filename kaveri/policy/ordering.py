@@ -87,6 +87,9 @@ class PromptSchedule(Generic[AnyPrompt]):
             batch = list(islice(self._raw, self._scheduling_batch))
             for prompt in batch:
                 del self._raw[prompt]
+            if len(batch) == 1:
+                self._scheduled[batch[0]] = None
+                return batch[0]
             self._scheduled.update(dict.fromkeys(order_prompts(self._policy, batch)))
         return next(iter(self._scheduled), None)
 

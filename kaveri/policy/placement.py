@@ -10,13 +10,13 @@ instance that looked idle.
 
 import enum
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kaveri.domain.length import TokenRange
 from kaveri.domain.view import ClusterView, Phase, ViewedInstance, phases_now, takes_pushes
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.policy.candidates import Candidates
+from kaveri.policy.candidates import Candidates, LoadKey, Takes
 from kaveri.policy.demand import Demand
 from kaveri.policy.plugins import DecodePlacement, Guarded, PrefillPlacement, chosen_by
 from kaveri.policy.unconfirmed import KeyT, UnconfirmedWork
@@ -90,10 +90,11 @@ def choose_prefill(
     exclude: instance ids that are not taken.
     """
 
-    def load(instance: ViewedInstance) -> tuple[int, ...]:
-        waiting_tokens = instance.load.queued_prefill_tokens + unconfirmed.at(instance).amount
+    def load(instance: ViewedInstance) -> LoadKey:
+        load = instance.load
+        waiting_tokens = load.queued_prefill_tokens + unconfirmed.at(instance).amount
         # Requests break ties, so that a burst of short prompts spreads as well.
-        return waiting_tokens, instance.load.running_requests + instance.load.waiting_requests
+        return waiting_tokens, load.running_requests + load.waiting_requests
 
     def takes_one_more(instance: ViewedInstance) -> bool:
         if exclude and instance.record.instance_id in exclude:
@@ -144,11 +145,11 @@ def choose_decode(
     light requests, load breaking ties, so that heavy ones are spread evenly; a light one takes the less loaded.
     """
 
-    def load(instance: ViewedInstance) -> tuple[int, ...]:
+    def load(instance: ViewedInstance) -> LoadKey:
         load, sent = instance.load, unconfirmed.at(instance)
         return load.running_requests + load.waiting_requests + sent.count, load.context_tokens
 
-    def heavy_share(instance: ViewedInstance) -> tuple[float, ...]:
+    def heavy_share(instance: ViewedInstance) -> LoadKey:
         # The share of heavy ones orders instances as their ratio to light ones does, and is 0 where there is nothing.
         load, sent = instance.load, unconfirmed.at(instance)
         heavy_requests = load.heavy_requests + sent.heavy_count
@@ -156,7 +157,7 @@ def choose_decode(
         share = heavy_requests / requests if requests else 0.0
         return share, load.running_requests + load.waiting_requests + sent.count, load.context_tokens
 
-    def room_for(token_count: int) -> Callable[[ViewedInstance], bool]:
+    def room_for(token_count: int) -> Takes:
         def has_room(instance: ViewedInstance) -> bool:
             return instance.load.free_blocks - unconfirmed.at(instance).amount >= blocks_there(instance, token_count)
 

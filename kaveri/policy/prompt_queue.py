@@ -43,7 +43,8 @@ class PromptQueue(Generic[AnyPrompt]):
     @property
     def room(self) -> int:
         """Prompts that fit before the queue is full."""
-        return max(0, self.max_waiting - len(self._held) - len(self._schedule))
+        room = self.max_waiting - len(self._held) - len(self._schedule)
+        return room if room > 0 else 0
 
     @property
     def computing(self) -> Collection[AnyPrompt]:

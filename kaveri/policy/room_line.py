@@ -69,8 +69,10 @@ class RoomLine:
         """The request wants room, and gets the last place, or that of `former`, which left() has returned."""
         assert request_id not in self._places, request_id
         self._token_count += token_count
-        if self._fewest_blocks is not None:
-            self._fewest_blocks = min(self._fewest_blocks, needed_blocks)
+        if not self._places:
+            self._fewest_blocks = needed_blocks
+        elif self._fewest_blocks is not None and needed_blocks < self._fewest_blocks:
+            self._fewest_blocks = needed_blocks
         if former is None:
             self._last_number += 1
             self._places[request_id] = Place(needed_blocks, token_count, self._last_number)
@@ -119,6 +121,9 @@ class RoomLine:
         """The engine is asked for the request's room: it overtakes the requests in front of it."""
         place = self._places[request_id]
         place.asked = True
+        if place is next(iter(self._places.values())):
+            place.overtaken = ()
+            return
         place.overtaken = tuple(itertools.takewhile(lambda other: other is not place, self._places.values()))
         for other in place.overtaken:
             other.overtakes += 1
@@ -132,6 +137,8 @@ class RoomLine:
 
     def _first(self, attainable_blocks: int) -> tuple[str, Place] | None:
         """The first that waits for nothing but room. None: no request does."""
+        if not self._places:
+            return None
         for request_id, place in self._places.items():
             if not place.asked and place.needed_blocks <= attainable_blocks:
                 return request_id, place

@@ -2,8 +2,9 @@
 
 import random
 from collections.abc import Collection, Mapping, Set
-from dataclasses import dataclass, field
-from typing import Generic
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Generic, NamedTuple
 
 from kaveri.domain.view import ClusterView, Phase, ViewedInstance, takes_pushes
 from kaveri.errors import InvalidArgument, KaveriError, LayoutMismatch
@@ -19,8 +20,7 @@ from kaveri.policy.placement import (
 from kaveri.policy.unconfirmed import KeyT, UnconfirmedWork
 
 
-@dataclass(frozen=True, slots=True)
-class Seeker(Generic[KeyT]):
+class Seeker(NamedTuple, Generic[KeyT]):
     """A request that looks for room, and what it has found so far."""
 
     key: KeyT
@@ -31,14 +31,13 @@ class Seeker(Generic[KeyT]):
     heavy: bool = False
     waits_at: str | None = None
     """The decode instance at which it waits in line."""
-    unfit: Mapping[str, KaveriError] = field(default_factory=dict)
+    unfit: Mapping[str, KaveriError] = MappingProxyType({})
     """By instance id: why that one can never take it."""
     silent: Set[str] = frozenset()
     """Instances that may be dead: it waits there when there is no other."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """Ask `target` for room."""
 
     target: ViewedInstance
@@ -95,7 +94,9 @@ class RoomSearch(Generic[KeyT]):
         """
         if seeker.waits_at is not None and not self._is_ready(view, seeker.waits_at):
             return StopWaiting()
-        self._resting_until_s = {name: until_s for name, until_s in self._resting_until_s.items() if until_s > now_s}
+        if self._resting_until_s:
+            resting = self._resting_until_s.items()
+            self._resting_until_s = {name: until_s for name, until_s in resting if until_s > now_s}
         avoid = {*seeker.unfit, *self._resting_until_s}
         if seeker.waits_at is not None:
             avoid.add(seeker.waits_at)

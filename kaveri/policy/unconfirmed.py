@@ -23,10 +23,8 @@ NOTHING = Unconfirmed()
 """Of an instance to which nothing was sent. Never changed."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    amount: int
-    heavy: bool
+_Piece = tuple[int, bool]
+"""Its amount, and whether it is heavy."""
 
 
 @dataclass(slots=True)
@@ -41,11 +39,16 @@ class _Sent(Generic[KeyT]):
     """The first heartbeat that shows some of them."""
 
     def add(self, heartbeat: int, key: KeyT, piece: _Piece) -> None:
-        self.by_heartbeat.setdefault(heartbeat, {})[key] = piece
-        self.confirmed_by = min(self.confirmed_by, heartbeat + 2)
-        self.sums.count += 1
-        self.sums.amount += piece.amount
-        self.sums.heavy_count += piece.heavy
+        pieces = self.by_heartbeat.get(heartbeat)
+        if pieces is None:
+            pieces = self.by_heartbeat[heartbeat] = {}
+            if heartbeat + 2 < self.confirmed_by:
+                self.confirmed_by = heartbeat + 2
+        pieces[key] = piece
+        sums = self.sums
+        sums.count += 1
+        sums.amount += piece[0]
+        sums.heavy_count += piece[1]
 
     def confirm(self, newest: int) -> None:
         """Takes out what heartbeat `newest` shows."""
@@ -55,9 +58,10 @@ class _Sent(Generic[KeyT]):
         self.confirmed_by = min(self.by_heartbeat, default=math.inf) + 2
 
     def take(self, piece: _Piece) -> None:
-        self.sums.count -= 1
-        self.sums.amount -= piece.amount
-        self.sums.heavy_count -= piece.heavy
+        sums = self.sums
+        sums.count -= 1
+        sums.amount -= piece[0]
+        sums.heavy_count -= piece[1]
 
 
 class UnconfirmedWork(Generic[KeyT]):
@@ -72,12 +76,12 @@ class UnconfirmedWork(Generic[KeyT]):
 
     def add(self, key: KeyT, target: ViewedInstance, amount: int, heavy: bool = False) -> None:
         """Counts a piece for `target`, as the view shows it now. A piece of the same key is replaced."""
-        instance_id, incarnation = target.record.instance_id, target.record.incarnation
-        self.remove(key, instance_id)
-        sent = self._sent.get(instance_id)
-        if sent is None or sent.incarnation != incarnation:
-            sent = self._sent[instance_id] = _Sent(incarnation)
-        sent.add(target.load.sequence_number, key, _Piece(amount, heavy))
+        record = target.record
+        self.remove(key, record.instance_id)
+        sent = self._sent.get(record.instance_id)
+        if sent is None or sent.incarnation != record.incarnation:
+            sent = self._sent[record.instance_id] = _Sent(record.incarnation)
+        sent.add(target.load.sequence_number, key, (amount, heavy))
 
     def remove(self, key: KeyT, instance_id: str) -> None:
         """Stops counting a piece: it was begun, refused or dropped. Unknown pieces are ignored."""
@@ -105,6 +109,8 @@ class UnconfirmedWork(Generic[KeyT]):
 
     def at(self, instance: ViewedInstance) -> Unconfirmed:
         """The sums for an instance, to be read at once: they change with the next call."""
+        if not self._sent:
+            return NOTHING
         instance_id = instance.record.instance_id
         sent = self._sent.get(instance_id)
         if sent is None:

@@ -35,6 +35,9 @@ class DecodeSide(Protocol):
         """All KV is there."""
 
 
+_NO_SETBACK = RetryState()
+
+
 class SimulatedRequest:
     """What its client and its router know of it. Times are seconds of the timeline."""
 
@@ -67,12 +70,12 @@ class SimulatedRequest:
         self.first_s = math.nan
         """When prefill drew the first one."""
         self.last_token_s = math.nan
-        """Of an answer whose decode instance died: when its last token was drawn."""
+        """When its last token was drawn, as far as the router had it when an instance was lost."""
         self.missing_since_s = -1.0
         """Since when there has been no instance for it. Less than 0: there is one."""
         self.router_s = 0.0
         self.attempt_count = 0
-        self.retry = RetryState()
+        self.retry = _NO_SETBACK
 
 
 class SimulatedAttempt:

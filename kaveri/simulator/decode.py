@@ -5,16 +5,16 @@ It goes the way of services/decode/instance.py, event by event.
 
 from collections.abc import Callable
 
-from kaveri.domain.view import InstanceLoad, InstanceRecord
+from kaveri.domain.view import InstanceRecord
 from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.errors import InvalidArgument, KaveriError, Unavailable
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.decode_batch import DecodeBatch, expected_answer, member_of
-from kaveri.policy.decode_room import DecodeRoom, FreeRoom, RequestCounts
+from kaveri.policy.decode_room import DecodeRoom, FreeRoom
 from kaveri.policy.growth import BatchMember
 from kaveri.simulator.attempt import SimulatedAttempt
 from kaveri.simulator.engine import CountedEngine
-from kaveri.simulator.member import BeatingMember
+from kaveri.simulator.member import BeatingMember, SimulatedLoad
 from kaveri.simulator.router_side import RouterSide
 from kaveri.simulator.sequence import CountedSequence
 from kaveri.simulator.spec import ClusterSpec
@@ -57,6 +57,8 @@ class SimulatedDecode:
         self._router = router
         batch = DecodeBatch(spec.decode.decode_policy, pool.block_tokens, pool.max_batch)
         self.room = DecodeRoom(pool.total_blocks, pool.block_tokens, batch)
+        self._keeps_blocks = batch.keeps_blocks
+        self._table = router.table
         overheads = spec.overheads
         self.engine = CountedEngine(
             timeline,
@@ -129,10 +131,12 @@ class SimulatedDecode:
         """Its KV is here."""
         self._touch()
         reserved.attempt.landed_s = self._timeline.now_s
-        self.engine.land(reserved.sequence)
         self.room.batch.land(reserved.number)
+        # It may lose its blocks at once to a request that was admitted before.
+        self.engine.land(reserved.sequence)
         self._admit()
-        self._give_room()
+        if self._in_line:
+            self._give_room()
 
     def die(self) -> None:
         """The process is killed."""
@@ -171,8 +175,9 @@ class SimulatedDecode:
     def first_token(self, sequence: CountedSequence) -> None: ...
 
     def drew(self, steps: int, gap_count: int, step_s: float, resting: list[CountedSequence]) -> None:
-        self.room.batch.run(steps, [sequence.number for sequence in resting] if resting else ())
-        self._router.table.gaps(step_s, gap_count)
+        if self._keeps_blocks:
+            self.room.batch.run(steps, [sequence.number for sequence in resting] if resting else ())
+        self._table.gaps(step_s, gap_count)
 
     def drew_some(self, sequences: list[CountedSequence], gap_count: int, step_s: float) -> None:
         self.room.batch.step({sequence.number for sequence in sequences})
@@ -181,7 +186,7 @@ class SimulatedDecode:
     def drew_first(self, sequence: CountedSequence, time_s: float) -> None:
         reserved = self._by_serial[sequence.number]
         reserved.first_step_s = time_s
-        self._router.table.gaps(time_s - reserved.attempt.first_token_s, 1)
+        self._table.gaps(time_s - reserved.attempt.first_token_s, 1)
 
     def ended(self, sequence: CountedSequence) -> None:
         reserved = self._by_serial[sequence.number]
@@ -232,7 +237,7 @@ class SimulatedDecode:
         self.room.batch.expect(reserved.number, reserved.member, self._timeline.now_s)
         # Prefill draws the next token.
         remaining = request.output_tokens - attempt.generated - 1
-        sequence = CountedSequence(reserved.number, reserved, attempt.token_count, remaining, SequencePhase.RESERVED)
+        sequence = CountedSequence(reserved.number, None, attempt.token_count, remaining, SequencePhase.RESERVED)
         if not self.engine.open(sequence, attempt.token_count + 1):
             self.room.line.refused(attempt.key)
             self.room.batch.leave(reserved.number)
@@ -257,15 +262,28 @@ class SimulatedDecode:
         self._heavy_count -= reserved.attempt.heavy
 
     def _free_room(self) -> FreeRoom:
-        residency = self.engine.residency
-        return FreeRoom(self.engine.free_blocks, 0, len(residency.running) + len(residency.waiting))
+        engine = self.engine
+        return FreeRoom(engine.blocks.free_count, 0, engine.admitted_count)
 
-    def _load_at(self, time_s: float, sequence_number: int) -> InstanceLoad:
-        self.engine.sync(time_s)
-        placed = len(self._by_serial)
-        counts = RequestCounts(placed + len(self._in_line), self._heavy_count, placed - self._heavy_count)
-        return self.room.load(
-            self._free_room(), self.engine.context_tokens(), counts, time_s, sequence_number=sequence_number
+    def _load_at(self, time_s: float, sequence_number: int) -> SimulatedLoad:
+        # As DecodeRoom.load().
+        engine = self.engine
+        if self._keeps_blocks:
+            # The policy has to know of the steps.
+            engine.sync(time_s)
+        free_blocks, context_tokens = engine.room_at(time_s)
+        placed, running = len(self._by_serial), self.room.batch.running_count
+        return SimulatedLoad(
+            sequence_number,
+            placed + len(self._in_line) - running,
+            running,
+            0,
+            None,
+            self.room.shown_blocks(FreeRoom(free_blocks, 0, engine.admitted_count), time_s),
+            engine.blocks.total,
+            context_tokens,
+            self._heavy_count,
+            placed - self._heavy_count,
         )
 
 

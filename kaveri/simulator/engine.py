@@ -86,8 +86,11 @@ class CountedEngine:
         self._decode_overhead_s = decode_overhead_s
         self.blocks = CountedBlocks(total_blocks)
         self.residency = Residency(cast(Any, self.blocks), layout, max_batch)
+        # As Any, where a step passes by: the sequences are counted ones, and a cast() would cost a call.
+        self._decoding: Any = self.residency
         self._running = cast(list[CountedSequence], self.residency.running)
         self._waiting = cast(list[CountedSequence], self.residency.waiting)
+        self._landed: Any = self.residency.landed
         self._fits = [latency.decode_fit(count) for count in range(max_batch + 1)]
         """By the number of running requests."""
         self.prefilling: deque[CountedSequence] = deque()
@@ -120,27 +123,32 @@ class CountedEngine:
         """After the last step that sync() knows of."""
         return self.blocks.free_count
 
+    @property
+    def admitted_count(self) -> int:
+        """Requests that run or wait for a place in the batch."""
+        return len(self._running) + len(self._waiting)
+
     def block_count(self, token_count: int) -> int:
         """Blocks that hold so many tokens."""
         return -(-token_count // self._block_tokens)
 
     def context_tokens(self) -> int:
         """KV of all requests that decode here."""
-        landed = cast(dict[CountedSequence, None], self.residency.landed)
         tokens = 0
-        if landed or self._waiting:
-            tokens = sum(sequence.computed for sequence in (*landed, *self._waiting))
+        if self._landed or self._waiting:
+            tokens = sum(sequence.computed for sequence in (*self._landed, *self._waiting))
         if self._by_steps:
             return tokens + sum(sequence.computed for sequence in self._running)
         return tokens + self._offset_sum + len(self._running) * (self._steps - 1)
 
     def open(self, sequence: CountedSequence, token_count: int) -> bool:
         """Takes the blocks of so many tokens. False: there is no room now."""
-        wanted = -(-token_count // self._block_tokens)
-        if wanted > self.blocks.free_count or (self._waiting and self.residency.short_of_blocks):
+        wanted, blocks = -(-token_count // self._block_tokens), self.blocks
+        if wanted > blocks.free_count or (self._waiting and self.residency.short_of_blocks):
             return False
-        sequence.block_ids = self.blocks.allocate(sequence, wanted)
-        if self._busy and not self._chunks and not self._by_steps:
+        blocks.free_count -= wanted
+        sequence.block_ids = [0] * wanted
+        if self._run_steps > 1 and self._busy and not self._by_steps:
             self._shorten()
         return True
 
@@ -155,7 +163,8 @@ class CountedEngine:
         """The KV of a request whose blocks are open is here, and its first token is drawn."""
         sequence.computed = sequence.tokens
         sequence.tokens += 1
-        self.residency.land(cast(Any, sequence))
+        self._decoding.land(sequence)
+        self._blocks_may_be_taken()
 
     def adopt(self, sequence: CountedSequence) -> bool:
         """A computed prompt becomes a landed request. False: it had to give its blocks up."""
@@ -163,11 +172,12 @@ class CountedEngine:
         preempted = self.residency.make_whole(cast(Any, sequence))
         if not preempted and self._busy and not self._by_steps:
             self._shorten()
+        self._blocks_may_be_taken()
         return not preempted
 
     def admit(self, sequence: CountedSequence) -> None:
         """A landed request may run from the next step on."""
-        self.residency.admit(cast(Any, sequence))
+        self._decoding.admit(sequence)
         self._work_came()
 
     def end(self, sequence: CountedSequence) -> None:
@@ -175,24 +185,25 @@ class CountedEngine:
         if sequence.done:
             return
         sequence.done = True
-        match sequence.phase:
-            case SequencePhase.PREFILLING:
-                self.prefilling.remove(sequence)
-            case SequencePhase.RUNNING if not self._by_steps:
-                # It leaves with the step under way.
-                self._ended_outside.append(sequence)
-                self._cut()
-                return
-            case SequencePhase.LANDED | SequencePhase.WAITING | SequencePhase.RUNNING:
-                self.residency.remove(cast(Any, sequence))
+        phase = sequence.phase
+        if phase is SequencePhase.PREFILLING:
+            self.prefilling.remove(sequence)
+        elif phase is SequencePhase.RUNNING and not self._by_steps:
+            # It leaves with the step under way.
+            self._ended_outside.append(sequence)
+            self._cut()
+            return
+        elif phase is not SequencePhase.COMPUTED:
+            self._decoding.remove(sequence)
         self.settle(sequence)
 
     def settle(self, sequence: CountedSequence) -> None:
         """Frees the blocks of a request that has ended, unless something can still touch them."""
-        if sequence.done and not sequence.touched:
-            self.blocks.release(sequence)
-            if self._waiting and not self._busy:
-                self._begin()
+        if sequence.done and not (sequence.in_step or sequence.transfer_open):
+            self.blocks.free_count += len(sequence.block_ids)
+            sequence.block_ids = []
+            if self._waiting:
+                self._blocks_may_be_taken()
 
     def token_count(self, sequence: CountedSequence) -> int:
         """Tokens of prompt and answer, as of the last step that sync() knows of."""
@@ -223,6 +234,22 @@ class CountedEngine:
         if steps > 0:
             self._commit(steps)
 
+    def _blocks_may_be_taken(self) -> None:
+        """A request that lacks blocks, while nothing runs, may find some now: free ones, or those of a landed one."""
+        if self._waiting and not self._busy:
+            self._begin()
+
+    def room_at(self, time_s: float) -> tuple[int, int]:
+        """Free blocks, and the KV of all requests that decode here, after the steps that have ended by then."""
+        free, context = self.blocks.free_count, self.context_tokens()
+        if self._run_steps > 1 and self._busy and not self._by_steps:
+            elapsed_s = time_s - self._began_s
+            if elapsed_s >= self._first_step_s:
+                steps = min(self._steps_within(elapsed_s), self._run_steps - 1)
+                free -= self._growth(steps)
+                context += steps * len(self._running)
+        return free, context
+
     def _work_came(self) -> None:
         if self._dead:
             return
@@ -250,16 +277,21 @@ class CountedEngine:
 
     def _schedule(self) -> None:
         self._version += 1
-        self._timeline.at(self._began_s + self._seconds(self._run_steps), self._over, self._version)
+        seconds = self._first_step_s if self._run_steps == 1 else self._seconds(self._run_steps)
+        self._timeline.at(self._began_s + seconds, self._over, self._version)
 
     def _begin(self) -> None:
         """Forms the next run or step, if there is anything to do."""
         waiting = self._waiting
-        if self._by_steps or (waiting and any(not sequence.block_ids for sequence in waiting)):
+        if self._by_steps:
             self._begin_step()
             return
-        while waiting and len(self._running) < self._max_batch:
-            self._join(waiting.pop(0))
+        if waiting:
+            if self.residency.short_of_blocks:
+                self._begin_step()
+                return
+            while waiting and len(self._running) < self._max_batch:
+                self._join(waiting.pop(0))
         self._begin_run()
 
     def _begin_run(self) -> None:
@@ -277,13 +309,21 @@ class CountedEngine:
             step_s = self._latency.mixed_step_s(spans, count, context)
             self._first_step_s, self._more_s, self._run_steps = step_s + self._prefill_overhead_s, 0.0, 1
         else:
-            self._time_steps()
-            self._run_steps = self._steps_with_blocks(self._ends[0][0] - self._steps)
+            fit = self._fits[count]
+            context = self._offset_sum + count * self._steps
+            self._more_s = count * fit.context_token_s
+            self._first_step_s = (
+                fit.step_s + (context * fit.context_token_s + count * fit.request_s) + self._decode_overhead_s
+            )
+            most = self._ends[0][0] - self._steps
+            if count * ((most - 1) // self._block_tokens + 1) > self.blocks.free_count:
+                most = self._steps_with_blocks(most)
+            self._run_steps = most
         self._schedule()
 
     def _plan_chunks(self) -> None:
-        for sequence, tokens in form_step((), cast(Any, self.prefilling), self._chunk_tokens):
-            counted = cast(CountedSequence, sequence)
+        prefilling: Any = self.prefilling
+        for counted, tokens in cast(Any, form_step((), prefilling, self._chunk_tokens)):
             counted.in_step = True
             self._chunks.append((counted, tokens))
             if not counted.started:
@@ -316,15 +356,6 @@ class CountedEngine:
 
     # Closed form. Step j of a run of n requests takes first + j * more seconds.
 
-    def _time_steps(self) -> None:
-        count = len(self._running)
-        fit = self._fits[count]
-        context = self._offset_sum + count * self._steps
-        self._more_s = count * fit.context_token_s
-        self._first_step_s = (
-            fit.step_s + (context * fit.context_token_s + count * fit.request_s) + self._decode_overhead_s
-        )
-
     def _seconds(self, steps: int) -> float:
         return steps * self._first_step_s + self._more_s * (steps * (steps - 1) // 2)
 
@@ -335,9 +366,10 @@ class CountedEngine:
         else:
             linear = first - half
             steps = int((math.sqrt(linear * linear + 4 * half * elapsed_s) - linear) / (2 * half))
-        while self._seconds(steps + 1) <= elapsed_s:
+        more_s = self._more_s
+        while (steps + 1) * first + more_s * ((steps + 1) * steps // 2) <= elapsed_s:
             steps += 1
-        while self._seconds(steps) > elapsed_s:
+        while steps * first + more_s * (steps * (steps - 1) // 2) > elapsed_s:
             steps -= 1
         return steps
 
@@ -358,7 +390,7 @@ class CountedEngine:
         """Steps of at most `most` that can be taken before blocks run short: only after the last may there be too
         few."""
         count, free, size = len(self._running), self.blocks.free_count, self._block_tokens
-        if not count or count * ((most - 1) // size + 1) <= free:
+        if count * ((most - 1) // size + 1) <= free:
             return most
         whole = min((most - 1) // size, free // count)
         free -= whole * count
@@ -373,7 +405,7 @@ class CountedEngine:
     def _commit(self, steps: int) -> None:
         """So many steps of the run are over, and others follow."""
         self.blocks.free_count -= self._growth(steps)
-        first_count = self._note_first_steps()
+        first_count = self._note_first_steps() if self._joined else 0
         seconds = self._seconds(steps)
         self._listener.drew(steps, steps * len(self._running) - first_count, seconds / steps, self._waiting)
         self._steps += steps
@@ -383,8 +415,6 @@ class CountedEngine:
 
     def _note_first_steps(self) -> int:
         """The step that has ended is the first one of those that joined the batch. Returns how many these are."""
-        if not self._joined:
-            return 0
         time_s = self._began_s + self._first_step_s
         joined = [sequence for sequence in self._joined if sequence not in self._ended_outside]
         self._joined.clear()
@@ -404,14 +434,19 @@ class CountedEngine:
             return
         if self._running:
             self._end_run(self._run_steps)
-        computed = self._end_chunks() if self._chunks else ()
-        self._grow()
+            computed = self._end_chunks() if self._chunks else ()
+            self._grow()
+        else:
+            computed = self._end_chunks()
         self._begin()
-        self._tell(computed)
+        if computed:
+            self._tell(computed)
+        self._listener.stepped()
 
     def _end_run(self, steps: int) -> None:
         """The last of so many steps is over."""
-        gap_count = steps * len(self._running) - self._note_first_steps() - len(self._ended_outside)
+        first_count = self._note_first_steps() if self._joined else 0
+        gap_count = steps * len(self._running) - first_count - len(self._ended_outside)
         if steps > 1:
             self.blocks.free_count -= self._growth(steps - 1)
             self._steps += steps - 1
@@ -428,7 +463,6 @@ class CountedEngine:
                 listener.first_token(sequence)
             else:
                 listener.prefill_advanced(sequence)
-        listener.stepped()
 
     def _leave_batch(self) -> None:
         """Takes out of the batch those that draw their last token in this step, or were ended from outside."""
@@ -561,6 +595,7 @@ class CountedEngine:
         self._listener.drew_some(drawn, gap_count, self._first_step_s)
         self._begin()
         self._tell(computed)
+        self._listener.stepped()
 
     def _draw(self, sequence: CountedSequence) -> None:
         sequence.tokens += 1

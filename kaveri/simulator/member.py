@@ -5,13 +5,74 @@ read, what the last beat has said is noted.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
-from kaveri.domain.view import InstanceLoad, InstanceRecord
+from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Phase
 from kaveri.simulator.timeline import Timeline
 
 _ALMOST_ALL = 1 - 1e-6
 """Part of an interval after which rounding may count it as over."""
+
+
+class SimulatedLoad:
+    """An InstanceLoad of which simulated instances fill in what they have. Made at every heartbeat, so it is cheap."""
+
+    __slots__ = (
+        "context_tokens",
+        "free_blocks",
+        "heavy_requests",
+        "light_requests",
+        "queue_room",
+        "queued_prefill_tokens",
+        "running_requests",
+        "sequence_number",
+        "total_blocks",
+        "waiting_requests",
+    )
+    state = InstanceState.READY
+    phases: tuple[Phase, ...] = ()
+    ending_phases: tuple[Phase, ...] = ()
+    phase_order = 0
+    replica_free_bytes = replica_total_bytes = 0
+
+    def __init__(
+        self,
+        sequence_number: int,
+        waiting_requests: int,
+        running_requests: int,
+        queued_prefill_tokens: int,
+        queue_room: int | None,
+        free_blocks: int,
+        total_blocks: int,
+        context_tokens: int,
+        heavy_requests: int,
+        light_requests: int,
+    ) -> None:
+        self.sequence_number = sequence_number
+        self.waiting_requests = waiting_requests
+        self.running_requests = running_requests
+        self.queued_prefill_tokens = queued_prefill_tokens
+        self.queue_room = queue_room
+        self.free_blocks = free_blocks
+        self.total_blocks = total_blocks
+        self.context_tokens = context_tokens
+        self.heavy_requests = heavy_requests
+        self.light_requests = light_requests
+
+    def numbered(self, sequence_number: int) -> "SimulatedLoad":
+        """The same load with another number."""
+        return SimulatedLoad(
+            sequence_number,
+            self.waiting_requests,
+            self.running_requests,
+            self.queued_prefill_tokens,
+            self.queue_room,
+            self.free_blocks,
+            self.total_blocks,
+            self.context_tokens,
+            self.heavy_requests,
+            self.light_requests,
+        )
 
 
 class BeatingMember:
@@ -23,7 +84,7 @@ class BeatingMember:
         record: InstanceRecord,
         first_beat_s: float,
         interval_s: float,
-        load_at: Callable[[float, int], InstanceLoad],
+        load_at: Callable[[float, int], SimulatedLoad],
     ) -> None:
         """load_at: the load at a time, with the number of the heartbeat that says it. Not called with a time before the
         instance's last change."""
@@ -33,7 +94,7 @@ class BeatingMember:
         self._interval_s = interval_s
         self._load_at = load_at
         self._beat = 0
-        self._load = load_at(first_beat_s, 1)
+        self._load: Any = load_at(first_beat_s, 1)
         self._former = self._load
         self.next_beat_s = first_beat_s + interval_s
         self.last_beat_s = first_beat_s
@@ -42,9 +103,11 @@ class BeatingMember:
     @property
     def load(self) -> InstanceLoad:
         """As of its last heartbeat."""
-        if self._timeline.now_s >= self.next_beat_s:
-            self.take_beats(self._timeline.now_s)
-        return self._load
+        now_s = self._timeline.now_s
+        if now_s >= self.next_beat_s:
+            self.take_beats(now_s)
+        load: InstanceLoad = self._load
+        return load
 
     @property
     def heartbeat_age_s(self) -> float:
@@ -59,44 +122,50 @@ class BeatingMember:
 
     def take_beats(self, until_s: float) -> None:
         """Notes what the last heartbeat until then has said."""
-        if until_s < self.next_beat_s:
+        beat_s = self.next_beat_s
+        if until_s < beat_s:
             return
-        beat = int((until_s - self._first_beat_s) / self._interval_s)
-        beat_s = self._first_beat_s + beat * self._interval_s
-        if beat_s > until_s:
-            beat -= 1
-            beat_s = self._first_beat_s + beat * self._interval_s
-        self._beat = max(beat, self._beat + 1)
+        first_s, interval_s, next_beat = self._first_beat_s, self._interval_s, self._beat + 1
+        if until_s >= beat_s + interval_s:
+            # There was more than one.
+            beat = int((until_s - first_s) / interval_s)
+            if first_s + beat * interval_s > until_s:
+                beat -= 1
+            if beat > next_beat:
+                next_beat, beat_s = beat, first_s + beat * interval_s
+        self._beat = next_beat
         self._former = self._load
-        self._load = self._load_at(max(beat_s, self.next_beat_s), self._beat + 1)
-        self.next_beat_s = self._first_beat_s + (self._beat + 1) * self._interval_s
+        self._load = self._load_at(beat_s, next_beat + 1)
+        self.next_beat_s = first_s + (next_beat + 1) * interval_s
 
-    def load_as_of(self, time_s: float) -> InstanceLoad:
+    def load_as_of(self, time_s: float) -> SimulatedLoad:
         """What the last heartbeat until then has said. That was at most one heartbeat ago."""
         self.take_beats(time_s)
-        return self._load if self.next_beat_s - self._interval_s <= time_s else self._former
+        load: SimulatedLoad = self._load if self.next_beat_s - self._interval_s <= time_s else self._former
+        return load
 
 
 class Broadcasts:
     """The cluster monitor's: when the last one was made, and how many there were."""
 
     def __init__(self, timeline: Timeline, interval_s: float) -> None:
-        self._timeline = timeline
+        self.timeline = timeline
         self._interval_s = interval_s
         self._last_s = 0.0
-        self._count = 1
-        self._none_before_s = 0.0
+        self.count = 1
+        """Broadcasts until none_before_s, without those that last() has not looked for."""
+        self.none_before_s = 0.0
         """There is surely no other one before then."""
 
     def last(self) -> tuple[float, int]:
         """The time of the last one, and its number."""
-        if self._timeline.now_s >= self._none_before_s:
-            missed = int((self._timeline.now_s - self._last_s) / self._interval_s)
+        if self.timeline.now_s >= self.none_before_s:
+            missed = int((self.timeline.now_s - self._last_s) / self._interval_s)
             if missed > 0:
                 self._last_s += missed * self._interval_s
-                self._count += missed
-            self._none_before_s = self._last_s + _ALMOST_ALL * self._interval_s
-        return self._last_s, self._count
+                self.count += missed
+            self.none_before_s = self._last_s + _ALMOST_ALL * self._interval_s
+        return self._last_s, self.count
 
     def next_s(self) -> float:
         """When the next one is due."""
@@ -105,10 +174,10 @@ class Broadcasts:
     def make(self) -> None:
         """One is made at once; the next is due an interval later."""
         self.last()
-        if self._timeline.now_s > self._last_s:
-            self._last_s = self._timeline.now_s
-            self._none_before_s = self._last_s + _ALMOST_ALL * self._interval_s
-            self._count += 1
+        if self.timeline.now_s > self._last_s:
+            self._last_s = self.timeline.now_s
+            self.none_before_s = self._last_s + _ALMOST_ALL * self._interval_s
+            self.count += 1
 
 
 class HeardMember:
@@ -121,23 +190,30 @@ class HeardMember:
         self._taken_count = 1
         self._behind = 0
         """Heartbeats that no broadcast has brought, since another one came before the next broadcast."""
-        self._newest = self._load = source.load
+        self._newest: Any = source.load
+        self._load: Any = self._newest
 
     @property
     def load(self) -> InstanceLoad:
         """As of the last broadcast. Its number rises with each broadcast that brought a newer heartbeat, as that of
         kaveri.cluster.monitored_membership does."""
+        broadcasts = self._broadcasts
+        if broadcasts.count != self._taken_count or broadcasts.timeline.now_s >= broadcasts.none_before_s:
+            self._hear()
+        load: InstanceLoad = self._load
+        return load
+
+    def _hear(self) -> None:
         time_s, count = self._broadcasts.last()
-        if count != self._taken_count:
-            newest = self._source.load_as_of(time_s)
-            beats = newest.sequence_number - self._newest.sequence_number
-            self._behind += max(0, beats - (count - self._taken_count))
-            if beats:
-                self._newest = newest
-                number = newest.sequence_number - self._behind
-                self._load = replace(newest, sequence_number=number) if self._behind else newest
-            self._taken_count = count
-        return self._load
+        if count == self._taken_count:
+            return
+        newest = self._source.load_as_of(time_s)
+        beats = newest.sequence_number - self._newest.sequence_number
+        self._behind += max(0, beats - (count - self._taken_count))
+        if beats:
+            self._newest = newest
+            self._load = newest.numbered(newest.sequence_number - self._behind) if self._behind else newest
+        self._taken_count = count
 
     @property
     def heartbeat_age_s(self) -> float:

@@ -5,7 +5,7 @@ It goes the way of services/prefill: role.py, engine_feed.py, room_finder.py and
 
 import random
 
-from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, ViewedInstance
+from kaveri.domain.view import ClusterView, InstanceRecord, ViewedInstance
 from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, Unavailable
 from kaveri.kv.layout.layout import KvLayout
@@ -24,7 +24,7 @@ from kaveri.policy.waits import (
 from kaveri.simulator.attempt import SimulatedAttempt
 from kaveri.simulator.decode import ReservedRequest, SimulatedDecode
 from kaveri.simulator.engine import CountedEngine
-from kaveri.simulator.member import BeatingMember
+from kaveri.simulator.member import BeatingMember, SimulatedLoad
 from kaveri.simulator.router_side import RouterSide
 from kaveri.simulator.sequence import CountedSequence
 from kaveri.simulator.spec import ClusterSpec
@@ -34,9 +34,17 @@ from kaveri.simulator.timeline import Timeline
 class _PendingReserve:
     """A Reserve call under way."""
 
-    __slots__ = ("attempt", "decode", "is_dropped", "patient_until_s", "reserved", "target", "waits")
+    __slots__ = ("attempt", "decode", "is_dropped", "patient_until_s", "prefill", "reserved", "target", "waits")
 
-    def __init__(self, attempt: SimulatedAttempt, target: ViewedInstance, waits: bool, patient_until_s: float) -> None:
+    def __init__(
+        self,
+        prefill: "SimulatedPrefill",
+        attempt: SimulatedAttempt,
+        target: ViewedInstance,
+        waits: bool,
+        patient_until_s: float,
+    ) -> None:
+        self.prefill = prefill
         self.attempt = attempt
         self.target = target
         self.waits = waits
@@ -44,7 +52,14 @@ class _PendingReserve:
         self.decode: SimulatedDecode | None = None
         """The life of it that was asked."""
         self.reserved: ReservedRequest | None = None
+        """The room that was given, while its answer is on its way."""
         self.is_dropped = False
+
+    def answer(self, result: ReservedRequest | KaveriError) -> None:
+        """The decode instance has decided."""
+        if isinstance(result, ReservedRequest):
+            self.reserved = result
+        self.prefill.reserve_answered(self, result)
 
 
 class SeekingRequest:
@@ -92,6 +107,7 @@ class SimulatedPrefill:
         self._timeline = timeline
         self._spec = spec
         self._router = router
+        self._hop_s = spec.overheads.hop_s
         self._queue: PromptQueue[SimulatedAttempt] = PromptQueue(
             settings.prefill_policy, pool.chunk_tokens, settings.max_queue, settings.prefill_sched_batch
         )
@@ -127,7 +143,8 @@ class SimulatedPrefill:
             self._router.unreached(attempt)
             return
         now_s = self._timeline.now_s
-        self.member.take_beats(now_s)
+        if now_s >= self.member.next_beat_s:
+            self.member.take_beats(now_s)
         if not self._queue.room:
             reason = f"{self._queue.max_waiting} requests are queued already"
             self._router.refused(attempt, NoCapacity("prefill", QUEUE_FULL_RETRY_S, reason))
@@ -263,10 +280,11 @@ class SimulatedPrefill:
         now_s = self._timeline.now_s
         wake_s = now_s + ROOM_LOOK_S
         while True:
-            patient_until_s = max((one.patient_until_s for one in seeking.questions.values()), default=now_s)
-            if now_s < patient_until_s:
-                wake_s = min(wake_s, patient_until_s)
-                break
+            if seeking.questions:
+                patient_until_s = max(one.patient_until_s for one in seeking.questions.values())
+                if now_s < patient_until_s:
+                    wake_s = min(wake_s, patient_until_s)
+                    break
             seeker = seeking.seeker()
             found = self._search.look(seeker, self.view, now_s)
             match found:
@@ -307,10 +325,10 @@ class SimulatedPrefill:
         attempt = seeking.attempt
         patience_s = ROOM_PATIENCE_S if ask.shows_room else 0.0
         patient_until_s = now_s + patience_s if ask.waits else float("inf")
-        question = _PendingReserve(attempt, ask.target, ask.waits, patient_until_s)
+        question = _PendingReserve(self, attempt, ask.target, ask.waits, patient_until_s)
         seeking.questions[ask.target.record.instance_id] = question
-        if self._spec.overheads.hop_s:
-            self._timeline.after(self._spec.overheads.hop_s, self._reserve_arrives, question)
+        if self._hop_s:
+            self._timeline.after(self._hop_s, self._reserve_arrives, question)
         else:
             self._reserve_arrives(question)
 
@@ -318,17 +336,14 @@ class SimulatedPrefill:
         if question.is_dropped:
             return
         decode = question.decode = self.peers[question.target.record.instance_id]
-        hop_s = self._spec.overheads.hop_s
+        decode.reserve(question.attempt, question.waits, question.answer)
 
-        def answer(result: ReservedRequest | KaveriError) -> None:
-            if isinstance(result, ReservedRequest):
-                question.reserved = result
-            if hop_s:
-                self._timeline.after(hop_s, self._answered, (question, result))
-            else:
-                self._answered((question, result))
-
-        decode.reserve(question.attempt, question.waits, answer)
+    def reserve_answered(self, question: _PendingReserve, result: ReservedRequest | KaveriError) -> None:
+        """A decode instance sends its answer."""
+        if self._hop_s:
+            self._timeline.after(self._hop_s, self._answered, (question, result))
+        else:
+            self._answered((question, result))
 
     def _answered(self, answer: tuple[_PendingReserve, ReservedRequest | KaveriError]) -> None:
         question, result = answer
@@ -340,6 +355,7 @@ class SimulatedPrefill:
         if isinstance(result, ReservedRequest) and question.decode.is_dead:
             result = Unavailable(f"{instance_id} has died")
         if isinstance(result, ReservedRequest):
+            question.reserved = None
             del seeking.questions[instance_id]
             for other in list(seeking.questions):
                 self._drop(seeking, other)
@@ -369,6 +385,7 @@ class SimulatedPrefill:
         question.decode.leave_line(seeking.attempt)
         if question.reserved is not None:
             question.decode.give_back(question.reserved)
+            question.reserved = None
 
     def _fail(self, attempt: SimulatedAttempt, error: KaveriError) -> None:
         self.member.take_beats(self._timeline.now_s)
@@ -399,6 +416,9 @@ class SimulatedPrefill:
         assert attempt.sequence is not None
         now_s, layers = self._timeline.now_s, self._spec.layer_count
         computed = min(attempt.sequence.computed, attempt.token_count)
+        if self._spec.link is None:
+            attempt.pushed_tokens, attempt.link_free_s = computed, now_s
+            return
         chunk_s = self._link_s(computed - attempt.pushed_tokens)
         attempt.pushed_tokens = computed
         began_s = max(self.engine.last_step_began_s, attempt.pushing_since_s)
@@ -434,32 +454,42 @@ class SimulatedPrefill:
     def _landed(self, reserved: ReservedRequest) -> None:
         attempt = reserved.attempt
         sequence, seeking, decode = attempt.sequence, attempt.seeking, attempt.decode
-        if attempt.is_over or seeking.reserved is not reserved:
+        if attempt.is_over or seeking is None or seeking.reserved is not reserved:
             return
         assert sequence is not None
         assert decode is not None
         if decode.is_dead:
             return  # push_failed() is on its way
-        self.member.take_beats(self._timeline.now_s)
-        self._router.handed_over(attempt, self._timeline.now_s)
-        decode.land(seeking.reserved)
+        now_s = self._timeline.now_s
+        if now_s >= self.member.next_beat_s:
+            self.member.take_beats(now_s)
+        self._router.handed_over(attempt, now_s)
+        decode.land(reserved)
         self._live.discard(attempt)
         sequence.transfer_open = False
         self.engine.end(sequence)
-        self._submit()
+        # What an attempt has here refers to it: let go of what is not used any more.
+        attempt.sequence = attempt.seeking = None
+        if self._retries:
+            # A prompt waits for blocks.
+            self._submit()
 
     def is_empty(self) -> bool:
         """Whether nothing is left here."""
         is_whole = self.is_dead or self.engine.free_blocks == self.engine.blocks.total
         return is_whole and not self._live and not self._seeking
 
-    def _load_at(self, _: float, sequence_number: int) -> InstanceLoad:
-        return InstanceLoad(
-            sequence_number=sequence_number,
-            waiting_requests=self._waiting_count,
-            running_requests=len(self._live) - self._waiting_count,
-            queued_prefill_tokens=self._queue.queued_tokens,
-            queue_room=self._queue.room,
-            free_blocks=self.engine.free_blocks,
-            total_blocks=self.engine.blocks.total,
+    def _load_at(self, _: float, sequence_number: int) -> SimulatedLoad:
+        queue, blocks, waiting = self._queue, self.engine.blocks, self._waiting_count
+        return SimulatedLoad(
+            sequence_number,
+            waiting,
+            len(self._live) - waiting,
+            queue.queued_tokens,
+            queue.room,
+            blocks.free_count,
+            blocks.total,
+            0,
+            0,
+            0,
         )

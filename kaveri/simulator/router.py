@@ -42,22 +42,23 @@ class SimulatedRouter:
         self.broadcasts = Broadcasts(timeline, spec.router.monitor_interval_s)
         self._wakes_at_s = -1.0
         self.ended_count = 0
-        self.on_end: Callable[[SimulatedRequest], None] = lambda _: None
+        self.on_end: Callable[[SimulatedRequest], None] | None = None
         """Called when a request has ended."""
+        self._longest = min(spec.prefill.engine.max_model_len, spec.decode.engine.max_model_len)
+        self._hop_s = spec.overheads.hop_s
 
     # From clients.
 
     def generate(self, request: SimulatedRequest) -> None:
         """A client has sent a request."""
         self.table.planned(request)
-        longest = min(self._spec.prefill.engine.max_model_len, self._spec.decode.engine.max_model_len)
-        if request.prompt_tokens + request.output_tokens > longest:
+        if request.prompt_tokens + request.output_tokens > self._longest:
             tokens = f"{request.prompt_tokens} + {request.output_tokens} tokens"
-            self._fail(request, InvalidArgument("prompt", tokens, f"at most {longest} tokens together"))
+            self._fail(request, InvalidArgument("prompt", tokens, f"at most {self._longest} tokens together"))
             return
         if self._spec.lengths_known:
             request.length = TokenRange(request.output_tokens, request.output_tokens + 1)
-        hop_s = self._spec.overheads.hop_s
+        hop_s = self._hop_s
         if hop_s:
             self._timeline.after(hop_s, self._place, request)
         else:
@@ -99,7 +100,7 @@ class SimulatedRouter:
             return False
         attempt = SimulatedAttempt(request, self.prefills[target.record.instance_id])
         self._unconfirmed.add(attempt.key, target, attempt.token_count)
-        hop_s = self._spec.overheads.hop_s
+        hop_s = self._hop_s
         if request.attempt_count == 1:
             request.router_s = now_s - request.due_s - hop_s
         if hop_s:
@@ -130,7 +131,7 @@ class SimulatedRouter:
 
     def started(self, attempt: SimulatedAttempt) -> None:
         """Its first chunk has begun."""
-        hop_s = self._spec.overheads.hop_s
+        hop_s = self._hop_s
         if hop_s:
             self._timeline.after(hop_s, self._confirm, attempt)
         else:
@@ -145,8 +146,9 @@ class SimulatedRouter:
         """Prefill has drawn a token."""
         request = attempt.request
         request.generated = attempt.generated + 1
+        request.last_token_s = drawn_s
         if not attempt.generated:
-            request.first_s = drawn_s + 2 * self._spec.overheads.hop_s
+            request.first_s = drawn_s + 2 * self._hop_s
 
     def handed_over(self, attempt: SimulatedAttempt, landed_s: float) -> None:
         """Decode has the request."""
@@ -155,9 +157,8 @@ class SimulatedRouter:
         """It has drawn its last token."""
         attempt.is_over = True
         attempt.request.generated = attempt.request.output_tokens
-        self.table.answered(attempt, end_s + 2 * self._spec.overheads.hop_s, first_step_s, end_s, preemptions)
-        self.ended_count += 1
-        self.on_end(attempt.request)
+        self.table.answered(attempt, end_s + 2 * self._hop_s, first_step_s, end_s, preemptions)
+        self._note_end(attempt.request)
 
     def refused(self, attempt: SimulatedAttempt, error: NoCapacity) -> None:
         """The prefill instance's queue is full."""
@@ -203,8 +204,12 @@ class SimulatedRouter:
 
     def _fail(self, request: SimulatedRequest, error: KaveriError) -> None:
         self.table.failed(request, type(error).__name__, str(error))
+        self._note_end(request)
+
+    def _note_end(self, request: SimulatedRequest) -> None:
         self.ended_count += 1
-        self.on_end(request)
+        if self.on_end is not None:
+            self.on_end(request)
 
     # As the cluster monitor.
 
