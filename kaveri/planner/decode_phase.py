@@ -25,6 +25,7 @@ NO_TIME = LatencyModel(
 )
 BLOCK_TOKENS = 16
 _ROOMY_BLOCKS = 1 << 40
+_ROUNDING = 1 + 1e-6
 
 
 class _Certain(Exception):
@@ -62,19 +63,35 @@ def judge_decode(
     cluster = ClusterSpec(
         prefill_count=1, decode_count=lanes, prefill=prefill, decode=DecodeSpec(engine=pool), heartbeat_interval_s=0.1
     )
-    return judge(Simulation(cluster, requests), Slo(tpot_s=tpot_s), Verdict(len(requests), target))
+    return judge(Simulation(cluster, requests), requests, Slo(tpot_s=tpot_s), Verdict(len(requests), target))
 
 
-def judge(simulation: Simulation, slo: Slo, verdict: Verdict) -> Verdict:
-    """Runs until the verdict is certain."""
-    table = simulation.table
+def judge(simulation: Simulation, requests: Sequence[PlannedRequest], slo: Slo, verdict: Verdict) -> Verdict:
+    """Runs until the verdict is certain. An overloaded instance is found out long before its requests end: a request
+    that has not ended when its SLO of TPOT allows no more time has missed it.
 
-    def note(request: SimulatedRequest) -> None:
-        verdict.note(slo.met_by(table.outcome(request.number)))
+    The prompts must take no time: that time counts from the request's arrival."""
+    table, late = simulation.table, set[int]()
+
+    def note_end(request: SimulatedRequest) -> None:
+        if request.number not in late:
+            note(slo.met_by(table.outcome(request.number)))
+
+    def look(number: int) -> None:
+        if not table.ends[number]:
+            late.add(number)
+            note(False)
+
+    def note(met: bool) -> None:
+        verdict.note(met)
         if verdict.is_certain:
             raise _Certain
 
-    simulation.router.on_end = note
+    simulation.router.on_end = note_end
+    if slo.tpot_s is not None:
+        for request in requests:
+            allowed_s = slo.tpot_s * (request.lengths.output_tokens - 1)
+            simulation.timeline.at(request.arrival_s + allowed_s * _ROUNDING, look, request.number)
     with contextlib.suppress(_Certain):
         simulation.run()
     return verdict
@@ -89,6 +106,22 @@ def alone_tpot_s(latency: LatencyModel, request: PlannedRequest) -> float:
     fit = latency.decode_fit(1)
     mean_context = lengths.prompt_tokens + 1 + (steps - 1) / 2
     return fit.step_s + fit.request_s + mean_context * fit.context_token_s
+
+
+def likely_rate_per_s(
+    pool: PoolSpec, lanes: int, tpot_s: float, max_batch: int, mean_prompt_tokens: float, mean_output_tokens: float
+) -> float:
+    """About the goodput, to begin the search with: the batch that fills the pool or takes tpot_s for a step, with the
+    mean request. Infinite where nothing is decoded."""
+    steps = mean_output_tokens - 1
+    if steps <= 0:
+        return math.inf
+    context = mean_prompt_tokens + mean_output_tokens / 2
+    batch = max(1.0, min(max_batch // lanes, pool.total_blocks * pool.block_tokens / context))
+    fit = pool.latency.decode_fit(int(batch))
+    request_s = fit.request_s + context * fit.context_token_s
+    batch = max(1.0, min(batch, (tpot_s - fit.step_s) / request_s if request_s > 0 else math.inf))
+    return lanes * batch / (steps * (fit.step_s + batch * request_s))
 
 
 def highest_rate_per_s(latency: LatencyModel, lanes: int, max_batch: int, mean_output_tokens: float) -> float:

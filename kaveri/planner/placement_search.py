@@ -6,11 +6,12 @@ stability bounds the rates (section 3.1).
 """
 
 import enum
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kaveri.planner.decode_phase import alone_tpot_s, highest_rate_per_s, judge_decode, lane_pool
+from kaveri.planner.decode_phase import alone_tpot_s, highest_rate_per_s, judge_decode, lane_pool, likely_rate_per_s
 from kaveri.planner.expected_load import ExpectedLoad
 from kaveri.planner.hardware import Hardware
 from kaveri.planner.model_shape import ModelShape
@@ -101,7 +102,7 @@ def search_prefill(
     # The least time a prompt can take: its share of the fullest steps.
     least_s = statistics.fmean(_least_prompt_s(step, request, pool.chunk_tokens) for request in sample)
     highest = highest_prefill_rate_per_s(least_s, stages)
-    goodput, runs = _goodput(holds, highest, alone, settings)
+    goodput, runs = _goodput(holds, highest, highest, alone, settings)
     return PhaseOption(PlannedPhase.PREFILL, parallelism, step, pool, alone, goodput, runs)
 
 
@@ -124,8 +125,10 @@ def search_decode(
         return judge_decode(requests, pool, lanes, slo_tpot_s, settings.attain).holds
 
     mean_output_tokens = statistics.fmean(request.lengths.output_tokens for request in sample)
+    mean_prompt_tokens = statistics.fmean(request.lengths.prompt_tokens for request in sample)
     highest = highest_rate_per_s(step.latency, lanes, settings.max_batch, mean_output_tokens)
-    goodput, runs = _goodput(holds, highest, alone, settings)
+    likely = likely_rate_per_s(pool, lanes, slo_tpot_s, settings.max_batch, mean_prompt_tokens, mean_output_tokens)
+    goodput, runs = _goodput(holds, likely, highest, alone, settings)
     return PhaseOption(PlannedPhase.DECODE, parallelism, step, pool, alone, goodput, runs)
 
 
@@ -153,18 +156,23 @@ def _least_prompt_s(step: StepLatency, request: PlannedRequest, chunk_tokens: in
 
 
 def _goodput(
-    holds: Callable[[float], bool], highest_per_s: float, alone: float, settings: SearchSettings
+    holds: Callable[[float], bool], likely_per_s: float, highest_per_s: float, alone: float, settings: SearchSettings
 ) -> tuple[float, int]:
-    """The highest rate that holds, and the simulations that it took."""
+    """The highest rate that holds, and the simulations that it took. likely_per_s: where to begin; runs far above the
+    goodput take the longest."""
     if alone < settings.attain:
         return 0.0, 0
-    is_bounded = highest_per_s < float("inf")
-    search = GoodputSearch(highest_per_s if is_bounded else 1.0, settings.attain, _MAX_RUNS, RESOLUTION)
-    if is_bounded:
-        # No instance can keep up with more.
-        search.note(Probe(highest_per_s * (1 + RESOLUTION), 0.0))
+    # No instance can keep up with more.
+    bound_per_s = highest_per_s * (1 + RESOLUTION)
+    start_per_s = min(likely_per_s, highest_per_s)
+    search = GoodputSearch(start_per_s if start_per_s < math.inf else 1.0, settings.attain, _MAX_RUNS, RESOLUTION)
+    if start_per_s == highest_per_s < math.inf:
+        search.note(Probe(bound_per_s, 0.0))
     runs = 0
     while (rate_per_s := search.next_rate()) is not None:
+        if rate_per_s >= bound_per_s:
+            search.note(Probe(bound_per_s, 0.0))
+            continue
         runs += 1
         search.note(Probe(rate_per_s, 1.0 if holds(rate_per_s) else 0.0))
     return (search.held.rate_per_s if search.held is not None else 0.0), runs

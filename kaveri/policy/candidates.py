@@ -8,6 +8,8 @@ from kaveri.domain.view import ViewedInstance
 
 _MOST_DRAWS = 48
 """Draws at random before the whole cluster is looked at: the cost of a choice while most instances are full."""
+_DRAWS_OF_EACH = 4
+"""Of a small cluster fewer: looking at all of its instances costs less than many draws."""
 
 LoadKey = tuple[float, ...]
 Load = Callable[[ViewedInstance], LoadKey]
@@ -51,16 +53,14 @@ class Candidates:
 
     def any(self, rng: random.Random) -> ViewedInstance | None:
         """One candidate at random."""
-        for _ in range(_MOST_DRAWS if self.ready else 0):
+        for _ in range(_draws(len(self.ready))):
             found = self.ready[int(rng.random() * len(self.ready))]
             if self._is_preferred(found):
                 return found
         candidates = self.all()
         return rng.choice(candidates) if candidates else None
 
-    def better_of_two(
-        self, load: Load, rng: random.Random, wanted: Takes | None = None
-    ) -> ViewedInstance | None:
+    def better_of_two(self, load: Load, rng: random.Random, wanted: Takes | None = None) -> ViewedInstance | None:
         """Of two candidates at random the one with the lower `load`; the only one when there is no other.
 
         wanted: when given, the two are drawn from the candidates for which it holds, if there are any. It must not hold
@@ -69,7 +69,7 @@ class Candidates:
         ready, avoid, fits = self.ready, self.avoid, wanted or self.takes
         first: ViewedInstance | None = None
         count, draw = len(ready), rng.random
-        for _ in range(_MOST_DRAWS if count > 1 else 0):
+        for _ in range(_draws(count) if count > 1 else 0):
             found = ready[int(draw() * count)]
             if found is first or (avoid and found.record.instance_id in avoid) or not fits(found):
                 continue
@@ -85,3 +85,7 @@ class Candidates:
 
     def _is_preferred(self, instance: ViewedInstance) -> bool:
         return instance.record.instance_id not in self.avoid and self.takes(instance)
+
+
+def _draws(ready_count: int) -> int:
+    return min(_MOST_DRAWS, _DRAWS_OF_EACH * ready_count)

@@ -91,7 +91,7 @@ class PromptSchedule(Generic[AnyPrompt]):
                 self._scheduled[batch[0]] = None
                 return batch[0]
             self._scheduled.update(dict.fromkeys(order_prompts(self._policy, batch)))
-        return next(iter(self._scheduled), None)
+        return next(iter(self._scheduled)) if self._scheduled else None
 
     def remove(self, prompt: AnyPrompt) -> None:
         """Takes out a prompt that is here: it is computed, or not wanted any more."""

@@ -27,6 +27,7 @@ class PromptQueue(Generic[AnyPrompt]):
         scheduling_batch: most prompts that the policy orders together.
         """
         self.chunk_tokens = chunk_tokens
+        self._ahead_tokens = _CHUNKS_AHEAD * chunk_tokens
         self.max_waiting = max_waiting
         self._schedule: PromptSchedule[AnyPrompt] = PromptSchedule(policy, scheduling_batch)
         self._held: set[AnyPrompt] = set()
@@ -67,21 +68,24 @@ class PromptQueue(Generic[AnyPrompt]):
 
         It stays the next one until submitted() or remove(), so no prompt overtakes one that finds no blocks.
         """
-        return self._schedule.head() if self._computing_tokens < _CHUNKS_AHEAD * self.chunk_tokens else None
+        return self._schedule.head() if self._computing_tokens < self._ahead_tokens else None
 
     def submitted(self, prompt: AnyPrompt) -> None:
         """The engine has the waiting prompt now."""
-        self.remove(prompt)
-        self._computing[prompt] = prompt.token_count
-        self._computing_tokens += prompt.token_count
+        token_count = prompt.token_count
+        self._schedule.remove(prompt)
+        self._waiting_tokens -= token_count
+        self._computing[prompt] = token_count
+        self._computing_tokens += token_count
 
     def advance(self, prompt: AnyPrompt, computed_tokens: int) -> None:
         """The engine has computed the first `computed_tokens` of the prompt. A computed prompt leaves the queue."""
-        left_tokens = prompt.token_count - computed_tokens
-        self._computing_tokens += left_tokens - self._computing[prompt]
-        self._computing[prompt] = left_tokens
-        if not left_tokens:
-            del self._computing[prompt]
+        left_tokens, computing = prompt.token_count - computed_tokens, self._computing
+        self._computing_tokens += left_tokens - computing[prompt]
+        if left_tokens:
+            computing[prompt] = left_tokens
+        else:
+            del computing[prompt]
 
     def remove(self, prompt: AnyPrompt) -> None:
         """Forgets a prompt that is here. The engine is not told."""

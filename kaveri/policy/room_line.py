@@ -69,9 +69,7 @@ class RoomLine:
         """The request wants room, and gets the last place, or that of `former`, which left() has returned."""
         assert request_id not in self._places, request_id
         self._token_count += token_count
-        if not self._places:
-            self._fewest_blocks = needed_blocks
-        elif self._fewest_blocks is not None and needed_blocks < self._fewest_blocks:
+        if not self._places or (self._fewest_blocks is not None and needed_blocks < self._fewest_blocks):
             self._fewest_blocks = needed_blocks
         if former is None:
             self._last_number += 1

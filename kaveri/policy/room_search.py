@@ -47,6 +47,9 @@ class Ask(NamedTuple):
     """Whether the view shows enough room there."""
 
 
+_NONE: Set[str] = frozenset()
+
+
 @dataclass(frozen=True, slots=True)
 class StopWaiting:
     """Give the place in line up: its instance takes no requests now."""
@@ -97,11 +100,12 @@ class RoomSearch(Generic[KeyT]):
         if self._resting_until_s:
             resting = self._resting_until_s.items()
             self._resting_until_s = {name: until_s for name, until_s in resting if until_s > now_s}
-        avoid = {*seeker.unfit, *self._resting_until_s}
-        if seeker.waits_at is not None:
-            avoid.add(seeker.waits_at)
+        avoid: Set[str] = _NONE
+        if seeker.unfit or self._resting_until_s or seeker.waits_at is not None:
+            here = () if seeker.waits_at is None else (seeker.waits_at,)
+            avoid = {*seeker.unfit, *self._resting_until_s, *here}
         demand = Demand(seeker.token_count + 1, seeker.predicted_tokens, seeker.heavy, self._layout)
-        shunned = avoid | seeker.silent
+        shunned = avoid | seeker.silent if seeker.silent else avoid
         target = choose_decode(
             view, self._model, demand, self._unconfirmed, self._policy, self._rng, self._turn, shunned
         )

@@ -58,7 +58,7 @@ class SimulatedDecode:
         batch = DecodeBatch(spec.decode.decode_policy, pool.block_tokens, pool.max_batch)
         self.room = DecodeRoom(pool.total_blocks, pool.block_tokens, batch)
         self._keeps_blocks = batch.keeps_blocks
-        self._table = router.table
+        self._gaps = router.table.gaps
         overheads = spec.overheads
         self.engine = CountedEngine(
             timeline,
@@ -177,16 +177,18 @@ class SimulatedDecode:
     def drew(self, steps: int, gap_count: int, step_s: float, resting: list[CountedSequence]) -> None:
         if self._keeps_blocks:
             self.room.batch.run(steps, [sequence.number for sequence in resting] if resting else ())
-        self._table.gaps(step_s, gap_count)
+        if gap_count:
+            self._gaps(step_s, gap_count)
 
     def drew_some(self, sequences: list[CountedSequence], gap_count: int, step_s: float) -> None:
         self.room.batch.step({sequence.number for sequence in sequences})
-        self._router.table.gaps(step_s, gap_count)
+        if gap_count:
+            self._gaps(step_s, gap_count)
 
     def drew_first(self, sequence: CountedSequence, time_s: float) -> None:
         reserved = self._by_serial[sequence.number]
         reserved.first_step_s = time_s
-        self._table.gaps(time_s - reserved.attempt.first_token_s, 1)
+        self._gaps(time_s - reserved.attempt.first_token_s, 1)
 
     def ended(self, sequence: CountedSequence) -> None:
         reserved = self._by_serial[sequence.number]
@@ -215,12 +217,11 @@ class SimulatedDecode:
         self.engine.sync(now_s)
 
     def _give_room(self) -> None:
-        line = self.room.line
-        while line.length:
+        while self._in_line:
             request_id = self.room.next_to_ask(self._free_room(), self._timeline.now_s)
             if request_id is None or not self._ask(self._in_line[request_id]):
                 break
-        if line.length and not self._looks_again:
+        if self._in_line and not self._looks_again:
             self._looks_again = True
             self._timeline.after(_LINE_LOOK_S, self._look)
 

@@ -282,6 +282,8 @@ class CountedEngine:
 
     def _begin(self) -> None:
         """Forms the next run or step, if there is anything to do."""
+        # A prompt that begins may let another one come, which must not begin a second step.
+        self._busy, self._run_steps = True, 1
         waiting = self._waiting
         if self._by_steps:
             self._begin_step()
@@ -301,7 +303,6 @@ class CountedEngine:
         elif not count:
             self._busy = False
             return
-        self._busy = True
         self._began_s = self._timeline.now_s
         if self._chunks:
             spans = [(sequence.computed, tokens) for sequence, tokens in self._chunks]
@@ -555,9 +556,8 @@ class CountedEngine:
             has_chunks = has_chunks or sequence.phase is SequencePhase.PREFILLING or sequence.pending > 1
         step_s = self._latency.step_s([(sequence.computed, tokens) for sequence, tokens in self._planned])
         step_s += self._prefill_overhead_s if has_chunks else self._decode_overhead_s
-        self._busy = True
         self._began_s = self._timeline.now_s
-        self._first_step_s, self._run_steps = step_s, 1
+        self._first_step_s = step_s
         self._version += 1
         self._timeline.at(self._began_s + step_s, self._over, self._version)
 

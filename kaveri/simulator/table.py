@@ -48,10 +48,9 @@ class RunTable:
         self._reasons: dict[int, str] = {}
 
     def gaps(self, gap_s: float, count: int) -> None:
-        """So many tokens have followed another one of their answer after this time."""
-        if count:
-            self._gap_s.append(gap_s)
-            self._gap_counts.append(count)
+        """So many tokens, at least 1, have followed another one of their answer after this time."""
+        self._gap_s.append(gap_s)
+        self._gap_counts.append(count)
 
     def planned(self, request: SimulatedRequest) -> None:
         """The request is due."""

@@ -72,15 +72,18 @@ class ReferenceEngine:
         return True
 
     def decode(self, number: int, prompt_tokens: int, answer_tokens: int, now_s: float) -> bool:
-        """Reserves, lands and admits at once. answer_tokens: the one that came with the KV included."""
+        """Reserves and lands at once. answer_tokens: the one that came with the KV included."""
         try:
             sequence = self.lifecycle.open_decode(_request(number, prompt_tokens, answer_tokens), None)
         except NoCapacity:
             return False
         self.lifecycle.land(sequence, 1)
-        self.lifecycle.admit(sequence.key)
         self._wake(now_s)
         return True
+
+    def admit(self, number: int, now_s: float) -> None:
+        self.lifecycle.admit(EngineKey(str(number), 1))
+        self._wake(now_s)
 
     def end(self, number: int, now_s: float) -> None:
         self.lifecycle.abort(EngineKey(str(number), 1))

@@ -65,6 +65,8 @@ class _Both:
         self.engine = CountedEngine(self.timeline, latency, layout, total, chunk_tokens, max_batch, self.listener)
         self.reference = ReferenceEngine(latency, layout, total, chunk_tokens, max_batch)
         self.sequences: dict[int, CountedSequence] = {}
+        self.landed: list[int] = []
+        """Those that are not admitted yet."""
         self.kinds = [kind for kind, wanted in (("decode", decodes), ("prefill", prefills)) if wanted]
         self.number = 0
 
@@ -80,6 +82,8 @@ class _Both:
         rng, now_s = self.rng, self.timeline.now_s
         if rng.random() < 0.1 and self.sequences:
             number = rng.choice(list(self.sequences))
+            if number in self.landed:
+                self.landed.remove(number)
             self.engine.end(self.sequences.pop(number))
             self.reference.end(number, now_s)
             return
@@ -91,16 +95,25 @@ class _Both:
             fits = self.engine.open(sequence, prompt_tokens + 1)
             assert fits == self.reference.decode(self.number, prompt_tokens, answer_tokens, now_s)
             if fits:
+                self.sequences[self.number] = sequence
                 self.engine.land(sequence)
-                self.engine.admit(sequence)
+                self.landed.append(self.number)
+                if rng.random() < 0.7:
+                    self.admit_landed()
         else:
             sequence = CountedSequence(self.number, None, prompt_tokens, answer_tokens, SequencePhase.PREFILLING)
             fits = self.engine.open(sequence, prompt_tokens)
             assert fits == self.reference.prefill(self.number, prompt_tokens, answer_tokens, now_s)
             if fits:
                 self.engine.prefill(sequence)
-        if fits:
-            self.sequences[self.number] = sequence
+            if fits:
+                self.sequences[self.number] = sequence
+
+    def admit_landed(self) -> None:
+        for number in self.landed:
+            self.engine.admit(self.sequences[number])
+            self.reference.admit(number, self.timeline.now_s)
+        self.landed.clear()
 
     def compare(self) -> None:
         ours, theirs = self.listener.told, self.reference.told
@@ -124,6 +137,7 @@ def test_every_token_comes_when_the_stepwise_engine_draws_it(decodes: bool, pref
             now_s += both.rng.expovariate(1 / both.rng.choice((0.001, 0.05, 0.4)))
             both.go_to(now_s)
             both.ask()
+        both.admit_landed()
         both.go_to(now_s + 1000.0)
         both.compare()
         preemptions += len(both.listener.told.preempted)

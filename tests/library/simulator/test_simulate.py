@@ -1,10 +1,12 @@
 """Simulated clusters: what is conserved, what they share with the services, what they refuse."""
 
+import gc
 import json
 import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kaveri.errors import ConfigError
@@ -60,6 +62,8 @@ def run_whole(spec: ClusterSpec, requests: list[PlannedRequest], concurrency: in
     assert (run.last_s >= run.first_s).all()
     drawn_after_another = int(run.planned_tokens.sum()) - len(requests)
     assert run.gap_counts is not None
+    assert run.gaps_s is not None
+    assert np.isfinite(run.gaps_s).all()
     assert int(run.gap_counts.sum()) == drawn_after_another
     return simulation
 
@@ -121,6 +125,30 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_others() -> None:
 
     assert report(1) == report(1)
     assert report(1).replace('"seed": 1', "") != report(2).replace('"seed": 2', "")
+
+
+def test_a_run_leaves_no_cycles_of_objects() -> None:
+    """The garbage collector rests while it runs."""
+    simulation = Simulation(spec_of(), poisson(200, 20.0))
+    gc.collect()
+    simulation.run()
+    assert gc.collect() < 200
+    assert gc.isenabled()
+
+
+def test_a_request_that_lost_its_blocks_gets_those_of_one_that_lands_later() -> None:
+    """Found by a run that never ended: the engine was idle when the other one landed."""
+    pool = PoolSpec(latency=LATENCY, total_blocks=110, chunk_tokens=64, max_batch=4, max_model_len=1600)
+    spec = ClusterSpec(
+        prefill_count=2,
+        decode_count=3,
+        prefill=PrefillSpec(engine=pool, max_queue=3, prefill_policy=OrderingPolicy.SJF),
+        decode=DecodeSpec(engine=pool, decode_policy=AdmissionPolicy.RESERVE_DYNAMIC),
+        link=parse_link_speed("10Gbps,50us,800KiB/token"),
+        lengths_known=False,
+        seed=32,
+    )
+    run_whole(spec, poisson(80, 40.0, 32))
 
 
 def test_a_lone_request_takes_what_the_latency_model_says() -> None:
