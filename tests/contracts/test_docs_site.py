@@ -20,12 +20,13 @@ ENVIRONMENT = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
 
 
 class PageReader(HTMLParser):
-    """Ids of a page, and where its links lead."""
+    """Ids of a page, where its links lead, and what it loads."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.ids: set[str] = set()
         self.links: list[str] = []
+        self.loaded: list[str] = []
         self.feed(path.read_text())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -33,6 +34,8 @@ class PageReader(HTMLParser):
         self.ids.add(given.get("id") or "")
         if tag == "a" and (link := given.get("href")):
             self.links.append(link)
+        elif tag in ("script", "img", "link") and (source := given.get("src") or given.get("href")):
+            self.loaded.append(source)
 
 
 def _build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
@@ -64,6 +67,12 @@ def test_every_page_is_in_the_site_and_every_link_leads_somewhere(site: Path) ->
             if not found.is_file() or (anchor and found in pages and unquote(anchor) not in pages[found].ids):
                 lost.append(f"{path.relative_to(site)}: {link}")
     assert lost == []
+
+
+def test_nothing_is_loaded_from_other_sites(site: Path) -> None:
+    loaded = PageReader(site / "index.html").loaded
+    assert len(loaded) >= 3
+    assert [source for source in loaded if re.match(r"[a-z]+:|//", source)] == []
 
 
 def test_links_that_leave_docs_lead_to_the_same_pages(site: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -263,3 +264,21 @@ def test_scaled_objects_scale_deployments_on_metrics_that_exist() -> None:
     metrics = [re.findall(r"kaveri_\w+(?={)", json.dumps(scaled[f"kaveri-{role}"])) for role in ENGINES]
     queued, usage = "kaveri_prefill_queued_tokens", "kaveri_kv_usage_ratio"
     assert metrics == [[queued], [usage], [queued, usage]]
+
+
+@pytest.mark.parametrize(("password", "flags"), [("", []), ("a b$c", ["--requirepass", "a b$c"])])
+def test_redis_asks_for_the_password_of_the_secret(password: str, flags: list[str], tmp_path: Path) -> None:
+    (redis,) = [each for each in kinds("default", "Deployment") if each["metadata"]["name"] == "kaveri-redis"]
+    (container,) = redis["spec"]["template"]["spec"]["containers"]
+    # In place of the server: what it would have been given, one word a line.
+    stub = tmp_path / "redis-server"
+    stub.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    stub.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "REDIS_PASSWORD": password}
+    ended = subprocess.run(
+        container["command"], env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    words = ended.stdout.splitlines()
+    assert words[:4] == ["--bind", "0.0.0.0", "--protected-mode", "no"]
+    assert words[words.index("--save") + 1] == ""
+    assert words[words.index("--dir") + 2 :] == flags

@@ -104,7 +104,7 @@ spec:
             {{- if $values.metrics.enabled }}
             - {name: KAVERI_METRICS_PORT, value: "9100"}
             {{- end }}
-            - {name: KAVERI_DRAIN_TIMEOUT_S, value: {{ $own.drainTimeoutSeconds | toString | quote }}}
+            - {name: KAVERI_DRAIN_TIMEOUT_S, value: {{ include "kaveri.text" $own.drainTimeoutSeconds | quote }}}
             {{- if $values.redis.existingSecret }}
             - {name: KAVERI_REDIS_URL_FILE, value: /etc/kaveri/redis/url}
             {{- else }}
