@@ -99,7 +99,6 @@ async def observed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ob
     first = free_port()
     urls = [f"http://127.0.0.1:{port}/sd" for port in (first, first + 1)]
     async with (
-        run_prometheus(tmp_path_factory.mktemp("prometheus"), urls) as prometheus,
         run_cluster(
             router_count=2,
             decode_count=2,
@@ -112,6 +111,7 @@ async def observed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ob
             replica_min_tokens="16",
         ) as cluster,
         AsyncClient(cluster.stack.targets, timeout_s=100) as client,
+        run_prometheus(tmp_path_factory.mktemp("prometheus"), urls) as prometheus,
     ):
         yield Observed(cluster, client, prometheus, range(first, first + len(INSTANCES)))
 
