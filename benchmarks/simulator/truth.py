@@ -14,7 +14,7 @@ import random
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +44,6 @@ MOST_PROMPT_TOKENS, MOST_OUTPUT_TOKENS = 1024, 256
 TOTAL_BLOCKS, BLOCK_TOKENS, CHUNK_TOKENS, MAX_BATCH = 9000, 16, 512, 64
 MEAN_BOUND, POINTS_BOUND = 0.03, 2.0
 """Asked for: means within so large a share, attainment within so many points."""
-
-
-def slowed(latency: LatencyModel, scale: float) -> LatencyModel:
-    """The model of hardware on which every step takes `scale` times as long."""
-
-    def times(entry: Any) -> Any:
-        seconds = {name: value * scale for name, value in asdict(entry).items() if name.endswith("_s")}
-        return replace(entry, **seconds)
-
-    return replace(
-        latency,
-        name=f"{latency.name}, {scale:g} times slower",
-        prefill=times(latency.prefill),
-        decode=tuple(times(entry) for entry in latency.decode),
-    )
 
 
 def stream(count: int, rate_per_s: float, seed: int) -> list[PlannedRequest]:
@@ -140,7 +125,7 @@ def compare(name: str, measured: RunColumns, simulated: Sequence[RunColumns], sl
 async def measure_async(options: Options, report: Report) -> None:
     count = options.choose(REQUESTS, QUICK_REQUESTS)
     loads = options.choose(LOADS, LOADS[1:])
-    latency = slowed(load_latency_model(LATENCY_MODEL), TIME_SCALE)
+    latency = load_latency_model(LATENCY_MODEL).slowed(TIME_SCALE)
     assert SLO.ttft_s is not None
     assert SLO.tpot_s is not None
     slo = Slo(SLO.ttft_s * TIME_SCALE, SLO.tpot_s * TIME_SCALE)

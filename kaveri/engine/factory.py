@@ -221,7 +221,8 @@ def fake_runner(settings: EngineSettings) -> ModelRunner:
 
 def timed_runner(settings: EngineSettings) -> ModelRunner:
     """The builder of the engine "timed"."""
-    latency, model = load_latency_model(settings.latency_model), _made_up_model(settings)
+    latency = load_latency_model(settings.latency_model).slowed(settings.time_scale)
+    model = _made_up_model(settings)
     return TimedRunner(FakeRunner(replace(model, step_s=0.0, prefill_token_s=0.0, verify=False)), latency)
 
 

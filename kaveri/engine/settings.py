@@ -87,6 +87,11 @@ class MadeUpSettings:
     latency_model: str = setting(
         "timed engine: whose time it takes, a bundled name, a JSON file or a file of `kaveri profile`", ""
     )
+    time_scale: float = setting(
+        "timed engine: every step takes so many times as long, where this machine would slow its services down",
+        1.0,
+        above=0,
+    )
     fake_step_s: float = setting("fake engine: seconds that a step takes", 0.0, least=0)
     fake_prefill_token_s: float = setting("fake engine: seconds that a prompt token adds to its step", 0.0, least=0)
     fake_eos_probability: float = setting("fake engine: chance of each token to end its answer", 0.0, least=0, most=1)

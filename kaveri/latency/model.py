@@ -9,7 +9,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,26 @@ class LatencyModel:
             constant_s = max(constant_s, fit.step_s)
             variable_s += context_tokens * fit.context_token_s + decodes * fit.request_s
         return constant_s + variable_s
+
+    def slowed(self, scale: float) -> "LatencyModel":
+        """The model of hardware on which every step takes `scale` times as long."""
+        if scale == 1:
+            return self
+        prefill = PrefillLatency(
+            step_s=self.prefill.step_s * scale,
+            token_s=self.prefill.token_s * scale,
+            token_squared_s=self.prefill.token_squared_s * scale,
+        )
+        decode = tuple(
+            replace(
+                fit,
+                step_s=fit.step_s * scale,
+                context_token_s=fit.context_token_s * scale,
+                request_s=fit.request_s * scale,
+            )
+            for fit in self.decode
+        )
+        return replace(self, name=f"{self.name}, {scale:g} times slower", prefill=prefill, decode=decode)
 
     def decode_fit(self, decodes: int) -> DecodeLatency:
         """The coefficients of a step in which so many requests draw a token."""

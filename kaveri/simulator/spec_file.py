@@ -4,6 +4,7 @@ Of the sections [up], [router], [prefill] and [decode], and the settings for all
 simulation knows. The engine is the timed one, whatever `engine` says: a simulation takes its time from `latency_model`.
 """
 
+import math
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
@@ -23,7 +24,15 @@ from kaveri.simulator.spec import ClusterSpec, DecodeSpec, Overheads, PoolSpec, 
 
 ValueT = TypeVar("ValueT")
 _SECTIONS = ("up", "router", "prefill", "decode")
-_POOL_KEYS = ("latency_model", "kv_cache_memory", "block_tokens", "chunk_tokens", "max_batch", "max_model_len")
+_POOL_KEYS = (
+    "latency_model",
+    "time_scale",
+    "kv_cache_memory",
+    "block_tokens",
+    "chunk_tokens",
+    "max_batch",
+    "max_model_len",
+)
 _THRESHOLDS = ("heavy_output_tokens", "heavy_prompt_tokens")
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "up": ("prefill", "decode", "colocated", "routers"),
@@ -198,13 +207,17 @@ def _pool(section: _Section) -> PoolSpec:
     block_tokens = section.whole("block_tokens", 16)
     if block_tokens < 1:
         raise ConfigError(f"{section.path} [{section.name}] block_tokens", "is 0; it must be at least 1")
+    time_scale = section.number("time_scale", 1.0)
+    if not 0 < time_scale < math.inf:
+        reason = f"is {time_scale!r}; it must be a number above 0"
+        raise ConfigError(f"{section.path} [{section.name}] time_scale", reason)
     pool_bytes = section.read("kv_cache_memory", size_bytes) if "kv_cache_memory" in section.values else None
     # As in the timed engine, whose tokens have the size of the fake model's.
     token_bytes = FakeModel().layout.token_bytes
     total_blocks = (_KV_CACHE_MEMORY if pool_bytes is None else pool_bytes) // (token_bytes * block_tokens)
     longest = min(FakeModel().max_model_len, total_blocks * block_tokens)
     return PoolSpec(
-        latency=load_latency_model(name),
+        latency=load_latency_model(name).slowed(time_scale),
         total_blocks=total_blocks,
         block_tokens=block_tokens,
         chunk_tokens=section.whole("chunk_tokens", 512) or 512,

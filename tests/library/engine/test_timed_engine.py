@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kaveri.domain.sampling import SamplingParams
-from kaveri.engine.factory import build_engine
+from kaveri.engine.factory import build_engine, timed_runner
 from kaveri.engine.settings import EngineSettings
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
 from kaveri.engine.stepwise.runner import DrawnToken, SequenceSlice
@@ -117,6 +117,15 @@ def test_a_step_takes_the_models_time_and_draws_the_fake_models_tokens(tmp_path:
     assert layers_s[1] >= expected_s
     assert drawn[0] is not None
     assert drawn[0].token_id == model.next_token((1,) * 30, 0)
+
+
+@pytest.mark.parametrize("spans", [[(0, 30)], [(30, 1), (12, 1)], [(0, 30), (12, 1)]])
+def test_a_slowed_model_takes_so_many_times_as_long(spans: list[tuple[int, int]]) -> None:
+    latency = load_latency_model("opt-13b-a100-tp1")
+    assert latency.slowed(2.5).step_s(spans) == pytest.approx(2.5 * latency.step_s(spans))
+    runner = timed_runner(EngineSettings(engine="timed", latency_model="opt-13b-a100-tp1", time_scale=2.5))
+    assert isinstance(runner, TimedRunner)
+    assert runner.latency == latency.slowed(2.5)
 
 
 def test_large_kv_changes_no_token() -> None:

@@ -55,6 +55,12 @@ def test_sections_win_over_what_stands_in_front_of_them(tmp_path: Path) -> None:
     assert found.not_simulated == ()
 
 
+def test_time_scale_slows_every_step(tmp_path: Path) -> None:
+    plain, slowed = read(tmp_path, GOOD), read(tmp_path, "time_scale = 4\n" + GOOD)
+    assert slowed.spec.decode.engine.latency == plain.spec.decode.engine.latency.slowed(4)
+    assert slowed.not_simulated == plain.not_simulated
+
+
 def test_a_setting_that_a_simulation_does_not_follow_is_named(tmp_path: Path) -> None:
     found = read(tmp_path, 'log_level = "info"\nengine = "vllm"\n' + GOOD.replace('engine = "timed"\n', ""))
     assert found.not_simulated == ("log_level", "engine")
@@ -70,6 +76,7 @@ def test_a_setting_that_a_simulation_does_not_follow_is_named(tmp_path: Path) ->
         (GOOD.replace("prefill = 3", 'prefill = "three"'), "is 'three'; it must be a whole number"),
         (GOOD.replace("prefill = 3", "colocated = 2"), "colocated: is not 0"),
         (GOOD.replace("latency_model", "#"), "latency_model: is not given"),
+        ("time_scale = 0\n" + GOOD, "time_scale: is 0.0; it must be a number above 0"),
         (GOOD.replace("opt-13b-a100-tp2", "opt-1b"), "opt-1b"),
         (GOOD.replace("200Gbps", "fast"), "'fast' is no part of a link"),
         (GOOD.replace(",800KiB/token", ""), "how large a token is"),
