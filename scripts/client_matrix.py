@@ -190,7 +190,8 @@ ASKERS = (
 def _command_of(asker: Asker, vllm_python: str) -> str:
     """Where the client's program is. Empty: nowhere."""
     if asker.check is vllm_bench:
-        return vllm_python
+        # Not resolved: a virtual environment's Python is a link.
+        return os.path.abspath(vllm_python) if vllm_python else ""
     return shutil.which(asker.command) or "" if asker.command else sys.executable
 
 
