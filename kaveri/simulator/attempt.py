@@ -48,7 +48,6 @@ class SimulatedRequest:
         "generated",
         "last_token_s",
         "length",
-        "missing_since_s",
         "number",
         "output_tokens",
         "prompt_tokens",
@@ -71,8 +70,6 @@ class SimulatedRequest:
         """When prefill drew the first one."""
         self.last_token_s = math.nan
         """When its last token was drawn, as far as the router had it when an instance was lost."""
-        self.missing_since_s = -1.0
-        """Since when there has been no instance for it. Less than 0: there is one."""
         self.router_s = 0.0
         self.attempt_count = 0
         self.retry = _NO_SETBACK

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 
 from kaveri.domain.length import TokenRange
-from kaveri.domain.view import ClusterView, InstanceRecord
+from kaveri.domain.view import ClusterView, InstanceRecord, Phase
 from kaveri.errors import InvalidArgument, KaveriError, LayoutMismatch, NoCapacity, Unavailable
 from kaveri.policy.placement import choose_prefill, missing_phases
 from kaveri.policy.retry import RetryLimits, Setback, after_setback
@@ -36,6 +36,8 @@ class SimulatedRouter:
         self._turn = 0
         self._line: dict[SimulatedRequest, None] = {}
         self._line_looks = False
+        self._unserved: dict[SimulatedRequest, float] = {}
+        """Requests that wait beside the line for an instance of a missing phase, each since its time."""
         self.table = table
         self.view = ClusterView()
         self.prefills: dict[str, SimulatedPrefill] = {}
@@ -66,7 +68,10 @@ class SimulatedRouter:
 
     def _place(self, request: SimulatedRequest) -> None:
         """Looks for an instance, unless others have waited longer."""
-        if self._line and request not in self._line:
+        if missing_phases(self.view, self._model):
+            self._unserved[request] = self._timeline.now_s
+            self._look_at_line_later()
+        elif self._line and request not in self._line:
             self._line[request] = None
         elif not self._send(request):
             self._line[request] = None
@@ -74,14 +79,6 @@ class SimulatedRouter:
 
     def _send(self, request: SimulatedRequest) -> bool:
         now_s = self._timeline.now_s
-        missing = missing_phases(self.view, self._model)
-        if missing:
-            request.missing_since_s = now_s if request.missing_since_s < 0 else request.missing_since_s
-            if now_s - request.missing_since_s < self._limits.unavailable_after_s:
-                return False
-            self._fail(request, Unavailable(f"no {missing[0]} instance", retry_after_s=1.0))
-            return True
-        request.missing_since_s = -1.0
         retry = request.retry
         resting = retry.resting(self.view, now_s) if retry.lost_attempts or request.attempt_count else {}
         failed = retry.failed(self.view) if request.attempt_count else ()
@@ -118,6 +115,12 @@ class SimulatedRouter:
 
     def _look_at_line(self, _: None) -> None:
         self._line_looks = False
+        if missing := missing_phases(self.view, self._model):
+            self._wait_for_instances(missing[0])
+            return
+        if self._unserved:
+            self._line |= dict.fromkeys(self._unserved)
+            self._unserved.clear()
         while self._line:
             request = next(iter(self._line))
             # What it sends may be refused at once.
@@ -126,6 +129,20 @@ class SimulatedRouter:
                 self._line = {request: None, **self._line}
                 self._look_at_line_later()
                 return
+
+    def _wait_for_instances(self, phase: Phase) -> None:
+        """Nothing can be placed: each request waits by itself, and not behind those before it."""
+        now_s = self._timeline.now_s
+        for request in self._line:
+            self._unserved.setdefault(request, now_s)
+        self._line.clear()
+        for request, since_s in tuple(self._unserved.items()):
+            if now_s - since_s < self._limits.unavailable_after_s:
+                break
+            del self._unserved[request]
+            self._fail(request, Unavailable(f"no {phase} instance", retry_after_s=1.0))
+        if self._unserved:
+            self._look_at_line_later()
 
     # From instances.
 
