@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import os
 import secrets
 import signal
@@ -27,7 +28,7 @@ from kaveri.security.settings import TlsSettings
 from kaveri.security.tls_files import WatchedTlsFiles, is_named
 from kaveri.telemetry.logs import configure_logs, get_logger
 from kaveri.telemetry.metrics import serve_metrics
-from kaveri.telemetry.readiness import is_ready
+from kaveri.telemetry.readiness import before_ready, is_ready
 from kaveri.telemetry.tracing import close_tracing, configure_tracing
 
 ALL_ADDRESSES = ("0.0.0.0", "::", "[::]")
@@ -153,6 +154,7 @@ def run_service(
             config = dataclasses.replace(config, instance_id=f"{role}-{secrets.token_hex(3)}")
         configure_logs(role, config.instance_id, config.log_level)
         configure_tracing(role, config.instance_id)
+        before_ready(_spare_what_is_loaded)
         if read.service_links:
             get_logger().warning(
                 "service_links_ignored", variables=", ".join(read.service_links), advice=SERVICE_LINKS_ADVICE
@@ -171,6 +173,16 @@ def run_service(
         return 128 + signal.SIGTERM
     finally:
         close_tracing()
+
+
+def _spare_what_is_loaded() -> None:
+    """Takes what was loaded until now out of garbage collection: it lives as long as the process.
+
+    A full collection looks at every object and holds the interpreter meanwhile: 0.2 s of CPU beside PyTorch's 380,000
+    objects, in which no token and no beat is sent. Others then suspect the process.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _refuse(program: str, error: ConfigError) -> int:

@@ -1,14 +1,24 @@
 """Whether this process accepts requests. Its gRPC server sets it; /readyz reports it. Global, like metrics."""
 
+from collections.abc import Callable
+
 _ready = False
+_before_ready: list[Callable[[], None]] = []
 
 
 def set_ready(ready: bool) -> None:
     """Records whether the process accepts requests."""
     global _ready  # noqa: PLW0603 - see above
+    while ready and _before_ready:
+        _before_ready.pop(0)()
     _ready = ready
 
 
 def is_ready() -> bool:
     """Whether the process accepts requests."""
     return _ready
+
+
+def before_ready(action: Callable[[], None]) -> None:
+    """Runs `action` once, before the process first accepts requests."""
+    _before_ready.append(action)

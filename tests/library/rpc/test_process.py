@@ -18,7 +18,7 @@ from tests.support.redis_fixture import free_port
 WAIT_S = 30.0
 
 SCRIPT = """
-import asyncio, sys
+import asyncio, gc, sys
 from dataclasses import dataclass
 from kaveri.config.settings import setting
 from kaveri.errors import ConfigError
@@ -59,6 +59,17 @@ async def serve(config, stopping):
         await server.drain()
         print("draining", flush=True)
         await asyncio.Event().wait()
+    if config.act == "count what is spared":
+        from kaveri.telemetry.readiness import set_ready
+        loaded = len(gc.get_objects())
+        print(gc.get_freeze_count(), flush=True)
+        set_ready(True)
+        print(gc.get_freeze_count() / loaded, len(gc.get_objects()) / loaded, flush=True)
+        later = [[] for _ in range(loaded)]
+        set_ready(False)
+        set_ready(True)
+        print(len(gc.get_objects()) / loaded, flush=True)
+        return 0
     if config.act == "end":
         return 5
     await stopping.wait()
@@ -99,6 +110,17 @@ def test_the_first_signal_drains(signal_number: signal.Signals) -> None:
     assert (process.returncode, output) == (0, "draining\n")
     (line,) = logs.splitlines()
     assert json.loads(line)["event"] == "service_stopping"
+
+
+def test_garbage_collection_looks_only_at_objects_that_came_after_the_process_was_ready() -> None:
+    with service("--act", "count what is spared") as process:
+        assert said(process).startswith("serving")
+        assert said(process) == "0"
+        spared, collected = map(float, said(process).split())
+        collected_later = float(said(process))
+    assert spared > 0.9
+    assert collected < 0.1
+    assert collected_later > 0.9, "objects of requests are collected as ever"
 
 
 def test_a_second_signal_cancels_and_still_cleans_up() -> None:
