@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kaveri.config.presets import Preset, preset_settings
 from kaveri.errors import ConfigError
 from kaveri.workload.requests import (
     PlannedRequest,
@@ -21,6 +22,9 @@ from kaveri.workload.requests import (
 
 def simulate(
     spec: Annotated[Path, typer.Argument(help="The file of `kaveri up --config`, with a latency_model.")],
+    preset: Annotated[
+        Preset | None, typer.Option(help="A paper's system: its policies and roles, wherever SPEC says nothing.")
+    ] = None,
     workload: Annotated[
         WorkloadClass, typer.Option(help="Light or heavy (L, H) in prefill and decode (P, D).")
     ] = WorkloadClass.MIXED,
@@ -90,7 +94,11 @@ def simulate(
     if rate is not None and concurrency is not None:
         raise ConfigError("--concurrency", "is a closed loop and --rate an open one; give one of them")
     taken = Overheads() if overheads is None else read_overheads(overheads)
-    read = read_spec(spec, setting_sections(), taken, seed, not natural_length, layers)
+    wanted = None if preset is None else preset_settings(preset)
+    sections = {} if wanted is None else wanted.sections
+    if wanted is not None and "colocated" in wanted.up:
+        raise ConfigError("--preset", f"{preset} has instances of both phases, which are not simulated")
+    read = read_spec(spec, setting_sections(), taken, seed, not natural_length, layers, sections)
     deaths = tuple(parse_death(text) for text in fail or ())
     cluster = replace(read.spec, failures=FailureSpec(deaths=deaths, mtbf_s=mtbf, repair_s=repair))
     slo, measured, too_long = Slo(slo_ttft_s, slo_tpot_s), None, 0
@@ -117,7 +125,12 @@ def simulate(
         too_long=too_long,
         all_rows=as_json,
     )
-    report["simulated"] = {"overheads_given": taken.are_known, "not_simulated": list(read.not_simulated)}
+    report["simulated"] = {
+        "overheads_given": taken.are_known,
+        "not_simulated": list(read.not_simulated),
+        "preset": preset,
+        "left_out": [] if wanted is None else list(wanted.left_out),
+    }
     if measured is not None:
         report["differences"] = differences(measured["over_runs_medians"], _medians(report["over_runs"]))
     if as_json:
@@ -199,3 +212,5 @@ def _show(report: dict[str, Any]) -> None:
         console.print("no --overheads: the services themselves were taken to need no time")
     if simulated["not_simulated"]:
         console.print(f"not simulated: {', '.join(simulated['not_simulated'])}", markup=False)
+    if simulated["left_out"]:
+        console.print(f"preset {simulated['preset']}: without {'; '.join(simulated['left_out'])}", markup=False)

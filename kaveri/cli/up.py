@@ -8,14 +8,16 @@ import secrets
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kaveri.cluster.store import DEFAULT_CLUSTER
+from kaveri.config.presets import Preset, PresetSettings, preset_settings
 from kaveri.config.services import ServiceKind
-from kaveri.config.settings import read_settings
+from kaveri.config.settings import ReadSettings, read_settings
 from kaveri.config.sources import (
     CONFIG_FLAG,
     CONFIG_VARIABLE,
@@ -78,6 +80,10 @@ def up(
             is_eager=True,
         ),
     ] = "",
+    preset: Annotated[
+        Preset | None,
+        typer.Option(help="A paper's system: its policies and roles, wherever nothing else is given."),
+    ] = None,
     model: Annotated[
         str, typer.Option(help="Model to serve: a path, a hub id or a bundled name.", envvar="KAVERI_MODEL")
     ] = KAVERI_TINY,
@@ -154,6 +160,14 @@ def up(
 
     if colocated and (prefill is not None or decode is not None):
         raise ConfigError("--colocated", "these instances do both phases; leave --prefill and --decode out")
+    wanted = None if preset is None else preset_settings(preset)
+    if preset is not None and wanted is not None:
+        counts_given = {"prefill": prefill, "decode": decode, "colocated": colocated}
+        wanted.require_roles(preset, [name for name, count in counts_given.items() if count])
+        prefill, decode, colocated = (given or int(wanted.up.get(name, 0)) for name, given in counts_given.items())
+        source = context.get_parameter_source("predictor")
+        if source is not None and source.name == "DEFAULT":
+            predictor = str(wanted.up.get("predictor", predictor))
     redis_url = _redis_url(context, redis_url, redis_url_file)
     if not predictor.strip():
         raise ConfigError("--predictor", "is empty")
@@ -173,6 +187,10 @@ def up(
     running = [role for role, count in counts.items() if count]
     own_flags = [option for parameter in context.command.params for option in parameter.opts]
     flags = read_service_flags(context.args, running, own_flags)
+    if wanted is not None:
+        flags = _with_preset(flags, running, config, wanted)
+        left_out = "; ".join(wanted.left_out)
+        print(f"preset {preset}: without {left_out}", file=sys.stderr)
     engine, tls = _check_settings(flags, running, config)
     if tls is not None:
         use_tls(RpcTls(tls))
@@ -239,6 +257,19 @@ def _redis_url(context: typer.Context, url: str, file: str) -> str:
     return found.text if found is not None else ""
 
 
+def _with_preset(
+    flags: "ServiceFlags", running: Sequence[ServiceKind], config_file: str, wanted: PresetSettings
+) -> "ServiceFlags":
+    """The flags, and what a preset says of settings that no flag, variable or file gives. Raises ConfigError."""
+    of_role = dict(flags.of_role)
+    for role in running:
+        given = _read_settings(role, flags, config_file).given
+        added = {name: value for name, value in wanted.of(role).items() if name not in given}
+        words = [text for name, value in added.items() for text in (flag_of(name), str(value))]
+        of_role[role] = (*of_role.get(role, ()), *words)
+    return replace(flags, of_role=of_role)
+
+
 def _check_settings(
     flags: "ServiceFlags", running: Sequence[ServiceKind], config_file: str
 ) -> "tuple[str, TlsFiles | None]":
@@ -246,26 +277,28 @@ def _check_settings(
 
     Raises ConfigError for what a service would refuse at its start.
     """
-    from kaveri.config.services import setting_sections, settings_types
-    from kaveri.local.service_flags import roles_of
-
     engine, tls = "", None
     for role in running:
-        shared = [
-            text for name, value in flags.shared.items() if role in roles_of(name) for text in (flag_of(name), value)
-        ]
-        own = flags.of_role.get(role, ())
-        named = (CONFIG_FLAG, config_file) if config_file else ()
-        try:
-            read = read_settings(
-                settings_types()[role], f"kaveri {role}", [*named, *shared, *own], os.environ, setting_sections
-            )
-        except ConfigError as error:
-            field = error.field
-            raise ConfigError(f"--{role}.{field[2:]}" if field in own else field, error.reason) from error
+        read = _read_settings(role, flags, config_file)
         engine = getattr(read.config, "engine", engine)
         tls = read.config.tls
     return engine, tls
+
+
+def _read_settings(role: ServiceKind, flags: "ServiceFlags", config_file: str) -> ReadSettings[Any]:
+    """A role's settings as its service will read them. Raises ConfigError."""
+    from kaveri.config.services import setting_sections, settings_types
+    from kaveri.local.service_flags import roles_of
+
+    shared = [text for name, value in flags.shared.items() if role in roles_of(name) for text in (flag_of(name), value)]
+    own = flags.of_role.get(role, ())
+    named = (CONFIG_FLAG, config_file) if config_file else ()
+    words = [*named, *shared, *own]
+    try:
+        return read_settings(settings_types()[role], f"kaveri {role}", words, os.environ, setting_sections)
+    except ConfigError as error:
+        field = error.field
+        raise ConfigError(f"--{role}.{field[2:]}" if field in own else field, error.reason) from error
 
 
 def _predictor_of(model: str, engine: str) -> str:

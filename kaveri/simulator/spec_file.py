@@ -68,9 +68,12 @@ def read_spec(
     seed: int,
     lengths_known: bool,
     layer_count: int,
+    preset: Mapping[str, Mapping[str, object]] | None = None,
 ) -> ReadSpec:
-    """known: section to the settings that its service has; others are refused. The rest is as of ClusterSpec."""
+    """known: section to the settings that its service has; others are refused. preset: sections, which count where the
+    file says nothing. The rest is as of ClusterSpec."""
     table = _read_toml(path, "SPEC")
+    preset = preset or {}
     shared = {key: value for key, value in table.items() if not isinstance(value, dict)}
     not_simulated: list[str] = []
     for section, values in table.items():
@@ -91,7 +94,16 @@ def read_spec(
             raise ConfigError(f"{path} {key}", "is no setting of Kaveri")
         if key not in simulated and (key, shared[key]) != _FOLLOWED_ENGINE:
             not_simulated.append(key)
-    sections = {section: _Section(path, section, {**shared, **table.get(section, {})}) for section in _SECTIONS}
+    not_simulated += [
+        f"[{section}] {key}"
+        for section, values in preset.items()
+        for key in values
+        if key not in _KEYS.get(section, ()) and not (section == "up" and key == "predictor")
+    ]
+    sections = {
+        section: _Section(path, section, {**preset.get(section, {}), **shared, **table.get(section, {})})
+        for section in _SECTIONS
+    }
     up, router, prefill, decode = (sections[section] for section in _SECTIONS)
     if up.whole("colocated", 0):
         raise ConfigError(f"{path} [up] colocated", "is not 0; only prefill and decode instances are simulated")

@@ -132,6 +132,30 @@ def test_several_routers_are_named_and_shown_and_one_of_them_is_enough(tmp_path:
         up.assert_nothing_left()
 
 
+def test_a_preset_counts_where_no_flag_says_something_else(tmp_path: Path) -> None:
+    flags = ("--preset", "accellm", "--engine", "fake", "--gateways", "0", "--port", "0", "--replica-min-tokens", "32")
+    with _up(tmp_path, *flags) as up:
+        up.wait_until_ready()
+        instances = [child.cmdline() for child in up.children().values() if "services.instance" in child.cmdline()]
+        assert len(instances) == 2
+        for words in instances:
+            assert words[words.index("services.instance") + 1] == "colocated"
+            assert words[words.index("--replication") + 1] == "pair"
+            assert words.count("--replica-min-tokens") == 1
+            assert words[words.index("--replica-min-tokens") + 1] == "32"
+        generated = _run("generate", "hello", "--target", up.target, "--max-tokens", "3")
+        assert generated.returncode == 0, generated.stderr
+        assert "preset accellm: without one phase at a time" in up.stderr
+        assert up.end() == 0
+        up.assert_nothing_left()
+
+
+def test_a_role_that_the_preset_does_not_have_is_refused_at_once() -> None:
+    answer = _run("up", "--preset", "tetriinfer", "--colocated", "2")
+    assert (answer.returncode, answer.stderr.count("\n")) == (2, 1)
+    assert "--colocated: gives colocated instances, which preset tetriinfer does not have" in answer.stderr
+
+
 def test_router_ports_that_do_not_fit_are_refused_at_once() -> None:
     answer = _run("up", "--routers", "2", "--port", "65535")
     assert (answer.returncode, answer.stderr.count("\n")) == (2, 1)

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from kaveri.config.presets import Preset, preset_settings
 from kaveri.config.services import setting_sections
 from kaveri.errors import ConfigError
 from kaveri.policy.admission import AdmissionPolicy
+from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy
 from kaveri.simulator.spec import Overheads
 from kaveri.simulator.spec_file import ReadSpec, read_overheads, read_spec
@@ -120,3 +122,33 @@ def _simulate(folder: Path, *arguments: str) -> Any:
     command = [sys.executable, "-c", "from kaveri.cli.main import main; main()", "simulate", "cluster.toml", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=100)
     return json.loads(done.stdout)
+
+
+def test_a_preset_counts_where_the_file_says_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text('latency_model = "opt-13b-a100-tp2"\n[up]\nprefill = 3\n[prefill]\nprefill_policy = "ljf"\n')
+    sections = preset_settings(Preset.TETRIINFER).sections
+    found = read_spec(path, setting_sections(), Overheads(), 0, True, 2, sections)
+    assert (found.spec.prefill_count, found.spec.decode_count) == (3, 2)
+    assert found.spec.prefill.prefill_policy is OrderingPolicy.LJF
+    assert found.spec.prefill.decode_placement is DecodePlacementPolicy.HEAVY_LIGHT
+    assert found.spec.decode.decode_policy is AdmissionPolicy.RESERVE_DYNAMIC
+    assert found.not_simulated == ("[prefill] prediction",)
+
+
+@pytest.mark.parametrize("preset", ["tetriinfer", "distserve", "dejavu"])
+def test_each_preset_with_prefill_and_decode_instances_is_simulated(preset: str, tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text('latency_model = "opt-13b-a100-tp2"\n')
+    report = _simulate(tmp_path, "--preset", preset, "--rate", "5", "--requests", "20", "--json")
+    assert [run["answered"] for run in report["runs"]] == [20]
+    assert report["simulated"]["preset"] == preset
+    assert report["simulated"]["left_out"]
+    # A preset names only settings that services have, and says which of them are not followed.
+    assert "[prefill] prediction" in report["simulated"]["not_simulated"]
+
+
+def test_the_preset_that_cannot_be_simulated_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text('latency_model = "opt-13b-a100-tp2"\n')
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        _simulate(tmp_path, "--preset", "accellm", "--rate", "5")
+    assert "--preset: accellm has instances of both phases" in refused.value.stderr

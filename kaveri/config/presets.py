@@ -1,0 +1,159 @@
+"""The settings that make a cluster work as one of the papers says. Each function names what it follows, and where.
+
+A preset is settings of the least weight: flags, KAVERI_* variables and files win over it.
+"""
+
+import enum
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from kaveri.config.services import UP_SECTION, ServiceKind
+from kaveri.errors import ConfigError
+
+SettingValue = str | int | float
+
+
+class Preset(enum.StrEnum):
+    """A paper's system."""
+
+    TETRIINFER = "tetriinfer"
+    DISTSERVE = "distserve"
+    DEJAVU = "dejavu"
+    ACCELLM = "accellm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresetSettings:
+    """What a preset says, and what of its paper it does not bring."""
+
+    up: Mapping[str, SettingValue]
+    """Options of `kaveri up`: which instances, and whether predictors run."""
+    services: Mapping[ServiceKind, Mapping[str, SettingValue]]
+    left_out: tuple[str, ...]
+    """Parts of the paper's system that no setting brings."""
+
+    def of(self, role: ServiceKind) -> Mapping[str, SettingValue]:
+        """The settings of a role's service."""
+        return self.services.get(role, {})
+
+    @property
+    def sections(self) -> dict[str, dict[str, SettingValue]]:
+        """As in a file of settings."""
+        return {UP_SECTION: dict(self.up)} | {str(role): dict(values) for role, values in self.services.items()}
+
+    def require_roles(self, preset: Preset, given: Collection[str]) -> None:
+        """given: the counts of instances that the user chose, by their names in [up].
+
+        Raises ConfigError for a role that the preset does not have.
+        """
+        own = tuple(name for name in ("prefill", "decode", "colocated") if name in self.up)
+        for name in given:
+            if name not in own:
+                reason = f"gives {name} instances, which preset {preset} does not have; it has {' and '.join(own)}"
+                raise ConfigError(f"--{name}", reason)
+
+
+def tetriinfer() -> PresetSettings:
+    """TetriInfer (arXiv 2401.11181).
+
+    Prompts go to the prefill instance with the least load (section 3.2), shortest first among 16 (3.3.1, 5.1), in
+    chunks of 512 tokens (3.3.3), the predictor beside them (3.3.2). Of two decode instances with room for the predicted
+    answer, the one with fewer heavy requests to each light one (3.3.4); more than 128 tokens of answer or 512 of prompt
+    are heavy (5.1). Reserve-dynamic, by the low end of predicted ranges (3.4, 5.1). Loads every 100 ms (3.2).
+    """
+    heavy: dict[str, SettingValue] = {"heavy_output_tokens": 128, "heavy_prompt_tokens": 512}
+    return PresetSettings(
+        up={"prefill": 2, "decode": 2},
+        services={
+            ServiceKind.ROUTER: {"placement_policy": "least-loaded", "monitor_interval_s": 0.1},
+            ServiceKind.PREFILL: {
+                "chunk_tokens": 512,
+                "prefill_policy": "sjf",
+                "prefill_sched_batch": 16,
+                "prediction": "parallel",
+                "decode_placement": "heavy-light",
+                **heavy,
+            },
+            ServiceKind.DECODE: {"decode_policy": "reserve-dynamic", "decode_range_end": "low", **heavy},
+        },
+        left_out=("instances that change their role after an idle minute (3.5)", "swapping to host memory (3.4)"),
+    )
+
+
+def distserve() -> PresetSettings:
+    """DistServe (arXiv 2401.09670), section 4.3.
+
+    First come, first served. Prompts go to the prefill instance with the shortest queue, requests to the decode
+    instance with the least load. KV stays at prefill until decode has room, as services always do it. Nothing is
+    predicted. `chunk_tokens` is the paper's L_m, the prompt tokens that saturate the GPU: `kaveri profile` measures it.
+    """
+    return PresetSettings(
+        up={"prefill": 2, "decode": 2, "predictor": "none"},
+        services={
+            ServiceKind.ROUTER: {"placement_policy": "least-loaded"},
+            ServiceKind.PREFILL: {"prefill_policy": "fcfs", "prediction": "off", "decode_placement": "least-loaded"},
+            ServiceKind.DECODE: {"decode_policy": "greedy", "replication": "off"},
+        },
+        left_out=(
+            "prompts longer than chunk_tokens, which it computes whole and Kaveri in chunks (4.3)",
+            "planning again when the workload changes (4.3): run `kaveri plan`",
+        ),
+    )
+
+
+def dejavu() -> PresetSettings:
+    """DéjàVu (arXiv 2403.01876).
+
+    Prompts and tokens on instances of their own (section 4.2.1). Each decode instance's KV has a copy at the next one
+    (4.2.3), of every request. First come, first served, and nothing is predicted.
+    """
+    return PresetSettings(
+        up={"prefill": 2, "decode": 2, "predictor": "none"},
+        services={
+            ServiceKind.PREFILL: {"prefill_policy": "fcfs", "prediction": "off"},
+            ServiceKind.DECODE: {"decode_policy": "greedy", "replication": "ring", "replica_min_tokens": 1},
+        },
+        left_out=(
+            "pipelines of microbatches, and their swapping (4.2.2)",
+            "KV of prompts that waits in the token machine's host memory (4.2.1): it waits at prefill",
+            "the plan of pipelines (4.2.1): run `kaveri plan pipeline`",
+        ),
+    )
+
+
+def accellm() -> PresetSettings:
+    """AcceLLM (arXiv 2411.05555).
+
+    Instances of both phases in pairs (section 4.1.1), which hold copies of each other's requests (4.1.2), of every
+    request. A request goes to the instance with the least load.
+    """
+    return PresetSettings(
+        up={"colocated": 2, "predictor": "none"},
+        services={
+            ServiceKind.ROUTER: {"placement_policy": "least-loaded"},
+            ServiceKind.COLOCATED: {
+                "prefill_policy": "fcfs",
+                "prediction": "off",
+                "decode_policy": "greedy",
+                "replication": "pair",
+                "replica_min_tokens": 1,
+            },
+        },
+        left_out=(
+            "one phase at a time on an instance (4.1.1): these compute chunks of prompts beside their batch",
+            "requests that move to the partner to balance a pair (4.1.3): copies serve failures only",
+        ),
+    )
+
+
+_PRESETS: Mapping[Preset, Callable[[], PresetSettings]] = {
+    Preset.TETRIINFER: tetriinfer,
+    Preset.DISTSERVE: distserve,
+    Preset.DEJAVU: dejavu,
+    Preset.ACCELLM: accellm,
+}
+
+
+def preset_settings(preset: Preset) -> PresetSettings:
+    """What a preset says."""
+    return _PRESETS[preset]()
