@@ -10,6 +10,7 @@ import typer
 
 from kaveri.config.presets import Preset, preset_settings
 from kaveri.errors import ConfigError
+from kaveri.simulator.baseline_rule import BaselineRule
 from kaveri.workload.requests import (
     PlannedRequest,
     Workload,
@@ -24,6 +25,10 @@ def simulate(
     spec: Annotated[Path, typer.Argument(help="The file of `kaveri up --config`, with a latency_model.")],
     preset: Annotated[
         Preset | None, typer.Option(help="A paper's system: its policies and roles, wherever SPEC says nothing.")
+    ] = None,
+    baseline: Annotated[
+        BaselineRule | None,
+        typer.Option(help="Another system's scheduler, on as many instances of both phases, instead of Kaveri's."),
     ] = None,
     workload: Annotated[
         WorkloadClass, typer.Option(help="Light or heavy (L, H) in prefill and decode (P, D).")
@@ -76,8 +81,9 @@ def simulate(
     take no time.
     """
     from kaveri.config.services import setting_sections
+    from kaveri.simulator.baselines import baseline_of, simulate_baseline
     from kaveri.simulator.failures import FailureSpec, parse_death
-    from kaveri.simulator.report import differences, report_of, requests_of
+    from kaveri.simulator.report import SimulatedRun, differences, report_of, requests_of
     from kaveri.simulator.simulate import simulate as run
     from kaveri.simulator.spec import Overheads
     from kaveri.simulator.spec_file import read_overheads, read_spec
@@ -93,6 +99,11 @@ def simulate(
             raise ConfigError(flag, f"is {value:g}; it must be more than 0")
     if rate is not None and concurrency is not None:
         raise ConfigError("--concurrency", "is a closed loop and --rate an open one; give one of them")
+    if baseline is not None:
+        refused = {"--concurrency": concurrency, "--fail": fail, "--mtbf": mtbf, "--overheads": overheads}
+        for flag, given in refused.items():
+            if given is not None and given != []:
+                raise ConfigError(flag, f"is given; --baseline {baseline} does not follow it")
     taken = Overheads() if overheads is None else read_overheads(overheads)
     wanted = None if preset is None else preset_settings(preset)
     sections = {} if wanted is None else wanted.sections
@@ -112,8 +123,15 @@ def simulate(
         planned, too_long = _plan(
             workload, trace, requests, rate, burstiness, concurrency, max_prompt, max_output, longest, seed
         )
-    tables = [run(replace(cluster, seed=seed + number), planned, concurrency) for number in range(repeats)]
-    phases = dict.fromkeys(cluster.prefill_ids, ("prefill",)) | dict.fromkeys(cluster.decode_ids, ("decode",))
+    tables: list[SimulatedRun] = []
+    # When a baseline was busy is not kept.
+    phases: dict[str, tuple[str, ...]] = {}
+    if baseline is not None:
+        instances = cluster.prefill_count + cluster.decode_count
+        tables.append(simulate_baseline(baseline_of(cluster, baseline), planned, instances))
+    else:
+        tables += [run(replace(cluster, seed=seed + number), planned, concurrency) for number in range(repeats)]
+        phases |= dict.fromkeys(cluster.prefill_ids, ("prefill",)) | dict.fromkeys(cluster.decode_ids, ("decode",))
     report = report_of(
         tables,
         slo,
@@ -128,6 +146,7 @@ def simulate(
     report["simulated"] = {
         "overheads_given": taken.are_known,
         "not_simulated": list(read.not_simulated),
+        "baseline": baseline,
         "preset": preset,
         "left_out": [] if wanted is None else list(wanted.left_out),
     }
@@ -208,6 +227,8 @@ def _show(report: dict[str, Any]) -> None:
         )
     show_warnings(Console(stderr=True, highlight=False, soft_wrap=True), report)
     simulated = report["simulated"]
+    if simulated["baseline"]:
+        console.print(f"baseline {simulated['baseline']}: requests were dealt out in turn, and no policy was followed")
     if not simulated["overheads_given"]:
         console.print("no --overheads: the services themselves were taken to need no time")
     if simulated["not_simulated"]:

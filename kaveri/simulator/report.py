@@ -3,20 +3,33 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 from kaveri.errors import ConfigError
-from kaveri.simulator.table import RunTable
 from kaveri.workload.requests import PlannedRequest, RequestLengths
-from kaveri.workload.run_columns import SERVER_PHASES
+from kaveri.workload.run_columns import SERVER_PHASES, RunColumns
 from kaveri.workload.summary import Slo, over_runs, summarize
 
 _COMPARED = ("ttft_s", "tpot_s", "jct_s")
 _FIGURES = ("mean", "p50", "p90")
 
 
+class SimulatedRun(Protocol):
+    """A run that has ended: a RunTable, or a BaselineRun."""
+
+    @property
+    def attempts(self) -> Sequence[int]:
+        """Of each request."""
+
+    def columns(self) -> RunColumns:
+        """What kaveri.workload.summary sums up."""
+
+    def reason(self, number: int) -> str:
+        """Why the request failed."""
+
+
 def report_of(
-    tables: Sequence[RunTable],
+    tables: Sequence[SimulatedRun],
     slo: Slo,
     phases: Mapping[str, tuple[str, ...]],
     *,
@@ -46,7 +59,7 @@ def report_of(
     }
 
 
-def rows(table: RunTable, all_rows: bool = True) -> Iterator[dict[str, Any]]:
+def rows(table: SimulatedRun, all_rows: bool = True) -> Iterator[dict[str, Any]]:
     """Each request as JSON values, with the names of `kaveri bench`."""
     run = table.columns()
     ttft_s, tpot_s, jct_s = run.ttft_s(), run.tpot_s(), run.jct_s()

@@ -152,3 +152,16 @@ def test_the_preset_that_cannot_be_simulated_is_refused_by_name(tmp_path: Path) 
     with pytest.raises(subprocess.CalledProcessError) as refused:
         _simulate(tmp_path, "--preset", "accellm", "--rate", "5")
     assert "--preset: accellm has instances of both phases" in refused.value.stderr
+
+
+def test_a_baseline_is_simulated_on_as_many_instances(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text(GOOD)
+    arguments = ("--baseline", "prefill-first", "--rate", "5", "--requests", "20", "--max-output", "200")
+    report = _simulate(tmp_path, *arguments, "--json")
+    (run,) = report["runs"]
+    assert run["answered"] == 20
+    placed = {row["server"]["decode_instance_id"] for row in run["rows"]}
+    assert placed == {f"baseline-{number}" for number in range(4)}
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        _simulate(tmp_path, *arguments, "--fail", "decode-0@3s")
+    assert "--fail: is given; --baseline prefill-first does not follow it" in refused.value.stderr

@@ -1,0 +1,21 @@
+"""The schedulers of other systems, by what a step takes. Pure.
+
+    prefill-first  vLLM 0.2 (arXiv 2309.06180): a step takes whole prompts while some wait and fit, else it draws tokens
+    token-budget   Sarathi (arXiv 2308.16369), DeepSpeed-MII: tokens of answers first, chunks of prompts up to a budget
+    whole-batch    FasterTransformer: a batch runs to its end before the next begins, its prompts padded to the longest
+    beside         chunks of prompts beside the whole batch, as colocated instances of Kaveri
+
+Splitwise (arXiv 2311.18677) is a cluster of prefill and decode instances that takes the least loaded of each:
+kaveri.simulator.simulate does that. Pipelines of FasterTransformer are in kaveri.planner.pipeline_schedule.
+"""
+
+import enum
+
+
+class BaselineRule(enum.StrEnum):
+    """What a step takes."""
+
+    PREFILL_FIRST = "prefill-first"
+    TOKEN_BUDGET = "token-budget"
+    WHOLE_BATCH = "whole-batch"
+    BESIDE = "beside"

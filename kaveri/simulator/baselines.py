@@ -1,0 +1,405 @@
+"""Other systems' schedulers, to compare with: one engine that computes prompts and draws tokens. Pure.
+
+Steps are formed from counted tokens and blocks, and last as long as the latency model says. Steps that only draw tokens
+are taken together until a request comes, ends, or lacks a block.
+"""
+
+import math
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kaveri.errors import ConfigError
+from kaveri.latency.model import LatencyModel
+from kaveri.simulator.baseline_rule import BaselineRule
+from kaveri.simulator.spec import ClusterSpec
+from kaveri.workload.requests import PlannedRequest
+from kaveri.workload.run_columns import SERVER_PHASES, RunColumns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineSpec:
+    """One instance."""
+
+    rule: BaselineRule
+    latency: LatencyModel
+    total_blocks: int
+    block_tokens: int = 16
+    max_batch: int = 256
+    step_tokens: int = 2048
+    """prefill-first: most prompt tokens of a step, unless it has one prompt only. token-budget: tokens of
+    a step in all. beside: of its chunks. whole-batch ignores it."""
+    step_prompts: int = 256
+    """Most prompts of a step of whole prompts."""
+    swap_token_s: float | None = None
+    """Seconds to move the KV of one token to host memory or back; a request that lacks blocks goes there. None: its
+    tokens are computed again."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError, naming the field, its value and the limit."""
+        for name in ("total_blocks", "block_tokens", "max_batch", "step_tokens", "step_prompts"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, f"is {getattr(self, name)}; it must be at least 1")
+        if self.swap_token_s is not None and not 0 <= self.swap_token_s < math.inf:
+            raise ConfigError("swap_token_s", f"is {self.swap_token_s!r}; it must be a number of at least 0")
+
+
+class _BaselineRequest:
+    """A request at the instance."""
+
+    __slots__ = ("blocks", "computed", "drawn", "last_s", "number", "output", "prompt")
+
+    def __init__(self, number: int, prompt: int, output: int) -> None:
+        self.number = number
+        self.prompt = prompt
+        self.output = output
+        self.drawn = 0
+        self.computed = 0
+        """Tokens with KV."""
+        self.blocks = 0
+        self.last_s = math.nan
+
+    @property
+    def tokens(self) -> int:
+        """Of prompt and answer so far."""
+        return self.prompt + self.drawn
+
+    @property
+    def pending(self) -> int:
+        """To be computed before the next token is drawn."""
+        return self.tokens - self.computed
+
+
+class BaselineRun:
+    """What a run has brought, as kaveri.simulator.report reads it."""
+
+    def __init__(self, columns: RunColumns, preemptions: int) -> None:
+        self._columns = columns
+        self.preemptions = preemptions
+        self.attempts = [1] * len(columns.due_s)
+
+    def columns(self) -> RunColumns:
+        """What kaveri.workload.summary sums up."""
+        return self._columns
+
+    def reason(self, number: int) -> str:
+        """No request fails."""
+        return ""
+
+
+def baseline_of(cluster: ClusterSpec, rule: BaselineRule) -> BaselineSpec:
+    """An instance with the pool and the batch of the cluster's decode instances, and the chunks of its prefill
+    instances. As in vLLM 0.2, a step of whole prompts takes as many tokens as the longest request has."""
+    pool = cluster.decode.engine
+    whole = rule in (BaselineRule.PREFILL_FIRST, BaselineRule.WHOLE_BATCH)
+    return BaselineSpec(
+        rule=rule,
+        latency=pool.latency,
+        total_blocks=pool.total_blocks,
+        block_tokens=pool.block_tokens,
+        max_batch=pool.max_batch,
+        step_tokens=pool.max_model_len if whole else cluster.prefill.engine.chunk_tokens,
+    )
+
+
+def baseline_ids(count: int) -> tuple[str, ...]:
+    """The names of so many instances."""
+    return tuple(f"baseline-{number}" for number in range(count))
+
+
+def simulate_baseline(spec: BaselineSpec, requests: Sequence[PlannedRequest], count: int = 1) -> BaselineRun:
+    """Deals the requests out in turn to `count` equal instances, and runs until all have ended.
+
+    Raises ConfigError for a request that does not fit into a pool alone.
+    """
+    if count < 1:
+        raise ConfigError("count", f"is {count}; there must be at least 1 instance")
+    if not requests:
+        raise ConfigError("requests", "are none; there must be at least 1")
+    instances = [_BaselineInstance(spec, requests[first::count]) for first in range(count)]
+    for instance in instances:
+        instance.run()
+    first_s, last_s = np.empty(len(requests)), np.empty(len(requests))
+    for number, instance in enumerate(instances):
+        first_s[number::count], last_s[number::count] = instance.first_s, instance.last_s
+    due_s = np.array([one.arrival_s for one in requests])
+    output = np.array([one.lengths.output_tokens for one in requests])
+    placed = np.arange(len(requests)) % count
+    columns = RunColumns(
+        due_s=due_s,
+        sent_s=due_s,
+        first_s=first_s,
+        last_s=last_s,
+        prompt_tokens=np.array([one.lengths.prompt_tokens for one in requests]),
+        planned_tokens=output,
+        received_tokens=output,
+        error=np.zeros(len(requests), dtype=np.int64),
+        error_names=(),
+        server=dict.fromkeys(SERVER_PHASES, np.full(len(requests), np.nan)),
+        prefill_instance=placed,
+        decode_instance=placed,
+        instance_ids=baseline_ids(count),
+        duration_s=float(last_s.max()),
+        gaps_s=np.concatenate([np.array(one.gaps_s) for one in instances]),
+        gap_counts=np.concatenate([np.array(one.gap_counts, dtype=np.int64) for one in instances]),
+    )
+    return BaselineRun(columns, sum(one.preemptions for one in instances))
+
+
+class _BaselineInstance:
+    def __init__(self, spec: BaselineSpec, requests: Sequence[PlannedRequest]) -> None:
+        for request in requests:
+            lengths = request.lengths
+            if -(-(lengths.prompt_tokens + lengths.output_tokens) // spec.block_tokens) > spec.total_blocks:
+                tokens = f"{lengths.prompt_tokens} + {lengths.output_tokens} tokens"
+                raise ConfigError("requests", f"one has {tokens}; the pool has {spec.total_blocks} blocks")
+        self._spec = spec
+        self._requests = requests
+        self._arrived = 0
+        self._now_s = 0.0
+        self._free = spec.total_blocks
+        self._waiting: deque[_BaselineRequest] = deque()
+        self._prefilling: deque[_BaselineRequest] = deque()
+        """Admitted, and not computed whole."""
+        self._running: list[_BaselineRequest] = []
+        self._swapped: deque[_BaselineRequest] = deque()
+        missing = array("d", [math.nan]) * len(requests)
+        self.first_s = array("d", missing)
+        self.last_s = array("d", missing)
+        self.gaps_s = array("d")
+        self.gap_counts = array("q")
+        self.preemptions = 0
+
+    def run(self) -> None:
+        """See simulate_baseline()."""
+        while self._has_work() or self._arrived < len(self._requests):
+            if not self._has_work():
+                self._now_s = max(self._now_s, self._requests[self._arrived].arrival_s)
+            self._take_arrivals()
+            self._step()
+        assert self._free == self._spec.total_blocks, "blocks are left"
+
+    def _has_work(self) -> bool:
+        return bool(self._waiting or self._running or self._prefilling or self._swapped)
+
+    def _take_arrivals(self) -> None:
+        while self._arrived < len(self._requests) and self._requests[self._arrived].arrival_s <= self._now_s:
+            lengths = self._requests[self._arrived].lengths
+            self._waiting.append(_BaselineRequest(self._arrived, lengths.prompt_tokens, lengths.output_tokens))
+            self._arrived += 1
+
+    # What a step takes.
+
+    def _step(self) -> None:
+        match self._spec.rule:
+            case BaselineRule.PREFILL_FIRST:
+                prompts = self._whole_prompts()
+            case BaselineRule.WHOLE_BATCH:
+                prompts = [] if self._running else self._padded_batch()
+            case BaselineRule.TOKEN_BUDGET | BaselineRule.BESIDE:
+                self._mixed_step()
+                return
+        if prompts:
+            longest = max(one.pending for one in prompts)
+            padded = self._spec.rule is BaselineRule.WHOLE_BATCH
+            spans = [(0, longest if padded else one.pending) for one in prompts]
+            self._now_s += self._spec.latency.step_s(spans)
+            for one in prompts:
+                self._computed(one)
+        else:
+            self._decode()
+
+    def _admit(self, one: _BaselineRequest) -> bool:
+        """Takes the blocks of all its tokens and the next one."""
+        wanted = self._block_count(one.tokens + 1)
+        if wanted > self._free:
+            return False
+        self._free -= wanted
+        one.blocks = wanted
+        return True
+
+    def _whole_prompts(self) -> list[_BaselineRequest]:
+        """First come, first served. While a request is in host memory, none."""
+        spec, taken = self._spec, list[_BaselineRequest]()
+        tokens = 0
+        while self._waiting and not self._swapped and len(taken) < spec.step_prompts:
+            one = self._waiting[0]
+            is_full = len(self._running) + len(taken) >= spec.max_batch
+            if is_full or (taken and tokens + one.pending > spec.step_tokens) or not self._admit(one):
+                break
+            tokens += one.pending
+            taken.append(self._waiting.popleft())
+        return taken
+
+    def _padded_batch(self) -> list[_BaselineRequest]:
+        """The next batch that fits to its end."""
+        taken = list[_BaselineRequest]()
+        while self._waiting and len(taken) < self._spec.max_batch:
+            one = self._waiting[0]
+            wanted = self._block_count(one.prompt + one.output)
+            if wanted > self._free:
+                break
+            self._free -= wanted
+            one.blocks = wanted
+            taken.append(self._waiting.popleft())
+        return taken
+
+    def _mixed_step(self) -> None:
+        spec = self._spec
+        self._swap_in()
+        while self._waiting and not self._swapped and len(self._running) + len(self._prefilling) < spec.max_batch:
+            if not self._admit(self._waiting[0]):
+                break
+            self._prefilling.append(self._waiting.popleft())
+        if not self._prefilling:
+            self._decode()
+            return
+        self._grow()
+        drawing = len(self._running)
+        room = spec.step_tokens - (drawing if spec.rule is BaselineRule.TOKEN_BUDGET else 0)
+        chunks = list[tuple[_BaselineRequest, int]]()
+        for one in self._prefilling:
+            if room < 1:
+                break
+            tokens = min(room, one.pending)
+            chunks.append((one, tokens))
+            room -= tokens
+        if not chunks and not drawing:
+            raise AssertionError("a step has nothing to do")
+        spans = [(one.computed, tokens) for one, tokens in chunks]
+        context = sum(one.tokens for one in self._running)
+        self._now_s += spec.latency.mixed_step_s(spans, drawing, context)
+        self._drew(1, 0.0)
+        for one, tokens in chunks:
+            if tokens == one.pending:
+                self._prefilling.remove(one)
+                self._computed(one)
+            else:
+                one.computed += tokens
+
+    # What a step brings.
+
+    def _computed(self, one: _BaselineRequest) -> None:
+        """All its tokens are computed, and one more is drawn."""
+        one.computed = one.tokens
+        one.drawn += 1
+        if one.drawn == 1:
+            self.first_s[one.number] = self._now_s
+        else:
+            self._note_gap(self._now_s - one.last_s, 1)
+        one.last_s = self._now_s
+        if one.drawn == one.output:
+            self._end(one)
+        else:
+            self._running.append(one)
+
+    def _decode(self) -> None:
+        """Draws tokens until something can change."""
+        spec = self._spec
+        self._swap_in()
+        self._grow()
+        count = len(self._running)
+        if not count:
+            # The only one has lost its blocks, and takes them again.
+            return
+        most = min(one.output - one.drawn for one in self._running)
+        if self._swapped or self._growth(most) > self._free:
+            most = 1
+        fit = spec.latency.decode_fit(count)
+        context = sum(one.tokens for one in self._running)
+        step_s = fit.step_s + context * fit.context_token_s + count * fit.request_s
+        more_s = count * fit.context_token_s
+        arrives_s = self._requests[self._arrived].arrival_s if self._arrived < len(self._requests) else math.inf
+        # At least one, even if a request came while KV was moved.
+        begins_s, steps, first_s = self._now_s, 0, step_s
+        while not steps or (steps < most and begins_s < arrives_s):
+            begins_s += step_s
+            step_s += more_s
+            steps += 1
+        rest_s = begins_s - self._now_s - first_s
+        self._now_s = begins_s
+        self._drew(steps, rest_s)
+
+    def _drew(self, steps: int, rest_s: float) -> None:
+        """The running requests have drawn a token in each of so many steps. rest_s: of the steps after the first."""
+        first_end_s = self._now_s - rest_s
+        if steps > 1:
+            self._note_gap(rest_s / (steps - 1), (steps - 1) * len(self._running))
+        ended = False
+        for one in self._running:
+            self._note_gap(first_end_s - one.last_s, 1)
+            one.last_s = self._now_s
+            one.drawn += steps
+            one.computed += steps
+            ended = ended or one.drawn == one.output
+            if steps > 1:
+                self._take_blocks(one, one.tokens)
+        if ended:
+            for one in [one for one in self._running if one.drawn == one.output]:
+                self._running.remove(one)
+                self._end(one)
+
+    def _end(self, one: _BaselineRequest) -> None:
+        self.last_s[one.number] = self._now_s
+        self._free += one.blocks
+        one.blocks = 0
+
+    # Blocks.
+
+    def _block_count(self, tokens: int) -> int:
+        return -(-tokens // self._spec.block_tokens)
+
+    def _growth(self, steps: int) -> int:
+        """Blocks that the running requests take for so many more tokens each."""
+        return sum(max(0, self._block_count(one.tokens + steps) - one.blocks) for one in self._running)
+
+    def _take_blocks(self, one: _BaselineRequest, tokens: int) -> None:
+        more = max(0, self._block_count(tokens) - one.blocks)
+        one.blocks += more
+        self._free -= more
+
+    def _grow(self) -> None:
+        """Each running request has a block for its next token afterwards; the latest give theirs up if need be."""
+        index = 0
+        while index < len(self._running):
+            one = self._running[index]
+            more = max(0, self._block_count(one.tokens + 1) - one.blocks)
+            if more > self._free:
+                if self._prefilling and not self._prefilling[-1].computed:
+                    victim = self._prefilling.pop()
+                    self._free += victim.blocks
+                    victim.blocks = 0
+                    self._waiting.appendleft(victim)
+                else:
+                    self._preempt(self._running.pop())
+                continue
+            one.blocks += more
+            self._free -= more
+            index += 1
+
+    def _preempt(self, one: _BaselineRequest) -> None:
+        self.preemptions += 1
+        self._free += one.blocks
+        one.blocks = 0
+        if self._spec.swap_token_s is None:
+            one.computed = 0
+            self._waiting.appendleft(one)
+        else:
+            self._now_s += one.computed * self._spec.swap_token_s
+            self._swapped.appendleft(one)
+
+    def _swap_in(self) -> None:
+        while self._swapped and len(self._running) < self._spec.max_batch:
+            one = self._swapped[0]
+            # A block to spare for each request that runs, or it would go out again at once.
+            if self._block_count(one.tokens + 1) + len(self._running) > self._free or not self._admit(one):
+                break
+            self._now_s += one.computed * (self._spec.swap_token_s or 0.0)
+            self._running.append(self._swapped.popleft())
+
+    def _note_gap(self, gap_s: float, count: int) -> None:
+        self.gaps_s.append(gap_s)
+        self.gap_counts.append(count)
