@@ -6,7 +6,7 @@ import os
 # connected, even children that do not use it.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-from kaveri.client.answer import Chunk, Completion, ModelInfo, ServerTiming, Timing, Usage
+from kaveri.client.answer import Chunk, Completion, ModelInfo, PromptToken, ServerTiming, Timing, Usage
 from kaveri.client.async_client import AsyncClient
 from kaveri.client.async_stream import AsyncStream
 from kaveri.client.request import Message
@@ -20,6 +20,7 @@ __all__ = [
     "Completion",
     "Message",
     "ModelInfo",
+    "PromptToken",
     "ServerTiming",
     "Stream",
     "Timing",

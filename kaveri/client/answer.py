@@ -77,6 +77,17 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptToken:
+    """One token of a prompt, and what the model thinks of it there."""
+
+    token_id: int
+    text: str
+    """What it stands for, alone: a part of a character is U+FFFD."""
+    logprobs: Logprobs | None
+    """None: it is the first one, before which nothing comes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """A piece of an answer."""
 
@@ -94,6 +105,9 @@ class Chunk:
     """On the last chunk."""
     timing: Timing | None
     """On the last chunk."""
+    prompt_tokens: tuple[PromptToken, ...] = ()
+    """The prompt's next tokens, from the first one on, when the parameters have prompt_logprobs. All come before the
+    first token of the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +123,8 @@ class Completion:
     finish_reason: FinishReason
     usage: Usage
     timing: Timing
+    prompt_tokens: tuple[PromptToken, ...] = ()
+    """One entry per token of the prompt when the parameters have prompt_logprobs, else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

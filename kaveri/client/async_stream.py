@@ -7,10 +7,10 @@ import time
 from types import TracebackType
 from typing import Self
 
-from kaveri.client.answer import Chunk, Completion, ServerTiming, Timing, Usage
+from kaveri.client.answer import Chunk, Completion, PromptToken, ServerTiming, Timing, Usage
 from kaveri.client.sessions import Sessions
 from kaveri.errors import KaveriError, RequestCancelled, Unavailable
-from kaveri.v1 import inference_pb2
+from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.wire.messages import finish_from_proto, logprobs_from_proto
 
 
@@ -91,6 +91,7 @@ class AsyncStream:
             finish_reason=last.finish_reason,
             usage=last.usage,
             timing=last.timing,
+            prompt_tokens=tuple(token for chunk in chunks for token in chunk.prompt_tokens),
         )
 
     def close(self) -> None:
@@ -139,6 +140,7 @@ class AsyncStream:
             finish_reason=finish_from_proto(response.finish_reason),
             usage=_usage(response.usage) if is_last else None,
             timing=self._timing(response.timing, now_s) if is_last else None,
+            prompt_tokens=_prompt_tokens(response.prompt_logprobs) if response.HasField("prompt_logprobs") else (),
         )
 
     def _timing(self, server: inference_pb2.Timing, now_s: float) -> Timing:
@@ -148,6 +150,15 @@ class AsyncStream:
         if self._first_s is not None and token_count > 1:
             tpot_s = (self._last_s - self._first_s) / (token_count - 1)
         return Timing(ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=now_s - self._started_s, server=_server_timing(server))
+
+
+def _prompt_tokens(message: sampling_pb2.PromptLogprobs) -> tuple[PromptToken, ...]:
+    return tuple(
+        PromptToken(
+            token_id=token_id, text=entry.text, logprobs=logprobs_from_proto(entry) if message.first + place else None
+        )
+        for place, (token_id, entry) in enumerate(zip(message.token_ids, message.logprobs, strict=True))
+    )
 
 
 def _usage(message: inference_pb2.Usage) -> Usage:

@@ -2,16 +2,19 @@
 
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import Unavailable
-from kaveri.v1 import inference_pb2
+from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.wire.messages import finish_from_proto
 
 
 class Received:
     """Grows with each response. A response that does not go on exactly behind the former ones is refused."""
 
-    def __init__(self, min_tokens: int = 0) -> None:
-        """min_tokens: as the request asks for."""
+    def __init__(self, min_tokens: int = 0, wants_prompt: bool = False) -> None:
+        """min_tokens: as the request asks for. wants_prompt: whether it asks for prompt_logprobs."""
         self._min_tokens = min_tokens
+        self._wants_prompt = wants_prompt
+        self.prompt_count = 0
+        """Tokens of the prompt whose log-probabilities have come."""
         self.token_ids: list[int] = []
         self.characters = 0
         """Of text, in Unicode code points."""
@@ -31,7 +34,11 @@ class Received:
     def take(self, response: inference_pb2.GenerateResponse, target: str) -> None:
         """Takes the next response in. Raises Unavailable when tokens are missing or repeated, and when the answer was
         ended before min_tokens, as a router of a former version does, which does not know them."""
+        if response.HasField("prompt_logprobs"):
+            self._take_prompt(response.prompt_logprobs, target)
         expected = len(self.token_ids)
+        if self._wants_prompt and response.token_ids and not self.prompt_count:
+            raise Unavailable(f"{target} sent a token without prompt_logprobs: is it of a former version?")
         if response.token_ids and response.index != expected:
             raise Unavailable(f"{target} sent token {response.index} where {expected} was expected")
         self.response_count += 1
@@ -46,6 +53,16 @@ class Received:
             ended = f"{target} ended the answer with token {len(self.token_ids)}, before min_tokens"
             raise Unavailable(f"{ended} ({self._min_tokens}) were drawn: is it of a former version?")
         self.is_complete = finish is not None
+
+    def _take_prompt(self, report: sampling_pb2.PromptLogprobs, target: str) -> None:
+        """Removes what has come already from the report: a router that takes the request over begins it again."""
+        if report.first > self.prompt_count or len(report.token_ids) != len(report.logprobs):
+            place = f"position {report.first} of the prompt where {self.prompt_count} was expected"
+            raise Unavailable(f"{target} sent prompt_logprobs from {place}")
+        seen = min(self.prompt_count - report.first, len(report.logprobs))
+        del report.token_ids[:seen], report.logprobs[:seen]
+        report.first += seen
+        self.prompt_count += len(report.logprobs)
 
     def to_proto(self) -> inference_pb2.Received:
         """What the next session's router must know."""

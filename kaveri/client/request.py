@@ -61,7 +61,7 @@ def build_request(
         if not isinstance(params, SamplingParams):
             raise InvalidArgument("params", params, "SamplingParams, or None")
         request.params.CopyFrom(params_to_proto(params))
-        request.token_texts = params.logprobs is not None
+        request.token_texts = params.logprobs is not None or params.prompt_logprobs is not None
     return request
 
 

@@ -33,7 +33,7 @@ class Sessions:
             # Drawn here: another router must draw the same tokens.
             request.params.seed = secrets.randbits(_SEED_BITS)
         request.secret = secrets.token_bytes(_SECRET_BYTES)
-        self.received = Received(request.params.min_tokens)
+        self.received = Received(request.params.min_tokens, request.params.HasField("prompt_logprobs"))
         self.cancel_asked = False
         """Whether the caller has cancelled the request by its id: a later session is cancelled too."""
         self._traceparent = current_traceparent()

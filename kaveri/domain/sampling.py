@@ -14,6 +14,9 @@ MAX_STOP_TEXTS = 16
 MAX_STOP_TEXT_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
+MAX_PROMPT_REPORT = 2**17
+"""Log-probabilities that one request may ask for about its prompt: (prompt_logprobs + 1) * tokens. What the processes
+keep of them is 100 to 200 bytes each."""
 MAX_N = 128
 """Answers to one prompt that one call may ask for, where a protocol has such a parameter."""
 _UINT32_MAX = 2**32 - 1
@@ -62,6 +65,9 @@ class SamplingParams:
     """Continue past the model's end-of-sequence ids."""
     logprobs: int | None = None
     """Report the log-probability of each token and of this many most likely ones. None: no report."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, of which it may then have at most MAX_PROMPT_REPORT / (prompt_logprobs + 1).
+    None: no report."""
 
     def __post_init__(self) -> None:
         # A plain string is a common mistake; it must not become a tuple of its letters.
@@ -86,8 +92,10 @@ class SamplingParams:
             self._set("seed", _whole("seed", self.seed, 0, _UINT64_MAX))
         if not isinstance(self.ignore_eos, bool):
             raise InvalidArgument("params.ignore_eos", self.ignore_eos, "True or False")
-        if self.logprobs is not None:
-            self._set("logprobs", _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS))
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None:
+                self._set(name, _whole(name, count, 0, MAX_LOGPROBS))
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -97,6 +105,17 @@ def derived_seed(seed: int | None, number: int) -> int | None:
     """The seed of the answer with this number to one prompt, in [0, 2**64). The first one has the request's own, modulo
     2**64. None: there is none, and the router draws one for each."""
     return None if seed is None else (seed + number * _SEED_STEP) % 2**64
+
+
+def check_prompt_report(params: SamplingParams, prompt_tokens: int) -> None:
+    """Raises InvalidArgument when the report on a prompt of so many tokens would be too large."""
+    if params.prompt_logprobs is None:
+        return
+    most = MAX_PROMPT_REPORT // (params.prompt_logprobs + 1)
+    if prompt_tokens > most:
+        value = f"{params.prompt_logprobs} for a prompt of {prompt_tokens} tokens"
+        limit = f"left out, or a prompt of at most {most} tokens: (prompt_logprobs + 1) * tokens <= {MAX_PROMPT_REPORT}"
+        raise InvalidArgument("params.prompt_logprobs", value, limit)
 
 
 def check_stop_counts(text_count: int, token_id_count: int) -> None:
@@ -161,13 +180,13 @@ def _check_stop_text(text: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """The model's log-probabilities at one generated position, before temperature, top_k and top_p."""
+    """The model's log-probabilities at one position, before temperature, top_k and top_p."""
 
     logprob: float
-    """Natural logarithm of the drawn token's probability."""
+    """Natural logarithm of the probability of the token that was drawn, or that the prompt has there."""
     top: tuple[tuple[int, float], ...]
     """(token id, log-probability) of the most likely tokens, the likeliest first."""
     text: str = field(default="", compare=False)
-    """What the drawn token stands for, alone: a part of a character is U+FFFD. Empty: not known here."""
+    """What this token stands for, alone: a part of a character is U+FFFD. Empty: not known here."""
     top_texts: tuple[str, ...] = field(default=(), compare=False)
     """The same for each of `top`, or nothing."""

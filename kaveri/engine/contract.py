@@ -7,6 +7,7 @@ a queue or take a short lock. No tensor crosses this seam.
 Life of a request on the prefill side::
 
     prefill(request) ── PrefillStarted ── PrefillProgress* ── FirstToken ── [done if it finished]
+        with params.prompt_logprobs, and no token generated so far: PromptLogprobs* in between, before FirstToken
     push_to(key, ticket), any time after prefill(): KvPushed (blocks free, done) | KvPushFailed (KV kept, push again)
 
 Life of a request on the decode side::
@@ -38,6 +39,10 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 
+MAX_SCORED_TOKENS = 256
+"""Tokens of prompts whose log-probabilities one step computes, where Kaveri forms the steps, and one event carries:
+the logits of a whole chunk would take gigabytes with a large vocabulary."""
+
 
 class EngineKey(NamedTuple):
     """Names a request inside one engine. Engines compare keys for equality only."""
@@ -58,6 +63,11 @@ class EngineRequest:
     """How many of token_ids were generated: the index, within the answer, of the next token."""
     params: SamplingParams
     """With max_tokens and seed set. max_tokens counts from the beginning of the answer."""
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether prefill reports on the prompt's tokens."""
+        return self.params.prompt_logprobs is not None and self.generated_count == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +144,18 @@ class PrefillProgress:
 
     key: EngineKey
     computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """What the model thinks of the prompt's next tokens. Only where generated_count is 0: otherwise an earlier attempt
+    has said it. Positions come in order, from 1 on; those of the last chunk come before FirstToken."""
+
+    key: EngineKey
+    first: int
+    """Position of the first of them within the prompt."""
+    entries: tuple[Logprobs, ...]
+    """One for each position; at most MAX_SCORED_TOKENS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +288,7 @@ class EngineStopped:
 EngineEvent = (
     PrefillStarted
     | PrefillProgress
+    | PromptLogprobs
     | FirstToken
     | KvPushed
     | KvPushFailed

@@ -17,6 +17,7 @@ import pytest
 
 from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.engine.contract import (
+    MAX_SCORED_TOKENS,
     DecodeEngine,
     Engine,
     EngineEvent,
@@ -31,6 +32,7 @@ from kaveri.engine.contract import (
     PrefillEngine,
     PrefillProgress,
     PrefillStarted,
+    PromptLogprobs,
     StepTokens,
 )
 from kaveri.errors import EngineError, InvalidArgument, LayoutMismatch, NoCapacity, RequestAlreadyExists
@@ -311,6 +313,52 @@ class EngineConformance:
             steps = [after - before for before, after in zip([0, *computed], [*computed, 70], strict=True)]
             assert len(steps) >= 70 / CHUNK_TOKENS
             assert all(0 < step <= CHUNK_TOKENS for step in steps), steps
+
+    @pytest.mark.parametrize("prompt_tokens", [1, 2, CHUNK_TOKENS, CHUNK_TOKENS + 1, 75])
+    def test_prompt_logprobs_come_in_order_before_the_first_token(
+        self, harness: EngineHarness, prompt_tokens: int
+    ) -> None:
+        with running_pair(harness) as pair:
+            plain = make_request(pair.prefill, "plain", 40, 4)
+            request = make_request(pair.prefill, "r", prompt_tokens, 4, prompt_logprobs=2)
+            for each in (plain, request):
+                pair.hand_over(each)
+            assert pair.answer(request) == harness.answer(request.token_ids, 4)
+            events = [event for event in pair.prefilled.events if isinstance(event, PromptLogprobs | FirstToken)]
+            events = [event for event in events if event.key == request.key]
+            assert isinstance(events.pop(), FirstToken)
+            place = 1
+            for event in events:
+                assert isinstance(event, PromptLogprobs)
+                assert event.first == place
+                assert 0 < len(event.entries) <= MAX_SCORED_TOKENS
+                place += len(event.entries)
+                for entry in event.entries:
+                    assert entry.logprob <= 0
+                    assert len({token_id for token_id, _ in entry.top}) == 2
+                    assert entry.top[0][1] >= entry.top[1][1]
+            assert place == prompt_tokens
+            # Who did not ask gets none.
+            pair.answer(plain)
+            assert not pair.prefilled.of(PromptLogprobs, plain.key)
+            wait_until_free(pair.prefill, pair.decode)
+
+    def test_a_prompt_has_the_same_logprobs_again_and_a_later_attempt_none(self, harness: EngineHarness) -> None:
+        with running_pair(harness) as pair:
+            first = make_request(pair.prefill, "r", 50, 4, prompt_logprobs=0)
+            # The same prompt, of which an engine may have kept KV.
+            again = replace(first, key=EngineKey("again", 1))
+            later = replace(first, key=EngineKey("later", 1), generated_count=1)
+            for each in (first, again, later):
+                pair.hand_over(each)
+                pair.answer(each)
+            entries = [
+                [entry.logprob for event in pair.prefilled.of(PromptLogprobs, each.key) for entry in event.entries]
+                for each in (first, again, later)
+            ]
+            assert len(entries[0]) == 49
+            assert entries[0] == pytest.approx(entries[1], abs=1e-4)
+            assert entries[2] == []
 
     @pytest.mark.parametrize("moment", ["submitted", "first chunk", "first token"])
     def test_ticket_may_come_at_any_moment_of_prefill(self, harness: EngineHarness, moment: str) -> None:

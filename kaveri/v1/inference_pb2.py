@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kaveri.v1 import sampling_pb2 as kaveri_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kaveri/v1/inference.proto\x12\tkaveri.v1\x1a\x18kaveri/v1/sampling.proto\"\xa9\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.kaveri.v1.TokenIdsH\x00\x12\'\n\x08messages\x18\x05 \x01(\x0b\x32\x13.kaveri.v1.MessagesH\x00\x12)\n\x06params\x18\x06 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\x12\x0f\n\x07session\x18\x07 \x01(\r\x12\x0e\n\x06secret\x18\x08 \x01(\x0c\x12\x13\n\x0btoken_texts\x18\n \x01(\x08\x12%\n\x08received\x18\t \x01(\x0b\x32\x13.kaveri.v1.ReceivedB\x08\n\x06prompt\"n\n\x08Received\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x12\n\ncharacters\x18\x02 \x01(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12#\n\x05owner\x18\x04 \x01(\x0b\x32\x14.kaveri.v1.OwnerHint\"\xb5\x01\n\tOwnerHint\x12\x1b\n\x13prefill_instance_id\x18\x01 \x01(\t\x12\x1b\n\x13prefill_incarnation\x18\x02 \x01(\x04\x12\x1a\n\x12\x64\x65\x63ode_instance_id\x18\x03 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x04 \x01(\x04\x12\x1a\n\x12holder_instance_id\x18\x05 \x01(\t\x12\x1a\n\x12holder_incarnation\x18\x06 \x01(\x04\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"0\n\x08Messages\x12$\n\x08messages\x18\x01 \x03(\x0b\x32\x12.kaveri.v1.Message\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xbf\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x0c\n\x04text\x18\x04 \x01(\t\x12%\n\x08logprobs\x18\x05 \x03(\x0b\x32\x13.kaveri.v1.Logprobs\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.kaveri.v1.FinishReason\x12\x1f\n\x05usage\x18\x07 \x01(\x0b\x32\x10.kaveri.v1.Usage\x12!\n\x06timing\x18\x08 \x01(\x0b\x32\x11.kaveri.v1.Timing\x12#\n\x05owner\x18\t \x01(\x0b\x32\x14.kaveri.v1.OwnerHint\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x0f\n\x07routers\x18\x0b \x03(\t\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\x92\x03\n\x06Timing\x12\x10\n\x08router_s\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_queue_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x15\n\rkv_transfer_s\x18\x04 \x01(\x01\x12\x11\n\tkv_tail_s\x18\x05 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_queue_s\x18\x06 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x07 \x01(\x01\x12\x10\n\x08kv_bytes\x18\x08 \x01(\x04\x12\x1b\n\x13prefill_instance_id\x18\t \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_instance_id\x18\n \x01(\t\x12\x10\n\x08\x61ttempts\x18\x0b \x01(\r\x12\x14\n\x0ckv_transport\x18\x0c \x01(\t\x12\x0e\n\x06ttft_s\x18\r \x01(\x01\x12\r\n\x05\x65\x32\x65_s\x18\x0e \x01(\x01\x12\x12\n\nreattaches\x18\x0f \x01(\r\x12\x0f\n\x07resumes\x18\x10 \x01(\r\x12\x13\n\x0bheld_tokens\x18\x11 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x12 \x01(\r\x12\x0f\n\x07stall_s\x18\x13 \x01(\x01\"6\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tforwarded\x18\x02 \x01(\x08\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.kaveri.v1.Model\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"3\n\x10GetModelResponse\x12\x1f\n\x05model\x18\x01 \x01(\x0b\x32\x10.kaveri.v1.Model\"j\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\x12\r\n\x05ready\x18\x05 \x01(\x08\"c\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x08messages\x18\x03 \x01(\x0b\x32\x13.kaveri.v1.MessagesH\x00\x42\x08\n\x06prompt\"@\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"9\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\r\n\x0b\x42\x65\x61tRequest\"\x0e\n\x0c\x42\x65\x61tResponse2\xf1\x03\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1a.kaveri.v1.GenerateRequest\x1a\x1b.kaveri.v1.GenerateResponse0\x01\x12=\n\x06\x43\x61ncel\x12\x18.kaveri.v1.CancelRequest\x1a\x19.kaveri.v1.CancelResponse\x12I\n\nListModels\x12\x1c.kaveri.v1.ListModelsRequest\x1a\x1d.kaveri.v1.ListModelsResponse\x12\x43\n\x08GetModel\x12\x1a.kaveri.v1.GetModelRequest\x1a\x1b.kaveri.v1.GetModelResponse\x12\x43\n\x08Tokenize\x12\x1a.kaveri.v1.TokenizeRequest\x1a\x1b.kaveri.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.kaveri.v1.DetokenizeRequest\x1a\x1d.kaveri.v1.DetokenizeResponse\x12\x37\n\x04\x42\x65\x61t\x12\x16.kaveri.v1.BeatRequest\x1a\x17.kaveri.v1.BeatResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kaveri/v1/inference.proto\x12\tkaveri.v1\x1a\x18kaveri/v1/sampling.proto\"\xa9\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.kaveri.v1.TokenIdsH\x00\x12\'\n\x08messages\x18\x05 \x01(\x0b\x32\x13.kaveri.v1.MessagesH\x00\x12)\n\x06params\x18\x06 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\x12\x0f\n\x07session\x18\x07 \x01(\r\x12\x0e\n\x06secret\x18\x08 \x01(\x0c\x12\x13\n\x0btoken_texts\x18\n \x01(\x08\x12%\n\x08received\x18\t \x01(\x0b\x32\x13.kaveri.v1.ReceivedB\x08\n\x06prompt\"n\n\x08Received\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x12\n\ncharacters\x18\x02 \x01(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12#\n\x05owner\x18\x04 \x01(\x0b\x32\x14.kaveri.v1.OwnerHint\"\xb5\x01\n\tOwnerHint\x12\x1b\n\x13prefill_instance_id\x18\x01 \x01(\t\x12\x1b\n\x13prefill_incarnation\x18\x02 \x01(\x04\x12\x1a\n\x12\x64\x65\x63ode_instance_id\x18\x03 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x04 \x01(\x04\x12\x1a\n\x12holder_instance_id\x18\x05 \x01(\t\x12\x1a\n\x12holder_incarnation\x18\x06 \x01(\x04\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"0\n\x08Messages\x12$\n\x08messages\x18\x01 \x03(\x0b\x32\x12.kaveri.v1.Message\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xf3\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x0c\n\x04text\x18\x04 \x01(\t\x12%\n\x08logprobs\x18\x05 \x03(\x0b\x32\x13.kaveri.v1.Logprobs\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.kaveri.v1.FinishReason\x12\x1f\n\x05usage\x18\x07 \x01(\x0b\x32\x10.kaveri.v1.Usage\x12!\n\x06timing\x18\x08 \x01(\x0b\x32\x11.kaveri.v1.Timing\x12#\n\x05owner\x18\t \x01(\x0b\x32\x14.kaveri.v1.OwnerHint\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x0f\n\x07routers\x18\x0b \x03(\t\x12\x32\n\x0fprompt_logprobs\x18\x0c \x01(\x0b\x32\x19.kaveri.v1.PromptLogprobs\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\x92\x03\n\x06Timing\x12\x10\n\x08router_s\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_queue_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x15\n\rkv_transfer_s\x18\x04 \x01(\x01\x12\x11\n\tkv_tail_s\x18\x05 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_queue_s\x18\x06 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x07 \x01(\x01\x12\x10\n\x08kv_bytes\x18\x08 \x01(\x04\x12\x1b\n\x13prefill_instance_id\x18\t \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_instance_id\x18\n \x01(\t\x12\x10\n\x08\x61ttempts\x18\x0b \x01(\r\x12\x14\n\x0ckv_transport\x18\x0c \x01(\t\x12\x0e\n\x06ttft_s\x18\r \x01(\x01\x12\r\n\x05\x65\x32\x65_s\x18\x0e \x01(\x01\x12\x12\n\nreattaches\x18\x0f \x01(\r\x12\x0f\n\x07resumes\x18\x10 \x01(\r\x12\x13\n\x0bheld_tokens\x18\x11 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x12 \x01(\r\x12\x0f\n\x07stall_s\x18\x13 \x01(\x01\"6\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tforwarded\x18\x02 \x01(\x08\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.kaveri.v1.Model\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"3\n\x10GetModelResponse\x12\x1f\n\x05model\x18\x01 \x01(\x0b\x32\x10.kaveri.v1.Model\"j\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\x12\r\n\x05ready\x18\x05 \x01(\x08\"c\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x08messages\x18\x03 \x01(\x0b\x32\x13.kaveri.v1.MessagesH\x00\x42\x08\n\x06prompt\"@\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"9\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\r\n\x0b\x42\x65\x61tRequest\"\x0e\n\x0c\x42\x65\x61tResponse2\xf1\x03\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1a.kaveri.v1.GenerateRequest\x1a\x1b.kaveri.v1.GenerateResponse0\x01\x12=\n\x06\x43\x61ncel\x12\x18.kaveri.v1.CancelRequest\x1a\x19.kaveri.v1.CancelResponse\x12I\n\nListModels\x12\x1c.kaveri.v1.ListModelsRequest\x1a\x1d.kaveri.v1.ListModelsResponse\x12\x43\n\x08GetModel\x12\x1a.kaveri.v1.GetModelRequest\x1a\x1b.kaveri.v1.GetModelResponse\x12\x43\n\x08Tokenize\x12\x1a.kaveri.v1.TokenizeRequest\x1a\x1b.kaveri.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.kaveri.v1.DetokenizeRequest\x1a\x1d.kaveri.v1.DetokenizeResponse\x12\x37\n\x04\x42\x65\x61t\x12\x16.kaveri.v1.BeatRequest\x1a\x17.kaveri.v1.BeatResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -55,37 +55,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MESSAGE']._serialized_start=741
   _globals['_MESSAGE']._serialized_end=781
   _globals['_GENERATERESPONSE']._serialized_start=784
-  _globals['_GENERATERESPONSE']._serialized_end=1103
-  _globals['_USAGE']._serialized_start=1105
-  _globals['_USAGE']._serialized_end=1162
-  _globals['_TIMING']._serialized_start=1165
-  _globals['_TIMING']._serialized_end=1567
-  _globals['_CANCELREQUEST']._serialized_start=1569
-  _globals['_CANCELREQUEST']._serialized_end=1623
-  _globals['_CANCELRESPONSE']._serialized_start=1625
-  _globals['_CANCELRESPONSE']._serialized_end=1656
-  _globals['_LISTMODELSREQUEST']._serialized_start=1658
-  _globals['_LISTMODELSREQUEST']._serialized_end=1677
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1679
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1733
-  _globals['_GETMODELREQUEST']._serialized_start=1735
-  _globals['_GETMODELREQUEST']._serialized_end=1767
-  _globals['_GETMODELRESPONSE']._serialized_start=1769
-  _globals['_GETMODELRESPONSE']._serialized_end=1820
-  _globals['_MODEL']._serialized_start=1822
-  _globals['_MODEL']._serialized_end=1928
-  _globals['_TOKENIZEREQUEST']._serialized_start=1930
-  _globals['_TOKENIZEREQUEST']._serialized_end=2029
-  _globals['_TOKENIZERESPONSE']._serialized_start=2031
-  _globals['_TOKENIZERESPONSE']._serialized_end=2095
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2097
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2154
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2156
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2190
-  _globals['_BEATREQUEST']._serialized_start=2192
-  _globals['_BEATREQUEST']._serialized_end=2205
-  _globals['_BEATRESPONSE']._serialized_start=2207
-  _globals['_BEATRESPONSE']._serialized_end=2221
-  _globals['_INFERENCESERVICE']._serialized_start=2224
-  _globals['_INFERENCESERVICE']._serialized_end=2721
+  _globals['_GENERATERESPONSE']._serialized_end=1155
+  _globals['_USAGE']._serialized_start=1157
+  _globals['_USAGE']._serialized_end=1214
+  _globals['_TIMING']._serialized_start=1217
+  _globals['_TIMING']._serialized_end=1619
+  _globals['_CANCELREQUEST']._serialized_start=1621
+  _globals['_CANCELREQUEST']._serialized_end=1675
+  _globals['_CANCELRESPONSE']._serialized_start=1677
+  _globals['_CANCELRESPONSE']._serialized_end=1708
+  _globals['_LISTMODELSREQUEST']._serialized_start=1710
+  _globals['_LISTMODELSREQUEST']._serialized_end=1729
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1731
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1785
+  _globals['_GETMODELREQUEST']._serialized_start=1787
+  _globals['_GETMODELREQUEST']._serialized_end=1819
+  _globals['_GETMODELRESPONSE']._serialized_start=1821
+  _globals['_GETMODELRESPONSE']._serialized_end=1872
+  _globals['_MODEL']._serialized_start=1874
+  _globals['_MODEL']._serialized_end=1980
+  _globals['_TOKENIZEREQUEST']._serialized_start=1982
+  _globals['_TOKENIZEREQUEST']._serialized_end=2081
+  _globals['_TOKENIZERESPONSE']._serialized_start=2083
+  _globals['_TOKENIZERESPONSE']._serialized_end=2147
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2149
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2206
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2208
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2242
+  _globals['_BEATREQUEST']._serialized_start=2244
+  _globals['_BEATREQUEST']._serialized_end=2257
+  _globals['_BEATRESPONSE']._serialized_start=2259
+  _globals['_BEATRESPONSE']._serialized_end=2273
+  _globals['_INFERENCESERVICE']._serialized_start=2276
+  _globals['_INFERENCESERVICE']._serialized_end=2773
 # @@protoc_insertion_point(module_scope)

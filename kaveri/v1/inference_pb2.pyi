@@ -50,7 +50,7 @@ class GenerateRequest(_message.Message):
     comes from the request's own client. Unset: the request cannot be re-attached.
     """
     token_texts: _builtins.bool
-    """Name tokens by their text in GenerateResponse.logprobs too."""
+    """Name tokens by their text in GenerateResponse.logprobs and prompt_logprobs too."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids of the model's vocabulary."""
@@ -249,8 +249,8 @@ Global___Message: _TypeAlias = Message  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """A piece of the answer. The first one carries the first token that the client has not received, unless there is none;
-    the last one carries finish_reason, usage and timing.
+    """A piece of the answer. The first one carries the first token that the client has not received, unless there is none,
+    or a part of prompt_logprobs; the last one carries finish_reason, usage and timing.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -266,6 +266,7 @@ class GenerateResponse(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     ROUTERS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, on the first response only."""
     index: _builtins.int
@@ -304,6 +305,13 @@ class GenerateResponse(_message.Message):
         On the last response of a router that drains: those of the other routers. The stream then ends as UNAVAILABLE.
         """
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _sampling_pb2.PromptLogprobs:
+        """When SamplingParams.prompt_logprobs was set: the next part of them, from position 0 on. All come before the first
+        token. A client that re-attaches before its first token gets them again from position 0 on: the prompt is computed
+        again. One that has a token has all of them, and gets none.
+        """
+
     def __init__(
         self,
         *,
@@ -318,10 +326,11 @@ class GenerateResponse(_message.Message):
         owner: Global___OwnerHint | None = ...,
         max_tokens: _builtins.int = ...,
         routers: _abc.Iterable[_builtins.str] | None = ...,
+        prompt_logprobs: _sampling_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "prompt_logprobs", b"prompt_logprobs", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "owner", b"owner", "request_id", b"request_id", "routers", b"routers", "text", b"text", "timing", b"timing", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "owner", b"owner", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "routers", b"routers", "text", b"text", "timing", b"timing", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -264,6 +264,7 @@ class PrefillResponse(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     HANDED_OVER_FIELD_NUMBER: _builtins.int
     ATTACHED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> Global___PrefillStarted:
         """The first chunk has begun."""
@@ -284,6 +285,12 @@ class PrefillResponse(_message.Message):
     def attached(self) -> _decode_pb2.Attached:
         """The first event of AttachPrefill."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _sampling_pb2.PromptLogprobs:
+        """What a chunk says of the prompt's tokens, when the request asked for it and generated_count is 0. From position 1
+        on, in order; all of them come before the first token.
+        """
+
     def __init__(
         self,
         *,
@@ -292,12 +299,13 @@ class PrefillResponse(_message.Message):
         first_token: Global___PrefillFirstToken | None = ...,
         handed_over: Global___PrefillHandedOver | None = ...,
         attached: _decode_pb2.Attached | None = ...,
+        prompt_logprobs: _sampling_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "event", b"event", "first_token", b"first_token", "handed_over", b"handed_over", "placed", b"placed", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "event", b"event", "first_token", b"first_token", "handed_over", b"handed_over", "placed", b"placed", "prompt_logprobs", b"prompt_logprobs", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "event", b"event", "first_token", b"first_token", "handed_over", b"handed_over", "placed", b"placed", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "event", b"event", "first_token", b"first_token", "handed_over", b"handed_over", "placed", b"placed", "prompt_logprobs", b"prompt_logprobs", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "placed", "first_token", "handed_over", "attached"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "placed", "first_token", "handed_over", "attached", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

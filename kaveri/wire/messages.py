@@ -1,5 +1,7 @@
 """Domain values <-> protobuf messages, for every value that crosses more than one contract. Pure."""
 
+from collections.abc import Iterable
+
 from kaveri.domain.length import TokenRange
 from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams, check_stop_counts
 from kaveri.domain.view import (
@@ -70,6 +72,7 @@ def params_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
         min_tokens=params.min_tokens,
+        prompt_logprobs=params.prompt_logprobs,
     )
 
 
@@ -88,12 +91,18 @@ def params_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         min_tokens=message.min_tokens,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
     )
 
 
 def logprobs_to_proto(logprobs: Logprobs) -> sampling_pb2.Logprobs:
     top = [sampling_pb2.TokenLogprob(token_id=token_id, logprob=value) for token_id, value in logprobs.top]
     return sampling_pb2.Logprobs(logprob=logprobs.logprob, top=top)
+
+
+def prompt_logprobs_to_proto(first: int, entries: Iterable[Logprobs]) -> sampling_pb2.PromptLogprobs:
+    """first: the position of the first entry within the prompt."""
+    return sampling_pb2.PromptLogprobs(first=first, logprobs=[logprobs_to_proto(entry) for entry in entries])
 
 
 def logprobs_from_proto(message: sampling_pb2.Logprobs) -> Logprobs:

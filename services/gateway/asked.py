@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kaveri.client.request import Message
-from kaveri.domain.sampling import MAX_LOGPROBS, MAX_N, SamplingParams, derived_seed
+from kaveri.domain.sampling import MAX_LOGPROBS, MAX_N, MAX_PROMPT_REPORT, SamplingParams, derived_seed
 from kaveri.errors import InvalidArgument
 from services.gateway.fields import (
     Accepts,
@@ -25,6 +25,7 @@ Prompt = str | tuple[int, ...] | tuple[Message, ...]
 
 _COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions. A chat answer may be as long as fits."""
+_MOST_OF_PROMPTS = 2 * MAX_PROMPT_REPORT
 _HARMLESS: Mapping[str, Accepts] = {
     "add_special_tokens": any_flag,
     "allowed_token_ids": empty,
@@ -57,7 +58,6 @@ _HARMLESS: Mapping[str, Accepts] = {
             "guided_regex",
             "kv_transfer_params",
             "logits_processors",
-            "prompt_logprobs",
             "request_id",
             "structured_outputs",
             "truncate_prompt_tokens",
@@ -129,7 +129,14 @@ class Asked:
     usage_events: UsageEvents = UsageEvents.NONE
     echo: bool = False
     """Whether the text begins with the prompt."""
+    prompt_logprobs: bool = False
+    """Whether each answer has a field of this name, as vLLM's."""
     return_token_ids: bool = False
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """Whether the report on an answer begins with the prompt's tokens."""
+        return self.echo and self.params.logprobs is not None
 
     @property
     def answers(self) -> tuple[tuple[Prompt, SamplingParams], ...]:
@@ -154,8 +161,6 @@ def read_completion(body: Mapping[str, Any], max_answers: int) -> Asked:
     logprobs = fields.whole("logprobs", 0, MAX_LOGPROBS)
     max_tokens = fields.take("max_tokens")
     echo = fields.flag("echo")
-    if echo and logprobs is not None:
-        raise InvalidArgument("logprobs", logprobs, "left out where echo is true: Kaveri reports on answers only")
     return _read_rest(
         fields,
         _HARMLESS_OF_COMPLETIONS,
@@ -209,6 +214,7 @@ def _read_rest(
     """What both kinds of requests have in common."""
     stream = fields.flag("stream")
     temperature, top_p, top_k = (fields.take(name) for name in ("temperature", "top_p", "top_k"))
+    prompt_logprobs = _prompt_logprobs(fields, stream, logprobs if echo else None)
     stop, stop_token_ids, min_tokens = (fields.take(name) for name in ("stop", "stop_token_ids", "min_tokens"))
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -222,7 +228,9 @@ def _read_rest(
         stop_token_ids=() if stop_token_ids is None else stop_token_ids,
         ignore_eos=fields.flag("ignore_eos"),
         logprobs=logprobs,
+        prompt_logprobs=logprobs if echo and prompt_logprobs is None else prompt_logprobs,
     )
+    _check_prompt_report(prompts, n, params)
     asked = Asked(
         model=fields.text("model"),
         prompts=prompts,
@@ -231,10 +239,40 @@ def _read_rest(
         stream=stream,
         usage_events=_usage_events(fields, stream),
         echo=echo,
+        prompt_logprobs=prompt_logprobs is not None,
         return_token_ids=fields.flag("return_token_ids"),
     )
     fields.refuse_rest(harmless)
     return asked
+
+
+def _prompt_logprobs(fields: Fields, stream: bool, echoed: int | None) -> int | None:
+    """vLLM's parameter. echoed: how many likely tokens the report on an answer names, if the prompt is part of it."""
+    count = fields.whole("prompt_logprobs", 0, MAX_LOGPROBS)
+    if count is None:
+        return None
+    if stream:
+        raise InvalidArgument("prompt_logprobs", count, "left out where stream is true")
+    if echoed is not None and echoed != count:
+        raise InvalidArgument("prompt_logprobs", count, f"left out, or {echoed} as logprobs where echo is true")
+    return count
+
+
+def _check_prompt_report(prompts: tuple[Prompt, ...], n: int, params: SamplingParams) -> None:
+    """Bounds what an answer over HTTP says of its prompts, which is kept until all of it has come. Texts count by bytes:
+    a token has at least one."""
+    if params.prompt_logprobs is None:
+        return
+    size = sum(_size(prompt) for prompt in prompts) * n * (params.prompt_logprobs + 1)
+    if size > _MOST_OF_PROMPTS:
+        limit = f"a report of at most {_MOST_OF_PROMPTS}: (logprobs + 1) * n * token ids, or bytes of texts"
+        raise InvalidArgument("prompt_logprobs", f"a report of {size}", limit)
+
+
+def _size(prompt: Prompt) -> int:
+    if isinstance(prompt, str):
+        return len(prompt.encode(errors="replace"))
+    return sum(len(each.content.encode(errors="replace")) if isinstance(each, Message) else 1 for each in prompt)
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:

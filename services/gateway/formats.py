@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
-from kaveri.client.answer import Chunk, Completion, Usage
+from kaveri.client.answer import Chunk, Completion, PromptToken, Usage
 from kaveri.domain.sampling import Logprobs
 from services.gateway.asked import Asked, UsageEvents
 from services.gateway.shown_prompts import ShownPrompt
@@ -56,7 +56,8 @@ class AnswerFormat:
             self._usages[index] = chunk.usage
         finish = b"null" if chunk.finish_reason is None else b'"%s"' % chunk.finish_reason.encode()
         # Both are null, or empty, for most requests.
-        report = b"null" if not chunk.logprobs else encode(self._report(index, chunk.logprobs))
+        prompt = chunk.prompt_tokens if self._asked.echoes_logprobs else ()
+        report = b"null" if not chunk.logprobs and not prompt else encode(self._report(index, chunk.logprobs, prompt))
         token_ids = b',"token_ids":' + encode(chunk.token_ids) if self._asked.return_token_ids else b""
         text = chunk.text
         top, beside = b"", b""
@@ -95,12 +96,17 @@ class AnswerFormat:
         top: dict[str, object] = {}
         for index, answer in enumerate(answers):
             shown = self._shown_of(index)
+            prompt = answer.prompt_tokens if self._asked.echoes_logprobs else ()
+            wants_report = self._asked.params.logprobs is not None
             choice: dict[str, object] = {
                 "index": index,
                 **self._message(shown.text + answer.text),
-                "logprobs": self._report(index, answer.logprobs) if self._asked.params.logprobs is not None else None,
+                "logprobs": self._report(index, answer.logprobs, prompt) if wants_report else None,
                 "finish_reason": answer.finish_reason,
             }
+            if self._asked.prompt_logprobs:
+                beside = choice if self._ids_beside_choices else top
+                beside["prompt_logprobs"] = [_prompt_position(token) for token in answer.prompt_tokens]
             if self._asked.return_token_ids:
                 choice["token_ids"] = answer.token_ids
                 (choice if self._ids_beside_choices else top)["prompt_token_ids"] = shown.token_ids
@@ -109,7 +115,7 @@ class AnswerFormat:
         return encode({**self._head, "object": self.object_name, "choices": choices, "usage": usage, **top})
 
     _ids_beside_choices: bool
-    """Whether a prompt's token ids are part of each choice, else of the whole."""
+    """Whether a prompt's token ids, and what is said of them, are part of each choice, else of the whole."""
 
     def _message(self, text: str) -> dict[str, object]:
         """The part of a choice that holds its text."""
@@ -119,8 +125,9 @@ class AnswerFormat:
         """The same of an event. text: as JSON."""
         raise NotImplementedError
 
-    def _report(self, index: int, logprobs: Sequence[Logprobs]) -> dict[str, object]:
-        """What the model thought of the tokens that come next in the answer `index`."""
+    def _report(self, index: int, logprobs: Sequence[Logprobs], prompt: Sequence[PromptToken]) -> dict[str, object]:
+        """What the model thought of the tokens that come next in the answer `index`. prompt: tokens of the prompt that
+        come before them."""
         raise NotImplementedError
 
     def _shown_of(self, index: int) -> ShownPrompt:
@@ -152,18 +159,23 @@ class CompletionFormat(AnswerFormat):
     def _delta(self, text: bytes, is_first: bool) -> bytes:
         return b'"text":' + text
 
-    def _report(self, index: int, logprobs: Sequence[Logprobs]) -> dict[str, object]:
+    def _report(self, index: int, logprobs: Sequence[Logprobs], prompt: Sequence[PromptToken]) -> dict[str, object]:
+        tokens = [token.text for token in prompt] + [entry.text for entry in logprobs]
+        # None: the prompt's first token, before which nothing comes.
+        entries = [*(token.logprobs for token in prompt), *logprobs]
         offsets = []
-        for entry in logprobs:
+        for text in tokens:
             offsets.append(self._offsets.get(index, 0))
-            self._offsets[index] = offsets[-1] + len(entry.text)
+            self._offsets[index] = offsets[-1] + len(text)
         return {
-            "tokens": [entry.text for entry in logprobs],
-            "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
-            # The drawn token may be none of the likeliest ones.
+            "tokens": tokens,
+            "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
+            # The token itself may be none of the likeliest ones.
             "top_logprobs": [
-                {**{text: _finite(value) for text, value in _top(entry)}, entry.text: _finite(entry.logprob)}
-                for entry in logprobs
+                None
+                if entry is None
+                else {**{text: _finite(value) for text, value in _top(entry)}, entry.text: _finite(entry.logprob)}
+                for entry in entries
             ],
             "text_offset": offsets,
         }
@@ -183,12 +195,28 @@ class ChatFormat(AnswerFormat):
     def _delta(self, text: bytes, is_first: bool) -> bytes:
         return b'"delta":{%s"content":%s}' % (b'"role":"assistant",' if is_first else b"", text)
 
-    def _report(self, index: int, logprobs: Sequence[Logprobs]) -> dict[str, object]:
+    def _report(self, index: int, logprobs: Sequence[Logprobs], prompt: Sequence[PromptToken]) -> dict[str, object]:
         content = [
             {**_token(entry.text, entry.logprob), "top_logprobs": [_token(text, value) for text, value in _top(entry)]}
             for entry in logprobs
         ]
         return {"content": content, "refusal": None}
+
+
+def _prompt_position(token: PromptToken) -> dict[str, object] | None:
+    """As vLLM shows it: by token id. The rank of a token that is none of the likeliest ones is not known."""
+    entry = token.logprobs
+    if entry is None:
+        return None
+    shown: dict[str, object] = {str(token.token_id): _ranked(entry.logprob, None, token.text)}
+    texts = (text for text, _ in _top(entry))
+    for rank, (text, (token_id, value)) in enumerate(zip(texts, entry.top, strict=True), 1):
+        shown[str(token_id)] = _ranked(value, rank, text)
+    return shown
+
+
+def _ranked(logprob: float, rank: int | None, text: str) -> dict[str, object]:
+    return {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
 
 
 def _token(text: str, logprob: float) -> dict[str, object]:

@@ -13,7 +13,15 @@ import enum
 from dataclasses import dataclass, replace
 
 from kaveri.domain.length import TokenRange
-from kaveri.engine.contract import FirstToken, KvPushed, KvPushFailed, PrefillProgress, PrefillStarted, RequestFailed
+from kaveri.engine.contract import (
+    FirstToken,
+    KvPushed,
+    KvPushFailed,
+    PrefillProgress,
+    PrefillStarted,
+    PromptLogprobs,
+    RequestFailed,
+)
 from kaveri.errors import KaveriError, Unavailable
 from kaveri.policy.place_search import PlaceSearch
 from kaveri.policy.prediction import PredictionOutcome, usable_length
@@ -23,6 +31,7 @@ from services.prefill.requests import (
     HandedOver,
     HandOverFailed,
     Progress,
+    PromptScored,
     RoomReserved,
     Started,
 )
@@ -176,7 +185,7 @@ class EndRequested:
     error: KaveriError | None = None
 
 
-EngineReport = PrefillStarted | PrefillProgress | FirstToken | KvPushed | KvPushFailed | RequestFailed
+EngineReport = PrefillStarted | PrefillProgress | PromptLogprobs | FirstToken | KvPushed | KvPushFailed | RequestFailed
 """The engine's events that concern this side of a request."""
 Event = EngineReport | LengthAnswered | RoomReserved | Adopted | HandOverFailed | EndRequested
 
@@ -279,6 +288,8 @@ def step(state: State, event: Event, now_s: float) -> Step:
             advance = Advance(event.computed_tokens, event.computed_tokens - state.compute.computed_tokens)
             after = replace(state, compute=replace(state.compute, computed_tokens=event.computed_tokens))
             return _search_if_due(after, advance)
+        case ComputingPrompt() | Placing() | Pushing(), PromptLogprobs() if isinstance(state.compute, FirstChunkBegun):
+            return state, (Tell(PromptScored(event.first, event.entries)),)
         case ComputingPrompt() | Placing() | Pushing(), FirstToken() if isinstance(state.compute, FirstChunkBegun):
             return _first_token(state, state.compute, event, now_s)
         case Placing(), RoomReserved():

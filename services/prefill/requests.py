@@ -47,7 +47,15 @@ class HandedOver:
     kv_transport: str
 
 
-Progress = Started | RoomReserved | FirstTokenDrawn | HandedOver
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """What the model thinks of the prompt's tokens from position `first` on."""
+
+    first: int
+    entries: tuple[Logprobs, ...]
+
+
+Progress = Started | RoomReserved | PromptScored | FirstTokenDrawn | HandedOver
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +76,15 @@ HandOverReport = RoomReserved | Adopted | HandOverFailed
 """What a hand-over reports about a request. RoomReserved: room is reserved and the push has begun."""
 
 
-class ProgressOutbox:
-    """What one router has not read yet: at most one entry per kind, the latest. For one reader."""
+_Kind = type[Progress] | int
+"""Of parts of a prompt, which stand beside one another: the first position."""
 
-    def __init__(self, told: Mapping[type[Progress], Progress] = MappingProxyType({})) -> None:
+
+class ProgressOutbox:
+    """What one router has not read yet: at most one entry per kind, the latest, and all parts of the report on the
+    prompt, whose size the router has limited. For one reader."""
+
+    def __init__(self, told: Mapping[_Kind, Progress] = MappingProxyType({})) -> None:
         """told: entries of the past, for a reader that has not read them."""
         self._told = dict(told)
         self._unread = dict(told)
@@ -81,7 +94,8 @@ class ProgressOutbox:
 
     def put(self, progress: Progress) -> None:
         """Adds an entry; a second placement replaces one that was not read."""
-        self._told[type(progress)] = self._unread[type(progress)] = progress
+        kind: _Kind = progress.first if isinstance(progress, PromptScored) else type(progress)
+        self._told[kind] = self._unread[kind] = progress
         self._changed.set()
 
     @property
@@ -89,6 +103,18 @@ class ProgressOutbox:
         """The token that prefill drew, once it has."""
         told = self._told.get(FirstTokenDrawn)
         return told if isinstance(told, FirstTokenDrawn) else None
+
+    @property
+    def logprobs(self) -> list[Logprobs]:
+        """All that were told, of the prompt and of the first token."""
+        found: list[Logprobs] = []
+        for progress in self._told.values():
+            match progress:
+                case PromptScored(_, entries):
+                    found += entries
+                case FirstTokenDrawn(logprobs=Logprobs() as entry):
+                    found.append(entry)
+        return found
 
     def repeated(self) -> "ProgressOutbox":
         """An outbox for another reader, who gets all entries from the first one on. Nothing more comes here."""

@@ -385,9 +385,7 @@ class PrefillRole:
         if life.orphan is not None:
             life.orphan.cancel()
         if request.can_be_attached and close.outcome in (PrefillOutcome.HANDED_OVER, PrefillOutcome.FINISHED):
-            first = request.outbox.first_token
-            logprobs = [first.logprobs] if first is not None and first.logprobs is not None else []
-            size = kept_bytes(request.token_count, logprobs)
+            size = kept_bytes(request.token_count, request.outbox.logprobs)
             self._kept.add(request.request_id, request, size, time.monotonic())
         request.outbox.close(close.error)
         self._metrics.requests.labels(close.outcome).inc()

@@ -9,9 +9,17 @@ from kaveri.errors import KaveriError
 from kaveri.v1 import prefill_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceServicer
 from kaveri.wire.attempts import attached_to_proto, attachment_from_proto, check_ownership, ownership_from_proto
-from kaveri.wire.messages import finish_to_proto, logprobs_to_proto, params_from_proto
+from kaveri.wire.messages import finish_to_proto, logprobs_to_proto, params_from_proto, prompt_logprobs_to_proto
 from kaveri.wire.status import abort
-from services.prefill.requests import FirstTokenDrawn, HandedOver, Progress, ProgressOutbox, RoomReserved, Started
+from services.prefill.requests import (
+    FirstTokenDrawn,
+    HandedOver,
+    Progress,
+    ProgressOutbox,
+    PromptScored,
+    RoomReserved,
+    Started,
+)
 from services.prefill.role import PrefillRole
 
 SERVICE_NAME = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name
@@ -99,6 +107,10 @@ def _to_proto(progress: Progress) -> prefill_pb2.PrefillResponse:
                 decode_incarnation=progress.decode_incarnation,
             )
             return prefill_pb2.PrefillResponse(placed=placed)
+        case PromptScored():
+            return prefill_pb2.PrefillResponse(
+                prompt_logprobs=prompt_logprobs_to_proto(progress.first, progress.entries)
+            )
         case FirstTokenDrawn():
             first_token = prefill_pb2.PrefillFirstToken(
                 token_id=progress.token_id,

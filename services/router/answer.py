@@ -27,13 +27,24 @@ class AnswerPart(NamedTuple):
     token_ids: list[int]
     text: str
     logprobs: Sequence[Any]
+    first_position: int = 0
+    """Of the first of the prompt's tokens that are reported on."""
+    prompt_token_ids: Sequence[int] = ()
+    prompt_logprobs: Sequence[Any] = ()
+    """One for each of them; None of position 0."""
 
 
 class Answer:
     """The answer over all attempts. Tokens are appended in order, each once."""
 
-    def __init__(self, detokenizer: Detokenizer) -> None:
-        """detokenizer: of the request's prompt and stop texts."""
+    def __init__(self, detokenizer: Detokenizer, reported_prompt: Sequence[int] = ()) -> None:
+        """detokenizer: of the request's prompt and stop texts. reported_prompt: the prompt's tokens, when a report on
+        them is wanted."""
+        self._prompt = reported_prompt
+        self._reported_count = min(1, len(reported_prompt))
+        """Positions of the prompt whose report has come. Of position 0 there is nothing to say."""
+        self._prompt_logprobs: list[Any] = [None] * self._reported_count
+        """Of those that were not taken."""
         self.token_ids: list[int] = []
         self.first_token_s: float | None = None
         self.last_token_s = 0.0
@@ -89,6 +100,19 @@ class Answer:
                 if self._detokenizer.stopped:
                     return
 
+    def append_prompt(self, first: int, entries: Sequence[Any]) -> None:
+        """Takes what is said of the prompt's positions from `first` on; drops those that it has already."""
+        seen = self._reported_count - first
+        if self.lacks_prompt and seen >= 0:
+            new = entries[seen : seen + len(self._prompt) - self._reported_count]
+            self._prompt_logprobs += new
+            self._reported_count += len(new)
+
+    @property
+    def lacks_prompt(self) -> bool:
+        """Whether a part of the report on the prompt is still to come."""
+        return self._reported_count < len(self._prompt)
+
     def flush(self) -> None:
         """Releases the text that is held back: no more tokens come."""
         self._add_text(self._detokenizer.flush())
@@ -96,10 +120,12 @@ class Answer:
     @property
     def has_output(self) -> bool:
         """Whether take() has something."""
-        return self._taken_count < len(self.token_ids) or bool(self._text)
+        return self._taken_count < len(self.token_ids) or bool(self._text) or bool(self._prompt_logprobs)
 
     def take(self) -> AnswerPart:
         """What was not taken yet; the first part of it when that would be too large for a response."""
+        if self._prompt_logprobs:
+            return self._take_prompt()
         index = self._taken_count
         count = self._fitting_count()
         self._taken_count += count
@@ -109,6 +135,19 @@ class Answer:
         part = AnswerPart(index, token_ids, self._take_text(), self._logprobs[:count])
         del self._logprobs[:count]
         return part
+
+    def _take_prompt(self) -> AnswerPart:
+        """A part of the report on the prompt. The first token comes behind all of it."""
+        first = self._reported_count - len(self._prompt_logprobs)
+        room, count = MAX_OUTPUT_BYTES // 2, 0
+        for entry in self._prompt_logprobs:
+            room -= _TOKEN_BYTES + _LOGPROB_BYTES * (1 if entry is None else 1 + len(entry.top))
+            if room < 0:
+                break
+            count += 1
+        entries = self._prompt_logprobs[: max(1, count)]
+        del self._prompt_logprobs[: len(entries)]
+        return AnswerPart(self._taken_count, [], "", (), first, self._prompt[first : first + len(entries)], entries)
 
     def _fitting_count(self) -> int:
         """How many of the tokens that were not taken fit into a response, with their logprobs."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import SamplingParams, check_prompt_report
 from kaveri.domain.view import ClusterView
 from kaveri.errors import InvalidArgument, ModelNotFound
 from kaveri.policy.placement import largest_prompt, max_model_len, missing_phases
@@ -89,6 +89,7 @@ class Intake:
             raise InvalidArgument(
                 "prompt", f"{len(token_ids)} tokens", f"at most {largest} tokens: no decode instance holds more"
             )
+        check_prompt_report(params, len(token_ids))
         room = limit - len(token_ids)
         for field, tokens in (("max_tokens", params.max_tokens or 0), ("min_tokens", params.min_tokens)):
             if tokens > room:
@@ -126,7 +127,7 @@ class Intake:
         """The answer, behind what the client has of it. Raises InvalidArgument when it has less text."""
         received, params = accepted.received, accepted.params
         begin = partial(self._tokenizer.detokenizer, accepted.prompt_token_ids, params.stop, params.min_tokens)
-        answer = Answer(begin())
+        answer = Answer(begin(), accepted.reported_prompt)
         answer.go_on_after(received.token_ids, received.characters, accepted.params.stop_token_ids)
         if answer.unreceived_characters:
             # Text that is held back may have been released at the end.

@@ -227,6 +227,8 @@ class PrefillAttempts:
                 entry.note_owner(attempt.prefill, life)
                 entry.handle(DecodeNamed(life), now_s)
                 entry.note_holder()
+            case "prompt_logprobs":
+                entry.take_prompt_logprobs(event.prompt_logprobs.first, event.prompt_logprobs.logprobs)
             case "first_token":
                 first = event.first_token
                 timing.prefill_s = first.prefill_s

@@ -12,6 +12,7 @@ from kaveri.telemetry.tracing import trace_fields
 from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.wire.messages import finish_to_proto
 from services.router import metrics
+from services.router.answer import AnswerPart
 from services.router.lifecycle_values import Ended
 from services.router.owner_hints import hint_to_proto
 from services.router.requests import RequestEntry
@@ -58,6 +59,8 @@ async def _write(
             response.logprobs.extend(part.logprobs)
             if token_text is not None:
                 _name_tokens(part.token_ids, response.logprobs, token_text)
+        if part.prompt_logprobs:
+            _report_prompt(part, response, token_text)
         ended = has_ended and not answer.has_output
         if is_first or (ended and error is not None):
             response.routers.extend(routers())
@@ -78,6 +81,17 @@ async def _write(
             raise error
         if ended:
             return
+
+
+def _report_prompt(
+    part: AnswerPart, response: inference_pb2.GenerateResponse, token_text: Callable[[int], str] | None
+) -> None:
+    report = response.prompt_logprobs
+    report.first = part.first_position
+    report.token_ids.extend(part.prompt_token_ids)
+    report.logprobs.extend(sampling_pb2.Logprobs() if entry is None else entry for entry in part.prompt_logprobs)
+    if token_text is not None:
+        _name_tokens(part.prompt_token_ids, report.logprobs, token_text)
 
 
 def _name_tokens(

@@ -201,7 +201,11 @@ class RequestPlacer:
         retry, others_unasked, hint_is_old = RetryState(), False, False
         if entry.ended:
             return  # It was sent away, or its deadline has passed, before this task began.
-        if entry.accepted.session:
+        if entry.accepted.session and entry.lacks_prompt_logprobs:
+            # Decode instances do not have them: it is placed again, from the beginning.
+            self.abandon(entry.request_id, entry.accepted.session, entry.accepted.secret)
+            number = max(number, 1)
+        elif entry.accepted.session:
             can_resume = self._usable_replica(entry) is not None
             number += 1
             others_unasked = await self._take_over(entry, number, can_resume) is Missing.OWNER_LOST
@@ -250,7 +254,7 @@ class RequestPlacer:
 
     def _usable_replica(self, entry: RequestEntry) -> ReplicaLocation | None:
         """The replica from which the request is to go on, if there is one and its holder can be heard."""
-        replica = self._holders.replica_of(entry)
+        replica = None if entry.lacks_prompt_logprobs else self._holders.replica_of(entry)
         if replica is None or not self._feeds.is_connected(InstanceLife(replica.holder_id, replica.holder_incarnation)):
             return None
         return replica

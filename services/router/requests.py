@@ -7,8 +7,9 @@ answer, keeps the timers, wakes the client's RPC, and passes on to the placer wh
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kaveri.domain.attachment import Attachment
 from kaveri.domain.owner import Owner, Ownership
@@ -131,6 +132,13 @@ class AcceptedRequest:
         """Most tokens that the answer may have."""
         assert self.params.max_tokens is not None
         return min(self.params.max_tokens, self.max_model_len - len(self.prompt_token_ids))
+
+    @property
+    def reported_prompt(self) -> tuple[int, ...]:
+        """The prompt's tokens, when a report on them is wanted and the client lacks it. It comes before the first token
+        of the answer, so a client that has a token has it."""
+        is_wanted = self.params.prompt_logprobs is not None and not self.received.token_ids
+        return self.prompt_token_ids if is_wanted else ()
 
 
 class RequestEntry:
@@ -314,7 +322,8 @@ class RequestEntry:
 
     def handle(self, event: Event, now_s: float) -> None:
         """Takes in what has happened. now_s: time.monotonic()."""
-        self.state, actions = step(self.state, self._without_early_end(event), now_s)
+        event = self._without_early_end(self._without_unreported_prompt(event))
+        self.state, actions = step(self.state, event, now_s)
         for action in actions:
             if type(action) is Append:
                 self.answer.append(action.token_ids, action.logprobs, action.finish, now_s)
@@ -331,6 +340,27 @@ class RequestEntry:
             if self._grace is not None:
                 self._grace.cancel()
         self._wake()
+
+    def take_prompt_logprobs(self, first: int, entries: Sequence[Any]) -> None:
+        """What prefill says of the prompt's tokens from position `first` on. A later attempt repeats it."""
+        self.answer.append_prompt(first, entries)
+        self._wake()
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether the request can only go on where its prompt is computed."""
+        return self.answer.lacks_prompt
+
+    def _without_unreported_prompt(self, event: Event) -> Event:
+        """Instances of a former version do not know prompt_logprobs, and a decode instance that draws the first token
+        has not computed the prompt. Such an attempt is lost: no token may come before the report."""
+        if self.answer.lacks_prompt:
+            match event:
+                case Tokens(first_index=0) if event.token_ids:
+                    return GivenUp(event.attempt, event.source, _no_report(event.source))
+                case FirstTokenReported() if isinstance(self.state, Prefilling | Placed):
+                    return PrefillEnded(_no_report(self.state.attempt.prefill))
+        return event
 
     def _without_early_end(self, event: Event) -> Event:
         """Instances of a former version, and engines from elsewhere, may not know min_tokens. An answer that they end
@@ -425,6 +455,10 @@ class RequestEntry:
 
 def _early_end(life: InstanceLife) -> Unavailable:
     return Unavailable(f"{life.instance_id} ended the answer before min_tokens, which it does not know")
+
+
+def _no_report(life: InstanceLife) -> Unavailable:
+    return Unavailable(f"{life.instance_id} sent a token before the prompt_logprobs, which it may not know")
 
 
 def _aim(event: Sent | Sought | ResumeAsked) -> str:

@@ -31,3 +31,9 @@ class PlainTransformers:
         )
         answer: list[int] = output[0, len(token_ids) :].tolist()
         return answer
+
+    @torch.inference_mode()
+    def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """[tokens, vocabulary], float32, on the CPU: what comes behind each token."""
+        logits = self._model(torch.tensor([list(token_ids)], device=self._model.device)).logits
+        return torch.log_softmax(logits[0].float(), -1).cpu()

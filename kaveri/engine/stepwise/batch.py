@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from kaveri.engine.contract import MAX_SCORED_TOKENS
 from kaveri.engine.stepwise.sequence import Sequence
 
 
@@ -18,7 +19,7 @@ def form_step(running: Iterable[Sequence], prefilling: Iterable[Sequence], chunk
 
     The chunk is filled in order, first with what preempted sequences recompute, then with prompts; several share a
     chunk, a long one is spread over several, and each sequence remembers how far it came (TetriInfer,
-    arXiv 2401.11181, section 3.3.3).
+    arXiv 2401.11181, section 3.3.3). At most MAX_SCORED_TOKENS are of prompts whose log-probabilities are reported.
     """
     planned: list[PlannedSlice] = []
     recomputing: list[Sequence] = []
@@ -27,12 +28,16 @@ def form_step(running: Iterable[Sequence], prefilling: Iterable[Sequence], chunk
             planned.append(PlannedSlice(sequence, 1))
         else:
             recomputing.append(sequence)
-    room = chunk_tokens
+    room, scored_room = chunk_tokens, MAX_SCORED_TOKENS
     for queue in (recomputing, prefilling):
         for sequence in queue:
             if room == 0:
                 return planned
             token_count = min(room, sequence.pending)
-            planned.append(PlannedSlice(sequence, token_count))
-            room -= token_count
+            if sequence.is_scored:
+                token_count = min(token_count, scored_room)
+                scored_room -= token_count
+            if token_count:
+                planned.append(PlannedSlice(sequence, token_count))
+                room -= token_count
     return planned

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kaveri.domain.sampling import Logprobs
-from kaveri.engine.stepwise.runner import Drawn, DrawnToken, LayerListener, SequenceSlice
+from kaveri.engine.stepwise.runner import Drawn, DrawnToken, LayerListener, ScoredSlice, SequenceSlice
 from kaveri.engine.stopping import barred_token_ids
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
@@ -132,6 +132,19 @@ class FakeModel:
             return None
         return Logprobs(-0.5, tuple(((token_id + rank) % self.vocab_size, -0.5 - rank) for rank in range(count)))
 
+    def scored(self, part: SequenceSlice, drawn: DrawnToken | None) -> Drawn:
+        """What a slice gives, with what it asks for about its prompt."""
+        if not part.scored_ids:
+            return drawn
+        count = part.params.prompt_logprobs or 0
+        positions = enumerate(part.scored_ids, part.start + 1)
+        return ScoredSlice(tuple(self.prompt_logprobs(place, token_id, count) for place, token_id in positions), drawn)
+
+    def prompt_logprobs(self, position: int, token_id: int, count: int) -> Logprobs:
+        """Made up, for a prompt's token and `count` others, and exact in float32."""
+        logprob = -1.0 - (31 * position + token_id) % 97 / 8
+        return Logprobs(logprob, tuple(((token_id + 1 + rank) % self.vocab_size, -0.5 - rank) for rank in range(count)))
+
 
 class StaleKv(Exception):
     """The KV of an earlier position is not what was written for it: an engine or a transfer is at fault."""
@@ -205,7 +218,9 @@ class FakeRunner:
                 barred = self._barred(part, part.draw_index)
                 drawn[number] = self.model.draw(int(lasts[number]), part.draw_index, barred)
         return [
-            DrawnToken(token_id, self.model.logprobs(token_id, part.params.logprobs)) if part.draw else None
+            self.model.scored(
+                part, DrawnToken(token_id, self.model.logprobs(token_id, part.params.logprobs)) if part.draw else None
+            )
             for token_id, part in zip(drawn, batch, strict=True)
         ]
 

@@ -16,6 +16,7 @@ from kaveri.engine.contract import (
     Preempted,
     PrefillProgress,
     PrefillStarted,
+    PromptLogprobs,
     RequestFailed,
     StepTokens,
     TokenStep,
@@ -25,7 +26,7 @@ from kaveri.engine.pushes import Source
 from kaveri.engine.stepwise.account import Account
 from kaveri.engine.stepwise.batch import PlannedSlice, form_step
 from kaveri.engine.stepwise.phase import SequencePhase
-from kaveri.engine.stepwise.runner import Drawn, NoToken
+from kaveri.engine.stepwise.runner import Drawn, NoToken, ScoredSlice
 from kaveri.engine.stepwise.sequence import Sequence
 from kaveri.engine.stopping import finish_reason
 
@@ -229,6 +230,11 @@ class Lifecycle:
                 self._account.settle(sequence)
                 continue
             sequence.computed += token_count
+            if isinstance(token, ScoredSlice):
+                if token.entries:
+                    first = sequence.computed - token_count + 1
+                    self._put(PromptLogprobs(sequence.key, first, token.entries))
+                token = token.drawn
             if sequence.pending > 0:
                 if sequence.phase is SequencePhase.PREFILLING:
                     self._put(PrefillProgress(sequence.key, sequence.computed))

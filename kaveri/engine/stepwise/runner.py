@@ -27,6 +27,9 @@ class SequenceSlice:
     draw_index: int
     """Index within the answer of the token to draw; keys the random number together with params.seed."""
     params: SamplingParams
+    scored_ids: Sequence[int] = ()
+    """The tokens behind the slice's first positions, whose log-probabilities are wanted: one for each position, without
+    the last one of a prompt. Empty: none are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,17 @@ class NoToken:
 NOT_FINITE = "the model's logits are NaN or infinite"
 """Why no token is drawn where the largest logit is no finite number."""
 
-Drawn = DrawnToken | NoToken | None
+
+@dataclass(frozen=True, slots=True)
+class ScoredSlice:
+    """What a slice with scored_ids has given."""
+
+    entries: tuple[Logprobs, ...]
+    """One for each of scored_ids, with params.prompt_logprobs likeliest tokens."""
+    drawn: DrawnToken | NoToken | None
+
+
+Drawn = DrawnToken | NoToken | ScoredSlice | None
 """What a step has drawn for one slice; None where no token was asked for."""
 
 LayerListener = Callable[[int], None]

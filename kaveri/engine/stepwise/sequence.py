@@ -72,8 +72,15 @@ class Sequence:
 
     def slice(self, token_count: int) -> SequenceSlice:
         """The next `token_count` tokens to compute; draws when they reach the end."""
-        stop = self.computed + token_count
+        start, stop = self.computed, self.computed + token_count
         draw = stop == len(self.token_ids)
+        scored_ids = self.token_ids[start + 1 : stop + 1] if self.is_scored else ()
         return SequenceSlice(
-            self.token_ids[self.computed : stop], self.computed, self.block_ids, draw, self.draw_index, self.params
+            self.token_ids[start:stop], start, self.block_ids, draw, self.draw_index, self.params, scored_ids
         )
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the log-probabilities of its tokens are reported while they are computed."""
+        is_first = self.phase is SequencePhase.PREFILLING and self.draw_index == 0
+        return is_first and self.params.prompt_logprobs is not None

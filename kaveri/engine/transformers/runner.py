@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kaveri.engine.stepwise.runner import Drawn, LayerListener, SequenceSlice
+from kaveri.engine.stepwise.runner import Drawn, LayerListener, ScoredSlice, SequenceSlice
 from kaveri.engine.transformers.memory import PagedMemory
-from kaveri.engine.transformers.sampler import draw_tokens
+from kaveri.engine.transformers.sampler import draw_tokens, score_tokens
 from kaveri.engine.transformers.step import pack
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
@@ -52,16 +52,26 @@ class TransformersRunner:
             input_ids=step.token_ids,
             position_ids=step.position_ids,
             use_cache=False,
-            logits_to_keep=step.drawn_rows,
+            # Drawn rows first: the logits of the others are not looked at by draws.
+            logits_to_keep=torch.cat((step.drawn_rows, step.scored_rows)) if step.scored_slices else step.drawn_rows,
             kaveri_step=step,
             kaveri_memory=memory,
         ).logits
         step.tell_last()
         results: list[Drawn] = [None] * len(batch)
-        if step.drawn_slices:
-            drawn = draw_tokens(logits[0], [batch[index] for index in step.drawn_slices], self.eos_token_ids)
+        draw_count = len(step.drawn_slices)
+        if draw_count:
+            slices = [batch[index] for index in step.drawn_slices]
+            drawn = draw_tokens(logits[0, :draw_count], slices, self.eos_token_ids)
             for index, token in zip(step.drawn_slices, drawn, strict=True):
                 results[index] = token
+        first = draw_count
+        for index in step.scored_slices:
+            piece, last = batch[index], first + len(batch[index].scored_ids)
+            entries = score_tokens(logits[0, first:last], piece.scored_ids, piece.params.prompt_logprobs or 0)
+            token_or_none = results[index]
+            assert not isinstance(token_or_none, ScoredSlice)
+            results[index], first = ScoredSlice(entries, token_or_none), last
         return results
 
     def completed(self, block_ids: Sequence[int]) -> None:

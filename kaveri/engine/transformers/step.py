@@ -92,6 +92,10 @@ class Step:
     """[draws], int64: rows of the step after which a token is drawn."""
     drawn_slices: list[int]
     """For each draw the index of its slice in the caller's batch."""
+    scored_rows: Tensor
+    """[scored], int64: rows whose next token, which is known, gets a log-probability."""
+    scored_slices: list[int]
+    """The slices of the caller's batch that these rows belong to, one after the other."""
     written_blocks: Tensor
     """[blocks], int64: every block that the step writes to, for the mirror; empty without a listener."""
     on_layer: Callable[[int], None] | None
@@ -157,6 +161,7 @@ def pack(
 
     first_decode = bounds[len(chunk_order)]
     drawn = [(bounds[row + 1] - 1, index) for row, index in enumerate(order) if batch[index].draw]
+    scored = [(bounds[row], index) for row, index in enumerate(order) if batch[index].scored_ids]
     slot_array = np.asarray(slots, np.int64)
     return Step(
         token_ids=_on(device, tokens).unsqueeze(0),
@@ -169,6 +174,10 @@ def pack(
         decodes=_decode_segments([batch[index] for index in decode_order], first_decode, layout, device),
         drawn_rows=_on(device, [row for row, _ in drawn]),
         drawn_slices=[index for _, index in drawn],
+        scored_rows=_on(
+            device, [row for first, index in scored for row in range(first, first + len(batch[index].scored_ids))]
+        ),
+        scored_slices=[index for _, index in scored],
         written_blocks=_on(device, written),
         on_layer=on_layer,
     )

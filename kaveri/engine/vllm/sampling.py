@@ -1,6 +1,6 @@
 """Between our words and vLLM's for sampling: parameters, finish reasons, log-probabilities, refusals."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.exceptions import VLLMClientError
@@ -8,7 +8,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
 from kaveri.domain.sampling import FinishReason, Logprobs
-from kaveri.engine.contract import EngineRequest
+from kaveri.engine.contract import MAX_SCORED_TOKENS, EngineRequest, PromptLogprobs
 from kaveri.engine.vllm.draws import Draw
 from kaveri.errors import EngineError, InvalidArgument, KaveriError
 
@@ -24,7 +24,12 @@ def prefill_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> Vll
 
     vLLM ends it with "length" whatever the token is; what it means is for kaveri.engine.stopping to say.
     """
-    return _params(request, eos_token_ids, max_tokens=1, stop_token_ids=())
+    params = _params(request, eos_token_ids, max_tokens=1, stop_token_ids=())
+    if request.scores_prompt:
+        params.prompt_logprobs = request.params.prompt_logprobs
+        # Of what comes from the prefix cache nothing is computed, and so no log-probabilities.
+        params.skip_reading_prefix_cache = True
+    return params
 
 
 def decode_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> VllmSamplingParams:
@@ -77,6 +82,22 @@ def logprobs_of(position: Mapping[int, Any] | None, token_id: int, asked: int | 
         return None
     top = sorted((entry.rank, other_id, entry.logprob) for other_id, entry in position.items() if entry.rank <= asked)
     return Logprobs(position[token_id].logprob, tuple((other_id, logprob) for _, other_id, logprob in top))
+
+
+def prompt_logprobs_of(request: EngineRequest, positions: Sequence[Mapping[int, Any] | None]) -> list[PromptLogprobs]:
+    """vLLM's prompt_logprobs as events. Raises EngineError when there are fewer than the prompt has tokens.
+
+    positions: vLLM's Logprob by token id for each token of the prompt; None for the first one.
+    """
+    token_ids, count = request.token_ids, request.params.prompt_logprobs
+    entries = [logprobs_of(each, token_id, count) for each, token_id in zip(positions, token_ids, strict=False)][1:]
+    known = tuple(entry for entry in entries if entry is not None)
+    if len(known) + 1 != len(token_ids):
+        raise EngineError(f"vLLM gave {len(known)} prompt_logprobs for a prompt of {len(token_ids)} tokens")
+    return [
+        PromptLogprobs(request.key, first + 1, known[first : first + MAX_SCORED_TOKENS])
+        for first in range(0, len(known), MAX_SCORED_TOKENS)
+    ]
 
 
 def refusal_of(error: Exception) -> KaveriError:

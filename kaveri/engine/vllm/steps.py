@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from kaveri.domain.sampling import FinishReason
-from kaveri.engine.contract import EngineInfo, StepTokens, TokenStep
+from kaveri.engine.contract import EngineInfo, PromptLogprobs, StepTokens, TokenStep
 from kaveri.engine.shared import Shared
 from kaveri.engine.stepwise.runner import NOT_FINITE
 from kaveri.engine.stopping import finish_reason
@@ -53,7 +53,7 @@ from kaveri.engine.vllm.request import (
     VllmRequest,
 )
 from kaveri.engine.vllm.requests import Requests
-from kaveri.engine.vllm.sampling import decode_params, logprobs_of, prefill_params, refusal_of
+from kaveri.engine.vllm.sampling import decode_params, logprobs_of, prefill_params, prompt_logprobs_of, refusal_of
 from kaveri.errors import NoCapacity
 
 _RETRY_AFTER_S = 0.1
@@ -340,7 +340,11 @@ class Steps:
             for output in outputs:
                 found = self._requests.by_id.get(output.request_id)
                 if found is not None and not isinstance(found.state, VllmEnded | Left | Returning):
-                    actions += apply(found, self._outcome(found, output))
+                    outcome = self._outcome(found, output)
+                    if isinstance(found.state, VllmPrefilling) and isinstance(outcome, Drawn):
+                        for event in self._prompt_logprobs(found, output):
+                            self._shared.outbox.put(event)
+                    actions += apply(found, outcome)
                     if isinstance(found.state, VllmRunning | Leaving) and output.finished:
                         actions += apply(found, VllmFailed(_ended_by_vllm(output)))
             for request in self._requests.decodes.values():
@@ -367,6 +371,12 @@ class Steps:
         position = drawn.logprobs[0] if drawn.logprobs else None
         logprobs = logprobs_of(position, token_id, request.request.params.logprobs)
         return Drawn(token_id, logprobs, self._finish(request, token_id))
+
+    def _prompt_logprobs(self, request: VllmRequest, output: Any) -> Sequence[PromptLogprobs]:
+        """vLLM gives all of them with the first token."""
+        if not request.request.scores_prompt:
+            return ()
+        return prompt_logprobs_of(request.request, output.prompt_logprobs or ())
 
     def _finish(self, request: VllmRequest, token_id: int) -> FinishReason | None:
         """Why the request ends with this token, its next; None when it goes on."""

@@ -117,6 +117,7 @@ class AnswerChecker:
             *self._text_violations(outcome, prompt),
             *self._finish_violations(outcome, prompt),
             *self._logprob_violations(outcome),
+            *self._prompt_violations(outcome, prompt),
         ]
         return [f"{outcome.request_id} at {outcome.router}, sending {outcome.send_number}: {each}" for each in found]
 
@@ -201,6 +202,21 @@ class AnswerChecker:
         if logprobs != expected:
             yield f"log-probabilities {logprobs}, not {expected}"
 
+    def _prompt_violations(self, outcome: RequestOutcome, prompt: tuple[int, ...]) -> Iterator[str]:
+        """What is said of the prompt comes once, in order, and all of it before the first token."""
+        told = [token for chunk in outcome.chunks for token in chunk.prompt_tokens]
+        count = outcome.params.prompt_logprobs
+        expected = [
+            (token_id, self.model.prompt_logprobs(place, token_id, count) if place else None)
+            for place, token_id in enumerate(prompt if count is not None else ())
+        ]
+        if [(token.token_id, token.logprobs) for token in told] != expected[: len(told)]:
+            yield f"prompt_logprobs {told}, not {expected}"
+        elif len(told) < len(expected) and outcome.token_ids:
+            yield f"a token came before {len(expected) - len(told)} prompt_logprobs"
+        if any(chunk.prompt_tokens for chunk in outcome.chunks[_first_with_tokens(outcome) :]):
+            yield "prompt_logprobs came behind a token"
+
 
 def expected_answer(
     model: FakeModel, prompt: tuple[int, ...], params: SamplingParams, token_count: int
@@ -224,6 +240,11 @@ def _index_violations(outcome: RequestOutcome) -> Iterator[str]:
             yield f"tokens from {chunk.index} on came behind {count} tokens"
             return
         count += len(chunk.token_ids)
+
+
+def _first_with_tokens(outcome: RequestOutcome) -> int:
+    found = (number for number, chunk in enumerate(outcome.chunks) if chunk.token_ids)
+    return next(found, len(outcome.chunks))
 
 
 def _shown(expected: set[tuple[str, bool]]) -> str:

@@ -238,6 +238,7 @@ def _request(
         stop=tuple(rng.sample(STOP_TEXTS, 2)) if rng.random() < 0.15 else (),
         stop_token_ids=(rng.randrange(VOCAB_SIZE),) if rng.random() < 0.1 else (),
         logprobs=rng.choice((0, 2)) if rng.random() < 0.1 else None,
+        prompt_logprobs=own.choice((0, 2)) if own.random() < 0.2 else None,
     )
     short = rng.random() < 0.04
     return ScheduledRequest(

@@ -27,7 +27,7 @@ from kaveri.engine.shared import Shared
 from kaveri.engine.stepwise.batch import PlannedSlice
 from kaveri.engine.stepwise.fake import FakeModel, StaleKv
 from kaveri.engine.stepwise.lifecycle import Lifecycle
-from kaveri.engine.stepwise.runner import DrawnToken, SequenceSlice
+from kaveri.engine.stepwise.runner import Drawn, SequenceSlice
 from kaveri.engine.transfers import Transfers
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
@@ -295,19 +295,19 @@ class SimulatedEngine:
         for transfer_id in unwanted:
             self._transfers.abort_push(transfer_id)
 
-    def _compute(self, key: EngineKey, part: SequenceSlice) -> DrawnToken | None:
+    def _compute(self, key: EngineKey, part: SequenceSlice) -> Drawn:
         self.draws.computed[DrawRun(self.info.epoch, key)] = None
         try:
             chain = self._memory.write(part)
         except StaleKv as error:
             raise StaleKv(f"{key}: {error}") from error
         if not part.draw:
-            return None
+            return self._memory.scored(part, None)
         run = DrawRun(self.info.epoch, key)
         salt = seed_salt(part.params) ^ (life_salt(run) if self._divergent else 0)
         drawn = self._memory.drawn(part, chain, salt)
         self.draws.add(run, part.draw_index, chain, drawn.token_id)
-        return drawn
+        return self._memory.scored(part, drawn)
 
     # The end.
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kaveri.engine.stepwise.fake import FakeModel, StaleKv
-from kaveri.engine.stepwise.runner import DrawnToken, SequenceSlice
+from kaveri.engine.stepwise.runner import Drawn, DrawnToken, SequenceSlice
 from kaveri.engine.stopping import barred_token_ids
 from kaveri.testing.simulation.kv_wire import DAMAGED, KvBlock
 
@@ -83,3 +83,7 @@ class KvMemory:
         barred = barred_token_ids(part.params, frozenset({self._model.eos_token_id}), part.draw_index)
         token_id = self._model.draw(chain ^ salt, part.draw_index, barred)
         return DrawnToken(token_id, self._model.logprobs(token_id, part.params.logprobs))
+
+    def scored(self, part: SequenceSlice, drawn: DrawnToken | None) -> Drawn:
+        """What a slice gives: the token, and what it asks for about its prompt."""
+        return self._model.scored(part, drawn)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kaveri.domain.sampling import SamplingParams
-from kaveri.engine.stepwise.runner import LayerListener, SequenceSlice
+from kaveri.domain.sampling import Logprobs, SamplingParams
+from kaveri.engine.stepwise.runner import LayerListener, ScoredSlice, SequenceSlice
 from kaveri.engine.transformers.loading import load_runner
 from kaveri.engine.transformers.memory import PagedMemory
 from kaveri.engine.transformers.runner import TransformersRunner
@@ -73,6 +73,7 @@ class RunSequence:
             draw=end == len(self.tokens),
             draw_index=len(self.answer),
             params=self.params,
+            scored_ids=() if self.params.prompt_logprobs is None else self.prompt[self.computed + 1 : end + 1],
         )
 
 
@@ -112,13 +113,21 @@ class BatchDriver:
                     budget -= count if left > 1 else 0
             self.step(pieces, on_layer)
 
-    def step(self, pieces: Sequence[tuple[RunSequence, SequenceSlice]], on_layer: LayerListener | None) -> None:
+    def step(
+        self, pieces: Sequence[tuple[RunSequence, SequenceSlice]], on_layer: LayerListener | None
+    ) -> list[Logprobs]:
+        """Returns what was said of prompts."""
         drawn = self.runner.run([piece for _, piece in pieces], on_layer)
+        entries: list[Logprobs] = []
         for (one, piece), token in zip(pieces, drawn, strict=True):
             one.computed += len(piece.token_ids)
+            if isinstance(token, ScoredSlice):
+                entries += token.entries
+                token = token.drawn
             assert (token is not None) == piece.draw
             if token is not None:
                 one.answer.append(token.token_id)
+        return entries
 
 
 def prompts(seed: int, lengths: Sequence[int]) -> list[list[int]]:
@@ -160,6 +169,36 @@ def test_capped_scores_and_alternating_windows_equal_generate(device: str, tmp_p
     driver.finish(sequences, 16)
     for one in sequences:
         assert one.answer == reference.answer(one.prompt, 16)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_prompt_logprobs_equal_a_plain_forward_pass_however_prompts_are_cut(
+    device: str, architecture: str, model_folders: dict[str, Path]
+) -> None:
+    folder = model_folders[architecture]
+    driver = BatchDriver(new_runner(folder, device), seed=3)
+    reference = PlainTransformers(folder, device=device)
+    asking = SamplingParams(temperature=0.0, prompt_logprobs=3)
+    for prompt in prompts(15, [1, 2, 17, 70]):
+        scored, plain = RunSequence(prompt, asking), RunSequence(prompts(16, [40])[0])
+        driver.hold(scored, 1)
+        driver.hold(plain, 1)
+        expected = reference.logprobs(prompt)[:-1]
+        entries: list[Logprobs] = []
+        while not scored.answer:
+            # Beside another prompt: the rows of a step are of both.
+            left = len(plain.tokens) - plain.computed
+            pieces = [(scored, scored.take(33)), *([(plain, plain.take(9))] if left else [])]
+            entries += driver.step(pieces, None)
+        assert scored.answer == reference.answer(prompt, 1)
+        found = torch.tensor([entry.logprob for entry in entries])
+        wanted = expected.gather(1, torch.tensor(prompt[1:], dtype=torch.int64).unsqueeze(1)).squeeze(1)
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
+        likeliest = torch.tensor([[value for _, value in entry.top] for entry in entries]).reshape(-1, 3)
+        torch.testing.assert_close(likeliest, expected.topk(3, -1).values, atol=2e-5, rtol=0)
+        for entry, row in zip(entries, expected, strict=True):
+            for token_id, value in entry.top:
+                assert value == pytest.approx(float(row[token_id]), abs=2e-5)
 
 
 def test_bundled_model_gives_the_tokens_of_generate_in_float32(device: str) -> None:

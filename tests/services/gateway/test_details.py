@@ -57,6 +57,49 @@ async def test_echo_puts_the_prompt_before_each_answer(gateway: GatewayUnderTest
     assert "".join(event["choices"][0]["text"] for event in events) == text + plain
 
 
+@pytest.mark.parametrize("prompt", ["hello world", [300, 301, 302, 303, 304], [300]])
+async def test_echo_with_logprobs_reports_on_the_prompt_too(gateway: GatewayUnderTest, prompt: Any) -> None:
+    ids = list(await gateway.sdk.tokenize(prompt)) if isinstance(prompt, str) else prompt
+    params = _params(max_tokens=5, logprobs=2, prompt_logprobs=2)
+    sdk = await gateway.sdk.generate(prompt_token_ids=ids, params=params)
+    choice = (await gateway.complete(prompt=prompt, echo=True, logprobs=2)).json["choices"][0]
+    report, count = choice["logprobs"], len(ids)
+    texts = [token.text for token in sdk.prompt_tokens] + [entry.text for entry in sdk.logprobs]
+    assert report["tokens"] == texts
+    assert choice["text"] == "".join(texts)
+    assert report["text_offset"] == [sum(len(text) for text in texts[:index]) for index in range(count + 5)]
+    entries = [token.logprobs for token in sdk.prompt_tokens[1:]]
+    assert report["token_logprobs"][:count] == [None, *(entry.logprob for entry in entries if entry is not None)]
+    assert report["token_logprobs"][count:] == [entry.logprob for entry in sdk.logprobs]
+    assert report["top_logprobs"][0] is None
+    assert all(len(top) in (2, 3) for top in report["top_logprobs"][1:count])
+    events = (await gateway.complete(prompt=prompt, echo=True, logprobs=2, stream=True)).events
+    streamed = [event["choices"][0]["logprobs"] for event in events]
+    for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [item for each in streamed if each is not None for item in each[key]] == report[key]
+    plain = (await gateway.complete(prompt=prompt, logprobs=2)).json["choices"][0]
+    assert plain["logprobs"]["tokens"] == texts[count:]
+
+
+async def test_prompt_logprobs_are_shown_as_vllm_shows_them(gateway: GatewayUnderTest) -> None:
+    ids = [300, 301, 302, 303]
+    sdk = await gateway.sdk.generate(prompt_token_ids=ids, params=_params(max_tokens=5, prompt_logprobs=1))
+    entries = [token.logprobs for token in sdk.prompt_tokens]
+    expected: list[Any] = [None]
+    for token in sdk.prompt_tokens[1:]:
+        assert token.logprobs is not None
+        likely = {"logprob": 0.0, "rank": 1, "decoded_token": token.logprobs.top_texts[0]}
+        own = {"logprob": token.logprobs.logprob, "rank": None, "decoded_token": token.text}
+        expected.append({str(token.token_id): own, "300": likely})
+    assert len(entries) == 4
+    for choice in (await gateway.complete(prompt=ids, prompt_logprobs=1, n=2)).json["choices"]:
+        assert choice["prompt_logprobs"] == expected
+        assert choice["logprobs"] is None
+    chat = (await gateway.chat(prompt_logprobs=0)).json
+    asked = await gateway.sdk.tokenize(messages=[{"role": "user", "content": "hello"}])
+    assert [list(each) for each in chat["prompt_logprobs"][1:]] == [[str(token_id)] for token_id in asked[1:]]
+
+
 async def test_return_token_ids_shows_those_of_the_prompt(gateway: GatewayUnderTest) -> None:
     ids = list(await gateway.sdk.tokenize("hello world"))
     (choice,) = (await gateway.complete(prompt="hello world", return_token_ids=True)).json["choices"]

@@ -81,6 +81,12 @@ def logprobs_at(index: int, top_count: int) -> sampling_pb2.Logprobs:
     return sampling_pb2.Logprobs(logprob=-float(index), top=top)
 
 
+def prompt_logprobs_at(prompt: tuple[int, ...], place: int, top_count: int) -> sampling_pb2.Logprobs:
+    """Recognizable log-probabilities for the token at this position of a prompt."""
+    top = [sampling_pb2.TokenLogprob(token_id=VOCAB_FLOOR + rank, logprob=-float(rank)) for rank in range(top_count)]
+    return sampling_pb2.Logprobs(logprob=-float(place) - prompt[place] / 1024, top=top)
+
+
 async def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Waits until `condition()` holds; fails when it does not within `timeout_s` seconds."""
     deadline_s = time.monotonic() + timeout_s

@@ -17,9 +17,13 @@ from kaveri.wire.attempts import attached_to_proto
 from kaveri.wire.status import abort
 from tests.services.router.scripted_answers import (
     logprobs_at,
+    prompt_logprobs_at,
     token_at,
 )
 from tests.services.router.scripted_decode import ScriptedDecode
+
+PROMPT_PART = 3
+"""Positions of a prompt that are reported on together."""
 
 
 class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
@@ -66,6 +70,10 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         """Every request that is attached here was handed over to it."""
         self.gives_back = asyncio.Event()
         """Set once it gives back what a hold stops."""
+        self.knows_prompt_logprobs = True
+        """Unlike one of a former version."""
+        self.breaks_within_prompt = False
+        """Fail every request behind the first part of its prompt's log-probabilities."""
         self._decode_of = decode_of
         self._life_of = life_of
 
@@ -143,6 +151,15 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
             yield prefill_pb2.PrefillResponse(placed=_placed(decode.instance_id, life))
             if self.decode_first and not finish:
                 decode.start(request)
+            if (
+                request.params.HasField("prompt_logprobs")
+                and not request.generated_count
+                and self.knows_prompt_logprobs
+            ):
+                for place in range(1, len(prompt), PROMPT_PART):
+                    yield _prompt_part(prompt, place, request.params.prompt_logprobs)
+                    if self.breaks_within_prompt:
+                        await abort(context, Unavailable("scripted to break within the prompt"))
             await self._before("first_token", context)
             first = prefill_pb2.PrefillFirstToken(
                 token_id=token_at(prompt, request.generated_count), finish_reason=finish, prefill_s=0.5
@@ -176,6 +193,12 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
                 await abort(context, Unavailable("it drains", retry_after_s=1.0))
             if self.break_after_hold:
                 await abort(context, Unavailable("scripted to break"))
+
+
+def _prompt_part(prompt: tuple[int, ...], first: int, count: int) -> prefill_pb2.PrefillResponse:
+    places = range(first, min(first + PROMPT_PART, len(prompt)))
+    entries = [prompt_logprobs_at(prompt, place, count) for place in places]
+    return prefill_pb2.PrefillResponse(prompt_logprobs=sampling_pb2.PromptLogprobs(first=first, logprobs=entries))
 
 
 def _placed(instance_id: str, incarnation: int) -> prefill_pb2.PrefillPlaced:

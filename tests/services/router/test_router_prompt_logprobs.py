@@ -1,0 +1,130 @@
+"""prompt_logprobs at the router: all of them once and before the first token, whatever fails; limits."""
+
+from collections.abc import Sequence
+
+import grpc
+import pytest
+from grpc import aio
+
+from kaveri import AsyncClient, SamplingParams
+from kaveri.domain.sampling import MAX_PROMPT_REPORT
+from kaveri.errors import InvalidArgument
+from kaveri.policy.placement import PlacementPolicy
+from kaveri.v1 import inference_pb2
+from kaveri.wire.status import error_of
+from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.scripted_answers import answer, ask, collect, prompt_logprobs_at, tokens_of
+
+PROMPT = tuple(range(300, 311))
+
+
+def asks(count: int, prompt: tuple[int, ...] = PROMPT, **fields: object) -> inference_pb2.GenerateRequest:
+    request = ask(prompt, **fields)  # type: ignore[arg-type]
+    request.params.prompt_logprobs = count
+    return request
+
+
+def check_report(responses: Sequence[inference_pb2.GenerateResponse], prompt: tuple[int, ...], count: int) -> None:
+    """Each position once, in order, and all of them before the first token."""
+    place, begun = 0, False
+    for response in responses:
+        begun = begun or bool(response.token_ids)
+        if not response.HasField("prompt_logprobs"):
+            continue
+        assert not begun
+        report = response.prompt_logprobs
+        assert (report.first, len(report.logprobs)) == (place, len(report.token_ids))
+        for token_id, entry in zip(report.token_ids, report.logprobs, strict=True):
+            assert token_id == prompt[place]
+            if place:
+                assert entry == prompt_logprobs_at(prompt, place, count)
+            else:
+                assert (entry.logprob, len(entry.top)) == (0, 0)
+            place += 1
+    assert place == len(prompt)
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:1]])
+async def test_the_prompt_is_reported_on_before_the_first_token(
+    cluster: ScriptedCluster, prompt: tuple[int, ...]
+) -> None:
+    async with cluster.router() as router:
+        responses = await collect(router.stub.Generate(asks(2, prompt), timeout=60))
+        assert tokens_of(responses) == answer(prompt, 20)
+        check_report(responses, prompt, 2)
+        plain = await collect(router.stub.Generate(ask(prompt), timeout=60))
+        assert not any(response.HasField("prompt_logprobs") for response in plain)
+
+
+async def test_an_attempt_that_was_lost_within_the_prompt_repeats_nothing(cluster: ScriptedCluster) -> None:
+    cluster.prefills["prefill-0"].breaks_within_prompt = True
+    attempts = []
+    async with cluster.router(placement_policy=PlacementPolicy.ROUND_ROBIN) as router:
+        for _ in range(2):
+            responses = await collect(router.stub.Generate(asks(1), timeout=60))
+            assert tokens_of(responses) == answer(PROMPT, 20)
+            check_report(responses, PROMPT, 1)
+            attempts.append(responses[-1].timing.attempts)
+    assert sorted(attempts) == [1, 2]
+
+
+async def test_a_prefill_instance_that_does_not_report_has_lost_the_attempt(cluster: ScriptedCluster) -> None:
+    cluster.prefills["prefill-0"].knows_prompt_logprobs = False
+    async with cluster.router(placement_policy=PlacementPolicy.ROUND_ROBIN) as router:
+        for _ in range(2):
+            responses = await collect(router.stub.Generate(asks(1), timeout=60))
+            check_report(responses, PROMPT, 1)
+    for prefill in cluster.prefills.values():
+        prefill.knows_prompt_logprobs = False
+    async with cluster.router() as router:
+        with pytest.raises(aio.AioRpcError) as refused:
+            await collect(router.stub.Generate(asks(1), timeout=60))
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "prompt_logprobs" in (refused.value.details() or "")
+
+
+async def test_a_client_that_re_attaches_without_a_token_gets_the_whole_report(cluster: ScriptedCluster) -> None:
+    secret = b"s" * 16
+    async with cluster.router() as router:
+        first = asks(1, request_id="r", secret=secret)
+        first.params.seed = 1
+        call = router.stub.Generate(first, timeout=60)
+        await call.read()
+        call.cancel()
+        again = inference_pb2.GenerateRequest()
+        again.CopyFrom(first)
+        again.session = 1
+        again.received.max_tokens = 20
+        responses = await collect(router.stub.Generate(again, timeout=60))
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        check_report(responses, PROMPT, 1)
+
+
+async def test_the_sdk_names_each_token_of_the_prompt(cluster: ScriptedCluster) -> None:
+    async with cluster.router() as router, AsyncClient(router.address) as client:
+        params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1)
+        got = await client.generate(prompt_token_ids=PROMPT, params=params)
+        assert got.token_ids == tuple(answer(PROMPT, 3))
+        assert tuple(token.token_id for token in got.prompt_tokens) == PROMPT
+        backend = router.router.tokenizer.backend
+        assert [token.text for token in got.prompt_tokens] == [backend.decode([token_id]) for token_id in PROMPT]
+        assert got.prompt_tokens[0].logprobs is None
+        for place, token in enumerate(got.prompt_tokens[1:], 1):
+            expected = prompt_logprobs_at(PROMPT, place, 1)
+            assert token.logprobs is not None
+            assert token.logprobs.logprob == expected.logprob
+            assert token.logprobs.top == ((300, 0.0),)
+
+
+async def test_a_report_that_would_be_too_large_is_refused_by_name(cluster: ScriptedCluster) -> None:
+    async with cluster.router() as router:
+        most = MAX_PROMPT_REPORT // 21
+        with pytest.raises(aio.AioRpcError) as raised:
+            await collect(router.stub.Generate(asks(20, (300,) * (most + 1)), timeout=60))
+        error = error_of(raised.value)
+        assert isinstance(error, InvalidArgument)
+        assert error.field == "params.prompt_logprobs"
+        assert str(most) in str(error)
+        with pytest.raises(aio.AioRpcError) as raised:
+            await collect(router.stub.Generate(asks(21), timeout=60))
+        assert "prompt_logprobs" in (raised.value.details() or "")
