@@ -259,8 +259,8 @@ def _prompt_logprobs(fields: Fields, stream: bool, echoed: int | None) -> int | 
 
 
 def _check_prompt_report(prompts: tuple[Prompt, ...], n: int, params: SamplingParams) -> None:
-    """Bounds what an answer over HTTP says of its prompts, which is kept until all of it has come. Texts count by bytes:
-    a token has at least one."""
+    """Bounds what an answer over HTTP says of its prompts, which is kept until all of it has come. Texts count by
+    bytes: a token has at least one."""
     if params.prompt_logprobs is None:
         return
     size = sum(_size(prompt) for prompt in prompts) * n * (params.prompt_logprobs + 1)

@@ -14,7 +14,14 @@ from vllm.v1.engine import FinishReason as VllmFinishReason
 from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.engine.stopping import finish_reason
-from kaveri.engine.vllm.sampling import decode_params, finish_reason_of, logprobs_of, prefill_params, refusal_of
+from kaveri.engine.vllm.sampling import (
+    decode_params,
+    finish_reason_of,
+    logprobs_of,
+    prefill_params,
+    prompt_logprobs_of,
+    refusal_of,
+)
 from kaveri.errors import EngineError, InvalidArgument
 
 EOS = frozenset({7, 8})
@@ -36,6 +43,25 @@ def test_prefill_draws_one_token_and_decode_what_is_left() -> None:
     assert prefill_params(request(max_tokens=9), EOS).max_tokens == 1
     assert decode_params(request(max_tokens=9), EOS).max_tokens == 9
     assert decode_params(request(generated_count=3, max_tokens=9), EOS).max_tokens == 6
+
+
+def test_prompt_logprobs_are_asked_for_once_and_past_the_prefix_cache() -> None:
+    params = prefill_params(request(max_tokens=9, prompt_logprobs=3), EOS)
+    assert (params.prompt_logprobs, params.skip_reading_prefix_cache) == (3, True)
+    assert prefill_params(request(generated_count=1, max_tokens=9, prompt_logprobs=3), EOS).prompt_logprobs is None
+    assert decode_params(request(max_tokens=9, prompt_logprobs=3), EOS).prompt_logprobs is None
+    assert not prefill_params(request(max_tokens=9), EOS).skip_reading_prefix_cache
+
+
+def test_vllms_prompt_logprobs_become_events_of_limited_size() -> None:
+    tokens = tuple(range(600))
+    asked = EngineRequest(EngineKey("r", 1), tokens, 0, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    positions = [None, *({token: SimpleNamespace(rank=2, logprob=-float(token))} for token in tokens[1:])]
+    events = prompt_logprobs_of(asked, positions)
+    assert [(event.first, len(event.entries)) for event in events] == [(1, 256), (257, 256), (513, 87)]
+    assert [entry.logprob for event in events for entry in event.entries] == [-float(token) for token in tokens[1:]]
+    with pytest.raises(EngineError, match="598"):
+        prompt_logprobs_of(asked, positions[:-1])
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])

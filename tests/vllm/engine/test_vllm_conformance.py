@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from kaveri.engine.contract import PromptLogprobs
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.host import HostReplicas
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transports import make_transports
-from kaveri.testing.engine_conformance import CHUNK_TOKENS, MAX_MODEL_LEN, EngineConformance
+from kaveri.testing.engine_conformance import CHUNK_TOKENS, MAX_MODEL_LEN, EngineConformance, make_request, running_pair
 from kaveri.testing.engine_endings import EndingConformance
 from kaveri.testing.engine_release import ReleaseConformance
 from kaveri.testing.engine_replication import ReplicationConformance
@@ -62,6 +63,23 @@ class TestVllmEngine(
     @pytest.fixture
     def harness(self, prefills: Any, decodes: Any, reference: PlainTransformers, tmp_path: Path) -> _VllmHarness:
         return _VllmHarness(prefills, decodes, tmp_path, reference)
+
+    def test_prompt_logprobs_equal_a_plain_forward_pass(
+        self, harness: _VllmHarness, reference: PlainTransformers
+    ) -> None:
+        with running_pair(harness) as pair:
+            for length in (2, CHUNK_TOKENS + 1, 75):
+                request = make_request(pair.prefill, f"r{length}", length, 1, prompt_logprobs=2)
+                pair.prefill.prefill(request)
+                pair.prefilled.wait_for_finish(request.key)
+                events = pair.prefilled.of(PromptLogprobs, request.key)
+                expected = reference.logprobs(request.token_ids)
+                entries = [entry for event in events for entry in event.entries]
+                assert len(entries) == length - 1
+                for token_id, entry, row in zip(request.token_ids[1:], entries, expected, strict=False):
+                    assert entry.logprob == pytest.approx(float(row[token_id]), abs=1e-4)
+                    likeliest = row.topk(2).values.tolist()
+                    assert [value for _, value in entry.top] == pytest.approx(likeliest, abs=1e-4)
 
 
 # One test loads vLLM in up to four engines of two ranks, on as few as two cores.
