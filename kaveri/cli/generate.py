@@ -19,6 +19,7 @@ def generate(
     target: options.Target = DEFAULT_TARGET,
     model: options.Model = None,
     max_tokens: options.MaxTokens = None,
+    min_tokens: options.MinTokens = 0,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     top_k: options.TopK = 0,
@@ -31,7 +32,13 @@ def generate(
 ) -> None:
     """Generate an answer to one prompt."""
     params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=tuple(stop or ()),
     )
     with (
         Client(options.targets_of(target), timeout_s=timeout_s) as client,

@@ -12,6 +12,7 @@ Target = Annotated[
 ]
 Model = Annotated[str | None, typer.Option(help="Model to ask. Unset: the only one that is served.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to generate. Unset: all that fit.")]
+MinTokens = Annotated[int, typer.Option(help="Fewest tokens: the answer does not end before it has so many.")]
 Temperature = Annotated[float, typer.Option(help="Divides the logits. 0: the same answer every time.")]
 TopP = Annotated[float, typer.Option(help="Draw from the smallest set of tokens that reaches this probability.")]
 TopK = Annotated[int, typer.Option(help="Draw from this many most likely tokens. 0: all.")]

@@ -41,6 +41,12 @@ class TokenRange:
             return self
         return TokenRange(min(self.low, most_tokens), most_tokens + 1)
 
+    def from_least(self, least_tokens: int) -> "TokenRange":
+        """The range for an answer that has at least `least_tokens`."""
+        if self.low >= least_tokens:
+            return self
+        return TokenRange(least_tokens, max(self.high, least_tokens + 1))
+
     def at(self, end: RangeEnd) -> int:
         """Tokens at one end."""
         return self.low if end is RangeEnd.LOW else self.high - 1

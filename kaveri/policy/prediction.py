@@ -142,10 +142,13 @@ def choose_predictor(candidates: Sequence[PredictorStatus], rng: random.Random) 
     return min(rng.sample(candidates, min(2, len(candidates))), key=lambda candidate: candidate.waiting_prompts)
 
 
-def usable_length(predicted: TokenRange, generated_count: int, most_tokens: int) -> TokenRange | None:
+def usable_length(
+    predicted: TokenRange, generated_count: int, most_tokens: int, least_tokens: int = 0
+) -> TokenRange | None:
     """What a prediction says of a whole answer that may have `most_tokens` and has `generated_count` already.
 
+    least_tokens: what it has at its end, at least; min_tokens, which predictors do not know. Not above most_tokens.
     None when the answer goes on beyond the predicted range: then it says nothing.
     """
-    length = predicted.up_to(max(1, most_tokens))
+    length = predicted.from_least(least_tokens).up_to(max(1, most_tokens))
     return length if length.after(generated_count) is not None else None

@@ -52,6 +52,8 @@ class Terms:
     most_tokens: int
     """The longest answer that may be generated, earlier attempts included."""
     place_search: PlaceSearch
+    least_tokens: int = 0
+    """The shortest answer, earlier attempts included: min_tokens."""
 
 
 # What is known of the answer's length before a place is looked for.
@@ -347,7 +349,7 @@ def _search(terms: Terms, compute: FirstChunkBegun | PromptComputed, forecast: F
         case LengthPending():
             actions = (*actions, CountPrediction(PredictionOutcome.LATE))
         case Predicted():
-            length = usable_length(forecast.length, terms.generated_count, terms.most_tokens)
+            length = usable_length(forecast.length, terms.generated_count, terms.most_tokens, terms.least_tokens)
             outcome = PredictionOutcome.OUTLIVED if length is None else PredictionOutcome.USED
             actions = (*actions, CountPrediction(outcome))
     return Placing(terms, compute), (*actions, FindPlace(length))

@@ -296,6 +296,7 @@ class PrefillRole:
             token_count=request.token_count,
             generated_count=sent.generated_count,
             most_tokens=min(sent.params.max_tokens, info.max_model_len - request.prompt_tokens),
+            least_tokens=sent.params.min_tokens,
             place_search=place_search(request.token_count, self._queue.chunk_tokens, more, at_first_token),
         )
         self._queue.hold(request)

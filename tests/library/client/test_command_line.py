@@ -40,13 +40,14 @@ def test_generate_prints_the_answer_and_nothing_else(running_target: str) -> Non
 
 def test_generate_sends_its_flags(service: InferenceDouble, running_target: str) -> None:
     flags = "--max-tokens 3 --temperature 0.5 --top-p 0.25 --top-k 7 --seed 11 --stop x --stop y --model alphabet"
+    flags += " --min-tokens 2"
     ended = kaveri("generate", "prompt", *flags.split(), "--timeout-s", "30", KAVERI_TARGET=running_target)
     assert ended.returncode == 0, ended.stderr
     (request,) = service.requests
     params = request.params
     assert (request.text, request.model) == ("prompt", "alphabet")
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k, params.seed) == (3, 0.5, 0.25, 7, 11)
-    assert list(params.stop) == ["x", "y"]
+    assert (params.min_tokens, list(params.stop)) == (2, ["x", "y"])
     (deadline_s,) = service.deadlines_s
     assert deadline_s is not None
     assert 20 < deadline_s < 31

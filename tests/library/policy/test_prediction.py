@@ -99,20 +99,21 @@ def test_a_new_life_need_not_rest_for_the_former_one() -> None:
     assert health.may_be_asked(1.01)
 
 
-@given(st.integers(0, 400), st.integers(1, 100), st.integers(0, 600), st.integers(1, 600))
+@given(st.integers(0, 400), st.integers(1, 100), st.integers(0, 600), st.integers(1, 600), st.integers(0, 600))
 def test_a_usable_length_is_within_what_may_be_generated_and_not_outlived(
-    low: int, width: int, generated: int, most: int
+    low: int, width: int, generated: int, most: int, least: int
 ) -> None:
+    least = min(least, most)
     predicted = TokenRange(low, low + width)
-    usable = usable_length(predicted, generated, most)
+    usable = usable_length(predicted, generated, most, least)
     if usable is None:
         # The answer goes on, so that it is longer than what it has.
-        assert generated + 1 >= min(predicted.high, most + 1)
+        assert generated + 1 >= min(max(predicted.high, least + 1), most + 1)
     else:
-        assert usable.low <= low
         assert usable.high <= most + 1
         assert usable.high - 1 > generated
-        assert usable.low == min(low, most)
+        assert usable.low == min(max(low, least), most)
+        assert usable.high == min(max(predicted.high, usable.low + 1), most + 1)
 
 
 @given(st.sampled_from(PredictionMode), st.floats(0.001, 10.0))
