@@ -207,7 +207,7 @@ class AnswerChecker:
         told = [token for chunk in outcome.chunks for token in chunk.prompt_tokens]
         count = outcome.params.prompt_logprobs
         expected = [
-            (token_id, self.model.prompt_logprobs(place, token_id, count) if place else None)
+            (token_id, self.model.prompt_logprobs(place, token_id, count or 0) if place else None)
             for place, token_id in enumerate(prompt if count is not None else ())
         ]
         if [(token.token_id, token.logprobs) for token in told] != expected[: len(told)]:
