@@ -47,14 +47,19 @@ def test_the_device_draws_the_tokens_that_the_host_draws() -> None:
     assert there.argmax(-1).tolist() == here.argmax(-1).tolist()
 
 
-# On an H100 an answer of qwen2 left the plain engine at its 16th token; those of llama and opt did not. Attention in
-# float32 is a Triton kernel of vLLM there, and batches differ between the two. The cause is not known.
-_MAY_PART = pytest.mark.xfail(reason="an answer parted on an H100; the cause is not known", strict=False)
+# Without TRITON_F32_DEFAULT an answer of qwen2 left the plain engine at its 16th token on an H100; those of llama and
+# opt did not. Attention in float32 is a Triton kernel of vLLM there, which multiplies in TF32: docs/vllm.md. Not yet
+# run with the variable set.
+_MAY_PART = pytest.mark.xfail(reason="an answer parted on an H100, where attention was in TF32", strict=False)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen2", marks=_MAY_PART), "opt"])
-async def test_answers_equal_one_plain_engine_on_the_same_device(tmp_path: Path, architecture: str) -> None:
+async def test_answers_equal_one_plain_engine_on_the_same_device(
+    tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # For the processes of both sides.
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
     sizes = {"hidden_size": 256} | ({"word_embed_proj_dim": 256} if architecture == "opt" else {})
     folder = make_tiny_model(tmp_path, architecture, vocab_size=VOCAB_SIZE, tokenizer=True, **sizes)
     rng = random.Random(2)
