@@ -20,7 +20,10 @@ class Authority:
         self._folder = folder
         self.certificate = folder / f"{name}.pem"
         self._key = folder / f"{name}.key"
-        _openssl("req", "-x509", *_NEW_KEY, "-subj", f"/CN={name}", "-keyout", self._key, "-out", self.certificate)
+        # Python 3.13's default context refuses an authority that does not say this.
+        usage = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
+        files = ("-keyout", self._key, "-out", self.certificate)
+        _openssl("req", "-x509", *_NEW_KEY, *usage, "-subj", f"/CN={name}", *files)
 
     def certify(self, name: str, days: int = 1, dns: str = DEFAULT_NAME) -> TlsFiles:
         """A key and its certificate. days: negative ones have passed when it is made. dns: the cluster's name in it."""
