@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from kaveri.v1 import decode_pb2 as _decode_pb2
+from kaveri.v1 import kv_pb2 as _kv_pb2
 from kaveri.v1 import sampling_pb2 as _sampling_pb2
 import builtins as _builtins
 import sys
@@ -19,6 +20,196 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+@_typing.final
+class HoldName(_message.Message):
+    """Names one hold of one life of a prefill instance."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    HOLD_ID_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    """The life of the instance."""
+    hold_id: _builtins.bytes
+    """Random: with it anyone can have the KV (16 bytes)."""
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+        hold_id: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_id", b"hold_id", "incarnation", b"incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldName: _TypeAlias = HoldName  # noqa: Y015
+
+@_typing.final
+class ResolveHoldRequest(_message.Message):
+    """Asks for a hold."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLD_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hold(self) -> Global___HoldName:
+        """Which one."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The prompt that the caller takes it for."""
+
+    def __init__(
+        self,
+        *,
+        hold: Global___HoldName | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResolveHoldRequest: _TypeAlias = ResolveHoldRequest  # noqa: Y015
+
+@_typing.final
+class ResolveHoldResponse(_message.Message):
+    """A hold."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    EXPIRES_IN_S_FIELD_NUMBER: _builtins.int
+    first_token_id: _builtins.int
+    """The token that was drawn behind the prompt. It is drawn no second time."""
+    expires_in_s: _builtins.float
+    """Seconds that are left of its time."""
+    @_builtins.property
+    def logprobs(self) -> _sampling_pb2.Logprobs:
+        """When the prompt's request asked for logprobs."""
+
+    @_builtins.property
+    def layout(self) -> _kv_pb2.KvLayout:
+        """What the pool that holds the KV looks like."""
+
+    def __init__(
+        self,
+        *,
+        first_token_id: _builtins.int = ...,
+        logprobs: _sampling_pb2.Logprobs | None = ...,
+        layout: _kv_pb2.KvLayout | None = ...,
+        expires_in_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "logprobs", b"logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires_in_s", b"expires_in_s", "first_token_id", b"first_token_id", "layout", b"layout", "logprobs", b"logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResolveHoldResponse: _TypeAlias = ResolveHoldResponse  # noqa: Y015
+
+@_typing.final
+class PushHoldRequest(_message.Message):
+    """Asks for the push of a hold."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLD_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    DECODE_INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
+    decode_instance_id: _builtins.str
+    """The decode instance that has granted it."""
+    decode_incarnation: _builtins.int
+    """The life of it."""
+    @_builtins.property
+    def hold(self) -> Global___HoldName:
+        """Which one."""
+
+    @_builtins.property
+    def ticket(self) -> _kv_pb2.Ticket:
+        """The permission to push, for all tokens of the prompt."""
+
+    def __init__(
+        self,
+        *,
+        hold: Global___HoldName | None = ...,
+        ticket: _kv_pb2.Ticket | None = ...,
+        decode_instance_id: _builtins.str = ...,
+        decode_incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold", "ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "decode_instance_id", b"decode_instance_id", "hold", b"hold", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PushHoldRequest: _TypeAlias = PushHoldRequest  # noqa: Y015
+
+@_typing.final
+class PushHoldResponse(_message.Message):
+    """The KV has arrived."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PushHoldResponse: _TypeAlias = PushHoldResponse  # noqa: Y015
+
+@_typing.final
+class ReleaseHoldRequest(_message.Message):
+    """Gives a hold up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hold(self) -> Global___HoldName:
+        """Which one."""
+
+    def __init__(
+        self,
+        *,
+        hold: Global___HoldName | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseHoldRequest: _TypeAlias = ReleaseHoldRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseHoldResponse(_message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseHoldResponse: _TypeAlias = ReleaseHoldResponse  # noqa: Y015
 
 @_typing.final
 class BeatPrefillRequest(_message.Message):

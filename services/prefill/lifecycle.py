@@ -30,6 +30,7 @@ from services.prefill.requests import (
     FirstTokenDrawn,
     HandedOver,
     HandOverFailed,
+    HoldOver,
     Progress,
     PromptScored,
     RoomReserved,
@@ -155,6 +156,8 @@ class PrefillOutcome(enum.StrEnum):
     """Replaced by a newer attempt or by another router's request."""
     GIVEN_BACK = "given_back"
     """To its router, because the instance drains and had not begun it."""
+    RELEASED = "released"
+    """It was held, and no decode instance has its KV."""
     FAILED = "failed"
 
 
@@ -169,7 +172,7 @@ Alive = AwaitingLength | Queued | ComputingPrompt | Placing | Pushing
 State = Alive | EndedAtPrefill
 
 
-# The events: the engine's, the hand-over's (RoomReserved, Adopted, HandOverFailed), and these.
+# The events: the engine's, the hand-over's (RoomReserved, Adopted, HandOverFailed, HoldOver), and these.
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +192,7 @@ class EndRequested:
 
 EngineReport = PrefillStarted | PrefillProgress | PromptLogprobs | FirstToken | KvPushed | KvPushFailed | RequestFailed
 """The engine's events that concern this side of a request."""
-Event = EngineReport | LengthAnswered | RoomReserved | Adopted | HandOverFailed | EndRequested
+Event = EngineReport | LengthAnswered | RoomReserved | Adopted | HandOverFailed | HoldOver | EndRequested
 
 
 # The actions.
@@ -274,6 +277,8 @@ def step(state: State, event: Event, now_s: float) -> Step:
             return _end(state, event.outcome, now_s, error=event.error)
         case HandOverFailed():
             return _end(state, PrefillOutcome.FAILED, now_s, error=event.error)
+        case HoldOver():
+            return _end(state, PrefillOutcome.RELEASED, now_s)
         case RequestFailed():
             return _end(state, PrefillOutcome.FAILED, now_s, error=Unavailable(event.reason))
     match state, event:

@@ -40,7 +40,7 @@ class PrefillMetrics:
         self.requests = Counter(
             "kaveri_prefill_requests",
             "Requests by outcome: handed_over, finished (with the first token), cancelled, deadline, refused, "
-            "given_back (by a drain, before it was begun), failed.",
+            "given_back (by a drain, before it was begun), released (held, and not pushed), failed.",
             ["outcome"],
             registry=registry,
         )
@@ -65,6 +65,18 @@ class PrefillMetrics:
         self.waiting = Gauge("kaveri_prefill_queued_tokens", "Tokens accepted and not computed yet.", registry=registry)
         self.orphans = Gauge(
             "kaveri_prefill_orphans", "Requests that go on without a router that reads about them.", registry=registry
+        )
+        self.holds = Gauge(
+            "kaveri_prefill_holds", "Computed prompts whose KV is held until decode asks for it.", registry=registry
+        )
+        self.hold_blocks = Gauge(
+            "kaveri_prefill_hold_blocks", "KV blocks of holds, and of prompts that are to be held.", registry=registry
+        )
+        self.hold_ends = Counter(
+            "kaveri_prefill_hold_ends",
+            "Holds by outcome: pushed, expired, released, failed.",
+            ["outcome"],
+            registry=registry,
         )
         self.attaches = Counter(
             "kaveri_prefill_attaches", "Requests that were given to a later session.", registry=registry

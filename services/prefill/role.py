@@ -58,6 +58,7 @@ from services.prefill.lifecycle import (
 )
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.requests import (
+    Destination,
     FirstTokenDrawn,
     HandedOver,
     HandOverFailed,
@@ -135,16 +136,17 @@ class PrefillRole:
         timeout_s: float | None,
         silent_decode_ids: frozenset[str] = frozenset(),
         traceparent: str = "",
+        destination: Destination = Destination.DECODE,
     ) -> PrefillRequest:
         """Queues one attempt; its router reads its outbox, and calls leave() in the end. The same request of an older
         owner is ended, and so is another request with the same id.
 
         timeout_s: what is left of the request's time; None: no deadline. silent_decode_ids: instances that it is placed
-        on only when there is no other. traceparent: see PrefillRequest. Raises Unavailable (draining), StaleAttempt,
-        RequestAlreadyExists (a later session is known), NoCapacity (queue full) and InvalidArgument (does not fit this
-        engine).
+        on only when there is no other. traceparent: see PrefillRequest. destination: HERE is accepted while draining,
+        too, because it belongs to the decode side. Raises Unavailable (draining), StaleAttempt, RequestAlreadyExists
+        (a later session is known), NoCapacity (queue full) and InvalidArgument (does not fit this engine).
         """
-        if self._draining:
+        if self._draining and destination is not Destination.HERE:
             raise _draining()
         _check_fit(self._engine.info, token_ids, generated_count, params)
         self._replace(request_id, ownership)
@@ -158,7 +160,7 @@ class PrefillRole:
         now_s = time.monotonic()
         deadline_s, length = now_s + timeout_s, known_length(params)
         request = PrefillRequest(ownership, sent, deadline_s, self._happened, length, silent_decode_ids)
-        request.traceparent = traceparent
+        request.traceparent, request.destination = traceparent, destination
         self._begin(request, now_s, timeout_s)
         return request
 
@@ -262,7 +264,8 @@ class PrefillRole:
 
     @property
     def is_idle(self) -> bool:
-        return self._idle.is_set()
+        # What is computed for the decode side alone does not make this a phase that is served.
+        return all(life.request.destination is Destination.HERE for life in self._lives.values())
 
     async def wait_idle(self) -> None:
         await self._idle.wait()
@@ -290,7 +293,8 @@ class PrefillRole:
         info, sent = self._engine.info, request.engine_request
         assert sent.params.max_tokens is not None
         more = draws_more(request.token_count, sent.generated_count, sent.params.max_tokens, info.max_model_len)
-        at_first_token = request.placed_at_first_token = self._hand_over.at_first_token
+        at_first_token = self._hand_over.at_first_token or request.destination is not Destination.DECODE
+        request.placed_at_first_token = at_first_token
         terms = Terms(
             arrived_s=now_s,
             token_count=request.token_count,
@@ -301,7 +305,7 @@ class PrefillRole:
         )
         self._queue.hold(request)
         question = None
-        if more and request.predicted_length is None:
+        if more and request.predicted_length is None and request.destination is not Destination.HOLD:
             question = self._forecaster.ask(
                 sent.token_ids[: request.prompt_tokens],
                 lambda length: self._happened(request, LengthAnswered(length)),

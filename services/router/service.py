@@ -10,14 +10,14 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from google.protobuf.runtime_version import VersionError
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import InstanceLoad, Role
-from kaveri.errors import ConfigError, Unavailable
+from kaveri.errors import Unavailable
 from kaveri.hosting.service_host import ServiceHost, new_incarnation, service_record
 from kaveri.hosting.store import open_store
+from kaveri.hosting.vllm_grpc_extra import require_vllm_grpc
 from kaveri.rpc.channels import Channels
 from kaveri.rpc.public_port import PublicPort
 from kaveri.rpc.server import RpcServer
@@ -95,14 +95,9 @@ def router_host(router: "Router") -> ServiceHost:
 
 def _vllm_grpc() -> ModuleType:
     """The adapter. Raises ConfigError where its extra is not installed, or does not fit gRPC or protobuf here."""
-    try:
-        # Only here: without the flag the package is not needed.
-        from services.router import vllm_grpc
-    except ModuleNotFoundError as error:
-        reason = f"{error.name} is not installed: pip install 'kaveri[vllm-grpc]'"
-        raise ConfigError("--vllm-grpc", reason) from error
-    except VersionError as error:
-        raise ConfigError("--vllm-grpc", f"{error}: pip install 'kaveri[vllm-grpc]'") from error
+    require_vllm_grpc()
+    from services.router import vllm_grpc
+
     return vllm_grpc
 
 

@@ -1,173 +1,45 @@
 """The router as one worker of the field's gRPC: `vllm.grpc.engine.VllmEngine` of the package smg-grpc-proto.
 
-Translates messages, and nothing else: requests live as those of InferenceService. Imported with --vllm-grpc only, for
-the package is an extra. What Kaveri cannot honour is refused by the field's name, also fields of newer packages.
+Requests live as those of InferenceService. Imported with --vllm-grpc only, for the package is an extra.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, NoReturn, cast
 
 import grpc
-from google.protobuf import message_factory, unknown_fields
-from google.protobuf.message import Message
 from grpc import aio
 from smg_grpc_proto import vllm_engine_pb2
-from smg_grpc_proto.generated import common_pb2
 
-from kaveri.domain.sampling import MAX_N, FinishReason, SamplingParams, derived_seed
+from kaveri.domain.sampling import FinishReason
 from kaveri.domain.view import ClusterView, Phase
 from kaveri.errors import InvalidArgument, KaveriError, RequestAlreadyExists, SlowReader, Unsupported
 from kaveri.hosting.read_limit import ReadLimit
+from kaveri.hosting.vllm_grpc import (
+    SERVICE_NAME as SERVICE_NAME,
+)
+from kaveri.hosting.vllm_grpc import (
+    AnswerMessages,
+    VllmAsked,
+    model_info,
+    read_abort,
+    read_generate,
+    register,
+    renamed,
+    scheduler_load,
+    tokenizer_chunks,
+)
 from kaveri.policy.placement import largest_prompt, max_model_len, missing_phases
-from kaveri.rpc.server import MAX_MESSAGE_BYTES
+from kaveri.text.model_files import ModelFiles, read_model_files
 from kaveri.v1 import inference_pb2
-from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, check_request_id
-from kaveri.wire.messages import finish_from_proto, params_to_proto
+from kaveri.wire.messages import finish_from_proto
 from kaveri.wire.status import abort, error_of, status_of
 from services.router import metrics
-from services.router.model_files import ModelFiles, read_model_files
 from services.router.relay import ServicerContext
 from services.router.server import GenerateProgress, InferenceServicer, RouterParts, new_request_id
-
-_SERVICE = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
-SERVICE_NAME: str = _SERVICE.full_name
-MAX_ABORTED = 256
-"""Ids that one Abort may name: each is looked for on all routers."""
-_CHUNK_BYTES = 64 * 1024
-"""Of GetTokenizer: as other servers of this protocol send it."""
-_FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CANCELLED: "abort"}
-
-Accepts = Callable[[Any], bool]
-"""Whether a value of a field changes nothing."""
-_HONOURED_PARAMS = frozenset(
-    {
-        "temperature",
-        "top_p",
-        "top_k",
-        "max_tokens",
-        "min_tokens",
-        "stop",
-        "stop_token_ids",
-        "skip_special_tokens",
-        "ignore_eos",
-        "n",
-        "logprobs",
-        "seed",
-    }
-)
-_HARMLESS_PARAMS: Mapping[str, Accepts] = {
-    "repetition_penalty": lambda value: value == 1,
-    # Of text alone. Answers are token ids, and those of a stop text are among them.
-    "spaces_between_special_tokens": lambda _value: True,
-    "include_stop_str_in_output": lambda _value: True,
-}
-_HONOURED_FIELDS = frozenset({"request_id", "tokenized", "text", "sampling_params", "stream"})
-_HARMLESS_FIELDS: Mapping[str, Accepts] = {
-    "kv_transfer_params_json": lambda value: value == "",
-    # The cluster is one rank.
-    "data_parallel_rank": lambda value: value == 0,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class VllmAsked:
-    """A checked Generate of this protocol."""
-
-    request_id: str
-    """Empty: the caller gave none."""
-    prompt: str | Sequence[int]
-    params: SamplingParams
-    n: int
-    stream: bool
-
-    def request(self, index: int, prompt: str | Sequence[int]) -> inference_pb2.GenerateRequest:
-        """Of one of the answers."""
-        request = inference_pb2.GenerateRequest()
-        if isinstance(prompt, str):
-            request.text = prompt
-        else:
-            request.token_ids.ids.extend(prompt)
-        seed = derived_seed(self.params.seed, index)
-        request.params.CopyFrom(params_to_proto(replace(self.params, seed=seed)))
-        if self.request_id:
-            request.request_id = self.name(self.request_id, index)
-        return request
-
-    def name(self, request_id: str, index: int) -> str:
-        """The id of one of the answers."""
-        return request_id if self.n == 1 else f"{request_id}-{index}"
-
-
-def read_generate(request: Any) -> VllmAsked:
-    """request: a GenerateRequest of vllm.grpc.engine. Raises InvalidArgument; see _renamed()."""
-    _refuse_rest(request, "", _HONOURED_FIELDS, _HARMLESS_FIELDS)
-    prompt: str | Sequence[int]
-    match request.WhichOneof("input"):
-        case "tokenized":
-            _refuse_rest(request.tokenized, "tokenized.", frozenset({"original_text", "input_ids"}), {})
-            prompt = request.tokenized.input_ids
-        case "text":
-            prompt = request.text
-        case _:
-            raise InvalidArgument("input", None, "given as tokenized or text")
-    params, n = _read_params(request.sampling_params)
-    check_request_id(request.request_id)
-    if n > 1 and len(request.request_id.encode()) > MAX_REQUEST_ID_BYTES - len(f"-{n}"):
-        limit = f"at most {MAX_REQUEST_ID_BYTES - len(f'-{n}')} bytes long where n is {n}"
-        raise InvalidArgument("request_id", request.request_id, limit)
-    return VllmAsked(request.request_id, prompt, params, n, request.stream)
-
-
-def _read_params(params: Any) -> tuple[SamplingParams, int]:
-    _refuse_rest(params, "sampling_params.", _HONOURED_PARAMS, _HARMLESS_PARAMS)
-    if params.stop and not params.skip_special_tokens:
-        limit = "true where stop is given: stop texts are looked for in text without special tokens"
-        raise InvalidArgument("sampling_params.skip_special_tokens", False, limit)
-    if params.n > MAX_N:
-        raise InvalidArgument("sampling_params.n", params.n, f"at most {MAX_N}")
-    sampling = SamplingParams(
-        max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
-        min_tokens=params.min_tokens,
-        temperature=params.temperature if params.HasField("temperature") else 1.0,
-        # 0 is how proto3 says that it is not given.
-        top_p=params.top_p or 1.0,
-        top_k=params.top_k,
-        seed=params.seed % 2**64 if params.HasField("seed") else None,
-        stop=tuple(params.stop),
-        stop_token_ids=tuple(params.stop_token_ids),
-        ignore_eos=params.ignore_eos,
-        logprobs=params.logprobs if params.HasField("logprobs") else None,
-    )
-    return sampling, params.n or 1
-
-
-def _refuse_rest(message: Message, path: str, honoured: frozenset[str], harmless: Mapping[str, Accepts]) -> None:
-    """Raises InvalidArgument for every field that is set, is not honoured, and would change something."""
-    for field, value in message.ListFields():
-        if field.name in honoured or harmless.get(field.name, lambda _value: False)(value):
-            continue
-        shown = "set" if field.message_type is not None else value
-        raise InvalidArgument(path + field.name, shown, "left out: Kaveri does not support it")
-    unknown = unknown_fields.UnknownFieldSet(message)
-    if len(unknown):
-        limit = "left out: the installed smg-grpc-proto has no such field"
-        raise InvalidArgument(f"{path}field {unknown[0].field_number}", "set", limit)
-
-
-def _renamed(error: KaveriError, is_text: bool = True) -> KaveriError:
-    """The error with the field's name in this protocol. is_text: of the prompt."""
-    if not isinstance(error, InvalidArgument):
-        return error
-    prompt = "text" if is_text else "tokenized.input_ids"
-    names = {"prompt": prompt, "prompt.text": prompt, "prompt.token_ids": prompt}
-    name = names.get(error.field, error.field)
-    if name.startswith("params."):
-        name = "sampling_" + name
-    return InvalidArgument(name, error.value, error.limit)
 
 
 class _AnswerFailed(Exception):
@@ -187,12 +59,8 @@ class _Writer:
         """turn: held while a message of any of the call's answers is written."""
         self._context = context
         self._turn = turn
-        self._asked = asked
-        self._index = index
         self._progress = progress
-        self._prompt_tokens = 0
-        self._last = vllm_engine_pb2.GenerateComplete(index=index)
-        """What the last message says. In a stream its tokens are those of the last chunk, as vLLM has it."""
+        self._messages = AnswerMessages(asked, index)
 
     def __getattr__(self, name: str) -> Any:
         """All else is the call's own."""
@@ -200,72 +68,26 @@ class _Writer:
 
     async def write(self, response: inference_pb2.GenerateResponse) -> None:
         """Takes a part of the router's answer."""
-        self._prompt_tokens = self._prompt_tokens or response.usage.prompt_tokens
-        logprobs = _report(response, self._asked.params.logprobs)
-        if self._asked.stream:
-            if response.token_ids:
-                chunk = vllm_engine_pb2.GenerateStreamChunk(
-                    token_ids=response.token_ids,
-                    prompt_tokens=self._prompt_tokens,
-                    completion_tokens=len(response.token_ids),
-                    output_logprobs=logprobs,
-                    index=self._index,
-                )
-                await self._send(vllm_engine_pb2.GenerateResponse(chunk=chunk))
-            self._last.ClearField("output_ids")
-            self._last.ClearField("output_logprobs")
-        self._last.output_ids.extend(response.token_ids)
-        if logprobs is not None:
-            self._last.output_logprobs.MergeFrom(logprobs)
+        part = self._messages.part(response.token_ids, response.logprobs, response.usage.prompt_tokens)
+        if part is not None:
+            await self._send(part)
         if response.finish_reason:
-            await self._finish(response)
+            finish, entry = finish_from_proto(response.finish_reason), self._progress.entry
+            assert finish is not None
+            await self._send(self._messages.complete(finish, entry.answer.stop_text if entry is not None else None))
 
     async def write_aborted(self) -> None:
         """Ends the answer before it has begun."""
-        self._last.finish_reason = _FINISH_REASONS[FinishReason.CANCELLED]
-        await self._send(vllm_engine_pb2.GenerateResponse(complete=self._last))
+        await self._send(self._messages.complete(FinishReason.CANCELLED))
 
     async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Sequence[Any] = ()) -> NoReturn:
         """Leaves the end of the call to who began it: other answers of the call may still be written."""
         trailing = aio.Metadata(*trailing_metadata)
         raise _AnswerFailed(error_of(aio.AioRpcError(code, aio.Metadata(), trailing, details)))
 
-    async def _finish(self, response: inference_pb2.GenerateResponse) -> None:
-        finish = finish_from_proto(response.finish_reason)
-        assert finish is not None
-        last = self._last
-        last.finish_reason = _FINISH_REASONS[finish]
-        last.prompt_tokens = self._prompt_tokens
-        last.completion_tokens = len(last.output_ids)
-        entry = self._progress.entry
-        if entry is not None and finish is FinishReason.STOP:
-            token_ids, stop_text = entry.answer.token_ids, entry.answer.stop_text
-            if stop_text is not None:
-                last.matched_stop_str = stop_text
-            elif token_ids and token_ids[-1] in self._asked.params.stop_token_ids:
-                last.matched_token_id = token_ids[-1]
-        if last.ByteSize() > MAX_MESSAGE_BYTES:
-            limit = f"true, or logprobs or max_tokens less: the whole answer has more than {MAX_MESSAGE_BYTES} bytes"
-            raise InvalidArgument("stream", False, limit)
-        await self._send(vllm_engine_pb2.GenerateResponse(complete=last))
-
     async def _send(self, response: Any) -> None:
         async with self._turn:
             await self._context.write(response)
-
-
-def _report(response: inference_pb2.GenerateResponse, top_count: int | None) -> Any:
-    """The log-probabilities of a part of an answer; None: none were asked for."""
-    if not response.logprobs:
-        return None
-    report = vllm_engine_pb2.OutputLogProbs(
-        token_logprobs=[each.logprob for each in response.logprobs], token_ids=response.token_ids
-    )
-    if top_count:
-        for each in response.logprobs:
-            values, token_ids = [likely.logprob for likely in each.top], [likely.token_id for likely in each.top]
-            report.top_logprobs.add(values=values, token_ids=token_ids)
-    return report
 
 
 @dataclass(slots=True)
@@ -291,16 +113,7 @@ class VllmEngineServicer:
 
     def register(self, server: aio.Server) -> None:
         """Adds what is built of the service to a server that has not started."""
-        handlers = {
-            method.name: _HANDLERS[method.server_streaming](
-                getattr(self, method.name),
-                request_deserializer=message_factory.GetMessageClass(method.input_type).FromString,
-                response_serializer=message_factory.GetMessageClass(method.output_type).SerializeToString,
-            )
-            for method in _SERVICE.methods
-            if hasattr(self, method.name)
-        }
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+        register(self, server)
 
     # A coroutine that writes, for the same reason as in InferenceServicer.
     async def Generate(self, request: Any, context: ServicerContext) -> None:  # noqa: N802
@@ -315,11 +128,11 @@ class VllmEngineServicer:
                 await self._answer_several(asked, context)
         except KaveriError as error:
             metrics.REQUESTS.labels(outcome=status_of(error)[0].name.lower()).inc()
-            await abort(context, _renamed(error, is_text))
+            await abort(context, renamed(error, is_text))
         except _AnswerFailed as failed:
             if isinstance(failed.error, SlowReader):
                 await self._inner.abort_unread(context, failed.error)
-            await abort(context, _renamed(failed.error, is_text))
+            await abort(context, renamed(failed.error, is_text))
 
     async def _answer_several(self, asked: VllmAsked, context: ServicerContext) -> None:
         """Raises _AnswerFailed when one of the answers cannot be given; the others are then cancelled."""
@@ -355,13 +168,10 @@ class VllmEngineServicer:
 
     async def Abort(self, request: Any, context: ServicerContext) -> Any:  # noqa: N802
         try:
-            if len(request.request_ids) > MAX_ABORTED:
-                raise InvalidArgument("request_ids", f"{len(request.request_ids)} ids", f"at most {MAX_ABORTED} ids")
-            for request_id in request.request_ids:
-                check_request_id(request_id)
+            request_ids = read_abort(request)
         except InvalidArgument as error:
             await abort(context, error)
-        for request_id in filter(None, dict.fromkeys(request.request_ids)):
+        for request_id in request_ids:
             names = [request_id]
             if several := self._several.get(request_id):
                 several.aborted = True
@@ -385,16 +195,8 @@ class VllmEngineServicer:
             await abort(context, error)
         files = await self._model_files()
         limit, largest = max_model_len(view, name), largest_prompt(view, name)
-        return vllm_engine_pb2.GetModelInfoResponse(
-            model_path=router.config.model,
-            tokenizer_path=router.config.model,
-            served_model_name=name,
-            is_generation=True,
-            max_context_length=limit,
-            max_req_input_len=max(0, min(limit - 1, limit if largest is None else largest)),
-            vocab_size=router.tokenizer.vocab_size,
-            **files.facts,
-        )
+        longest = min(limit - 1, limit if largest is None else largest)
+        return model_info(router.config.model, name, limit, longest, router.tokenizer.vocab_size, files)
 
     async def GetServerInfo(self, request: Any, context: ServicerContext) -> Any:  # noqa: N802
         return vllm_engine_pb2.GetServerInfoResponse(
@@ -413,17 +215,14 @@ class VllmEngineServicer:
 
     async def GetTokenizer(self, request: Any, context: ServicerContext) -> None:  # noqa: N802
         files = await self._model_files()
-        data = files.archive
-        if not data:
-            await abort(context, Unsupported(f"{self._router.config.model!r} has no tokenizer files to send"))
         try:
             async with ReadLimit(self._router.config.slow_reader_s) as limit:
-                for start in range(0, len(data), _CHUNK_BYTES):
-                    is_last = start + _CHUNK_BYTES >= len(data)
-                    part = data[start : start + _CHUNK_BYTES]
+                for chunk in tokenizer_chunks(files):
                     limit.begin()
-                    await context.write(common_pb2.GetTokenizerChunk(data=part, sha256=files.sha256 if is_last else ""))
+                    await context.write(chunk)
                     limit.end()
+        except Unsupported as error:
+            await abort(context, error)
         except SlowReader as error:
             await self._inner.abort_unread(context, error)
 
@@ -432,13 +231,6 @@ class VllmEngineServicer:
             if self._files is None:
                 self._files = await asyncio.to_thread(read_model_files, self._router.config.model)
             return self._files
-
-
-_HANDLERS: Mapping[bool, Callable[..., Any]] = {
-    False: grpc.unary_unary_rpc_method_handler,
-    True: grpc.unary_stream_rpc_method_handler,
-}
-"""By whether responses are streamed."""
 
 
 def cluster_load(view: ClusterView, model: str) -> Any:
@@ -455,14 +247,5 @@ def cluster_load(view: ClusterView, model: str) -> Any:
             block_tokens = 1 if layout is None else layout.block_tokens
             total_tokens += load.total_blocks * block_tokens
             used_tokens += (load.total_blocks - load.free_blocks) * block_tokens
-    usage = used_tokens / total_tokens if total_tokens else 0.0
-    return vllm_engine_pb2.SchedulerLoad(
-        num_running_reqs=running,
-        num_waiting_reqs=waiting,
-        num_total_reqs=running + waiting,
-        num_used_tokens=min(used_tokens, 2**31 - 1),
-        max_total_num_tokens=min(total_tokens, 2**31 - 1),
-        token_usage=usage,
-        utilization=usage,
-        num_waiting_uncached_tokens=sum(instance.load.queued_prefill_tokens for instance in instances),
-    )
+    uncached = sum(instance.load.queued_prefill_tokens for instance in instances)
+    return scheduler_load(running, waiting, used_tokens, total_tokens, uncached)

@@ -1,0 +1,305 @@
+"""Messages of the field's gRPC, `vllm.grpc.engine.VllmEngine` of the package smg-grpc-proto: read, checked, written.
+
+For all that serve it. Imported with --vllm-grpc only, for the package is an extra. What Kaveri cannot honour is refused
+by the field's name, also fields of newer packages.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc
+from google.protobuf import message_factory, unknown_fields
+from google.protobuf.message import Message
+from grpc import aio
+from smg_grpc_proto import vllm_engine_pb2
+from smg_grpc_proto.generated import common_pb2
+
+from kaveri.domain.sampling import MAX_N, FinishReason, SamplingParams, derived_seed
+from kaveri.errors import InvalidArgument, KaveriError, Unsupported
+from kaveri.rpc.server import MAX_MESSAGE_BYTES
+from kaveri.text.model_files import ModelFiles
+from kaveri.v1 import inference_pb2, sampling_pb2
+from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, check_request_id
+from kaveri.wire.messages import params_to_proto
+
+_SERVICE = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
+SERVICE_NAME: str = _SERVICE.full_name
+MAX_ABORTED = 256
+"""Ids that one Abort may name: each is looked for on all routers."""
+_CHUNK_BYTES = 64 * 1024
+"""Of GetTokenizer: as other servers of this protocol send it."""
+_FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CANCELLED: "abort"}
+
+Accepts = Callable[[Any], bool]
+"""Whether a value of a field changes nothing."""
+_HONOURED_PARAMS = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "max_tokens",
+        "min_tokens",
+        "stop",
+        "stop_token_ids",
+        "skip_special_tokens",
+        "ignore_eos",
+        "n",
+        "logprobs",
+        "seed",
+    }
+)
+_HARMLESS_PARAMS: Mapping[str, Accepts] = {
+    "repetition_penalty": lambda value: value == 1,
+    # Of text alone. Answers are token ids, and those of a stop text are among them.
+    "spaces_between_special_tokens": lambda _value: True,
+    "include_stop_str_in_output": lambda _value: True,
+}
+_HONOURED_FIELDS = frozenset({"request_id", "tokenized", "text", "sampling_params", "stream"})
+_HARMLESS_FIELDS: Mapping[str, Accepts] = {
+    "kv_transfer_params_json": lambda value: value == "",
+    # The cluster is one rank.
+    "data_parallel_rank": lambda value: value == 0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class VllmAsked:
+    """A checked Generate of this protocol."""
+
+    request_id: str
+    """Empty: the caller gave none."""
+    prompt: str | Sequence[int]
+    params: SamplingParams
+    n: int
+    stream: bool
+    kv_transfer: str = ""
+    """What a leg of a disaggregated request says of its KV: a JSON object. Empty: nothing."""
+
+    def request(self, index: int, prompt: str | Sequence[int]) -> inference_pb2.GenerateRequest:
+        """Of one of the answers."""
+        request = inference_pb2.GenerateRequest()
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids.extend(prompt)
+        seed = derived_seed(self.params.seed, index)
+        request.params.CopyFrom(params_to_proto(replace(self.params, seed=seed)))
+        if self.request_id:
+            request.request_id = self.name(self.request_id, index)
+        return request
+
+    def name(self, request_id: str, index: int) -> str:
+        """The id of one of the answers."""
+        return request_id if self.n == 1 else f"{request_id}-{index}"
+
+
+def read_generate(request: Any, is_leg: bool = False) -> VllmAsked:
+    """request: a GenerateRequest of vllm.grpc.engine. is_leg: whether kv_transfer_params_json is honoured. Raises
+    InvalidArgument; see renamed()."""
+    honoured = _HONOURED_FIELDS | {"kv_transfer_params_json"} if is_leg else _HONOURED_FIELDS
+    _refuse_rest(request, "", honoured, _HARMLESS_FIELDS)
+    prompt: str | Sequence[int]
+    match request.WhichOneof("input"):
+        case "tokenized":
+            _refuse_rest(request.tokenized, "tokenized.", frozenset({"original_text", "input_ids"}), {})
+            prompt = request.tokenized.input_ids
+        case "text":
+            prompt = request.text
+        case _:
+            raise InvalidArgument("input", None, "given as tokenized or text")
+    params, n = _read_params(request.sampling_params)
+    check_request_id(request.request_id)
+    if n > 1 and len(request.request_id.encode()) > MAX_REQUEST_ID_BYTES - len(f"-{n}"):
+        limit = f"at most {MAX_REQUEST_ID_BYTES - len(f'-{n}')} bytes long where n is {n}"
+        raise InvalidArgument("request_id", request.request_id, limit)
+    return VllmAsked(request.request_id, prompt, params, n, request.stream, request.kv_transfer_params_json)
+
+
+def _read_params(params: Any) -> tuple[SamplingParams, int]:
+    _refuse_rest(params, "sampling_params.", _HONOURED_PARAMS, _HARMLESS_PARAMS)
+    if params.stop and not params.skip_special_tokens:
+        limit = "true where stop is given: stop texts are looked for in text without special tokens"
+        raise InvalidArgument("sampling_params.skip_special_tokens", False, limit)
+    if params.n > MAX_N:
+        raise InvalidArgument("sampling_params.n", params.n, f"at most {MAX_N}")
+    sampling = SamplingParams(
+        max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
+        min_tokens=params.min_tokens,
+        temperature=params.temperature if params.HasField("temperature") else 1.0,
+        # 0 is how proto3 says that it is not given.
+        top_p=params.top_p or 1.0,
+        top_k=params.top_k,
+        seed=params.seed % 2**64 if params.HasField("seed") else None,
+        stop=tuple(params.stop),
+        stop_token_ids=tuple(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+        logprobs=params.logprobs if params.HasField("logprobs") else None,
+    )
+    return sampling, params.n or 1
+
+
+def _refuse_rest(message: Message, path: str, honoured: frozenset[str], harmless: Mapping[str, Accepts]) -> None:
+    """Raises InvalidArgument for every field that is set, is not honoured, and would change something."""
+    for field, value in message.ListFields():
+        if field.name in honoured or harmless.get(field.name, lambda _value: False)(value):
+            continue
+        shown = "set" if field.message_type is not None else value
+        raise InvalidArgument(path + field.name, shown, "left out: Kaveri does not support it")
+    unknown = unknown_fields.UnknownFieldSet(message)
+    if len(unknown):
+        limit = "left out: the installed smg-grpc-proto has no such field"
+        raise InvalidArgument(f"{path}field {unknown[0].field_number}", "set", limit)
+
+
+def renamed(error: KaveriError, is_text: bool = True) -> KaveriError:
+    """The error with the field's name in this protocol. is_text: of the prompt."""
+    if not isinstance(error, InvalidArgument):
+        return error
+    prompt = "text" if is_text else "tokenized.input_ids"
+    names = {"prompt": prompt, "prompt.text": prompt, "prompt.token_ids": prompt}
+    name = names.get(error.field, error.field)
+    if name.startswith("params."):
+        name = "sampling_" + name
+    return InvalidArgument(name, error.value, error.limit)
+
+
+class AnswerMessages:
+    """The messages of one answer."""
+
+    def __init__(self, asked: VllmAsked, index: int) -> None:
+        """index: of the answer among those that were asked for."""
+        self._asked = asked
+        self._prompt_tokens = 0
+        self._last_token_id: int | None = None
+
+        self._last = vllm_engine_pb2.GenerateComplete(index=index)
+        """What the last message says. In a stream its tokens are those of the last chunk, as vLLM has it."""
+
+    def part(
+        self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.Logprobs], prompt_tokens: int
+    ) -> Any | None:
+        """Takes the next tokens; the message for them, if the answer is streamed. logprobs: one for each token, or
+        none. prompt_tokens: 0 where it was said before."""
+        self._prompt_tokens = self._prompt_tokens or prompt_tokens
+        if token_ids:
+            self._last_token_id = token_ids[-1]
+        report = _report(token_ids, logprobs, self._asked.params.logprobs)
+        message = None
+        if self._asked.stream:
+            if token_ids:
+                chunk = vllm_engine_pb2.GenerateStreamChunk(
+                    token_ids=token_ids,
+                    prompt_tokens=self._prompt_tokens,
+                    completion_tokens=len(token_ids),
+                    output_logprobs=report,
+                    index=self._last.index,
+                )
+                message = vllm_engine_pb2.GenerateResponse(chunk=chunk)
+            self._last.ClearField("output_ids")
+            self._last.ClearField("output_logprobs")
+        self._last.output_ids.extend(token_ids)
+        if report is not None:
+            self._last.output_logprobs.MergeFrom(report)
+        return message
+
+    def complete(self, finish: FinishReason, stop_text: str | None = None, kv_transfer: str = "") -> Any:
+        """The last message. stop_text: the one that has ended the answer. kv_transfer: for the next leg. Raises
+        InvalidArgument when it is too large."""
+        last = self._last
+        last.finish_reason = _FINISH_REASONS[finish]
+        last.prompt_tokens = self._prompt_tokens
+        last.completion_tokens = len(last.output_ids)
+        if kv_transfer:
+            last.kv_transfer_params_json = kv_transfer
+        if finish is FinishReason.STOP:
+            if stop_text is not None:
+                last.matched_stop_str = stop_text
+            elif self._last_token_id in self._asked.params.stop_token_ids:
+                last.matched_token_id = self._last_token_id
+        if last.ByteSize() > MAX_MESSAGE_BYTES:
+            limit = f"true, or logprobs or max_tokens less: the whole answer has more than {MAX_MESSAGE_BYTES} bytes"
+            raise InvalidArgument("stream", False, limit)
+        return vllm_engine_pb2.GenerateResponse(complete=last)
+
+
+def _report(token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.Logprobs], top_count: int | None) -> Any:
+    """The log-probabilities of a part of an answer; None: none were asked for."""
+    if not logprobs:
+        return None
+    report = vllm_engine_pb2.OutputLogProbs(token_logprobs=[each.logprob for each in logprobs], token_ids=token_ids)
+    if top_count:
+        for each in logprobs:
+            values, token_ids = [likely.logprob for likely in each.top], [likely.token_id for likely in each.top]
+            report.top_logprobs.add(values=values, token_ids=token_ids)
+    return report
+
+
+def register(servicer: object, server: aio.Server) -> None:
+    """Adds the methods that the servicer has to a server that has not started. All others are UNIMPLEMENTED."""
+    handlers = {
+        method.name: _HANDLERS[method.server_streaming](
+            getattr(servicer, method.name),
+            request_deserializer=message_factory.GetMessageClass(method.input_type).FromString,
+            response_serializer=message_factory.GetMessageClass(method.output_type).SerializeToString,
+        )
+        for method in _SERVICE.methods
+        if hasattr(servicer, method.name)
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+
+
+_HANDLERS: Mapping[bool, Callable[..., Any]] = {
+    False: grpc.unary_unary_rpc_method_handler,
+    True: grpc.unary_stream_rpc_method_handler,
+}
+"""By whether responses are streamed."""
+
+
+def read_abort(request: Any) -> tuple[str, ...]:
+    """The ids of an AbortRequest, each once. Raises InvalidArgument."""
+    if len(request.request_ids) > MAX_ABORTED:
+        raise InvalidArgument("request_ids", f"{len(request.request_ids)} ids", f"at most {MAX_ABORTED} ids")
+    for request_id in request.request_ids:
+        check_request_id(request_id)
+    return tuple(filter(None, dict.fromkeys(request.request_ids)))
+
+
+def model_info(model: str, name: str, limit: int, longest_prompt: int, vocab_size: int, files: ModelFiles) -> Any:
+    """A GetModelInfoResponse. name: under which the model is served. limit: tokens of prompt and answer together."""
+    return vllm_engine_pb2.GetModelInfoResponse(
+        model_path=model,
+        tokenizer_path=model,
+        served_model_name=name,
+        is_generation=True,
+        max_context_length=limit,
+        max_req_input_len=max(0, longest_prompt),
+        vocab_size=vocab_size,
+        **files.facts,
+    )
+
+
+def tokenizer_chunks(files: ModelFiles) -> Iterable[Any]:
+    """The archive of the tokenizer's files as GetTokenizer sends it. Raises Unsupported when there are none."""
+    data = files.archive
+    if not data:
+        raise Unsupported("the model has no tokenizer files to send")
+    for start in range(0, len(data), _CHUNK_BYTES):
+        is_last = start + _CHUNK_BYTES >= len(data)
+        part = data[start : start + _CHUNK_BYTES]
+        yield common_pb2.GetTokenizerChunk(data=part, sha256=files.sha256 if is_last else "")
+
+
+def scheduler_load(running: int, waiting: int, used_tokens: int, total_tokens: int, uncached_tokens: int) -> Any:
+    """One scheduler's load. Tokens are those of KV pools; uncached_tokens wait to be computed."""
+    usage = used_tokens / total_tokens if total_tokens else 0.0
+    return vllm_engine_pb2.SchedulerLoad(
+        num_running_reqs=running,
+        num_waiting_reqs=waiting,
+        num_total_reqs=running + waiting,
+        num_used_tokens=min(used_tokens, 2**31 - 1),
+        max_total_num_tokens=min(total_tokens, 2**31 - 1),
+        token_usage=usage,
+        utilization=usage,
+        num_waiting_uncached_tokens=uncached_tokens,
+    )

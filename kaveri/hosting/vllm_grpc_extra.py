@@ -1,0 +1,17 @@
+"""Whether the package that --vllm-grpc needs is there."""
+
+from google.protobuf.runtime_version import VersionError
+
+from kaveri.errors import ConfigError
+
+
+def require_vllm_grpc() -> None:
+    """Raises ConfigError where the extra is not installed, or does not fit gRPC or protobuf here."""
+    try:
+        # Only here: without the flag the package is not needed.
+        import kaveri.hosting.vllm_grpc  # noqa: F401
+    except ModuleNotFoundError as error:
+        reason = f"{error.name} is not installed: pip install 'kaveri[vllm-grpc]'"
+        raise ConfigError("--vllm-grpc", reason) from error
+    except VersionError as error:
+        raise ConfigError("--vllm-grpc", f"{error}: pip install 'kaveri[vllm-grpc]'") from error
