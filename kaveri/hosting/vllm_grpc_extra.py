@@ -9,7 +9,7 @@ def require_vllm_grpc() -> None:
     """Raises ConfigError where the extra is not installed, or does not fit gRPC or protobuf here."""
     try:
         # Only here: without the flag the package is not needed.
-        import kaveri.hosting.vllm_grpc  # noqa: F401
+        from smg_grpc_proto import vllm_engine_pb2  # noqa: F401
     except ModuleNotFoundError as error:
         reason = f"{error.name} is not installed: pip install 'kaveri[vllm-grpc]'"
         raise ConfigError("--vllm-grpc", reason) from error

@@ -45,6 +45,9 @@ from services.prefill.role import PrefillRole
 
 async def serve(config: PhasesConfig, stopping: asyncio.Event) -> int:
     """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
+    if config.vllm_grpc:
+        # Before anything is waited for.
+        require_vllm_grpc()
     async with open_store(config, stopping, ViewSource.BROADCASTS) as store:
         if store is None:
             return 0
