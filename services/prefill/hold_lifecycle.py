@@ -2,7 +2,7 @@
 
 ::
 
-    Held ⇄ PushingHeld ── HoldEnded
+    HeldHere ⇄ PushingHeld ── HoldEnded
 
 A hold begins with the prompt's first token. It may end in every state. Its request ends with it, and it with its
 request. Its time does not run out during a push, which the ticket bounds.
@@ -26,7 +26,7 @@ class HoldOutcome(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldHere:
     """Waits for a decode instance."""
 
     expires_s: float
@@ -46,7 +46,7 @@ class HoldEnded:
     outcome: HoldOutcome
 
 
-HoldState = Held | PushingHeld | HoldEnded
+HoldState = HeldHere | PushingHeld | HoldEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +107,18 @@ HoldStep = tuple[HoldState, tuple[HoldAction, ...]]
 def step_hold(state: HoldState, event: HoldEvent, now_s: float, request_id: str) -> HoldStep:
     """What the event makes of the hold, and what is to be done, in this order. Illegal pairs raise AssertionError."""
     match state, event:
-        case Held(), PushAsked():
+        case HeldHere(), PushAsked():
             return PushingHeld(state.expires_s), ()
         case PushingHeld(), PushBroke():
             answer = AnswerPush(Unavailable(f"the push of the hold failed: {event.reason}"))
             if now_s >= state.expires_s:
                 return _ended(HoldOutcome.EXPIRED, answer, EndRequest())
-            return Held(state.expires_s), (answer,)
+            return HeldHere(state.expires_s), (answer,)
         case PushingHeld(), LeaseOver():
             return state, ()
-        case Held(), LeaseOver():
+        case HeldHere(), LeaseOver():
             return _ended(HoldOutcome.EXPIRED, EndRequest())
-        case Held(), ReleaseAsked():
+        case HeldHere(), ReleaseAsked():
             return _ended(HoldOutcome.RELEASED, EndRequest())
         case PushingHeld(), ReleaseAsked():
             return _ended(HoldOutcome.RELEASED, AnswerPush(RequestCancelled(request_id)), EndRequest())
@@ -126,7 +126,7 @@ def step_hold(state: HoldState, event: HoldEvent, now_s: float, request_id: str)
             return _ended(HoldOutcome.PUSHED, AnswerPush(None))
         case PushingHeld(), RequestOver():
             return _ended(HoldOutcome.FAILED, AnswerPush(gone(request_id, HoldOutcome.FAILED)))
-        case Held(), RequestOver(handed_over=False):
+        case HeldHere(), RequestOver(handed_over=False):
             return _ended(HoldOutcome.FAILED)
     raise AssertionError(f"{event} in {state}")
 

@@ -22,7 +22,7 @@ from services.prefill.hold_lifecycle import (
     AnswerPush,
     EndRequest,
     ForgetHold,
-    Held,
+    HeldHere,
     HoldEnded,
     HoldEvent,
     HoldOutcome,
@@ -133,7 +133,7 @@ class Holds:
         hold = self._find(name)
         if token_ids != hold.request.engine_request.token_ids:
             raise InvalidArgument("token_ids", f"{len(token_ids)} tokens", "the prompt that the hold was made for")
-        assert isinstance(hold.state, Held | PushingHeld)
+        assert isinstance(hold.state, HeldHere | PushingHeld)
         first = hold.request.outbox.first_token
         assert first is not None
         layout, left_s = self._engine.info.layout, max(0.0, hold.state.expires_s - time.monotonic())
@@ -182,7 +182,7 @@ class Holds:
         name = HoldName(self._incarnation, secrets.token_bytes(HOLD_ID_BYTES))
         expires_s = time.monotonic() + self._ttl_s
         lease = asyncio.get_running_loop().call_later(self._ttl_s, self._lease_over, name)
-        self._by_id[name.hold_id] = self._by_request[request] = _Hold(name, request, Held(expires_s), lease)
+        self._by_id[name.hold_id] = self._by_request[request] = _Hold(name, request, HeldHere(expires_s), lease)
 
     def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:
         hold = self._by_request.get(request)

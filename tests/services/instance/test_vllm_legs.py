@@ -273,9 +273,16 @@ async def test_without_a_hold_a_decode_instance_computes_the_prompt(cluster: InP
     first = [token_id for each in responses if each.chunk.index == 0 for token_id in each.chunk.token_ids]
     assert first == expected
     assert recomputes(decode) == {"no_hold": 3}
-    # It takes pushes all the while: it does not serve prefill.
-    assert decode.load().phases == (Phase.DECODE,)
     await cluster.all_free()
+
+
+async def test_an_instance_that_computes_for_itself_takes_pushes_all_the_while(cluster: InProcessCluster) -> None:
+    decode = await cluster.decode(vllm_grpc=True, fake_step_s=0.2, chunk_tokens=16)
+    asking = asyncio.create_task(answer(decode, leg("one", [7] * 400, 2)))
+    await eventually(lambda: decode.held_blocks > 0, "the prompt is computed")
+    assert decode.load().phases == (Phase.DECODE,)
+    assert not decode.load().ending_phases
+    assert await asking == cluster.expected([7] * 400, 2)
 
 
 async def test_an_instance_of_both_phases_answers_both_legs(cluster: InProcessCluster) -> None:
@@ -332,7 +339,7 @@ async def test_a_leg_at_the_wrong_instance_is_refused_by_name(legs: Legs) -> Non
 async def test_a_hold_for_another_prompt_is_refused(cluster: InProcessCluster, legs: Legs) -> None:
     prefill, decode = legs
     held = await hold(prefill)
-    code, details = await refusal(decode, leg("one", [*PROMPT, 3], 5, held.kv_transfer_params_json))
+    code, details = await refusal(decode, leg("one", [*PROMPT[:-1], 3], 5, held.kv_transfer_params_json))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert "the prompt that the hold was made for" in details
     await cluster.all_free(DEADLINE_S)
