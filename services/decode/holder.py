@@ -32,7 +32,9 @@ from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.replication import HeldCopy, copy_bytes, drop_first
 from kaveri.telemetry.logs import get_logger
 from kaveri.wire.attempts import wrong_secret
+from services.decode import holding
 from services.decode.forwarder import ReplicaForwarder
+from services.decode.holding import BeingResumed, Complete, Growing, Holding, usable_tokens
 from services.decode.instance import DecodeInstance
 from services.decode.replica_metrics import ReplicaMetrics
 from services.decode.requests import DecodeRequest
@@ -45,9 +47,6 @@ _ARRIVAL_LOOKS = 50
 _ARRIVAL_LOOK_S = 0.002
 _FULL_S = 3.0
 """A copy that has waited so long for its next block is shut to its owner, which looks for another holder."""
-_ENDED_S = 3.0
-"""The copy of a complete answer is kept for so long: until a router must have noticed that the owner is lost, and that
-the end of the answer has not come."""
 _LEAVING_S = 1.0
 """A holder that drains keeps its copies for so long: owners find other holders meanwhile, and requests whose owner was
 just lost, or has just let them go, are resumed."""
@@ -56,34 +55,6 @@ _SCARCE = 1 / 8
 """Copies of complete answers are dropped at once while less of the memory is free."""
 _RETRY_AFTER_S = 1.0
 _SOON_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Growing:
-    """Its owner pushes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Orphan:
-    """Its owner is gone, or was shut out. It waits for a router that resumes it."""
-
-    until_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Complete:
-    """Its owner has given it up: mostly, its answer is complete. The owner may die before the router has the end."""
-
-    until_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class ResumingHere:
-    """A request goes on from it here. It is shut to its owner."""
-
-    ownership: Ownership
-    """Of the new owner."""
-    outcome: asyncio.Future[Resumed]
 
 
 @dataclass(eq=False, slots=True)
@@ -100,13 +71,15 @@ class HeldReplica:
     """Since when there is no block for what its owner draws."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no request goes on from it any more: one has, or it is gone."""
-    state: Growing | Orphan | Complete | ResumingHere = Growing()
+    outcome: asyncio.Future[Resumed] | None = None
+    """Of the resumption that goes on from it, or that did last."""
+    state: Holding = field(default_factory=Growing)
 
     @property
     def newest(self) -> Owner:
         """The newest owner of the request that is known here."""
         owner = self.offer.ownership.owner
-        return max(owner, self.state.ownership.owner) if isinstance(self.state, ResumingHere) else owner
+        return max(owner, self.state.ownership.owner) if isinstance(self.state, BeingResumed) else owner
 
     @property
     def ends_s(self) -> float:
@@ -184,7 +157,7 @@ class ReplicaHolder:
                 raise Unavailable("the owner has asked for a later copy", retry_after_s=_RETRY_AFTER_S)
         self._instance.owners.note_owner(request_id, offer.ownership)
         if former is not None:
-            self._drop(former, "replaced")
+            self._take(former, holding.Unwanted("replaced"))
         key = ReplicaKey(request_id, owner.session, owner.attempt)
         ticket = self._open(key, offer)
         self._held[request_id] = HeldReplica(key, offer, time.monotonic(), offer.token_count)
@@ -256,24 +229,14 @@ class ReplicaHolder:
             return
         owner = ownership.comparable(held.offer.ownership)
         if owner is not None and owner >= held.newest:
-            self._drop(held, "given_up" if isinstance(held.state, Complete) else "closed")
+            self._take(held, holding.Unwanted("given_up" if isinstance(held.state, Complete) else "closed"))
 
     def drain(self) -> None:
         """Takes no copies any more, and shuts those that are here to their owners, which look for other holders. Until
         wait_idle() has returned, requests are resumed from them: they are pushed on."""
         self._draining = True
-        until_s = time.monotonic() + self._grace_s
         for held in list(self._held.values()):
-            match held.state:
-                case Growing() if self._store.watermark(held.key):
-                    held.state = Orphan(until_s)
-                    self._store.seal(held.key)
-                case Growing():
-                    self._drop(held, "draining")
-                case Orphan(former_s):
-                    held.state = Orphan(min(former_s, until_s))
-                case Complete(former_s):
-                    held.state = Complete(min(former_s, until_s))
+            self._take(held, holding.HolderDrains(self._store.watermark(held.key)))
         if self._held:
             self._idle.clear()
 
@@ -328,7 +291,7 @@ class ReplicaHolder:
         """Drops the first copy of a complete answer. Its blocks are free at once. False: there is none."""
         complete = next((held for held in self._held.values() if isinstance(held.state, Complete)), None)
         if complete is not None:
-            self._drop(complete, "given_up")
+            self._take(complete, holding.Unwanted("given_up"))
         return complete is not None
 
     def _make_room(self, offer: ReplicaOffer) -> bool:
@@ -338,22 +301,23 @@ class ReplicaHolder:
         free_bytes = usage.total_bytes - usage.used_bytes
         dropped = drop_first(copies, offer.token_count, free_bytes, copy_bytes(layout, offer.token_count))
         for held in dropped or ():
-            self._drop(held, "full")
+            self._take(held, holding.Unwanted("full"))
         return bool(dropped)
 
     def _resuming(self, resumption: Resumption) -> asyncio.Future[Resumed]:
         """The outcome of the resumption, which is begun unless it was already."""
         request_id, ownership = resumption.request_id, resumption.ownership
         held = self._held.get(request_id)
-        if held is not None and isinstance(held.state, ResumingHere) and held.state.ownership == ownership:
-            return held.state.outcome
+        if held is not None and held.outcome is not None and held.state == BeingResumed(ownership):
+            return held.outcome
         outcome: asyncio.Future[Resumed] = asyncio.get_running_loop().create_future()
         running = self._instance.owners.resumed(request_id, ownership)
         if running is not None and running.resumed is not None:
             outcome.set_result(Resumed(self._incarnation, running.resumed.held_tokens))
             return outcome
         held = self._resumable(resumption)
-        held.state = ResumingHere(ownership, outcome)
+        held.outcome = outcome
+        self._take(held, holding.ResumeBegun(ownership))
         self._tasks.create_task(self._conclude(outcome, held, resumption))
         return outcome
 
@@ -393,7 +357,7 @@ class ReplicaHolder:
         began_s, request_id = time.monotonic(), resumption.request_id
         try:
             await self._seal(held, resumption)
-            held_tokens = self._usable_tokens(held, resumption)
+            held_tokens = usable_tokens(self._store.token_ids(held.key), resumption, held.offer.layout.block_tokens)
             try:
                 request, ticket = await self._instance.reserve_resumed(resumption, held_tokens)
             except (NoCapacity, Unavailable):
@@ -402,19 +366,13 @@ class ReplicaHolder:
                     raise
                 replica = await self._forwarder.push_on(held.key, held.offer, len(resumption.token_ids))
                 self._metrics.resumes.labels("pushed_on").inc()
-                if self._is_resuming(held, resumption.ownership):
-                    # The router may ask again, if this answer is lost. Nothing else needs it any more.
-                    held.state = Complete(time.monotonic() + min(_ENDED_S, self._grace_s))
-                    held.left.set()
+                self._take(held, holding.PushedOn(resumption.ownership))
                 return Resumed(self._incarnation, 0, replica)
             await self._land(held, request, ticket)
         except BaseException:
-            if self._is_resuming(held, resumption.ownership):
-                # The same owner may try again, or a newer one.
-                held.state = Orphan(time.monotonic() + self._grace_s)
+            self._take(held, holding.ResumeFailed(resumption.ownership))
             raise
-        if self._is_resuming(held, resumption.ownership):
-            self._drop(held, "resumed")
+        self._take(held, holding.ResumeLanded(resumption.ownership))
         recomputed_tokens = len(resumption.token_ids) - held_tokens
         self._metrics.count_resumed(held_tokens, recomputed_tokens)
         owner, former = resumption.ownership.owner, held.offer
@@ -452,65 +410,36 @@ class ReplicaHolder:
         if not await request.resumed.landed:
             raise Unavailable("the request has ended before its copy had landed")
 
-    def _usable_tokens(self, held: HeldReplica, resumption: Resumption) -> int:
-        """How many of the copy's tokens the request goes on from: whole blocks."""
-        token_ids = resumption.token_ids
-        ours = self._store.token_ids(held.key)
-        common = common_prefix(ours, token_ids)
-        prompt_tokens = len(token_ids) - resumption.generated_count
-        if common < min(len(ours), prompt_tokens):
-            raise InvalidArgument(f"token_ids[{common}]", token_ids[common], "the token whose KV is held here")
-        # The last token is computed here in any case: the next one is drawn on it.
-        usable = min(common, len(token_ids) - 1)
-        if usable < len(ours):
-            # Only the end of a copy may lie within a block: where its owner has let the request go.
-            usable -= usable % held.offer.layout.block_tokens
-        if not usable:
-            raise RequestNotFound(resumption.request_id, "no whole block of it is held here")
-        return usable
-
     def _hear(self, event: ReplicaEvent) -> None:
         """What the store tells of a copy, which may be gone meanwhile."""
         held = self._held.get(event.key.request_id)
         if held is None or held.key != event.key:
             return
-        match event, held.state:
-            case ReplicaGrew(), _:
+        match event:
+            case ReplicaGrew():
                 held.watermark = event.token_count
                 held.token_count = max(held.token_count, event.token_count)
-            case ReplicaOrphaned(), Growing():
-                self._orphaned(held, time.monotonic(), event.reason)
-            case ReplicaGivenUp(), Growing():
-                held.state = Complete(time.monotonic() + min(_ENDED_S, self._orphan_grace_s))
-            case ReplicaDropped(), _:
-                self._drop(held, "given_up")
+            case ReplicaOrphaned():
+                self._take(held, holding.OwnerLost(event.reason))
+            case ReplicaGivenUp():
+                self._take(held, holding.OwnerGaveUp())
+            case ReplicaDropped():
+                self._take(held, holding.Unwanted("given_up"))
 
     def _drop_expired(self, now_s: float) -> None:
         for held in list(self._held.values()):
-            match held.state:
-                case Orphan(until_s) if until_s <= now_s:
-                    self._drop(held, "orphaned")
-                case Complete(until_s) if until_s <= now_s or self._is_memory_scarce():
-                    self._drop(held, "given_up")
-                case Growing() if not held.watermark and held.opened_s + self._unused_s <= now_s:
-                    self._drop(held, "unused")
-                case Growing() | Orphan() if held.ends_s <= now_s:
-                    self._drop(held, "deadline")
-                case Growing() if self._has_lost_owner(held, now_s):
-                    self._orphaned(held, now_s, "its owner has left the cluster")
-                case Growing() if self._is_starved(held, now_s):
-                    # Its owner has the grace time to find another holder. It may not be able to close this copy.
-                    held.state = Orphan(now_s + self._orphan_grace_s)
-                    self._store.seal(held.key)
+            self._take(held, self._looked(held, now_s), now_s)
+            if isinstance(held.state, Growing):
+                if self._has_lost_owner(held, now_s):
+                    self._take(held, holding.OwnerLost("its owner has left the cluster"), now_s)
+                elif self._is_starved(held, now_s):
+                    self._take(held, holding.BlockMissed(), now_s)
 
-    def _orphaned(self, held: HeldReplica, now_s: float, reason: str) -> None:
-        held.state = Orphan(now_s + self._orphan_grace_s)
-        get_logger().info(
-            "replica_orphaned",
-            request_id=held.key.request_id,
-            attempt=held.key.attempt,
-            session=held.key.session,
-            reason=reason,
+    def _looked(self, held: HeldReplica, now_s: float) -> holding.Looked:
+        return holding.Looked(
+            is_unused=not held.watermark and held.opened_s + self._unused_s <= now_s,
+            is_expired=held.ends_s <= now_s,
+            is_memory_scarce=isinstance(held.state, Complete) and self._is_memory_scarce(),
         )
 
     def _has_lost_owner(self, held: HeldReplica, now_s: float) -> bool:
@@ -536,33 +465,32 @@ class ReplicaHolder:
         usage = self._store.usage()
         return usage.total_bytes - usage.used_bytes < _SCARCE * usage.total_bytes
 
-    def _is_resuming(self, held: HeldReplica, ownership: Ownership) -> bool:
-        """Whether the copy is here, and this owner the last one to go on from it."""
-        is_its = isinstance(held.state, ResumingHere) and held.state.ownership == ownership
-        return is_its and self._held.get(held.key.request_id) is held
+    def _take(self, held: HeldReplica, event: holding.HoldingEvent, now_s: float | None = None) -> None:
+        now_s = time.monotonic() if now_s is None else now_s
+        held.state, actions = holding.step(held.state, event, now_s, self._grace_s)
+        for action in actions:
+            match action:
+                case holding.Seal():
+                    self._store.seal(held.key)
+                case holding.TellLeft():
+                    held.left.set()
+                case holding.NoteOrphan(reason):
+                    get_logger().bind(**_name_of(held)).info("replica_orphaned", reason=reason)
+                case holding.Drop(cause):
+                    self._drop(held, cause)
 
     def _drop(self, held: HeldReplica, cause: str) -> None:
         del self._held[held.key.request_id]
-        held.left.set()
         if not self._held:
             self._idle.set()
         self._store.drop(held.key)
         self._metrics.drops.labels(cause).inc()
-        get_logger().info(
-            "replica_dropped",
-            request_id=held.key.request_id,
-            attempt=held.key.attempt,
-            session=held.key.session,
-            cause=cause,
-        )
+        get_logger().bind(**_name_of(held)).info("replica_dropped", cause=cause)
 
 
-def common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """How many tokens both begin with."""
-    count = min(len(one), len(other))
-    if one[:count] == other[:count]:
-        return count
-    return next(index for index in range(count) if one[index] != other[index])
+def _name_of(held: HeldReplica) -> dict[str, str | int]:
+    """For log lines."""
+    return {"request_id": held.key.request_id, "attempt": held.key.attempt, "session": held.key.session}
 
 
 def _forward(loop: asyncio.AbstractEventLoop, hear: Callable[[ReplicaEvent], None], event: ReplicaEvent) -> None:

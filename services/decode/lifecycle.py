@@ -48,7 +48,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Its KV is here, unless it was preempted. It waits for a seat in the batch."""
+    """It has landed, and waits for a seat in the batch. Its KV is here, unless it was preempted since."""
 
     landed_s: float
     preemptions: int = 0

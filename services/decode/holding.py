@@ -1,0 +1,253 @@
+"""The life of the copy of one request, as its holder sees it. Pure: no clock, no waiting, no I/O.
+
+    Growing -> Orphan <-> BeingResumed -> Freed
+       +----> Complete <----+
+
+Every state but Freed may go to Freed, and Growing and Complete may be resumed as well. step() returns the next state,
+and what the holder has to carry out, in order. usable_tokens() says how much of a copy a request goes on from.
+"""
+
+from dataclasses import dataclass
+
+from kaveri.domain.owner import Ownership
+from kaveri.domain.replica import Resumption
+from kaveri.errors import InvalidArgument, RequestNotFound
+
+ENDED_S = 3.0
+"""The copy of a complete answer is kept for so long: until a router must have noticed that the owner is lost, and that
+the end of the answer has not come."""
+
+
+# ---- states ----
+
+
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """Its owner pushes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """Its owner is gone, or was shut out. It waits for a router that resumes it."""
+
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """Its owner has given it up: mostly, its answer is complete. The owner may die before the router has the end."""
+
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BeingResumed:
+    """A request goes on from it here. It is shut to its owner."""
+
+    ownership: Ownership
+    """Of the new owner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Its memory was given back."""
+
+
+Holding = Growing | Orphan | Complete | BeingResumed | Freed
+
+# ---- events ----
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerLost:
+    """The owner's connection has ended, it has marked nothing for too long, or it has left the cluster."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerGaveUp:
+    """The owner wants it no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMissed:
+    """There was no room for its next block for too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class HolderDrains:
+    """The holder takes no copies any more."""
+
+    token_count: int
+    """The watermark."""
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """Some time has passed."""
+
+    is_unused: bool = False
+    """No block has come for too long."""
+    is_expired: bool = False
+    """The request's deadline is over."""
+    is_memory_scarce: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeBegun:
+    """A newer owner goes on from it here."""
+
+    ownership: Ownership
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeFailed:
+    """The same owner may try again, or a newer one."""
+
+    ownership: Ownership
+
+
+@dataclass(frozen=True, slots=True)
+class PushedOn:
+    """It was pushed to another instance, where the owner goes on. The router may ask again, if the answer is lost."""
+
+    ownership: Ownership
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeLanded:
+    """The request has landed here, and needs it no more."""
+
+    ownership: Ownership
+
+
+@dataclass(frozen=True, slots=True)
+class Unwanted:
+    """Nothing may go on from it: it was closed, replaced, or others need its memory more."""
+
+    cause: str
+
+
+HoldingEvent = (
+    OwnerLost
+    | OwnerGaveUp
+    | BlockMissed
+    | HolderDrains
+    | Looked
+    | ResumeBegun
+    | ResumeFailed
+    | PushedOn
+    | ResumeLanded
+    | Unwanted
+)
+
+# ---- actions ----
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Shut it to its owner, which looks for another holder."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoteOrphan:
+    """Log that its owner is lost."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TellLeft:
+    """Tell those that wait for it that no request goes on from it any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Give its memory back."""
+
+    cause: str
+
+
+HoldingAction = Seal | NoteOrphan | TellLeft | Drop
+HoldingStep = tuple[Holding, tuple[HoldingAction, ...]]
+
+
+def step(state: Holding, event: HoldingEvent, now_s: float, grace_s: float) -> HoldingStep:
+    """The next state, and what to do. grace_s: how long a copy is kept that no owner adds to. Events that come too late
+    change nothing."""
+    match event, state:
+        case _, Freed():
+            return state, ()
+        case Unwanted(cause), _:
+            return _gone(cause)
+        case Looked(), _:
+            return _looked(state, event, now_s)
+        case OwnerLost(reason), Growing():
+            return Orphan(now_s + grace_s), (NoteOrphan(reason),)
+        case OwnerGaveUp(), Growing():
+            return Complete(now_s + min(ENDED_S, grace_s)), ()
+        case BlockMissed(), Growing():
+            # Its owner has the grace time to find another holder. It may not be able to close this copy.
+            return Orphan(now_s + grace_s), (Seal(),)
+        case HolderDrains(token_count), Growing():
+            return (Orphan(now_s + grace_s), (Seal(),)) if token_count else _gone("draining")
+        case HolderDrains(), Orphan(until_s):
+            return Orphan(min(until_s, now_s + grace_s)), ()
+        case HolderDrains(), Complete(until_s):
+            return Complete(min(until_s, now_s + grace_s)), ()
+        case ResumeBegun(ownership), _:
+            return BeingResumed(ownership), ()
+        case ResumeFailed(ownership), BeingResumed(present) if ownership == present:
+            return Orphan(now_s + grace_s), ()
+        case PushedOn(ownership), BeingResumed(present) if ownership == present:
+            return Complete(now_s + min(ENDED_S, grace_s)), (TellLeft(),)
+        case ResumeLanded(ownership), BeingResumed(present) if ownership == present:
+            return _gone("resumed")
+        case _:
+            return state, ()
+
+
+def _looked(state: Holding, looked: Looked, now_s: float) -> HoldingStep:
+    match state:
+        case Orphan(until_s) if until_s <= now_s:
+            return _gone("orphaned")
+        case Complete(until_s) if until_s <= now_s or looked.is_memory_scarce:
+            return _gone("given_up")
+        case Growing() if looked.is_unused:
+            return _gone("unused")
+        case Growing() | Orphan() if looked.is_expired:
+            return _gone("deadline")
+        case _:
+            return state, ()
+
+
+def _gone(cause: str) -> HoldingStep:
+    return Freed(), (TellLeft(), Drop(cause))
+
+
+def usable_tokens(held: tuple[int, ...], resumption: Resumption, block_tokens: int) -> int:
+    """How many of a copy's tokens the request goes on from: whole blocks of `block_tokens`. held: the copy's token ids.
+
+    Raises InvalidArgument (the copy is of another prompt) and RequestNotFound (it has no whole block).
+    """
+    token_ids = resumption.token_ids
+    common = _common_prefix(held, token_ids)
+    prompt_tokens = len(token_ids) - resumption.generated_count
+    if common < min(len(held), prompt_tokens):
+        raise InvalidArgument(f"token_ids[{common}]", token_ids[common], "the token whose KV is held here")
+    # The last token is computed here in any case: the next one is drawn on it.
+    usable = min(common, len(token_ids) - 1)
+    if usable < len(held):
+        # Only the end of a copy may lie within a block: where its owner has let the request go.
+        usable -= usable % block_tokens
+    if not usable:
+        raise RequestNotFound(resumption.request_id, "no whole block of it is held here")
+    return usable
+
+
+def _common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    count = min(len(one), len(other))
+    if one[:count] == other[:count]:
+        return count
+    return next(index for index in range(count) if one[index] != other[index])
