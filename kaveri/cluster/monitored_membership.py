@@ -1,7 +1,7 @@
 """The members of the cluster as the cluster monitor's broadcasts name them.
 
 From TetriInfer's cluster monitor (arXiv 2401.11181, section 3.2). An instance in a broadcast keeps its lease; one that
-is missing is gone. Leases count only time in which a leader was heard, so no instance is lost without a leader. A new
+is missing is gone. A lease runs only while a leader is heard, so no instance is lost for want of a leader. A new
 leader may briefly know less than its predecessor (a router that started just when the store lost its state), so
 instances that only the predecessor named stay for one lease.
 """
@@ -75,7 +75,7 @@ class MonitoredMembership(Membership):
 
     def _shown(self, load: InstanceLoad, former: Member) -> InstanceLoad:
         # Counted as heard: between two broadcasts an instance makes many heartbeats. A caller that waits for the second
-        # one after having sent something there (kaveri.policy.placement.UnconfirmedWork) would take all of them for
+        # one after having sent something there (kaveri.policy.unconfirmed.UnconfirmedWork) would take all of them for
         # later than that, though the first broadcast that arrives may tell what was before it.
         heard = former.load.sequence_number + (load.sequence_number > former.sequence_number)
         return replace(load, sequence_number=heard)

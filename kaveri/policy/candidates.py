@@ -14,7 +14,7 @@ _DRAWS_OF_EACH = 4
 LoadKey = tuple[float, ...]
 Load = Callable[[ViewedInstance], LoadKey]
 Takes = Callable[[ViewedInstance], bool]
-# By name: an annotation inside a function is computed whenever the function is called.
+# These have names because an annotation inside a function is computed at every call of the function.
 
 
 @dataclass(slots=True)
@@ -63,8 +63,8 @@ class Candidates:
     def better_of_two(self, load: Load, rng: random.Random, wanted: Takes | None = None) -> ViewedInstance | None:
         """Of two candidates at random the one with the lower `load`; the only one when there is no other.
 
-        wanted: when given, the two are drawn from the candidates for which it holds, if there are any. It must not hold
-        for an instance that does not take the request.
+        wanted: when given, the two are drawn from the candidates that it accepts, if there are any. It must accept no
+        instance that does not take the request.
         """
         ready, avoid, fits = self.ready, self.avoid, wanted or self.takes
         first: ViewedInstance | None = None

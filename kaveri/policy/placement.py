@@ -168,7 +168,7 @@ def choose_decode(
         case DecodePlacementPolicy.POWER_OF_TWO:
             return candidates.better_of_two(load, rng)
         case DecodePlacementPolicy.HEAVY_LIGHT:
-            # Light ones go by load: by the ratio, each would lower it where it is low, and draw all others there.
+            # Light ones go by load. By the heavy share, which each of them lowers, all would go to one instance.
             wanted = room_for(max(demand.tokens, demand.predicted))
             return candidates.better_of_two(heavy_share if demand.heavy else load, rng, wanted)
         case DecodePlacementPolicy.LEAST_LOADED:
@@ -196,7 +196,7 @@ def choose_line(
     where the fewest requests wait, unconfirmed ones included, and of these the one with the most room. None: there is
     none.
 
-    Parameters as of choose_decode, but that instances to avoid are not taken at all.
+    The parameters are those of choose_decode. Instances to avoid are never chosen.
     """
     candidates = [
         instance

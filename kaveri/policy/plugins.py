@@ -21,7 +21,7 @@ _MOST_SHOWN = 200
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An instance that takes what is to be placed: it is ready, fits, and has room. Frozen."""
+    """An instance that takes what is to be placed: it is ready, fits, and has room."""
 
     instance: ViewedInstance
     """Its record, and its load as of its last heartbeat."""

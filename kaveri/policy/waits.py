@@ -1,6 +1,6 @@
 """How long the services wait before they look again for something that was not there. Pure.
 
-Where nothing tells that it has come: the rest wake at once.
+Only for what comes without an event. Everything else wakes its waiters at once.
 """
 
 PREFILL_LOOK_S = 1.0
@@ -12,7 +12,7 @@ PROMPT_BLOCKS_RETRY_S = 0.02
 ROOM_PATIENCE_S = 0.1
 """A decode instance that showed room has so long to answer before others are asked as well."""
 ROOM_REST_WHEN_FAILED_S = 0.5
-"""A decode instance at which a push failed is not asked for so long."""
+"""A decode instance is left alone for this time after a push to it failed, or it could not be reached."""
 ROOM_LOOK_S = 0.25
 """A prefill instance, between two looks at a view that does not change."""
 NO_DECODE_INSTANCE_S = 2.0

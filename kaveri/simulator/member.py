@@ -112,7 +112,8 @@ class BeatingMember:
     @property
     def heartbeat_age_s(self) -> float:
         """Seconds since that heartbeat."""
-        return self._timeline.now_s - (self.next_beat_s - self._interval_s)
+        beat_s = self.last_beat_s if self.next_beat_s == float("inf") else self.next_beat_s - self._interval_s
+        return self._timeline.now_s - beat_s
 
     def stop(self) -> None:
         """There are no more heartbeats."""

@@ -9,7 +9,7 @@ from services.prefill.requests import PrefillRequest
 class HandOver(Protocol):
     """The DecodePlacer pushes to decode instances; where one engine does both phases nothing is pushed.
 
-    It reports on a request by request.report(): Placed when a push has begun, Adopted, or Failed.
+    It reports on a request by request.report(): RoomReserved when a push has begun, Adopted, or HandOverFailed.
     """
 
     @property

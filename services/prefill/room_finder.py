@@ -126,8 +126,8 @@ class RoomFinder:
         """Waits for room, and holds no other place or room for the request when it returns.
 
         Raises StaleAttempt and RequestAlreadyExists, InvalidArgument and LayoutMismatch when no instance can ever take
-        the request, Unavailable when there is none, and DeadlineExceeded. Cancelled, or with an error, the caller calls
-        give_up().
+        the request, Unavailable when there is none, and DeadlineExceeded. When this call fails or is
+        cancelled, the caller must call give_up().
         """
         none_since_s: float | None = None
         while True:

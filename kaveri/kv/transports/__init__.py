@@ -26,8 +26,6 @@ MOCK = "mock"
 """Moves no bytes; only ever used when asked for."""
 TLS = "tls"
 """Used when asked for: it needs certificates."""
-OPTIONAL_NAMES = ("nixl", "nccl", "gloo")
-"""Used when asked for: they need packages or devices that not every machine has."""
 _PARTS = ("name", "label", "capabilities", "connect", "listen")
 """Of a Transport."""
 _HERE = "kaveri.kv.transports"
