@@ -1,8 +1,10 @@
 """Asks a local cluster with the clients that people use, and prints the table of docs/doors.md.
 
 `python scripts/client_matrix.py` tries all of them, `--only curl,openai` some. `vllm bench serve` needs a Python that
-has vLLM (`--vllm-python PATH`), and is left out without one; scripts/try_smg.py tries smg. The cluster runs kaveri-tiny
-in float32 on a CPU. Exits 1 when a client did something that this file does not expect.
+has vLLM (`--vllm-python PATH`). lm_eval, guidellm, aiperf and smg need `--environments FOLDER`: each has a virtual
+environment of its own there, which is made from PyPI when it is missing. Without these flags, and where a package
+cannot be installed, those clients are left out. The cluster runs kaveri-tiny in float32 on a CPU. Exits 1 when a client
+did something that this file does not expect.
 """
 
 import argparse
@@ -15,12 +17,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import venv
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import openai
+import try_smg
 
 from kaveri import Client, SamplingParams
 from kaveri.local.config import StackConfig
@@ -32,6 +36,7 @@ PROMPT = "Count from 1 to 9."
 MAX_TOKENS = 16
 REQUESTS = 16
 ASK_S = 300.0
+INSTALL_S = 1200.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +62,21 @@ class Door:
         with Client(self.target, timeout_s=ASK_S) as client:
             return client.generate(**prompt, params=SamplingParams(temperature=0, max_tokens=MAX_TOKENS)).text
 
-    def run(self, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Runs a program here, without the network."""
-        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    def run(self, *arguments: object, offline: bool = True) -> subprocess.CompletedProcess[str]:
+        """Runs a program here. offline: it is to ask no hub of models."""
+        environment = {**os.environ, "OPENAI_API_KEY": "none", "HF_HOME": str(self.folder / "hub")}
+        # Programs of other environments have packages of their own.
+        environment.pop("PYTHONPATH", None)
+        if offline:
+            environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+        # What they start ends with them: some leave processes behind.
         return subprocess.run(
-            [str(each) for each in arguments],
+            ["timeout", "--kill-after=5", str(ASK_S), *map(str, arguments)],
             check=False,
             cwd=self.folder,
-            env={**os.environ, **offline, "OPENAI_API_KEY": "none", **environment},
+            env=environment,
             capture_output=True,
             text=True,
-            timeout=ASK_S,
         )
 
 
@@ -149,7 +158,7 @@ main(parser.parse_args())
 
 def vllm_bench(door: Door) -> Iterator[Tried]:
     """Random prompts."""
-    for backend, path in (("openai", "/v1/completions"),):
+    for backend, path in (("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")):
         ran = door.run(
             *(door.command, "-c", _VLLM_BENCH, "--backend", backend, "--base-url", door.url, "--endpoint", path),
             *("--model", MODEL, "--tokenizer", door.tokenizer, "--dataset-name", "random"),
@@ -159,6 +168,100 @@ def vllm_bench(door: Door) -> Iterator[Tried]:
         found = _read(door.folder / f"{backend}.json")
         ok = found.get("completed") == REQUESTS and found.get("total_output_tokens") == REQUESTS * MAX_TOKENS
         yield Tried(f"--backend {backend}", ok, _ends(ran))
+
+
+_TASK = """
+task: kaveri_words
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{label}}}}"
+metric_list:
+  - metric: acc
+"""
+_WORDS = (
+    {"question": "Count from 1 to 4:", "choices": ["1 2 3 4", "4 3 1 2"], "label": 0},
+    {"question": "The letters of cat are", "choices": ["x y z", "c a t"], "label": 1},
+    {"question": "hello", "choices": ["world", "12", "!"], "label": 0},
+)
+
+
+def lm_eval(door: Door) -> Iterator[Tried]:
+    """A task with loglikelihood, on words of our own; each figure is compared with the SDK's."""
+    data, found = door.folder / "words.jsonl", door.folder / "found"
+    data.write_text("".join(json.dumps(row) + "\n" for row in _WORDS))
+    (door.folder / "words.yaml").write_text(_TASK.format(data=data))
+    model = (
+        f"base_url={door.url}/v1/completions,model={MODEL},tokenizer={door.tokenizer},num_concurrent=2,max_retries=1"
+    )
+    ran = door.run(
+        *(door.command, "--model", "local-completions", "--model_args", model, "--tasks", "kaveri_words"),
+        *("--include_path", door.folder, "--output_path", found, "--log_samples"),
+    )
+    samples = [json.loads(line) for path in found.rglob("samples_*.jsonl") for line in path.read_text().splitlines()]
+    wrong = []
+    with Client(door.target, timeout_s=ASK_S) as client:
+        for sample in samples:
+            pairs = zip(sample["arguments"].values(), sample["resps"], strict=True)
+            for asked, ((told, _),) in pairs:
+                context = client.tokenize(asked["arg_0"])
+                whole = client.tokenize(asked["arg_0"] + asked["arg_1"])
+                answer = client.generate(
+                    prompt_token_ids=whole, params=SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+                )
+                entries = [token.logprobs for token in answer.prompt_tokens[len(context) :]]
+                expected = sum(entry.logprob for entry in entries if entry is not None)
+                if abs(float(told) - expected) > 1e-3:
+                    wrong.append((asked, told, expected))
+    ok = ran.returncode == 0 and len(samples) == len(_WORDS) and not wrong
+    yield Tried("local-completions: loglikelihoods of a multiple-choice task", ok, f"{wrong} {_ends(ran)}")
+
+
+def guidellm(door: Door) -> Iterator[Tried]:
+    """Four streams of chats."""
+    report = door.folder / "report.json"
+    ran = door.run(
+        *(door.command, "run", "--backend", f"kind=openai_http,target={door.url},model={MODEL}"),
+        *("--profile", "kind=concurrent,streams=4", "--constraint", f"kind=max_requests,count={REQUESTS}"),
+        *("--tokenizer", f"kind=hf_auto,model={door.tokenizer}", "--disable-console"),
+        *("--data", f"kind=synthetic_text,prompt_tokens=32,output_tokens={MAX_TOKENS}"),
+        *("--output", f"kind=json,path={report}"),
+    )
+    metrics = (_read(report).get("benchmarks") or [{}])[0].get("metrics", {})
+    ok = metrics.get("request_totals", {}).get("successful") == REQUESTS
+    tokens = metrics.get("output_token_count", {}).get("successful", {}).get("total_sum")
+    yield Tried(f"{REQUESTS} chats, none failed", ok and tokens == REQUESTS * MAX_TOKENS, _ends(ran))
+
+
+def aiperf(door: Door) -> Iterator[Tried]:
+    """Four streams of chats. An answer without a text counts as failed there, so none may end with its first token."""
+    # It knows files of a tokenizer only while it is not told that there is no hub.
+    ran = door.run(
+        *(door.command, "profile", "--model", MODEL, "--url", door.url, "--endpoint-type", "chat", "--streaming"),
+        *("--tokenizer", door.tokenizer, "--concurrency", 4, "--request-count", REQUESTS, "--ui", "none"),
+        *("--synthetic-input-tokens-mean", 32, "--output-tokens-mean", MAX_TOKENS),
+        *("--extra-inputs", "ignore_eos:true", "--artifact-dir", door.folder),
+        offline=False,
+    )
+    report = _read(door.folder / "profile_export_aiperf.json")
+    ok = (report.get("request_count") or {}).get("avg") == REQUESTS and not report.get("error_request_count")
+    tokens = (report.get("usage_completion_tokens") or {}).get("avg")
+    yield Tried(f"{REQUESTS} chats, none failed", ok and tokens == MAX_TOKENS, _ends(ran))
+
+
+def smg(door: Door) -> Iterator[Tried]:
+    """With the router as its worker; see scripts/try_smg.py."""
+    try:
+        with try_smg.running_smg(Path(door.command), door.target, door.folder) as url:
+            wrong = asyncio.run(try_smg.check(url, door.target))
+    except SystemExit as error:
+        wrong = [str(error)]
+    yield Tried("router as worker: chat, completions, Responses, Messages", not wrong, str(wrong))
 
 
 def _read(path: Path) -> Any:
@@ -177,6 +280,8 @@ class Asker:
     check: Callable[[Door], Iterator[Tried]]
     command: str = ""
     """Its program."""
+    packages: tuple[str, ...] = ()
+    """Of the environment that it needs, itself first."""
 
 
 ASKERS = (
@@ -184,11 +289,33 @@ ASKERS = (
     Asker("openai", openai_package),
     Asker("kaveri bench --http", kaveri_bench),
     Asker("vllm bench serve", vllm_bench, command="python"),
+    Asker("lm_eval", lm_eval, "lm_eval", ("lm-eval[api]==0.4.13", "transformers==5.23.0")),
+    Asker("guidellm", guidellm, "guidellm", ("guidellm==0.8.1",)),
+    Asker("aiperf", aiperf, "aiperf", ("aiperf==0.13.0",)),
+    Asker("smg", smg, "smg", (try_smg.SMG,)),
 )
 
 
-def _command_of(asker: Asker, vllm_python: str) -> str:
+def _installed(asker: Asker, environments: str) -> str:
+    """The client's program in its environment, which is made if need be. Empty: it cannot be had."""
+    if not environments:
+        return ""
+    folder = Path(environments).absolute() / asker.name
+    command = folder / "bin" / asker.command
+    if not command.exists():
+        venv.create(folder, with_pip=True)
+        install = [folder / "bin" / "pip", "install", "-q", *asker.packages]
+        ran = subprocess.run(install, check=False, capture_output=True, text=True, timeout=INSTALL_S)
+        if ran.returncode:
+            print(f"{asker.name} cannot be installed: {ran.stderr[-500:]}")
+            return ""
+    return str(command)
+
+
+def _command_of(asker: Asker, vllm_python: str, environments: str) -> str:
     """Where the client's program is. Empty: nowhere."""
+    if asker.packages:
+        return _installed(asker, environments)
     if asker.check is vllm_bench:
         # Not resolved: a virtual environment's Python is a link.
         return os.path.abspath(vllm_python) if vllm_python else ""
@@ -200,7 +327,14 @@ def _version_of(asker: Asker, command: str) -> str:
         return openai.__version__
     if not asker.command:
         return importlib.metadata.version("kaveri")
-    asks = ("-c", "import vllm; print(vllm.__version__)") if asker.check is vllm_bench else ("--version",)
+    if asker.packages:
+        name = re.split(r"[\[=]", asker.packages[0])[0]
+        asks: tuple[str, ...] = ("-c", f"import importlib.metadata as all; print(all.version({name!r}))")
+        command = str(Path(command).with_name("python"))
+    elif asker.check is vllm_bench:
+        asks = ("-c", "import vllm; print(vllm.__version__)")
+    else:
+        asks = ("--version",)
     ran = subprocess.run([command, *asks], check=True, capture_output=True, text=True, timeout=ASK_S)
     found = re.search(r"\d+\.\d+\S*", ran.stdout)
     return found.group() if found else ran.stdout.split("\n")[0]
@@ -226,14 +360,20 @@ async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="names of clients, with commas")
     parser.add_argument("--vllm-python", default="", help="a Python that has vLLM")
+    parser.add_argument("--environments", default="", help="a folder with virtual environments of clients, or for them")
     given = parser.parse_args()
     wanted = [asker for asker in ASKERS if not given.only or asker.name in given.only.split(",")]
     rows: list[str] = []
     wrong = 0
     with tempfile.TemporaryDirectory() as name:
-        commands = {asker.name: _command_of(asker, given.vllm_python) for asker in wanted}
+        commands = {asker.name: _command_of(asker, given.vllm_python, given.environments) for asker in wanted}
         config = StackConfig.of(
-            engine="transformers", dtype="float32", prefill_count=1, decode_count=1, gateway_count=1
+            engine="transformers",
+            dtype="float32",
+            prefill_count=1,
+            decode_count=1,
+            gateway_count=1,
+            router_flags=("--vllm-grpc",),
         )
         async with LocalStack(config, report=print) as stack:
             for asker in wanted:
