@@ -3,6 +3,7 @@
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import structlog
@@ -35,8 +36,32 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--engine: on which engine the tests of the services run that can do with any; `make test-vllm` gives vllm."""
+    """--engine: on which engine the tests of the services run that can do with any; `make test-vllm` gives vllm.
+
+    --tls: every gRPC port and channel shows a certificate and asks for one, also in processes that tests start.
+    """
     parser.addoption("--engine", choices=("fake", "vllm"), default="fake", help="of the service tests")
+    parser.addoption("--tls", action="store_true", help="mutual TLS on every gRPC port and channel")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _mutual_tls(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    if not request.config.getoption("--tls"):
+        yield
+        return
+    # Not at the top: most tests need no gRPC.
+    from kaveri.rpc.tls import RpcTls, use_tls
+    from tests.support.certificates import Authority
+
+    files = Authority(tmp_path_factory.mktemp("tls")).certify("service")
+    # For the processes that tests start.
+    variables = {"KAVERI_TLS_CERT": files.certificate, "KAVERI_TLS_KEY": files.key, "KAVERI_TLS_CA": files.authority}
+    os.environ.update(variables)
+    use_tls(RpcTls(files))
+    yield
+    use_tls(None)
+    for name in variables:
+        del os.environ[name]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -5,11 +5,11 @@ import random
 from typing import Any
 
 import pytest
-from grpc import aio
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from kaveri import AsyncClient, SamplingParams
 from tests.support.local_cluster import run_cluster
+from tests.support.scripted_ports import plain_channel
 
 MAX_TOKENS = 24
 VOCAB_SIZE = 1_536
@@ -47,7 +47,7 @@ async def test_100_greedy_answers_are_the_sdks_whole_and_streamed() -> None:
     async with (
         run_cluster(model="kaveri-tiny", router_flags=("--vllm-grpc",), **settings) as cluster,
         AsyncClient(cluster.target, timeout_s=WITHIN_S) as client,
-        aio.insecure_channel(cluster.target) as channel,
+        plain_channel(cluster.target) as channel,
     ):
         answers = await asyncio.gather(
             *(

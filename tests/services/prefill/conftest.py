@@ -17,6 +17,7 @@ from kaveri.v1.predictor_pb2_grpc import (
     add_LengthPredictorServiceServicer_to_server,
 )
 from kaveri.wire.status import abort
+from tests.support.scripted_ports import add_port
 
 Answer = Callable[[predictor_pb2.PredictRequest], Awaitable[predictor_pb2.PredictResponse]]
 
@@ -91,7 +92,7 @@ class ScriptedPredictor(LengthPredictorServiceServicer):
         """Serves, on the same port as before if it was dead, and is in the view of the cluster, a new life of it."""
         self._server = aio.server(options=[("grpc.so_reuseport", 0)])
         add_LengthPredictorServiceServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port(self.address or "127.0.0.1:0")
+        port = add_port(self._server, self.address or "127.0.0.1:0")
         self.address = f"127.0.0.1:{port}"
         await self._server.start()
         if registered:

@@ -26,6 +26,7 @@ from services.prefill.forecaster import LengthForecaster
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.predictors import Predictors
 from services.prefill.requests import PrefillRequest
+from tests.support.scripted_ports import add_port
 
 LAYOUT = KvLayout("fingerprint", 2, 16, 2, 8, "float32")
 MODEL = "tiny"
@@ -193,7 +194,7 @@ class ScriptedDecodePeer(decode_pb2_grpc.DecodeServiceServicer):
         """Serves, and is in the view with this load."""
         self._server = aio.server(options=[("grpc.so_reuseport", 0)])
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self._server)
-        self._address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._address = f"127.0.0.1:{add_port(self._server)}"
         await self._server.start()
         await self.say(**load)
 

@@ -25,6 +25,7 @@ from kaveri.wire.status import error_of
 from services.router.intake import max_model_len
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import MAX_MODEL_LEN, answer, ask, collect, tokens_of
+from tests.support.scripted_ports import plain_channel
 
 
 def with_params(**fields: Any) -> inference_pb2.GenerateRequest:
@@ -102,7 +103,7 @@ async def test_the_longest_request_that_fits_is_taken(cluster: ScriptedCluster) 
 async def test_a_message_over_the_size_limit_disturbs_nothing_else(cluster: ScriptedCluster) -> None:
     async with (
         cluster.router() as router,
-        aio.insecure_channel(router.address, (("grpc.max_send_message_length", -1),)) as channel,
+        plain_channel(router.address, (("grpc.max_send_message_length", -1),)) as channel,
     ):
         generate = channel.unary_stream(
             "/kaveri.v1.InferenceService/Generate",

@@ -13,6 +13,7 @@ from kaveri.v1 import inference_pb2, sampling_pb2
 from services.router.lifecycle_values import Placed
 from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
 from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, rest_of, text_of, tokens_of
+from tests.support.scripted_ports import plain_channel
 
 PHASES = ["queued", "prefilling", "pushing", "waiting", "decoding"]
 
@@ -94,7 +95,7 @@ async def test_a_deadline_that_passes_ends_every_leg(cluster: ScriptedCluster, p
 async def test_a_client_whose_connection_vanishes_ends_every_leg(cluster: ScriptedCluster) -> None:
     cluster.decodes["decode-0"].pause_at = 7
     async with cluster.router() as router:
-        channel = aio.insecure_channel(router.address, (("grpc.use_local_subchannel_pool", 1),))
+        channel = plain_channel(router.address, (("grpc.use_local_subchannel_pool", 1),))
         call = channel.unary_stream(
             "/kaveri.v1.InferenceService/Generate",
             request_serializer=inference_pb2.GenerateRequest.SerializeToString,

@@ -22,6 +22,7 @@ from tests.services.router.scripted_answers import (
     text_of,
     tokens_of,
 )
+from tests.support.scripted_ports import plain_channel
 
 
 async def test_an_answer_arrives_whole_and_in_order(cluster: ScriptedCluster, tokenizer: ModelTokenizer) -> None:
@@ -180,7 +181,7 @@ async def test_many_requests_at_once_do_not_mix(cluster: ScriptedCluster) -> Non
 async def test_a_slow_client_gets_its_tokens_in_fewer_responses_and_holds_nobody_up(cluster: ScriptedCluster) -> None:
     # With log-probabilities the answer is larger than what this connection buffers for a client that does not read.
     small_window = (("grpc.http2.lookahead_bytes", 65_536), ("grpc.http2.bdp_probe", 0))
-    async with cluster.router() as router, aio.insecure_channel(router.address, small_window) as channel:
+    async with cluster.router() as router, plain_channel(router.address, small_window) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         slow = stub.Generate(ask((300,), max_tokens=3_000, logprobs=20, request_id="slow"), timeout=90)
         responses = [await slow.read()]

@@ -18,6 +18,7 @@ from kaveri.v1 import inference_pb2, inference_pb2_grpc
 from kaveri.wire.status import error_of
 from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
 from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, tokens_of
+from tests.support.scripted_ports import plain_channel
 
 TOKENS = 7_000
 LIMIT_S = 0.5
@@ -28,7 +29,7 @@ WINDOW_BYTES = 2**16
 async def client(router: RouterUnderTest) -> AsyncIterator[inference_pb2_grpc.InferenceServiceStub]:
     """On a connection whose HTTP/2 window does not grow: 64 KiB that are not read stop the router."""
     options = (("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1))
-    async with aio.insecure_channel(router.address, options) as channel:
+    async with plain_channel(router.address, options) as channel:
         yield inference_pb2_grpc.InferenceServiceStub(channel)
 
 
@@ -140,7 +141,7 @@ async def test_the_fields_grpc_gives_up_on_such_a_client_too(cluster: ScriptedCl
     options = (("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1))
     async with (
         cluster.router(slow_reader_s=LIMIT_S, vllm_grpc=True) as router,
-        aio.insecure_channel(router.address, options) as channel,
+        plain_channel(router.address, options) as channel,
     ):
         call = VllmEngineStub(channel).Generate(asked, timeout=60)
         await call.read()

@@ -29,6 +29,7 @@ from tests.services.router.engine_door import WITHIN_S, EngineDoor, asks, open_d
 from tests.services.router.scripted_answers import PROMPT, answer, eventually
 from tests.services.router.test_router_cancellation import PHASES, all_legs_are_over, bring_to, read_placements
 from tests.support.redis_fixture import free_port
+from tests.support.scripted_ports import plain_channel
 
 FREED_WITHIN_S = 1.0
 
@@ -293,7 +294,7 @@ async def test_the_service_is_on_the_routers_own_port_alone_and_with_the_flag_al
     given = {"keys_file": keys_file, "public_port": public_port, "redis_url": "redis://127.0.0.1:1/0"}
 
     async def health(target: str) -> Any:
-        async with aio.insecure_channel(target) as channel:
+        async with plain_channel(target) as channel:
             stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
             return await stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest(), timeout=WITHIN_S, metadata=metadata)
 
