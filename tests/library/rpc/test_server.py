@@ -151,7 +151,7 @@ async def test_stop_cancels_what_the_grace_did_not_end() -> None:
         await asyncio.wait_for(server.stop(0.1), WAIT_S)
         with pytest.raises(aio.AioRpcError):
             await asyncio.wait_for(stream.read(), WAIT_S)
-    assert service.open_streams == 0
+        await _no_stream_is_open(service)
 
 
 async def test_a_client_that_vanishes_ends_its_stream_on_the_server() -> None:
@@ -161,9 +161,7 @@ async def test_a_client_that_vanishes_ends_its_stream_on_the_server() -> None:
             stream = decode_pb2_grpc.DecodeServiceStub(channel).StreamTokens(decode_pb2.StreamTokensRequest())
             await stream.read()
             assert service.open_streams == 1
-        async with asyncio.timeout(WAIT_S):
-            while service.open_streams:  # noqa: ASYNC110 - the service double counts, it does not signal
-                await asyncio.sleep(0.005)
+        await _no_stream_is_open(service)
 
 
 async def test_a_channel_finds_a_server_that_came_back_within_seconds() -> None:
@@ -190,3 +188,9 @@ async def _read_to_the_end(reader: asyncio.StreamReader) -> None:
             pass
     except ConnectionResetError:
         pass
+
+
+async def _no_stream_is_open(service: EchoService) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while service.open_streams:  # noqa: ASYNC110 - the service double counts, it does not signal
+            await asyncio.sleep(0.005)
