@@ -11,6 +11,7 @@ from typing import Any, Self
 from kaveri.client.answer import Completion, ModelInfo
 from kaveri.client.api_key import find_api_key
 from kaveri.client.async_stream import AsyncStream
+from kaveri.client.direct import DirectStreams
 from kaveri.client.forks import check_not_forked, is_forked
 from kaveri.client.request import (
     MessageLike,
@@ -23,6 +24,7 @@ from kaveri.client.routers import Routers, make_routers
 from kaveri.client.sessions import Sessions
 from kaveri.client.targets import check_targets
 from kaveri.domain.sampling import SamplingParams
+from kaveri.rpc.tls import RpcTls
 from kaveri.security.tls_files import TlsFiles
 from kaveri.v1 import inference_pb2
 
@@ -50,11 +52,13 @@ class AsyncClient:
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         tls: TlsFiles | None = None,
         api_key: str | None = None,
+        direct: bool = False,
     ) -> None:
         """target: a router's "host:port", or several, at most 64. timeout_s: the default deadline of calls; None: no
         limit. tls: what to show to routers, and which to trust, read again when the files change; None: no TLS.
         api_key: for public ports of routers; None: what KAVERI_API_KEY says, if it is set. Without TLS everyone on the
-        way can read it.
+        way can read it. direct: reads tokens at the decode instances that draw them, where it can reach them. Routers
+        still place and follow the requests, and answers are the same.
 
         Connects at the first call, and can only be used in that call's event loop from then on. Raises InvalidArgument,
         and ConfigError for files that cannot be used.
@@ -64,6 +68,8 @@ class AsyncClient:
         self._given = check_targets(target)
         self._timeout_s = timeout_s
         self._routers = make_routers(self._given, tls, find_api_key(api_key))
+        self._is_direct, self._tls = direct, tls
+        self._direct: DirectStreams | None = None
         self._streams: weakref.WeakValueDictionary[str, AsyncStream] = weakref.WeakValueDictionary()
         """Requests of this client by their id, as long as the caller keeps their streams."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -132,7 +138,7 @@ class AsyncClient:
         check_timeout(timeout_s)
         request_id = uuid.uuid4().hex if request_id is None else request_id
         request = build_request(prompt, prompt_token_ids, messages, params, model, request_id)
-        sessions = Sessions(request, self._connect(), self._deadline_s(timeout_s))
+        sessions = Sessions(request, self._connect(), self._deadline_s(timeout_s), self._direct)
         stream = self._streams[request_id] = AsyncStream(sessions, request_id, started_s)
         return stream
 
@@ -193,6 +199,8 @@ class AsyncClient:
         """Cancels requests in flight and disconnects. Idempotent. Does nothing in a forked child."""
         self._closed = True
         if not is_forked():
+            if self._direct is not None:
+                await self._direct.close()
             await self._routers.close()
 
     async def __aenter__(self) -> Self:
@@ -211,6 +219,8 @@ class AsyncClient:
         if self._loop is None:
             # Not in the constructor: channels belong to the loop in which they are created.
             self._loop = loop
+            if self._is_direct:
+                self._direct = DirectStreams(None if self._tls is None else RpcTls(self._tls, "tls."))
         elif self._loop is not loop:
             raise RuntimeError("an AsyncClient belongs to the event loop of its first call; make one per loop")
         return self._routers

@@ -64,6 +64,26 @@ class Received:
         report.first += seen
         self.prompt_count += len(report.logprobs)
 
+    def rest_of(self, response: inference_pb2.GenerateResponse) -> inference_pb2.GenerateResponse:
+        """The response without what was received: tokens by their index, text by its place in the answer.
+
+        The client may have more tokens than a router knows when the request is cancelled. The text that the router then
+        releases is not what follows those tokens, so it is dropped.
+        """
+        repeated = len(self.token_ids) - response.index
+        is_behind = repeated > len(response.token_ids)
+        if repeated > 0:
+            del response.token_ids[:repeated]
+            del response.logprobs[:repeated]
+            response.index = len(self.token_ids)
+        if response.text:
+            known = self.characters - response.first_character
+            response.text = "" if is_behind else response.text[max(0, known) :]
+            response.first_character = self.characters
+        if response.finish_reason:
+            response.usage.completion_tokens = max(response.usage.completion_tokens, len(self.token_ids))
+        return response
+
     def to_proto(self) -> inference_pb2.Received:
         """What the next session's router must know."""
         return inference_pb2.Received(

@@ -5,8 +5,10 @@ import contextlib
 import secrets
 import time
 
+from kaveri.client.direct import DirectStreams
 from kaveri.client.received import Received
 from kaveri.client.routers import RouterCall, RouterFailed, Routers, TriedRouters
+from kaveri.client.sources import AnswerSources, AttachAgain
 from kaveri.errors import KaveriError, NoCapacity, Unavailable
 from kaveri.telemetry.tracing import current_traceparent
 from kaveri.v1 import inference_pb2
@@ -15,6 +17,8 @@ _SECRET_BYTES = 16
 _SEED_BITS = 64
 _MAX_SESSION = 65_535
 _MOST_LEFT = 16
+_MOST_INTERRUPTIONS = 3
+"""Of a request by the loss of decode instances. Then it is read at routers."""
 _CANCEL_TIMEOUT_S = 2.0
 _CANCEL_AGAIN_S = 0.2
 
@@ -24,8 +28,15 @@ GenerateCall = RouterCall[inference_pb2.GenerateResponse]
 class Sessions:
     """The calls of Generate that one request makes, one at a time. For one event loop."""
 
-    def __init__(self, request: inference_pb2.GenerateRequest, routers: Routers, deadline_s: float | None) -> None:
-        """Sends the request. request: owned from now on; gets a secret, and a seed unless it has one.
+    def __init__(
+        self,
+        request: inference_pb2.GenerateRequest,
+        routers: Routers,
+        deadline_s: float | None,
+        direct: DirectStreams | None = None,
+    ) -> None:
+        """Sends the request. request: owned from now on; gets a secret, and a seed unless it has one. direct: reads the
+        answer at decode instances where that is possible; None: at routers.
 
         Raises DeadlineExceeded.
         """
@@ -34,6 +45,9 @@ class Sessions:
             request.params.seed = secrets.randbits(_SEED_BITS)
         request.secret = secrets.token_bytes(_SECRET_BYTES)
         self.received = Received(request.params.min_tokens, request.params.HasField("prompt_logprobs"))
+        request.direct = direct is not None
+        self._sources = AnswerSources(direct, self.received) if direct is not None else None
+        self._interruptions = 0
         self.cancel_asked = False
         """Whether the caller has cancelled the request by its id: a later session is cancelled too."""
         self._traceparent = current_traceparent()
@@ -68,10 +82,12 @@ class Sessions:
         while True:
             session = self._request.session
             try:
-                response = await self.call.read()
+                response = await self._next()
                 if response is None and not self.received.is_complete:
                     ended = f"{self.call.target} ended the answer of request {self._request.request_id!r} without a "
                     raise RouterFailed(Unavailable(f"{ended}finish reason"))
+            except AttachAgain as again:
+                self._attach_again(again)
             except RouterFailed as failure:
                 if self.received.is_complete:
                     return None
@@ -83,6 +99,8 @@ class Sessions:
             else:
                 if response is not None:
                     self._take(response)
+                    if self._sources is not None and _brings_nothing(response):
+                        continue
                 return response
             if self._closing.is_set():
                 return None
@@ -91,6 +109,8 @@ class Sessions:
         """Cancels the request everywhere unless it has ended. Idempotent."""
         self._closing.set()
         self.call.cancel()
+        if self._sources is not None:
+            self._sources.end_session()
         self._cancel_left()
         if self._cancelling is not None:
             self._cancelling.cancel()
@@ -99,6 +119,20 @@ class Sessions:
         """Cancels the request by its id as soon as a router knows it. Does not wait."""
         if self._cancelling is None or self._cancelling.done():
             self._cancelling = asyncio.create_task(self._cancel(), name="kaveri-client cancel")
+
+    async def _next(self) -> inference_pb2.GenerateResponse | None:
+        return await (self.call.read() if self._sources is None else self._sources.next(self.call))
+
+    def _attach_again(self, again: AttachAgain) -> None:
+        """Begins the next session at the same router: the decode instance was lost, or cannot be heard."""
+        self._interruptions += 1
+        if again.relayed or self._interruptions >= _MOST_INTERRUPTIONS:
+            self._request.direct = False
+        if self._request.session == _MAX_SESSION:
+            raise Unavailable(f"request {self._request.request_id!r} was interrupted too often")
+        self._left.append(self.call)
+        self._cancel_left(_MOST_LEFT)
+        self._begin_session(self.call.target)
 
     async def _go_on(self, failure: RouterFailed) -> None:
         """Begins the next session, elsewhere if possible. Raises the failure when there is no way to go on."""
@@ -119,6 +153,12 @@ class Sessions:
         if self._closing.is_set():
             self._cancel_left()
             return
+        self._begin_session(target)
+
+    def _begin_session(self, target: str) -> None:
+        """Sends the request again, with what was received. What earlier sessions would still bring is dropped."""
+        if self._sources is not None:
+            self._sources.end_session()
         self._request.session += 1
         self._request.received.CopyFrom(self.received.to_proto())
         self.call = self._send(target)
@@ -154,6 +194,8 @@ class Sessions:
         self._cancel_left()
         self._routers.worked(self.call.target)
         self._routers.learn(response.routers)
+        if self._sources is not None and response.HasField("tokens_at") and not self.received.is_complete:
+            self._sources.begin(response.tokens_at, self._request)
 
     def _cancel_left(self, but: int = 0) -> None:
         """Cancels the calls of earlier sessions, but for the last few."""
@@ -169,3 +211,8 @@ class Sessions:
                 if (await self._routers.ask("Cancel", request, limit_s)).found:
                     return
             await self._wait(_CANCEL_AGAIN_S)
+
+
+def _brings_nothing(response: inference_pb2.GenerateResponse) -> bool:
+    has_output = response.token_ids or response.text or response.finish_reason or response.HasField("prompt_logprobs")
+    return not (has_output or response.HasField("usage"))

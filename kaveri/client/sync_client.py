@@ -42,6 +42,7 @@ class Client:
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         tls: TlsFiles | None = None,
         api_key: str | None = None,
+        direct: bool = False,
     ) -> None:
         """Starts the background thread, which ends with close(). Connects at the first call.
 
@@ -50,11 +51,13 @@ class Client:
         - tls: what to show to routers, and which to trust, read again when the files change. None: no TLS.
         - api_key: for public ports of routers. None: what KAVERI_API_KEY says, if it is set. Without TLS everyone on
           the way can read it.
+        - direct: reads tokens at the decode instances that draw them, where it can reach them. Routers still place and
+          follow the requests, and answers are the same.
 
         Raises InvalidArgument, ConfigError for files that cannot be used, and RuntimeError in a forked child.
         """
         check_not_forked()
-        self._async_client = AsyncClient(target, timeout_s=timeout_s, tls=tls, api_key=api_key)
+        self._async_client = AsyncClient(target, timeout_s=timeout_s, tls=tls, api_key=api_key, direct=direct)
         self._process_id = os.getpid()
         self._loop_thread = LoopThread("kaveri-client")
         # Also at garbage collection and at the interpreter's exit.

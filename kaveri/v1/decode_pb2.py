@@ -22,12 +22,13 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from kaveri.v1 import inference_pb2 as kaveri_dot_v1_dot_inference__pb2
 from kaveri.v1 import kv_pb2 as kaveri_dot_v1_dot_kv__pb2
 from kaveri.v1 import predictor_pb2 as kaveri_dot_v1_dot_predictor__pb2
 from kaveri.v1 import sampling_pb2 as kaveri_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kaveri/v1/decode.proto\x12\tkaveri.v1\x1a\x12kaveri/v1/kv.proto\x1a\x19kaveri/v1/predictor.proto\x1a\x18kaveri/v1/sampling.proto\"\xf8\x01\n\x12OpenReplicaRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x11\n\trouter_id\x18\x04 \x01(\t\x12\x0e\n\x06secret\x18\x05 \x01(\x0c\x12\x10\n\x08owner_id\x18\x06 \x01(\t\x12\x19\n\x11owner_incarnation\x18\x07 \x01(\x04\x12#\n\x06layout\x18\x08 \x01(\x0b\x32\x13.kaveri.v1.KvLayout\x12\x13\n\x0btoken_count\x18\t \x01(\r\x12\x11\n\ttimeout_s\x18\n \x01(\x01\x12\x0f\n\x07replica\x18\x0b \x01(\r\";\n\x14UpdateReplicaRequest\x12#\n\x05owner\x18\x01 \x01(\x0b\x32\x14.kaveri.v1.AttemptId\":\n\x13\x41waitResumedRequest\x12#\n\x05owner\x18\x01 \x01(\x0b\x32\x14.kaveri.v1.AttemptId\"\x16\n\x14\x41waitResumedResponse\"\x17\n\x15UpdateReplicaResponse\"M\n\x13OpenReplicaResponse\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.kaveri.v1.Ticket\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"M\n\x07Replica\x12\x11\n\tholder_id\x18\x01 \x01(\t\x12\x1a\n\x12holder_incarnation\x18\x02 \x01(\x04\x12\x13\n\x0btoken_count\x18\x03 \x01(\r\"\xea\x02\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x11\n\trouter_id\x18\x04 \x01(\t\x12\x0e\n\x06secret\x18\x05 \x01(\x0c\x12\x15\n\ttoken_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x17\n\x0fgenerated_count\x18\x07 \x01(\r\x12)\n\x06params\x18\x08 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\x12\x11\n\ttimeout_s\x18\t \x01(\x01\x12\x34\n\x10predicted_length\x18\n \x01(\x0b\x32\x1a.kaveri.v1.PredictedLength\x12\x1a\n\x12holder_incarnation\x18\x0b \x01(\x04\x12\x13\n\x0bmay_push_on\x18\x0c \x01(\x08\x12\x16\n\x0ereplica_tokens\x18\r \x01(\r\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\"_\n\x0eResumeResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x13\n\x0bheld_tokens\x18\x02 \x01(\r\x12#\n\x07replica\x18\x03 \x01(\x0b\x32\x12.kaveri.v1.Replica\"\xa8\x01\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x11\n\trouter_id\x18\x04 \x01(\t\x12\x0e\n\x06secret\x18\x05 \x01(\x0c\x12\x15\n\ttoken_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x17\n\x0fgenerated_count\x18\x07 \x01(\r\x12\x0e\n\x06landed\x18\x08 \x01(\x08\"J\n\x08\x41ttached\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\"L\n\x0e\x41ttachResponse\x12%\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x13.kaveri.v1.Attached\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\xea\x02\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x17\n\x0fgenerated_count\x18\x05 \x01(\r\x12)\n\x06params\x18\x06 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\x12#\n\x06layout\x18\x08 \x01(\x0b\x32\x13.kaveri.v1.KvLayout\x12\x34\n\x10predicted_length\x18\t \x01(\x0b\x32\x1a.kaveri.v1.PredictedLength\x12\x0c\n\x04wait\x18\n \x01(\x08\x12\x0f\n\x07session\x18\x0b \x01(\r\x12\x0e\n\x06secret\x18\x0c \x01(\x0c\x12\x13\n\x0breservation\x18\r \x01(\r\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\"O\n\x0fReserveResponse\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.kaveri.v1.Ticket\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04J\x04\x08\x03\x10\x04\"I\n\x0c\x41\x62ortRequest\x12&\n\x08\x61ttempts\x18\x01 \x03(\x0b\x32\x14.kaveri.v1.AttemptId\x12\x11\n\tby_router\x18\x02 \x01(\x08\"\x8a\x01\n\tAttemptId\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x0f\n\x07session\x18\x04 \x01(\r\x12\x0e\n\x06secret\x18\x05 \x01(\x0c\x12\x13\n\x0breservation\x18\x06 \x01(\r\x12\x0f\n\x07replica\x18\x07 \x01(\r\"\x0f\n\rAbortResponse\"V\n\x13StreamTokensRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12,\n\x08requests\x18\x02 \x03(\x0b\x32\x1a.kaveri.v1.StreamedRequest\"[\n\x0fStreamedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x12\n\nnext_index\x18\x04 \x01(\r\"m\n\x14StreamTokensResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12*\n\x08requests\x18\x02 \x03(\x0b\x32\x18.kaveri.v1.RequestTokens\x12\x0e\n\x06\x62\x65\x61t_s\x18\x04 \x01(\x01J\x04\x08\x03\x10\x04\"\xc0\x02\n\rRequestTokens\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\r\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12%\n\x08logprobs\x18\x05 \x03(\x0b\x32\x13.kaveri.v1.Logprobs\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.kaveri.v1.FinishReason\x12\'\n\x06timing\x18\x07 \x01(\x0b\x32\x17.kaveri.v1.DecodeTiming\x12\r\n\x05\x65rror\x18\x08 \x01(\t\x12\x10\n\x08replaced\x18\t \x01(\x08\x12\x0f\n\x07session\x18\n \x01(\r\x12#\n\x07replica\x18\x0b \x01(\x0b\x32\x12.kaveri.v1.Replica\x12\r\n\x05moved\x18\x0c \x01(\x08\"v\n\x0c\x44\x65\x63odeTiming\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x02 \x01(\x01\x12\x13\n\x0bpreemptions\x18\x03 \x01(\r\x12\x13\n\x0bheld_tokens\x18\x04 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x05 \x01(\r2\xd1\x04\n\rDecodeService\x12@\n\x07Reserve\x12\x19.kaveri.v1.ReserveRequest\x1a\x1a.kaveri.v1.ReserveResponse\x12:\n\x05\x41\x62ort\x12\x17.kaveri.v1.AbortRequest\x1a\x18.kaveri.v1.AbortResponse\x12Q\n\x0cStreamTokens\x12\x1e.kaveri.v1.StreamTokensRequest\x1a\x1f.kaveri.v1.StreamTokensResponse0\x01\x12=\n\x06\x41ttach\x12\x18.kaveri.v1.AttachRequest\x1a\x19.kaveri.v1.AttachResponse\x12L\n\x0bOpenReplica\x12\x1d.kaveri.v1.OpenReplicaRequest\x1a\x1e.kaveri.v1.OpenReplicaResponse\x12R\n\rUpdateReplica\x12\x1f.kaveri.v1.UpdateReplicaRequest\x1a .kaveri.v1.UpdateReplicaResponse\x12=\n\x06Resume\x12\x18.kaveri.v1.ResumeRequest\x1a\x19.kaveri.v1.ResumeResponse\x12O\n\x0c\x41waitResumed\x12\x1e.kaveri.v1.AwaitResumedRequest\x1a\x1f.kaveri.v1.AwaitResumedResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kaveri/v1/decode.proto\x12\tkaveri.v1\x1a\x19kaveri/v1/inference.proto\x1a\x12kaveri/v1/kv.proto\x1a\x19kaveri/v1/predictor.proto\x1a\x18kaveri/v1/sampling.proto\"\xf8\x01\n\x12OpenReplicaRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x11\n\trouter_id\x18\x04 \x01(\t\x12\x0e\n\x06secret\x18\x05 \x01(\x0c\x12\x10\n\x08owner_id\x18\x06 \x01(\t\x12\x19\n\x11owner_incarnation\x18\x07 \x01(\x04\x12#\n\x06layout\x18\x08 \x01(\x0b\x32\x13.kaveri.v1.KvLayout\x12\x13\n\x0btoken_count\x18\t \x01(\r\x12\x11\n\ttimeout_s\x18\n \x01(\x01\x12\x0f\n\x07replica\x18\x0b \x01(\r\";\n\x14UpdateReplicaRequest\x12#\n\x05owner\x18\x01 \x01(\x0b\x32\x14.kaveri.v1.AttemptId\":\n\x13\x41waitResumedRequest\x12#\n\x05owner\x18\x01 \x01(\x0b\x32\x14.kaveri.v1.AttemptId\"\x16\n\x14\x41waitResumedResponse\"\x17\n\x15UpdateReplicaResponse\"M\n\x13OpenReplicaResponse\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.kaveri.v1.Ticket\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"M\n\x07Replica\x12\x11\n\tholder_id\x18\x01 \x01(\t\x12\x1a\n\x12holder_incarnation\x18\x02 \x01(\x04\x12\x13\n\x0btoken_count\x18\x03 \x01(\r\"\xea\x02\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x11\n\trouter_id\x18\x04 \x01(\t\x12\x0e\n\x06secret\x18\x05 \x01(\x0c\x12\x15\n\ttoken_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x17\n\x0fgenerated_count\x18\x07 \x01(\r\x12)\n\x06params\x18\x08 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\x12\x11\n\ttimeout_s\x18\t \x01(\x01\x12\x34\n\x10predicted_length\x18\n \x01(\x0b\x32\x1a.kaveri.v1.PredictedLength\x12\x1a\n\x12holder_incarnation\x18\x0b \x01(\x04\x12\x13\n\x0bmay_push_on\x18\x0c \x01(\x08\x12\x16\n\x0ereplica_tokens\x18\r \x01(\r\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\"_\n\x0eResumeResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x13\n\x0bheld_tokens\x18\x02 \x01(\r\x12#\n\x07replica\x18\x03 \x01(\x0b\x32\x12.kaveri.v1.Replica\"\xa8\x01\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x11\n\trouter_id\x18\x04 \x01(\t\x12\x0e\n\x06secret\x18\x05 \x01(\x0c\x12\x15\n\ttoken_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x17\n\x0fgenerated_count\x18\x07 \x01(\r\x12\x0e\n\x06landed\x18\x08 \x01(\x08\"J\n\x08\x41ttached\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\"L\n\x0e\x41ttachResponse\x12%\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x13.kaveri.v1.Attached\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\xea\x02\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x17\n\x0fgenerated_count\x18\x05 \x01(\r\x12)\n\x06params\x18\x06 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\x12#\n\x06layout\x18\x08 \x01(\x0b\x32\x13.kaveri.v1.KvLayout\x12\x34\n\x10predicted_length\x18\t \x01(\x0b\x32\x1a.kaveri.v1.PredictedLength\x12\x0c\n\x04wait\x18\n \x01(\x08\x12\x0f\n\x07session\x18\x0b \x01(\r\x12\x0e\n\x06secret\x18\x0c \x01(\x0c\x12\x13\n\x0breservation\x18\r \x01(\r\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\"O\n\x0fReserveResponse\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.kaveri.v1.Ticket\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04J\x04\x08\x03\x10\x04\"I\n\x0c\x41\x62ortRequest\x12&\n\x08\x61ttempts\x18\x01 \x03(\x0b\x32\x14.kaveri.v1.AttemptId\x12\x11\n\tby_router\x18\x02 \x01(\x08\"\x8a\x01\n\tAttemptId\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x0f\n\x07session\x18\x04 \x01(\r\x12\x0e\n\x06secret\x18\x05 \x01(\x0c\x12\x13\n\x0breservation\x18\x06 \x01(\r\x12\x0f\n\x07replica\x18\x07 \x01(\r\"\x0f\n\rAbortResponse\"V\n\x13StreamTokensRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12,\n\x08requests\x18\x02 \x03(\x0b\x32\x1a.kaveri.v1.StreamedRequest\"[\n\x0fStreamedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x12\n\nnext_index\x18\x04 \x01(\r\"m\n\x14StreamTokensResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12*\n\x08requests\x18\x02 \x03(\x0b\x32\x18.kaveri.v1.RequestTokens\x12\x0e\n\x06\x62\x65\x61t_s\x18\x04 \x01(\x01J\x04\x08\x03\x10\x04\"\xd3\x02\n\rRequestTokens\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\r\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12%\n\x08logprobs\x18\x05 \x03(\x0b\x32\x13.kaveri.v1.Logprobs\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.kaveri.v1.FinishReason\x12\'\n\x06timing\x18\x07 \x01(\x0b\x32\x17.kaveri.v1.DecodeTiming\x12\r\n\x05\x65rror\x18\x08 \x01(\t\x12\x10\n\x08replaced\x18\t \x01(\x08\x12\x0f\n\x07session\x18\n \x01(\r\x12#\n\x07replica\x18\x0b \x01(\x0b\x32\x12.kaveri.v1.Replica\x12\r\n\x05moved\x18\x0c \x01(\x08\x12\x11\n\tread_here\x18\r \x01(\x08\")\n\x14StreamAnswersRequest\x12\x11\n\treader_id\x18\x01 \x01(\t\"b\n\x15StreamAnswersResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12$\n\x05parts\x18\x02 \x03(\x0b\x32\x15.kaveri.v1.AnswerPart\x12\x0e\n\x06\x62\x65\x61t_s\x18\x03 \x01(\x01\"o\n\nAnswerPart\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\r\x12-\n\x08response\x18\x03 \x01(\x0b\x32\x1b.kaveri.v1.GenerateResponse\x12\r\n\x05\x65nded\x18\x04 \x01(\x08\"\x9b\x01\n\x11ReadAnswerRequest\x12\x11\n\treader_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07session\x18\x03 \x01(\r\x12\x0e\n\x06secret\x18\x04 \x01(\x0c\x12\x15\n\ttoken_ids\x18\x05 \x03(\rB\x02\x10\x01\x12\x12\n\ncharacters\x18\x06 \x01(\r\x12\x13\n\x0btoken_texts\x18\x07 \x01(\x08\"\x14\n\x12ReadAnswerResponse\"v\n\x0c\x44\x65\x63odeTiming\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x02 \x01(\x01\x12\x13\n\x0bpreemptions\x18\x03 \x01(\r\x12\x13\n\x0bheld_tokens\x18\x04 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x05 \x01(\r2\xf2\x05\n\rDecodeService\x12@\n\x07Reserve\x12\x19.kaveri.v1.ReserveRequest\x1a\x1a.kaveri.v1.ReserveResponse\x12:\n\x05\x41\x62ort\x12\x17.kaveri.v1.AbortRequest\x1a\x18.kaveri.v1.AbortResponse\x12Q\n\x0cStreamTokens\x12\x1e.kaveri.v1.StreamTokensRequest\x1a\x1f.kaveri.v1.StreamTokensResponse0\x01\x12=\n\x06\x41ttach\x12\x18.kaveri.v1.AttachRequest\x1a\x19.kaveri.v1.AttachResponse\x12T\n\rStreamAnswers\x12\x1f.kaveri.v1.StreamAnswersRequest\x1a .kaveri.v1.StreamAnswersResponse0\x01\x12I\n\nReadAnswer\x12\x1c.kaveri.v1.ReadAnswerRequest\x1a\x1d.kaveri.v1.ReadAnswerResponse\x12L\n\x0bOpenReplica\x12\x1d.kaveri.v1.OpenReplicaRequest\x1a\x1e.kaveri.v1.OpenReplicaResponse\x12R\n\rUpdateReplica\x12\x1f.kaveri.v1.UpdateReplicaRequest\x1a .kaveri.v1.UpdateReplicaResponse\x12=\n\x06Resume\x12\x18.kaveri.v1.ResumeRequest\x1a\x19.kaveri.v1.ResumeResponse\x12O\n\x0c\x41waitResumed\x12\x1e.kaveri.v1.AwaitResumedRequest\x1a\x1f.kaveri.v1.AwaitResumedResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,50 +45,62 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESERVEREQUEST'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_REQUESTTOKENS'].fields_by_name['token_ids']._loaded_options = None
   _globals['_REQUESTTOKENS'].fields_by_name['token_ids']._serialized_options = b'\020\001'
-  _globals['_OPENREPLICAREQUEST']._serialized_start=111
-  _globals['_OPENREPLICAREQUEST']._serialized_end=359
-  _globals['_UPDATEREPLICAREQUEST']._serialized_start=361
-  _globals['_UPDATEREPLICAREQUEST']._serialized_end=420
-  _globals['_AWAITRESUMEDREQUEST']._serialized_start=422
-  _globals['_AWAITRESUMEDREQUEST']._serialized_end=480
-  _globals['_AWAITRESUMEDRESPONSE']._serialized_start=482
-  _globals['_AWAITRESUMEDRESPONSE']._serialized_end=504
-  _globals['_UPDATEREPLICARESPONSE']._serialized_start=506
-  _globals['_UPDATEREPLICARESPONSE']._serialized_end=529
-  _globals['_OPENREPLICARESPONSE']._serialized_start=531
-  _globals['_OPENREPLICARESPONSE']._serialized_end=608
-  _globals['_REPLICA']._serialized_start=610
-  _globals['_REPLICA']._serialized_end=687
-  _globals['_RESUMEREQUEST']._serialized_start=690
-  _globals['_RESUMEREQUEST']._serialized_end=1052
-  _globals['_RESUMERESPONSE']._serialized_start=1054
-  _globals['_RESUMERESPONSE']._serialized_end=1149
-  _globals['_ATTACHREQUEST']._serialized_start=1152
-  _globals['_ATTACHREQUEST']._serialized_end=1320
-  _globals['_ATTACHED']._serialized_start=1322
-  _globals['_ATTACHED']._serialized_end=1396
-  _globals['_ATTACHRESPONSE']._serialized_start=1398
-  _globals['_ATTACHRESPONSE']._serialized_end=1474
-  _globals['_RESERVEREQUEST']._serialized_start=1477
-  _globals['_RESERVEREQUEST']._serialized_end=1839
-  _globals['_RESERVERESPONSE']._serialized_start=1841
-  _globals['_RESERVERESPONSE']._serialized_end=1920
-  _globals['_ABORTREQUEST']._serialized_start=1922
-  _globals['_ABORTREQUEST']._serialized_end=1995
-  _globals['_ATTEMPTID']._serialized_start=1998
-  _globals['_ATTEMPTID']._serialized_end=2136
-  _globals['_ABORTRESPONSE']._serialized_start=2138
-  _globals['_ABORTRESPONSE']._serialized_end=2153
-  _globals['_STREAMTOKENSREQUEST']._serialized_start=2155
-  _globals['_STREAMTOKENSREQUEST']._serialized_end=2241
-  _globals['_STREAMEDREQUEST']._serialized_start=2243
-  _globals['_STREAMEDREQUEST']._serialized_end=2334
-  _globals['_STREAMTOKENSRESPONSE']._serialized_start=2336
-  _globals['_STREAMTOKENSRESPONSE']._serialized_end=2445
-  _globals['_REQUESTTOKENS']._serialized_start=2448
-  _globals['_REQUESTTOKENS']._serialized_end=2768
-  _globals['_DECODETIMING']._serialized_start=2770
-  _globals['_DECODETIMING']._serialized_end=2888
-  _globals['_DECODESERVICE']._serialized_start=2891
-  _globals['_DECODESERVICE']._serialized_end=3484
+  _globals['_READANSWERREQUEST'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_READANSWERREQUEST'].fields_by_name['token_ids']._serialized_options = b'\020\001'
+  _globals['_OPENREPLICAREQUEST']._serialized_start=138
+  _globals['_OPENREPLICAREQUEST']._serialized_end=386
+  _globals['_UPDATEREPLICAREQUEST']._serialized_start=388
+  _globals['_UPDATEREPLICAREQUEST']._serialized_end=447
+  _globals['_AWAITRESUMEDREQUEST']._serialized_start=449
+  _globals['_AWAITRESUMEDREQUEST']._serialized_end=507
+  _globals['_AWAITRESUMEDRESPONSE']._serialized_start=509
+  _globals['_AWAITRESUMEDRESPONSE']._serialized_end=531
+  _globals['_UPDATEREPLICARESPONSE']._serialized_start=533
+  _globals['_UPDATEREPLICARESPONSE']._serialized_end=556
+  _globals['_OPENREPLICARESPONSE']._serialized_start=558
+  _globals['_OPENREPLICARESPONSE']._serialized_end=635
+  _globals['_REPLICA']._serialized_start=637
+  _globals['_REPLICA']._serialized_end=714
+  _globals['_RESUMEREQUEST']._serialized_start=717
+  _globals['_RESUMEREQUEST']._serialized_end=1079
+  _globals['_RESUMERESPONSE']._serialized_start=1081
+  _globals['_RESUMERESPONSE']._serialized_end=1176
+  _globals['_ATTACHREQUEST']._serialized_start=1179
+  _globals['_ATTACHREQUEST']._serialized_end=1347
+  _globals['_ATTACHED']._serialized_start=1349
+  _globals['_ATTACHED']._serialized_end=1423
+  _globals['_ATTACHRESPONSE']._serialized_start=1425
+  _globals['_ATTACHRESPONSE']._serialized_end=1501
+  _globals['_RESERVEREQUEST']._serialized_start=1504
+  _globals['_RESERVEREQUEST']._serialized_end=1866
+  _globals['_RESERVERESPONSE']._serialized_start=1868
+  _globals['_RESERVERESPONSE']._serialized_end=1947
+  _globals['_ABORTREQUEST']._serialized_start=1949
+  _globals['_ABORTREQUEST']._serialized_end=2022
+  _globals['_ATTEMPTID']._serialized_start=2025
+  _globals['_ATTEMPTID']._serialized_end=2163
+  _globals['_ABORTRESPONSE']._serialized_start=2165
+  _globals['_ABORTRESPONSE']._serialized_end=2180
+  _globals['_STREAMTOKENSREQUEST']._serialized_start=2182
+  _globals['_STREAMTOKENSREQUEST']._serialized_end=2268
+  _globals['_STREAMEDREQUEST']._serialized_start=2270
+  _globals['_STREAMEDREQUEST']._serialized_end=2361
+  _globals['_STREAMTOKENSRESPONSE']._serialized_start=2363
+  _globals['_STREAMTOKENSRESPONSE']._serialized_end=2472
+  _globals['_REQUESTTOKENS']._serialized_start=2475
+  _globals['_REQUESTTOKENS']._serialized_end=2814
+  _globals['_STREAMANSWERSREQUEST']._serialized_start=2816
+  _globals['_STREAMANSWERSREQUEST']._serialized_end=2857
+  _globals['_STREAMANSWERSRESPONSE']._serialized_start=2859
+  _globals['_STREAMANSWERSRESPONSE']._serialized_end=2957
+  _globals['_ANSWERPART']._serialized_start=2959
+  _globals['_ANSWERPART']._serialized_end=3070
+  _globals['_READANSWERREQUEST']._serialized_start=3073
+  _globals['_READANSWERREQUEST']._serialized_end=3228
+  _globals['_READANSWERRESPONSE']._serialized_start=3230
+  _globals['_READANSWERRESPONSE']._serialized_end=3250
+  _globals['_DECODETIMING']._serialized_start=3252
+  _globals['_DECODETIMING']._serialized_end=3370
+  _globals['_DECODESERVICE']._serialized_start=3373
+  _globals['_DECODESERVICE']._serialized_end=4127
 # @@protoc_insertion_point(module_scope)

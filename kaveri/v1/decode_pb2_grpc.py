@@ -55,6 +55,16 @@ class DecodeServiceStub(object):
                 request_serializer=kaveri_dot_v1_dot_decode__pb2.AttachRequest.SerializeToString,
                 response_deserializer=kaveri_dot_v1_dot_decode__pb2.AttachResponse.FromString,
                 _registered_method=True)
+        self.StreamAnswers = channel.unary_stream(
+                '/kaveri.v1.DecodeService/StreamAnswers',
+                request_serializer=kaveri_dot_v1_dot_decode__pb2.StreamAnswersRequest.SerializeToString,
+                response_deserializer=kaveri_dot_v1_dot_decode__pb2.StreamAnswersResponse.FromString,
+                _registered_method=True)
+        self.ReadAnswer = channel.unary_unary(
+                '/kaveri.v1.DecodeService/ReadAnswer',
+                request_serializer=kaveri_dot_v1_dot_decode__pb2.ReadAnswerRequest.SerializeToString,
+                response_deserializer=kaveri_dot_v1_dot_decode__pb2.ReadAnswerResponse.FromString,
+                _registered_method=True)
         self.OpenReplica = channel.unary_unary(
                 '/kaveri.v1.DecodeService/OpenReplica',
                 request_serializer=kaveri_dot_v1_dot_decode__pb2.OpenReplicaRequest.SerializeToString,
@@ -127,6 +137,26 @@ class DecodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StreamAnswers(self, request, context):
+        """Streams the answers that one caller reads here, instead of through the router that has placed them: one message per
+        engine step. ReadAnswer names the answers. A newer stream of the same reader ends an older one. When it ends, or the
+        caller is too slow for it, the routers send the answers again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadAnswer(self, request, context):
+        """Adds an answer to a caller's StreamAnswers, from the first token that the caller lacks on. The caller shows the
+        request's secret. The request stays its router's, which gets the tokens later and in larger pieces: it says how the
+        answer ends, and ends the request when its caller cancels. Errors: NOT_FOUND (the request is not here in that
+        session, or not with these tokens), INVALID_ARGUMENT (the secret), UNAVAILABLE (the reader has no stream),
+        FAILED_PRECONDITION (answers are not read here: --direct-answers off).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def OpenReplica(self, request, context):
         """Grants the owner of a request a ticket to push a copy of its KV cache, which this instance holds in host memory. The
         copy ends when its owner gives it up, when the request is resumed, or --orphan-grace-s after its owner was lost. The
@@ -189,6 +219,16 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=kaveri_dot_v1_dot_decode__pb2.AttachRequest.FromString,
                     response_serializer=kaveri_dot_v1_dot_decode__pb2.AttachResponse.SerializeToString,
+            ),
+            'StreamAnswers': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamAnswers,
+                    request_deserializer=kaveri_dot_v1_dot_decode__pb2.StreamAnswersRequest.FromString,
+                    response_serializer=kaveri_dot_v1_dot_decode__pb2.StreamAnswersResponse.SerializeToString,
+            ),
+            'ReadAnswer': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadAnswer,
+                    request_deserializer=kaveri_dot_v1_dot_decode__pb2.ReadAnswerRequest.FromString,
+                    response_serializer=kaveri_dot_v1_dot_decode__pb2.ReadAnswerResponse.SerializeToString,
             ),
             'OpenReplica': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenReplica,
@@ -320,6 +360,60 @@ class DecodeService(object):
             '/kaveri.v1.DecodeService/Attach',
             kaveri_dot_v1_dot_decode__pb2.AttachRequest.SerializeToString,
             kaveri_dot_v1_dot_decode__pb2.AttachResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamAnswers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kaveri.v1.DecodeService/StreamAnswers',
+            kaveri_dot_v1_dot_decode__pb2.StreamAnswersRequest.SerializeToString,
+            kaveri_dot_v1_dot_decode__pb2.StreamAnswersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadAnswer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kaveri.v1.DecodeService/ReadAnswer',
+            kaveri_dot_v1_dot_decode__pb2.ReadAnswerRequest.SerializeToString,
+            kaveri_dot_v1_dot_decode__pb2.ReadAnswerResponse.FromString,
             options,
             channel_credentials,
             insecure,

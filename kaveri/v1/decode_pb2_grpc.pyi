@@ -63,6 +63,18 @@ class DecodeServiceStub:
     is known), INVALID_ARGUMENT (the secret, the prompt or the tokens are not those of the request, or there are more
     tokens than were generated).
     """
+    StreamAnswers: _grpc.UnaryStreamMultiCallable[_decode_pb2.StreamAnswersRequest, _decode_pb2.StreamAnswersResponse]
+    """Streams the answers that one caller reads here, instead of through the router that has placed them: one message per
+    engine step. ReadAnswer names the answers. A newer stream of the same reader ends an older one. When it ends, or the
+    caller is too slow for it, the routers send the answers again.
+    """
+    ReadAnswer: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ReadAnswerRequest, _decode_pb2.ReadAnswerResponse]
+    """Adds an answer to a caller's StreamAnswers, from the first token that the caller lacks on. The caller shows the
+    request's secret. The request stays its router's, which gets the tokens later and in larger pieces: it says how the
+    answer ends, and ends the request when its caller cancels. Errors: NOT_FOUND (the request is not here in that
+    session, or not with these tokens), INVALID_ARGUMENT (the secret), UNAVAILABLE (the reader has no stream),
+    FAILED_PRECONDITION (answers are not read here: --direct-answers off).
+    """
     OpenReplica: _grpc.UnaryUnaryMultiCallable[_decode_pb2.OpenReplicaRequest, _decode_pb2.OpenReplicaResponse]
     """Grants the owner of a request a ticket to push a copy of its KV cache, which this instance holds in host memory. The
     copy ends when its owner gives it up, when the request is resumed, or --orphan-grace-s after its owner was lost. The
@@ -122,6 +134,18 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     its KV has not landed, and `landed` was set; or tokens from that index on are not known here), ABORTED (a newer owner
     is known), INVALID_ARGUMENT (the secret, the prompt or the tokens are not those of the request, or there are more
     tokens than were generated).
+    """
+    StreamAnswers: _aio.UnaryStreamMultiCallable[_decode_pb2.StreamAnswersRequest, _decode_pb2.StreamAnswersResponse]  # type: ignore[assignment]
+    """Streams the answers that one caller reads here, instead of through the router that has placed them: one message per
+    engine step. ReadAnswer names the answers. A newer stream of the same reader ends an older one. When it ends, or the
+    caller is too slow for it, the routers send the answers again.
+    """
+    ReadAnswer: _aio.UnaryUnaryMultiCallable[_decode_pb2.ReadAnswerRequest, _decode_pb2.ReadAnswerResponse]  # type: ignore[assignment]
+    """Adds an answer to a caller's StreamAnswers, from the first token that the caller lacks on. The caller shows the
+    request's secret. The request stays its router's, which gets the tokens later and in larger pieces: it says how the
+    answer ends, and ends the request when its caller cancels. Errors: NOT_FOUND (the request is not here in that
+    session, or not with these tokens), INVALID_ARGUMENT (the secret), UNAVAILABLE (the reader has no stream),
+    FAILED_PRECONDITION (answers are not read here: --direct-answers off).
     """
     OpenReplica: _aio.UnaryUnaryMultiCallable[_decode_pb2.OpenReplicaRequest, _decode_pb2.OpenReplicaResponse]  # type: ignore[assignment]
     """Grants the owner of a request a ticket to push a copy of its KV cache, which this instance holds in host memory. The
@@ -203,6 +227,30 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         its KV has not landed, and `landed` was set; or tokens from that index on are not known here), ABORTED (a newer owner
         is known), INVALID_ARGUMENT (the secret, the prompt or the tokens are not those of the request, or there are more
         tokens than were generated).
+        """
+
+    @_abc_1.abstractmethod
+    def StreamAnswers(
+        self,
+        request: _decode_pb2.StreamAnswersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_decode_pb2.StreamAnswersResponse], _abc.AsyncIterator[_decode_pb2.StreamAnswersResponse]]:
+        """Streams the answers that one caller reads here, instead of through the router that has placed them: one message per
+        engine step. ReadAnswer names the answers. A newer stream of the same reader ends an older one. When it ends, or the
+        caller is too slow for it, the routers send the answers again.
+        """
+
+    @_abc_1.abstractmethod
+    def ReadAnswer(
+        self,
+        request: _decode_pb2.ReadAnswerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.ReadAnswerResponse, _abc.Awaitable[_decode_pb2.ReadAnswerResponse]]:
+        """Adds an answer to a caller's StreamAnswers, from the first token that the caller lacks on. The caller shows the
+        request's secret. The request stays its router's, which gets the tokens later and in larger pieces: it says how the
+        answer ends, and ends the request when its caller cancels. Errors: NOT_FOUND (the request is not here in that
+        session, or not with these tokens), INVALID_ARGUMENT (the secret), UNAVAILABLE (the reader has no stream),
+        FAILED_PRECONDITION (answers are not read here: --direct-answers off).
         """
 
     @_abc_1.abstractmethod

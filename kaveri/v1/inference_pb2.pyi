@@ -35,6 +35,7 @@ class GenerateRequest(_message.Message):
     SECRET_FIELD_NUMBER: _builtins.int
     TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     RECEIVED_FIELD_NUMBER: _builtins.int
+    DIRECT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model. Unset: the only model that the router serves."""
     request_id: _builtins.str
@@ -51,6 +52,10 @@ class GenerateRequest(_message.Message):
     """
     token_texts: _builtins.bool
     """Name tokens by their text in GenerateResponse.logprobs and prompt_logprobs too."""
+    direct: _builtins.bool
+    """The client would read the answer at the decode instance itself, where GenerateResponse.tokens_at says. A wish: needs
+    a secret, and is ignored at a public port. The answer is the same either way.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids of the model's vocabulary."""
@@ -80,10 +85,11 @@ class GenerateRequest(_message.Message):
         secret: _builtins.bytes = ...,
         token_texts: _builtins.bool = ...,
         received: Global___Received | None = ...,
+        direct: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "params", b"params", "prompt", b"prompt", "received", b"received", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "model", b"model", "params", b"params", "prompt", b"prompt", "received", b"received", "request_id", b"request_id", "secret", b"secret", "session", b"session", "text", b"text", "token_ids", b"token_ids", "token_texts", b"token_texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["direct", b"direct", "messages", b"messages", "model", b"model", "params", b"params", "prompt", b"prompt", "received", b"received", "request_id", b"request_id", "secret", b"secret", "session", b"session", "text", b"text", "token_ids", b"token_ids", "token_texts", b"token_texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "messages"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -267,6 +273,9 @@ class GenerateResponse(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     ROUTERS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOKENS_AT_FIELD_NUMBER: _builtins.int
+    FIRST_CHARACTER_FIELD_NUMBER: _builtins.int
+    INTERRUPTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, on the first response only."""
     index: _builtins.int
@@ -279,6 +288,12 @@ class GenerateResponse(_message.Message):
     """Set on the last response."""
     max_tokens: _builtins.int
     """On the first response: SamplingParams.max_tokens as it was resolved. Give it back in Received."""
+    first_character: _builtins.int
+    """Only with GenerateRequest.direct: characters (Unicode code points) of the answer before `text`."""
+    interrupted: _builtins.bool
+    """Only with GenerateRequest.direct, on the last response: the decode instance was lost, and the client may have tokens
+    of it that the router lacks. The stream then ends as UNAVAILABLE; the client re-attaches at once, through any router.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens since the last response; several when the client is slower than the model."""
@@ -312,6 +327,14 @@ class GenerateResponse(_message.Message):
         again. One that has a token has all of them, and gets none.
         """
 
+    @_builtins.property
+    def tokens_at(self) -> Global___TokensAt:
+        """Where the rest of the answer can be read too. Only with GenerateRequest.direct, once per placement. The router goes
+        on sending tokens until the decode instance says that the client reads there. From then on it keeps them back, and
+        sends them with the end of the answer, or when the client reads there no more. So responses may repeat what the
+        client has: it drops tokens by index, and text by first_character.
+        """
+
     def __init__(
         self,
         *,
@@ -327,14 +350,43 @@ class GenerateResponse(_message.Message):
         max_tokens: _builtins.int = ...,
         routers: _abc.Iterable[_builtins.str] | None = ...,
         prompt_logprobs: _sampling_pb2.PromptLogprobs | None = ...,
+        tokens_at: Global___TokensAt | None = ...,
+        first_character: _builtins.int = ...,
+        interrupted: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "prompt_logprobs", b"prompt_logprobs", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "prompt_logprobs", b"prompt_logprobs", "timing", b"timing", "tokens_at", b"tokens_at", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "owner", b"owner", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "routers", b"routers", "text", b"text", "timing", b"timing", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_character", b"first_character", "index", b"index", "interrupted", b"interrupted", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "owner", b"owner", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "routers", b"routers", "text", b"text", "timing", b"timing", "token_ids", b"token_ids", "tokens_at", b"tokens_at", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class TokensAt(_message.Message):
+    """Where a client can read an answer itself: DecodeService.StreamAnswers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """"host:port" of the decode instance, as routers reach it."""
+    incarnation: _builtins.int
+    """The life of that instance."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokensAt: _TypeAlias = TokensAt  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):

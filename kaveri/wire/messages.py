@@ -1,6 +1,6 @@
 """Domain values <-> protobuf messages, for every value that crosses more than one contract. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from kaveri.domain.length import TokenRange
 from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams, check_stop_counts
@@ -103,6 +103,16 @@ def logprobs_to_proto(logprobs: Logprobs) -> sampling_pb2.Logprobs:
 def prompt_logprobs_to_proto(first: int, entries: Iterable[Logprobs]) -> sampling_pb2.PromptLogprobs:
     """first: the position of the first entry within the prompt."""
     return sampling_pb2.PromptLogprobs(first=first, logprobs=[logprobs_to_proto(entry) for entry in entries])
+
+
+def name_tokens(
+    token_ids: Sequence[int], reports: Iterable[sampling_pb2.Logprobs], token_text: Callable[[int], str]
+) -> None:
+    """Writes what tokens stand for into their reports, one of each token."""
+    for token_id, report in zip(token_ids, reports, strict=False):
+        report.text = token_text(token_id)
+        for likely in report.top:
+            likely.text = token_text(likely.token_id)
 
 
 def logprobs_from_proto(message: sampling_pb2.Logprobs) -> Logprobs:

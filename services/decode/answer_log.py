@@ -21,6 +21,8 @@ class End:
 
 
 GOING_ON = End()
+READ_HERE_TOKENS = 32
+"""The router of an answer that its caller reads here gets this many tokens at a time."""
 
 
 @dataclass(eq=False, slots=True)
@@ -36,6 +38,8 @@ class GainedTokens:
     end: End = GOING_ON
     replica: ReplicaLocation | None = None
     """News of the request's copy. None: there are none."""
+    read_here: bool = False
+    """Whether a caller reads the answer here."""
 
 
 @dataclass(eq=False, slots=True)
@@ -73,6 +77,16 @@ class AnswerLog:
     def has_unsent(self) -> bool:
         """Whether take() has something."""
         return self.sent < self.next_index or (self.end is not GOING_ON and not self.end_sent)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more is drawn here."""
+        return self.end is not GOING_ON
+
+    @property
+    def is_due(self) -> bool:
+        """Whether take() has what a router needs soon, of an answer that its caller reads here."""
+        return self.has_ended or not self.replica_sent or self.next_index - self.sent >= READ_HERE_TOKENS
 
     def begin_with(self, token_id: int, logprobs: Logprobs | None) -> None:
         """Enters the token that prefill drew, to repeat it when asked. Nothing is drawn yet."""

@@ -12,6 +12,8 @@ from kaveri.policy.replication import AnyReplication, ReplicationMode
 OF_COPIES = ("replication", "replica_memory", "replica_min_tokens", "replication_rate")
 """Settings of the copies that go elsewhere and come here."""
 
+_WITHOUT_MODEL = ("fake", "timed")
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig(InstanceConfig):
@@ -38,4 +40,14 @@ class BatchConfig(InstanceConfig):
         256,
         least=1,
     )
+    direct_answers: str = setting(
+        "whether callers may read answers here, which takes its tokenizer; auto: unless the engine has no model",
+        "auto",
+        choices=("auto", "on", "off"),
+    )
     decode_range_end: RangeEnd = setting("end of predicted lengths that counts: low or high", RangeEnd.LOW)  # noqa: RUF009
+
+    @property
+    def reads_directly(self) -> bool:
+        """Whether callers may read answers here."""
+        return self.direct_answers == "on" or (self.direct_answers == "auto" and self.engine not in _WITHOUT_MODEL)

@@ -43,6 +43,7 @@ from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import spans_below, trace_fields
 from services.decode import lifecycle
 from services.decode.answer_log import AnswerLog, End
+from services.decode.answer_readers import AnswerTokenizer
 from services.decode.attaching import prompt_tokens
 from services.decode.engine_room import EngineRoom, draining
 from services.decode.lifecycle import InLine, Ready, Released, Reserving, Rival, Running
@@ -73,12 +74,14 @@ class DecodeInstance:
         range_end: RangeEnd = RangeEnd.LOW,
         thresholds: HeavyThresholds = DEFAULT_THRESHOLDS,
         serials: Iterator[int] | None = None,
+        tokenizer: AnswerTokenizer | None = None,
     ) -> None:
         """reservation_ttl_s: seconds that a reservation waits for its KV, at most.
 
         orphan_grace_s: seconds that requests go on without a token stream of their router, and ended ones are kept.
         range_end: which end of a predicted length the policy counts on. thresholds: which requests its load calls
-        heavy. serials: numbers that no one else gives to requests of this engine; None: from 1.
+        heavy. serials: numbers that no one else gives to requests of this engine; None: from 1. tokenizer: for answers
+        that callers read here; None: they cannot.
         """
         self._engine = engine
         self._range_end = range_end
@@ -86,7 +89,7 @@ class DecodeInstance:
         self._metrics = metrics
         block_tokens = engine.info.layout.block_tokens
         self._room = DecodeRoom(engine.info.total_blocks, block_tokens, DecodeBatch(policy, block_tokens, max_batch))
-        self.owners = RequestOwners(orphan_grace_s, self._router_gone, metrics)
+        self.owners = RequestOwners(orphan_grace_s, self._router_gone, metrics, tokenizer)
         self._requests = self.owners.requests
         self._engine_room = EngineRoom(engine, self._room, self._requests, reservation_ttl_s, self._take)
         self._serials = itertools.count(1) if serials is None else serials

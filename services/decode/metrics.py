@@ -43,6 +43,9 @@ class DecodeMetrics:
             registry=registry,
         )
         self.tokens = Counter("kaveri_decode_tokens", "Tokens generated.", registry=registry)
+        self.read_tokens = Counter(
+            "kaveri_decode_read_tokens", "Tokens that callers have read here, and not at routers.", registry=registry
+        )
         self.received_bytes = Counter("kaveri_kv_received_bytes", "KV bytes landed and verified.", registry=registry)
         self.preemptions = Counter(
             "kaveri_decode_preemptions", "Requests preempted because blocks ran out.", registry=registry

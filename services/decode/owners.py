@@ -14,6 +14,7 @@ from kaveri.hosting.kept import KeptItems, kept_bytes
 from kaveri.telemetry.logs import get_logger
 from kaveri.wire.attempts import wrong_secret
 from services.decode.answer_log import End, GainedTokens
+from services.decode.answer_readers import AnswerReaders, AnswerTokenizer
 from services.decode.attaching import Awaited, attached_of
 from services.decode.lifecycle import Ready, Released
 from services.decode.metrics import DecodeMetrics
@@ -28,11 +29,20 @@ _ATTEMPTS_REMEMBERED_COUNT = 65_536
 class RequestOwners:
     """Of one decode instance. For one event loop."""
 
-    def __init__(self, orphan_grace_s: float, router_gone: Callable[[str], None], metrics: DecodeMetrics) -> None:
+    def __init__(
+        self,
+        orphan_grace_s: float,
+        router_gone: Callable[[str], None],
+        metrics: DecodeMetrics,
+        tokenizer: AnswerTokenizer | None = None,
+    ) -> None:
         """orphan_grace_s: seconds that requests go on without a token stream of their router, and ended ones are kept.
-        router_gone: told of a router that was away for so long."""
+        router_gone: told of a router that was away for so long. tokenizer: None: callers cannot read answers here."""
         self.requests = DecodeRequests()
         self.streams = TokenStreams(orphan_grace_s, router_gone, self._requests_of)
+        self.readers = AnswerReaders(
+            self.requests.by_request_id, self.streams.note_reader, tokenizer, metrics.read_tokens.inc
+        )
         self._attempts = KnownAttempts(_ATTEMPTS_REMEMBERED_S, _ATTEMPTS_REMEMBERED_COUNT)
         self._kept: KeptItems[DecodeRequest] = KeptItems(orphan_grace_s)
         self._metrics = metrics

@@ -4,6 +4,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.engine.contract import EngineKey, EngineRequest
@@ -23,6 +24,16 @@ class ResumedHere:
     """Tokens whose KV comes from the copy."""
     landed: asyncio.Future[bool]
     """Done when they have landed. False: the request has ended before."""
+
+
+class Reader(Protocol):
+    """A caller that reads the answer here."""
+
+    def changed(self) -> None:
+        """The request's log has grown, or has ended."""
+
+    def leave(self) -> None:
+        """The request goes on without this caller, or was aborted."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,6 +61,8 @@ class DecodeRequest:
     resumed: ResumedHere | None = None
     spans: DecodeSpans | None = None
     """None: it is not traced."""
+    reader: Reader | None = None
+    """Beside its router. None: only the router reads the answer."""
     log: AnswerLog = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,12 +1,15 @@
 """DecodeService over gRPC: messages to domain values and back, nothing else."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from grpc import aio
 
 from kaveri.domain.owner import Owner
-from kaveri.errors import InvalidArgument, KaveriError, Unsupported
+from kaveri.errors import InvalidArgument, KaveriError, SlowReader, Unsupported
+from kaveri.hosting.read_limit import ReadLimit
+from kaveri.telemetry.logs import get_logger
+from kaveri.text.answer import MAX_OUTPUT_BYTES
 from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceServicer
 from kaveri.wire.attempts import (
@@ -21,12 +24,14 @@ from kaveri.wire.messages import (
     layout_from_proto,
     length_from_proto,
     logprobs_to_proto,
+    name_tokens,
     params_from_proto,
     ticket_to_proto,
 )
 from kaveri.wire.replicas import offer_from_proto, replica_to_proto, resumed_to_proto, resumption_from_proto
 from kaveri.wire.status import abort
 from services.decode.answer_log import GainedTokens
+from services.decode.answer_readers import AnswerAsked, ReadPart
 from services.decode.attaching import Awaited
 from services.decode.holder import ReplicaHolder
 from services.decode.instance import DecodeInstance
@@ -35,6 +40,9 @@ from services.decode.token_streams import BEAT_S
 
 SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
 _BEAT = decode_pb2.StreamTokensResponse()
+_READERS_BEAT = decode_pb2.StreamAnswersResponse()
+SLOW_READER_S = 10.0
+"""A caller that takes longer to read one message of its answers gets them from its routers instead."""
 
 
 class DecodeServer(DecodeServiceServicer):
@@ -161,6 +169,48 @@ class DecodeServer(DecodeServiceServicer):
             for entries in messages_of(batch):
                 yield decode_pb2.StreamTokensResponse(requests=map(_to_proto, entries))
 
+    async def StreamAnswers(  # type: ignore[override]  # noqa: N802
+        self, request: decode_pb2.StreamAnswersRequest, context: aio.ServicerContext[Any, Any]
+    ) -> None:
+        # It writes, as the router's Generate does: a write that a slow caller holds up is limited.
+        readers = self._instance.owners.readers
+        try:
+            stream = readers.open(request.reader_id)
+        except KaveriError as error:
+            await abort(context, error)
+        context.add_done_callback(lambda _: readers.close(stream))  # type: ignore[arg-type]
+        try:
+            async with ReadLimit(SLOW_READER_S) as limit:
+                await context.write(decode_pb2.StreamAnswersResponse(incarnation=self._incarnation, beat_s=BEAT_S))
+                while not stream.closed:
+                    parts = readers.take(stream, await stream.next_batch())
+                    for message in _answer_messages(parts):
+                        limit.begin()
+                        await context.write(message)
+                        limit.end()
+        except SlowReader as error:
+            readers.close(stream)
+            get_logger().warning("reader_too_slow", slow_reader_s=error.limit_s)
+            await abort(context, error)
+
+    async def ReadAnswer(  # noqa: N802
+        self, request: decode_pb2.ReadAnswerRequest, context: aio.ServicerContext[Any, Any]
+    ) -> decode_pb2.ReadAnswerResponse:
+        asked = AnswerAsked(
+            request.reader_id,
+            request.request_id,
+            request.session,
+            request.secret,
+            request.token_ids,
+            request.characters,
+            request.token_texts,
+        )
+        try:
+            self._instance.owners.readers.read(asked)
+        except KaveriError as error:
+            await abort(context, error)
+        return decode_pb2.ReadAnswerResponse()
+
     def _require_holder(self) -> ReplicaHolder:
         if self._holder is None:
             raise Unsupported("replicas are off here")
@@ -176,6 +226,8 @@ def _to_proto(gained: GainedTokens) -> decode_pb2.RequestTokens:
         session=gained.owner.session,
     )
     # Set only where there is something to set: this runs for every request in every step.
+    if gained.read_here:
+        message.read_here = True
     if gained.logprobs:
         message.logprobs.extend(map(logprobs_to_proto, gained.logprobs))
     if gained.replica is not None:
@@ -194,3 +246,36 @@ def _to_proto(gained: GainedTokens) -> decode_pb2.RequestTokens:
             message.timing.held_tokens = end.times.held_tokens
             message.timing.recomputed_tokens = end.times.recomputed_tokens
     return message
+
+
+def _answer_messages(parts: Sequence[ReadPart]) -> Iterator[decode_pb2.StreamAnswersResponse]:
+    """The messages of a batch; a beat when it has no part."""
+    if not parts:
+        yield _READERS_BEAT
+    message, room = decode_pb2.StreamAnswersResponse(), 2 * MAX_OUTPUT_BYTES
+    for read in parts:
+        size = _part_to_proto(read, message.parts.add())
+        room -= size
+        if room <= 0:
+            yield message
+            message, room = decode_pb2.StreamAnswersResponse(), 2 * MAX_OUTPUT_BYTES
+    if message.parts:
+        yield message
+
+
+def _part_to_proto(read: ReadPart, message: decode_pb2.AnswerPart) -> int:
+    """Fills in the message. Returns about how many bytes it has: a part has MAX_OUTPUT_BYTES at most."""
+    part, response = read.part, message.response
+    message.request_id = read.request_id
+    message.session = read.session
+    message.ended = read.ended
+    response.index = part.first_index
+    response.first_character = part.first_character
+    response.token_ids.extend(part.token_ids)
+    response.text = part.text
+    if not part.logprobs:
+        return 64 + 5 * len(part.token_ids) + 4 * len(part.text)
+    response.logprobs.extend(map(logprobs_to_proto, part.logprobs))
+    if read.token_text is not None:
+        name_tokens(part.token_ids, response.logprobs, read.token_text)
+    return message.ByteSize()

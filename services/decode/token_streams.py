@@ -43,6 +43,8 @@ class TokenStream:
             finally:
                 beat.cancel()
         batch = [request.log.take(request.request_id, request.owner) for request in self.unsent]
+        for request, gained in zip(self.unsent, batch, strict=True):
+            gained.read_here = request.reader is not None
         self.unsent.clear()
         if self.notices:
             batch += self.notices
@@ -122,6 +124,10 @@ class TokenStreams:
     def gain(self, request: DecodeRequest, step: TokenStep, times: RequestTimes | None) -> None:
         """Adds one token; `times` with the last one."""
         request.log.gain(step, times)
+        if request.reader is not None:
+            request.reader.changed()
+            if not request.log.is_due:
+                return
         stream = self._streams.get(request.router_id)
         if stream is not None:
             stream.unsent[request] = None
@@ -141,7 +147,16 @@ class TokenStreams:
         replaced: the router must not place it again. moved: it is to be resumed from its copy.
         """
         request.log.end = End(error=reason, replaced=replaced, moved=moved)
+        if request.reader is not None:
+            request.reader.changed()
         self.send(request)
+
+    def note_reader(self, request: DecodeRequest) -> None:
+        """Sends the router what it lacks, and whether a caller reads the answer here."""
+        stream = self._streams.get(request.router_id)
+        if stream is not None and (request.log.has_unsent or not request.log.has_ended):
+            stream.unsent[request] = None
+            stream.changed.set()
 
     def notify(self, router_id: str, notice: GainedTokens) -> None:
         """Sends the router something that is not the request's next part. Dropped when it has no stream."""
@@ -151,7 +166,9 @@ class TokenStreams:
             stream.changed.set()
 
     def drop(self, request: DecodeRequest) -> None:
-        """Sends no more of the request to its router."""
+        """Sends no more of the request to its router, nor to a caller that reads it here."""
+        if request.reader is not None:
+            request.reader.leave()
         stream = self._streams.get(request.router_id)
         if stream is not None:
             stream.unsent.pop(request, None)

@@ -11,6 +11,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from kaveri.cluster.store import ClusterStore, ViewSource
 from kaveri.domain.view import Phase
 from kaveri.engine.factory import BuiltEngine
+from kaveri.errors import ConfigError
 from kaveri.hosting.config import load_engine
 from kaveri.hosting.engine_host import EngineHost
 from kaveri.hosting.metrics import PhaseMetrics, register_engine_metrics
@@ -20,9 +21,11 @@ from kaveri.hosting.store import open_store
 from kaveri.hosting.vllm_grpc_extra import require_vllm_grpc
 from kaveri.kv.replicas.store import ReplicaStore
 from kaveri.policy.prompt_queue import PromptQueue
+from kaveri.telemetry.logs import get_logger
 from kaveri.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
 from kaveri.v1.prefill_pb2_grpc import add_PrefillServiceServicer_to_server
 from services.decode import server as decode_server
+from services.decode.answer_readers import AnswerTokenizer
 from services.decode.instance import DecodeInstance
 from services.decode.metrics import DecodeMetrics
 from services.decode.replicated import open_replicas, with_replicas
@@ -55,8 +58,26 @@ async def serve(config: PhasesConfig, stopping: asyncio.Event) -> int:
         engine = await load_engine(config, stopping)
         if engine is None:
             return 0
+        tokenizer = await _load_tokenizer(config)
         async with open_replicas(config, engine) as replicas:
-            return await instance_host(config, engine, store, random.Random(), replicas=replicas).serve(stopping)
+            host = instance_host(config, engine, store, random.Random(), replicas=replicas, tokenizer=tokenizer)
+            return await host.serve(stopping)
+
+
+async def _load_tokenizer(config: PhasesConfig) -> AnswerTokenizer | None:
+    """For answers that callers read here. None: they cannot, and read them at routers."""
+    if not (config.reads_directly and Phase.DECODE in config.phases):
+        return None
+    # Takes seconds to import where no engine has done so.
+    from kaveri.text.tokenizer import ModelTokenizer
+
+    try:
+        return await asyncio.to_thread(ModelTokenizer.load, config.model)
+    except ConfigError as error:
+        if config.direct_answers == "on":
+            raise
+        get_logger().warning("direct_answers_off", reason=str(error))
+        return None
 
 
 def instance_host(
@@ -66,10 +87,12 @@ def instance_host(
     rng: random.Random,
     registry: CollectorRegistry = REGISTRY,
     replicas: ReplicaStore | None = None,
+    tokenizer: AnswerTokenizer | None = None,
 ) -> EngineHost:
     """An instance around `engine`, which it owns from now on. rng: for its choices of peers.
 
     replicas: where it holds copies of other instances' requests; None: it neither holds copies nor has any.
+    tokenizer: for answers that callers read here; None: they cannot.
     """
     vllm_grpc = _vllm_grpc() if config.vllm_grpc else None
     incarnation, serials = new_incarnation(), itertools.count(1)
@@ -84,6 +107,7 @@ def instance_host(
         range_end=config.decode_range_end,
         thresholds=config.heavy_thresholds,
         serials=serials,
+        tokenizer=tokenizer,
     )
     metrics = PrefillMetrics(registry)
     decode_placer = DecodePlacer(

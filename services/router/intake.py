@@ -11,9 +11,9 @@ from kaveri.domain.sampling import SamplingParams, check_prompt_report
 from kaveri.domain.view import ClusterView
 from kaveri.errors import InvalidArgument, ModelNotFound
 from kaveri.policy.placement import largest_prompt, max_model_len, missing_phases
+from kaveri.text.answer import Answer
 from kaveri.text.tokenizer import ModelTokenizer, Turn
 from kaveri.wire.attempts import check_secret, check_session
-from services.router.answer import Answer
 from services.router.request_placer import RequestPlacer
 from services.router.requests import NOTHING_RECEIVED, AcceptedRequest, AlreadyReceived, OwnerHint
 
@@ -59,6 +59,8 @@ class OfferedRequest:
     session: int = 0
     secret: bytes = b""
     received: OfferedReceived | None = None
+    direct: bool = False
+    """Whether the client would read the answer at decode instances."""
 
 
 class Intake:
@@ -106,6 +108,8 @@ class Intake:
             deadline_s=deadline_s,
             session=offered.session,
             secret=offered.secret,
+            # A caller shows the secret there.
+            direct=offered.direct and bool(offered.secret),
             received=await self._received(offered.received, min(room, params.max_tokens or room)),
         )
 

@@ -1,6 +1,6 @@
 """Writes the answers of requests to their clients, domain -> proto, and reports how each has ended."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from grpc import aio
@@ -9,13 +9,14 @@ from kaveri.domain.sampling import FinishReason
 from kaveri.hosting.read_limit import ReadLimit
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import trace_fields
+from kaveri.text.answer import AnswerPart
 from kaveri.v1 import inference_pb2, sampling_pb2
-from kaveri.wire.messages import finish_to_proto
+from kaveri.wire.messages import finish_to_proto, name_tokens
 from services.router import metrics
-from services.router.answer import AnswerPart
-from services.router.lifecycle_values import Ended
+from services.router.direct_reading import DirectReading
+from services.router.lifecycle_values import Ended, InstanceLife
 from services.router.owner_hints import hint_to_proto
-from services.router.requests import RequestEntry
+from services.router.requests import Interrupted, RequestEntry
 
 ServicerContext = aio.ServicerContext[Any, Any]
 
@@ -26,16 +27,18 @@ async def write_answer(
     slow_reader_s: float,
     routers: Callable[[], list[str]] = list,
     token_text: Callable[[int], str] | None = None,
+    address_of: Callable[[InstanceLife], str] = lambda decode: "",
 ) -> None:
     """Writes the entry's output until it has ended. routers: addresses that the client may re-attach through.
-    token_text: names the tokens of reports; None: they are not named.
+    token_text: names the tokens of reports; None: they are not named. address_of: where clients can read a decode
+    instance's tokens themselves; empty: not now.
 
     Raises the error that it ended with, and SlowReader when the client takes longer than `slow_reader_s` to read one
     response. What such a client costs until then is that response and the tokens of its own answer. A client that is
     sent away gets all output that is here first, and the addresses once more.
     """
     async with ReadLimit(slow_reader_s) as limit:
-        await _write(entry, context, limit, routers, token_text)
+        await _write(entry, context, limit, routers, token_text, address_of)
 
 
 async def _write(
@@ -44,6 +47,7 @@ async def _write(
     limit: ReadLimit,
     routers: Callable[[], list[str]],
     token_text: Callable[[int], str] | None,
+    address_of: Callable[[InstanceLife], str],
 ) -> None:
     answer = entry.answer
     is_first = True
@@ -58,7 +62,7 @@ async def _write(
         if part.logprobs:
             response.logprobs.extend(part.logprobs)
             if token_text is not None:
-                _name_tokens(part.token_ids, response.logprobs, token_text)
+                name_tokens(part.token_ids, response.logprobs, token_text)
         if part.prompt_logprobs:
             _report_prompt(part, response, token_text)
         ended = has_ended and not answer.has_output
@@ -72,6 +76,10 @@ async def _write(
         if entry.owner_news is not None:
             response.owner.CopyFrom(hint_to_proto(entry.owner_news))
             entry.owner_news = None
+        if entry.direct is not None:
+            response.first_character = part.first_character
+            _offer(entry, entry.direct, response, address_of)
+            response.interrupted = ended and isinstance(error, Interrupted)
         if ended and error is None:
             _complete(entry, response)
         limit.begin()
@@ -91,16 +99,20 @@ def _report_prompt(
     report.token_ids.extend(part.prompt_token_ids)
     report.logprobs.extend(sampling_pb2.Logprobs() if entry is None else entry for entry in part.prompt_logprobs)
     if token_text is not None:
-        _name_tokens(part.prompt_token_ids, report.logprobs, token_text)
+        name_tokens(part.prompt_token_ids, report.logprobs, token_text)
 
 
-def _name_tokens(
-    token_ids: Sequence[int], reports: Iterable[sampling_pb2.Logprobs], token_text: Callable[[int], str]
+def _offer(
+    entry: RequestEntry,
+    direct: DirectReading,
+    response: inference_pb2.GenerateResponse,
+    address_of: Callable[[InstanceLife], str],
 ) -> None:
-    for token_id, report in zip(token_ids, reports, strict=False):
-        report.text = token_text(token_id)
-        for likely in report.top:
-            likely.text = token_text(likely.token_id)
+    """Says where the client can read the answer from now on, unless it knows."""
+    decode = direct.offer(entry.state)
+    if decode is not None and (address := address_of(decode)):
+        response.tokens_at.address, response.tokens_at.incarnation = address, decode.incarnation
+        direct.note_offered(entry.attempt_number)
 
 
 async def write_cancelled(

@@ -190,6 +190,10 @@ class RequestPlacer:
             case _:
                 raise AssertionError(f"{action} concerns no instance")
 
+    def address_of(self, decode: InstanceLife) -> str:
+        """Where clients can read what this decode instance draws; empty: not now."""
+        return self._feeds.address_of(decode)
+
     def abandon(self, request_id: str, session: int, secret: bytes) -> None:
         """Ends what earlier sessions have at instances of a request that was cancelled before it was looked for."""
         ownership = Ownership(Owner(session, 1), self._stream_id, secret)

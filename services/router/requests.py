@@ -21,7 +21,8 @@ from kaveri.errors import (
     RequestAlreadyExists,
     Unavailable,
 )
-from services.router.answer import Answer
+from kaveri.text.answer import Answer
+from services.router.direct_reading import DirectReading
 from services.router.lifecycle import step
 from services.router.lifecycle_values import (
     Action,
@@ -68,6 +69,13 @@ class SentAway(Unavailable):
 
     def __init__(self) -> None:
         super().__init__("this router is draining: the request goes on through another router", retry_after_s=0.0)
+
+
+class Interrupted(SentAway):
+    """A decode instance was lost while the client read there. The client re-attaches with the tokens that it has."""
+
+    def __init__(self) -> None:
+        Unavailable.__init__(self, "the decode instance was lost while its tokens were read there", retry_after_s=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +134,8 @@ class AcceptedRequest:
     """Empty: the client cannot re-attach."""
     received: AlreadyReceived = NOTHING_RECEIVED
     """What the client has of earlier sessions."""
+    direct: bool = False
+    """Whether the client may read the answer at decode instances."""
 
     @property
     def most_tokens(self) -> int:
@@ -165,6 +175,7 @@ class RequestEntry:
         """Since an instance was lost, until the next token."""
         self.steps: deque[tuple[float, str]] = deque(maxlen=_MOST_STEPS)
         """What has happened to it, and when, as time.monotonic()."""
+        self.direct = DirectReading() if accepted.direct else None
         self.trace: RequestTrace | None = None
         """None: it is not traced."""
         self.delay_noted = False
@@ -334,6 +345,8 @@ class RequestEntry:
                 self._carry_out(action, now_s)
         if self.answer.stopped and not isinstance(self.state, _COMPLETE):
             self.handle(TextStopped(), now_s)
+        if isinstance(self.state, Lost) and self._client_may_be_ahead(event):
+            self.handle(Superseded(Interrupted()), now_s)
         if isinstance(self.state, Ended):
             self._end_owner_change()
             self._deadline.cancel()
@@ -361,6 +374,18 @@ class RequestEntry:
                 case FirstTokenReported() if isinstance(self.state, Prefilling | Placed):
                     return PrefillEnded(_no_report(self.state.attempt.prefill))
         return event
+
+    def _client_may_be_ahead(self, event: Event) -> bool:
+        """Whether the client may have tokens of the lost attempt that are not known here. A decode instance that moves
+        a request, or has given it to another owner, says so behind all its tokens."""
+        is_last_word = isinstance(event, GivenUp) and not isinstance(event.error, Unavailable)
+        return self.direct is not None and not is_last_word and self.direct.may_be_ahead(self.attempt_number)
+
+    def note_read_here(self, attempt: int, is_read: bool) -> None:
+        """The decode instance of an attempt says whether the client reads the answer there."""
+        if self.direct is not None:
+            self.direct.note_read(attempt, is_read)
+            self._wake()
 
     def _without_early_end(self, event: Event) -> Event:
         """Instances of a former version, and engines from elsewhere, may not know min_tokens. An answer that they end
@@ -439,8 +464,9 @@ class RequestEntry:
         self.fail(Unavailable("the request was released"))
 
     async def wait_for_output(self) -> None:
-        """Returns when the answer has output, or the request has ended. One waiter at a time."""
-        if not (self.answer.has_output or isinstance(self.state, Ended)):
+        """Returns when the answer has output that the client does not get elsewhere, or the request has ended. One
+        waiter at a time."""
+        if not self._is_due:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -449,8 +475,14 @@ class RequestEntry:
 
     def _wake(self) -> None:
         waiter = self._waiter
-        if waiter is not None and not waiter.done() and (self.answer.has_output or isinstance(self.state, Ended)):
+        if waiter is not None and not waiter.done() and self._is_due:
             waiter.set_result(None)
+
+    @property
+    def _is_due(self) -> bool:
+        if isinstance(self.state, Ended):
+            return True
+        return self.answer.has_output and not (self.direct is not None and self.direct.is_read(self.attempt_number))
 
 
 def _early_end(life: InstanceLife) -> Unavailable:

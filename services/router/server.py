@@ -322,6 +322,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             session=request.session,
             secret=request.secret,
             received=_received(request),
+            # Strangers know the public port alone.
+            direct=request.direct and not progress.is_public,
         )
         check_sessions(offered, is_named=bool(request.request_id))
         if offered.session:
@@ -361,7 +363,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             try:
                 texts = router.tokenizer.token_text if request.token_texts else None
                 addresses = partial(self._addresses, progress.is_public)
-                await write_answer(entry, context, router.config.slow_reader_s, addresses, texts)
+                await write_answer(
+                    entry, context, router.config.slow_reader_s, addresses, texts, router.placer.address_of
+                )
             finally:
                 entry.release()
                 placing.cancel()

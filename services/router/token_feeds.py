@@ -260,6 +260,13 @@ class TokenFeeds:
             return False
         return subscription.record.incarnation == life.incarnation
 
+    def address_of(self, life: InstanceLife) -> str:
+        """Where clients can read the tokens of this life; empty while its token stream does not stand."""
+        subscription = self._subscriptions.get(life.instance_id)
+        if subscription is None or subscription.record is None or not self.is_connected(life):
+            return ""
+        return subscription.record.address
+
     def let_go_s(self, life: InstanceLife) -> float:
         """time.monotonic() when this life last let a request go to another instance; 0: never."""
         subscription = self._subscriptions.get(life.instance_id)
@@ -384,6 +391,11 @@ class TokenFeeds:
         try:
             if update.HasField("replica"):
                 entry.note_replica(ReplicaNamed(update.attempt, life, _replica_of(update)), now_s)
+            if entry.direct is not None:
+                entry.note_read_here(update.attempt, update.read_here)
+                if update.error and update.token_ids:
+                    # The client may have them already, so the next attempt goes on behind them.
+                    entry.handle(_tokens_of(life, update), now_s)
             entry.handle(_event_of(life, update), now_s)
             if update.moved:
                 self._subscriptions[life.instance_id].let_go_s = now_s
@@ -404,10 +416,14 @@ def _replica_of(update: decode_pb2.RequestTokens) -> ReplicaLocation | None:
     return replica if replica.holder_id else None
 
 
+def _tokens_of(life: InstanceLife, update: decode_pb2.RequestTokens) -> Tokens:
+    return Tokens(update.attempt, life, update.index, update.token_ids, update.logprobs)
+
+
 def _event_of(life: InstanceLife, update: decode_pb2.RequestTokens) -> Tokens | GivenUp:
     finish = finish_from_proto(update.finish_reason)
     if finish is None and not update.error:
-        return Tokens(update.attempt, life, update.index, update.token_ids, update.logprobs)
+        return _tokens_of(life, update)
     if update.replaced:
         return GivenUp(update.attempt, life, RequestAlreadyExists(update.request_id))
     if update.moved:

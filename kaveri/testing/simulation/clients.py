@@ -42,6 +42,7 @@ class Clients:
                 process=world.process_of(router),
                 send_number=number,
                 probe=probe,
+                direct=planned.client in world.plan.direct_clients,
             )
             world.outcomes.append(outcome)
             world.trace.note("send", f"{planned.request_id} {router} {number}")
@@ -100,12 +101,20 @@ class Clients:
         finally:
             task.cancel()
 
+    def end_streams(self) -> None:
+        """Ends the streams that living clients keep to decode instances for a while."""
+        world = self._world
+        for (client, _), sdk in self._sdks.items():
+            process = world.clients[client]
+            if sdk._direct is not None and not process.dead:
+                world.loop.spawn(process, sdk._direct.close())
+
     def _sdk(self, client: str, router: str) -> AsyncClient:
         life = self._world.lives[router]
         address = f"{router}:{life.port}"
         sdk = self._sdks.get((client, address))
         if sdk is None:
-            sdk = self._sdks[client, address] = AsyncClient(address)
+            sdk = self._sdks[client, address] = AsyncClient(address, direct=client in self._world.plan.direct_clients)
             # Known, and asked when this one fails: also by requests that die before their first response.
             lives = (self._world.lives[router.name] for router in self._world.plan.routers)
             sdk._routers.learn(f"{life.name}:{life.port}" for life in lives)

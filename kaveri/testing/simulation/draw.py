@@ -76,6 +76,7 @@ def draw_plan(seed: int, *, faults: bool = True) -> Plan:
     if plan.replication is not ReplicationMode.OFF:
         plan = _with_losses(plan, random.Random(f"losses {seed}"), faults=faults)
     plan = _with_predictor(plan, random.Random(f"predictor {seed}"), load_s, faults=faults)
+    plan = _with_direct_clients(plan, random.Random(f"direct {seed}"))
     return _with_rare_faults(plan, random.Random(f"rare {seed}")) if faults else plan
 
 
@@ -131,6 +132,13 @@ def _with_predictor(plan: Plan, rng: random.Random, load_s: float, *, faults: bo
     all_faults = (*plan.faults, hit) if faults and rng.random() < 0.7 else plan.faults
     ordered = tuple(sorted(all_faults, key=lambda fault: fault.at_s))
     return replace(plan, instances=(*plan.instances, predictor), prediction=mode, faults=ordered)
+
+
+def _with_direct_clients(plan: Plan, rng: random.Random) -> Plan:
+    """The plan with clients that read answers at decode instances, in half of all."""
+    if rng.random() < 0.5:
+        return plan
+    return replace(plan, direct_clients=tuple(name for name in plan.clients if rng.random() < 0.7))
 
 
 def _with_rare_faults(plan: Plan, rng: random.Random) -> Plan:

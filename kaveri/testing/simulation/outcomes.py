@@ -37,6 +37,8 @@ class RequestOutcome:
     """When its client cancelled it."""
     gone: bool = False
     """Its client was killed."""
+    direct: bool = False
+    """Whether its client reads answers at decode instances."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:

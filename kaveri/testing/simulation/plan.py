@@ -163,6 +163,8 @@ class Plan:
     prediction: PredictionMode = PredictionMode.OFF
     failure_domains: int = 1
     """Instances with an engine have these in turn."""
+    direct_clients: tuple[str, ...] = ()
+    """Those that read answers at decode instances."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -19,13 +19,13 @@ from kaveri.engine.stepwise.account import Account
 from kaveri.policy.retry import Setback
 from kaveri.testing.simulation.planting import nothing, nothing_async, planted, replaced
 from kaveri.testing.simulation.store import SimulatedStore
+from kaveri.text import answer as router_answer
 from kaveri.text import detokenizer as router_detokenizer
 from services.decode import instance as decode_instance
 from services.decode import lifecycle as decode_lifecycle
 from services.prefill import decode_placer
 from services.prefill import lifecycle as prefill_lifecycle
 from services.prefill import role as prefill_role
-from services.router import answer as router_answer
 from services.router import claims, lifecycle_losses, prefill_attempts, subscriptions, token_feeds
 from services.router import lifecycle_values as lives
 from services.router import requests as router_requests

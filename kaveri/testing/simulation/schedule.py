@@ -180,6 +180,7 @@ async def _run(world: World) -> None:
         if outcome.probe and outcome.finish is None:
             world.violations.append(f"{outcome.request_id}, sent after the faults, failed: {outcome.error!r}")
     world.trace.note("phase:rest", "")
+    clients.end_streams()
     await _until(world, lambda: not leftovers(world) and not extra_tasks(world), REST_WITHIN_S)
     world.violations += leftovers(world) + extra_tasks(world)
 

@@ -260,7 +260,9 @@ class World:
             registry, rng = CollectorRegistry(), random.Random(self.rng.getrandbits(64))
             if plan.replication is not ReplicationMode.OFF and Phase.DECODE in phases:
                 life.replicas = self._replicas(engine)
-            life.serving = life.host = instance_host(config, engine, store, rng, registry, life.replicas)
+            life.serving = life.host = instance_host(
+                config, engine, store, rng, registry, life.replicas, self.tokenizer
+            )
             await life.host.serve(life.stopping)
 
     def _replicas(self, engine: SimulatedEngine) -> SimulatedReplicas:

@@ -131,7 +131,7 @@ async def test_a_slow_reader_gets_a_long_answer_in_responses_of_a_bounded_size(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = 4_000
-    monkeypatch.setattr("services.router.answer.MAX_OUTPUT_BYTES", limit)
+    monkeypatch.setattr("kaveri.text.answer.MAX_OUTPUT_BYTES", limit)
     cluster.decodes["decode-0"].pause_at = 3
     async with cluster.router() as router:
         call = router.stub.Generate(ask(request_id="long", max_tokens=400, logprobs=5), timeout=20)

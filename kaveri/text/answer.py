@@ -9,11 +9,10 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from kaveri.domain.sampling import FinishReason
-from kaveri.rpc.server import MAX_MESSAGE_BYTES
 from kaveri.text.detokenizer import Detokenizer
 
-MAX_OUTPUT_BYTES = MAX_MESSAGE_BYTES // 4
-"""Of one response, by an estimate from above. A quarter, so that a wrong estimate does no harm."""
+MAX_OUTPUT_BYTES = 2**20
+"""Of one response, by an estimate from above: a quarter of the largest message, so a wrong estimate does no harm."""
 _TOKEN_BYTES = 5
 _LOGPROB_BYTES = 24
 _CHARACTER_BYTES = 4
@@ -32,6 +31,8 @@ class AnswerPart(NamedTuple):
     prompt_token_ids: Sequence[int] = ()
     prompt_logprobs: Sequence[Any] = ()
     """One for each of them; None of position 0."""
+    first_character: int = 0
+    """Characters of the answer before the text."""
 
 
 class Answer:
@@ -54,10 +55,11 @@ class Answer:
         """Pieces with the number of tokens that had come when each was decided."""
         self._logprobs: list[Any] = []
         self._skipped_characters = 0
+        self._taken_characters = 0
 
     def go_on_after(self, token_ids: Sequence[int], characters: int, stop_token_ids: Collection[int]) -> None:
         """Begins behind what the client has of earlier sessions: take() gives no more of it."""
-        self._skipped_characters = characters
+        self._skipped_characters = self._taken_characters = characters
         for position, token_id in enumerate(token_ids):
             self.token_ids.append(token_id)
             # A stop token is the last one, and has no text.
@@ -130,9 +132,11 @@ class Answer:
         count = self._fitting_count()
         self._taken_count += count
         token_ids = self.token_ids[index : self._taken_count]
+        first_character, text = self._taken_characters, self._take_text()
+        self._taken_characters += len(text)
         if not self._logprobs:
-            return AnswerPart(index, token_ids, self._take_text(), ())
-        part = AnswerPart(index, token_ids, self._take_text(), self._logprobs[:count])
+            return AnswerPart(index, token_ids, text, (), first_character=first_character)
+        part = AnswerPart(index, token_ids, text, self._logprobs[:count], first_character=first_character)
         del self._logprobs[:count]
         return part
 

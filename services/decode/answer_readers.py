@@ -1,0 +1,242 @@
+"""Answers that callers read here themselves: one stream per caller, one batch per engine step.
+
+The request stays its router's. While a caller reads, the router gets the tokens in larger pieces (TokenStreams.gain),
+and all of them when the caller stops reading. A reader has its own text of the answer, made as routers make it, so that
+a caller may change between the two at any token.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from hmac import compare_digest
+from typing import NamedTuple, Protocol
+
+from kaveri.domain.sampling import FinishReason
+from kaveri.errors import InvalidArgument, RequestNotFound, Unavailable, Unsupported
+from kaveri.text.answer import Answer, AnswerPart
+from kaveri.text.detokenizer import Detokenizer
+from kaveri.wire.attempts import wrong_secret
+from services.decode.attaching import prompt_tokens
+from services.decode.requests import DecodeRequest
+from services.decode.token_streams import BEAT_S
+
+MIN_READER_ID_CHARACTERS = 16
+MAX_READER_ID_CHARACTERS = 128
+MAX_READERS = 1024
+"""Callers that have a stream."""
+
+
+class AnswerTokenizer(Protocol):
+    """What readers need of the model's tokenizer."""
+
+    def detokenizer(self, prompt_token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> Detokenizer: ...
+
+    def token_text(self, token_id: int) -> str: ...
+
+
+class AnswerAsked(NamedTuple):
+    """Which answer a caller reads, and what it has of it."""
+
+    reader_id: str
+    request_id: str
+    session: int
+    secret: bytes
+    token_ids: Sequence[int]
+    characters: int
+    token_texts: bool
+
+
+class ReadPart(NamedTuple):
+    """What one answer gained."""
+
+    request_id: str
+    session: int
+    part: AnswerPart
+    ended: bool
+    """Nothing more of it comes from here."""
+    token_text: Callable[[int], str] | None
+    """Names the tokens of reports. None: they are not named."""
+
+
+class AnswerReader:
+    """One answer as one caller reads it."""
+
+    def __init__(self, request: DecodeRequest, stream: "CallerStream", answer: Answer, asked: AnswerAsked) -> None:
+        """answer: behind what the caller has."""
+        self.request = request
+        self._stream = stream
+        self._answer = answer
+        self._next_index = len(asked.token_ids)
+        self._session = asked.session
+        self._names_tokens = asked.token_texts
+        self._left = False
+
+    def changed(self) -> None:
+        """The request's log has grown, or has ended."""
+        self._stream.add(self)
+
+    def leave(self) -> None:
+        """The request goes on without this caller, or was aborted. What was gained so far is still sent. Idempotent."""
+        if not self._left:
+            self._pull()
+            self._left = True
+            self.request.reader = None
+            self._stream.add(self)
+
+    def take(self, token_text: Callable[[int], str]) -> ReadPart:
+        """What was not sent; the first part of it when that would be too large for a message."""
+        if not self._left:
+            self._pull()
+        answer = self._answer
+        part = answer.take()
+        ended = self._left or answer.stopped or self.request.log.has_ended
+        if answer.has_output:
+            self._stream.add(self)
+            ended = False
+        names = token_text if self._names_tokens else None
+        return ReadPart(self.request.request_id, self._session, part, ended, names)
+
+    def _pull(self) -> None:
+        """Takes in what the request's log has gained."""
+        log = self.request.log
+        start = self._next_index - log.first_index
+        tokens, logprobs = log.token_ids[start:], log.logprobs[start:]
+        if log.end.finish is FinishReason.STOP:
+            # The router sends it with the end. A caller that had it alone would re-attach behind the end of the answer.
+            tokens, logprobs = tokens[:-1], logprobs[:-1]
+        if tokens:
+            self._next_index += len(tokens)
+            self._answer.append(tokens, logprobs, None, 0.0)
+
+
+class CallerStream:
+    """One caller's subscription, and what waits for it. For one reader."""
+
+    def __init__(self, reader_id: str) -> None:
+        self.reader_id = reader_id
+        self.closed = False
+        self._unsent: dict[AnswerReader, None] = {}
+        self._changed = asyncio.Event()
+
+    def add(self, reader: AnswerReader) -> None:
+        """The reader has something to send. What a slow caller does not take is joined: at most the rest of an answer
+        waits for each."""
+        self._unsent[reader] = None
+        self._changed.set()
+
+    def end(self) -> None:
+        """Wakes the RPC for its end."""
+        self.closed = True
+        self._changed.set()
+
+    async def next_batch(self, beat_s: float = BEAT_S) -> list[AnswerReader]:
+        """Takes the readers that have something; waits for some for `beat_s` seconds at most."""
+        if not (self._unsent or self.closed):
+            self._changed.clear()
+            beat = asyncio.get_running_loop().call_later(beat_s, self._changed.set)
+            try:
+                await self._changed.wait()
+            finally:
+                beat.cancel()
+        batch, self._unsent = list(self._unsent), {}
+        return batch
+
+
+class AnswerReaders:
+    """The callers' streams of one decode instance. For one event loop."""
+
+    def __init__(
+        self,
+        find: Callable[[str], DecodeRequest | None],
+        send: Callable[[DecodeRequest], None],
+        tokenizer: AnswerTokenizer | None,
+        count_read: Callable[[int], object],
+    ) -> None:
+        """find: a request that runs here, by its id. send: gives a request's router what it was not sent. tokenizer:
+        None: answers are not read here. count_read: called with the number of tokens of each message."""
+        self._find = find
+        self._send = send
+        self._tokenizer = tokenizer
+        self._count_read = count_read
+        self._streams: dict[str, CallerStream] = {}
+        self._readers: dict[CallerStream, dict[DecodeRequest, AnswerReader]] = {}
+
+    @property
+    def count(self) -> int:
+        """Callers that have a stream."""
+        return len(self._streams)
+
+    def open(self, reader_id: str) -> CallerStream:
+        """A stream for the caller. An older one of the same caller ends.
+
+        Raises Unsupported without a tokenizer, InvalidArgument, and Unavailable when there are MAX_READERS."""
+        if self._tokenizer is None:
+            raise Unsupported("answers are not read here: --direct-answers off")
+        if not MIN_READER_ID_CHARACTERS <= len(reader_id) <= MAX_READER_ID_CHARACTERS:
+            limit = f"{MIN_READER_ID_CHARACTERS} to {MAX_READER_ID_CHARACTERS} characters long"
+            raise InvalidArgument("reader_id", f"{len(reader_id)} characters", limit)
+        former = self._streams.get(reader_id)
+        if former is not None:
+            self.close(former)
+        elif len(self._streams) >= MAX_READERS:
+            raise Unavailable(f"{MAX_READERS} callers read here")
+        stream = self._streams[reader_id] = CallerStream(reader_id)
+        self._readers[stream] = {}
+        return stream
+
+    def close(self, stream: CallerStream) -> None:
+        """The stream is broken, cancelled or too slow: the routers of what it has read send the rest. Idempotent."""
+        if self._streams.get(stream.reader_id) is stream:
+            del self._streams[stream.reader_id]
+        stream.end()
+        for request, reader in self._readers.pop(stream, {}).items():
+            self._end(request, reader)
+
+    def read(self, asked: AnswerAsked) -> None:
+        """Adds an answer to its caller's stream, in place of another reader of it.
+
+        Raises InvalidArgument (the secret), RequestNotFound (it is not here in that session, or not with those tokens)
+        and Unavailable (the caller has no stream)."""
+        stream, tokenizer = self._streams.get(asked.reader_id), self._tokenizer
+        if stream is None or tokenizer is None:
+            raise Unavailable("the reader has no stream here")
+        request = self._find(asked.request_id)
+        if request is None or request.owner.session != asked.session:
+            raise RequestNotFound(asked.request_id)
+        if not asked.secret or not compare_digest(asked.secret, request.ownership.secret):
+            raise wrong_secret()
+        engine_request, log = request.engine_request, request.log
+        if not log.first_index <= len(asked.token_ids) <= log.next_index:
+            raise RequestNotFound(asked.request_id, f"its token {len(asked.token_ids)} is not drawn here")
+        params, prompt_count = engine_request.params, prompt_tokens(engine_request)
+        answer = Answer(tokenizer.detokenizer(engine_request.token_ids[:prompt_count], params.stop, params.min_tokens))
+        answer.go_on_after(asked.token_ids, asked.characters, params.stop_token_ids)
+        if request.reader is not None:
+            request.reader.leave()
+        reader = request.reader = AnswerReader(request, stream, answer, asked)
+        self._readers[stream][request] = reader
+        reader.changed()
+        # The router hears at once that the answer is read here.
+        self._send(request)
+
+    def take(self, stream: CallerStream, batch: Sequence[AnswerReader]) -> list[ReadPart]:
+        """What the readers of a batch have to send."""
+        assert self._tokenizer is not None
+        parts = []
+        for reader in batch:
+            read = reader.take(self._tokenizer.token_text)
+            if read.ended:
+                request = reader.request
+                if self._readers.get(stream, {}).get(request) is reader:
+                    del self._readers[stream][request]
+                self._end(request, reader)
+            if read.ended or read.part.token_ids or read.part.text:
+                parts.append(read)
+        if parts:
+            self._count_read(sum(len(read.part.token_ids) for read in parts))
+        return parts
+
+    def _end(self, request: DecodeRequest, reader: AnswerReader) -> None:
+        if request.reader is reader:
+            request.reader = None
+            # Its router gets what it lacks, without delay from now on.
+            self._send(request)

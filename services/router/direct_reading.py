@@ -1,0 +1,54 @@
+"""A request whose client may read its answer at decode instances itself. No I/O.
+
+The router follows such a request as any other. It tells the client once per attempt where the answer is drawn, and
+keeps tokens back as long as the decode instance says that the client reads there. While it does, the client may have
+tokens that the router lacks. So an attempt that is lost is not placed again here, unless the instance has moved the
+request: other tokens could be drawn in the place of those. The client re-attaches with what it has.
+"""
+
+from services.router.lifecycle_values import Decoding, InstanceLife, Placed, State
+
+_LEAST_LEFT = 8
+"""An answer with fewer tokens to come is not worth a call to the decode instance."""
+
+
+class DirectReading:
+    """Of one session of one request."""
+
+    def __init__(self) -> None:
+        self._offered = 0
+        """The last attempt of which the client was told where it decodes."""
+        self._read = 0
+        """The attempt that the client reads at its decode instance; 0: none."""
+
+    def offer(self, state: State) -> InstanceLife | None:
+        """The decode instance that the client is to be told of now. None: none that it does not know of."""
+        match state:
+            case Decoding(attempt, next_index, decode):
+                pass
+            case Placed(attempt, next_index, decode) if next_index > attempt.first_index:
+                # From its first token on: that one comes from prefill, and through the router alone.
+                pass
+            case _:
+                return None
+        is_worth_it = attempt.most_tokens - next_index >= _LEAST_LEFT
+        return decode if is_worth_it and attempt.number > self._offered else None
+
+    def note_offered(self, attempt: int) -> None:
+        """The client is told where this attempt decodes: from now on it may have tokens that the router lacks."""
+        self._offered = attempt
+
+    def note_read(self, attempt: int, is_read: bool) -> None:
+        """The decode instance of an attempt says whether the client reads there."""
+        if is_read:
+            self._read = attempt
+        elif self._read == attempt:
+            self._read = 0
+
+    def is_read(self, attempt: int) -> bool:
+        """Whether the client gets this attempt's tokens from its decode instance."""
+        return self._read == attempt
+
+    def may_be_ahead(self, attempt: int) -> bool:
+        """Whether the client may have tokens of this attempt that the router lacks."""
+        return self._offered == attempt
