@@ -60,7 +60,12 @@ async def cluster() -> AsyncIterator[DirectCluster]:
     decode_flags = (*eos, "--fake-step-s", "0.01", "--direct-answers", "on")
     async with (
         run_cluster(
-            router_count=2, decode_count=2, prefill_flags=eos, decode_flags=decode_flags, metrics_port=metrics_port
+            router_count=2,
+            decode_count=2,
+            prefill_flags=eos,
+            decode_flags=decode_flags,
+            metrics_port=metrics_port,
+            start_timeout_s=240.0,
         ) as cluster,
         AsyncClient(cluster.stack.targets, timeout_s=90) as relayed,
         AsyncClient(cluster.stack.targets, timeout_s=90, direct=True) as direct,
