@@ -1,8 +1,9 @@
 """What a gateway adds: CPU per streamed token beside the router's in the same run, and time to tokens beside the SDK's.
 
 Real processes: a gateway, a router, a prefill and a decode instance with the fake engine, which draws a token for each
-request every 10 ms. All requests of a round start together, once over HTTP and once over the SDK. The clients run in
-this process, and all share the machine, so CPU time is compared, and only within one run.
+request every 10 ms. All requests of a round start together, once over HTTP, once over the SDK, and once over HTTP at a
+gateway of another cluster that reads tokens at its decode instance (--direct). The clients run in this process, and all
+share the machine, so CPU time is compared, and only within one run.
 """
 
 import asyncio
@@ -92,24 +93,48 @@ async def measure_async(options: Options, report: Report) -> None:
         "prompt_tokens": len(PROMPT),
         "tokens_per_stream": tokens,
     }
-    config = StackConfig.of(
-        engine="fake",
-        gateway_count=1,
-        prefill_count=1,
-        decode_count=1,
-        restart=False,
-        decode_flags=("--fake-step-s", str(STEP_S), "--max-batch", str(max(STREAMS))),
+    common = {"engine": "fake", "gateway_count": 1, "prefill_count": 1, "decode_count": 1, "restart": False}
+    flags = ("--fake-step-s", str(STEP_S), "--max-batch", str(max(STREAMS)))
+    relaying = StackConfig.of(**common, decode_flags=flags)
+    reading = StackConfig.of(
+        **common, decode_flags=(*flags, "--direct-answers", "on"), gateway_flags=("--direct",), start_timeout_s=300.0
     )
-    async with LocalStack(config) as stack, AsyncClient(stack.target, timeout_s=300) as client:
+    async with (
+        LocalStack(relaying) as stack,
+        AsyncClient(stack.target, timeout_s=300) as client,
+        LocalStack(reading) as direct_stack,
+    ):
         for is_http in (True, False):
             await one_round(stack, client, 8, 16, is_http=is_http)
+        await one_round(direct_stack, client, 8, 16, is_http=True)
         for streams in STREAMS:
             http: list[GatewayRound] = []
             sdk: list[GatewayRound] = []
+            direct: list[GatewayRound] = []
             for _ in range(repeats):
                 http.append(await one_round(stack, client, streams, tokens, is_http=True))
                 sdk.append(await one_round(stack, client, streams, tokens, is_http=False))
+                direct.append(await one_round(direct_stack, client, streams, tokens, is_http=True))
             _report(report, streams, http, sdk)
+            _report_direct(report, streams, sdk, direct)
+
+
+def _report_direct(report: Report, streams: int, sdk: list[GatewayRound], direct: list[GatewayRound]) -> None:
+    alone = report.row(
+        "router CPU, SDK", [1e6 * each.cpu_s["router-0"] / each.tokens for each in sdk], "us/token", streams=streams
+    )
+    for name in ("gateway-0", "router-0"):
+        spent = [1e6 * each.cpu_s[name] / each.tokens for each in direct]
+        report.row(f"{name.partition('-')[0]} CPU, direct", spent, "us/token", streams=streams)
+    both = report.row(
+        "gateway and router CPU, direct",
+        [1e6 * sum(each.cpu_s.values()) / each.tokens for each in direct],
+        "us/token",
+        streams=streams,
+    )
+    tpot_ms = [1e3 * statistics.median(each.tpot_s) for each in direct]
+    report.row("TPOT p50", tpot_ms, "ms", by="HTTP, direct", streams=streams)
+    report.ratio(f"router's CPU alone / gateway's and router's, direct, {streams} streams", alone / both, 1.0)
 
 
 def _report(report: Report, streams: int, http: list[GatewayRound], sdk: list[GatewayRound]) -> None:

@@ -60,6 +60,7 @@ class GatewayConfig(PublicSettings, ServiceConfig):
     max_bodies_bytes: int = setting(
         "size of the bodies of all requests in flight; more are refused with 429", 256 * 2**20, size_bytes, least=1024
     )
+    direct: bool = setting("read tokens at the decode instances that draw them, where it can reach these", False)
     max_answers: int = setting("answers that one request may ask for: prompts times n", 256, least=1)
 
     @property

@@ -33,7 +33,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> int:
         targets = config.routers or await wait_for_routers(store, stopping)
         if not targets:
             return 0
-        async with AsyncClient(targets, timeout_s=config.request_timeout_s) as client:
+        async with AsyncClient(targets, timeout_s=config.request_timeout_s, direct=config.direct) as client:
             return await gateway_host(Gateway(config, client, store)).serve(stopping)
     return 0
 
