@@ -153,10 +153,9 @@ class TokenStreams:
 
     def note_reader(self, request: DecodeRequest) -> None:
         """Sends the router what it lacks, and whether a caller reads the answer here."""
-        stream = self._streams.get(request.router_id)
-        if stream is not None and (request.log.has_unsent or not request.log.has_ended):
-            stream.unsent[request] = None
-            stream.changed.set()
+        if request.log.has_unsent or not request.log.has_ended:
+            self.announce(request)
+            self.flush()
 
     def notify(self, router_id: str, notice: GainedTokens) -> None:
         """Sends the router something that is not the request's next part. Dropped when it has no stream."""
