@@ -1,7 +1,8 @@
 """Puts a stock smg, from PyPI, in front of a router of a local cluster, and asks it what docs/doors.md says it answers.
 
 `python scripts/try_smg.py --smg PATH` uses an smg that is installed; without it, one is installed into a temporary
-environment (a wheel of 37 MB). Prints a line for each check. Exits 1 when one fails.
+environment (a wheel of 37 MB). With `--pd` smg chooses the prefill and the decode instance itself, and no router is
+asked. Prints a line for each check. Exits 1 when one fails.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import time
 import urllib.error
 import urllib.request
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,10 @@ def installed_smg(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def running_smg(command: Path, router: str, folder: Path) -> Iterator[str]:
-    """The URL of an smg whose only worker is the router."""
+def running_smg(command: Path, workers: Sequence[str], folder: Path) -> Iterator[str]:
+    """The URL of an smg with these workers, as its flags say them."""
     port, metrics_port = _free_port(), _free_port()
-    flags = ["--worker-urls", f"grpc://{router}", "--host", "127.0.0.1", "--port", str(port)]
+    flags = [*workers, "--host", "127.0.0.1", "--port", str(port)]
     flags += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
     with (folder / "smg.log").open("w") as log:
         smg = subprocess.Popen([command, "launch", *flags], stdout=log, stderr=subprocess.STDOUT)
@@ -60,7 +61,7 @@ def running_smg(command: Path, router: str, folder: Path) -> Iterator[str]:
         give_up_s = time.monotonic() + START_S
         while not _lists_the_model(url):
             if smg.poll() is not None or time.monotonic() > give_up_s:
-                sys.exit(f"smg did not register the router:\n{(folder / 'smg.log').read_text()[-3000:]}")
+                sys.exit(f"smg did not register its workers:\n{(folder / 'smg.log').read_text()[-3000:]}")
             time.sleep(0.2)
         yield url
     finally:
@@ -126,16 +127,30 @@ async def main() -> int:
     """Exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smg", type=Path, help="an smg that is installed")
+    parser.add_argument("--pd", action="store_true", help="smg chooses the prefill and the decode instance itself")
     given = parser.parse_args()
+    flags = ("--vllm-grpc",)
+    settings = {"prefill_flags": flags, "decode_flags": flags} if given.pd else {"router_flags": flags}
     config = StackConfig.of(
-        engine="transformers", dtype="float32", prefill_count=1, decode_count=1, router_flags=("--vllm-grpc",)
+        engine="transformers", dtype="float32", prefill_count=1, decode_count=1, start_timeout_s=200.0, **settings
     )
     with tempfile.TemporaryDirectory() as name:
         command = given.smg or installed_smg(Path(name) / "venv")
         print(_version(command))
         async with LocalStack(config, report=print) as stack:
-            with running_smg(command, stack.target, Path(name)) as url:
+            workers = ["--worker-urls", f"grpc://{stack.target}"]
+            if given.pd:
+                records = {name: status.record for name, status in stack.view().instances.items()}
+                workers = ["--pd-disaggregation", "--prefill", f"grpc://{records['prefill-0'].address}"]
+                workers += ["--decode", f"grpc://{records['decode-0'].address}"]
+            with running_smg(command, workers, Path(name)) as url:
                 wrong = await check(url, stack.target)
+            if given.pd:
+                log = stack.process("prefill-0").log_path.read_text()
+                pushed = [line for line in log.splitlines() if "hold_ended" in line and "pushed" in line]
+                print(f"{len(pushed)} holds were pushed")
+                if len(pushed) < 2 * len(PROMPTS):
+                    wrong.append("holds were pushed")
     print(f"{len(wrong)} checks failed" if wrong else "all checks passed")
     return 1 if wrong else 0
 

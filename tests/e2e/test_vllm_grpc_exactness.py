@@ -1,19 +1,23 @@
-"""Greedy answers of vllm.grpc.engine on a router are the SDK's token for token, whole and streamed."""
+"""Greedy answers of vllm.grpc.engine are the SDK's token for token, whole and streamed: on a router, and over legs."""
 
 import asyncio
+import contextlib
 import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from kaveri import AsyncClient, SamplingParams
-from tests.support.local_cluster import run_cluster
+from tests.support.local_cluster import LocalCluster, run_cluster
 from tests.support.scripted_ports import plain_channel
 
 MAX_TOKENS = 24
 VOCAB_SIZE = 1_536
 WITHIN_S = 100.0
+HELD = '{"do_remote_decode":true,"do_remote_prefill":false}'
+LEGS_AT_ONCE = 32
 _WORDS = ("Count", "Spell", "from", "to", "turtle", "lamp", "a", "the", "near", "1", "9", "12", "umbrella", "kite", "?")
 
 
@@ -25,29 +29,41 @@ def make_prompts() -> list[str | list[int]]:
     return [*texts, *([rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths)]
 
 
-async def ask(stub: Any, prompt: str | list[int], stream: bool) -> tuple[int, ...]:
-    params = vllm_engine_pb2.SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-    request = vllm_engine_pb2.GenerateRequest(sampling_params=params, stream=stream)
+def request(prompt: str | list[int], stream: bool, max_tokens: int = MAX_TOKENS, kv: str | None = None) -> Any:
+    params = vllm_engine_pb2.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=max_tokens == 1)
+    made = vllm_engine_pb2.GenerateRequest(sampling_params=params, stream=stream, kv_transfer_params_json=kv)
     if isinstance(prompt, str):
-        request.text = prompt
+        made.text = prompt
     else:
-        request.tokenized.input_ids.extend(prompt)
-    responses = [response async for response in stub.Generate(request, timeout=WITHIN_S)]
+        made.tokenized.input_ids.extend(prompt)
+    return made
+
+
+async def ask(stub: Any, prompt: str | list[int], stream: bool, kv: str | None = None) -> tuple[int, ...]:
+    responses = [each async for each in stub.Generate(request(prompt, stream, kv=kv), timeout=WITHIN_S)]
     if stream:
         return tuple(token_id for response in responses for token_id in response.chunk.token_ids)
     (response,) = responses
     return tuple(response.complete.output_ids)
 
 
-@pytest.mark.timeout(300)
+async def hold(prefill: Any, prompt: str | list[int]) -> str:
+    """The prefill leg, as smg sends it. Returns what it says of the KV."""
+    (response,) = [each async for each in prefill.Generate(request(prompt, False, 1, HELD), timeout=WITHIN_S)]
+    return str(response.complete.kv_transfer_params_json)
+
+
+@pytest.mark.timeout(400)
 async def test_100_greedy_answers_are_the_sdks_whole_and_streamed() -> None:
     prompts = make_prompts()
-    settings = {"engine": "transformers", "dtype": "float32", "prefill_count": 2, "decode_count": 2}
+    flags = ("--vllm-grpc",)
+    settings: dict[str, Any] = {"router_flags": flags, "prefill_flags": flags, "decode_flags": flags}
+    settings |= {"engine": "transformers", "dtype": "float32", "prefill_count": 2, "decode_count": 2}
     greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     async with (
-        run_cluster(model="kaveri-tiny", router_flags=("--vllm-grpc",), **settings) as cluster,
+        run_cluster(model="kaveri-tiny", start_timeout_s=200.0, **settings) as cluster,
         AsyncClient(cluster.target, timeout_s=WITHIN_S) as client,
-        plain_channel(cluster.target) as channel,
+        contextlib.AsyncExitStack() as channels,
     ):
         answers = await asyncio.gather(
             *(
@@ -58,8 +74,36 @@ async def test_100_greedy_answers_are_the_sdks_whole_and_streamed() -> None:
             )
         )
         expected = [answer.token_ids for answer in answers]
-        stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        stubs: dict[str, Any] = {}
+        for name, status in cluster.view().instances.items():
+            channel = await channels.enter_async_context(plain_channel(status.record.address))
+            stubs[name] = vllm_engine_pb2_grpc.VllmEngineStub(channel)
         for stream in (False, True):
-            got = await asyncio.gather(*(ask(stub, prompt, stream) for prompt in prompts))
+            got = await asyncio.gather(*(ask(stubs["router-0"], prompt, stream) for prompt in prompts))
             assert got == expected, f"stream={stream}"
+        await _check_legs(cluster, stubs, prompts, expected)
     assert len(set(expected)) > 50, "the answers differ from one another"
+
+
+async def _check_legs(
+    cluster: LocalCluster,
+    stubs: Mapping[str, Any],
+    prompts: Sequence[str | list[int]],
+    expected: Sequence[tuple[int, ...]],
+) -> None:
+    turns = asyncio.Semaphore(LEGS_AT_ONCE)
+
+    async def over_both(number: int, stream: bool) -> tuple[int, ...]:
+        async with turns:
+            kv = await hold(stubs[f"prefill-{number % 2}"], prompts[number])
+            return await ask(stubs[f"decode-{number // 2 % 2}"], prompts[number], stream, kv)
+
+    for stream in (False, True):
+        got = await asyncio.gather(*(over_both(number, stream) for number in range(len(prompts))))
+        assert got == expected, f"over both legs, stream={stream}"
+    assert "hold_lost" not in cluster.log_text("decode-0") + cluster.log_text("decode-1"), "KV was pushed"
+    held = [await hold(stubs["prefill-0"], prompt) for prompt in prompts[:4]]
+    await cluster.kill("prefill-0")
+    got = [await ask(stubs["decode-0"], prompt, True, kv) for prompt, kv in zip(prompts, held, strict=False)]
+    assert got == expected[:4], "computed by the decode instance"
+    assert cluster.log_text("decode-0").count("hold_lost") == 4
