@@ -29,7 +29,7 @@ from kaveri.local.stack import LocalStack
 
 SMG = "smg==1.13.0"
 MODEL = "kaveri-tiny"
-START_S = 60.0
+START_S = 180.0
 ASK_S = 60.0
 MAX_TOKENS = 16
 PROMPTS = ("hello", "Count from 1 to 12.", "Spell umbrella.", "Count from 3 to 9.", "What can you do?")

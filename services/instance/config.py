@@ -26,7 +26,7 @@ class PhasesConfig(PromptConfig, BatchConfig):
         most=3600.0,
     )
     hold_share: float = setting(
-        "with --vllm-grpc: share of the KV pool that such prompts may have; more are refused with RESOURCE_EXHAUSTED",
+        "with --vllm-grpc: share of the KV pool that such prompts may have; more of them wait",
         0.5,
         above=0,
         most=1.0,

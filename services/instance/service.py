@@ -121,7 +121,7 @@ def instance_host(
         own_id=config.instance_id,
     )
 
-    holds = Holds(engine, incarnation, config.hold_ttl_s, config.hold_share, metrics)
+    holds = Holds(engine, incarnation, config.hold_ttl_s, config.hold_share, config.max_queue, metrics)
 
     def decodes_here() -> bool:
         return phases.is_ordered(Phase.DECODE)

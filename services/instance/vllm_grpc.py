@@ -211,7 +211,7 @@ class VllmLegServicer:
         params = self._completed(replace(asked.params, max_tokens=2) if is_held else asked.params, len(token_ids))
         ownership = Ownership(Owner(0, 1), f"leg-{secrets.token_hex(16)}")
         messages = AnswerMessages(asked, 0)
-        with parts.holds.claimed(len(token_ids)) if is_held else contextlib.nullcontext():
+        async with parts.holds.claimed(len(token_ids)) if is_held else contextlib.nullcontext():
             destination = Destination.HOLD if is_held else Destination.DECODE
             request = parts.prefill.accept(
                 asked.request_id, ownership, token_ids, 0, params, None, destination=destination

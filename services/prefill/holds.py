@@ -7,8 +7,8 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -80,14 +80,24 @@ class Holds:
     at_first_token = True
 
     def __init__(
-        self, engine: PrefillEngine, incarnation: int, ttl_s: float, share: float, metrics: PrefillMetrics
+        self,
+        engine: PrefillEngine,
+        incarnation: int,
+        ttl_s: float,
+        share: float,
+        max_line: int,
+        metrics: PrefillMetrics,
     ) -> None:
-        """ttl_s: seconds that a hold lasts without a push. share: of the pool's blocks that holds may have."""
+        """ttl_s: seconds that a hold lasts without a push. share: of the pool's blocks that holds may have. max_line:
+        prompts that may wait for a part of it."""
         self._engine = engine
         self._incarnation = incarnation
         self._ttl_s = ttl_s
         self._metrics = metrics
         self._max_blocks = int(engine.info.total_blocks * share)
+        self._max_line = max_line
+        self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
+        """Blocks that prompts wait for, the first one first."""
         self._claimed_blocks = 0
         """Of prompts that are to be held and are not computed yet."""
         self._by_id: dict[bytes, _Hold] = {}
@@ -97,15 +107,17 @@ class Holds:
         # Read by the thread that serves metrics.
         metrics.holds.set_function(lambda: len(self._by_id))
         metrics.hold_blocks.set_function(self._used_blocks)
+        metrics.hold_line.set_function(lambda: len(self._line))
 
     async def run(self) -> None:
         """No background work."""
 
-    @contextlib.contextmanager
-    def claimed(self, token_count: int) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def claimed(self, token_count: int) -> AsyncIterator[None]:
         """Within it, blocks of the share are kept for a prompt of so many tokens: until begin() has made a hold of it.
+        Waits in line for them.
 
-        Raises NoCapacity while the share is used, and InvalidArgument when the prompt is larger than the share.
+        Raises NoCapacity when the line is full, and InvalidArgument when the prompt is larger than the share.
         """
         layout = self._engine.info.layout
         blocks = layout.block_count(token_count)
@@ -113,14 +125,39 @@ class Holds:
             most = self._max_blocks * layout.block_tokens
             limit = f"at most {most} tokens, the share of the KV pool for holds (--hold-share)"
             raise InvalidArgument("prompt", f"{token_count} tokens", limit)
-        if self._used_blocks() + blocks > self._max_blocks:
-            reason = f"holds have {self._used_blocks()} of their {self._max_blocks} KV blocks (--hold-share)"
-            raise NoCapacity("prefill", _RETRY_AFTER_S, reason)
-        self._claimed_blocks += blocks
+        if self._line or self._used_blocks() + blocks > self._max_blocks:
+            await self._wait_in_line(blocks)
+        else:
+            self._claimed_blocks += blocks
         try:
             yield
         finally:
             self._claimed_blocks -= blocks
+            self._give()
+
+    async def _wait_in_line(self, blocks: int) -> None:
+        """Claims the blocks. Cancelled, it leaves the line."""
+        if len(self._line) >= self._max_line:
+            reason = f"{self._max_line} prompts wait for a part of the KV pool's share for holds (--hold-share)"
+            raise NoCapacity("prefill", _RETRY_AFTER_S, reason)
+        waiting = (blocks, asyncio.get_running_loop().create_future())
+        self._line.append(waiting)
+        try:
+            await waiting[1]
+        except asyncio.CancelledError:
+            if waiting in self._line:
+                self._line.remove(waiting)
+            else:
+                self._claimed_blocks -= blocks
+            self._give()
+            raise
+
+    def _give(self) -> None:
+        """Claims blocks for those in line, in order."""
+        while self._line and self._used_blocks() + self._line[0][0] <= self._max_blocks:
+            blocks, turn = self._line.popleft()
+            self._claimed_blocks += blocks
+            turn.set_result(None)
 
     def name_of(self, request: PrefillRequest) -> HoldName | None:
         """The hold of a request. None: its first token has ended it, or it is not computed yet."""
@@ -219,6 +256,7 @@ class Holds:
         if isinstance(hold.state, HoldEnded):
             hold.lease.cancel()
             del self._by_id[hold.name.hold_id], self._by_request[request]
+            self._give()
         for action in actions:
             match action:
                 case AnswerPush(error):

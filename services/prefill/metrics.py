@@ -72,6 +72,11 @@ class PrefillMetrics:
         self.hold_blocks = Gauge(
             "kaveri_prefill_hold_blocks", "KV blocks of holds, and of prompts that are to be held.", registry=registry
         )
+        self.hold_line = Gauge(
+            "kaveri_prefill_hold_line_requests",
+            "Prompts that wait for a part of the share for holds.",
+            registry=registry,
+        )
         self.hold_ends = Counter(
             "kaveri_prefill_hold_ends",
             "Holds by outcome: pushed, expired, released, failed.",

@@ -171,24 +171,39 @@ async def test_a_push_that_is_broken_off_is_computed_again(cluster: InProcessClu
     await cluster.all_free()
 
 
-async def test_holds_have_a_share_of_the_pool(cluster: InProcessCluster) -> None:
-    prefill, decode = await cluster.prefill(vllm_grpc=True, hold_share=0.05), await cluster.decode(vllm_grpc=True)
+async def test_holds_have_a_share_of_the_pool_and_more_prompts_wait_for_it(cluster: InProcessCluster) -> None:
+    prefill = await cluster.prefill(vllm_grpc=True, hold_share=0.05, max_queue=1)
+    decode = await cluster.decode(vllm_grpc=True)
     most = int(prefill.engine.info.total_blocks * 0.05)
     prompt = [7] * (prefill.engine.info.layout.block_tokens * most)
-    held = await hold(prefill, "all", prompt)
-    code, details = await refusal(prefill, leg("more", PROMPT, 1, MARK))
-    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert f"holds have {most} of their {most} KV blocks (--hold-share)" in details
     code, details = await refusal(prefill, leg("large", [*prompt, 7], 1, MARK))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert "tokenized.input_ids" in details
     assert "--hold-share" in details
+    held = await hold(prefill, "all", prompt)
+    given_up = stub(prefill).Generate(leg("given-up", PROMPT, 1, MARK), timeout=DEADLINE_S)
+    await eventually(lambda: in_line(prefill) == 1, "it waits for a part of the share")
+    code, details = await refusal(prefill, leg("more", PROMPT, 1, MARK))
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "1 prompts wait for a part" in details
+    given_up.cancel()
+    await eventually(lambda: in_line(prefill) == 0, "it leaves the line")
+    waiting = asyncio.create_task(hold(prefill, "waits"))
+    await eventually(lambda: in_line(prefill) == 1, "another one has its place")
+    assert prefill.metric("kaveri_prefill_hold_blocks") == most
     # Without a hold the pool is there for all.
     assert len((await ask(prefill, leg("none", PROMPT, 1)))[0].complete.output_ids) == 1
+    assert not waiting.done()
     assert await answer(decode, leg("all", prompt, 5, held.kv_transfer_params_json)) == cluster.expected(prompt, 5)
-    await hold(prefill, "more")
-    await stub(prefill).Abort(vllm_engine_pb2.AbortRequest(request_ids=["more"]), timeout=DEADLINE_S)
-    await cluster.all_free()
+    kv = (await asyncio.wait_for(waiting, DEADLINE_S)).kv_transfer_params_json
+    assert await answer(decode, leg("waits", PROMPT, 5, kv)) == cluster.expected(PROMPT, 5)
+    assert recomputes(decode) == {}
+    assert prefill.metric("kaveri_prefill_hold_blocks") == 0
+    await cluster.all_free(DEADLINE_S)
+
+
+def in_line(prefill: RunningInstance) -> float:
+    return prefill.metric("kaveri_prefill_hold_line_requests")
 
 
 @pytest.mark.parametrize("by_abort", [False, True])
