@@ -50,6 +50,11 @@ class CountedLink:
         """See Link.has_marks."""
         return self._inner.has_marks
 
+    @property
+    def is_worn(self) -> bool:
+        """See Link.is_worn."""
+        return self._inner.is_worn
+
     def open(self, ticket: Ticket) -> None:
         """See Link.open."""
         self._inner.open(ticket)

@@ -402,6 +402,7 @@ class Peer:
         if push.is_stopped():
             return
         self._drop_lost()
+        self._drop_worn()
         connection = self._connection or self._connect()
         if connection is None:
             return
@@ -510,6 +511,15 @@ class Peer:
     def _drop_lost(self) -> None:
         if self._connection is not None and self._connection.lost_reason is not None:
             self._drop()
+
+    def _drop_worn(self) -> None:
+        """Parts with a connection that should not be used for long any more, when no push is on it."""
+        connection = self._connection
+        if connection is not None and connection.link.is_worn:
+            with self._lock:
+                is_used = any(push.connection is connection for push in self._pushes.values())
+            if not is_used:
+                self._drop()
 
     def _drop(self) -> None:
         with self._lock:

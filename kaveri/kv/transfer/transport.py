@@ -197,6 +197,10 @@ class Link(Protocol):
     def has_marks(self) -> bool:
         """Whether the receiver's protocol has open transfers."""
 
+    @property
+    def is_worn(self) -> bool:
+        """Whether the next transfer is to have a new connection, if none is under way here. False on most links."""
+
     def open(self, ticket: Ticket) -> None:
         """Begins a transfer."""
 

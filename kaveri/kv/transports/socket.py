@@ -209,6 +209,11 @@ class SocketLink:
         except RuntimeError as error:
             raise LinkLost(f"no thread for the answers: {error}") from error
 
+    @property
+    def is_worn(self) -> bool:
+        """See Link.is_worn."""
+        return self._stream.is_worn
+
     def open(self, ticket: Ticket) -> None:
         """See Link.open."""
         opening = pack_opening(ticket.secret, ticket.epoch)

@@ -53,6 +53,11 @@ class ByteStream:
         self._readable = select.poll()
         self._readable.register(connected, select.POLLIN)
 
+    @property
+    def is_worn(self) -> bool:
+        """See Link.is_worn."""
+        return False
+
     def send_batch_bytes(self, digest: Digest | None) -> int:
         """What one sending call brings, that has its bytes from the cache where there is a digest of them."""
         return self._send_batch_bytes if digest is not None else _BATCH_BYTES

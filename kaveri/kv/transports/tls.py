@@ -3,8 +3,9 @@
 Any process with such a certificate may push and be pushed to, if it also carries the cluster's name where one is given.
 New connections use the files as they are then.
 
-A connection keeps the keys of its handshake: Python's ssl cannot renew them. RFC 8446, section 5.5, advises to after
-2**24.5 records of AES-GCM, which are 360 GiB here.
+A connection keeps the keys of its handshake: Python's ssl cannot renew them. RFC 8446, section 5.5, limits them to
+2**24.5 records of AES-GCM. So a sender makes a new connection after three quarters of 2**24 records, which are 256 GiB,
+as soon as no push is under way; with the last of them the connection is lost, and its pushes are made again.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from kaveri.errors import ConfigError
 from kaveri.kv.transports.socket import SocketTransport
 from kaveri.kv.transports.stream import ByteStream
-from kaveri.kv.transports.tls_stream import TlsStream
+from kaveri.kv.transports.tls_stream import KEY_RECORDS, TlsStream
 from kaveri.security.tls_files import TlsFiles, WatchedTlsFiles
 
 
@@ -30,8 +31,12 @@ class TlsTransport(SocketTransport):
         connect_timeout_s: float = 2.0,
         progress_timeout_s: float = 10.0,
         connection_limit: int = 256,
+        key_records: int = KEY_RECORDS,
     ) -> None:
-        """See SocketTransport. Raises ConfigError when the files are not what they should be."""
+        """See SocketTransport. key_records: of TLS, that each side of a connection sends at most.
+
+        Raises ConfigError when the files are not what they should be.
+        """
         super().__init__(
             "tcp",
             advertise_host=advertise_host,
@@ -41,6 +46,7 @@ class TlsTransport(SocketTransport):
         )
         self.name = self.label = "tls"
         self._peer_name = files.name
+        self._key_records = key_records
         self._files = WatchedTlsFiles(files, "kv_tls_")
         self._contexts = self._make_contexts()
 
@@ -51,7 +57,14 @@ class TlsTransport(SocketTransport):
                 self._contexts = self._make_contexts()
         contexts = self._contexts
         context = contexts.accepting if is_accepted else contexts.connecting
-        return TlsStream(connected, progress_timeout_s, context, is_server=is_accepted, peer_name=self._peer_name)
+        return TlsStream(
+            connected,
+            progress_timeout_s,
+            context,
+            is_server=is_accepted,
+            peer_name=self._peer_name,
+            key_records=self._key_records,
+        )
 
     def _make_contexts(self) -> "_Contexts":
         generation = self._files.now().generation

@@ -20,6 +20,9 @@ from kaveri.security.tls_files import is_named
 _PIECE_BYTES = 1 << 18
 """What is encrypted, and what is taken off the socket, at a time: it stays in the second-level cache."""
 
+KEY_RECORDS = 1 << 24
+"""Records that are encrypted with one key: 256 GiB of full ones. RFC 8446, section 5.5, sets the limit at 2**24.5."""
+_WORN_SHARE = 0.75
 _REFUSAL_S = 1.0
 """How long a peer that was refused may take to read it."""
 _FOREIGN = frozenset({"WRONG_VERSION_NUMBER", "UNSUPPORTED_PROTOCOL", "HTTP_REQUEST", "BAD_RECORD_TYPE"})
@@ -39,9 +42,13 @@ class TlsStream(ByteStream):
         *,
         is_server: bool,
         peer_name: str = "",
+        key_records: int = KEY_RECORDS,
     ) -> None:
-        """peer_name: a DNS name that the peer's certificate must carry; empty: any."""
+        """peer_name: a DNS name that the peer's certificate must carry; empty: any. key_records: most records that are
+        sent; the connection is lost with the next one, and worn before."""
         super().__init__(connected, progress_timeout_s)
+        self._key_records = key_records
+        self._records = 0
         self._peer_name = peer_name
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=is_server)
@@ -49,6 +56,11 @@ class TlsStream(ByteStream):
         self._lock = threading.Lock()
         self._arrived = memoryview(bytearray(_PIECE_BYTES))
         self._unsent = memoryview(b"")
+
+    @property
+    def is_worn(self) -> bool:
+        """See Link.is_worn: Python's ssl cannot renew a connection's keys."""
+        return self._records >= _WORN_SHARE * self._key_records
 
     def start(self) -> None:
         """See ByteStream.start: the handshake."""
@@ -147,8 +159,11 @@ class TlsStream(ByteStream):
         try:
             with self._lock:
                 while data:
+                    if self._records >= self._key_records:
+                        raise LinkLost(f"{self._records} records were encrypted with this connection's key")
                     # A record at a time.
                     data = data[self._tls.write(data) :]
+                    self._records += 1
         except ssl.SSLError as error:
             raise LinkLost(f"tls protocol: {_reason(error)}") from error
 

@@ -24,6 +24,7 @@ class ScriptedLink:
     """Takes all that it is given credit for, and accepts at the end."""
 
     wants_digest = False
+    is_worn = False
 
     def __init__(self, listener: LinkListener, on_close: Callable[[], None], told: list[tuple[str, bytes]]) -> None:
         """told: gets the openings and the aborts."""

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -220,6 +221,50 @@ def test_replaced_files_are_used_by_the_next_connection(
         for name in ("certificate", "key", "authority"):
             shutil.copy(getattr(stranger, name), getattr(ours, name))
         push(TlsTransport(stranger), receiver, landed)
+
+
+class CountedTls(TlsTransport):
+    """Counts its connections."""
+
+    connections = 0
+
+    def connect(self, *arguments: Any) -> Any:
+        self.connections += 1
+        return super().connect(*arguments)
+
+
+def test_a_worn_connection_is_replaced_between_two_pushes(files: TlsFiles) -> None:
+    sending, pushed, source = CountedTls(files, key_records=60), Recorder(), KvPool(SMALL_LAYOUT, 8)
+    fill_pool(source, 3)
+    with (
+        receiving(TlsTransport(files)) as (receiver, landed),
+        contextlib.closing(KvSender(source, pushed, transports=[sending])) as sender,
+    ):
+        for _ in range(30):
+            ticket = receiver.grant([1, 5, 2], 12, 60.0)
+            sender.open(ticket)
+            for layer in range(SMALL_LAYOUT.layer_count):
+                sender.write(ticket.transfer_id, layer, 0, [0, 3, 4])
+            sender.finish(ticket.transfer_id, b"")
+            assert isinstance(pushed.wait(ticket), PushAccepted)
+            assert isinstance(landed.wait(ticket), TransferLanded)
+    assert sending.connections > 1
+
+
+def test_no_more_than_the_limit_is_encrypted_with_one_key(files: TlsFiles) -> None:
+    sending, pushed, source = TlsTransport(files, key_records=2), Recorder(), KvPool(SMALL_LAYOUT, 8)
+    with (
+        receiving(TlsTransport(files)) as (receiver, _),
+        contextlib.closing(KvSender(source, pushed, transports=[sending])) as sender,
+    ):
+        ticket = receiver.grant([1, 5, 2], 12, 60.0)
+        sender.open(ticket)
+        for layer in range(SMALL_LAYOUT.layer_count):
+            sender.write(ticket.transfer_id, layer, 0, [0, 3, 4])
+        sender.finish(ticket.transfer_id, b"")
+        event = pushed.wait(ticket)
+        assert isinstance(event, PushFailed)
+        assert "2 records were encrypted" in event.reason
 
 
 def test_a_sender_without_a_certificate_is_refused(files: TlsFiles, capfd: pytest.CaptureFixture[str]) -> None:
