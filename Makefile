@@ -34,6 +34,8 @@ demo: setup ## start a local stack on the bundled model, ask it a few things, st
 
 test: setup ## run the whole test suite
 	$(BIN)/pytest -n $(TEST_WORKERS) --dist worksteal
+	@# A share of them with mutual TLS; the service suites and tests/e2e run with --tls as well.
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist worksteal --tls tests/services/test_prefill_decode_aborts.py
 
 simulate: setup ## run N simulated schedules from SEED on; `make simulate N=10000`
 	$(BIN)/python -m kaveri.testing.simulation --seed $(SEED) --count $(N) --jobs $(JOBS)

@@ -1,5 +1,9 @@
 """Ports of gRPC servers and channels that tests make by hand, with mutual TLS where the tests run with --tls."""
 
+import os
+from pathlib import Path
+
+import grpc
 from grpc import aio
 
 from kaveri.rpc.tls import ChannelOptions, process_tls
@@ -19,3 +23,13 @@ def plain_channel(address: str, options: ChannelOptions = ()) -> aio.Channel:
     if tls is None:
         return aio.insecure_channel(address, options=options)
     return tls.open_channel(address, options)
+
+
+def blocking_channel(address: str, options: ChannelOptions = ()) -> grpc.Channel:
+    """The same for threads."""
+    tls = process_tls()
+    if tls is None:
+        return grpc.insecure_channel(address, options)
+    names = ("KAVERI_TLS_CA", "KAVERI_TLS_KEY", "KAVERI_TLS_CERT")
+    credentials = grpc.ssl_channel_credentials(*(Path(os.environ[name]).read_bytes() for name in names))
+    return grpc.secure_channel(address, credentials, (*options, ("grpc.ssl_target_name_override", tls.name)))

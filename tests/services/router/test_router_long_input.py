@@ -17,6 +17,7 @@ from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.wire.status import error_of
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import answer, ask, collect, tokens_of
+from tests.support.scripted_ports import blocking_channel
 
 FULL = MAX_MESSAGE_BYTES - 1_000
 """Bytes of input that fit into one message beside its own framing."""
@@ -66,7 +67,7 @@ async def flood(address: str, message: bytes, threads: int = 2) -> "AsyncIterato
     errors: queue.Queue[grpc.RpcError] = queue.Queue(_UNREAD_ERRORS)
 
     def send() -> None:
-        with grpc.insecure_channel(address, (("grpc.max_send_message_length", -1),)) as channel:
+        with blocking_channel(address, (("grpc.max_send_message_length", -1),)) as channel:
             generate = channel.unary_stream(
                 "/kaveri.v1.InferenceService/Generate",
                 request_serializer=bytes,

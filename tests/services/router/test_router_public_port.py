@@ -47,6 +47,12 @@ class PublicRouter:
         return AsyncClient(self.target, api_key=secret, timeout_s=WITHIN_S, **given)
 
 
+@pytest.fixture(autouse=True)
+def _without_process_tls(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--tls"):
+        pytest.skip("clients of public ports, in one process with services, would show the services' certificates")
+
+
 @pytest.fixture
 async def cluster(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
     """One prefill and one decode instance; leases that end on a busy machine are not the subject."""

@@ -293,15 +293,15 @@ async def test_the_service_is_on_the_routers_own_port_alone_and_with_the_flag_al
     metadata = (("authorization", f"Bearer {add_key(keys_file, 'alice', KeyLimits())}"),)
     given = {"keys_file": keys_file, "public_port": public_port, "redis_url": "redis://127.0.0.1:1/0"}
 
-    async def health(target: str) -> Any:
-        async with plain_channel(target) as channel:
+    async def health(target: str, open_channel: Any = plain_channel) -> Any:
+        async with open_channel(target) as channel:
             stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
             return await stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest(), timeout=WITHIN_S, metadata=metadata)
 
     async with open_door(cluster, **given) as door:
         assert (await health(door.router.address)).healthy
         with pytest.raises(aio.AioRpcError) as refused:
-            await health(f"127.0.0.1:{public_port}")
+            await health(f"127.0.0.1:{public_port}", aio.insecure_channel)
         assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
     async with cluster.router() as router:
         with pytest.raises(aio.AioRpcError) as refused:
