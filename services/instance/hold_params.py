@@ -18,6 +18,8 @@ CONNECTOR = "NixlConnector"
 _MAX_CHARACTERS = 2_048
 _HEX_ID = re.compile(rf"[0-9a-f]{{{2 * HOLD_ID_BYTES}}}")
 _MAX_INCARNATION = 2**64
+_HOST = re.compile(r"[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]")
+"""A name or an address, and none of gRPC's other kinds of targets."""
 
 
 class HoldWanted:
@@ -77,8 +79,10 @@ def read_hold(text: str) -> HoldWanted | HoldAt | None:
         )
     if not (incarnation.isascii() and incarnation.isdecimal() and int(incarnation) < _MAX_INCARNATION):
         raise _wrong("remote_incarnation", incarnation, "a whole number below 2^64, as text")
-    port = params.get("remote_port")
-    address = f"{_text(params, 'remote_host')}:{port}"
+    host, port = _text(params, "remote_host"), params.get("remote_port")
+    if not _HOST.fullmatch(host):
+        raise _wrong("remote_host", host, "the name or the address of a prefill instance")
+    address = f"{host}:{port}"
     if type(port) is not int or not is_address(address):
         raise _wrong("remote_port", address, "with remote_host, an address of a prefill instance")
     return HoldAt(instance_id, address, HoldName(int(incarnation), bytes.fromhex(hold_id)))
@@ -86,7 +90,7 @@ def read_hold(text: str) -> HoldWanted | HoldAt | None:
 
 def _text(params: dict[str, object], key: str) -> str:
     value = params.get(key)
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or not value.isprintable():
         raise _wrong(key, value, "given, as Kaveri's prefill leg gives it")
     return value
 

@@ -321,6 +321,8 @@ WRONG = [
     ({"remote_hold_id": 7}, "kv_transfer_params_json.remote_hold_id"),
     ({"remote_incarnation": "-1"}, "kv_transfer_params_json.remote_incarnation"),
     ({"remote_incarnation": "9" * 60}, "kv_transfer_params_json.remote_incarnation"),
+    ({"remote_host": "127.0\ud800.1"}, "kv_transfer_params_json.remote_host"),
+    ({"remote_host": "unix:/tmp/a"}, "kv_transfer_params_json.remote_host"),
     ({"remote_port": "50051"}, "kv_transfer_params_json.remote_port"),
     ({"remote_port": 99_999}, "kv_transfer_params_json.remote_port"),
 ]
