@@ -27,7 +27,7 @@ def kv_transports() -> tuple[str, ...]:
 
 
 def leg(request_id: str, prompt: list[int], max_tokens: int, kv: str = "", stream: bool = False, **params: Any) -> Any:
-    sampling = {"temperature": 0.0, "top_p": 1.0, "repetition_penalty": 1.0, "n": 1, "seed": 0, **params}
+    sampling = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0, "n": 1, "seed": 0, **params}
     return vllm_engine_pb2.GenerateRequest(
         request_id=request_id,
         tokenized=vllm_engine_pb2.TokenizedInput(input_ids=prompt),
@@ -307,6 +307,9 @@ async def test_an_instance_of_both_phases_answers_both_legs(cluster: InProcessCl
     assert await answer(decode, leg("one", PROMPT, 20, held.kv_transfer_params_json)) == expected
     assert recomputes(decode) == {}
     assert await answer(both, leg("two", PROMPT, 20)) == expected
+    # Also of one request.
+    held = await hold(both, "three")
+    assert await answer(both, leg("three", PROMPT, 20, held.kv_transfer_params_json)) == expected
     await cluster.all_free()
 
 
