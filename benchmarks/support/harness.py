@@ -36,6 +36,8 @@ class Options:
     """Model to serve, where the benchmark serves one."""
     device: str = "cpu"
     """Where engines compute, where the benchmark builds them itself."""
+    data: Path | None = None
+    """Folder of published data, where the benchmark reads some: see its docstring."""
 
     def choose(self, full: Any, quick: Any) -> Any:
         """`full`, or `quick` on a quick run."""
@@ -99,11 +101,12 @@ def run(name: str, measure: Callable[[Options, Report], None], description: str 
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--model", default="kaveri-tiny", help="path, hub id or bundled name")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="of the benchmarks in engine/")
+    parser.add_argument("--data", type=Path, help="folder of published data, of the benchmarks that read some")
     given = parser.parse_args()
     report = Report()
     started = time.monotonic()
     print(f"{name}:", flush=True)
-    measure(Options(quick=given.quick, model=given.model, device=given.device), report)
+    measure(Options(quick=given.quick, model=given.model, device=given.device, data=given.data), report)
     if report.skipped:
         return
     result = {
