@@ -19,6 +19,7 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -114,18 +115,18 @@ class ComparedScheduler:
 
 def read_lengths(data: Path, most_tokens: int) -> dict[str, list[RequestLengths]]:
     """The data sets, cut to requests that the model takes."""
-    with _find(data, "sharegpt_8k_filtered_stats_llama2_tokenizer.csv").open() as file:
+    with find_file(data, "sharegpt_8k_filtered_stats_llama2_tokenizer.csv").open() as file:
         chat = [
             RequestLengths(int(row["num_prefill_tokens"]), int(row["num_decode_tokens"]))
             for row in csv.DictReader(file)
         ]
-    with gzip.open(_find(data, "HumanEval.jsonl.gz"), "rt") as file:
+    with gzip.open(find_file(data, "HumanEval.jsonl.gz"), "rt") as file:
         problems = [json.loads(line) for line in file]
     code = [
         RequestLengths(math.ceil(len(one["prompt"]) / 3), math.ceil(len(one["canonical_solution"]) / 3))
         for one in problems
     ]
-    trace = read_trace(_find(data, "AzureLLMInferenceTrace_code.csv"), 1_000_000)
+    trace = read_trace(find_file(data, "AzureLLMInferenceTrace_code.csv"), 1_000_000)
     found = {"sharegpt": chat, "humaneval": code, "azure-code": [one.lengths for one in trace]}
     return {
         name: [one for one in lengths if one.prompt_tokens > 0 and one.prompt_tokens + one.output_tokens <= most_tokens]
@@ -133,13 +134,14 @@ def read_lengths(data: Path, most_tokens: int) -> dict[str, list[RequestLengths]
     }
 
 
-def _find(data: Path, name: str) -> Path:
+def find_file(data: Path, name: str) -> Path:
+    """The file of this name, anywhere below the folder."""
     return next(Path(folder) / name for folder, _, names in os.walk(data, followlinks=True) if name in names)
 
 
 def vllm_latency(data: Path, model: str, tp: int) -> LatencyModel:
     """DistServe's fit of vLLM, of milliseconds."""
-    entry = json.loads(_find(data, "profiler-a100-80g.vllm.json").read_text())[f"facebook/{model}"][str(tp)]
+    entry = json.loads(find_file(data, "profiler-a100-80g.vllm.json").read_text())[f"facebook/{model}"][str(tp)]
     step, token, squared = (value / 1000 for value in entry["prefill"])
     large = entry["decoding_large_small_bs_threshold"]
     decode = tuple(
@@ -232,7 +234,7 @@ def measure(options: Options, report: Report) -> None:
         report.skip("needs --data FOLDER")
         return
     lengths = read_lengths(options.data, 2048)
-    count, seeds = options.choose(600, 200), options.choose((1, 2, 3), (1,))
+    count, seeds = options.choose(400, 200), options.choose((1, 2), (1,))
     report.workload = {"requests": count, "seeds": len(seeds), "attainment": ATTAIN} | {
         f"{name}: mean tokens of prompts, answers": [
             round(statistics.fmean(one.prompt_tokens for one in some)),
@@ -240,42 +242,55 @@ def measure(options: Options, report: Report) -> None:
         ]
         for name, some in lengths.items()
     }
-    for application in APPLICATIONS:
-        _compare(application, lengths[application.lengths], options.data, count, seeds, report)
+    with ProcessPoolExecutor(options.choose(4, 2)) as pool:
+        runs = {
+            application.name: [
+                pool.submit(_figures, application, lengths[application.lengths], options.data, count, seed)
+                for seed in seeds
+            ]
+            for application in APPLICATIONS
+        }
+        for application in APPLICATIONS:
+            _compare(application, [one.result() for one in runs[application.name]], report)
     _table_2(lengths["sharegpt"], options.data, count, seeds, report)
     _transfers(lengths["sharegpt"], count, report)
 
 
-def _compare(
-    application: Application,
-    lengths: Sequence[RequestLengths],
-    data: Path,
-    count: int,
-    seeds: Sequence[int],
-    report: Report,
-) -> None:
+def _figures(
+    application: Application, lengths: Sequence[RequestLengths], data: Path, count: int, seed: int
+) -> dict[str, tuple[float, float]]:
+    """By system: goodput per GPU, and how much tighter DistServe's SLO is at that rate; infinite for no rate."""
     load = ExpectedLoad(lengths=lengths, rate_per_s=1.0)
     ours, *others = systems(application, data)
-    name, slo = application.name, application.slo
-    found = {one.name: [goodput(one, load, slo, count, seed) for seed in seeds] for one in (ours, *others)}
-    for system, values in found.items():
-        report.row("goodput per GPU", values, "requests/s", application=name, system=system)
+    found = {ours.name: (goodput(ours, load, application.slo, count, seed), 1.0)}
     for other in others:
-        theirs = found[other.name]
-        if not all(theirs):
-            report.note(f"{name}: {other.name} meets the SLOs at no rate")
+        rate = goodput(other, load, application.slo, count, seed)
+        if not rate:
+            found[other.name] = (0.0, math.inf)
             continue
-        ratio = statistics.median(mine / their for mine, their in zip(found[ours.name], theirs, strict=True))
-        report.ratio(f"rate, DistServe / {other.name}, {name}", ratio)
-        tighter = []
-        for rate, seed in zip(theirs, seeds, strict=True):
-            # At the rate per GPU that the other one just holds.
-            needed = [
-                np.sort(scales(one.serve(load.draw(count, rate * one.gpus, seed), seed), slo)) for one in (ours, other)
-            ]
-            ours_at, theirs_at = (some[math.ceil(ATTAIN * len(some)) - 1] for some in needed)
-            tighter.append(float(theirs_at / ours_at))
-        report.ratio(f"SLO, {other.name} / DistServe, {name}", statistics.median(tighter))
+        # At the rate per GPU that the other one just holds.
+        needed = [
+            np.sort(scales(one.serve(load.draw(count, rate * one.gpus, seed), seed), application.slo))
+            for one in (ours, other)
+        ]
+        ours_at, theirs_at = (some[math.ceil(ATTAIN * len(some)) - 1] for some in needed)
+        found[other.name] = (rate, float(theirs_at / ours_at))
+    return found
+
+
+def _compare(application: Application, runs: Sequence[dict[str, tuple[float, float]]], report: Report) -> None:
+    """runs: _figures() of each seed."""
+    name = application.name
+    for system in runs[0]:
+        report.row("goodput per GPU", [one[system][0] for one in runs], "requests/s", application=name, system=system)
+    ours, *others = runs[0]
+    for other in others:
+        if not all(one[other][0] for one in runs):
+            report.note(f"{name}: {other} meets the SLOs at no rate")
+            continue
+        ratio = statistics.median(one[ours][0] / one[other][0] for one in runs)
+        report.ratio(f"rate, DistServe / {other}, {name}", ratio)
+        report.ratio(f"SLO, {other} / DistServe, {name}", statistics.median(one[other][1] for one in runs))
     if f"rate, DistServe / vLLM, {name}" in report.ratios:
         report.compare(
             f"rate and SLO against vLLM, {name}",

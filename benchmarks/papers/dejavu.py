@@ -1,0 +1,178 @@
+"""DéjàVu's pipelines (arXiv 2403.01876, section 5.2, appendix B) by kaveri.planner: makespans, depths, swapping.
+
+Prompts of 1,000 tokens; all requests of a microbatch draw as many tokens. These numbers are drawn from the middles of
+the sixteenths of ShareGPT's answers, because the paper's trace is not published. Stages are equal, links take no time
+but 5 % of prompts. Latencies are DistServe's fits of OPT-66B on A100; BLOOM-176B is an estimate from them. Table 4 is
+left out: there is no fit of a V100.
+
+    tables 2, 3, 5   the shortest makespan of each scheme for 256 requests, and its depths
+    figure 8         the same with microbatches of 8 and 1,024 requests: throughput when requests never run out
+    figure 9         tokens/s with KV of two microbatches in GPU memory instead of all: 2 B with swapping against B, the
+                     largest that fits; each stage's KV goes over PCIe 4 (25 GB/s for each GPU) beside another step
+    table 6          extra time of a prompt's KV over links, in the simulator
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks.simulator.speed import SHAREGPT_ANSWER_TOKENS
+from benchmarks.support.harness import Options, Report, run
+from kaveri.kv.transports.link_speed import LinkSpeed
+from kaveri.latency.model import DecodeLatency, LatencyModel, PrefillLatency
+from kaveri.planner.hardware import read_hardware
+from kaveri.planner.model_shape import ModelShape, read_model_shape
+from kaveri.planner.parallelism import USABLE_SHARE
+from kaveri.planner.pipeline_plan import PipelineQuestion, Scheme, pass_s, plan_pipelines
+from kaveri.planner.profiles import read_step_latencies
+from kaveri.simulator.simulate import simulate
+from kaveri.simulator.spec import ClusterSpec, DecodeSpec, PoolSpec, PrefillSpec
+from kaveri.workload.requests import PlannedRequest, RequestLengths
+
+A100 = read_hardware("a100-80g")
+BLOOM = ModelShape(
+    name="bloom-176b",
+    layers=70,
+    hidden_size=14336,
+    heads=112,
+    kv_heads=112,
+    ffn_size=57344,
+    vocab_size=250_880,
+    max_model_len=2048,
+)
+PROMPT_TOKENS = 1000
+SETUPS = {
+    "table 2": (read_model_shape("opt-66b"), 2, {4: 2, 6: 2, 8: 3, 10: 4, 12: 5, 14: 5, 16: 6}),
+    "table 3": (read_model_shape("opt-66b"), 4, {4: 2, 6: 3, 8: 4, 10: 5, 12: 6, 14: 7, 16: 8}),
+    "table 5": (BLOOM, 4, {6: 3, 8: 4, 10: 5, 12: 6, 14: 8, 16: 10}),
+}
+"""Model, GPUs of a machine, and for each number of machines the paper's depth of the prompt pipeline."""
+PCIE_BYTES_PER_S = 25e9
+TABLE_6 = {100: 0.0, 80: 0.0, 60: 0.0, 40: 0.0, 20: 1.18, 10: 5.46, 1: 82.5}
+"""Gbps to extra seconds; a prompt takes 3.1 s, its KV 10.7 GB."""
+PROMPT_S, PROMPT_KV_BYTES = 3.1, 10.7e9
+
+
+def drawn(count: int, seed: int) -> list[RequestLengths]:
+    """As many tokens for each 32 requests in a row, so that no microbatch has unlike ones."""
+    rng = random.Random(seed)
+    tokens = [rng.choice(SHAREGPT_ANSWER_TOKENS) for _ in range(-(-count // 32))]
+    return [RequestLengths(PROMPT_TOKENS, tokens[number // 32]) for number in range(count)]
+
+
+def question_of(model: ModelShape, gpus: int, machines: int, requests: Sequence[RequestLengths]) -> PipelineQuestion:
+    """Machines of so many A100, which hold a stage each."""
+    latency = read_step_latencies(["opt-66b-a100"], model, A100, [gpus])[gpus].latency
+    return PipelineQuestion(
+        model=model, hardware=A100, latency=latency, gpus_per_machine=gpus, machines=machines, requests=requests
+    )
+
+
+def measure(options: Options, report: Report) -> None:
+    """See the module's docstring."""
+    seeds = range(1, options.choose(3, 1) + 1)
+    report.workload = {"prompt_tokens": PROMPT_TOKENS, "seeds": len(seeds), "streaming": 1.05}
+    _tables(seeds, options.choose(None, (4, 8)), report)
+    _throughput(options.choose(1024, 256), report)
+    _swapping(report)
+    _link(report)
+
+
+def _best(question: PipelineQuestion) -> dict[str, Scheme]:
+    return {scheme.name: scheme for scheme in plan_pipelines(question).schemes}
+
+
+def _tables(seeds: Sequence[int], sizes: Sequence[int] | None, report: Report) -> None:
+    ratios: dict[str, list[float]] = {}
+    off: list[int] = []
+    for table, (model, gpus, theirs) in SETUPS.items():
+        for machines, prompt_depth in theirs.items():
+            if sizes is not None and machines not in sizes:
+                continue
+            found = [_best(question_of(model, gpus, machines, drawn(256, seed))) for seed in seeds]
+            for name in ("Baseline", "Baseline-DP", "DéjàVu"):
+                makespans = [one[name].makespan_s for one in found if name in one]
+                if len(makespans) == len(found):
+                    report.row("makespan", makespans, "s", table=table, machines=machines, scheme=name)
+            for ours, other in (("DéjàVu", "Baseline"), ("DéjàVu", "Baseline-DP"), ("Baseline-DP", "Baseline")):
+                both = [one for one in found if ours in one and other in one]
+                if both:
+                    shorter = [one[other].makespan_s / one[ours].makespan_s for one in both]
+                    ratios.setdefault(f"{other} / {ours}", []).append(sum(shorter) / len(shorter))
+            apart = found[0].get("DéjàVu")
+            if apart is not None:
+                off.append(abs(apart.prompt_depth - prompt_depth))
+                report.compare(
+                    f"{table}, {machines} machines: depth for prompts", f"{prompt_depth}", f"{apart.prompt_depth}"
+                )
+    for name, values in ratios.items():
+        report.ratio(f"makespan, {name}, longest", max(values))
+        report.ratio(f"makespan, {name}, shortest", min(values))
+    report.ratio("depths for prompts that are the paper's, share", sum(one == 0 for one in off) / len(off))
+    report.ratio("depths for prompts within one of the paper's, share", sum(one <= 1 for one in off) / len(off))
+
+
+def _throughput(count: int, report: Report) -> None:
+    """Figure 8: as large clusters as the tables'."""
+    for model, gpus, name in ((read_model_shape("opt-66b"), 2, "OPT-66B"), (BLOOM, 4, "BLOOM-176B, estimated")):
+        best = 0.0
+        for machines in (6, 8, 10, 12):
+            question = question_of(model, gpus, machines, drawn(count, 1))
+            found = _best(replace(question, microbatch_sizes=(8,)))
+            if "DéjàVu" in found and "Baseline" in found:
+                gain = found["Baseline"].makespan_s / found["DéjàVu"].makespan_s
+                report.row("throughput, DéjàVu / Baseline", [gain], "times", model=name, machines=machines)
+                best = max(best, gain)
+        report.ratio(f"throughput, DéjàVu / Baseline, at most, {name}", best)
+
+
+def _swapping(report: Report) -> None:
+    """Figure 9: pipelines of the fewest machines that hold the model, and twice as many."""
+    best = 0.0
+    for model, gpus, name in ((read_model_shape("opt-66b"), 2, "OPT-66B"), (BLOOM, 4, "BLOOM-176B, estimated")):
+        memory = gpus * A100.memory_bytes * USABLE_SHARE
+        least = math.ceil(model.weight_bytes / memory)
+        for depth in (least, 2 * least):
+            kv_bytes = (PROMPT_TOKENS + 1000) * model.kv_token_bytes / depth
+            # A stage holds its share of the KV of as many microbatches as there are stages.
+            fits = int((memory - model.weight_bytes / depth) / kv_bytes / depth)
+            if fits < 1:
+                continue
+            question = question_of(model, gpus, depth, drawn(64, 1))
+            (_, plain_s), (_, twice_s) = pass_s(question, fits), pass_s(question, 2 * fits)
+            mean_bytes = (PROMPT_TOKENS + 500) * model.kv_token_bytes / depth
+            swap_s = 2 * fits * mean_bytes / (gpus * PCIE_BYTES_PER_S)
+            gain = 2 * (plain_s / depth) / max(twice_s / depth, swap_s)
+            labels = {"model": name, "machines": depth, "microbatch": fits}
+            report.row("tokens/s with swapping / without", [gain], "times", **labels)
+            best = max(best, gain)
+    report.ratio("tokens/s with swapping / without, at most", best)
+
+
+def _link(report: Report) -> None:
+    tokens, layers = 1024, 70
+    pool = PoolSpec(
+        latency=LatencyModel(
+            name="table 6",
+            source="the paper's 3.1 s for a microbatch's prompts",
+            prefill=PrefillLatency(step_s=0.0, token_s=PROMPT_S / tokens, token_squared_s=0.0),
+            decode=(DecodeLatency(min_batch=1, step_s=0.02, context_token_s=0.0, request_s=0.0),),
+        ),
+        chunk_tokens=64,
+    )
+    spec = ClusterSpec(
+        prefill_count=1, decode_count=1, prefill=PrefillSpec(engine=pool), decode=DecodeSpec(engine=pool)
+    )
+    request = [PlannedRequest(0, 0.0, RequestLengths(tokens, 4))]
+    plain_s = float(simulate(spec, request).columns().last_s[0])
+    for gbps, paper_s in TABLE_6.items():
+        link = LinkSpeed(gbps * 1e9 / 8, token_bytes=round(PROMPT_KV_BYTES / tokens))
+        slowed = simulate(replace(spec, link=link, layer_count=layers), request).columns()
+        extra_s = float(slowed.last_s[0]) - plain_s
+        report.ratio(f"extra time in prompt times, {gbps} Gbps", extra_s / PROMPT_S)
+        report.compare(f"table 6, {gbps} Gbps", f"{paper_s:g} s", f"{extra_s:.2f} s")
+
+
+if __name__ == "__main__":
+    run("papers.dejavu", measure, description=__doc__)
