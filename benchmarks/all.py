@@ -52,9 +52,13 @@ BENCHMARKS = (
     "papers.link_bandwidth",
     "papers.failures",
     "papers.redundancy",
+    "papers.tetriinfer",
+    "papers.dejavu",
     "simulator.speed",
     "simulator.truth",
 )
+NEED_DATA = ("papers.distserve", "papers.distserve_search", "papers.accellm")
+"""Read published data that is not kept here; run by themselves, with --data, and only rendered here."""
 NEED_VLLM = (
     "engine.vllm",
     "serving.end_to_end_vllm",
@@ -122,6 +126,13 @@ HEADLINES = (
     ("papers.failures", "figure 4: with a failure / without, resumed"),
     ("papers.failures", "figure 10: with a failure / without, resumed"),
     ("papers.redundancy", "memory of copies / of the requests' own KV, 16 in flight"),
+    ("papers.tetriinfer", "mean JCT, TetriInfer / vLLM, 16 requests, Mixed"),
+    ("papers.tetriinfer", "mean JCT, TetriInfer / chunks beside 256, Mixed"),
+    ("papers.distserve", "rate, DistServe / vLLM, chat, OPT-13B"),
+    ("papers.distserve", "rate, DistServe / MII, chat, OPT-13B"),
+    ("papers.distserve_search", "30 s / the whole plan of OPT-66B on 32 GPUs"),
+    ("papers.dejavu", "makespan, Baseline / DéjàVu, longest"),
+    ("papers.accellm", "tokens/s of an instance, AcceLLM / Splitwise, mixed"),
 )
 """(benchmark, ratio): the rows of README.md's first table."""
 FOLDER = ROOT / "benchmarks"
@@ -154,7 +165,7 @@ def main() -> int:
 
 def render() -> None:
     """Writes results/NAME.md for every result, and the two generated tables of README.md."""
-    files = {name: RESULTS / f"{name}.json" for name in BENCHMARKS}
+    files = {name: RESULTS / f"{name}.json" for name in (*BENCHMARKS, *NEED_DATA)}
     results = {name: read_result(path) for name, path in files.items() if path.exists()}
     for name, result in results.items():
         # NAME.h100.json and the like: the same benchmark on another machine.

@@ -234,7 +234,7 @@ def measure(options: Options, report: Report) -> None:
         report.skip("needs --data FOLDER")
         return
     lengths = read_lengths(options.data, 2048)
-    count, seeds = options.choose(400, 200), options.choose((1, 2), (1,))
+    count, seeds = options.choose(200, 100), options.choose((1, 2), (1,))
     report.workload = {"requests": count, "seeds": len(seeds), "attainment": ATTAIN} | {
         f"{name}: mean tokens of prompts, answers": [
             round(statistics.fmean(one.prompt_tokens for one in some)),
@@ -242,7 +242,7 @@ def measure(options: Options, report: Report) -> None:
         ]
         for name, some in lengths.items()
     }
-    with ProcessPoolExecutor(options.choose(4, 2)) as pool:
+    with ProcessPoolExecutor(4) as pool:
         runs = {
             application.name: [
                 pool.submit(_figures, application, lengths[application.lengths], options.data, count, seed)

@@ -33,7 +33,7 @@ def measure(options: Options, report: Report) -> None:
         report.skip("needs --data FOLDER")
         return
     lengths = read_lengths(options.data, 2048)["sharegpt"]
-    count = options.choose(200, 100)
+    count = options.choose(100, 60)
     report.workload = {"requests": count, "attainment": ATTAIN}
     with ProcessPoolExecutor(4) as pool:
         whole = pool.submit(_whole_plan, _question(APPLICATIONS[1], lengths, 300))

@@ -87,32 +87,39 @@ class PlannedCluster:
     ) -> Attainment:
         """attain: the share that is asked for. died: instances that die for good when a third of the requests have
         come."""
-        shares, ttft, tpot, scales = [], [], [], []
+        runs = []
         for seed in range(first_seed, first_seed + SEEDS):
             requests = demand.draw(request_count, demand.rate_per_s, seed)
             at_s = requests[request_count // 3].arrival_s
             deaths = tuple(Death(instance_id=name, at_s=at_s) for name in died)
-            run = simulate(self.spec(seed, FailureSpec(deaths=deaths, repair_s=None)), requests).columns()
-            shares.append(float(slo.met(run).mean()))
-            ttft.append(1 - float(Slo(ttft_s=slo.ttft_s).met(run).mean()))
-            tpot.append(1 - float(Slo(tpot_s=slo.tpot_s).met(run)[run.answered].mean()) if run.answered.any() else 0.0)
-            scales.append(_slo_scale(run, slo, attain))
-        mean = statistics.fmean(shares)
-        scale = statistics.fmean(scales)
-        half = _T_95 * statistics.stdev(shares) / math.sqrt(SEEDS)
-        return Attainment(
-            mean=mean,
-            low=max(0.0, mean - half),
-            high=min(1.0, mean + half),
-            missed_ttft=statistics.fmean(ttft),
-            missed_tpot=statistics.fmean(tpot),
-            slo_scale=scale if math.isfinite(scale) else None,
-        )
+            runs.append(simulate(self.spec(seed, FailureSpec(deaths=deaths, repair_s=None)), requests).columns())
+        return attainment_of(runs, slo, attain)
 
     def lanes_of(self, role: str) -> tuple[str, ...]:
         """The simulated instances that the first instance of a role is made of."""
         option = self.prefill if role == "prefill" else self.decode
         return tuple(f"{role}-{lane}" for lane in range(option.parallelism.pp))
+
+
+def attainment_of(runs: Sequence[RunColumns], slo: Slo, attain: float) -> Attainment:
+    """Of SEEDS runs of one cluster. attain: the share that is asked for."""
+    shares, ttft, tpot, scales = [], [], [], []
+    for run in runs:
+        shares.append(float(slo.met(run).mean()))
+        ttft.append(1 - float(Slo(ttft_s=slo.ttft_s).met(run).mean()))
+        tpot.append(1 - float(Slo(tpot_s=slo.tpot_s).met(run)[run.answered].mean()) if run.answered.any() else 0.0)
+        scales.append(_slo_scale(run, slo, attain))
+    mean = statistics.fmean(shares)
+    scale = statistics.fmean(scales)
+    half = _T_95 * statistics.stdev(shares) / math.sqrt(SEEDS)
+    return Attainment(
+        mean=mean,
+        low=max(0.0, mean - half),
+        high=min(1.0, mean + half),
+        missed_ttft=statistics.fmean(ttft),
+        missed_tpot=statistics.fmean(tpot),
+        slo_scale=scale if math.isfinite(scale) else None,
+    )
 
 
 def _slo_scale(run: RunColumns, slo: Slo, attain: float) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from kaveri.errors import ConfigError
 from kaveri.planner.cluster_check import Attainment, PlannedCluster
+from kaveri.planner.colocation import ColocatedPlan, ColocationQuestion, cheapest_colocated
 from kaveri.planner.expected_load import ExpectedLoad
 from kaveri.planner.hardware import Hardware
 from kaveri.planner.model_shape import ModelShape
@@ -102,6 +103,8 @@ class ClusterPlan:
     without_prefill: Attainment
     """When one prefill instance dies for good."""
     without_decode: Attainment
+    colocated: ColocatedPlan | None
+    """Instances of both phases that serve the rate with fewer GPUs; None: there are none."""
 
     @property
     def is_estimate(self) -> bool:
@@ -172,6 +175,7 @@ def plan(question: PlanQuestion) -> ClusterPlan:
         frontier=frontier(tried),
         without_prefill=_attainment(question, cluster, cluster.lanes_of("prefill")),
         without_decode=_attainment(question, cluster, cluster.lanes_of("decode")),
+        colocated=_colocated(question, cluster.gpus - 1),
     )
 
 
@@ -303,6 +307,26 @@ def _larger(cluster: PlannedCluster, unit: NodeUnit | None) -> tuple[PlannedClus
         decode_count=cluster.decode_count + unit.decode_count,
     )
     return (more,)
+
+
+def _colocated(question: PlanQuestion, most_gpus: int) -> ColocatedPlan | None:
+    if question.prefill_parallelism is not None or question.decode_parallelism is not None:
+        # Phases apart were asked for.
+        return None
+    asked = ColocationQuestion(
+        model=question.model,
+        hardware=question.hardware,
+        profiles=tuple(question.profiles),
+        demand=question.demand,
+        slo=question.slo,
+        attain=question.attain,
+        chunk_tokens=question.chunk_tokens,
+        max_batch=question.max_batch,
+        request_count=question.request_count,
+        overheads=question.overheads,
+        seed=question.seed,
+    )
+    return cheapest_colocated(asked, most_gpus)
 
 
 def _attainment(question: PlanQuestion, cluster: PlannedCluster, died: Sequence[str] = ()) -> Attainment:

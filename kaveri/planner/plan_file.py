@@ -6,6 +6,7 @@ from typing import Any
 
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.planner.cluster_check import Attainment
+from kaveri.planner.colocation import ColocatedPlan
 from kaveri.planner.parallelism import Parallelism
 from kaveri.planner.placement_search import PhaseOption
 from kaveri.planner.plan import ClusterPlan, SimulatedCluster, best_per_gpu
@@ -57,6 +58,7 @@ def to_json(plan: ClusterPlan) -> dict[str, Any]:
         "frontier": [_point(one) for one in plan.frontier],
         "one_prefill_instance_dies": asdict(plan.without_prefill),
         "one_decode_instance_dies": asdict(plan.without_decode),
+        "colocated": None if plan.colocated is None else _colocated(plan.colocated),
         "best_per_gpu": {
             "prefill": _parallel(best_per_gpu(plan.prefill_options).parallelism),
             "decode": _parallel(best_per_gpu(plan.decode_options).parallelism),
@@ -90,6 +92,12 @@ def summary_lines(plan: ClusterPlan) -> list[str]:
         f"when one prefill instance dies for good: {_interval(plan.without_prefill)}",
         f"when one decode instance dies for good: {_interval(plan.without_decode)}",
     ]
+    if plan.colocated is not None:
+        both = plan.colocated
+        lines.append(
+            f"colocate: {both.count} of both phases x ({both.parallelism}) serve it with {both.gpus} GPUs,"
+            f" {both.price_per_hour:.2f} USD an hour: {_interval(both.attainment)}"
+        )
     if not question.overheads.are_known:
         lines.append("no --overheads: the services themselves were taken to need no time")
     return lines
@@ -97,6 +105,18 @@ def summary_lines(plan: ClusterPlan) -> list[str]:
 
 def _interval(attainment: Attainment) -> str:
     return f"{attainment.mean:.1%} (95 % interval {attainment.low:.1%} to {attainment.high:.1%})"
+
+
+def _colocated(one: ColocatedPlan) -> dict[str, Any]:
+    return {
+        "instances": one.count,
+        "tp_pp": _parallel(one.parallelism),
+        "gpus": one.gpus,
+        "price_per_hour": one.price_per_hour,
+        "chunk_tokens": one.spec.step_tokens,
+        "is_estimate": one.step.is_estimate,
+        "attainment": asdict(one.attainment),
+    }
 
 
 def _point(one: SimulatedCluster) -> dict[str, Any]:

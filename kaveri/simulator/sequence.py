@@ -34,6 +34,9 @@ class CountedSequence:
         "transfer_open",
     )
 
+    is_scored = False
+    """Simulated requests ask for no log-probabilities of their prompts."""
+
     def __init__(self, number: int, owner: Any, tokens: int, remaining: int, phase: SequencePhase) -> None:
         """number: not used by any other sequence of the engine. owner: of the caller's. tokens: prompt and the answer
         so far. remaining: tokens that it will still draw, at least 1."""

@@ -13,6 +13,7 @@ import pytest
 from kaveri.config.services import setting_sections
 from kaveri.errors import ConfigError
 from kaveri.latency.model import load_latency_model
+from kaveri.planner.colocation import ColocationQuestion, cheapest_colocated
 from kaveri.planner.decode_phase import NO_TIME, judge_decode, lane_pool
 from kaveri.planner.expected_load import ExpectedLoad, parse_lengths
 from kaveri.planner.hardware import read_hardware
@@ -21,7 +22,7 @@ from kaveri.planner.node_unit import cheapest_unit
 from kaveri.planner.parallelism import Parallelism, kv_tokens, parse_parallelism, possible_parallelisms
 from kaveri.planner.placement_search import PhaseOption
 from kaveri.planner.plan import ClusterPlan, PlanQuestion, SimulatedCluster, best_per_gpu, frontier, plan, search_each
-from kaveri.planner.plan_file import to_json, to_toml
+from kaveri.planner.plan_file import summary_lines, to_json, to_toml
 from kaveri.planner.prefill_phase import prefill_ends
 from kaveri.planner.profiles import read_step_latencies, scaled_to_degree, scaled_to_model
 from kaveri.planner.queueing import average_ttft_inter_op_s, average_ttft_intra_op_s, average_ttft_s
@@ -273,6 +274,41 @@ def test_no_instance_is_tried_that_is_larger_than_a_cluster_that_carries_the_rat
     tried.clear()
     search_each(question_of(same_node=True), candidates, search_one)
     assert tried == [1, 2, 4, 8]
+
+
+def test_colocate_is_the_answer_where_instances_of_both_phases_need_fewer_gpus() -> None:
+    small = {"prefill_parallelism": None, "decode_parallelism": None, "gpus": 2, "slo_ttft_s": 1.0}
+    loose = plan(question_of(**small))
+    assert loose.colocated is not None
+    assert loose.colocated.gpus == 1 < loose.cluster.gpus
+    assert loose.colocated.attainment.low >= 0.9
+    assert any(line.startswith("colocate: 1 of both phases x (TP 1, PP 1)") for line in summary_lines(loose))
+    assert to_json(loose)["colocated"]["gpus"] == 1
+
+
+def test_instances_of_both_phases_are_no_answer_where_prompts_hold_answers_up_for_too_long() -> None:
+    loose = ColocationQuestion(
+        model=OPT_13B,
+        hardware=A100,
+        profiles=("opt-13b-a100",),
+        demand=ExpectedLoad(lengths=[RequestLengths(1500, 100)], rate_per_s=0.3),
+        slo=Slo(1.0, 0.1),
+        attain=0.9,
+        chunk_tokens=None,
+        max_batch=256,
+        request_count=100,
+        overheads=Overheads(),
+        seed=0,
+    )
+    assert cheapest_colocated(loose, 1) is not None
+    assert cheapest_colocated(dataclasses.replace(loose, slo=Slo(1.0, 0.0215)), 1) is None
+    assert cheapest_colocated(loose, 0) is None, "no GPU, no instance"
+    slow = dataclasses.replace(loose, overheads=Overheads(decode_step_s=0.1))
+    assert cheapest_colocated(slow, 1) is None, "what a step takes beyond the model counts"
+
+
+def test_phases_that_were_asked_for_apart_stay_apart(found: ClusterPlan) -> None:
+    assert found.colocated is None
 
 
 def test_an_slo_that_no_number_of_gpus_meets_is_named() -> None:

@@ -1,0 +1,107 @@
+"""Instances of both phases: the fewest GPUs with which they serve a rate. Pure.
+
+DistServe says where phases apart do not pay (arXiv 2401.09670, section 7): few GPUs, or throughput before latency. An
+instance computes chunks of prompts beside its batch, as kaveri.simulator.baselines simulates it; requests are dealt out
+in turn. Pipelines are not tried.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from kaveri.latency.model import LatencyModel
+from kaveri.planner.cluster_check import SEEDS, Attainment, attainment_of
+from kaveri.planner.expected_load import ExpectedLoad
+from kaveri.planner.hardware import Hardware
+from kaveri.planner.model_shape import ModelShape
+from kaveri.planner.parallelism import Parallelism, kv_tokens, possible_parallelisms
+from kaveri.planner.profiles import StepLatency, read_step_latencies, saturating_tokens
+from kaveri.simulator.baseline_rule import BaselineRule
+from kaveri.simulator.baselines import BaselineSpec, simulate_baseline
+from kaveri.simulator.spec import Overheads
+from kaveri.workload.run_columns import RunColumns
+from kaveri.workload.summary import Slo
+
+BLOCK_TOKENS = 16
+_HOPELESS = 0.05
+"""A count whose first simulation misses the share by so much is not simulated again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColocatedPlan:
+    """Equal instances of both phases."""
+
+    parallelism: Parallelism
+    step: StepLatency
+    spec: BaselineSpec
+    """Of one instance."""
+    count: int
+    attainment: Attainment
+    price_per_hour: float
+    """Of all, in US dollars."""
+
+    @property
+    def gpus(self) -> int:
+        """Of all instances."""
+        return self.count * self.parallelism.gpus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColocationQuestion:
+    """What instances of both phases must do."""
+
+    model: ModelShape
+    hardware: Hardware
+    profiles: tuple[str, ...]
+    demand: ExpectedLoad
+    slo: Slo
+    attain: float
+    chunk_tokens: int | None
+    max_batch: int
+    request_count: int
+    overheads: Overheads
+    seed: int
+
+
+def cheapest_colocated(question: ColocationQuestion, most_gpus: int) -> ColocatedPlan | None:
+    """The fewest GPUs, up to most_gpus, with which the lower end of the attainment's interval is the share asked for.
+    None: so few do not serve it."""
+    model, hardware = question.model, question.hardware
+    possible = [one for one in possible_parallelisms(model, hardware, most_gpus) if one.pp == 1]
+    steps = read_step_latencies(question.profiles, model, hardware, [one.tp for one in possible])
+    sizes = [(one, count) for one in possible for count in range(1, most_gpus // one.gpus + 1)]
+    for parallelism, count in sorted(sizes, key=lambda size: (size[0].gpus * size[1], size[0].tp)):
+        step = steps[parallelism.tp]
+        spec = BaselineSpec(
+            rule=BaselineRule.BESIDE,
+            latency=_with_overheads(step.latency, question.overheads),
+            total_blocks=kv_tokens(model, hardware, parallelism) // BLOCK_TOKENS,
+            block_tokens=BLOCK_TOKENS,
+            max_batch=question.max_batch,
+            step_tokens=question.chunk_tokens or saturating_tokens(step.latency),
+        )
+        runs = list(_runs(question, spec, count))
+        if len(runs) < SEEDS:
+            continue
+        attainment = attainment_of(runs, question.slo, question.attain)
+        if attainment.low >= question.attain:
+            price = parallelism.gpus * count * hardware.price_per_hour
+            return ColocatedPlan(
+                parallelism=parallelism, step=step, spec=spec, count=count, attainment=attainment, price_per_hour=price
+            )
+    return None
+
+
+def _runs(question: ColocationQuestion, spec: BaselineSpec, count: int) -> Iterator[RunColumns]:
+    """One of each seed; only the first where it is hopeless."""
+    demand = question.demand
+    for seed in range(question.seed + 1, question.seed + 1 + SEEDS):
+        run = simulate_baseline(spec, demand.draw(question.request_count, demand.rate_per_s, seed), count).columns()
+        yield run
+        if float(question.slo.met(run).mean()) < question.attain - _HOPELESS:
+            return
+
+
+def _with_overheads(latency: LatencyModel, overheads: Overheads) -> LatencyModel:
+    prefill = replace(latency.prefill, step_s=latency.prefill.step_s + overheads.prefill_step_s)
+    decode = tuple(replace(fit, step_s=fit.step_s + overheads.decode_step_s) for fit in latency.decode)
+    return replace(latency, prefill=prefill, decode=decode)
