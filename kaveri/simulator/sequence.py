@@ -33,6 +33,8 @@ class CountedSequence:
         "tokens",
         "transfer_open",
     )
+    is_scored = False
+    """No simulated request asks for log-probabilities of its prompt."""
 
     is_scored = False
     """Simulated requests ask for no log-probabilities of their prompts."""
