@@ -15,6 +15,8 @@ class Received:
         self._wants_prompt = wants_prompt
         self.prompt_count = 0
         """Tokens of the prompt whose log-probabilities have come."""
+        self._prompt_tokens = 1
+        """Of the prompt, as the first response counts them; until then at least one."""
         self.token_ids: list[int] = []
         self.characters = 0
         """Of text, in Unicode code points."""
@@ -32,13 +34,16 @@ class Received:
         return self.response_count == 0 or self.max_tokens > 0
 
     def take(self, response: inference_pb2.GenerateResponse, target: str) -> None:
-        """Takes the next response in. Raises Unavailable when tokens are missing or repeated, and when the answer was
-        ended before min_tokens, as a router of a former version does, which does not know them."""
+        """Takes the next response in. Raises Unavailable when tokens are missing or repeated, when one comes before all
+        of the wanted prompt_logprobs, and when the answer was ended before min_tokens, as a router of a former version
+        does, which does not know them."""
         if response.HasField("prompt_logprobs"):
             self._take_prompt(response.prompt_logprobs, target)
+        self._prompt_tokens = response.usage.prompt_tokens or self._prompt_tokens
         expected = len(self.token_ids)
-        if self._wants_prompt and response.token_ids and not self.prompt_count:
-            raise Unavailable(f"{target} sent a token without prompt_logprobs: is it of a former version?")
+        if self._wants_prompt and response.token_ids and self.prompt_count < self._prompt_tokens:
+            had = f"after prompt_logprobs of {self.prompt_count} of the {self._prompt_tokens} tokens of the prompt"
+            raise Unavailable(f"{target} sent a token {had}: is it of a former version?")
         if response.token_ids and response.index != expected:
             raise Unavailable(f"{target} sent token {response.index} where {expected} was expected")
         self.response_count += 1

@@ -106,7 +106,8 @@ class AnswerSources:
             return response
         rest = self._received.rest_of(response)
         self._interrupted = rest.interrupted
-        if not (rest.token_ids or rest.text or rest.finish_reason or rest.HasField("tokens_at")):
+        says_where = rest.HasField("tokens_at")
+        if not (says_where or rest.HasField("prompt_logprobs") or rest.token_ids or rest.text or rest.finish_reason):
             return None
         self._give_up_s = None
         return rest

@@ -78,7 +78,9 @@ async def _write(
             entry.owner_news = None
         if entry.direct is not None:
             response.first_character = part.first_character
-            _offer(entry, entry.direct, response, address_of)
+            # The report on the prompt is read here, all of it before the client reads elsewhere.
+            if not part.prompt_logprobs:
+                _offer(entry, entry.direct, response, address_of)
             response.interrupted = ended and isinstance(error, Interrupted)
         if ended and error is None:
             _complete(entry, response)

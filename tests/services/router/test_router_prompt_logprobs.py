@@ -12,8 +12,9 @@ from kaveri.errors import InvalidArgument
 from kaveri.policy.placement import PlacementPolicy
 from kaveri.v1 import inference_pb2
 from kaveri.wire.status import error_of
+from services.router.requests import RequestEntry
 from tests.services.router.cluster_script import ScriptedCluster
-from tests.services.router.scripted_answers import answer, ask, collect, prompt_logprobs_at, tokens_of
+from tests.services.router.scripted_answers import answer, ask, collect, eventually, prompt_logprobs_at, tokens_of
 
 PROMPT = tuple(range(300, 311))
 
@@ -128,3 +129,26 @@ async def test_a_report_that_would_be_too_large_is_refused_by_name(cluster: Scri
         with pytest.raises(aio.AioRpcError) as raised:
             await collect(router.stub.Generate(asks(21), timeout=60))
         assert "prompt_logprobs" in (raised.value.details() or "")
+
+
+async def test_a_client_is_sent_to_a_decode_instance_behind_the_whole_report(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, wait_for_output = cluster.decodes["decode-0"], RequestEntry.wait_for_output
+    decode.pause_at = 7
+
+    async def wait_for_tokens(entry: RequestEntry) -> None:
+        await eventually(lambda: len(entry.answer.token_ids) >= 7)
+        await wait_for_output(entry)
+
+    # As for a client that reads slowly: its report still waits when tokens come.
+    monkeypatch.setattr(RequestEntry, "wait_for_output", wait_for_tokens)
+    async with cluster.router() as router:
+        responses = []
+        async for response in router.stub.Generate(asks(1, request_id="r", secret=b"s" * 16, direct=True), timeout=60):
+            responses.append(response)
+            if response.HasField("tokens_at"):
+                decode.may_step.set()
+    check_report(responses, PROMPT, 1)
+    assert [each.HasField("prompt_logprobs") for each in responses if each.HasField("tokens_at")] == [False]
+    assert tokens_of(responses) == answer(PROMPT, 20)
