@@ -322,3 +322,28 @@ def test_a_client_refuses_a_key_that_cannot_be_sent_and_does_not_show_it(key: st
     with pytest.raises(InvalidArgument, match="api_key") as refused:
         AsyncClient(api_key=key)
     assert not key or key not in str(refused.value)
+
+
+async def test_strangers_are_not_told_where_decode_instances_are(cluster: ScriptedCluster, keys_file: str) -> None:
+    secret = add_key(keys_file, "alice", KeyLimits())
+    metadata = (("authorization", f"Bearer {secret}"),)
+    decode = cluster.decodes["decode-0"]
+    async with _public_router(cluster, keys_file) as router, _stub(router.target) as public:
+        for stub, name, is_told in ((router.inner.stub, "inner", True), (public, "public", False)):
+            # The answer waits, so that it is far from its end when its client may be told.
+            decode.pause_at = 3
+            request = ask(max_tokens=20, request_id=name, secret=b"s" * 16, direct=True)
+            call = stub.Generate(request, timeout=WITHIN_S, metadata=metadata)
+            responses = [await call.read()]
+            while sum(len(response.token_ids) for response in responses) < 3:
+                responses.append(await call.read())
+            decode.may_step.set()
+            responses += [response async for response in _rest(call)]
+            told = [response.tokens_at.address for response in responses if response.HasField("tokens_at")]
+            assert len(told) == is_told
+            assert responses[-1].usage.completion_tokens == 20
+
+
+async def _rest(call: Any) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    while (response := await call.read()) is not aio.EOF:
+        yield response

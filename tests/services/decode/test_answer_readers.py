@@ -1,0 +1,157 @@
+"""Who may read an answer at a decode instance, what is read there, and what the router gets meanwhile."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.sampling import FinishReason, SamplingParams
+from kaveri.engine.contract import EngineKey, EngineRequest, TokenStep
+from kaveri.errors import InvalidArgument, RequestNotFound, Unavailable, Unsupported
+from kaveri.models import KAVERI_TINY
+from kaveri.policy.growth import BatchMember
+from kaveri.text.tokenizer import ModelTokenizer
+from services.decode.answer_log import READ_HERE_TOKENS
+from services.decode.answer_readers import AnswerAsked, AnswerReaders, CallerStream, ReadPart
+from services.decode.lifecycle import InLine, RequestTimes
+from services.decode.requests import DecodeRequest
+from services.decode.token_streams import TokenStream, TokenStreams
+
+WAIT_S = 60.0
+READER = "reader-of-the-test"
+SECRET = b"s" * 16
+ROUTER = "router"
+FIRST = 65
+"""The token that prefill has drawn, and that the caller has."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> ModelTokenizer:
+    return ModelTokenizer.load(KAVERI_TINY)
+
+
+class Reading:
+    """One request here, its router's stream and its caller's."""
+
+    def __init__(self, tokenizer: ModelTokenizer | None, **params: Any) -> None:
+        engine_request = EngineRequest(EngineKey("a", 1), (70,) * 10, 0, SamplingParams(**params))
+        ownership = Ownership(Owner(2, 1), ROUTER, SECRET)
+        self.request = DecodeRequest(engine_request, ownership, 0.0, 60.0, BatchMember(10), InLine(stays=False))
+        self.streams = TokenStreams(10.0, lambda name: None, lambda name: [])
+        self.router: TokenStream = self.streams.open(ROUTER)
+        self.read_tokens = 0
+        self.readers = AnswerReaders({"a": self.request}.get, self.streams.note_reader, tokenizer, self._count)
+
+    def _count(self, tokens: int) -> None:
+        self.read_tokens += tokens
+
+    def ask(self, **changes: Any) -> None:
+        asked = AnswerAsked(READER, "a", 2, SECRET, [FIRST], 1, False)._replace(**changes)
+        self.readers.read(asked)
+
+    def draw(self, index: int, finish: FinishReason | None = None) -> None:
+        times = RequestTimes(0.1, 0.2, 0) if finish is not None else None
+        self.streams.gain(self.request, TokenStep(self.request.key, index, FIRST + index, None, finish), times)
+        self.streams.flush()
+
+    async def parts(self, stream: CallerStream) -> list[ReadPart]:
+        return self.readers.take(stream, await asyncio.wait_for(stream.next_batch(0.01), WAIT_S))
+
+    async def routers(self) -> list[Any]:
+        return await asyncio.wait_for(self.router.next_batch(0.01), WAIT_S)
+
+
+async def test_the_caller_gets_each_token_and_the_router_some_at_a_time(tokenizer: ModelTokenizer) -> None:
+    reading = Reading(tokenizer)
+    stream = reading.readers.open(READER)
+    reading.ask()
+    (told,) = await reading.routers()
+    assert told.read_here
+    assert not told.token_ids
+    for index in range(1, READ_HERE_TOKENS):
+        reading.draw(index)
+        (read,) = await reading.parts(stream)
+        assert (read.part.first_index, read.part.token_ids) == (index, [FIRST + index])
+        assert not read.ended
+    assert await reading.routers() == []
+    reading.draw(READ_HERE_TOKENS)
+    (gained,) = await reading.routers()
+    assert gained.token_ids == [FIRST + index for index in range(1, READ_HERE_TOKENS + 1)]
+    assert gained.read_here
+
+
+async def test_a_token_that_ends_the_answer_as_stop_comes_from_the_router_alone(tokenizer: ModelTokenizer) -> None:
+    reading = Reading(tokenizer)
+    stream = reading.readers.open(READER)
+    reading.ask()
+    reading.draw(1)
+    reading.draw(2, FinishReason.STOP)
+    (read,) = await reading.parts(stream)
+    assert read.part.token_ids == [FIRST + 1]
+    assert read.ended
+    (gained,) = await reading.routers()
+    assert gained.token_ids == [FIRST + 1, FIRST + 2]
+    assert gained.end.finish is FinishReason.STOP
+    assert reading.read_tokens == 1
+
+
+async def test_the_router_sends_the_answer_again_when_the_callers_stream_ends(tokenizer: ModelTokenizer) -> None:
+    reading = Reading(tokenizer)
+    stream = reading.readers.open(READER)
+    reading.ask()
+    await reading.routers()
+    reading.draw(1)
+    reading.readers.close(stream)
+    (gained,) = await reading.routers()
+    assert gained.token_ids == [FIRST + 1]
+    assert not gained.read_here
+    reading.draw(2)
+    (gained,) = await reading.routers()
+    assert gained.token_ids == [FIRST + 2]
+    with pytest.raises(Unavailable, match="no stream"):
+        reading.ask()
+
+
+async def test_only_the_requests_own_caller_in_its_present_session_may_read(tokenizer: ModelTokenizer) -> None:
+    reading = Reading(tokenizer)
+    reading.readers.open(READER)
+    for secret in (b"", b"t" * 16):
+        with pytest.raises(InvalidArgument, match="secret"):
+            reading.ask(secret=secret)
+    with pytest.raises(RequestNotFound):
+        reading.ask(session=1)
+    with pytest.raises(RequestNotFound):
+        reading.ask(request_id="b")
+    # Its first token comes through the router, and nothing beyond was drawn.
+    for token_ids in ([], [FIRST, 1]):
+        with pytest.raises(RequestNotFound, match="is not drawn here"):
+            reading.ask(token_ids=token_ids)
+    assert reading.request.reader is None
+    assert await reading.routers() == []
+
+
+async def test_without_a_tokenizer_nothing_is_read_here() -> None:
+    with pytest.raises(Unsupported, match="--direct-answers"):
+        Reading(None).readers.open(READER)
+
+
+async def test_a_reader_that_others_could_guess_is_refused(tokenizer: ModelTokenizer) -> None:
+    with pytest.raises(InvalidArgument, match="reader_id"):
+        Reading(tokenizer).readers.open("short")
+
+
+async def test_a_stop_text_ends_the_reading_and_the_router_hears_at_once(tokenizer: ModelTokenizer) -> None:
+    stop = tokenizer.token_text(FIRST + 2)
+    reading = Reading(tokenizer, stop=(stop,))
+    stream = reading.readers.open(READER)
+    reading.ask(characters=0)
+    await reading.routers()
+    for index in range(1, 4):
+        reading.draw(index)
+    (read,) = await reading.parts(stream)
+    assert read.ended
+    assert read.part.token_ids == [FIRST + 1, FIRST + 2]
+    (gained,) = await reading.routers()
+    assert gained.token_ids == [FIRST + 1, FIRST + 2, FIRST + 3]
+    assert not gained.read_here
