@@ -31,7 +31,7 @@ def tokenizer() -> ModelTokenizer:
     return ModelTokenizer.load(KAVERI_TINY)
 
 
-class Reading:
+class AnswerReadHere:
     """One request here, its router's stream and its caller's."""
 
     def __init__(self, tokenizer: ModelTokenizer | None, **params: Any) -> None:
@@ -63,7 +63,7 @@ class Reading:
 
 
 async def test_the_caller_gets_each_token_and_the_router_some_at_a_time(tokenizer: ModelTokenizer) -> None:
-    reading = Reading(tokenizer)
+    reading = AnswerReadHere(tokenizer)
     stream = reading.readers.open(READER)
     reading.ask()
     (told,) = await reading.routers()
@@ -82,7 +82,7 @@ async def test_the_caller_gets_each_token_and_the_router_some_at_a_time(tokenize
 
 
 async def test_a_token_that_ends_the_answer_as_stop_comes_from_the_router_alone(tokenizer: ModelTokenizer) -> None:
-    reading = Reading(tokenizer)
+    reading = AnswerReadHere(tokenizer)
     stream = reading.readers.open(READER)
     reading.ask()
     reading.draw(1)
@@ -97,7 +97,7 @@ async def test_a_token_that_ends_the_answer_as_stop_comes_from_the_router_alone(
 
 
 async def test_the_router_sends_the_answer_again_when_the_callers_stream_ends(tokenizer: ModelTokenizer) -> None:
-    reading = Reading(tokenizer)
+    reading = AnswerReadHere(tokenizer)
     stream = reading.readers.open(READER)
     reading.ask()
     await reading.routers()
@@ -114,7 +114,7 @@ async def test_the_router_sends_the_answer_again_when_the_callers_stream_ends(to
 
 
 async def test_only_the_requests_own_caller_in_its_present_session_may_read(tokenizer: ModelTokenizer) -> None:
-    reading = Reading(tokenizer)
+    reading = AnswerReadHere(tokenizer)
     reading.readers.open(READER)
     for secret in (b"", b"t" * 16):
         with pytest.raises(InvalidArgument, match="secret"):
@@ -133,17 +133,17 @@ async def test_only_the_requests_own_caller_in_its_present_session_may_read(toke
 
 async def test_without_a_tokenizer_nothing_is_read_here() -> None:
     with pytest.raises(Unsupported, match="--direct-answers"):
-        Reading(None).readers.open(READER)
+        AnswerReadHere(None).readers.open(READER)
 
 
 async def test_a_reader_that_others_could_guess_is_refused(tokenizer: ModelTokenizer) -> None:
     with pytest.raises(InvalidArgument, match="reader_id"):
-        Reading(tokenizer).readers.open("short")
+        AnswerReadHere(tokenizer).readers.open("short")
 
 
 async def test_a_stop_text_ends_the_reading_and_the_router_hears_at_once(tokenizer: ModelTokenizer) -> None:
     stop = tokenizer.token_text(FIRST + 2)
-    reading = Reading(tokenizer, stop=(stop,))
+    reading = AnswerReadHere(tokenizer, stop=(stop,))
     stream = reading.readers.open(READER)
     reading.ask(characters=0)
     await reading.routers()
