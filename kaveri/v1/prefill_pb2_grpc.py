@@ -149,7 +149,7 @@ class PrefillServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseHold(self, request, context):
-        """Gives a hold up, which frees its KV. Unknown ones are ignored.
+        """Gives a hold up, which frees its KV. Unknown ones are ignored, and so are holds that are being pushed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

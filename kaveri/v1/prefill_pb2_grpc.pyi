@@ -72,7 +72,7 @@ class PrefillServiceStub:
     INVALID_ARGUMENT (the ticket does not fit). The end of the RPC gives the hold up.
     """
     ReleaseHold: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.ReleaseHoldRequest, _prefill_pb2.ReleaseHoldResponse]
-    """Gives a hold up, which frees its KV. Unknown ones are ignored."""
+    """Gives a hold up, which frees its KV. Unknown ones are ignored, and so are holds that are being pushed."""
 
 @_typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
@@ -118,7 +118,7 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     INVALID_ARGUMENT (the ticket does not fit). The end of the RPC gives the hold up.
     """
     ReleaseHold: _aio.UnaryUnaryMultiCallable[_prefill_pb2.ReleaseHoldRequest, _prefill_pb2.ReleaseHoldResponse]  # type: ignore[assignment]
-    """Gives a hold up, which frees its KV. Unknown ones are ignored."""
+    """Gives a hold up, which frees its KV. Unknown ones are ignored, and so are holds that are being pushed."""
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
     """Computes prompts and pushes their KV cache to a decode instance of its choice."""
@@ -209,6 +209,6 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.ReleaseHoldRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_pb2.ReleaseHoldResponse, _abc.Awaitable[_prefill_pb2.ReleaseHoldResponse]]:
-        """Gives a hold up, which frees its KV. Unknown ones are ignored."""
+        """Gives a hold up, which frees its KV. Unknown ones are ignored, and so are holds that are being pushed."""
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -84,9 +84,11 @@ class DecodeLegs:
         Raises RequestCancelled (another caller has given the hold up), InvalidArgument, NoCapacity, Unavailable,
         DeadlineExceeded and RequestAlreadyExists.
         """
+        # Before the hold is asked for: it stays for the leg that comes in place of this one.
+        self._decode.require_taking()
         ownership = Ownership(Owner(0, 1), f"leg-{secrets.token_hex(16)}")
         # Each answer has a stream of its own: its tokens go to this call and to no other.
-        stream = self._decode.owners.open_stream(ownership.router_id, ())
+        stream = self._decode.owners.streams.open_for_call(ownership.router_id)
         try:
             first = await self._begin(request, ownership)
             yield first

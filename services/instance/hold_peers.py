@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from grpc import aio
 
 from kaveri.domain.sampling import Logprobs
-from kaveri.errors import InvalidArgument, Unavailable
+from kaveri.errors import InvalidArgument, RequestAlreadyExists, Unavailable
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
@@ -99,7 +99,11 @@ class PeerHold:
             try:
                 await stub.PushHold(message, timeout=timeout_s)
             except aio.AioRpcError as error:
-                raise error_of(error, peer=self.hold.address) from error
+                known = error_of(error, peer=self.hold.address)
+                if isinstance(known, RequestAlreadyExists):
+                    # It is another leg's.
+                    self.is_held = False
+                raise known from error
         self.is_held = False
 
     async def release(self) -> None:

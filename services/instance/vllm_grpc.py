@@ -228,7 +228,7 @@ class VllmLegServicer:
                 await call.write(messages.complete(finish, kv_transfer=kv))
             except BaseException:
                 # The caller does not know of the hold.
-                parts.holds.release_request(asked.request_id)
+                parts.holds.abort_request(asked.request_id)
                 parts.prefill.cancel(request)
                 raise
         return finish.value
@@ -317,7 +317,7 @@ class VllmLegServicer:
         for request_id in request_ids:
             if (call := self._calls.get(request_id)) is not None:
                 call.abort()
-            self._parts.holds.release_request(request_id)
+            self._parts.holds.abort_request(request_id)
         return vllm_engine_pb2.AbortResponse()
 
     async def HealthCheck(self, request: Any, context: LegContext) -> Any:  # noqa: N802

@@ -20,7 +20,9 @@ class HoldOutcome(enum.StrEnum):
     PUSHED = "pushed"
     EXPIRED = "expired"
     RELEASED = "released"
-    """By the decode instance, or by the caller of either leg."""
+    """By a decode leg, which did not need it or has ended. Another leg computes the prompt."""
+    ABORTED = "aborted"
+    """By its caller. Decode legs end as aborted, too."""
     FAILED = "failed"
     """Its request ended otherwise: its engine broke, the instance ends, or another request has the same id."""
 
@@ -68,7 +70,17 @@ class LeaseOver:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseAsked:
-    """It is not wanted any more."""
+    """A decode leg does not need it. Another leg's push goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushLeft:
+    """The decode leg that waited for the push has gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallerAborted:
+    """Its caller wants no answer any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +90,7 @@ class RequestOver:
     handed_over: bool
 
 
-HoldEvent = PushAsked | PushBroke | LeaseOver | ReleaseAsked | RequestOver
+HoldEvent = PushAsked | PushBroke | LeaseOver | ReleaseAsked | PushLeft | CallerAborted | RequestOver
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +126,18 @@ def step_hold(state: HoldState, event: HoldEvent, now_s: float, request_id: str)
             if now_s >= state.expires_s:
                 return _ended(HoldOutcome.EXPIRED, answer, EndRequest())
             return HeldHere(state.expires_s), (answer,)
-        case PushingHeld(), LeaseOver():
+        case PushingHeld(), LeaseOver() | ReleaseAsked():
             return state, ()
         case HeldHere(), LeaseOver():
             return _ended(HoldOutcome.EXPIRED, EndRequest())
         case HeldHere(), ReleaseAsked():
             return _ended(HoldOutcome.RELEASED, EndRequest())
-        case PushingHeld(), ReleaseAsked():
-            return _ended(HoldOutcome.RELEASED, AnswerPush(RequestCancelled(request_id)), EndRequest())
+        case PushingHeld(), PushLeft():
+            return _ended(HoldOutcome.RELEASED, EndRequest())
+        case HeldHere(), CallerAborted():
+            return _ended(HoldOutcome.ABORTED, EndRequest())
+        case PushingHeld(), CallerAborted():
+            return _ended(HoldOutcome.ABORTED, AnswerPush(RequestCancelled(request_id)), EndRequest())
         case PushingHeld(), RequestOver(handed_over=True):
             return _ended(HoldOutcome.PUSHED, AnswerPush(None))
         case PushingHeld(), RequestOver():
@@ -134,13 +150,14 @@ def step_hold(state: HoldState, event: HoldEvent, now_s: float, request_id: str)
 _REASONS = {
     HoldOutcome.PUSHED: "the KV of its prompt was pushed already",
     HoldOutcome.EXPIRED: "the KV of its prompt was held for --hold-ttl-s seconds and freed",
+    HoldOutcome.RELEASED: "a decode leg has given up the KV of its prompt",
     HoldOutcome.FAILED: "its request has ended at the prefill instance",
 }
 
 
 def gone(request_id: str, outcome: HoldOutcome) -> KaveriError:
     """The answer to those who ask for a hold that has ended so."""
-    if outcome is HoldOutcome.RELEASED:
+    if outcome is HoldOutcome.ABORTED:
         return RequestCancelled(request_id)
     return RequestNotFound(request_id, _REASONS[outcome])
 

@@ -20,6 +20,7 @@ from kaveri.kv.transfer.ticket import Ticket
 from kaveri.telemetry.logs import get_logger
 from services.prefill.hold_lifecycle import (
     AnswerPush,
+    CallerAborted,
     EndRequest,
     ForgetHold,
     HeldHere,
@@ -31,6 +32,7 @@ from services.prefill.hold_lifecycle import (
     PushAsked,
     PushBroke,
     PushingHeld,
+    PushLeft,
     ReleaseAsked,
     RequestOver,
     busy,
@@ -199,20 +201,20 @@ class Holds:
         try:
             await pushed
         except asyncio.CancelledError:
-            self._happened(hold, ReleaseAsked())
+            self._happened(hold, PushLeft())
             raise
 
     def release(self, name: HoldName) -> None:
-        """Ends the hold and frees its KV. Unknown ones are ignored."""
+        """Ends the hold and frees its KV, unless it is being pushed. Unknown ones are ignored."""
         hold = self._by_id.get(name.hold_id)
         if hold is not None and hold.name == name:
             self._happened(hold, ReleaseAsked())
 
-    def release_request(self, request_id: str) -> None:
-        """release() of the hold that was made for the request with this id, if there is one."""
+    def abort_request(self, request_id: str) -> None:
+        """Ends the hold that was made for the request with this id, if there is one: its caller wants no answer."""
         for request, hold in list(self._by_request.items()):
             if request.request_id == request_id:
-                self._happened(hold, ReleaseAsked())
+                self._happened(hold, CallerAborted())
 
     def begin(self, request: PrefillRequest) -> None:
         """The request's first token is drawn: it is held from now on."""

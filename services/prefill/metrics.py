@@ -79,7 +79,7 @@ class PrefillMetrics:
         )
         self.hold_ends = Counter(
             "kaveri_prefill_hold_ends",
-            "Holds by outcome: pushed, expired, released, failed.",
+            "Holds by outcome: pushed, expired, released, aborted, failed.",
             ["outcome"],
             registry=registry,
         )

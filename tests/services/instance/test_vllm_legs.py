@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -276,6 +278,89 @@ async def test_a_drain_waits_for_holds(cluster: InProcessCluster, legs: Legs) ->
     assert await answer(decode, leg("one", PROMPT, 20, held.kv_transfer_params_json)) == cluster.expected(PROMPT, 20)
     assert recomputes(decode) == {}
     assert await asyncio.wait_for(stopping, DEADLINE_S) == 0
+
+
+async def test_a_leg_ends_at_its_draining_instance_with_replication(cluster: InProcessCluster) -> None:
+    """No router would resume it from a copy."""
+    prefill = await cluster.prefill(vllm_grpc=True)
+    settings = {"replication": "ring", "replica_min_tokens": 16, "replica_memory": 2**21, "fake_step_s": 0.01}
+    decode = await cluster.decode("decode-0", vllm_grpc=True, **settings)
+    await cluster.decode("decode-1", vllm_grpc=True, **settings)
+    kv = (await hold(prefill)).kv_transfer_params_json
+    call = stub(decode).Generate(leg("one", PROMPT, 400, kv, stream=True), timeout=DEADLINE_S)
+    responses = [await asyncio.wait_for(call.read(), DEADLINE_S)]
+    decode.service.drain()
+    responses += await asyncio.wait_for(rest_of(call), DEADLINE_S)
+    assert [token for each in responses for token in each.chunk.token_ids] == cluster.expected(PROMPT, 400)
+    assert decode.metric("kaveri_replica_copied_tokens_total") == 0, "copies that no router resumes from"
+    assert decode.metric("kaveri_decode_kept_answers") == 0, "an answer that no router attaches"
+    await cluster.all_free()
+
+
+async def test_a_draining_decode_instance_refuses_legs_and_leaves_their_holds(
+    cluster: InProcessCluster, legs: Legs
+) -> None:
+    prefill, decode = legs
+    kv = (await hold(prefill)).kv_transfer_params_json
+    decode.service.drain()
+    for given in (kv, ""):
+        code, details = await refusal(decode, leg("one", PROMPT, 20, given))
+        assert (code, "draining" in details) == (grpc.StatusCode.UNAVAILABLE, True), details
+    other = await cluster.decode("decode-1", vllm_grpc=True)
+    assert await answer(other, leg("one", PROMPT, 20, kv)) == cluster.expected(PROMPT, 20)
+    assert recomputes(other) == {}
+
+
+@pytest.fixture
+def pushes(legs: Legs, monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """The pushes that the prefill instance was asked for. Each begins when it is called."""
+    asked: list[Callable[[], None]] = []
+    push_to = legs[0].engine.push_to
+    monkeypatch.setattr(legs[0].engine, "push_to", lambda *args: asked.append(partial(push_to, *args)))
+    return asked
+
+
+async def test_a_second_decode_leg_leaves_the_push_of_the_first_alone(
+    cluster: InProcessCluster, legs: Legs, pushes: list[Callable[[], None]]
+) -> None:
+    prefill, decode = legs
+    other = await cluster.decode("decode-1", vllm_grpc=True)
+    kv, expected = (await hold(prefill)).kv_transfer_params_json, cluster.expected(PROMPT, 20)
+    first = asyncio.create_task(answer(decode, leg("one", PROMPT, 20, kv)))
+    await eventually(lambda: len(pushes) == 1, "the first leg's push is asked for")
+    assert await answer(other, leg("two", PROMPT, 20, kv)) == expected
+    # Its answer ends with the first token: it asks for no push.
+    assert await answer(other, leg("three", PROMPT, 1, kv)) == expected[:1]
+    await PrefillServiceStub(prefill.channel).ReleaseHold(release_of(kv), timeout=DEADLINE_S)
+    pushes[0]()
+    assert await asyncio.wait_for(first, DEADLINE_S) == expected
+    assert recomputes(decode) == {}
+    assert recomputes(other) == {"push_failed": 1}
+    await cluster.all_free(DEADLINE_S)
+
+
+def release_of(kv: str) -> prefill_pb2.ReleaseHoldRequest:
+    given = json.loads(kv)
+    name = prefill_pb2.HoldName(
+        incarnation=int(given["remote_incarnation"]), hold_id=bytes.fromhex(given["remote_hold_id"])
+    )
+    return prefill_pb2.ReleaseHoldRequest(hold=name)
+
+
+async def test_a_leg_in_place_of_one_that_was_cancelled_computes_the_prompt(
+    cluster: InProcessCluster, legs: Legs, pushes: list[Callable[[], None]]
+) -> None:
+    prefill, decode = legs
+    other = await cluster.decode("decode-1", vllm_grpc=True)
+    kv = (await hold(prefill)).kv_transfer_params_json
+    call = stub(decode).Generate(leg("one", PROMPT, 20, kv), timeout=DEADLINE_S)
+    await eventually(lambda: len(pushes) == 1, "its push is asked for")
+    call.cancel()
+    await eventually(lambda: holds_of(prefill) == 0, "the hold is given up")
+    assert prefill.metric("kaveri_prefill_hold_ends_total", outcome="released") == 1
+    assert await answer(other, leg("one", PROMPT, 20, kv)) == cluster.expected(PROMPT, 20)
+    assert recomputes(other) == {"hold_gone": 1}
+    await cluster.all_free(DEADLINE_S)
 
 
 async def test_without_a_hold_a_decode_instance_computes_the_prompt(cluster: InProcessCluster, legs: Legs) -> None:
