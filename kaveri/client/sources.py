@@ -87,6 +87,9 @@ class AnswerSources:
 
     def _piece(self) -> inference_pb2.GenerateResponse | None:
         """What has come from the decode instance."""
+        if self._received.is_complete:
+            # Decode may send what it had drawn before a cancel reached it.
+            self._leave()
         read = self._read
         if read is None:
             return None

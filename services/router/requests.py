@@ -175,7 +175,9 @@ class RequestEntry:
         """Since an instance was lost, until the next token."""
         self.steps: deque[tuple[float, str]] = deque(maxlen=_MOST_STEPS)
         """What has happened to it, and when, as time.monotonic()."""
-        self.direct = DirectReading() if accepted.direct else None
+        # The router keeps what a client reads at decode, and reports are large.
+        is_offered = accepted.direct and accepted.params.logprobs is None
+        self.direct = DirectReading() if is_offered else None
         self.trace: RequestTrace | None = None
         """None: it is not traced."""
         self.delay_noted = False
