@@ -24,7 +24,7 @@ SILENT_AFTER_S = 0.5
 CONNECT_TIMEOUT_S = 2.0
 READ_TIMEOUT_S = 2.0
 REST_S = 10.0
-"""An instance that could not be reached, or that is not read from, is left alone for so long."""
+"""An instance that could not be reached, went silent or broke off its stream is left alone for so long."""
 _MOST_RESTING = 1024
 IDLE_S = 30.0
 """A stream without answers is ended after this time."""
@@ -183,7 +183,7 @@ class DirectStreams:
                 for part in message.parts:
                     self._take(instance, part)
         except aio.AioRpcError:
-            pass
+            self._rest(instance.address)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -218,6 +218,7 @@ class DirectStreams:
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
             for instance in self._watch.tick(now_s):
+                self._rest(instance.address)
                 self._end(instance)
             for instance in tuple(self._instances.values()):
                 if instance.opened.done() and not instance.reads and now_s - instance.idle_since_s > IDLE_S:

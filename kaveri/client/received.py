@@ -34,9 +34,9 @@ class Received:
         return self.response_count == 0 or self.max_tokens > 0
 
     def take(self, response: inference_pb2.GenerateResponse, target: str) -> None:
-        """Takes the next response in. Raises Unavailable when tokens are missing or repeated or come behind the end, when
-        one comes before all of the wanted prompt_logprobs, and when the answer was ended before min_tokens, as a router
-        of a former version does, which does not know them."""
+        """Takes the next response in. Raises Unavailable when tokens are missing or repeated or come behind the end,
+        when one comes before all of the wanted prompt_logprobs, and when the answer was ended before min_tokens, as a
+        router of a former version does, which does not know them."""
         if self.is_complete:
             raise Unavailable(f"{target} sent a response behind the end of the answer")
         if response.HasField("prompt_logprobs"):

@@ -110,10 +110,10 @@ class AnswerSources:
         rest = self._received.rest_of(response)
         self._interrupted = rest.interrupted
         says_where = rest.HasField("tokens_at")
-        if not (says_where or rest.HasField("prompt_logprobs") or rest.token_ids or rest.text or rest.finish_reason):
-            return None
-        self._give_up_s = None
-        return rest
+        if says_where or rest.HasField("prompt_logprobs") or rest.token_ids or rest.text or rest.finish_reason:
+            self._give_up_s = None
+            return rest
+        return rest if rest.HasField("owner") or rest.routers else None
 
     async def _wait(self) -> None:
         """Returns when something has come. Raises AttachAgain when nothing comes any more."""

@@ -332,6 +332,7 @@ class RequestEntry:
         self._hint = self.owner_news = hint
         if self.accepted.secret:
             self._hint_changed(hint)
+        self._wake()
 
     def handle(self, event: Event, now_s: float) -> None:
         """Takes in what has happened. now_s: time.monotonic()."""
@@ -466,8 +467,8 @@ class RequestEntry:
         self.fail(Unavailable("the request was released"))
 
     async def wait_for_output(self) -> None:
-        """Returns when the answer has output that the client does not get elsewhere, or the request has ended. One
-        waiter at a time."""
+        """Returns when there is something that the client does not get elsewhere, or the request has ended. One waiter
+        at a time."""
         if not self._is_due:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -484,7 +485,10 @@ class RequestEntry:
     def _is_due(self) -> bool:
         if isinstance(self.state, Ended):
             return True
-        return self.answer.has_output and not (self.direct is not None and self.direct.is_read(self.attempt_number))
+        if self.direct is not None and self.direct.is_read(self.attempt_number):
+            # Tokens come from elsewhere, but who has the request only from here.
+            return self.owner_news is not None
+        return self.answer.has_output
 
 
 def _early_end(life: InstanceLife) -> Unavailable:

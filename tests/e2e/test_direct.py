@@ -68,9 +68,14 @@ async def cluster() -> AsyncIterator[DirectCluster]:
             start_timeout_s=240.0,
         ) as cluster,
         AsyncClient(cluster.stack.targets, timeout_s=90) as relayed,
-        AsyncClient(cluster.stack.targets, timeout_s=90, direct=True) as direct,
+        _direct_client(cluster) as direct,
     ):
         yield DirectCluster(cluster, relayed, direct, metrics_port)
+
+
+def _direct_client(cluster: LocalCluster) -> AsyncClient:
+    """One that leaves no instance alone yet."""
+    return AsyncClient(cluster.stack.targets, timeout_s=90, direct=True)
 
 
 def _requests() -> list[tuple[list[int], SamplingParams]]:
@@ -122,16 +127,17 @@ async def test_answers_that_are_read_directly_survive_a_killed_process(cluster: 
     expected = await asyncio.gather(
         *(cluster.relayed.generate(prompt_token_ids=prompt, params=params) for prompt in prompts)
     )
-    streams = [cluster.direct.stream(prompt_token_ids=prompt, params=params) for prompt in prompts]
     before = await cluster.read_tokens()
-    reading = [asyncio.create_task(stream.collect()) for stream in streams]
-    while await cluster.read_tokens() < before + 8 * len(prompts):
-        assert not any(task.done() for task in reading)
-        await asyncio.sleep(0.01)
-    name = f"{victim}-0"
-    await cluster.cluster.kill(name)
-    answers = await asyncio.gather(*reading)
-    await cluster.cluster.restart(name)
+    async with _direct_client(cluster.cluster) as client:
+        streams = [client.stream(prompt_token_ids=prompt, params=params) for prompt in prompts]
+        reading = [asyncio.create_task(stream.collect()) for stream in streams]
+        while await cluster.read_tokens() < before + 8 * len(prompts):
+            assert not any(task.done() for task in reading)
+            await asyncio.sleep(0.01)
+        name = f"{victim}-0"
+        await cluster.cluster.kill(name)
+        answers = await asyncio.gather(*reading)
+        await cluster.cluster.restart(name)
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
     assert [answer.text for answer in answers] == [answer.text for answer in expected]
     await cluster.is_free()
@@ -140,7 +146,10 @@ async def test_answers_that_are_read_directly_survive_a_killed_process(cluster: 
 async def test_a_cancelled_answer_frees_everything(cluster: DirectCluster) -> None:
     params = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
     before = await cluster.read_tokens()
-    async with cluster.direct.stream(prompt_token_ids=[5] * 30, params=params) as stream:
+    async with (
+        _direct_client(cluster.cluster) as client,
+        client.stream(prompt_token_ids=[5] * 30, params=params) as stream,
+    ):
         async for chunk in stream:
             if chunk.index >= 20:
                 break

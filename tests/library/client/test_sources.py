@@ -83,6 +83,22 @@ async def test_what_decode_sends_behind_the_end_of_a_cancelled_answer_is_dropped
     assert answer.received.is_complete
 
 
+async def test_news_of_owner_and_routers_are_taken_without_new_tokens() -> None:
+    answer = ReadByBoth()
+    answer.decode_sends(_tokens(1, 66))
+    await answer.next()
+    news = _tokens(1, 66)
+    news.owner.holder_instance_id = "decode-1"
+    news.routers.append(ROUTER)
+    answer.router_sends(news)
+    answer.router_sends(_cancelled(2))
+    taken = await answer.next()
+    assert taken is not None
+    assert not taken.token_ids
+    assert list(taken.routers) == [ROUTER]
+    assert answer.received.owner.holder_instance_id == "decode-1"
+
+
 def test_a_response_behind_the_end_is_refused() -> None:
     received = Received()
     received.take(_cancelled(0), ROUTER)

@@ -100,6 +100,8 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.may_answer.set()
         self.draws_before_its_answer = False
         """Begin to draw when Resume comes, whenever its answer goes out."""
+        self.read_here = False
+        """Say that the client reads every answer here."""
         self._wake = asyncio.Event()
 
     @property
@@ -230,7 +232,10 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         updates = []
         for running in self._of(router_id):
             update = decode_pb2.RequestTokens(
-                request_id=running.request_id, attempt=running.attempt, session=running.session
+                request_id=running.request_id,
+                attempt=running.attempt,
+                session=running.session,
+                read_here=self.read_here,
             )
             if self.fail_next:
                 update.error = self.fail_next

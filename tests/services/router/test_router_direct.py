@@ -1,12 +1,13 @@
 """What a router sends to clients that may read their answers at decode instances."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 
 from kaveri.text.tokenizer import ModelTokenizer
-from tests.services.router.cluster_script import ScriptedCluster
-from tests.services.router.scripted_answers import ask, rest_of
+from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
+from tests.services.router.scripted_answers import ask, eventually, rest_of
 
 SECRET = b"s" * 16
 WITHIN_S = 60.0
@@ -14,10 +15,12 @@ WITHIN_S = 60.0
 
 @pytest.fixture
 async def cluster(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
-    """One prefill and one decode instance, of which no silence is noticed on a busy machine."""
+    """One prefill and two decode instances, of which no silence is noticed on a busy machine."""
     cluster = ScriptedCluster(tokenizer, lease_ttl_s=WITHIN_S)
     await cluster.add_prefill("prefill-0")
-    (await cluster.add_decode("decode-0")).beats = False
+    for name in ("decode-0", "decode-1"):
+        (await cluster.add_decode(name)).beats = False
+    cluster.place_on = "decode-0"
     yield cluster
     await cluster.close()
 
@@ -37,3 +40,24 @@ async def test_answers_with_log_probabilities_are_read_at_the_router(
         responses += await rest_of(call)
     assert sum(response.HasField("tokens_at") for response in responses) == offers
     assert sum(len(response.token_ids) for response in responses) == 20
+
+
+async def test_a_client_that_reads_at_decode_hears_of_a_copy_at_once(cluster: ScriptedCluster) -> None:
+    owner, holder = cluster.decodes["decode-0"], cluster.decodes["decode-1"]
+    owner.read_here, owner.pause_at = True, 5
+    async with cluster.router() as router:
+        call = router.stub.Generate(ask(request_id="one", direct=True, secret=SECRET), timeout=WITHIN_S)
+        await eventually(lambda: owner.is_paused and _is_read(router, "one"))
+        owner.holder, owner.pause_at = holder, 10
+        owner.may_step.set()
+        async with asyncio.timeout(20.0):
+            while (await call.read()).owner.holder_instance_id != "decode-1":
+                pass
+        await eventually(lambda: owner.is_paused)
+        owner.may_step.set()
+        await rest_of(call)
+
+
+def _is_read(router: RouterUnderTest, request_id: str) -> bool:
+    entry = router.router.table.get(request_id)
+    return entry is not None and entry.direct is not None and entry.direct.is_read(entry.attempt_number)
