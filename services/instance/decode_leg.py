@@ -11,13 +11,13 @@ from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams
 from kaveri.engine.contract import EngineInfo
 from kaveri.engine.stopping import barred_token_ids, finish_reason
 from kaveri.errors import (
-    DeadlineExceeded,
     InvalidArgument,
+    KaveriError,
     LayoutMismatch,
     RequestAlreadyExists,
+    RequestCancelled,
     RequestNotFound,
     Unavailable,
-    Unsupported,
 )
 from kaveri.telemetry.logs import get_logger
 from services.decode.instance import DecodeInstance
@@ -102,11 +102,13 @@ class DecodeLegs:
     async def _begin(self, request: LegRequest, ownership: Ownership) -> DrawnTokens:
         cause, reason = "no_hold", None
         if request.hold is not None:
-            async with self._peers.using(request.hold) as peer:
-                try:
+            try:
+                with _asking():
+                    hold = self._peers.located(request.hold)
+                async with self._peers.using(hold) as peer:
                     return await self._land(request, ownership, peer)
-                except _HoldOfNoUse as error:
-                    cause, reason = error.cause, str(error)
+            except _HoldOfNoUse as error:
+                cause, reason = error.cause, str(error)
         # Room that was reserved for the hold's KV is free again before room for the prompt is looked for.
         self._decode.abort(request.request_id, ownership, by_router=True)
         self._metrics.recomputes.labels(cause).inc()
@@ -198,9 +200,10 @@ def _asking(failure: str = "unreachable") -> Iterator[None]:
         yield
     except RequestNotFound as error:
         raise _HoldOfNoUse("hold_gone", str(error)) from error
-    except (Unavailable, DeadlineExceeded, Unsupported, LayoutMismatch, RequestAlreadyExists) as error:
-        raise _HoldOfNoUse(failure, str(error)) from error
-    except InvalidArgument as error:
-        if failure == "push_failed":
-            raise _HoldOfNoUse(failure, str(error)) from error
+    except RequestCancelled:
         raise
+    except KaveriError as error:
+        if isinstance(error, InvalidArgument) and failure != "push_failed":
+            # The hold is another prompt's.
+            raise
+        raise _HoldOfNoUse(failure, str(error)) from error

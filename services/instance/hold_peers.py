@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 from grpc import aio
 
 from kaveri.domain.sampling import Logprobs
-from kaveri.errors import InvalidArgument, RequestAlreadyExists, Unavailable
+from kaveri.domain.view import ClusterView
+from kaveri.errors import InvalidArgument, RequestAlreadyExists, RequestNotFound, Unavailable
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
@@ -26,14 +28,26 @@ _RELEASE_TIMEOUT_S = 1.0
 class HoldPeers:
     """The prefill instances that decode legs name. For one event loop."""
 
-    def __init__(self, instance_id: str, incarnation: int) -> None:
-        """Of the decode instance."""
+    def __init__(self, instance_id: str, incarnation: int, view: Callable[[], ClusterView]) -> None:
+        """instance_id, incarnation: of the decode instance. view: the cluster as it knows it."""
+        self._view = view
         self._instance_id = instance_id
         self._incarnation = incarnation
         self._channels = Channels()
         self._calls: dict[str, int] = {}
         """Holds in use, by address. A channel is closed with the last one."""
         self._releases: dict[asyncio.Task[None], None] = {}
+
+    def located(self, hold: HoldAt) -> HoldAt:
+        """The hold at the address that its prefill instance has registered: callers choose no address to be called.
+
+        Raises RequestNotFound when that life of the instance is not in the cluster.
+        """
+        instance = self._view().instances.get(hold.instance_id)
+        if instance is None or instance.record.incarnation != hold.name.incarnation:
+            reason = f"that life of its prefill instance {hold.instance_id!r} is not in the cluster"
+            raise RequestNotFound(f"hold {hold.name.hold_id.hex()[:8]}", reason)
+        return replace(hold, address=instance.record.address)
 
     @contextlib.asynccontextmanager
     async def using(self, hold: HoldAt) -> AsyncIterator["PeerHold"]:

@@ -151,7 +151,7 @@ def instance_host(
         decode_service = PhasesDecodeServer(prefill, decode, phases, incarnation, holder)
         add_DecodeServiceServicer_to_server(decode_service, server)
         if vllm_grpc is not None:
-            leg_metrics, peers = LegMetrics(registry), HoldPeers(config.instance_id, incarnation)
+            leg_metrics, peers = LegMetrics(registry), HoldPeers(config.instance_id, incarnation, store.view)
             legs = DecodeLegs(engine.info, prefill, decode, peers, leg_metrics)
             parts = vllm_grpc.LegParts(config, engine.info, phases, prefill, holds, legs, leg_metrics)
             vllm_grpc.VllmLegServicer(parts, lambda: host).register(server)

@@ -58,10 +58,10 @@ from services.instance.leg_metrics import LegMetrics
 from services.instance.stop_texts import StopTexts
 from services.prefill.holds import Holds
 from services.prefill.requests import Destination
-from services.prefill.role import PrefillRole
+from services.prefill.role import LONGEST_REQUEST_S, PrefillRole
 
 LegContext = aio.ServicerContext[Any, Any]
-_LONGEST_CALL_S = 600.0
+_NO_DEADLINE_S = 600.0
 """Given to a call without a deadline."""
 
 
@@ -76,16 +76,23 @@ class _LegCall:
     scope: asyncio.Timeout
     """Ends the call: at its deadline, or when it is aborted."""
     is_aborted: bool = False
+    completed: set[int] = field(default_factory=set)
+    """Indexes of the answers that have had their last message."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a message is written."""
 
     async def write(self, message: Any) -> None:
         async with self.turn:
+            if message.HasField("complete"):
+                self.completed.add(message.complete.index)
             self.limit.begin()
             await self.context.write(message)
             self.limit.end()
 
     def abort(self) -> None:
+        if self.scope.expired():
+            # It ends already.
+            return
         self.is_aborted = True
         self.scope.reschedule(asyncio.get_running_loop().time())
 
@@ -175,7 +182,7 @@ class VllmLegServicer:
         if asked.request_id in self._calls:
             raise RequestAlreadyExists(asked.request_id)
         left_s = context.time_remaining()
-        left_s = _LONGEST_CALL_S if left_s is None else min(left_s, _LONGEST_CALL_S)
+        left_s = _NO_DEADLINE_S if left_s is None else min(left_s, LONGEST_REQUEST_S)
         deadline_s = time.monotonic() + left_s
         async with ReadLimit(self._parts.config.slow_reader_s) as limit:
             call = None
@@ -197,7 +204,7 @@ class VllmLegServicer:
             finally:
                 if call is not None:
                     del self._calls[asked.request_id]
-            for index in range(asked.n):
+            for index in sorted(set(range(asked.n)) - call.completed):
                 await call.write(AnswerMessages(asked, index).complete(FinishReason.CANCELLED))
             return "abort"
 
@@ -208,29 +215,32 @@ class VllmLegServicer:
         if asked.params.max_tokens != 1:
             raise InvalidArgument("sampling_params.max_tokens", asked.params.max_tokens, "1 on a prefill leg")
         # With a second token to come the engine keeps the KV when it has drawn the first one.
-        params = self._completed(replace(asked.params, max_tokens=2) if is_held else asked.params, len(token_ids))
+        has_second = is_held and len(token_ids) + 2 <= parts.info.max_model_len
+        params = self._completed(replace(asked.params, max_tokens=2) if has_second else asked.params, len(token_ids))
         ownership = Ownership(Owner(0, 1), f"leg-{secrets.token_hex(16)}")
         messages = AnswerMessages(asked, 0)
-        async with parts.holds.claimed(len(token_ids)) if is_held else contextlib.nullcontext():
-            destination = Destination.HOLD if is_held else Destination.DECODE
-            request = parts.prefill.accept(
-                asked.request_id, ownership, token_ids, 0, params, None, destination=destination
-            )
-            try:
+        destination = Destination.HOLD if is_held else Destination.DECODE
+        request = None
+        try:
+            async with parts.holds.claimed(len(token_ids)) if is_held else contextlib.nullcontext():
+                request = parts.prefill.accept(
+                    asked.request_id, ownership, token_ids, 0, params, None, destination=destination
+                )
                 first = await first_token(request)
                 name = parts.holds.name_of(request)
-                logprobs = [logprobs_to_proto(first.logprobs)] if first.logprobs is not None else []
-                part = messages.part([first.token_id], logprobs, len(token_ids))
-                if part is not None:
-                    await call.write(part)
-                kv = "" if name is None else write_hold(HoldAt(parts.config.instance_id, self._host().address, name))
-                finish = first.finish or FinishReason.LENGTH
-                await call.write(messages.complete(finish, kv_transfer=kv))
-            except BaseException:
+            logprobs = [logprobs_to_proto(first.logprobs)] if first.logprobs is not None else []
+            part = messages.part([first.token_id], logprobs, len(token_ids))
+            if part is not None:
+                await call.write(part)
+            kv = "" if name is None else write_hold(HoldAt(parts.config.instance_id, self._host().address, name))
+            finish = first.finish or FinishReason.LENGTH
+            await call.write(messages.complete(finish, kv_transfer=kv))
+        except BaseException:
+            if request is not None:
                 # The caller does not know of the hold.
                 parts.holds.abort_request(asked.request_id)
                 parts.prefill.cancel(request)
-                raise
+            raise
         return finish.value
 
     async def _decode(self, call: _LegCall, token_ids: tuple[int, ...], hold: HoldAt | None) -> str:

@@ -9,6 +9,7 @@ request. Its time does not run out during a push, which the ticket bounds.
 """
 
 import enum
+import math
 from dataclasses import dataclass
 
 from kaveri.errors import KaveriError, RequestAlreadyExists, RequestCancelled, RequestNotFound, Unavailable
@@ -126,8 +127,11 @@ def step_hold(state: HoldState, event: HoldEvent, now_s: float, request_id: str)
             if now_s >= state.expires_s:
                 return _ended(HoldOutcome.EXPIRED, answer, EndRequest())
             return HeldHere(state.expires_s), (answer,)
-        case PushingHeld(), LeaseOver() | ReleaseAsked():
+        case PushingHeld(), ReleaseAsked():
             return state, ()
+        case PushingHeld(), LeaseOver():
+            # Whatever the clock says when the push breaks: no other timer is set.
+            return PushingHeld(-math.inf), ()
         case HeldHere(), LeaseOver():
             return _ended(HoldOutcome.EXPIRED, EndRequest())
         case HeldHere(), ReleaseAsked():

@@ -11,6 +11,8 @@ from services.prefill.hold_lifecycle import (
     HoldEnded,
     HoldEvent,
     HoldOutcome,
+    LeaseOver,
+    PushBroke,
     PushingHeld,
     PushLeft,
     ReleaseAsked,
@@ -46,3 +48,10 @@ def test_the_push_of_an_aborted_hold_is_answered() -> None:
     assert ended == HoldEnded(HoldOutcome.ABORTED)
     assert isinstance(actions[0], AnswerPush)
     assert isinstance(actions[0].error, RequestCancelled)
+
+
+def test_a_hold_whose_time_ran_out_during_a_push_ends_when_that_breaks() -> None:
+    """Also when the clock is a little behind the timer."""
+    state, _ = step_hold(PushingHeld(9.0), LeaseOver(), 8.999, "r")
+    ended, _ = step_hold(state, PushBroke("cut"), 8.9995, "r")
+    assert ended == HoldEnded(HoldOutcome.EXPIRED)

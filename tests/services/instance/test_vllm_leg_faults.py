@@ -1,0 +1,138 @@
+"""Legs whose prefill instance answers oddly, whose callers abort twice, and prompts and deadlines at their limits."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+from smg_grpc_proto import vllm_engine_pb2
+
+from services.instance.decode_leg import DecodeLegs
+from services.instance.vllm_grpc import _LegCall
+from services.prefill.holds import Holds
+from tests.services.conftest import DEADLINE_S, InProcessCluster, RunningInstance
+from tests.services.instance.test_vllm_legs import PROMPT, answer, hold, holds_of, leg, recomputes, rest_of, stub
+
+
+@pytest.fixture
+def kv_transports() -> tuple[str, ...]:
+    return ("tcp",)
+
+
+@pytest.fixture
+async def both(cluster: InProcessCluster) -> tuple[RunningInstance, RunningInstance]:
+    return await cluster.prefill(vllm_grpc=True), await cluster.decode(vllm_grpc=True)
+
+
+Both = tuple[RunningInstance, RunningInstance]
+
+
+async def abort(instance: RunningInstance, *request_ids: str) -> None:
+    await stub(instance).Abort(vllm_engine_pb2.AbortRequest(request_ids=request_ids), timeout=DEADLINE_S)
+
+
+async def test_a_hold_is_asked_for_at_the_registered_address(cluster: InProcessCluster, both: Both) -> None:
+    prefill, decode = both
+    given = json.loads((await hold(prefill)).kv_transfer_params_json)
+    elsewhere = json.dumps({**given, "remote_port": 1})
+    assert await answer(decode, leg("one", PROMPT, 20, elsewhere)) == cluster.expected(PROMPT, 20)
+    assert recomputes(decode) == {}
+    unknown = json.dumps({**given, "remote_engine_id": "unknown"})
+    assert await answer(decode, leg("two", PROMPT, 20, unknown)) == cluster.expected(PROMPT, 20)
+    assert recomputes(decode) == {"hold_gone": 1}
+    await cluster.all_free()
+
+
+async def test_a_prefill_instance_that_breaks_over_a_hold_costs_a_computation(
+    cluster: InProcessCluster, both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = both
+    kv = (await hold(prefill)).kv_transfer_params_json
+    monkeypatch.setattr(Holds, "resolve", lambda *_: 1 / 0)
+    assert await answer(decode, leg("one", PROMPT, 20, kv)) == cluster.expected(PROMPT, 20)
+    assert recomputes(decode) == {"unreachable": 1}
+    await cluster.all_free(DEADLINE_S)
+
+
+async def test_a_hold_counts_once_while_its_answer_is_written(
+    cluster: InProcessCluster, both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, _ = both
+    writing, goes_on, write = asyncio.Event(), asyncio.Event(), _LegCall.write
+
+    async def write_later(self: _LegCall, message: Any) -> None:
+        writing.set()
+        await goes_on.wait()
+        await write(self, message)
+
+    monkeypatch.setattr(_LegCall, "write", write_later)
+    asking = asyncio.create_task(hold(prefill))
+    await asyncio.wait_for(writing.wait(), DEADLINE_S)
+    assert prefill.metric("kaveri_prefill_hold_blocks") == cluster.blocks(len(PROMPT))
+    goes_on.set()
+    await asking
+    await abort(prefill, "one")
+    await cluster.all_free()
+
+
+async def test_the_longest_prompt_is_answered_with_its_only_token_and_no_hold(
+    cluster: InProcessCluster, both: Both
+) -> None:
+    prefill, _ = both
+    prompt = [7] * (prefill.engine.info.max_model_len - 1)
+    answered = await hold(prefill, "one", prompt)
+    assert list(answered.output_ids) == cluster.expected(prompt, 1)
+    assert (answered.finish_reason, answered.kv_transfer_params_json) == ("length", "")
+    assert holds_of(prefill) == 0
+    await cluster.all_free(DEADLINE_S)
+
+
+async def test_a_leg_has_all_the_time_that_its_caller_gives(cluster: InProcessCluster) -> None:
+    decode = await cluster.decode(vllm_grpc=True, fake_step_s=0.05)
+    call = stub(decode).Generate(leg("one", PROMPT, 400, stream=True), timeout=3000)
+    await asyncio.wait_for(call.read(), DEADLINE_S)
+    (request,) = decode.service.landed()
+    assert request.expires_s - request.came_s > 2000
+    call.cancel()
+    await cluster.all_free(DEADLINE_S)
+
+
+async def test_an_answer_that_is_complete_is_not_completed_again_by_an_abort(
+    cluster: InProcessCluster, both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, decode = both
+    begin, waiting = DecodeLegs.answer, asyncio.Event()
+
+    async def answer_first(self: DecodeLegs, request: Any) -> AsyncIterator[Any]:
+        if request.request_id != "one-0":
+            waiting.set()
+            await asyncio.Event().wait()
+        async for drawn in begin(self, request):
+            yield drawn
+
+    monkeypatch.setattr(DecodeLegs, "answer", answer_first)
+    call = stub(decode).Generate(leg("one", PROMPT, 5, n=2, stream=True), timeout=DEADLINE_S)
+    while not (await asyncio.wait_for(call.read(), DEADLINE_S)).HasField("complete"):
+        pass
+    await asyncio.wait_for(waiting.wait(), DEADLINE_S)
+    await abort(decode, "one", "one")
+    rest = await asyncio.wait_for(rest_of(call), DEADLINE_S)
+    assert [(each.complete.index, each.complete.finish_reason) for each in rest] == [(1, "abort")]
+    await cluster.all_free(DEADLINE_S)
+
+
+async def test_an_abort_of_a_call_that_ends_by_an_abort_is_ignored() -> None:
+    nothing = cast(Any, None)
+
+    async def aborted_twice() -> None:
+        async with asyncio.timeout(None) as scope:
+            call = _LegCall(nothing, nothing, nothing, 0.0, scope)
+            call.abort()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                call.abort()
+
+    with pytest.raises(TimeoutError):
+        await aborted_twice()
