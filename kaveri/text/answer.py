@@ -44,8 +44,8 @@ class Answer:
         self._prompt = reported_prompt
         self._reported_count = min(1, len(reported_prompt))
         """Positions of the prompt whose report has come. Of position 0 there is nothing to say."""
-        self._prompt_logprobs: list[Any] = [None] * self._reported_count
-        """Of those that were not taken."""
+        self._prompt_logprobs: list[Any] = []
+        """Of those that were not taken. Position 0 enters with what comes next: alone it is no output."""
         self.token_ids: list[int] = []
         self.first_token_s: float | None = None
         self.last_token_s = 0.0
@@ -88,6 +88,8 @@ class Answer:
         """Takes the next tokens, up to the one whose text completes a stop text. finish: they end the answer."""
         if self._detokenizer.stopped:
             return
+        if len(self._prompt) == 1 and token_ids and not self.token_ids:
+            self._prompt_logprobs.append(None)
         self.last_token_s = now_s
         if self.first_token_s is None:
             self.first_token_s = now_s
@@ -107,6 +109,8 @@ class Answer:
         seen = self._reported_count - first
         if self.lacks_prompt and seen >= 0:
             new = entries[seen : seen + len(self._prompt) - self._reported_count]
+            if new and self._reported_count == 1:
+                self._prompt_logprobs.append(None)
             self._prompt_logprobs += new
             self._reported_count += len(new)
 

@@ -170,13 +170,7 @@ class CompletionFormat(AnswerFormat):
         return {
             "tokens": tokens,
             "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
-            # The token itself may be none of the likeliest ones.
-            "top_logprobs": [
-                None
-                if entry is None
-                else {**{text: _finite(value) for text, value in _top(entry)}, entry.text: _finite(entry.logprob)}
-                for entry in entries
-            ],
+            "top_logprobs": [None if entry is None else _by_text(entry) for entry in entries],
             "text_offset": offsets,
         }
 
@@ -226,6 +220,15 @@ def _token(text: str, logprob: float) -> dict[str, object]:
 def _top(entry: Logprobs) -> list[tuple[str, float]]:
     texts = entry.top_texts or ("",) * len(entry.top)
     return [(text, value) for text, (_, value) in zip(texts, entry.top, strict=True)]
+
+
+def _by_text(entry: Logprobs) -> dict[str, float]:
+    """The likeliest tokens and the token itself, which may be none of them. Of tokens with the same text, such as
+    pieces of one character, the likeliest counts."""
+    found: dict[str, float] = {}
+    for text, value in (*_top(entry), (entry.text, entry.logprob)):
+        found[text] = max(_finite(value), found.get(text, _LEAST_LOGPROB))
+    return found
 
 
 def _finite(logprob: float) -> float:
