@@ -26,6 +26,10 @@ READ_TIMEOUT_S = 2.0
 REST_S = 10.0
 """An instance that could not be reached, went silent or broke off its stream is left alone for so long."""
 _MOST_RESTING = 1024
+MOST_WAITING_BYTES = 1 << 20
+"""Of one answer that the caller does not take. With more the rest is not read here."""
+_PIECE_BYTES = 256
+"""What a piece takes in memory beside its content, about."""
 IDLE_S = 30.0
 """A stream without answers is ended after this time."""
 
@@ -36,8 +40,9 @@ class DirectRead:
     def __init__(self, key: tuple[str, int], wake: Callable[[], None]) -> None:
         """key: request id and session. wake: called when something has changed."""
         self.key = key
-        self.pieces: deque[inference_pb2.GenerateResponse] = deque()
-        """Bounded by the length of the answer."""
+        self._pieces: deque[inference_pb2.GenerateResponse] = deque()
+        self.waiting_bytes = 0
+        """Of pieces that the caller has not taken."""
         self.asked = False
         """Whether the instance may send the answer here."""
         self.broken = False
@@ -45,6 +50,19 @@ class DirectRead:
         self.ended = False
         """Whether nothing comes any more. The router goes on."""
         self.wake = wake
+
+    def put(self, piece: inference_pb2.GenerateResponse) -> None:
+        """Adds the next piece for the caller."""
+        self._pieces.append(piece)
+        self.waiting_bytes += _size(piece)
+
+    def take(self) -> inference_pb2.GenerateResponse | None:
+        """The next piece. None: there is none."""
+        if not self._pieces:
+            return None
+        piece = self._pieces.popleft()
+        self.waiting_bytes -= _size(piece)
+        return piece
 
     def end(self) -> None:
         """Nothing comes any more."""
@@ -197,10 +215,14 @@ class DirectStreams:
         read = instance.reads.get((part.request_id, part.session))
         if read is None:
             return
-        read.pieces.append(part.response)
+        read.put(part.response)
         if part.ended:
             self._drop(instance, read)
             read.ended = True
+        elif read.waiting_bytes > MOST_WAITING_BYTES:
+            # Routers know when a client is too slow, so one of them sends the rest.
+            self._drop(instance, read)
+            read.lose()
         read.wake()
 
     def _lose(self, instance: _Instance) -> None:
@@ -228,3 +250,7 @@ class DirectStreams:
         self._lose(instance)
         if instance.call is not None:
             instance.call.cancel()
+
+
+def _size(piece: inference_pb2.GenerateResponse) -> int:
+    return _PIECE_BYTES + piece.ByteSize()

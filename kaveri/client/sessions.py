@@ -17,8 +17,6 @@ _SECRET_BYTES = 16
 _SEED_BITS = 64
 _MAX_SESSION = 65_535
 _MOST_LEFT = 16
-_MOST_INTERRUPTIONS = 3
-"""Of a request by the loss of decode instances. Then it is read at routers."""
 _CANCEL_TIMEOUT_S = 2.0
 _CANCEL_AGAIN_S = 0.2
 
@@ -47,7 +45,6 @@ class Sessions:
         self.received = Received(request.params.min_tokens, request.params.HasField("prompt_logprobs"))
         request.direct = direct is not None
         self._sources = AnswerSources(direct, self.received) if direct is not None else None
-        self._interruptions = 0
         self.cancel_asked = False
         """Whether the caller has cancelled the request by its id: a later session is cancelled too."""
         self._traceparent = current_traceparent()
@@ -86,8 +83,8 @@ class Sessions:
                 if response is None and not self.received.is_complete:
                     ended = f"{self.call.target} ended the answer of request {self._request.request_id!r} without a "
                     raise RouterFailed(Unavailable(f"{ended}finish reason"))
-            except AttachAgain as again:
-                self._attach_again(again)
+            except AttachAgain:
+                self._attach_again()
             except RouterFailed as failure:
                 if self.received.is_complete:
                     return None
@@ -123,11 +120,11 @@ class Sessions:
     async def _next(self) -> inference_pb2.GenerateResponse | None:
         return await (self.call.read() if self._sources is None else self._sources.next(self.call))
 
-    def _attach_again(self, again: AttachAgain) -> None:
-        """Begins the next session at the same router: the decode instance was lost, or cannot be heard."""
-        self._interruptions += 1
-        if again.relayed or self._interruptions >= _MOST_INTERRUPTIONS:
-            self._request.direct = False
+    def _attach_again(self) -> None:
+        """Begins the next session at the same router, which relays the answer from now on: the decode instance was
+        lost, or cannot be heard."""
+        # A session counts its own attempts: a request that breaks instances must not begin many of them.
+        self._request.direct = False
         if self._request.session == _MAX_SESSION:
             raise Unavailable(f"request {self._request.request_id!r} was interrupted too often")
         self._left.append(self.call)

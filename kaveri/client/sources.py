@@ -14,11 +14,7 @@ _ROUTER_GOES_ON_S = 1.0
 
 
 class AttachAgain(Exception):
-    """The next session is to begin, at the same router. relayed: it reads nothing at decode instances."""
-
-    def __init__(self, relayed: bool) -> None:
-        super().__init__("attach again")
-        self.relayed = relayed
+    """The next session is to begin, at the same router. It reads nothing at decode instances."""
 
 
 class AnswerSources:
@@ -45,7 +41,7 @@ class AnswerSources:
             if (piece := self._piece()) is not None:
                 return piece
             if self._interrupted:
-                raise AttachAgain(relayed=False)
+                raise AttachAgain
             if self._reading is None:
                 self._reading = asyncio.create_task(call.read(), name="kaveri-client read")
                 self._reading.add_done_callback(self._has_read)
@@ -93,8 +89,8 @@ class AnswerSources:
         read = self._read
         if read is None:
             return None
-        while read.pieces:
-            piece = self._received.rest_of(read.pieces.popleft())
+        while (taken := read.take()) is not None:
+            piece = self._received.rest_of(taken)
             if piece.token_ids or piece.text:
                 return piece
         if read.ended:
@@ -126,7 +122,7 @@ class AnswerSources:
                 async with asyncio.timeout(self._give_up_s - time.monotonic()):
                     await woken
                 return
-            raise AttachAgain(relayed=True)
+            raise AttachAgain
         finally:
             self._woken = None
 

@@ -74,8 +74,10 @@ class SentAway(Unavailable):
 class Interrupted(SentAway):
     """A decode instance was lost while the client read there. The client re-attaches with the tokens that it has."""
 
-    def __init__(self) -> None:
+    def __init__(self, cause: str) -> None:
+        """cause: why it was lost."""
         Unavailable.__init__(self, "the decode instance was lost while its tokens were read there", retry_after_s=0.0)
+        self.cause = cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +351,7 @@ class RequestEntry:
         if self.answer.stopped and not isinstance(self.state, _COMPLETE):
             self.handle(TextStopped(), now_s)
         if isinstance(self.state, Lost) and self._client_may_be_ahead(event):
-            self.handle(Superseded(Interrupted()), now_s)
+            self.handle(Superseded(Interrupted(str(self.state.error))), now_s)
         if isinstance(self.state, Ended):
             self._end_owner_change()
             self._deadline.cancel()

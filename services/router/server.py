@@ -43,7 +43,7 @@ from services.router.relay import ServicerContext, write_answer, write_cancelled
 from services.router.request_placer import RequestPlacer
 from services.router.request_table import RETRY_AFTER_S, RequestTable
 from services.router.request_trace import RequestTrace
-from services.router.requests import AcceptedRequest, OwnerHint, RequestEntry, SentAway
+from services.router.requests import AcceptedRequest, Interrupted, OwnerHint, RequestEntry, SentAway
 
 _GONE_WITHIN_S = 1.0
 """So long a call may live on after its client has gone, without its request."""
@@ -156,6 +156,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             metrics.REQUESTS.labels(outcome="slow_reader").inc()
             get_logger().warning("client_too_slow", **progress.log_fields(), slow_reader_s=error.limit_s)
             await self.abort_unread(context, error)
+        except Interrupted as error:
+            metrics.LOST_ATTEMPTS.inc()
+            metrics.REQUESTS.labels(outcome="interrupted").inc()
+            get_logger().warning("request_interrupted", **progress.log_fields(), error=error.cause)
+            await abort(context, Unavailable(error.reason, error.retry_after_s))
         except SentAway as error:
             metrics.REQUESTS.labels(outcome="moved").inc()
             get_logger().info("request_moved", **progress.log_fields())

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from kaveri.client.direct import DirectRead, DirectStreams
+from kaveri import AsyncClient, SamplingParams
+from kaveri.client.direct import MOST_WAITING_BYTES, DirectRead, DirectStreams
 from kaveri.errors import Unavailable
 from kaveri.rpc.server import RpcServer
-from kaveri.v1 import decode_pb2, decode_pb2_grpc, inference_pb2
+from kaveri.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
 from kaveri.wire.status import abort
 from tests.library.client.inference_double import until
 
@@ -85,3 +86,61 @@ async def test_an_instance_that_is_lost_while_it_is_read_is_left_alone(client: R
     await until(lambda: read.ended, "the read ends")
     assert read.broken
     assert client.read("b").ended
+
+
+async def test_an_answer_that_its_caller_does_not_take_is_left_to_the_router(client: ReadingClient) -> None:
+    read = client.read("a")
+    await until(lambda: client.decode.asked == ["a"], "the answer is asked for")
+    text = "a" * (MOST_WAITING_BYTES // 8)
+    for index in range(16):
+        response = inference_pb2.GenerateResponse(index=index, token_ids=[65], text=text)
+        client.decode.to_send.put_nowait(decode_pb2.AnswerPart(request_id="a", response=response))
+    await until(client.decode.to_send.empty, "everything is sent")
+    await until(lambda: read.ended, "the read ends")
+    assert read.broken
+    assert MOST_WAITING_BYTES < read.waiting_bytes < 2 * MOST_WAITING_BYTES
+    taken = 0
+    while (piece := read.take()) is not None:
+        assert piece.index == taken
+        taken += 1
+    assert 0 < taken < 16
+    assert read.waiting_bytes == 0
+
+
+class InterruptedAnswers(inference_pb2_grpc.InferenceServiceServicer):
+    """A router that interrupts every answer which its client may read elsewhere."""
+
+    def __init__(self) -> None:
+        self.requests: list[inference_pb2.GenerateRequest] = []
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        self.requests.append(request)
+        index = len(request.received.token_ids)
+        response = inference_pb2.GenerateResponse(index=index, token_ids=[65], text="a", first_character=index)
+        response.max_tokens = 9
+        if request.direct:
+            # Nothing listens there.
+            response.tokens_at.address = "127.0.0.1:1"
+            yield response
+            yield inference_pb2.GenerateResponse(index=index + 1, first_character=index + 1, interrupted=True)
+            await abort(context, Unavailable("interrupted"))
+        response.finish_reason = sampling_pb2.FINISH_REASON_LENGTH
+        response.usage.prompt_tokens, response.usage.completion_tokens = 1, index + 1
+        yield response
+
+
+async def test_a_request_that_was_interrupted_once_is_read_at_routers() -> None:
+    router = InterruptedAnswers()
+    server = RpcServer("127.0.0.1", 0, ())
+    server.add(partial(inference_pb2_grpc.add_InferenceServiceServicer_to_server, router))
+    await server.start()
+    try:
+        async with AsyncClient(f"127.0.0.1:{server.port}", timeout_s=60, direct=True) as client:
+            answer = await client.generate(prompt_token_ids=[1], params=SamplingParams(max_tokens=9))
+    finally:
+        await server.stop(0)
+    assert answer.text == "aa"
+    assert [request.direct for request in router.requests] == [True, False]
+    assert list(router.requests[1].received.token_ids) == [65]

@@ -50,7 +50,7 @@ class ReadByBoth:
 
     def decode_sends(self, response: inference_pb2.GenerateResponse) -> None:
         assert self._streams.read_here is not None
-        self._streams.read_here.pieces.append(response)
+        self._streams.read_here.put(response)
         self._streams.read_here.wake()
 
     async def next(self) -> inference_pb2.GenerateResponse | None:

@@ -4,6 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+import structlog
+from grpc import aio
+from prometheus_client import REGISTRY
 
 from kaveri.text.tokenizer import ModelTokenizer
 from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
@@ -56,6 +59,34 @@ async def test_a_client_that_reads_at_decode_hears_of_a_copy_at_once(cluster: Sc
         await eventually(lambda: owner.is_paused)
         owner.may_step.set()
         await rest_of(call)
+
+
+async def test_a_request_whose_reader_was_interrupted_counts_as_a_lost_attempt(cluster: ScriptedCluster) -> None:
+    decode = cluster.decodes["decode-0"]
+    decode.pause_at = 5
+    lost, ended = _counts()
+    with structlog.testing.capture_logs() as logs:
+        async with cluster.router() as router:
+            call = router.stub.Generate(ask(request_id="one", direct=True, secret=SECRET), timeout=WITHIN_S)
+            async with asyncio.timeout(20.0):
+                while not (await call.read()).HasField("tokens_at"):
+                    pass
+            await eventually(lambda: decode.is_paused)
+            decode.fail_next = "broken"
+            decode.may_step.set()
+            with pytest.raises(aio.AioRpcError, match="lost while its tokens were read"):
+                await rest_of(call)
+            await eventually(lambda: not len(router.router.table))
+    assert _counts() == (lost + 1, ended + 1)
+    (line,) = [line for line in logs if line["event"] == "request_interrupted"]
+    assert line["request_id"] == "one"
+    assert "decode-0: broken" in line["error"]
+
+
+def _counts() -> tuple[float, float]:
+    lost = REGISTRY.get_sample_value("kaveri_router_lost_attempts_total")
+    ended = REGISTRY.get_sample_value("kaveri_router_requests_total", {"outcome": "interrupted"})
+    return lost or 0.0, ended or 0.0
 
 
 def _is_read(router: RouterUnderTest, request_id: str) -> bool:
