@@ -257,7 +257,8 @@ def aiperf(door: Door) -> Iterator[Tried]:
 def smg(door: Door) -> Iterator[Tried]:
     """With the router as its worker; see scripts/try_smg.py."""
     try:
-        with try_smg.running_smg(Path(door.command), door.target, door.folder) as url:
+        workers = ["--worker-urls", f"grpc://{door.target}"]
+        with try_smg.running_smg(Path(door.command), workers, door.folder) as url:
             wrong = asyncio.run(try_smg.check(url, door.target))
     except SystemExit as error:
         wrong = [str(error)]

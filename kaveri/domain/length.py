@@ -52,11 +52,14 @@ class TokenRange:
         return self.low if end is RangeEnd.LOW else self.high - 1
 
 
-def known_length(params: SamplingParams) -> TokenRange | None:
-    """The length of an answer that only max_tokens can end; None for all others."""
+def known_length(params: SamplingParams, most_tokens: int) -> TokenRange | None:
+    """The length of an answer that only max_tokens can end, or the model's length; None for all others.
+
+    most_tokens: for which the model has room, at least 1.
+    """
     if params.max_tokens is None:
         return None
     may_stop = not params.ignore_eos or params.stop or params.stop_token_ids
     if may_stop and params.min_tokens < params.max_tokens:
         return None
-    return TokenRange(params.max_tokens, params.max_tokens + 1)
+    return TokenRange(params.max_tokens, params.max_tokens + 1).up_to(most_tokens)

@@ -158,7 +158,8 @@ class PrefillRole:
         sent = EngineRequest(key, token_ids, generated_count, params)
         timeout_s = LONGEST_REQUEST_S if timeout_s is None else min(timeout_s, LONGEST_REQUEST_S)
         now_s = time.monotonic()
-        deadline_s, length = now_s + timeout_s, known_length(params)
+        room = self._engine.info.max_model_len - (len(token_ids) - generated_count)
+        deadline_s, length = now_s + timeout_s, known_length(params, max(1, room))
         request = PrefillRequest(ownership, sent, deadline_s, self._happened, length, silent_decode_ids)
         request.traceparent, request.destination = traceparent, destination
         self._begin(request, now_s, timeout_s)

@@ -73,8 +73,11 @@ async def test_one_trace_over_gateway_router_prefill_and_decode(receiver: SpanRe
         )
         answer = await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(request, timeout=_WITHIN_S)))
         assert answer["usage"]["completion_tokens"] == 8
+        # A line is written when the answer has gone out.
         for name in ("gateway-0", "router-0"):
-            assert f'"trace_id": "{_TRACE_ID}"' in cluster.log_text(name)
+            async with asyncio.timeout(_WITHIN_S):
+                while f'"trace_id": "{_TRACE_ID}"' not in cluster.log_text(name):  # noqa: ASYNC110 - a file
+                    await asyncio.sleep(0.05)
         async with AsyncClient(cluster.target, timeout_s=_WITHIN_S) as client:
             await client.generate("Count", params=SamplingParams(max_tokens=8, ignore_eos=True), request_id="by-name")
         shown = await _kaveri("trace", "by-name", "--target", cluster.target)

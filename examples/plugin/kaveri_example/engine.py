@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kaveri.domain.sampling import Logprobs, SamplingParams
 from kaveri.engine.settings import DEFAULT_BLOCK_TOKENS, EngineSettings
-from kaveri.engine.stepwise.runner import Drawn, DrawnToken, LayerListener, SequenceSlice
+from kaveri.engine.stepwise.runner import Drawn, DrawnToken, LayerListener, ScoredSlice, SequenceSlice
 from kaveri.engine.stopping import barred_token_ids
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
@@ -71,7 +71,7 @@ class ExampleRunner:
             if on_layer is not None:
                 # From now on this layer of the step may be pushed.
                 on_layer(layer)
-        return [self._draw(part) if part.draw else None for part in batch]
+        return [self._scored(part, self._draw(part) if part.draw else None) for part in batch]
 
     def completed(self, block_ids: Sequence[int]) -> None:
         """Nothing to copy: the pool is the only memory."""
@@ -83,6 +83,13 @@ class ExampleRunner:
         """Block and slot of positions [start, end)."""
         index, slots = np.divmod(np.arange(start, end), self.layout.block_tokens)
         return np.asarray(part.block_ids)[index], slots
+
+    def _scored(self, part: SequenceSlice, drawn: DrawnToken | None) -> Drawn:
+        """With what the slice asks for about its prompt (params.prompt_logprobs)."""
+        if not part.scored_ids:
+            return drawn
+        count = part.params.prompt_logprobs or 0
+        return ScoredSlice(tuple(_made_up(token_id, count) for token_id in part.scored_ids), drawn)
 
     def _draw(self, part: SequenceSlice) -> DrawnToken:
         blocks, slots = self._places(part, 0, part.start + len(part.token_ids))
@@ -99,6 +106,8 @@ class ExampleRunner:
 
 def _logprobs(token_id: int, params: SamplingParams) -> Logprobs | None:
     """Made up, where they are asked for."""
-    if params.logprobs is None:
-        return None
-    return Logprobs(-0.5, tuple(((token_id + rank) % _DRAWN_IDS, -0.5 - rank) for rank in range(params.logprobs)))
+    return None if params.logprobs is None else _made_up(token_id, params.logprobs)
+
+
+def _made_up(token_id: int, count: int) -> Logprobs:
+    return Logprobs(-0.5, tuple(((token_id + rank) % _DRAWN_IDS, -0.5 - rank) for rank in range(count)))

@@ -35,10 +35,16 @@ def test_an_empty_or_negative_range_is_none(low: int, high: int) -> None:
 
 
 def test_only_an_answer_that_nothing_but_its_limit_ends_has_a_settled_length() -> None:
-    assert known_length(SamplingParams(max_tokens=7, ignore_eos=True)) == TokenRange(7, 8)
-    assert known_length(SamplingParams(max_tokens=7)) is None
-    assert known_length(SamplingParams(ignore_eos=True)) is None
-    assert known_length(SamplingParams(max_tokens=7, ignore_eos=True, stop=("x",))) is None
-    assert known_length(SamplingParams(max_tokens=7, ignore_eos=True, stop_token_ids=(3,))) is None
-    assert known_length(SamplingParams(max_tokens=7, min_tokens=6)) is None
-    assert known_length(SamplingParams(max_tokens=7, min_tokens=7, stop=("x",))) == TokenRange(7, 8)
+    assert known_length(SamplingParams(max_tokens=7, ignore_eos=True), 100) == TokenRange(7, 8)
+    assert known_length(SamplingParams(max_tokens=7), 100) is None
+    assert known_length(SamplingParams(ignore_eos=True), 100) is None
+    assert known_length(SamplingParams(max_tokens=7, ignore_eos=True, stop=("x",)), 100) is None
+    assert known_length(SamplingParams(max_tokens=7, ignore_eos=True, stop_token_ids=(3,)), 100) is None
+    assert known_length(SamplingParams(max_tokens=7, min_tokens=6), 100) is None
+    assert known_length(SamplingParams(max_tokens=7, min_tokens=7, stop=("x",)), 100) == TokenRange(7, 8)
+
+
+def test_an_answer_is_no_longer_than_the_model_has_room_for() -> None:
+    """A caller of prefill itself may ask for more: 2**32 - 1 did not fit into the message to decode."""
+    longest = SamplingParams(max_tokens=2**32 - 1, ignore_eos=True)
+    assert known_length(longest, 100) == TokenRange(100, 101)
