@@ -1,6 +1,7 @@
 """What the parts of the transports' suite share: the worlds that they test in, and what is not to be left behind."""
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -10,6 +11,8 @@ import pytest
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.transport_peer import PeerNursery, load_transport, open_descriptors
 from kaveri.testing.transport_world import PEER_BLOCKS, PEER_LAYOUT, SMALL_LAYOUT, TransportWorld
+
+_END_WITHIN_S = 20.0
 
 
 class TransportSuite:
@@ -34,7 +37,10 @@ class TransportSuite:
         load_transport(self.factory)
         threads, descriptors = set(threading.enumerate()), open_descriptors()
         yield
-        left = set(threading.enumerate()) - threads
+        # One that waited for a process that has just been ended may take a moment.
+        until_s = time.monotonic() + _END_WITHIN_S
+        while (left := set(threading.enumerate()) - threads) and time.monotonic() < until_s:
+            next(iter(left)).join(0.1)
         assert not left, f"threads are left: {left}"
         # Others of this process may close theirs meanwhile, so what counts is what is new.
         assert not (new := open_descriptors() - descriptors), f"descriptors are left: {new}"

@@ -103,9 +103,7 @@ class DecodeLegs:
         cause, reason = "no_hold", None
         if request.hold is not None:
             try:
-                with _asking():
-                    hold = self._peers.located(request.hold)
-                async with self._peers.using(hold) as peer:
+                async with self._peers.using(self._peers.located(request.hold)) as peer:
                     return await self._land(request, ownership, peer)
             except _HoldOfNoUse as error:
                 cause, reason = error.cause, str(error)

@@ -9,7 +9,7 @@ from grpc import aio
 
 from kaveri.domain.sampling import Logprobs
 from kaveri.domain.view import ClusterView
-from kaveri.errors import InvalidArgument, RequestAlreadyExists, RequestNotFound, Unavailable
+from kaveri.errors import InvalidArgument, RequestAlreadyExists, Unavailable
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
@@ -39,14 +39,14 @@ class HoldPeers:
         self._releases: dict[asyncio.Task[None], None] = {}
 
     def located(self, hold: HoldAt) -> HoldAt:
-        """The hold at the address that its prefill instance has registered: callers choose no address to be called.
+        """The hold at the address that its prefill instance has registered, where the view has that life of it.
 
-        Raises RequestNotFound when that life of the instance is not in the cluster.
+        The cluster monitor does not broadcast instances that only prefill, so the views of decode instances often lack
+        them. Then the address is the caller's, and the hold's name decides whether it is the right instance.
         """
         instance = self._view().instances.get(hold.instance_id)
         if instance is None or instance.record.incarnation != hold.name.incarnation:
-            reason = f"that life of its prefill instance {hold.instance_id!r} is not in the cluster"
-            raise RequestNotFound(f"hold {hold.name.hold_id.hex()[:8]}", reason)
+            return hold
         return replace(hold, address=instance.record.address)
 
     @contextlib.asynccontextmanager
