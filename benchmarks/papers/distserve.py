@@ -110,7 +110,7 @@ class ComparedScheduler:
     name: str
     gpus: int
     serve: Callable[[Sequence[PlannedRequest], int], RunColumns]
-    """Requests and the seed of its draws to what became of them."""
+    """Takes the requests and a seed for its random draws; returns the columns of the run."""
 
 
 def read_lengths(data: Path, most_tokens: int) -> dict[str, list[RequestLengths]]:

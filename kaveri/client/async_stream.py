@@ -28,8 +28,8 @@ class AsyncStream:
     When the router dies, hangs, is cut off or drains, the stream goes on through another one, or the same one when it
     is back, until the request's deadline; without a deadline until it gets through or is closed. The pauses between two
     tries grow to a second. Each token, each character and the end come exactly once, and nothing is
-    computed again as long as the instances live. The prompt of a request with prompt_logprobs is, until its report has
-    come and the first token with it. `timing.server.reattaches` counts such changes.
+    computed again as long as the instances live; except the prompt of a request with prompt_logprobs, when the change
+    comes before its first token. `timing.server.reattaches` counts such changes.
 
     For one reader at a time. Raises only KaveriErrors.
     """

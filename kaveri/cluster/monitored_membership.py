@@ -1,7 +1,7 @@
 """The members of the cluster as the cluster monitor's broadcasts name them.
 
 From TetriInfer's cluster monitor (arXiv 2401.11181, section 3.2). An instance in a broadcast keeps its lease; one that
-is missing is gone. A lease runs only while a leader is heard, so no instance is lost for want of a leader. A new
+is missing is gone. A lease runs only while a leader is heard: without one, no instance is lost. A new
 leader may briefly know less than its predecessor (a router that started just when the store lost its state), so
 instances that only the predecessor named stay for one lease.
 """

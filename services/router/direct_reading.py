@@ -35,7 +35,7 @@ class DirectReading:
         return decode if is_worth_it and attempt.number > self._offered else None
 
     def note_offered(self, attempt: int) -> None:
-        """The client is told where this attempt decodes: from now on it may have tokens that the router lacks."""
+        """Notes that the client knows where this attempt decodes. It may then have tokens that the router lacks."""
         self._offered = attempt
 
     def note_read(self, attempt: int, is_read: bool) -> None:
