@@ -48,12 +48,20 @@ def test_a_row_is_stale_from_the_change_of_its_code_to_its_next_measurement(tmp_
     assert not claims.is_stale(root, rows[45])
     fresh = claims.page(root)
     changed = root / rows[1]["code"][0]
-    changed.write_text(changed.read_text() + "# another line\n")
+    changed.write_text(changed.read_text() + "ANOTHER = 1\n")
     assert claims.is_stale(root, rows[1])
     assert not claims.is_stale(root, rows[45])
     assert claims.page(root) != fresh, "the page shows it"
     claims.stamp(root, beside)
     assert claims.page(root) == fresh
+
+
+def test_comments_and_docstrings_are_no_change_of_the_code() -> None:
+    plain = 'X = "# no comment"\n\n\nclass A:\n    def f(self):\n        return """text"""\n'
+    told = '"""Of X."""\n' + plain.replace("class A:\n", 'class A:  # of letters\n    """Two\n    lines."""\n\n')
+    assert claims.what_runs(told) == claims.what_runs(plain)
+    assert claims.what_runs(told) != claims.what_runs(plain.replace("text", "test"))
+    assert claims.what_runs(told) != claims.what_runs(plain.replace("no comment", "a comment"))
 
 
 def test_a_claim_that_was_never_tried_has_no_figure(tmp_path: Path) -> None:
