@@ -14,8 +14,8 @@ from kaveri.policy.placement import largest_prompt, max_model_len, missing_phase
 from kaveri.text.answer import Answer
 from kaveri.text.tokenizer import ModelTokenizer, Turn
 from kaveri.wire.attempts import check_secret, check_session
+from services.router.accepted_request import NOTHING_RECEIVED, AcceptedRequest, AlreadyReceived, OwnerHint
 from services.router.request_placer import RequestPlacer
-from services.router.requests import NOTHING_RECEIVED, AcceptedRequest, AlreadyReceived, OwnerHint
 
 _SLICE_TOKENS = 65_536
 """Token ids are copied and checked in slices, about a millisecond of the event loop each."""

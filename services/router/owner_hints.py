@@ -3,8 +3,8 @@
 from google.protobuf.message import DecodeError
 
 from kaveri.v1 import inference_pb2
+from services.router.accepted_request import OwnerHint
 from services.router.lifecycle_values import InstanceLife
-from services.router.requests import OwnerHint
 
 
 def hint_to_proto(hint: OwnerHint) -> inference_pb2.OwnerHint:

@@ -24,6 +24,7 @@ from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, check_request_id
 from kaveri.wire.messages import params_from_proto
 from kaveri.wire.status import abort, status_of
 from services.router import metrics
+from services.router.accepted_request import AcceptedRequest, OwnerHint
 from services.router.cancelled_ids import CancelledIds
 from services.router.claims import RequestClaims
 from services.router.config import RouterConfig
@@ -43,7 +44,7 @@ from services.router.relay import ServicerContext, write_answer, write_cancelled
 from services.router.request_placer import RequestPlacer
 from services.router.request_table import RETRY_AFTER_S, RequestTable
 from services.router.request_trace import RequestTrace
-from services.router.requests import AcceptedRequest, Interrupted, OwnerHint, RequestEntry, SentAway
+from services.router.requests import Interrupted, RequestEntry, SentAway
 
 _GONE_WITHIN_S = 1.0
 """So long a call may live on after its client has gone, without its request."""

@@ -27,9 +27,10 @@ from kaveri.v1 import prefill_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.attempts import attached_from_proto, attachment_to_proto
 from kaveri.wire.status import error_of, is_connection_lost
+from services.router.accepted_request import OwnerHint
 from services.router.lifecycle_values import NO_LIFE, InstanceLife
 from services.router.prefill_watch import PrefillSteps
-from services.router.requests import OwnerHint, RequestEntry
+from services.router.requests import RequestEntry
 from services.router.token_feeds import ATTACH_SOON_S, ATTACH_TIMEOUT_S, REOPEN_GRACE_S, TokenFeeds
 
 _REOPEN_TIMEOUT_S = 0.5

@@ -16,9 +16,9 @@ from kaveri.cluster.store import RequestClaim
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestNotFound, StaleAttempt, Unsupported
 from kaveri.v1 import decode_pb2, inference_pb2
 from services.router import attempt_numbers, subscriptions, token_feeds
+from services.router.accepted_request import OwnerHint
 from services.router.lifecycle_values import Decoding, InstanceLife, Resuming, SeekingOwner
 from services.router.owner_hints import hint_to_proto
-from services.router.requests import OwnerHint
 from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
 from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, rest_of, tokens_of
 from tests.services.router.scripted_decode import ScriptedDecode

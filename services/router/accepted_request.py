@@ -1,0 +1,80 @@
+"""A request whose input was checked, and what its client has of the answer."""
+
+from dataclasses import dataclass
+
+from kaveri.domain.sampling import SamplingParams
+from kaveri.errors import InvalidArgument
+from services.router.lifecycle_values import InstanceLife
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerHint:
+    """The lives of instances that had a request last. None: there was none."""
+
+    prefill: InstanceLife | None = None
+    decode: InstanceLife | None = None
+    holder: InstanceLife | None = None
+    """Of the replica."""
+
+    def names_others_than(self, decode: InstanceLife) -> bool:
+        """Whether this decode instance was not the last to have the request."""
+        return (self.decode or self.prefill) is not None and self.decode != decode
+
+
+@dataclass(frozen=True, slots=True)
+class AlreadyReceived:
+    """What a client has of an answer."""
+
+    token_ids: tuple[int, ...] = ()
+    characters: int = 0
+    owner: OwnerHint = OwnerHint()
+    """Where the request is looked for first: the store's hint, if it has one."""
+    told: OwnerHint = OwnerHint()
+    """What the client was told last. The store may know less: it may have been away."""
+
+    def excuses(self, refusal: BaseException, decode: InstanceLife) -> bool:
+        """Whether a decode instance refuses what the client has received because it is a former owner. One that was cut
+        off when the request went on elsewhere has fewer tokens than the client, or in low precision others. That is no
+        fault of the client's."""
+        if not (isinstance(refusal, InvalidArgument) and refusal.field.startswith("received.")):
+            return False
+        return self.owner.names_others_than(decode) or self.told.names_others_than(decode)
+
+
+NOTHING_RECEIVED = AlreadyReceived()
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedRequest:
+    """A request whose input was checked."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    """With max_tokens and seed set."""
+    max_model_len: int
+    arrived_s: float
+    """time.monotonic() at its arrival."""
+    deadline_s: float
+    """time.monotonic() at which it fails."""
+    session: int = 0
+    """How often the client has re-attached."""
+    secret: bytes = b""
+    """Empty: the client cannot re-attach."""
+    received: AlreadyReceived = NOTHING_RECEIVED
+    """What the client has of earlier sessions."""
+    direct: bool = False
+    """Whether the client may read the answer at decode instances."""
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens that the answer may have."""
+        assert self.params.max_tokens is not None
+        return min(self.params.max_tokens, self.max_model_len - len(self.prompt_token_ids))
+
+    @property
+    def reported_prompt(self) -> tuple[int, ...]:
+        """The prompt's tokens, when a report on them is wanted and the client lacks it. It comes before the first token
+        of the answer, so a client that has a token has it."""
+        is_wanted = self.params.prompt_logprobs is not None and not self.received.token_ids
+        return self.prompt_token_ids if is_wanted else ()
