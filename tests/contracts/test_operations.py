@@ -74,13 +74,6 @@ def test_every_metric_is_documented_as_it_is() -> None:
     assert documented == registered
 
 
-def test_each_services_readme_names_its_metrics() -> None:
-    for role, facts in _registered().items():
-        text = (ROOT / "services" / role / "README.md").read_text()
-        missing = [name for name, _, _ in facts if name not in text]
-        assert not missing, f"services/{role}/README.md"
-
-
 _EVENT_ROW = re.compile(r"\| `([a-z_]+)` \| ([a-z, ]+) \| [a-z, ]+ \| `?([a-z_, ]*)`? \| .+ \|")
 _LEVEL_OF = {"debug": "debug", "info": "info", "warning": "warning", "error": "error", "exception": "error"}
 
