@@ -21,6 +21,14 @@ def find_api_key(given: str | None) -> str:
     return key
 
 
+def check_direct(direct: bool, api_key: str | None) -> None:
+    """Raises InvalidArgument when a key is given to a client that would read at decode instances. api_key: None: the
+    variable counts, which is also set for commands and so refuses nothing."""
+    if direct and api_key:
+        limit = "False with api_key: a public port sends all tokens itself, and decode instances take certificates"
+        raise InvalidArgument("direct", True, limit)
+
+
 def key_metadata(key: str) -> tuple[tuple[str, str], ...]:
     """What a call carries; key: empty: nothing."""
     return (("authorization", f"Bearer {key}"),) if key else ()

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kaveri.client.answer import Completion, ModelInfo
-from kaveri.client.api_key import find_api_key
+from kaveri.client.api_key import check_direct, find_api_key
 from kaveri.client.async_stream import AsyncStream
 from kaveri.client.direct import DirectStreams
 from kaveri.client.forks import check_not_forked, is_forked
@@ -58,13 +58,14 @@ class AsyncClient:
         limit. tls: what to show to routers, and which to trust, read again when the files change; None: no TLS.
         api_key: for public ports of routers; None: what KAVERI_API_KEY says, if it is set. Without TLS everyone on the
         way can read it. direct: reads tokens at the decode instances that draw them, where it can reach them. Routers
-        still place and follow the requests, and answers are the same.
+        still place and follow the requests, and answers are the same. Not with api_key.
 
         Connects at the first call, and can only be used in that call's event loop from then on. Raises InvalidArgument,
         and ConfigError for files that cannot be used.
         A process forked after a client has connected cannot use any client; calls raise RuntimeError.
         """
         check_timeout(timeout_s)
+        check_direct(direct, api_key)
         self._given = check_targets(target)
         self._timeout_s = timeout_s
         self._routers = make_routers(self._given, tls, find_api_key(api_key))

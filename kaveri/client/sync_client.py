@@ -52,7 +52,7 @@ class Client:
         - api_key: for public ports of routers. None: what KAVERI_API_KEY says, if it is set. Without TLS everyone on
           the way can read it.
         - direct: reads tokens at the decode instances that draw them, where it can reach them. Routers still place and
-          follow the requests, and answers are the same.
+          follow the requests, and answers are the same. Not with api_key.
 
         Raises InvalidArgument, ConfigError for files that cannot be used, and RuntimeError in a forked child.
         """

@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 
+from kaveri.client.api_key import VARIABLE, find_api_key
 from kaveri.client.async_client import AsyncClient
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import InstanceLoad, Role
+from kaveri.errors import ConfigError
 from kaveri.hosting.service_host import ServiceHost, new_incarnation, service_record
 from kaveri.hosting.store import open_store
 from kaveri.security.callers import make_callers
@@ -27,6 +29,9 @@ _WATCH_TIMEOUT_S = 1.0
 
 async def serve(config: GatewayConfig, stopping: asyncio.Event) -> int:
     """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
+    if config.direct and config.routers and find_api_key(None):
+        reason = f"does not go with {VARIABLE}: the public ports that ask for it send all tokens themselves"
+        raise ConfigError("--direct", reason)
     async with _open_store(config, stopping) as store:
         if store is None:
             return 0

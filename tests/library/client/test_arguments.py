@@ -117,6 +117,15 @@ def test_a_wrong_target_is_refused_by_name(target: Any) -> None:
         assert caught.value.field == "target"
 
 
+def test_a_key_of_public_ports_does_not_go_with_reading_at_decode_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    for make in (Client, AsyncClient):
+        with pytest.raises(InvalidArgument, match="direct is True; it must be False with api_key: a public port"):
+            make("127.0.0.1:1", api_key="key", direct=True)
+    # For `kaveri drain`, say.
+    monkeypatch.setenv("KAVERI_API_KEY", "key")
+    AsyncClient("127.0.0.1:1", direct=True)
+
+
 @pytest.mark.parametrize("timeout_s", WRONG_TIMES)
 async def test_a_wrong_timeout_is_refused_by_every_call(target: str, timeout_s: Any) -> None:
     for make in (Client, AsyncClient):

@@ -9,8 +9,11 @@ from typing import Any
 import openai
 import pytest
 
+from kaveri.errors import ConfigError
 from kaveri.security.api_keys import KeyLimits
 from kaveri.security.keys_file import add_key
+from services.gateway.config import GatewayConfig
+from services.gateway.service import serve
 from tests.services.gateway.conftest import WITHIN_S, GatewayUnderTest, run_gateway
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import MODEL
@@ -151,3 +154,12 @@ async def _until_status(gateway: GatewayUnderTest, secret: str, status: int) -> 
     async with asyncio.timeout(WITHIN_S):
         while (await gateway.ask("/v1/models", headers=_bearer(secret))).status != status:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+
+
+async def test_a_gateway_with_a_key_for_its_routers_reads_nothing_at_decode_instances(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KAVERI_API_KEY", "key")
+    config = GatewayConfig(routers=("127.0.0.1:1",), direct=True, port=0)
+    with pytest.raises(ConfigError, match="--direct: does not go with KAVERI_API_KEY: the public ports"):
+        await serve(config, asyncio.Event())
