@@ -7,7 +7,6 @@ at least 1,000 requests, is benchmarks/serving/rolling_restart.py.
 import asyncio
 import itertools
 import json
-import sys
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -89,22 +88,6 @@ async def test_every_process_can_be_restarted_under_load(cluster: LocalCluster, 
         await load.more(CLIENTS)
 
 
-async def kaveri(cluster: LocalCluster, *arguments: str) -> tuple[int, str, str]:
-    """Runs a command; its status and what it prints."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        "from kaveri.cli.main import main; main()",
-        *arguments,
-        "--target",
-        ",".join(cluster.stack.targets),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    output, errors = await asyncio.wait_for(process.communicate(), 60)
-    return process.returncode or 0, output.decode(), errors.decode()
-
-
 @pytest.mark.parametrize("name", ["router-0", "prefill-0", "decode-0"])
 async def test_an_instance_is_drained_and_put_back_by_command(
     cluster: LocalCluster, load: SteadyLoad, name: str
@@ -113,22 +96,22 @@ async def test_an_instance_is_drained_and_put_back_by_command(
         shown = view.instances[name].load
         return shown.state is InstanceState.DRAINING and not shown.running_requests and not shown.waiting_requests
 
-    status, output, _ = await kaveri(cluster, "drain", name, "--wait")
+    status, output, _ = await cluster.command("drain", name, "--wait")
     assert (status, output.splitlines()[-1]) == (0, f"{name} is drained")
     await cluster.wait_for_view(idle)
     await load.more(2 * CLIENTS)
     assert idle(cluster.view()), "it took a request"
-    status, output, _ = await kaveri(cluster, "status", "--json")
+    status, output, _ = await cluster.command("status", "--json")
     states = {shown["record"]["instance_id"]: shown["load"]["state"] for shown in json.loads(output)["instances"]}
     assert {each for each, state in states.items() if state == "draining"} == {name}
-    assert (await kaveri(cluster, "drain", name))[:2] == (0, f"{name} drains already: 0 requests left\n")
-    assert (await kaveri(cluster, "undrain", name))[:2] == (0, f"{name} takes requests again\n")
-    assert (await kaveri(cluster, "undrain", name))[:2] == (0, f"{name} does not drain\n")
+    assert (await cluster.command("drain", name))[:2] == (0, f"{name} drains already: 0 requests left\n")
+    assert (await cluster.command("undrain", name))[:2] == (0, f"{name} takes requests again\n")
+    assert (await cluster.command("undrain", name))[:2] == (0, f"{name} does not drain\n")
     await cluster.wait_for_view(lambda view: view.instances[name].load.running_requests > 0)
 
 
 async def test_an_unknown_instance_is_refused_by_name(cluster: LocalCluster) -> None:
     for command in ("drain", "undrain"):
-        status, _, errors = await kaveri(cluster, command, "decode-9")
+        status, _, errors = await cluster.command(command, "decode-9")
         assert status == 1
         assert "instance_id is 'decode-9'; it must be one of decode-0, decode-1, prefill-0" in errors

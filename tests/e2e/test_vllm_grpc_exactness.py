@@ -1,4 +1,7 @@
-"""Greedy answers of vllm.grpc.engine are the SDK's token for token, whole and streamed: on a router, and over legs."""
+"""Greedy answers over other doors are the SDK's token for token, whole and streamed.
+
+The doors: vllm.grpc.engine on a router and over legs, and the SDK and a gateway that read tokens at decode instances.
+"""
 
 import asyncio
 import contextlib
@@ -6,16 +9,20 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import openai
 import pytest
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
-from kaveri import AsyncClient, SamplingParams
+from kaveri import AsyncClient, Completion, SamplingParams
 from tests.support.local_cluster import LocalCluster, run_cluster
+from tests.support.metrics_pages import read_page, sum_of
+from tests.support.redis_fixture import free_port
 from tests.support.scripted_ports import plain_channel
 
 MAX_TOKENS = 24
 VOCAB_SIZE = 1_536
 WITHIN_S = 100.0
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 HELD = '{"do_remote_decode":true,"do_remote_prefill":false}'
 LEGS_AT_ONCE = 32
 _WORDS = ("Count", "Spell", "from", "to", "turtle", "lamp", "a", "the", "near", "1", "9", "12", "umbrella", "kite", "?")
@@ -27,6 +34,10 @@ def make_prompts() -> list[str | list[int]]:
     texts = [" ".join(rng.choices(_WORDS, k=rng.randrange(1, 60))) for _ in range(50)]
     lengths = [1, 2, 15, 16, 17, 511, 512, 513, *(rng.randrange(1, 600) for _ in range(42))]
     return [*texts, *([rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths)]
+
+
+def _given(prompt: str | list[int]) -> dict[str, Any]:
+    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
 
 
 def request(prompt: str | list[int], stream: bool, max_tokens: int = MAX_TOKENS, kv: str | None = None) -> Any:
@@ -59,20 +70,13 @@ async def test_100_greedy_answers_are_the_sdks_whole_and_streamed() -> None:
     flags = ("--vllm-grpc",)
     settings: dict[str, Any] = {"router_flags": flags, "prefill_flags": flags, "decode_flags": flags}
     settings |= {"engine": "transformers", "dtype": "float32", "prefill_count": 2, "decode_count": 2}
-    greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    settings |= {"gateway_count": 1, "gateway_flags": ("--direct",), "metrics_port": free_port()}
     async with (
         run_cluster(model="kaveri-tiny", start_timeout_s=200.0, **settings) as cluster,
         AsyncClient(cluster.target, timeout_s=WITHIN_S) as client,
         contextlib.AsyncExitStack() as channels,
     ):
-        answers = await asyncio.gather(
-            *(
-                client.generate(prompt, params=greedy)
-                if isinstance(prompt, str)
-                else client.generate(prompt_token_ids=prompt, params=greedy)
-                for prompt in prompts
-            )
-        )
+        answers = await asyncio.gather(*(client.generate(**_given(prompt), params=GREEDY) for prompt in prompts))
         expected = [answer.token_ids for answer in answers]
         stubs: dict[str, Any] = {}
         for name, status in cluster.view().instances.items():
@@ -81,8 +85,44 @@ async def test_100_greedy_answers_are_the_sdks_whole_and_streamed() -> None:
         for stream in (False, True):
             got = await asyncio.gather(*(ask(stubs["router-0"], prompt, stream) for prompt in prompts))
             assert got == expected, f"stream={stream}"
+        await _check_direct(cluster, prompts, answers)
         await _check_legs(cluster, stubs, prompts, expected)
     assert len(set(expected)) > 50, "the answers differ from one another"
+
+
+async def _check_direct(cluster: LocalCluster, prompts: Sequence[str | list[int]], answers: list[Completion]) -> None:
+    """Asks again with what reads tokens at decode instances: the SDK, and a gateway with texts and lists in one request
+    each."""
+    config = cluster.stack.config
+
+    async def read_tokens() -> float:
+        ports = [config.metrics_port_of(name) for name in ("decode-0", "decode-1")]
+        pages = await asyncio.gather(*(asyncio.to_thread(read_page, f"127.0.0.1:{port}") for port in ports))
+        return sum(sum_of("kaveri_decode_read_tokens_total", page) for page in pages)
+
+    expected = [(answer.text, answer.token_ids) for answer in answers]
+    assert not await read_tokens(), "the other doors read at routers"
+    async with AsyncClient(cluster.target, timeout_s=WITHIN_S, direct=True) as client:
+        got = await asyncio.gather(*(client.generate(**_given(prompt), params=GREEDY) for prompt in prompts))
+    assert [(answer.text, answer.token_ids) for answer in got] == expected, "the SDK"
+    after = await read_tokens()
+    assert after > 0
+    url = f"http://{cluster.stack.http_targets[0]}/v1"
+    half = len(prompts) // 2
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=WITHIN_S) as http:
+        for start in (0, half):
+            fields: dict[str, Any] = {"model": "kaveri-tiny", "max_tokens": MAX_TOKENS, "temperature": 0}
+            fields |= {"prompt": prompts[start : start + half], "extra_body": {"return_token_ids": True}}
+            whole = await http.completions.create(**fields)
+            found = [(choice.text, tuple(choice.token_ids)) for choice in whole.choices]  # type: ignore[attr-defined]
+            assert found == expected[start : start + half], "HTTP"
+            streamed: list[tuple[str, tuple[int, ...]]] = [("", ())] * half
+            async for event in await http.completions.create(**fields, stream=True):
+                (choice,) = event.choices
+                text, token_ids = streamed[choice.index]
+                streamed[choice.index] = (text + choice.text, (*token_ids, *choice.token_ids))
+            assert streamed == expected[start : start + half], "HTTP, streamed"
+    assert await read_tokens() > after
 
 
 async def _check_legs(

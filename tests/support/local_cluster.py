@@ -1,5 +1,6 @@
 """A real cluster of real processes for tests: to be asked, watched, killed, frozen and started again."""
 
+import asyncio
 import contextlib
 import signal
 import sys
@@ -13,6 +14,7 @@ from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
 
 _POLL_S = 0.1
+_COMMAND_S = 60.0
 _SHOWN_LINES = 20
 _DEFAULTS: dict[str, Any] = {
     "engine": "fake",
@@ -66,6 +68,21 @@ class LocalCluster:
         """Restarts a dead one and waits until the whole cluster accepts requests."""
         await self.stack.restart(name)
         await self.stack.wait_until_ready(within_s)
+
+    async def command(self, *arguments: str) -> tuple[int, str, str]:
+        """Runs `kaveri ARGUMENTS --target` with these routers. Returns its exit status, and what it printed on stdout
+        and stderr."""
+        program = (sys.executable, "-c", "from kaveri.cli.main import main; main()")
+        process = await asyncio.create_subprocess_exec(
+            *program,
+            *arguments,
+            "--target",
+            ",".join(self.stack.targets),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        output, errors = await asyncio.wait_for(process.communicate(), _COMMAND_S)
+        return process.returncode or 0, output.decode(), errors.decode()
 
     async def wait_for_view(self, condition: Callable[[ClusterView], bool], within_s: float = 60.0) -> ClusterView:
         """The first view that meets the condition. AssertionError, with the last view, after `within_s` seconds."""

@@ -6,7 +6,9 @@ from pathlib import Path
 import grpc
 from grpc import aio
 
-from kaveri.rpc.tls import ChannelOptions, process_tls
+from kaveri.rpc.tls import ChannelOptions, RpcTls, process_tls, use_tls
+from kaveri.security.settings import DEFAULT_NAME
+from kaveri.security.tls_files import TlsFiles
 
 
 def add_port(server: aio.Server, address: str = "127.0.0.1:0") -> int:
@@ -27,9 +29,22 @@ def plain_channel(address: str, options: ChannelOptions = ()) -> aio.Channel:
 
 def blocking_channel(address: str, options: ChannelOptions = ()) -> grpc.Channel:
     """The same for threads."""
-    tls = process_tls()
-    if tls is None:
+    files = inherited_tls()
+    if files is None:
         return grpc.insecure_channel(address, options)
-    names = ("KAVERI_TLS_CA", "KAVERI_TLS_KEY", "KAVERI_TLS_CERT")
-    credentials = grpc.ssl_channel_credentials(*(Path(os.environ[name]).read_bytes() for name in names))
-    return grpc.secure_channel(address, credentials, (*options, ("grpc.ssl_target_name_override", tls.name)))
+    read = (Path(path).read_bytes() for path in (files.authority, files.key, files.certificate))
+    credentials = grpc.ssl_channel_credentials(*read)
+    return grpc.secure_channel(address, credentials, (*options, ("grpc.ssl_target_name_override", files.name)))
+
+
+def inherited_tls() -> TlsFiles | None:
+    """The files that processes show which tests start: with --tls the environment names them. None: no TLS."""
+    paths = [os.environ.get(f"KAVERI_TLS_{name}", "") for name in ("CERT", "KEY", "CA")]
+    return TlsFiles(*paths, DEFAULT_NAME) if all(paths) else None
+
+
+def use_inherited_tls() -> None:
+    """For processes of tests that are clients: they show what services show."""
+    files = inherited_tls()
+    if files is not None:
+        use_tls(RpcTls(files))
