@@ -44,6 +44,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tls", action="store_true", help="mutual TLS on every gRPC port and channel")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Markers."""
+    config.addinivalue_line("markers", "shows_no_certificate: its clients connect without TLS; skipped with --tls")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --tls, leaves out what cannot show a certificate."""
+    if config.getoption("--tls"):
+        for item in items:
+            if item.get_closest_marker("shows_no_certificate"):
+                item.add_marker(pytest.mark.skip(reason="its clients show no certificate"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _mutual_tls(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     if not request.config.getoption("--tls"):

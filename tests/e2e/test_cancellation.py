@@ -1,8 +1,6 @@
 """A cancelled request ends everywhere, in every phase, and frees every block."""
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -11,6 +9,7 @@ import pytest_asyncio
 from kaveri import AsyncClient, Chunk, SamplingParams
 from kaveri.domain.view import ClusterView
 from kaveri.errors import DeadlineExceeded
+from tests.support.endless_client import start_endless_client
 from tests.support.local_cluster import LocalCluster, run_cluster
 
 # A second for the cancellation, the rest for heartbeats and a busy machine.
@@ -137,14 +136,7 @@ async def test_a_deadline_ends_the_request_everywhere(cluster: LocalCluster) -> 
 
 @pytest.mark.timeout(180)
 async def test_a_client_that_vanishes_frees_everything(cluster: LocalCluster) -> None:
-    program = (
-        "import sys; from kaveri import Client, SamplingParams\n"
-        "params = SamplingParams(max_tokens=2000, temperature=0, ignore_eos=True)\n"
-        "for chunk in Client(sys.argv[1]).stream(prompt_token_ids=range(1, 601), params=params): print(chunk.index)\n"
-    )
-    client_process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", program, cluster.target, stdout=subprocess.DEVNULL
-    )
+    client_process = await start_endless_client([cluster.target])
     try:
         await cluster.wait_for_view(running("decode-0"), within_s=30)
     finally:

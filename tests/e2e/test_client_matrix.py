@@ -12,6 +12,7 @@ WITHIN_S = 700
 """smg is downloaded once, 37 MB."""
 
 
+@pytest.mark.shows_no_certificate
 @pytest.mark.timeout(WITHIN_S + 60)
 def test_curl_openai_a_load_generator_and_smg_get_what_the_sdk_gets() -> None:
     script = [sys.executable, str(ROOT / "scripts" / "client_matrix.py"), "--only", ",".join(NAMES)]

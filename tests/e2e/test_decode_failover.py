@@ -7,7 +7,6 @@ and tokens that the holders have computed again.
 
 import asyncio
 import time
-import urllib.request
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from kaveri import AsyncClient, Completion, SamplingParams
 from kaveri.domain.view import ClusterView
 from tests.support.devices import DEVICES
 from tests.support.local_cluster import LocalCluster, run_cluster
+from tests.support.metrics_pages import read_page, sum_of
 from tests.support.reading import Reading
 from tests.support.redis_fixture import free_port
 
@@ -71,9 +71,7 @@ class ReplicatedCluster:
         if instance_id not in self.cluster.pids():
             return 0.0
         port = self._metrics_port + self.cluster.stack.instance_ids.index(instance_id)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+        return sum_of(name, read_page(f"127.0.0.1:{port}"))
 
     async def computed_tokens(self) -> float:
         """Prompt tokens that the prefill instances have computed."""

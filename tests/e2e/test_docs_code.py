@@ -25,6 +25,7 @@ def _blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
 
 
+@pytest.mark.shows_no_certificate
 @pytest.mark.timeout(240)
 def test_the_experiment_compares_two_policies_and_draws_them(tmp_path: Path) -> None:
     (script,) = _blocks("experiments.md", "python")

@@ -8,13 +8,13 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kaveri import Client, SamplingParams
+from tests.support.metrics_pages import read_page
 from tests.support.redis_fixture import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,8 +121,7 @@ def test_kaveri_up_serves_with_the_example_by_flag_and_a_policy_that_raises_fail
             assert str(_PROMPT + list(answer.token_ids)) == expected.strip()
             assert answer.timing.server is not None
             assert answer.timing.server.kv_transport == "counted"
-        with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=10) as response:
-            scraped = response.read().decode()
+        scraped = read_page(f"127.0.0.1:{metrics_port}")
     assert 'kaveri_policy_faults_total{policy="placement_policy"} 3.0' in scraped
     logs = (tmp_path / "logs" / "router-0.log").read_text()
     assert logs.count('"event": "policy_failed"') == 1

@@ -1,13 +1,13 @@
 """One router's /sd names every process of a cluster that serves metrics, and each of them can be scraped there."""
 
 import json
-import urllib.request
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from kaveri import AsyncClient, SamplingParams
 from tests.support.local_cluster import run_cluster
+from tests.support.metrics_pages import read_page
 from tests.support.redis_fixture import free_port
 
 _ROLES = {
@@ -17,12 +17,6 @@ _ROLES = {
     "decode-0": "engine",
     "decode-1": "engine",
 }
-
-
-def _get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=30) as response:
-        text: str = response.read().decode()
-        return text
 
 
 def _samples(text: str) -> dict[str, list[Any]]:
@@ -39,10 +33,10 @@ async def test_a_scrape_of_what_sd_names_covers_every_process_until_its_lease_en
         async with AsyncClient(cluster.target) as client:
             answer = await client.generate("hello", params=SamplingParams(max_tokens=5, ignore_eos=True))
         assert answer.usage.completion_tokens == 5
-        found = _get(f"http://127.0.0.1:{port}/sd")
+        found = read_page(f"127.0.0.1:{port}", "sd")
         groups = {group["labels"]["kaveri_instance_id"]: group for group in json.loads(found)}
         assert {name: group["labels"]["kaveri_role"] for name, group in groups.items()} == _ROLES
-        scraped = {name: _samples(_get(f"http://{group['targets'][0]}/metrics")) for name, group in groups.items()}
+        scraped = {name: _samples(read_page(group["targets"][0])) for name, group in groups.items()}
         for name, samples in scraped.items():
             (built,) = samples["kaveri_build_info"]
             assert (built.labels["role"], built.value) == (_ROLES[name], 1)
@@ -58,5 +52,5 @@ async def test_a_scrape_of_what_sd_names_covers_every_process_until_its_lease_en
         assert (bounds["tpot"][0], bounds["tpot"][-1], bounds["e2e"][-1]) == (0.001, 0.5, 600)
         await cluster.kill("decode-1")
         await cluster.wait_for_view(lambda view: "decode-1" not in view.instances)
-        left = json.loads(_get(f"http://127.0.0.1:{port}/sd"))
+        left = json.loads(read_page(f"127.0.0.1:{port}", "sd"))
         assert {group["labels"]["kaveri_instance_id"] for group in left} == _ROLES.keys() - {"decode-1"}

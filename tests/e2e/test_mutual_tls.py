@@ -19,10 +19,18 @@ from smg_grpc_proto import vllm_engine_pb2
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from kaveri import AsyncClient, SamplingParams, TlsFiles
+from kaveri.client.api_key import key_metadata
 from kaveri.rpc.server import open_channel
-from kaveri.rpc.tls import RpcTls, use_tls
+from kaveri.rpc.tls import RpcTls, process_tls, use_tls
+from kaveri.security.api_keys import KeyLimits
+from kaveri.security.keys_file import add_key
+from kaveri.v1 import decode_pb2, inference_pb2, sampling_pb2
+from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from kaveri.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.support.certificates import Authority
 from tests.support.local_cluster import LocalCluster, run_cluster
+from tests.support.metrics_pages import read_page, sum_of
+from tests.support.redis_fixture import free_port
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command to make certificates with")
 _WITHIN_S = 60.0
@@ -36,10 +44,11 @@ def authority(tmp_path: Path) -> Authority:
 @pytest.fixture
 def files(authority: Authority) -> Iterator[TlsFiles]:
     """Of all services; the stack in this process uses them too."""
-    files = authority.certify("service")
+    files, former = authority.certify("service"), process_tls()
     use_tls(RpcTls(files))
     yield files
-    use_tls(None)
+    # With --tls all other tests of this process need theirs.
+    use_tls(former)
 
 
 def _flags(files: TlsFiles) -> dict[str, str]:
@@ -84,6 +93,52 @@ async def test_every_port_refuses_strangers_and_a_request_goes_through_all_servi
         shown = await asyncio.to_thread(_command, files, "status", "--json", "--target", cluster.target)
         assert len(json.loads(shown)["instances"]) == 5
         assert await asyncio.to_thread(_command, files, "health", "--target", cluster.target) == "SERVING\n"
+
+
+async def test_answers_are_read_at_decode_with_a_certificate_and_with_an_api_key_at_the_router_alone(
+    authority: Authority, files: TlsFiles, tmp_path: Path
+) -> None:
+    keys_file = str(tmp_path / "keys.toml")
+    stranger = key_metadata(add_key(keys_file, "stranger", KeyLimits()))
+    host, public_port, metrics_port = "models.example.com", free_port(), free_port()
+    public = authority.certify("public", dns=host)
+    settings = {
+        "public_port": public_port,
+        "public_tls_cert": public.certificate,
+        "public_tls_key": public.key,
+        "keys_file": keys_file,
+        "metrics_port": metrics_port,
+        "decode_flags": ("--direct-answers", "on", "--fake-step-s", "0.01"),
+    }
+    async with run_cluster(**settings, **_flags(files)) as cluster:
+        metrics = f"127.0.0.1:{cluster.stack.config.metrics_port_of('decode-0')}"
+
+        async def read_tokens() -> float:
+            page = await asyncio.to_thread(read_page, metrics, files=files)
+            return sum_of("kaveri_decode_read_tokens_total", page)
+
+        params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+        async with AsyncClient(cluster.target, tls=files, direct=True, timeout_s=_WITHIN_S) as client:
+            read = 0.0
+            # A busy machine may connect too late for the first answer.
+            async with asyncio.timeout(_WITHIN_S):
+                while not read:
+                    answer = await client.generate("hello", params=params)
+                    read = await read_tokens()
+        # The SDK is not given a key for this, so the stranger asks by hand.
+        asked = inference_pb2.GenerateRequest(text="hello", request_id="r", secret=b"s" * 16, direct=True)
+        asked.params.CopyFrom(sampling_pb2.SamplingParams(max_tokens=100, temperature=0, ignore_eos=True))
+        trusts = RpcTls(TlsFiles(authority=files.authority, name=host))
+        async with open_channel(f"127.0.0.1:{public_port}", trusts) as channel:
+            call = InferenceServiceStub(channel).Generate(asked, metadata=stranger, timeout=_WITHIN_S)
+            responses = [response async for response in call]
+        assert tuple(token_id for response in responses for token_id in response.token_ids) == answer.token_ids
+        assert not any(response.HasField("tokens_at") for response in responses)
+        async with _without_certificate(cluster.view().instances["decode-0"].record.address, files) as channel:
+            opened = decode_pb2.StreamAnswersRequest(reader_id="r" * 16)
+            with pytest.raises(aio.AioRpcError) as refused:
+                await DecodeServiceStub(channel).StreamAnswers(opened, metadata=stranger, timeout=_WITHIN_S).read()
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_certificates_replaced_under_load_fail_no_request(authority: Authority, files: TlsFiles) -> None:

@@ -18,6 +18,7 @@ import pytest_asyncio
 from kaveri import AsyncClient, SamplingParams
 from kaveri.domain.view import ClusterView
 from tests.support.local_cluster import LocalCluster, run_cluster
+from tests.support.metrics_pages import read_page
 from tests.support.prometheus import PrometheusApi, rule_groups, run_prometheus
 from tests.support.reading import Reading
 from tests.support.redis_fixture import free_port
@@ -86,18 +87,17 @@ class Observed:
         names: set[str] = set()
         for port in self._ports:
             with contextlib.suppress(OSError):
-                answer = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30)
-                with answer:
-                    for name, kind in re.findall(r"^# TYPE (\S+) (\S+)$", answer.read().decode(), re.MULTILINE):
-                        ends = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
-                        names |= {name + end for end in ends}
+                page = read_page(f"127.0.0.1:{port}")
+                for name, kind in re.findall(r"^# TYPE (\S+) (\S+)$", page, re.MULTILINE):
+                    ends = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
+                    names |= {name + end for end in ends}
         return names
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def observed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Observed]:
     first = free_port()
-    urls = [f"http://127.0.0.1:{port}/sd" for port in (first, first + 1)]
+    routers = [f"127.0.0.1:{port}" for port in (first, first + 1)]
     async with (
         run_cluster(
             router_count=2,
@@ -111,7 +111,7 @@ async def observed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ob
             replica_min_tokens="16",
         ) as cluster,
         AsyncClient(cluster.stack.targets, timeout_s=100) as client,
-        run_prometheus(tmp_path_factory.mktemp("prometheus"), urls) as prometheus,
+        run_prometheus(tmp_path_factory.mktemp("prometheus"), routers) as prometheus,
     ):
         yield Observed(cluster, client, prometheus, range(first, first + len(INSTANCES)))
 

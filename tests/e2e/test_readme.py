@@ -20,6 +20,7 @@ def _run(command: list[str], text: str = "") -> str:
     return ended.stdout
 
 
+@pytest.mark.shows_no_certificate
 @pytest.mark.timeout(180)
 async def test_the_example_and_the_commands_work_as_printed() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

@@ -5,18 +5,17 @@ finish reasons with an undisturbed run of the same requests. What is counted: pr
 """
 
 import asyncio
-import subprocess
-import sys
 import time
-import urllib.request
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 import pytest_asyncio
 
 from kaveri import AsyncClient, Completion, SamplingParams
 from kaveri.domain.view import ClusterView
+from tests.support.endless_client import start_endless_client
 from tests.support.local_cluster import LocalCluster, run_cluster
+from tests.support.metrics_pages import read_page, sum_of
 from tests.support.reading import Reading
 from tests.support.redis_fixture import free_port
 
@@ -46,13 +45,7 @@ class TwoRouters:
     async def metric(self, instance_id: str, name: str) -> float:
         """The sum of one of its metrics over all labels."""
         port = self._metrics_port + self.cluster.stack.instance_ids.index(instance_id)
-
-        def read() -> str:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-                return str(answer.read().decode())
-
-        lines = (await asyncio.to_thread(read)).splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+        return sum_of(name, await asyncio.to_thread(read_page, f"127.0.0.1:{port}"))
 
     async def computed_tokens(self) -> float:
         """Prompt tokens that prefill has computed."""
@@ -197,7 +190,7 @@ async def test_a_router_that_stood_still_suspects_no_instance(routers: TwoRouter
 
 
 async def test_a_client_gone_with_its_router_frees_everything_within_the_grace(routers: TwoRouters) -> None:
-    client_process = await _start_client(routers.cluster.stack.targets)
+    client_process = await start_endless_client(routers.cluster.stack.targets)
     try:
         await routers.cluster.wait_for_view(
             lambda view: any(view.instances[f"decode-{n}"].load.running_requests > 0 for n in (0, 1)), within_s=30
@@ -215,7 +208,7 @@ async def test_a_client_gone_with_its_router_frees_everything_within_the_grace(r
 
 
 async def test_a_client_gone_while_its_router_lives_frees_everything_at_once(routers: TwoRouters) -> None:
-    client_process = await _start_client(routers.cluster.stack.targets)
+    client_process = await start_endless_client(routers.cluster.stack.targets)
     try:
         await routers.cluster.wait_for_view(
             lambda view: any(view.instances[f"decode-{n}"].load.running_requests > 0 for n in (0, 1)), within_s=30
@@ -239,12 +232,3 @@ async def test_cancel_works_through_any_router(routers: TwoRouters) -> None:
     await reading.task
     assert reading.chunks[-1].finish_reason == "cancelled"
     await routers.is_free(3)
-
-
-async def _start_client(targets: Sequence[str]) -> asyncio.subprocess.Process:
-    program = (
-        "import sys; from kaveri import Client, SamplingParams\n"
-        "params = SamplingParams(max_tokens=2000, temperature=0, ignore_eos=True)\n"
-        "for chunk in Client(sys.argv[1:]).stream(prompt_token_ids=range(1, 601), params=params): print(chunk.index)\n"
-    )
-    return await asyncio.create_subprocess_exec(sys.executable, "-c", program, *targets, stdout=subprocess.DEVNULL)

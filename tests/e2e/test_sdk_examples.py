@@ -40,6 +40,7 @@ def _run(name: str, target: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.shows_no_certificate
 @pytest.mark.timeout(240)
 async def test_every_example_works() -> None:
     assert set(SHOWN) == {path.name for path in EXAMPLES.glob("*.py")}

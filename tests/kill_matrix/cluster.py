@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import re
-import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import psutil
 from kaveri.domain.view import ClusterView
 from kaveri.models import KAVERI_TINY, bundled_predictor
 from tests.support.local_cluster import LocalCluster
+from tests.support.metrics_pages import read_page
 
 ORPHAN_GRACE_S = 3.0
 _STEP_S = "0.02"
@@ -131,8 +131,7 @@ class Rest:
     def _scrape(self, name: str) -> str:
         port = self.metrics_port + self.cluster.stack.instance_ids.index(name)
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-                return str(answer.read().decode())
+            return read_page(f"127.0.0.1:{port}", timeout_s=5)
         except OSError as error:
             return f"kaveri_replicas_held unreadable_{type(error).__name__} 1"
 

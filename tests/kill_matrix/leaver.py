@@ -9,6 +9,7 @@ import sys
 
 from kaveri import AsyncClient, SamplingParams
 from kaveri.errors import KaveriError
+from tests.support.scripted_ports import use_inherited_tls
 
 _CLIENTS = 3
 
@@ -36,4 +37,5 @@ async def _run(seed: str, targets: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    use_inherited_tls()
     asyncio.run(_run(sys.argv[1], sys.argv[2:]))

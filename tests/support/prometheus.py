@@ -18,6 +18,7 @@ import yaml
 
 from kaveri.local.process import ChildProcess
 from tests.support.redis_fixture import free_port
+from tests.support.scripted_ports import inherited_tls
 
 DEPLOYED = Path(__file__).resolve().parents[2] / "deploy" / "prometheus"
 _START_S = 60.0
@@ -75,15 +76,23 @@ class PrometheusApi:
 
 
 @contextlib.asynccontextmanager
-async def run_prometheus(folder: Path, discovery_urls: Sequence[str]) -> AsyncIterator[PrometheusApi]:
+async def run_prometheus(folder: Path, routers: Sequence[str]) -> AsyncIterator[PrometheusApi]:
     """Runs Prometheus with the deployed configuration while the context lasts; only the addresses of /sd are others,
-    and it scrapes every second. folder: for its configuration, data and log."""
+    and it scrapes every second. folder: for its configuration, data and log. routers: "host:port" of their metrics.
+    With --tls it shows a certificate, as the comment in that configuration says."""
     program = prometheus_program("prometheus")
     config = yaml.safe_load((DEPLOYED / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(DEPLOYED / pattern) for pattern in config["rule_files"]]
     (job,) = config["scrape_configs"]
-    job["http_sd_configs"] = [{"url": url, "refresh_interval": "1s"} for url in discovery_urls]
+    scheme, tls = "http", dict[str, Any]()
+    if (files := inherited_tls()) is not None:
+        pem = {"ca_file": files.authority, "cert_file": files.certificate, "key_file": files.key}
+        scheme, tls = "https", {"tls_config": {**pem, "server_name": files.name}}
+    job |= {"scheme": scheme, **tls}
+    job["http_sd_configs"] = [
+        {"url": f"{scheme}://{address}/sd", "refresh_interval": "1s", **tls} for address in routers
+    ]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     address = f"127.0.0.1:{free_port()}"
     command = [

@@ -18,7 +18,7 @@ from kaveri.client.async_client import AsyncClient
 from kaveri.errors import ConfigError, KaveriError, Unauthenticated, Unavailable
 from kaveri.rpc.channels import Channels
 from kaveri.rpc.server import RpcServer, open_channel
-from kaveri.rpc.tls import RpcTls, use_tls
+from kaveri.rpc.tls import RpcTls, process_tls, use_tls
 from kaveri.security import tls_files
 from kaveri.security.tls_files import TlsFiles, WatchedTlsFiles
 from kaveri.wire.status import error_of
@@ -30,8 +30,10 @@ WITHIN_S = 20.0
 
 @pytest.fixture(autouse=True)
 def _tls_of_this_test_only() -> Iterator[None]:
-    yield
+    former = process_tls()
     use_tls(None)
+    yield
+    use_tls(former)
 
 
 @pytest.fixture

@@ -28,6 +28,8 @@ from tests.services.router.scripted_answers import ask, eventually
 from tests.support.certificates import Authority
 from tests.support.redis_fixture import free_port
 
+# In one process with services, clients of public ports would show the services' certificates.
+pytestmark = pytest.mark.shows_no_certificate
 WITHIN_S = 60.0
 _NO_REDIS = "redis://127.0.0.1:1/0"
 """So that each test counts for itself."""
@@ -45,12 +47,6 @@ class PublicRouter:
 
     def client(self, secret: str, **given: Any) -> AsyncClient:
         return AsyncClient(self.target, api_key=secret, timeout_s=WITHIN_S, **given)
-
-
-@pytest.fixture(autouse=True)
-def _without_process_tls(request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("--tls"):
-        pytest.skip("clients of public ports, in one process with services, would show the services' certificates")
 
 
 @pytest.fixture
