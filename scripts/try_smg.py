@@ -2,7 +2,9 @@
 
 `python scripts/try_smg.py --smg PATH` uses an smg that is installed; without it, one is installed into a temporary
 environment (a wheel of 37 MB). With `--pd` smg chooses the prefill and the decode instance itself, and no router is
-asked. Prints a line for each check. Exits 1 when one fails.
+asked. With `--tls CERT KEY CA` the cluster asks for certificates; smg's gRPC client speaks no TLS, so it goes through
+proxies that show this one (docs/operations.md says how to make the files). Prints a line for each check. Exits 1 when
+one fails.
 """
 
 import argparse
@@ -10,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -23,9 +26,11 @@ from typing import Any
 
 import openai
 
-from kaveri import AsyncClient, SamplingParams
+from kaveri import AsyncClient, SamplingParams, TlsFiles
+from kaveri.client.loop_thread import LoopThread
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
+from kaveri.rpc.tls import RpcTls, use_tls
 
 SMG = "smg==1.13.0"
 MODEL = "kaveri-tiny"
@@ -70,6 +75,43 @@ def running_smg(command: Path, workers: Sequence[str], folder: Path) -> Iterator
             smg.wait(10)
         except subprocess.TimeoutExpired:
             smg.kill()
+
+
+@contextlib.contextmanager
+def showing_certificate(target: str, files: TlsFiles | None) -> Iterator[str]:
+    """Where smg reaches the port "host:port": a port without TLS, from which all goes on with these files. None: there
+    is no TLS."""
+    if files is None:
+        yield target
+        return
+    context = ssl.create_default_context(cafile=files.authority)
+    context.load_cert_chain(files.certificate, files.key)
+    # gRPC asks for it.
+    context.set_alpn_protocols(["h2"])
+    host, _, port = target.rpartition(":")
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner = await asyncio.open_connection(host, int(port), ssl=context, server_hostname=files.name)
+        await asyncio.gather(_pass_on(reader, inner[1]), _pass_on(inner[0], writer))
+
+    async def close() -> None:
+        server.close()
+
+    # Of its own: this thread waits for smg.
+    loop = LoopThread("proxy")
+    server = loop.run(asyncio.start_server(connect, "127.0.0.1", 0))
+    try:
+        yield "{}:{}".format(*server.sockets[0].getsockname())
+    finally:
+        loop.end(close())
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while piece := await reader.read(65_536):
+            writer.write(piece)
+            await writer.drain()
+    writer.close()
 
 
 async def check(url: str, router: str) -> list[str]:
@@ -128,21 +170,31 @@ async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smg", type=Path, help="an smg that is installed")
     parser.add_argument("--pd", action="store_true", help="smg chooses the prefill and the decode instance itself")
+    parser.add_argument("--tls", nargs=3, metavar=("CERT", "KEY", "CA"), help="files of the cluster")
     given = parser.parse_args()
+    files = None
+    if given.tls:
+        files = TlsFiles(*given.tls, "kaveri")
+        use_tls(RpcTls(files))
     flags = ("--vllm-grpc",)
     settings = {"prefill_flags": flags, "decode_flags": flags} if given.pd else {"router_flags": flags}
+    if files is not None:
+        settings |= {"tls_cert": files.certificate, "tls_key": files.key, "tls_ca": files.authority}
     config = StackConfig.of(
         engine="transformers", dtype="float32", prefill_count=1, decode_count=1, start_timeout_s=200.0, **settings
     )
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as proxies:
         command = given.smg or installed_smg(Path(name) / "venv")
         print(_version(command))
         async with LocalStack(config, report=print) as stack:
-            workers = ["--worker-urls", f"grpc://{stack.target}"]
+
+            def url_of(name: str) -> str:
+                address = stack.view().instances[name].record.address
+                return f"grpc://{proxies.enter_context(showing_certificate(address, files))}"
+
+            workers = ["--worker-urls", url_of("router-0")]
             if given.pd:
-                records = {name: status.record for name, status in stack.view().instances.items()}
-                workers = ["--pd-disaggregation", "--prefill", f"grpc://{records['prefill-0'].address}"]
-                workers += ["--decode", f"grpc://{records['decode-0'].address}"]
+                workers = ["--pd-disaggregation", "--prefill", url_of("prefill-0"), "--decode", url_of("decode-0")]
             with running_smg(command, workers, Path(name)) as url:
                 wrong = await check(url, stack.target)
             if given.pd:
