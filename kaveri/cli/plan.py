@@ -1,18 +1,24 @@
 """kaveri plan: how many instances of which configuration a workload needs, by simulation."""
 
+import asyncio
 import json
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kaveri.cli.options import speaks_tls
 from kaveri.cli.plan_pipeline import pipeline
 from kaveri.cli.planned_lengths import read_lengths
 from kaveri.errors import ConfigError
 
 if TYPE_CHECKING:
+    from kaveri.planner.model_shape import ModelShape
+    from kaveri.planner.observed_workload import ObservedWorkload
     from kaveri.planner.plan import ClusterPlan
+    from kaveri.planner.running_cluster import RunningCluster
 
 plan_app = typer.Typer(
     help="Plan a cluster: instances, parallelism and cost, by simulation.",
@@ -20,9 +26,19 @@ plan_app = typer.Typer(
     invoke_without_command=True,
 )
 plan_app.command()(pipeline)
+_DEFAULT_GPUS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedNow:
+    """What `--from-cluster` found."""
+
+    workload: "ObservedWorkload"
+    cluster: "RunningCluster"
 
 
 @plan_app.callback()
+@speaks_tls
 def plan(
     context: typer.Context,
     profile: Annotated[
@@ -35,7 +51,9 @@ def plan(
     model: Annotated[
         str, typer.Option(help="Bundled model, or a TOML file with the same fields; unset: the profile's.")
     ] = "",
-    gpus: Annotated[int, typer.Option(help="The most GPUs that the plan may use.")] = 8,
+    gpus: Annotated[
+        int | None, typer.Option(help="The most GPUs that the plan may use. Unset: 8, or what runs if that is more.")
+    ] = None,
     slo_ttft_s: Annotated[float, typer.Option(help="Seconds to the first token that count as met.")] = 0.0,
     slo_tpot_s: Annotated[float, typer.Option(help="Seconds per further token that count as met.")] = 0.0,
     attain: Annotated[float, typer.Option(help="Share of requests that must meet both.")] = 0.9,
@@ -45,8 +63,30 @@ def plan(
     lengths: Annotated[
         str, typer.Option(help="Or from these: PROMPT,ANSWER tokens, several separated by semicolons.")
     ] = "",
-    rate: Annotated[float, typer.Option(help="Requests per second to serve.")] = 0.0,
-    burstiness: Annotated[float, typer.Option(help="Squared coefficient of variation of the gaps; 1: Poisson.")] = 1.0,
+    from_cluster: Annotated[
+        str,
+        typer.Option(
+            help="Or lengths, rate and burstiness from what the cluster of this router was asked for, HOST:PORT; the"
+            " plan is compared with what runs there."
+        ),
+    ] = "",
+    last_s: Annotated[float, typer.Option(help="--from-cluster: seconds of the past that count.")] = 600.0,
+    running_tp: Annotated[
+        str,
+        typer.Option(
+            help="--from-cluster: tensor parallelism of what runs, TP or TP,TP of prefill and decode. Unset: as their"
+            " KV layouts say, else 1."
+        ),
+    ] = "",
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second to serve. Unset: what --from-cluster saw.")
+    ] = None,
+    burstiness: Annotated[
+        float | None,
+        typer.Option(
+            help="Squared coefficient of variation of the gaps; 1: Poisson. Unset: what --from-cluster saw, else 1."
+        ),
+    ] = None,
     prefill_tp_pp: Annotated[str, typer.Option(help="Only this TP,PP for prefill instances.")] = "",
     decode_tp_pp: Annotated[str, typer.Option(help="Only this TP,PP for decode instances.")] = "",
     same_node: Annotated[
@@ -67,7 +107,8 @@ def plan(
     """Find the fewest GPUs that serve a workload within its SLOs.
 
     DistServe's algorithm 1: every TP and PP that fits, for prefill and for decode apart; then the whole cluster. The
-    lower end of its attainment's 95 % interval must reach the share that is asked for.
+    lower end of its attainment's 95 % interval must reach the share that is asked for. With --from-cluster it says
+    whether to keep what runs.
     """
     if context.invoked_subcommand is not None:
         return
@@ -77,23 +118,30 @@ def plan(
     from kaveri.planner.parallelism import parse_parallelism
     from kaveri.planner.plan import PlanQuestion
     from kaveri.planner.plan import plan as find_plan
-    from kaveri.planner.plan_file import to_json
     from kaveri.planner.profiles import model_of
     from kaveri.simulator.spec import Overheads
     from kaveri.simulator.spec_file import read_overheads
 
     profiles = profile or []
     shape = read_model_shape(model or model_of(profiles))
-    drawn, too_long = read_lengths(trace, lengths, shape.max_model_len)
+    now: ObservedNow | None = None
+    if from_cluster:
+        now = _observe(from_cluster, trace, lengths, last_s, running_tp, shape)
+        demand, too_long = now.workload.demand(rate, burstiness), now.workload.too_long_count
+    else:
+        drawn, too_long = read_lengths(trace, lengths, shape.max_model_len)
+        demand = ExpectedLoad(
+            lengths=drawn, rate_per_s=rate or 0.0, burstiness=1.0 if burstiness is None else burstiness
+        )
     question = PlanQuestion(
         model=shape,
         hardware=read_hardware(hardware),
         profiles=profiles,
-        gpus=gpus,
+        gpus=max(_DEFAULT_GPUS, now.cluster.gpus if now else 0) if gpus is None else gpus,
         slo_ttft_s=slo_ttft_s,
         slo_tpot_s=slo_tpot_s,
         attain=attain,
-        demand=ExpectedLoad(lengths=drawn, rate_per_s=rate, burstiness=burstiness),
+        demand=demand,
         prefill_parallelism=parse_parallelism(prefill_tp_pp, "--prefill-tp-pp") if prefill_tp_pp else None,
         decode_parallelism=parse_parallelism(decode_tp_pp, "--decode-tp-pp") if decode_tp_pp else None,
         same_node=same_node,
@@ -103,13 +151,51 @@ def plan(
         overheads=Overheads() if overheads is None else read_overheads(overheads),
         seed=seed,
     )
-    found = find_plan(question)
+    if now is None:
+        _report(find_plan(question), out, as_json, too_long)
+    else:
+        from kaveri.planner.replan import replan, replan_json, replan_lines
+
+        both = replan(question, now.workload, now.cluster)
+        _report(both.plan, out, as_json, too_long, replan_lines(both), replan_json(both))
+
+
+def _observe(
+    target: str, trace: Path | None, lengths: str, last_s: float, running_tp: str, shape: "ModelShape"
+) -> ObservedNow:
+    from kaveri.cli.observed_cluster import observe_cluster
+    from kaveri.planner.observed_workload import observed_workload
+    from kaveri.planner.running_cluster import parse_tps, running_cluster
+
+    for flag, given in (("--trace", trace), ("--lengths", lengths)):
+        if given:
+            raise ConfigError(flag, "is given, but --from-cluster as well; give one of them")
+    if not 0 < last_s < float("inf"):
+        raise ConfigError("--last-s", f"is {last_s:g}; it must be a number of seconds above 0")
+    tps = parse_tps(running_tp)
+    seen = asyncio.run(observe_cluster(target))
+    return ObservedNow(
+        observed_workload(seen.samples, last_s, shape.max_model_len), running_cluster(seen.view, seen.model, tps)
+    )
+
+
+def _report(
+    found: "ClusterPlan",
+    out: Path | None,
+    as_json: bool,
+    too_long: int,
+    more_lines: Sequence[str] = (),
+    document: Mapping[str, Any] | None = None,
+) -> None:
+    """document: instead of the plan's own JSON."""
+    from kaveri.planner.plan_file import to_json
+
     if out is not None:
         _write(found, out)
     if as_json:
-        print(json.dumps({**to_json(found), "too_long": too_long}))
+        print(json.dumps({**(to_json(found) if document is None else document), "too_long": too_long}))
     else:
-        _show(found, too_long, out)
+        _show(found, too_long, out, more_lines)
 
 
 def _write(found: "ClusterPlan", out: Path) -> None:
@@ -128,7 +214,7 @@ def _write(found: "ClusterPlan", out: Path) -> None:
         raise ConfigError("--out", f"cannot write {out}: {error.strerror}") from error
 
 
-def _show(found: "ClusterPlan", too_long: int, out: Path | None) -> None:
+def _show(found: "ClusterPlan", too_long: int, out: Path | None, more_lines: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -155,9 +241,9 @@ def _show(found: "ClusterPlan", too_long: int, out: Path | None) -> None:
         )
     console.print(table)
     console.print()
-    for line in summary_lines(found):
+    for line in (*summary_lines(found), *more_lines):
         console.print(line)
-    if too_long:
+    if too_long and not more_lines:
         console.print(f"{too_long} requests of the trace are longer than {found.question.model.max_model_len} tokens")
     if out is not None:
         console.print(f"written to {out}: kaveri up --plan {out}")

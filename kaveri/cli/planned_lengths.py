@@ -11,7 +11,7 @@ def read_lengths(trace: Path | None, lengths: str, longest: int) -> tuple[list[R
     from kaveri.planner.expected_load import parse_lengths
 
     if (trace is None) == (not lengths):
-        raise ConfigError("--trace", "or --lengths must be given, and not both")
+        raise ConfigError("--trace", "or --lengths must be given, and not both; or --from-cluster")
     if trace is None:
         return parse_lengths(lengths), 0
     from kaveri.workload.traces import read_trace

@@ -96,7 +96,7 @@ def distserve() -> PresetSettings:
         },
         left_out=(
             "prompts longer than chunk_tokens, which it computes whole and Kaveri in chunks (4.3)",
-            "planning again when the workload changes (4.3): run `kaveri plan`",
+            "planning again by itself when the workload changes (4.3): run `kaveri plan --from-cluster`",
         ),
     )
 

@@ -71,14 +71,7 @@ def cheapest_colocated(question: ColocationQuestion, most_gpus: int) -> Colocate
     sizes = [(one, count) for one in possible for count in range(1, most_gpus // one.gpus + 1)]
     for parallelism, count in sorted(sizes, key=lambda size: (size[0].gpus * size[1], size[0].tp)):
         step = steps[parallelism.tp]
-        spec = BaselineSpec(
-            rule=BaselineRule.BESIDE,
-            latency=_with_overheads(step.latency, question.overheads),
-            total_blocks=kv_tokens(model, hardware, parallelism) // BLOCK_TOKENS,
-            block_tokens=BLOCK_TOKENS,
-            max_batch=question.max_batch,
-            step_tokens=question.chunk_tokens or saturating_tokens(step.latency),
-        )
+        spec = colocated_spec(question, step, kv_tokens(model, hardware, parallelism) // BLOCK_TOKENS)
         runs = list(_runs(question, spec, count))
         if len(runs) < SEEDS:
             continue
@@ -91,14 +84,40 @@ def cheapest_colocated(question: ColocationQuestion, most_gpus: int) -> Colocate
     return None
 
 
+def colocated_spec(question: ColocationQuestion, step: StepLatency, total_blocks: int) -> BaselineSpec:
+    """One instance, with so many blocks of BLOCK_TOKENS."""
+    return BaselineSpec(
+        rule=BaselineRule.BESIDE,
+        latency=_with_overheads(step.latency, question.overheads),
+        total_blocks=total_blocks,
+        block_tokens=BLOCK_TOKENS,
+        max_batch=question.max_batch,
+        step_tokens=question.chunk_tokens or saturating_tokens(step.latency),
+    )
+
+
+def colocated_attainment(question: ColocationQuestion, spec: BaselineSpec, count: int) -> Attainment:
+    """Of so many instances."""
+    runs = [_run(question, spec, count, seed) for seed in _seeds(question)]
+    return attainment_of(runs, question.slo, question.attain)
+
+
+def _seeds(question: ColocationQuestion) -> range:
+    return range(question.seed + 1, question.seed + 1 + SEEDS)
+
+
 def _runs(question: ColocationQuestion, spec: BaselineSpec, count: int) -> Iterator[RunColumns]:
     """One of each seed; only the first where it is hopeless."""
-    demand = question.demand
-    for seed in range(question.seed + 1, question.seed + 1 + SEEDS):
-        run = simulate_baseline(spec, demand.draw(question.request_count, demand.rate_per_s, seed), count).columns()
+    for seed in _seeds(question):
+        run = _run(question, spec, count, seed)
         yield run
         if float(question.slo.met(run).mean()) < question.attain - _HOPELESS:
             return
+
+
+def _run(question: ColocationQuestion, spec: BaselineSpec, count: int, seed: int) -> RunColumns:
+    requests = question.demand.draw(question.request_count, question.demand.rate_per_s, seed)
+    return simulate_baseline(spec, requests, count).columns()
 
 
 def _with_overheads(latency: LatencyModel, overheads: Overheads) -> LatencyModel:

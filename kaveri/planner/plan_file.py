@@ -86,24 +86,25 @@ def summary_lines(plan: ClusterPlan) -> list[str]:
             f" {option.per_gpu:.2f} per GPU{estimate}"
         )
     lines += [
-        f"predicted attainment {_interval(plan.attainment)}"
+        f"predicted attainment {interval_text(plan.attainment)}"
         + (f"; more requests miss {plan.binds}" if plan.binds else ""),
         *(_point_line(one) for one in plan.frontier),
-        f"when one prefill instance dies for good: {_interval(plan.without_prefill)}",
-        f"when one decode instance dies for good: {_interval(plan.without_decode)}",
+        f"when one prefill instance dies for good: {interval_text(plan.without_prefill)}",
+        f"when one decode instance dies for good: {interval_text(plan.without_decode)}",
     ]
     if plan.colocated is not None:
         both = plan.colocated
         lines.append(
             f"colocate: {both.count} of both phases x ({both.parallelism}) serve it with {both.gpus} GPUs,"
-            f" {both.price_per_hour:.2f} USD an hour: {_interval(both.attainment)}"
+            f" {both.price_per_hour:.2f} USD an hour: {interval_text(both.attainment)}"
         )
     if not question.overheads.are_known:
         lines.append("no --overheads: the services themselves were taken to need no time")
     return lines
 
 
-def _interval(attainment: Attainment) -> str:
+def interval_text(attainment: Attainment) -> str:
+    """A share and its interval."""
     return f"{attainment.mean:.1%} (95 % interval {attainment.low:.1%} to {attainment.high:.1%})"
 
 
@@ -134,7 +135,7 @@ def _point_line(one: SimulatedCluster) -> str:
     margin = "" if scale is None else f", both SLOs could be {scale:.2f} times as long"
     return (
         f"{one.price_per_hour:.2f} USD an hour, {one.cluster.prefill_count} prefill and"
-        f" {one.cluster.decode_count} decode: {_interval(one.attainment)}{margin}"
+        f" {one.cluster.decode_count} decode: {interval_text(one.attainment)}{margin}"
     )
 
 

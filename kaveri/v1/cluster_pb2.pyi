@@ -345,6 +345,111 @@ class RequestStep(_message.Message):
 Global___RequestStep: _TypeAlias = RequestStep  # noqa: Y015
 
 @_typing.final
+class GetWorkloadRequest(_message.Message):
+    """Asks for the workload."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetWorkloadRequest: _TypeAlias = GetWorkloadRequest  # noqa: Y015
+
+@_typing.final
+class GetWorkloadResponse(_message.Message):
+    """What a router was asked for of late. It keeps a bounded number of the last arrivals and of the last ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    OBSERVED_S_FIELD_NUMBER: _builtins.int
+    ARRIVED_AGO_S_FIELD_NUMBER: _builtins.int
+    ANSWERED_FIELD_NUMBER: _builtins.int
+    CUT_SHORT_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    router_instance_id: _builtins.str
+    """The router that answers."""
+    observed_s: _builtins.float
+    """Every request that was accepted here within so many seconds is among the arrivals."""
+    @_builtins.property
+    def arrived_ago_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Seconds since each of them came. A client that re-attaches is no arrival."""
+
+    @_builtins.property
+    def answered(self) -> Global___SampledRequests:
+        """Requests whose answer is whole: it ended by itself, or had its most tokens. The oldest first."""
+
+    @_builtins.property
+    def cut_short(self) -> Global___SampledRequests:
+        """Requests that were cancelled, failed, or lost their client. Their answers would have been longer."""
+
+    @_builtins.property
+    def running(self) -> Global___SampledRequests:
+        """Requests that are not over: their answers grow."""
+
+    def __init__(
+        self,
+        *,
+        router_instance_id: _builtins.str = ...,
+        observed_s: _builtins.float = ...,
+        arrived_ago_s: _abc.Iterable[_builtins.float] | None = ...,
+        answered: Global___SampledRequests | None = ...,
+        cut_short: Global___SampledRequests | None = ...,
+        running: Global___SampledRequests | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "cut_short", b"cut_short", "running", b"running"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "arrived_ago_s", b"arrived_ago_s", "cut_short", b"cut_short", "observed_s", b"observed_s", "router_instance_id", b"router_instance_id", "running", b"running"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetWorkloadResponse: _TypeAlias = GetWorkloadResponse  # noqa: Y015
+
+@_typing.final
+class SampledRequests(_message.Message):
+    """The lengths of requests: entry i of each list is of request i. Lists, because thousands of messages would take a
+    router's event loop too long.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDED_AGO_S_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ended_ago_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Seconds since its end. Empty: they are not over."""
+
+    @_builtins.property
+    def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of the prompt."""
+
+    @_builtins.property
+    def answer_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of the answer, as far as the router has them."""
+
+    def __init__(
+        self,
+        *,
+        ended_ago_s: _abc.Iterable[_builtins.float] | None = ...,
+        prompt_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        answer_tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "ended_ago_s", b"ended_ago_s", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampledRequests: _TypeAlias = SampledRequests  # noqa: Y015
+
+@_typing.final
 class InstanceStatus(_message.Message):
     """An instance as it registered, with its last heartbeat."""
 

@@ -45,6 +45,11 @@ class ClusterServiceStub(object):
                 request_serializer=kaveri_dot_v1_dot_cluster__pb2.GetRequestAccountRequest.SerializeToString,
                 response_deserializer=kaveri_dot_v1_dot_cluster__pb2.GetRequestAccountResponse.FromString,
                 _registered_method=True)
+        self.GetWorkload = channel.unary_unary(
+                '/kaveri.v1.ClusterService/GetWorkload',
+                request_serializer=kaveri_dot_v1_dot_cluster__pb2.GetWorkloadRequest.SerializeToString,
+                response_deserializer=kaveri_dot_v1_dot_cluster__pb2.GetWorkloadResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServiceServicer(object):
@@ -65,6 +70,14 @@ class ClusterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetWorkload(self, request, context):
+        """When requests came to this router of late, and how long they were: to plan a cluster for them. Nothing else of them:
+        no text, no ids, no callers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +90,11 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.GetRequestAccount,
                     request_deserializer=kaveri_dot_v1_dot_cluster__pb2.GetRequestAccountRequest.FromString,
                     response_serializer=kaveri_dot_v1_dot_cluster__pb2.GetRequestAccountResponse.SerializeToString,
+            ),
+            'GetWorkload': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetWorkload,
+                    request_deserializer=kaveri_dot_v1_dot_cluster__pb2.GetWorkloadRequest.FromString,
+                    response_serializer=kaveri_dot_v1_dot_cluster__pb2.GetWorkloadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +152,33 @@ class ClusterService(object):
             '/kaveri.v1.ClusterService/GetRequestAccount',
             kaveri_dot_v1_dot_cluster__pb2.GetRequestAccountRequest.SerializeToString,
             kaveri_dot_v1_dot_cluster__pb2.GetRequestAccountResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetWorkload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kaveri.v1.ClusterService/GetWorkload',
+            kaveri_dot_v1_dot_cluster__pb2.GetWorkloadRequest.SerializeToString,
+            kaveri_dot_v1_dot_cluster__pb2.GetWorkloadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,10 @@ class ClusterServiceStub:
     """The view now."""
     GetRequestAccount: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetRequestAccountRequest, _cluster_pb2.GetRequestAccountResponse]
     """How a request went that this router serves, or was one of the last that it has served. NOT_FOUND for others."""
+    GetWorkload: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetWorkloadRequest, _cluster_pb2.GetWorkloadResponse]
+    """When requests came to this router of late, and how long they were: to plan a cluster for them. Nothing else of them:
+    no text, no ids, no callers.
+    """
 
 @_typing.type_check_only
 class ClusterServiceAsyncStub(ClusterServiceStub):
@@ -47,6 +51,10 @@ class ClusterServiceAsyncStub(ClusterServiceStub):
     """The view now."""
     GetRequestAccount: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetRequestAccountRequest, _cluster_pb2.GetRequestAccountResponse]  # type: ignore[assignment]
     """How a request went that this router serves, or was one of the last that it has served. NOT_FOUND for others."""
+    GetWorkload: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetWorkloadRequest, _cluster_pb2.GetWorkloadResponse]  # type: ignore[assignment]
+    """When requests came to this router of late, and how long they were: to plan a cluster for them. Nothing else of them:
+    no text, no ids, no callers.
+    """
 
 class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
     """Shows the cluster as a router sees it."""
@@ -66,6 +74,16 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.GetRequestAccountResponse, _abc.Awaitable[_cluster_pb2.GetRequestAccountResponse]]:
         """How a request went that this router serves, or was one of the last that it has served. NOT_FOUND for others."""
+
+    @_abc_1.abstractmethod
+    def GetWorkload(
+        self,
+        request: _cluster_pb2.GetWorkloadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.GetWorkloadResponse, _abc.Awaitable[_cluster_pb2.GetWorkloadResponse]]:
+        """When requests came to this router of late, and how long they were: to plan a cluster for them. Nothing else of them:
+        no text, no ids, no callers.
+        """
 
 def add_ClusterServiceServicer_to_server(servicer: ClusterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

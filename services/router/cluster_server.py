@@ -1,4 +1,7 @@
-"""The router's gRPC service for operators: the view of the cluster, and how single requests went."""
+"""The router's gRPC service for operators: the view of the cluster, how single requests went, and what came of late."""
+
+import time
+from collections.abc import Sequence
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.errors import KaveriError
@@ -6,15 +9,23 @@ from kaveri.v1 import cluster_pb2, cluster_pb2_grpc
 from kaveri.wire.messages import status_to_proto
 from kaveri.wire.status import abort
 from services.router.recent_requests import RecentRequests
+from services.router.recent_workload import RecentEnd, RecentWorkload
 from services.router.relay import ServicerContext
+from services.router.request_table import RequestTable
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
     """Answers for one router."""
 
-    def __init__(self, store: ClusterStore, recent: RecentRequests) -> None:
+    def __init__(
+        self, store: ClusterStore, recent: RecentRequests, workload: RecentWorkload, table: RequestTable, router_id: str
+    ) -> None:
+        """router_id: the instance id of this router."""
         self._store = store
         self._recent = recent
+        self._workload = workload
+        self._table = table
+        self._router_id = router_id
 
     async def GetClusterView(  # noqa: N802
         self, request: cluster_pb2.GetClusterViewRequest, context: ServicerContext
@@ -32,3 +43,28 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
             return self._recent.account_of(request.request_id)
         except KaveriError as error:
             await abort(context, error)
+
+    async def GetWorkload(  # noqa: N802
+        self, request: cluster_pb2.GetWorkloadRequest, context: ServicerContext
+    ) -> cluster_pb2.GetWorkloadResponse:
+        now_s = time.monotonic()
+        running = [entry for entry in self._table.entries() if not entry.ended]
+        return cluster_pb2.GetWorkloadResponse(
+            router_instance_id=self._router_id,
+            observed_s=self._workload.observed_s(now_s),
+            arrived_ago_s=self._workload.arrived_ago_s(now_s),
+            answered=_sampled(self._workload.ends(is_whole=True), now_s),
+            cut_short=_sampled(self._workload.ends(is_whole=False), now_s),
+            running=cluster_pb2.SampledRequests(
+                prompt_tokens=[len(entry.accepted.prompt_token_ids) for entry in running],
+                answer_tokens=[len(entry.answer.token_ids) for entry in running],
+            ),
+        )
+
+
+def _sampled(ends: Sequence[RecentEnd], now_s: float) -> cluster_pb2.SampledRequests:
+    return cluster_pb2.SampledRequests(
+        ended_ago_s=[now_s - end.ended_s for end in ends],
+        prompt_tokens=[end.prompt_tokens for end in ends],
+        answer_tokens=[end.answer_tokens for end in ends],
+    )

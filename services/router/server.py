@@ -12,7 +12,7 @@ from typing import Protocol
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.errors import InternalError, KaveriError, ModelNotFound, NoCapacity, SlowReader, Unavailable
 from kaveri.policy.placement import max_model_len
 from kaveri.policy.rate_limit import RateLimit
@@ -40,6 +40,7 @@ from services.router.intake import (
 from services.router.owner_hints import hint_from_bytes, hint_from_proto, hint_to_proto
 from services.router.peers import RouterPeers
 from services.router.recent_requests import RecentRequests
+from services.router.recent_workload import RecentWorkload
 from services.router.relay import ServicerContext, write_answer, write_cancelled
 from services.router.request_placer import RequestPlacer
 from services.router.request_table import RETRY_AFTER_S, RequestTable
@@ -62,6 +63,7 @@ class RouterParts(Protocol):
     table: RequestTable
     placer: RequestPlacer
     recent: RecentRequests
+    workload: RecentWorkload
     incarnation: int
     draining: bool
 
@@ -203,6 +205,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         finally:
             if progress.entry is not None:
                 self._router.recent.add(progress.entry, outcome)
+                self._note_end(progress.entry)
+
+    def _note_end(self, entry: RequestEntry) -> None:
+        """For the workload. A session that is left to a later one is not the end of its request."""
+        if not entry.is_superseded:
+            is_whole = entry.finish in (FinishReason.STOP, FinishReason.LENGTH)
+            lengths = len(entry.accepted.prompt_token_ids), len(entry.answer.token_ids)
+            self._router.workload.note_end(time.monotonic(), *lengths, is_whole)
 
     async def abort_unread(self, context: ServicerContext, error: SlowReader) -> None:
         """Ends the call of a client that did not read. gRPC waits for it; such calls are counted, and bounded."""
@@ -365,6 +375,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 progress.span.write("tokenize", arrived_s, tokenized_s, tokens=len(accepted.prompt_token_ids))
                 entry.trace = RequestTrace(progress.span, tokenized_s)
             router.table.enter(slot, entry)
+            if not accepted.session:
+                router.workload.note_arrival(arrived_s)
             placing = router.placer.start(entry)
             try:
                 texts = router.tokenizer.token_text if request.token_texts else None

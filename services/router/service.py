@@ -40,6 +40,7 @@ from services.router.monitor import Monitor
 from services.router.peers import RouterPeers
 from services.router.public_server import PublicServicer
 from services.router.recent_requests import RecentRequests
+from services.router.recent_workload import RecentWorkload
 from services.router.request_placer import RequestPlacer
 from services.router.request_table import RequestTable
 from services.router.server import InferenceServicer
@@ -71,6 +72,7 @@ def router_host(router: "Router") -> ServiceHost:
     that --vllm-grpc lacks."""
     config = router.config
     servicer = InferenceServicer(router)
+    operators = ClusterServicer(router.store, router.recent, router.workload, router.table, config.instance_id)
     services = (inference_pb2.DESCRIPTOR, cluster_pb2.DESCRIPTOR)
     names = [service.full_name for file in services for service in file.services_by_name.values()]
     vllm_grpc = _vllm_grpc() if config.vllm_grpc else None
@@ -79,7 +81,7 @@ def router_host(router: "Router") -> ServiceHost:
 
     def register(server: aio.Server) -> None:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
-        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(ClusterServicer(router.store, router.recent), server)
+        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(operators, server)
         if vllm_grpc is not None:
             vllm_grpc.VllmEngineServicer(router, servicer).register(server)
 
@@ -126,6 +128,7 @@ class Router:
         self.channels = Channels()
         self.table = RequestTable(config.max_requests)
         self.recent = RecentRequests(config.instance_id, self.table)
+        self.workload = RecentWorkload(time.monotonic())
         relayed = metrics.RELAYED_TOKENS.inc
         holders = Holders(store, self.channels, stream_id, config.model_name)
         self.feeds = TokenFeeds(stream_id, self.channels, self.table, relayed, config.suspect_after_s, holders)

@@ -1,0 +1,109 @@
+"""Whether a plan for what a cluster was asked for of late is better than the cluster. Pure."""
+
+import enum
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kaveri.planner.cluster_check import Attainment
+from kaveri.planner.observed_workload import ObservedWorkload
+from kaveri.planner.plan import ClusterPlan, PlanQuestion, plan
+from kaveri.planner.plan_file import interval_text, to_json
+from kaveri.planner.running_cluster import RunningCluster, running_attainment
+
+
+class Advice(enum.StrEnum):
+    """What to do with the cluster."""
+
+    KEEP = "keep"
+    CHANGE = "change"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replan:
+    """A plan beside what runs. Both were judged by the same simulations."""
+
+    observed: ObservedWorkload
+    running: RunningCluster
+    attainment: Attainment
+    """Of what runs."""
+    plan: ClusterPlan
+
+    @property
+    def fewest_gpus(self) -> int:
+        """That serve the workload, with phases apart or on the same instances."""
+        colocated = self.plan.colocated
+        return self.plan.cluster.gpus if colocated is None else colocated.gpus
+
+    @property
+    def advice(self) -> Advice:
+        """CHANGE: it is shown that too few requests meet the SLOs, or that fewer GPUs do as well. A cluster of which
+        neither is shown stays, so that noise does not move it to and fro."""
+        misses = self.attainment.high < self.plan.question.attain
+        return Advice.CHANGE if misses or self.fewest_gpus < self.running.gpus else Advice.KEEP
+
+    @property
+    def reason(self) -> str:
+        """Of the advice, with its figures."""
+        attain, fewest = self.plan.question.attain, self.fewest_gpus
+        if self.attainment.high < attain:
+            return f"what runs misses {attain:.0%}; {fewest} GPUs are enough, and {self.running.gpus} run"
+        if fewest < self.running.gpus:
+            saved = (self.running.gpus - fewest) * self.plan.question.hardware.price_per_hour
+            return f"{fewest} GPUs are enough, {self.running.gpus} run: {saved:.2f} USD an hour less"
+        if self.attainment.low < attain:
+            return f"the interval of what runs has {attain:.0%} in it: neither met nor missed for certain"
+        return f"what runs meets {attain:.0%}, and no fewer GPUs were found to"
+
+
+def replan(question: PlanQuestion, observed: ObservedWorkload, running: RunningCluster) -> Replan:
+    """question: with the workload that was observed. Raises ConfigError as plan() and running_attainment() do."""
+    attainment = running_attainment(question, running)
+    return Replan(observed=observed, running=running, attainment=attainment, plan=plan(question))
+
+
+def replan_lines(found: Replan) -> list[str]:
+    """In a few sentences, to stand behind the plan's own."""
+    observed, question = found.observed, found.plan.question
+    routers = f"{observed.router_count} router{'' if observed.router_count == 1 else 's'}"
+    return [
+        f"workload: {observed.arrival_count} requests in {observed.period_s:.0f} s at {routers},"
+        f" {observed.rate_per_s:.3g} requests/s, burstiness {observed.burstiness:.3g}",
+        f"lengths of {len(observed.lengths)} answers; left out: {observed.cut_short_count} that were cut short,"
+        f" {observed.running_count} that still run (up to {observed.longest_running_tokens} tokens so far),"
+        f" {observed.too_long_count} too long for {question.model.name}",
+        f"what runs: {found.running.counts}, {found.running.gpus} GPUs, {_price(found):.2f} USD an hour:"
+        f" {interval_text(found.attainment)}",
+        f"{found.advice}: {found.reason}",
+    ]
+
+
+def replan_json(found: Replan) -> dict[str, Any]:
+    """The plan's JSON, and what else was found."""
+    observed = found.observed
+    return {
+        **to_json(found.plan),
+        "advice": found.advice.value,
+        "reason": found.reason,
+        "running": {
+            **asdict(found.running),
+            "gpus": found.running.gpus,
+            "price_per_hour": _price(found),
+            "attainment": asdict(found.attainment),
+        },
+        "observed": {
+            "routers": observed.router_count,
+            "period_s": observed.period_s,
+            "arrivals": observed.arrival_count,
+            "rate_per_s": observed.rate_per_s,
+            "burstiness": observed.burstiness,
+            "answers": len(observed.lengths),
+            "cut_short": observed.cut_short_count,
+            "running": observed.running_count,
+            "longest_running_tokens": observed.longest_running_tokens,
+            "too_long": observed.too_long_count,
+        },
+    }
+
+
+def _price(found: Replan) -> float:
+    return found.running.gpus * found.plan.question.hardware.price_per_hour

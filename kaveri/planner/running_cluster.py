@@ -1,0 +1,156 @@
+"""The instances that a cluster has now, as a cluster to simulate. Pure.
+
+A view says how many there are, which phases they serve, and how many tokens of KV their pools hold. It does not say
+their GPUs, chunks and batches: the degree of tensor parallelism is asked for, or read from the layout of their KV, and
+the rest is taken as for a plan.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kaveri.domain.view import ClusterView, Phase, ViewedInstance
+from kaveri.errors import ConfigError
+from kaveri.planner.cluster_check import Attainment, PlannedCluster
+from kaveri.planner.colocation import ColocationQuestion, colocated_attainment, colocated_spec
+from kaveri.planner.decode_phase import lane_pool
+from kaveri.planner.observed_workload import FLAG
+from kaveri.planner.parallelism import Parallelism, kv_tokens, require_possible
+from kaveri.planner.placement_search import PhaseOption, PlannedPhase
+from kaveri.planner.plan import PlanQuestion
+from kaveri.planner.profiles import read_step_latencies, saturating_tokens
+
+TP_FLAG = "--running-tp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningInstances:
+    """Instances that serve the same phases now, and take requests."""
+
+    count: int
+    tp: int
+    """GPUs of each."""
+    pool_tokens: int
+    """Tokens of KV that the smallest of their pools holds; 0: not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningCluster:
+    """Prefill and decode instances, or instances of both phases; never both kinds."""
+
+    prefill: RunningInstances | None = None
+    decode: RunningInstances | None = None
+    colocated: RunningInstances | None = None
+
+    @property
+    def gpus(self) -> int:
+        """Of all instances."""
+        return sum(some.count * some.tp for some in (self.prefill, self.decode, self.colocated) if some is not None)
+
+    @property
+    def counts(self) -> str:
+        """In words."""
+        if self.colocated is not None:
+            return f"{self.colocated.count} of both phases x TP {self.colocated.tp}"
+        named = (("prefill", self.prefill), ("decode", self.decode))
+        return " and ".join(f"{some.count} {name} x TP {some.tp}" for name, some in named if some is not None)
+
+
+def running_cluster(view: ClusterView, model: str, tps: Sequence[int]) -> RunningCluster:
+    """model: as the routers name it. tps: degrees of tensor parallelism, of prefill and of decode, or one for all;
+    empty: as the instances' layouts say. Instances that drain are left out.
+
+    Raises ConfigError for a cluster that answers no request, or has both kinds of instances.
+    """
+    prefill, decode = view.ready(Phase.PREFILL, model), view.ready(Phase.DECODE, model)
+    for phase, some in ((Phase.PREFILL, prefill), (Phase.DECODE, decode)):
+        if not some:
+            raise ConfigError(FLAG, f"has no {phase} instance that takes requests for {model}")
+    both = tuple(one for one in prefill if one in decode)
+    if both and len(both) < max(len(prefill), len(decode)):
+        reason = (
+            f"has {len(prefill) - len(both)} prefill, {len(decode) - len(both)} decode instances and {len(both)} of"
+            " both phases; such a mix is not simulated"
+        )
+        raise ConfigError(FLAG, reason)
+    if both:
+        return RunningCluster(colocated=_instances(both, tps[-1] if tps else 0))
+    return RunningCluster(
+        prefill=_instances(prefill, tps[0] if tps else 0), decode=_instances(decode, tps[-1] if tps else 0)
+    )
+
+
+def running_attainment(question: PlanQuestion, running: RunningCluster) -> Attainment:
+    """Of the instances that run, for the question's workload and SLOs, in the simulations that judge a plan.
+
+    Raises ConfigError for a degree of tensor parallelism that the model cannot have.
+    """
+    if running.colocated is not None:
+        return _colocated_attainment(question, running.colocated)
+    assert running.prefill is not None
+    assert running.decode is not None
+    cluster = PlannedCluster(
+        model=question.model,
+        hardware=question.hardware,
+        prefill=_option(question, running.prefill, PlannedPhase.PREFILL),
+        prefill_count=running.prefill.count,
+        decode=_option(question, running.decode, PlannedPhase.DECODE),
+        decode_count=running.decode.count,
+        overheads=question.overheads,
+    )
+    first_seed = question.seed + 1
+    return cluster.attainment(question.demand, question.slo, question.attain, question.request_count, first_seed)
+
+
+def parse_tps(text: str) -> tuple[int, ...]:
+    """Reads "2", or "2,1" of prefill and decode. Empty: none. Raises ConfigError."""
+    if not text:
+        return ()
+    try:
+        tps = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        tps = ()
+    if len(tps) not in (1, 2) or min(tps) < 1:
+        raise ConfigError(TP_FLAG, f"is {text!r}; write TP, or TP,TP of prefill and decode, each at least 1")
+    return tps
+
+
+def _instances(some: Sequence[ViewedInstance], tp: int) -> RunningInstances:
+    layouts = [one.record.layout for one in some]
+    pools = [
+        one.load.total_blocks * layout.block_tokens
+        for one, layout in zip(some, layouts, strict=True)
+        if layout is not None
+    ]
+    ranks = max((layout.tensor_ranks for layout in layouts if layout is not None), default=1)
+    return RunningInstances(count=len(some), tp=tp or max(1, ranks), pool_tokens=min(pools, default=0))
+
+
+def _option(question: PlanQuestion, some: RunningInstances, phase: PlannedPhase) -> PhaseOption:
+    """What was not searched for is NaN."""
+    model, parallelism = question.model, Parallelism(some.tp, 1)
+    require_possible(model, question.hardware, parallelism, some.tp, TP_FLAG)
+    step = read_step_latencies(question.profiles, model, question.hardware, [some.tp])[some.tp]
+    chunk_tokens = question.chunk_tokens or saturating_tokens(step.latency)
+    tokens = some.pool_tokens or kv_tokens(model, question.hardware, parallelism)
+    pool = lane_pool(step.latency, tokens, 1, chunk_tokens, question.max_batch, model.max_model_len)
+    return PhaseOption(phase, parallelism, step, pool, math.nan, math.nan, 0)
+
+
+def _colocated_attainment(question: PlanQuestion, some: RunningInstances) -> Attainment:
+    option = _option(question, some, PlannedPhase.DECODE)
+    asked = ColocationQuestion(
+        model=question.model,
+        hardware=question.hardware,
+        profiles=tuple(question.profiles),
+        demand=question.demand,
+        slo=question.slo,
+        attain=question.attain,
+        chunk_tokens=question.chunk_tokens,
+        max_batch=question.max_batch,
+        request_count=question.request_count,
+        overheads=question.overheads,
+        seed=question.seed,
+    )
+    spec = colocated_spec(asked, option.step, option.pool.total_blocks)
+    return colocated_attainment(asked, spec, some.count)

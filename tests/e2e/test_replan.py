@@ -1,0 +1,69 @@
+"""`kaveri plan --from-cluster` against a real cluster: what its routers were asked for, and what runs."""
+
+import asyncio
+import json
+import sys
+
+import pytest
+
+from tests.support.local_cluster import run_cluster
+
+KAVERI = (sys.executable, "-c", "from kaveri.cli.main import main; main()")
+WITHIN_S = 120.0
+PLAN = (
+    *("--profile", "opt-13b-a100", "--prefill-tp-pp", "1,1", "--decode-tp-pp", "1,1", "--requests", "50"),
+    *("--slo-ttft-s", "2", "--slo-tpot-s", "0.2"),
+)
+LOAD = (
+    "--workload",
+    "LPLD",
+    "--max-prompt",
+    "64",
+    "--max-output",
+    "16",
+    "--concurrency",
+    "4",
+    "--warm-up",
+    "0",
+    "--json",
+)
+
+
+async def kaveri(*words: str) -> tuple[int, str, str]:
+    """Exit status, stdout, stderr."""
+    process = await asyncio.create_subprocess_exec(
+        *KAVERI, *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(WITHIN_S):
+        printed, complaints = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, printed.decode(), complaints.decode()
+
+
+async def test_a_cluster_is_planned_again_by_what_all_its_routers_were_asked_for() -> None:
+    async with run_cluster(router_count=2, decode_count=2) as cluster:
+        first, second = cluster.stack.targets
+        too_early = await kaveri("plan", *PLAN, "--from-cluster", first)
+        assert too_early[0] != 0
+        assert "--from-cluster: has seen 0 requests that arrived" in too_early[2]
+        for target, count in ((first, "14"), (second, "16")):
+            status, _, complaints = await kaveri("bench", "--target", target, "--requests", count, *LOAD)
+            assert status == 0, complaints
+        status, printed, complaints = await kaveri("plan", *PLAN, "--from-cluster", first, "--json")
+    assert status == 0, complaints
+    found = json.loads(printed)
+    observed, running = found["observed"], found["running"]
+    # `kaveri bench` sends nothing but its workload.
+    assert {name: observed[name] for name in ("routers", "arrivals", "answers", "cut_short", "running")} == {
+        "routers": 2,
+        "arrivals": 30,
+        "answers": 30,
+        "cut_short": 0,
+        "running": 0,
+    }
+    assert found["rate_per_s"] == pytest.approx(30 / observed["period_s"])
+    assert (running["prefill"]["count"], running["decode"]["count"], running["gpus"]) == (1, 2, 3)
+    # Two instances carry so little; a third one is not needed.
+    assert (found["gpus"], found["advice"]) == (2, "change")
+    assert "2 GPUs are enough, 3 run" in found["reason"]
+    assert running["attainment"]["low"] >= 0.9

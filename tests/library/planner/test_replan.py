@@ -1,0 +1,265 @@
+"""`kaveri plan --from-cluster`: the workload that was observed, the cluster that runs, and when to change it."""
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kaveri.domain.view import (
+    BOTH_PHASES,
+    ClusterView,
+    InstanceLoad,
+    InstanceRecord,
+    InstanceState,
+    InstanceStatus,
+    Phase,
+    Role,
+)
+from kaveri.errors import ConfigError
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.planner.expected_load import ExpectedLoad
+from kaveri.planner.hardware import read_hardware
+from kaveri.planner.model_shape import read_model_shape
+from kaveri.planner.observed_workload import LEAST_COUNT, ObservedWorkload, RouterSample, observed_workload
+from kaveri.planner.parallelism import Parallelism, kv_tokens
+from kaveri.planner.plan import ClusterPlan, PlanQuestion, plan
+from kaveri.planner.replan import Advice, Replan, replan, replan_json, replan_lines
+from kaveri.planner.running_cluster import (
+    RunningCluster,
+    RunningInstances,
+    parse_tps,
+    running_attainment,
+    running_cluster,
+)
+from kaveri.workload.requests import RequestLengths, gamma_arrivals
+
+A100 = read_hardware("a100-80g")
+OPT_13B = read_model_shape("opt-13b")
+LENGTHS = RequestLengths(300, 200)
+LAYOUT = KvLayout(
+    model_fingerprint="m", layer_count=2, block_tokens=16, kv_head_count=2, head_dim=8, dtype="float32", order="2NHD"
+)
+
+
+def sample_of(**changes: Any) -> RouterSample:
+    values: dict[str, Any] = {
+        "observed_s": 100.0,
+        "arrived_ago_s": [float(number) for number in range(1, 41)],
+        "answered": [(float(number), LENGTHS) for number in range(1, 31)],
+        "cut_short_ago_s": [],
+        "running": [],
+    }
+    return RouterSample(**{**values, **changes})
+
+
+def question_of(**changes: Any) -> PlanQuestion:
+    values: dict[str, Any] = {
+        "model": OPT_13B,
+        "hardware": A100,
+        "profiles": ["opt-13b-a100"],
+        "gpus": 8,
+        "slo_ttft_s": 0.25,
+        "slo_tpot_s": 0.1,
+        "attain": 0.9,
+        "demand": ExpectedLoad(lengths=[LENGTHS, RequestLengths(600, 150)], rate_per_s=2.0),
+        "prefill_parallelism": Parallelism(1, 1),
+        "decode_parallelism": Parallelism(1, 1),
+        "request_count": 120,
+    }
+    return PlanQuestion(**{**values, **changes})
+
+
+def instances_of(count: int, tp: int = 1) -> RunningInstances:
+    return RunningInstances(count=count, tp=tp, pool_tokens=kv_tokens(OPT_13B, A100, Parallelism(tp, 1)))
+
+
+def apart(prefill: int, decode: int) -> RunningCluster:
+    return RunningCluster(prefill=instances_of(prefill), decode=instances_of(decode))
+
+
+def view_of(*some: tuple[str, Sequence[Phase], int], **load: Any) -> ClusterView:
+    """some: id, phases, blocks."""
+    statuses = {
+        name: InstanceStatus(
+            InstanceRecord(name, 1, Role.ENGINE, "127.0.0.1:1", "m", layout=LAYOUT, phases=tuple(phases)),
+            InstanceLoad(total_blocks=blocks, **load),
+        )
+        for name, phases, blocks in some
+    }
+    return ClusterView(statuses)
+
+
+# What was observed.
+
+
+def test_arrivals_count_for_the_time_that_every_router_has_observed() -> None:
+    late = sample_of(observed_s=20.0, arrived_ago_s=[float(number) / 2 for number in range(1, 40)])
+    observed = observed_workload([sample_of(), late], 600.0, 2048)
+    # Of the first router only those of the last 20 s.
+    assert (observed.period_s, observed.arrival_count) == (20.0, 20 + 39)
+    assert observed.rate_per_s == pytest.approx(59 / 20)
+    assert len(observed.lengths) == 60, "lengths of both, of all that time"
+    assert observed.router_count == 2
+
+
+def test_what_is_older_than_asked_for_does_not_count() -> None:
+    observed = observed_workload([sample_of()], 25.0, 2048)
+    assert (observed.period_s, observed.arrival_count, len(observed.lengths)) == (25.0, 25, 25)
+
+
+def test_requests_that_run_or_were_cut_short_are_counted_and_left_out() -> None:
+    running = [RequestLengths(9, 700), RequestLengths(9, 3)]
+    observed = observed_workload([sample_of(running=running, cut_short_ago_s=[5.0, 700.0])], 600.0, 2048)
+    assert set(observed.lengths) == {LENGTHS}
+    assert (observed.running_count, observed.longest_running_tokens, observed.cut_short_count) == (2, 700, 1)
+
+
+def test_answers_without_a_token_count_with_one_and_those_that_do_not_fit_are_left_out() -> None:
+    answered = [(1.0, RequestLengths(9, 0))] * 20 + [(1.0, RequestLengths(2048, 1))] * 3
+    observed = observed_workload([sample_of(answered=answered)], 600.0, 2048)
+    assert observed.lengths == (RequestLengths(9, 1),) * 20
+    assert observed.too_long_count == 3
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_rate_and_bursts_are_those_that_arrivals_were_drawn_with(burstiness: float) -> None:
+    times_s = gamma_arrivals(4000, 5.0, burstiness, random.Random(1))
+    ages_s = [times_s[-1] + 0.1 - time_s for time_s in times_s]
+    random.Random(2).shuffle(ages_s)
+    observed = observed_workload([sample_of(observed_s=times_s[-1] + 0.1, arrived_ago_s=ages_s)], 1e6, 2048)
+    assert observed.rate_per_s == pytest.approx(5.0, rel=0.1)
+    assert observed.burstiness == pytest.approx(burstiness, rel=0.2)
+    assert observed.demand(None, None).burstiness == observed.burstiness
+    assert observed.demand(7.0, 1.0) == ExpectedLoad(lengths=observed.lengths, rate_per_s=7.0, burstiness=1.0)
+
+
+def test_even_arrivals_can_still_be_drawn() -> None:
+    demand = observed_workload([sample_of()], 600.0, 2048).demand(None, None)
+    assert demand.draw(30, 2.0, 0)[-1].arrival_s > 0
+
+
+def test_too_few_requests_are_refused_with_their_number() -> None:
+    few = [1.0] * (LEAST_COUNT - 1)
+    with pytest.raises(ConfigError, match=r"--from-cluster: has seen 19 requests that arrived in the last 100 s; 20"):
+        observed_workload([sample_of(arrived_ago_s=few)], 600.0, 2048)
+    with pytest.raises(ConfigError, match=r"has seen 19 requests that were answered in the last 600 s"):
+        observed_workload([sample_of(answered=[(one, LENGTHS) for one in few])], 600.0, 2048)
+    with pytest.raises(ConfigError, match=r"has answered no request that fits into 100 tokens"):
+        observed_workload([sample_of()], 600.0, 100)
+
+
+# What runs.
+
+
+def test_instances_are_counted_by_the_phases_that_they_serve_and_the_smallest_pool_counts() -> None:
+    view = view_of(("p0", [Phase.PREFILL], 50), ("d0", [Phase.DECODE], 100), ("d1", [Phase.DECODE], 80), ("r", [], 0))
+    found = running_cluster(view, "m", ())
+    assert found.prefill == RunningInstances(count=1, tp=1, pool_tokens=50 * 16)
+    assert found.decode == RunningInstances(count=2, tp=1, pool_tokens=80 * 16)
+    assert (found.colocated, found.gpus) == (None, 3)
+    assert running_cluster(view, "m", (2, 4)).gpus == 2 + 2 * 4
+    assert running_cluster(view, "m", (2,)).gpus == 3 * 2
+
+
+def test_the_layout_says_how_many_ranks_an_instance_has() -> None:
+    view = view_of(("c0", BOTH_PHASES, 100), ("c1", BOTH_PHASES, 100))
+    record = view.instances["c0"].record
+    split = dataclasses.replace(record, layout=dataclasses.replace(LAYOUT, tensor_ranks=2))
+    ranks = ClusterView({**view.instances, "c0": InstanceStatus(split, view.instances["c0"].load)})
+    found = running_cluster(ranks, "m", ())
+    assert found.colocated == RunningInstances(count=2, tp=2, pool_tokens=1600)
+    assert found.counts == "2 of both phases x TP 2"
+
+
+def test_clusters_that_answer_nothing_or_are_mixed_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="has no decode instance that takes requests for m"):
+        running_cluster(view_of(("p0", [Phase.PREFILL], 50)), "m", ())
+    draining = view_of(("p0", [Phase.PREFILL], 1), ("d0", [Phase.DECODE], 1), state=InstanceState.DRAINING)
+    with pytest.raises(ConfigError, match="has no prefill instance that takes requests"):
+        running_cluster(draining, "m", ())
+    mixed = view_of(("p0", [Phase.PREFILL], 1), ("d0", [Phase.DECODE], 1), ("c0", BOTH_PHASES, 1))
+    with pytest.raises(ConfigError, match="has 1 prefill, 1 decode instances and 1 of both phases"):
+        running_cluster(mixed, "m", ())
+
+
+@pytest.mark.parametrize("text", ["x", "0", "1,2,3", "2,"])
+def test_degrees_of_parallelism_are_one_or_two_numbers_above_zero(text: str) -> None:
+    with pytest.raises(ConfigError, match="--running-tp"):
+        parse_tps(text)
+
+
+def test_a_degree_that_the_model_cannot_have_is_refused() -> None:
+    running = RunningCluster(prefill=instances_of(1), decode=instances_of(1, tp=3))
+    with pytest.raises(ConfigError, match=r"--running-tp: is 3,1: TP must divide the 40 heads"):
+        running_attainment(question_of(), running)
+
+
+# The comparison.
+
+
+@pytest.fixture(scope="module")
+def found() -> ClusterPlan:
+    return plan(question_of())
+
+
+@pytest.fixture(scope="module")
+def observed() -> ObservedWorkload:
+    return observed_workload([sample_of()], 600.0, 2048)
+
+
+def compared(found: ClusterPlan, observed: ObservedWorkload, running: RunningCluster) -> Replan:
+    """As replan(), without searching for the plan again."""
+    attainment = running_attainment(found.question, running)
+    return Replan(observed=observed, running=running, attainment=attainment, plan=found)
+
+
+def test_a_cluster_that_runs_as_planned_is_judged_as_the_plan_and_kept(
+    found: ClusterPlan, observed: ObservedWorkload
+) -> None:
+    both = compared(found, observed, apart(found.cluster.prefill_count, found.cluster.decode_count))
+    assert both.attainment == found.attainment
+    assert both.advice is Advice.KEEP
+    assert "what runs meets 90%" in both.reason
+    assert replan_lines(both)[-1].startswith("keep: ")
+
+
+def test_instances_of_both_phases_are_judged_as_the_plan_judges_them(observed: ObservedWorkload) -> None:
+    question = question_of(prefill_parallelism=None, decode_parallelism=None, gpus=2, slo_ttft_s=1.0)
+    both = replan(question, observed, RunningCluster(colocated=instances_of(1)))
+    assert both.plan.colocated is not None
+    assert both.attainment == both.plan.colocated.attainment
+    assert (both.fewest_gpus, both.advice) == (1, Advice.KEEP)
+
+
+def test_a_cluster_with_more_gpus_than_are_needed_is_to_change(found: ClusterPlan, observed: ObservedWorkload) -> None:
+    needed = found.cluster.gpus
+    both = compared(found, observed, apart(found.cluster.prefill_count + 2, found.cluster.decode_count))
+    assert both.attainment.low >= 0.9
+    assert both.advice is Advice.CHANGE
+    assert f"{needed} GPUs are enough, {needed + 2} run: 9.26 USD an hour less" in both.reason
+    document = replan_json(both)
+    assert (document["advice"], document["running"]["gpus"]) == ("change", needed + 2)
+    assert document["gpus"] == needed
+    assert document["observed"]["arrivals"] == 40
+
+
+def test_a_cluster_is_changed_when_it_is_shown_to_miss_and_kept_when_it_is_not_shown(
+    found: ClusterPlan, observed: ObservedWorkload
+) -> None:
+    def advice(low: float, high: float) -> tuple[Advice, str]:
+        shown = dataclasses.replace(found.attainment, mean=(low + high) / 2, low=low, high=high)
+        running = apart(found.cluster.prefill_count, found.cluster.decode_count)
+        both = Replan(observed=observed, running=running, attainment=shown, plan=found)
+        return both.advice, both.reason
+
+    assert advice(0.5, 0.89)[0] is Advice.CHANGE
+    assert "what runs misses 90%" in advice(0.5, 0.89)[1]
+    assert advice(0.85, 0.95)[0] is Advice.KEEP
+    assert "neither met nor missed" in advice(0.85, 0.95)[1]
+
+
+def test_a_cluster_that_is_too_small_is_shown_to_miss() -> None:
+    question = question_of(demand=ExpectedLoad(lengths=[LENGTHS], rate_per_s=12.0), slo_tpot_s=0.04)
+    assert running_attainment(question, apart(1, 1)).high < 0.9

@@ -1,0 +1,115 @@
+"""What a router says of the requests of late: when they came and how long they were."""
+
+import asyncio
+
+import pytest
+
+from kaveri.rpc.server import open_channel
+from kaveri.v1 import cluster_pb2
+from kaveri.v1.cluster_pb2_grpc import ClusterServiceStub
+from services.router.recent_workload import RecentEnd, RecentWorkload
+from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.scripted_answers import PROMPT, ask, collect, eventually, rest_of, tokens_of
+
+_WITHIN_S = 30.0
+
+
+async def workload_of(address: str) -> cluster_pb2.GetWorkloadResponse:
+    async with open_channel(address) as channel:
+        found: cluster_pb2.GetWorkloadResponse = await ClusterServiceStub(channel).GetWorkload(
+            cluster_pb2.GetWorkloadRequest(), timeout=_WITHIN_S
+        )
+        return found
+
+
+def lengths_of(some: cluster_pb2.SampledRequests) -> list[tuple[int, int]]:
+    return list(zip(some.prompt_tokens, some.answer_tokens, strict=True))
+
+
+async def test_whole_answers_are_told_with_their_lengths_and_arrivals_with_their_times(
+    cluster: ScriptedCluster,
+) -> None:
+    async with cluster.router() as router:
+        empty = await workload_of(router.address)
+        assert not (empty.arrived_ago_s)
+        assert not (empty.answered.prompt_tokens)
+        assert not (empty.running.prompt_tokens)
+        for max_tokens in (3, 20):
+            await collect(router.stub.Generate(ask(max_tokens=max_tokens), timeout=60))
+        found = await workload_of(router.address)
+    assert found.router_instance_id == "router-0"
+    assert lengths_of(found.answered) == [(len(PROMPT), 3), (len(PROMPT), 20)]
+    assert not lengths_of(found.cut_short)
+    first_ago_s, second_ago_s = found.arrived_ago_s
+    assert found.observed_s > first_ago_s > found.answered.ended_ago_s[0] > second_ago_s > 0
+
+
+async def test_a_request_that_runs_has_the_tokens_that_it_has_so_far_and_is_cut_short_when_its_client_goes(
+    cluster: ScriptedCluster,
+) -> None:
+    for decode in cluster.decodes.values():
+        decode.pause_at = 10
+    async with cluster.router() as router:
+        call = router.stub.Generate(ask(request_id="one"), timeout=60)
+        got = 0
+        while got < 10:
+            got += len((await call.read()).token_ids)
+        during = await workload_of(router.address)
+        assert lengths_of(during.running) == [(len(PROMPT), 10)]
+        assert len(during.arrived_ago_s) == 1
+        assert not (lengths_of(during.answered))
+        assert not (lengths_of(during.cut_short))
+        call.cancel()
+        await eventually(lambda: not len(router.router.table))
+        after = await workload_of(router.address)
+        assert lengths_of(after.cut_short) == [(len(PROMPT), 10)]
+        assert len(after.arrived_ago_s) == 1
+        assert not (lengths_of(after.answered))
+        assert not (lengths_of(after.running))
+
+
+async def test_a_client_that_re_attaches_neither_arrives_again_nor_ends_twice(cluster: ScriptedCluster) -> None:
+    for decode in cluster.decodes.values():
+        decode.pause_at = 10
+    async with cluster.router() as router:
+        secret = b"s" * 16
+        request = ask(request_id="one", secret=secret)
+        request.params.seed = 1
+        first = router.stub.Generate(request, timeout=60)
+        tokens: list[int] = []
+        while len(tokens) < 10:
+            tokens += (await first.read()).token_ids
+        again = ask(request_id="one", secret=secret, session=1)
+        again.params.seed = 1
+        again.received.token_ids.extend(tokens)
+        again.received.max_tokens = 20
+        second = router.stub.Generate(again, timeout=60)
+        reading = asyncio.create_task(rest_of(second))
+        await eventually(lambda: (slot := router.router.table.slot_of("one")) is not None and slot.session == 1)
+        cluster.let_all_go()
+        tokens += tokens_of(await reading)
+        assert len(tokens) == 20
+        found = await workload_of(router.address)
+    assert lengths_of(found.answered) == [(len(PROMPT), 20)]
+    assert len(found.arrived_ago_s) == 1
+    assert not lengths_of(found.cut_short)
+
+
+def test_no_more_arrivals_are_kept_than_the_bound_and_the_time_that_they_cover_is_known() -> None:
+    workload = RecentWorkload(started_s=100.0, most_arrivals=3)
+    for arrived_s in (101.0, 102.0, 103.0):
+        workload.note_arrival(arrived_s)
+    assert workload.observed_s(110.0) == 10.0, "nothing was dropped: all since the start"
+    workload.note_arrival(104.0)
+    assert workload.arrived_ago_s(110.0) == [8.0, 7.0, 6.0]
+    assert workload.observed_s(110.0) == 9.0, "all that came after the one that was dropped"
+
+
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_of_more_ends_than_the_bound_the_last_ones_are_kept(count: int) -> None:
+    workload = RecentWorkload(started_s=0.0, most_ends=3)
+    ends = [RecentEnd(float(number), number, 2 * number, number % 2 == 0) for number in range(count)]
+    for end in ends:
+        workload.note_end(*end)
+    for is_whole in (True, False):
+        assert workload.ends(is_whole) == [end for end in ends[-3:] if end.is_whole is is_whole]
