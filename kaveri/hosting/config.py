@@ -67,7 +67,7 @@ class InstanceConfig(EngineSettings, ServiceConfig):
 
     @property
     def kv_tls(self) -> TlsFiles | None:
-        return super().kv_tls or (self.tls if TLS in self.kv_transports else None)
+        return super().kv_tls or self.tls
 
     @property
     def ports(self) -> tuple[ListeningPort, ...]:

@@ -76,6 +76,8 @@ def test_the_flags_are_read_and_incomplete_or_idle_ones_are_named(config_type: t
     all_three = ("--kv-tls-cert", "a.pem", "--kv-tls-key", "a.key", "--kv-tls-ca", "ca.pem")
     assert files() is None
     assert files(*over_tls, *all_three) == TlsFiles("a.pem", "a.key", "ca.pem")
+    general = tuple(flag.replace("--kv-tls", "--tls") for flag in all_three)
+    assert files("--kv-transports", "tcp", *general, "--tls-name", "c") == TlsFiles("a.pem", "a.key", "ca.pem", "c")
     with pytest.raises(ConfigError, match="is not given") as incomplete:
         files(*over_tls, *all_three[:4])
     assert incomplete.value.field == "kv_tls_ca"
