@@ -73,7 +73,7 @@ def summary_lines(plan: ClusterPlan) -> list[str]:
     lines = [
         f"kaveri plan: {question.model.name} on {cluster.gpus} of {question.gpus} GPUs of {question.hardware.name},"
         f" {plan.price_per_hour:.2f} USD an hour",
-        f"{question.demand.rate_per_s:g} requests/s within TTFT {question.slo_ttft_s:g} s and TPOT"
+        f"{question.demand.rate_per_s:.4g} requests/s within TTFT {question.slo_ttft_s:g} s and TPOT"
         f" {question.slo_tpot_s:g} s for {question.attain:.0%} of requests",
     ]
     for name, option, count in (

@@ -45,11 +45,14 @@ class Replan:
     def reason(self) -> str:
         """Of the advice, with its figures."""
         attain, fewest = self.plan.question.attain, self.fewest_gpus
+        enough = f"{fewest} GPU is enough" if fewest == 1 else f"{fewest} GPUs are enough"
+        if self.plan.colocated is not None:
+            enough += ", with both phases on the same instances"
         if self.attainment.high < attain:
-            return f"what runs misses {attain:.0%}; {fewest} GPUs are enough, and {self.running.gpus} run"
+            return f"what runs misses {attain:.0%}; {enough}, and {self.running.gpus} run"
         if fewest < self.running.gpus:
             saved = (self.running.gpus - fewest) * self.plan.question.hardware.price_per_hour
-            return f"{fewest} GPUs are enough, {self.running.gpus} run: {saved:.2f} USD an hour less"
+            return f"{enough}, and {self.running.gpus} run: {saved:.2f} USD an hour less"
         if self.attainment.low < attain:
             return f"the interval of what runs has {attain:.0%} in it: neither met nor missed for certain"
         return f"what runs meets {attain:.0%}, and no fewer GPUs were found to"
@@ -64,13 +67,14 @@ def replan(question: PlanQuestion, observed: ObservedWorkload, running: RunningC
 def replan_lines(found: Replan) -> list[str]:
     """In a few sentences, to stand behind the plan's own."""
     observed, question = found.observed, found.plan.question
+    so_far = f" (up to {observed.longest_running_tokens} tokens so far)" if observed.running_count else ""
     routers = f"{observed.router_count} router{'' if observed.router_count == 1 else 's'}"
     return [
         f"workload: {observed.arrival_count} requests in {observed.period_s:.0f} s at {routers},"
         f" {observed.rate_per_s:.3g} requests/s, burstiness {observed.burstiness:.3g}",
         f"lengths of {len(observed.lengths)} answers; left out: {observed.cut_short_count} that were cut short,"
-        f" {observed.running_count} that still run (up to {observed.longest_running_tokens} tokens so far),"
-        f" {observed.too_long_count} too long for {question.model.name}",
+        f" {observed.running_count} that still run{so_far}, {observed.too_long_count} too long for"
+        f" {question.model.name}",
         f"what runs: {found.running.counts}, {found.running.gpus} GPUs, {_price(found):.2f} USD an hour:"
         f" {interval_text(found.attainment)}",
         f"{found.advice}: {found.reason}",

@@ -65,5 +65,5 @@ async def test_a_cluster_is_planned_again_by_what_all_its_routers_were_asked_for
     assert (running["prefill"]["count"], running["decode"]["count"], running["gpus"]) == (1, 2, 3)
     # Two instances carry so little; a third one is not needed.
     assert (found["gpus"], found["advice"]) == (2, "change")
-    assert "2 GPUs are enough, 3 run" in found["reason"]
+    assert "2 GPUs are enough, and 3 run" in found["reason"]
     assert running["attainment"]["low"] >= 0.9

@@ -238,7 +238,7 @@ def test_a_cluster_with_more_gpus_than_are_needed_is_to_change(found: ClusterPla
     both = compared(found, observed, apart(found.cluster.prefill_count + 2, found.cluster.decode_count))
     assert both.attainment.low >= 0.9
     assert both.advice is Advice.CHANGE
-    assert f"{needed} GPUs are enough, {needed + 2} run: 9.26 USD an hour less" in both.reason
+    assert f"{needed} GPUs are enough, and {needed + 2} run: 9.26 USD an hour less" in both.reason
     document = replan_json(both)
     assert (document["advice"], document["running"]["gpus"]) == ("change", needed + 2)
     assert document["gpus"] == needed
