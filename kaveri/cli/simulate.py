@@ -107,8 +107,6 @@ def simulate(
     taken = Overheads() if overheads is None else read_overheads(overheads)
     wanted = None if preset is None else preset_settings(preset)
     sections = {} if wanted is None else wanted.sections
-    if wanted is not None and "colocated" in wanted.up:
-        raise ConfigError("--preset", f"{preset} has instances of both phases, which are not simulated")
     read = read_spec(spec, setting_sections(), taken, seed, not natural_length, layers, sections)
     deaths = tuple(parse_death(text) for text in fail or ())
     cluster = replace(read.spec, failures=FailureSpec(deaths=deaths, mtbf_s=mtbf, repair_s=repair))
@@ -127,11 +125,12 @@ def simulate(
     # When a baseline was busy is not kept.
     phases: dict[str, tuple[str, ...]] = {}
     if baseline is not None:
-        instances = cluster.prefill_count + cluster.decode_count
+        instances = len(cluster.instance_ids)
         tables.append(simulate_baseline(baseline_of(cluster, baseline), planned, instances))
     else:
         tables += [run(replace(cluster, seed=seed + number), planned, concurrency) for number in range(repeats)]
         phases |= dict.fromkeys(cluster.prefill_ids, ("prefill",)) | dict.fromkeys(cluster.decode_ids, ("decode",))
+        phases |= dict.fromkeys(cluster.colocated_ids, ("prefill", "decode"))
     report = report_of(
         tables,
         slo,

@@ -9,10 +9,11 @@ import math
 import random
 from collections.abc import Sequence
 
-from kaveri.domain.view import ClusterView, InstanceRecord, Phase, Role, ViewedInstance
+from kaveri.domain.view import BOTH_PHASES, ClusterView, InstanceRecord, Phase, Role, ViewedInstance
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.simulator.attempt import SimulatedRequest
+from kaveri.simulator.colocated import SimulatedColocated
 from kaveri.simulator.decode import SimulatedDecode
 from kaveri.simulator.member import HeardMember
 from kaveri.simulator.prefill import SimulatedPrefill
@@ -46,13 +47,13 @@ class Simulation:
         self._spec = spec
         self.timeline = Timeline()
         self._rng = random.Random(spec.seed)
-        self.table = RunTable(len(requests), (*spec.prefill_ids, *spec.decode_ids))
+        self.table = RunTable(len(requests), spec.instance_ids)
         self.router = SimulatedRouter(self.timeline, spec, _MODEL, self.table, random.Random(self._rng.random()))
         self.prefills = self.router.prefills
         self.decodes: dict[str, SimulatedDecode] = {}
         self._present: set[str] = set()
         """Instances whose leases hold."""
-        for instance_id in (*spec.decode_ids, *spec.prefill_ids):
+        for instance_id in (*spec.decode_ids, *spec.prefill_ids, *spec.colocated_ids):
             # The first heartbeats were made before the first request came.
             self._start(instance_id, 1, -self._rng.random() * spec.heartbeat_interval_s)
         self._show_members()
@@ -60,7 +61,7 @@ class Simulation:
 
     def _start(self, instance_id: str, incarnation: int, first_beat_s: float) -> None:
         spec, timeline, router = self._spec, self.timeline, self.router
-        is_prefill = instance_id in spec.prefill_ids
+        is_prefill, is_both = instance_id in spec.prefill_ids, instance_id in spec.colocated_ids
         pool = spec.prefill.engine if is_prefill else spec.decode.engine
         record = InstanceRecord(
             instance_id,
@@ -71,11 +72,12 @@ class Simulation:
             "simulated",
             KvLayout("simulated", spec.layer_count, pool.block_tokens, 1, 8, "float32"),
             max_model_len=pool.max_model_len,
-            phases=(Phase.PREFILL if is_prefill else Phase.DECODE,),
+            phases=BOTH_PHASES if is_both else (Phase.PREFILL if is_prefill else Phase.DECODE,),
         )
-        if is_prefill:
+        if is_prefill or is_both:
             rng = random.Random(self._rng.random())
-            self.prefills[instance_id] = SimulatedPrefill(timeline, spec, record, first_beat_s, router, rng)
+            kind = SimulatedColocated if is_both else SimulatedPrefill
+            self.prefills[instance_id] = kind(timeline, spec, record, first_beat_s, router, rng)
         else:
             self.decodes[instance_id] = SimulatedDecode(timeline, spec, record, first_beat_s, router)
         self._present.add(instance_id)

@@ -85,12 +85,14 @@ class Overheads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """A cluster of one router."""
+    """A cluster of one router, with prefill and decode instances, or with instances of both phases."""
 
     prefill_count: int
     decode_count: int
     prefill: PrefillSpec
     decode: DecodeSpec
+    colocated_count: int = 0
+    """Instances of both phases. Above 0: there are no others, and `prefill` and `decode` have the same engine."""
     router: RouterSpec = field(default_factory=RouterSpec)
     link: LinkSpeed | None = None
     """Between any two instances; None: pushes take no time."""
@@ -114,11 +116,29 @@ class ClusterSpec:
         """Of the decode instances."""
         return tuple(f"decode-{number}" for number in range(self.decode_count))
 
+    @property
+    def colocated_ids(self) -> tuple[str, ...]:
+        """Of the instances of both phases."""
+        return tuple(f"colocated-{number}" for number in range(self.colocated_count))
+
+    @property
+    def instance_ids(self) -> tuple[str, ...]:
+        """Of all."""
+        return (*self.prefill_ids, *self.decode_ids, *self.colocated_ids)
+
     def __post_init__(self) -> None:
         """Raises ConfigError, naming the field, its value and the limit."""
         for name, count in (("prefill", self.prefill_count), ("decode", self.decode_count)):
-            if count < 1:
+            if self.colocated_count and count:
+                raise ConfigError(name, f"is {count}; beside instances of both phases there are no others")
+            if not self.colocated_count and count < 1:
                 raise ConfigError(name, f"is {count}; there must be at least 1 instance")
+        if self.colocated_count:
+            if self.prefill.engine != self.decode.engine:
+                raise ConfigError("colocated", "has two engines; an instance of both phases has one")
+            if self.failures.deaths or self.failures.mtbf_s is not None:
+                reason = "is given; deaths of instances of both phases, and what copies save then, are not simulated"
+                raise ConfigError("fail" if self.failures.deaths else "mtbf", reason)
         for name, value in (
             ("monitor_interval_s", self.router.monitor_interval_s),
             ("heartbeat_interval_s", self.heartbeat_interval_s),
@@ -137,6 +157,6 @@ class ClusterSpec:
             raise ConfigError("layer_count", f"is {self.layer_count}; it must be at least 1")
         if self.link is not None and self.link.token_bytes is None:
             raise ConfigError("kv_link", "does not say how large a token is; write 200Gbps,800KiB/token")
-        self.failures.require_known((*self.prefill_ids, *self.decode_ids))
+        self.failures.require_known(self.instance_ids)
         if self.prefill.max_queue < 1:
             raise ConfigError("prefill.max_queue", f"is {self.prefill.max_queue}; it must be at least 1")

@@ -1,7 +1,8 @@
 """Reads what is simulated from the file that `kaveri up --config` reads. Raises ConfigError, naming file and key.
 
-Of the sections [up], [router], [prefill] and [decode], and the settings for all of them in front, it takes those that a
-simulation knows. The engine is the timed one, whatever `engine` says: a simulation takes its time from `latency_model`.
+Of the sections [up], [router], [prefill], [decode] and [colocated], and the settings for all of them in front, it takes
+those that a simulation knows. The engine is the timed one, whatever `engine` says: a simulation takes its time from
+`latency_model`.
 """
 
 import math
@@ -23,7 +24,7 @@ from kaveri.policy.placement import DEFAULT_THRESHOLDS, DecodePlacementPolicy, H
 from kaveri.simulator.spec import ClusterSpec, DecodeSpec, Overheads, PoolSpec, PrefillSpec, RouterSpec
 
 ValueT = TypeVar("ValueT")
-_SECTIONS = ("up", "router", "prefill", "decode")
+_SECTIONS = ("up", "router", "prefill", "decode", "colocated")
 _POOL_KEYS = (
     "latency_model",
     "time_scale",
@@ -34,19 +35,14 @@ _POOL_KEYS = (
     "max_model_len",
 )
 _THRESHOLDS = ("heavy_output_tokens", "heavy_prompt_tokens")
+_QUEUE_KEYS = ("max_queue", "prefill_policy", "prefill_sched_batch")
+_BATCH_KEYS = ("decode_policy", "decode_range_end")
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "up": ("prefill", "decode", "colocated", "routers"),
     "router": ("placement_policy", "max_attempts", "unavailable_after_s", "monitor_interval_s"),
-    "prefill": (
-        *_POOL_KEYS,
-        "max_queue",
-        "prefill_policy",
-        "prefill_sched_batch",
-        "decode_placement",
-        "kv_link",
-        *_THRESHOLDS,
-    ),
-    "decode": (*_POOL_KEYS, "decode_policy", "decode_range_end", *_THRESHOLDS),
+    "prefill": (*_POOL_KEYS, *_QUEUE_KEYS, "decode_placement", "kv_link", *_THRESHOLDS),
+    "decode": (*_POOL_KEYS, *_BATCH_KEYS, *_THRESHOLDS),
+    "colocated": (*_POOL_KEYS, *_QUEUE_KEYS, *_BATCH_KEYS, *_THRESHOLDS),
 }
 _FOLLOWED_ENGINE = ("engine", "timed")
 _KV_CACHE_MEMORY = 128 * 2**20
@@ -104,15 +100,20 @@ def read_spec(
         section: _Section(path, section, {**preset.get(section, {}), **shared, **table.get(section, {})})
         for section in _SECTIONS
     }
-    up, router, prefill, decode = (sections[section] for section in _SECTIONS)
-    if up.whole("colocated", 0):
-        raise ConfigError(f"{path} [up] colocated", "is not 0; only prefill and decode instances are simulated")
+    up, router, prefill, decode, both = (sections[section] for section in _SECTIONS)
+    colocated_count = up.whole("colocated", 0)
+    if colocated_count:
+        if up.whole("prefill", 0) or up.whole("decode", 0):
+            reason = f"is {colocated_count}; these instances do both phases, so leave prefill and decode out"
+            raise ConfigError(f"{path} [up] colocated", reason)
+        prefill = decode = both
     if up.whole("routers", 1) != 1:
         raise ConfigError(f"{path} [up] routers", f"is {up.values['routers']}; one router is simulated")
-    kv_link = prefill.text("kv_link", "")
+    kv_link = "" if colocated_count else prefill.text("kv_link", "")
     spec = ClusterSpec(
-        prefill_count=up.whole("prefill", 2),
-        decode_count=up.whole("decode", 2),
+        prefill_count=up.whole("prefill", 0 if colocated_count else 2),
+        decode_count=up.whole("decode", 0 if colocated_count else 2),
+        colocated_count=colocated_count,
         prefill=PrefillSpec(
             engine=_pool(prefill),
             max_queue=prefill.whole("max_queue", 256),

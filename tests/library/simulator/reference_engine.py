@@ -52,6 +52,8 @@ class ReferenceEngine:
         self._planned: list[Any] = []
         self._ends_s = 0.0
         self.told = ReferenceNews()
+        self.adopts: set[int] = set()
+        """Prompts that go on here when they are computed: landed, and not admitted."""
 
     def advance(self, until_s: float) -> None:
         """Takes all steps that end by then."""
@@ -60,8 +62,15 @@ class ReferenceEngine:
             drawn = [DrawnToken(1, None) for _ in self._planned]
             self.lifecycle.apply(self._planned, drawn)
             self._planned = []
+            computed = [event.key for event in self._events if isinstance(event, FirstToken)]
             self._tell(now_s)
             self._plan(now_s)
+            for key in computed:
+                # What is asked when a step's tokens are known concerns the step after the next one.
+                if int(key.request_id) in self.adopts:
+                    self.lifecycle.adopt(key)
+                    self._tell(now_s)
+                    self._wake(now_s)
 
     def prefill(self, number: int, prompt_tokens: int, answer_tokens: int, now_s: float) -> bool:
         try:

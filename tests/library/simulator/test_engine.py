@@ -1,6 +1,7 @@
 """A simulated engine tells what the stepwise engine's own lifecycle tells, to a microsecond."""
 
 import random
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -22,6 +23,7 @@ class _EngineListener:
         self.timeline = timeline
         self.told = ReferenceNews()
         self.drawn = 0
+        self.on_first: Callable[[CountedSequence], None] = lambda sequence: None
 
     def before_step_ends(self) -> None: ...
 
@@ -31,6 +33,7 @@ class _EngineListener:
 
     def first_token(self, sequence: CountedSequence) -> None:
         self.told.tokens[sequence.number] = [self.timeline.now_s]
+        self.on_first(sequence)
 
     def drew(self, steps: int, gap_count: int, step_s: float, resting: list[CountedSequence]) -> None:
         self.drawn += gap_count
@@ -53,7 +56,8 @@ class _EngineListener:
 class _Both:
     """The same schedule for a simulated engine and for its reference."""
 
-    def __init__(self, rng: random.Random, decodes: bool, prefills: bool, is_tight: bool) -> None:
+    def __init__(self, rng: random.Random, kinds: Sequence[str], is_tight: bool) -> None:
+        """kinds: of requests. decode: it lands. prefill: its prompt is computed, and stays. both: it is adopted."""
         self.rng = rng
         block_tokens = rng.choice((1, 4, 16))
         layout = KvLayout("test", 1, block_tokens, 1, 4, "float32")
@@ -67,8 +71,9 @@ class _Both:
         self.sequences: dict[int, CountedSequence] = {}
         self.landed: list[int] = []
         """Those that are not admitted yet."""
-        self.kinds = [kind for kind, wanted in (("decode", decodes), ("prefill", prefills)) if wanted]
+        self.kinds = kinds
         self.number = 0
+        self.listener.on_first = self.adopt
 
     def go_to(self, time_s: float) -> None:
         while self.timeline.next_s <= time_s:
@@ -105,9 +110,18 @@ class _Both:
             fits = self.engine.open(sequence, prompt_tokens)
             assert fits == self.reference.prefill(self.number, prompt_tokens, answer_tokens, now_s)
             if fits:
-                self.engine.prefill(sequence)
-            if fits:
                 self.sequences[self.number] = sequence
+                if kind == "both":
+                    sequence.owner = kind
+                    self.reference.adopts.add(self.number)
+                self.engine.prefill(sequence)
+
+    def adopt(self, sequence: CountedSequence) -> None:
+        """Its first token is drawn; the reference does the same by itself."""
+        if sequence.owner == "both":
+            self.landed.append(sequence.number)
+            if not self.engine.adopt(sequence):
+                self.listener.preempted(sequence)
 
     def admit_landed(self) -> None:
         for number in self.landed:
@@ -127,11 +141,15 @@ class _Both:
 
 
 @pytest.mark.parametrize("is_tight", [False, True], ids=["ample", "tight"])
-@pytest.mark.parametrize(("decodes", "prefills"), [(True, False), (False, True), (True, True)])
-def test_every_token_comes_when_the_stepwise_engine_draws_it(decodes: bool, prefills: bool, is_tight: bool) -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [("decode",), ("prefill",), ("decode", "prefill"), ("both",), ("decode", "prefill", "both")],
+    ids="+".join,
+)
+def test_every_token_comes_when_the_stepwise_engine_draws_it(kinds: Sequence[str], is_tight: bool) -> None:
     preemptions = 0
     for seed in range(25):
-        both = _Both(random.Random(seed), decodes, prefills, is_tight)
+        both = _Both(random.Random(seed), kinds, is_tight)
         now_s = 0.0
         for _ in range(40):
             now_s += both.rng.expovariate(1 / both.rng.choice((0.001, 0.05, 0.4)))
@@ -141,5 +159,5 @@ def test_every_token_comes_when_the_stepwise_engine_draws_it(decodes: bool, pref
         both.go_to(now_s + 1000.0)
         both.compare()
         preemptions += len(both.listener.told.preempted)
-    if decodes and is_tight:
+    if "decode" in kinds and is_tight:
         assert preemptions > 20, "the schedules are not tight"

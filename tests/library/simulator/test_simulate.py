@@ -16,8 +16,12 @@ from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.candidates import Candidates
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy, PlacementPolicy, choose_prefill
+from kaveri.policy.prompt_room import prompt_fits
 from kaveri.policy.room_search import RoomSearch
-from kaveri.simulator import prefill, router
+from kaveri.simulator import colocated, prefill, router
+from kaveri.simulator.baseline_rule import BaselineRule
+from kaveri.simulator.baselines import baseline_of, simulate_baseline
+from kaveri.simulator.failures import FailureSpec
 from kaveri.simulator.report import report_of, requests_of, rows
 from kaveri.simulator.simulate import Simulation, simulate
 from kaveri.simulator.spec import ClusterSpec, DecodeSpec, Overheads, PoolSpec, PrefillSpec, RouterSpec
@@ -31,10 +35,12 @@ from kaveri.workload.requests import (
     plan_requests,
 )
 from kaveri.workload.summary import Slo
+from services.instance import room
 from services.prefill import decode_placer
 from services.router import request_placer
 
 LATENCY = load_latency_model("opt-13b-a100-tp2")
+NO_OTHERS = {"prefill_count": 0, "decode_count": 0, "colocated_count": 1}
 
 
 def spec_of(total_blocks: int = 9000, **changes: Any) -> ClusterSpec:
@@ -95,6 +101,71 @@ def test_every_request_ends_once_and_every_block_comes_free(seed: int) -> None:
         seed=seed,
     )
     run_whole(spec, poisson(80, rng.choice((3.0, 40.0)), seed))
+
+
+def colocated_of(total_blocks: int = 9000, **changes: Any) -> ClusterSpec:
+    return spec_of(total_blocks, **{"prefill_count": 0, "decode_count": 0, "colocated_count": 2, **changes})
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_instances_of_both_phases_end_every_request_once_and_free_every_block(seed: int) -> None:
+    rng = random.Random(seed)
+    pool = PoolSpec(
+        latency=LATENCY,
+        total_blocks=rng.choice((110, 300, 9000)),
+        chunk_tokens=rng.choice((64, 512)),
+        max_batch=rng.choice((4, 64)),
+        max_model_len=1600,
+    )
+    queue = PrefillSpec(engine=pool, max_queue=rng.choice((3, 256)), prefill_policy=rng.choice(list(OrderingPolicy)))
+    spec = colocated_of(
+        colocated_count=rng.randrange(1, 4),
+        prefill=queue,
+        decode=DecodeSpec(engine=pool, decode_policy=rng.choice(list(AdmissionPolicy))),
+        router=RouterSpec(placement_policy=rng.choice(list(PlacementPolicy))),
+        overheads=Overheads(hop_s=0.002, decode_step_s=0.001) if rng.random() < 0.5 else Overheads(),
+        lengths_known=rng.random() < 0.7,
+        seed=seed,
+    )
+    run = run_whole(spec, poisson(80, rng.choice((3.0, 40.0)), seed)).table.columns()
+    # What an instance computes it decodes itself.
+    with_more = run.planned_tokens > 1
+    assert (run.decode_instance == run.prefill_instance)[with_more].all()
+    assert (run.server["kv_tail_s"] == 0).all()
+
+
+def test_a_lone_request_takes_the_same_time_on_an_instance_of_both_phases() -> None:
+    one = [PlannedRequest(0, 0.0, RequestLengths(300, 50))]
+    apart, both = (simulate(spec, one).columns() for spec in (spec_of(), colocated_of()))
+    assert both.first_s == pytest.approx(apart.first_s)
+    assert both.last_s == pytest.approx(apart.last_s)
+
+
+def test_an_instance_of_both_phases_works_like_the_baseline_with_chunks_beside_its_batch() -> None:
+    requests = poisson(200, 6.0)
+    spec = colocated_of(colocated_count=1)
+    ours = simulate(spec, requests).columns()
+    theirs = simulate_baseline(baseline_of(spec, BaselineRule.BESIDE), requests, 1).columns()
+    # A request joins the batch with the step after the next one; the baseline's with the next one.
+    for figure in ("ttft_s", "jct_s"):
+        assert np.mean(getattr(ours, figure)()) == pytest.approx(np.mean(getattr(theirs, figure)()), rel=0.05)
+    assert ours.duration_s == pytest.approx(theirs.duration_s, rel=0.02)
+
+
+def test_prompts_wait_for_what_the_admission_policy_keeps_for_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def fits(token_count: int, computing: Any, kept_blocks: int, free_blocks: int, block_tokens: int) -> bool:
+        asked.append(kept_blocks)
+        return prompt_fits(token_count, computing, kept_blocks, free_blocks, block_tokens)
+
+    monkeypatch.setattr(colocated, "prompt_fits", fits)
+    run_whole(
+        colocated_of(120, decode=replace(spec_of(120).decode, decode_policy=AdmissionPolicy.RESERVE_STATIC)),
+        poisson(40, 20.0),
+    )
+    assert max(asked) > 0
+    assert room.prompt_fits is prompt_fits, "the services' own function"
 
 
 def test_a_closed_loop_has_no_more_requests_at_once_than_asked_for() -> None:
@@ -225,6 +296,17 @@ def test_the_requests_of_a_measured_run_are_simulated_at_their_times() -> None:
         ({"heartbeat_interval_s": float("nan")}, "heartbeat_interval_s", "nan"),
         ({"link": parse_link_speed("1Gbps")}, "kv_link", "how large a token is"),
         ({"layer_count": 0}, "layer_count", "at least 1"),
+        ({"colocated_count": 1}, "prefill", "is 2; beside instances of both phases there are no others"),
+        (
+            {**NO_OTHERS, "failures": FailureSpec(mtbf_s=9.0)},
+            "mtbf",
+            "deaths of instances of both phases, and what copies save then, are not simulated",
+        ),
+        (
+            {**NO_OTHERS, "decode": DecodeSpec(engine=PoolSpec(latency=LATENCY, max_batch=3))},
+            "colocated",
+            "has two engines",
+        ),
         (
             {"decode": DecodeSpec(engine=PoolSpec(latency=LATENCY, total_blocks=3))},
             "decode.max_model_len",

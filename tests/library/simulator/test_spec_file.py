@@ -76,7 +76,7 @@ def test_a_setting_that_a_simulation_does_not_follow_is_named(tmp_path: Path) ->
         (GOOD.replace('"reserve-dynamic"', '"lazy"'), "is 'lazy'; it must be one of greedy"),
         (GOOD.replace("prefill = 3", "prefill = 0"), "prefill: is 0; there must be at least 1"),
         (GOOD.replace("prefill = 3", 'prefill = "three"'), "is 'three'; it must be a whole number"),
-        (GOOD.replace("prefill = 3", "colocated = 2"), "colocated: is not 0"),
+        (GOOD.replace("prefill = 3", "colocated = 2"), "colocated: is 2; these instances do both"),
         (GOOD.replace("latency_model", "#"), "latency_model: is not given"),
         ("time_scale = 0\n" + GOOD, "time_scale: is 0.0; it must be a number above 0"),
         (GOOD.replace("opt-13b-a100-tp2", "opt-1b"), "opt-1b"),
@@ -136,22 +136,42 @@ def test_a_preset_counts_where_the_file_says_nothing(tmp_path: Path) -> None:
     assert found.not_simulated == ("[prefill] prediction",)
 
 
-@pytest.mark.parametrize("preset", ["tetriinfer", "distserve", "dejavu"])
-def test_each_preset_with_prefill_and_decode_instances_is_simulated(preset: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("preset", list(Preset))
+def test_each_preset_is_simulated(preset: Preset, tmp_path: Path) -> None:
     (tmp_path / "cluster.toml").write_text('latency_model = "opt-13b-a100-tp2"\n')
     report = _simulate(tmp_path, "--preset", preset, "--rate", "5", "--requests", "20", "--json")
     assert [run["answered"] for run in report["runs"]] == [20]
     assert report["simulated"]["preset"] == preset
     assert report["simulated"]["left_out"]
     # A preset names only settings that services have, and says which of them are not followed.
-    assert "[prefill] prediction" in report["simulated"]["not_simulated"]
+    role = "colocated" if preset is Preset.ACCELLM else "prefill"
+    assert f"[{role}] prediction" in report["simulated"]["not_simulated"]
 
 
-def test_the_preset_that_cannot_be_simulated_is_refused_by_name(tmp_path: Path) -> None:
+def test_the_preset_of_pairs_has_instances_of_both_phases_and_names_the_copies_that_are_left_out(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "cluster.toml").write_text('latency_model = "opt-13b-a100-tp2"\n')
+    arguments = ("--preset", "accellm", "--rate", "5", "--requests", "20")
+    report = _simulate(tmp_path, *arguments, "--json")
+    (run,) = report["runs"]
+    placed = {row["server"]["decode_instance_id"] for row in run["rows"]}
+    assert placed == {"colocated-0", "colocated-1"}
+    assert set(run["resource_time"]) == {"prefill+decode"}
+    assert {"[colocated] replication", "[colocated] replica_min_tokens"} <= set(report["simulated"]["not_simulated"])
     with pytest.raises(subprocess.CalledProcessError) as refused:
-        _simulate(tmp_path, "--preset", "accellm", "--rate", "5")
-    assert "--preset: accellm has instances of both phases" in refused.value.stderr
+        _simulate(tmp_path, *arguments, "--fail", "colocated-0@3s")
+    assert "fail: is given; deaths of instances of both phases, and what copies save then" in refused.value.stderr
+
+
+def test_a_section_of_instances_of_both_phases_has_the_settings_of_both(tmp_path: Path) -> None:
+    text = 'latency_model = "opt-13b-a100-tp2"\n[up]\ncolocated = 3\n[colocated]\nmax_batch = 32\nchunk_tokens = 256\n'
+    spec = read(tmp_path, text + 'prefill_policy = "sjf"\ndecode_policy = "reserve-static"\n').spec
+    assert spec.instance_ids == ("colocated-0", "colocated-1", "colocated-2")
+    assert spec.prefill.engine == spec.decode.engine
+    assert (spec.prefill.engine.max_batch, spec.prefill.engine.chunk_tokens) == (32, 256)
+    assert spec.prefill.prefill_policy is OrderingPolicy.SJF
+    assert spec.decode.decode_policy is AdmissionPolicy.RESERVE_STATIC
 
 
 def test_a_baseline_is_simulated_on_as_many_instances(tmp_path: Path) -> None:
