@@ -3,8 +3,9 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from kaveri.client.answer import Chunk, Completion
 from kaveri.client.async_client import AsyncClient
@@ -14,6 +15,8 @@ from kaveri.errors import RequestCancelled, Unavailable
 from kaveri.wire.attempts import CLIENTS_ID_SUFFIX_BYTES, MAX_CLIENTS_ID_BYTES
 from services.gateway.asked import Asked, is_token_ids
 
+PieceT = TypeVar("PieceT", Chunk, Completion)
+
 
 class Answers:
     """Asks a router for all answers at once. Leaving the context cancels those that have not ended, everywhere."""
@@ -22,6 +25,9 @@ class Answers:
         """request_id: stands before the ids that routers get, so that it can be found in their logs. Raises
         InvalidArgument."""
         self.streams: list[AsyncStream] = []
+        self._asked = asked
+        self._reported = [asyncio.Event() for _ in asked.prompts]
+        """Of the reports on the prompts: whether all of it has come, for the answers that begin with it."""
         self._failure = "the answer was closed before its end"
         # Two requests may have one id: a client's id traces requests, and need not be unique.
         name = f"{request_id[:MAX_CLIENTS_ID_BYTES]}-{secrets.token_hex(CLIENTS_ID_SUFFIX_BYTES)}"
@@ -73,7 +79,7 @@ class Answers:
             answers = [task.result() for task in reading]
         for answer in answers:
             _check_not_cancelled(answer.finish_reason, answer.request_id)
-        return answers
+        return [self._shown(answer) for answer in answers]
 
     async def chunks(self) -> AsyncIterator[tuple[int, Chunk]]:
         """The chunks of all answers as they come, with the index of the answer. Raises as collect(). Close it."""
@@ -82,7 +88,7 @@ class Answers:
             async for chunk in stream:
                 finish = chunk.finish_reason
                 _check_not_cancelled(finish, stream.request_id)
-                yield 0, chunk
+                yield 0, self._shown(chunk)
             if finish is None:
                 raise Unavailable(self._failure)
             return
@@ -100,23 +106,36 @@ class Answers:
                         raise found
                     case chunk:
                         _check_not_cancelled(chunk.finish_reason, self.streams[index].request_id)
-                        yield index, chunk
+                        yield index, self._shown(chunk)
         finally:
             for pump in pumps:
                 pump.cancel()
 
     async def _pump(self, index: int, merged: asyncio.Queue[tuple[int, Chunk | BaseException | None]]) -> None:
-        finish = None
+        finish, reported = None, self._reported[index // self._asked.n]
+        is_first = index % self._asked.n == 0
         try:
             async for chunk in self.streams[index]:
                 finish = chunk.finish_reason
+                if self._asked.echoes_logprobs and not is_first:
+                    await reported.wait()
                 await merged.put((index, chunk))
+                if is_first and chunk.token_ids:
+                    reported.set()
             if finish is None:
                 raise Unavailable(self._failure)
         except Exception as error:
             await merged.put((index, error))
         else:
             await merged.put((index, None))
+
+    def _shown(self, piece: PieceT) -> PieceT:
+        """A piece of an answer as the client gets it."""
+        if not self._asked.prompt_alone:
+            return piece
+        finish = None if piece.finish_reason is None else FinishReason.LENGTH
+        usage = None if piece.usage is None else replace(piece.usage, completion_tokens=0)
+        return replace(piece, token_ids=(), text="", logprobs=(), finish_reason=finish, usage=usage)
 
 
 def _check_not_cancelled(finish_reason: FinishReason | None, request_id: str) -> None:

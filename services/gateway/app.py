@@ -22,14 +22,22 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kaveri.client.answer import ModelInfo
 from kaveri.client.async_client import AsyncClient
-from kaveri.errors import KaveriError, ModelNotFound, NoCapacity, SlowReader, Unauthenticated, Unavailable
+from kaveri.errors import (
+    InvalidArgument,
+    KaveriError,
+    ModelNotFound,
+    NoCapacity,
+    SlowReader,
+    Unauthenticated,
+    Unavailable,
+)
 from kaveri.security.callers import Callers
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import OpenSpan, calls_below, error_in_span, trace_fields, traceparent_of
 from services.gateway import metrics
 from services.gateway.answers import Answers
 from services.gateway.asked import Asked, UsageEvents, read_chat, read_completion
-from services.gateway.body import BodyBudget, ClientGone
+from services.gateway.body import BodyBudget, ClientGone, HeldBody
 from services.gateway.config import GatewayConfig
 from services.gateway.connection import CONNECTION_KEY
 from services.gateway.departure import UntilGone
@@ -208,16 +216,17 @@ class _Generate:
                 del values
                 async with UntilGone(receive):
                     with _traced(scope, state):
-                        await self._answer(asked, state, send)
+                        await self._answer(asked, body, state, send)
         except SlowReader:
             raise
         except KaveriError as error:
             raise http_error_of(error, self._prompt_param) from error
 
-    async def _answer(self, asked: Asked, state: HttpRequest, send: Send) -> None:
+    async def _answer(self, asked: Asked, body: HeldBody, state: HttpRequest, send: Send) -> None:
         client = self._door.client
         model = asked.model or (await _the_model(client)).name
         asked, shown = await show_prompts(client, asked)
+        body.hold_more(asked.report_bytes)
         made = self._make_format(asked, shown, state.request_id, model, int(time.time()))
         state.answers = len(asked.answers)
         metrics.IN_FLIGHT.inc(state.answers)
@@ -234,6 +243,8 @@ class _Generate:
                     # Also of answers that did not end.
                     state.prompt_tokens = sum(stream.prompt_tokens or 0 for stream in answers.streams)
                     state.completion_tokens = sum(stream.completion_tokens for stream in answers.streams)
+        except InvalidArgument as error:
+            raise asked.named(error) from error
         finally:
             metrics.IN_FLIGHT.dec(state.answers)
 

@@ -26,6 +26,8 @@ Prompt = str | tuple[int, ...] | tuple[Message, ...]
 _COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions. A chat answer may be as long as fits."""
 _MOST_OF_PROMPTS = 2 * MAX_PROMPT_REPORT
+_LOGPROB_BYTES = 500
+"""What the gateway keeps of one log-probability until its answer is written, about."""
 _HARMLESS: Mapping[str, Accepts] = {
     "add_special_tokens": any_flag,
     "allowed_token_ids": empty,
@@ -129,6 +131,8 @@ class Asked:
     usage_events: UsageEvents = UsageEvents.NONE
     echo: bool = False
     """Whether the text begins with the prompt."""
+    prompt_alone: bool = False
+    """Whether an answer shows its prompt and nothing behind it, as max_tokens is 0. One token is drawn all the same."""
     prompt_logprobs: bool = False
     """Whether each answer has a field of this name, as vLLM's."""
     return_token_ids: bool = False
@@ -140,9 +144,36 @@ class Asked:
 
     @property
     def answers(self) -> tuple[tuple[Prompt, SamplingParams], ...]:
-        """Prompt and parameters of each answer, in the order of their indices."""
-        variants = [replace(self.params, seed=derived_seed(self.params.seed, number)) for number in range(self.n)]
+        """Prompt and parameters of each answer, in the order of their indices. The first answer to a prompt brings the
+        report on it for all."""
+        first = self.params
+        seeds = [derived_seed(first.seed, number) for number in range(1, self.n)]
+        variants = [first, *(replace(first, seed=seed, prompt_logprobs=None) for seed in seeds)]
         return tuple((prompt, variant) for prompt in self.prompts for variant in variants)
+
+    @property
+    def report_bytes(self) -> int:
+        """What the reports on the prompts take in memory, about. Raises InvalidArgument when they are too large, and
+        needs token ids for prompts that are reported on."""
+        if self.params.prompt_logprobs is None:
+            return 0
+        size = sum(map(len, self.prompts)) * self.n * (self.params.prompt_logprobs + 1)
+        if size > _MOST_OF_PROMPTS:
+            limit = f"a report of at most {_MOST_OF_PROMPTS}: ({self._report_param} + 1) * n * tokens of the prompts"
+            raise InvalidArgument(self._report_param, f"a report of {size}", limit)
+        return _LOGPROB_BYTES * size
+
+    def named(self, error: InvalidArgument) -> InvalidArgument:
+        """The error with the name of what the client has sent."""
+        if error.field != "params.prompt_logprobs":
+            return error
+        limit = error.limit.replace("prompt_logprobs", self._report_param)
+        return InvalidArgument(self._report_param, error.value, limit)
+
+    @property
+    def _report_param(self) -> str:
+        """What has asked for reports on the prompts."""
+        return "prompt_logprobs" if self.prompt_logprobs else "logprobs"
 
 
 def is_token_ids(prompt: Prompt) -> bool:
@@ -161,14 +192,19 @@ def read_completion(body: Mapping[str, Any], max_answers: int) -> Asked:
     logprobs = fields.whole("logprobs", 0, MAX_LOGPROBS)
     max_tokens = fields.take("max_tokens")
     echo = fields.flag("echo")
+    prompt_alone = type(max_tokens) is int and max_tokens == 0
+    if prompt_alone and not echo:
+        raise InvalidArgument("max_tokens", 0, "at least 1; it may be 0 where echo is true")
     return _read_rest(
         fields,
         _HARMLESS_OF_COMPLETIONS,
         prompts=prompts,
         n=n,
         echo=echo,
-        max_tokens=_COMPLETION_TOKENS if max_tokens is None else max_tokens,
+        # The model draws a token behind each prompt that it computes.
+        max_tokens=_COMPLETION_TOKENS if max_tokens is None else 1 if prompt_alone else max_tokens,
         logprobs=logprobs,
+        prompt_alone=prompt_alone,
     )
 
 
@@ -210,12 +246,15 @@ def _read_rest(
     echo: bool,
     max_tokens: Any,
     logprobs: int | None,
+    prompt_alone: bool = False,
 ) -> Asked:
     """What both kinds of requests have in common."""
     stream = fields.flag("stream")
     temperature, top_p, top_k = (fields.take(name) for name in ("temperature", "top_p", "top_k"))
     prompt_logprobs = _prompt_logprobs(fields, stream, logprobs if echo else None)
     stop, stop_token_ids, min_tokens = (fields.take(name) for name in ("stop", "stop_token_ids", "min_tokens"))
+    if prompt_alone and min_tokens:
+        raise InvalidArgument("min_tokens", min_tokens, "left out, or 0, where max_tokens is 0")
     params = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=0 if min_tokens is None else min_tokens,
@@ -230,7 +269,6 @@ def _read_rest(
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo and prompt_logprobs is None else prompt_logprobs,
     )
-    _check_prompt_report(prompts, n, params)
     asked = Asked(
         model=fields.text("model"),
         prompts=prompts,
@@ -239,6 +277,7 @@ def _read_rest(
         stream=stream,
         usage_events=_usage_events(fields, stream),
         echo=echo,
+        prompt_alone=prompt_alone,
         prompt_logprobs=prompt_logprobs is not None,
         return_token_ids=fields.flag("return_token_ids"),
     )
@@ -256,23 +295,6 @@ def _prompt_logprobs(fields: Fields, stream: bool, echoed: int | None) -> int | 
     if echoed is not None and echoed != count:
         raise InvalidArgument("prompt_logprobs", count, f"left out, or {echoed} as logprobs where echo is true")
     return count
-
-
-def _check_prompt_report(prompts: tuple[Prompt, ...], n: int, params: SamplingParams) -> None:
-    """Bounds what an answer over HTTP says of its prompts, which is kept until all of it has come. Texts count by
-    bytes: a token has at least one."""
-    if params.prompt_logprobs is None:
-        return
-    size = sum(_size(prompt) for prompt in prompts) * n * (params.prompt_logprobs + 1)
-    if size > _MOST_OF_PROMPTS:
-        limit = f"a report of at most {_MOST_OF_PROMPTS}: (logprobs + 1) * n * token ids, or bytes of texts"
-        raise InvalidArgument("prompt_logprobs", f"a report of {size}", limit)
-
-
-def _size(prompt: Prompt) -> int:
-    if isinstance(prompt, str):
-        return len(prompt.encode(errors="replace"))
-    return sum(len(each.content.encode(errors="replace")) if isinstance(each, Message) else 1 for each in prompt)
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:

@@ -25,7 +25,7 @@ class ClientGone(Exception):
 
 
 class BodyBudget:
-    """The bytes of all bodies that are held. For one event loop."""
+    """The bytes of all bodies that are held, and of the reports on prompts that are asked for. For one event loop."""
 
     def __init__(self, max_body_bytes: int, max_bodies_bytes: int, slow_sender_s: float) -> None:
         self._max_body_bytes = max_body_bytes
@@ -50,7 +50,8 @@ class BodyBudget:
     def take(self, size_bytes: int) -> None:
         """Raises HttpError when there is no room."""
         if self._held_bytes + size_bytes > self._max_bodies_bytes:
-            message = f"the requests in flight hold {self._held_bytes} of {self._max_bodies_bytes} bytes"
+            held = f"the requests in flight hold {self._held_bytes} of {self._max_bodies_bytes} bytes"
+            message = f"{held} (--max-bodies-bytes), and this one needs {size_bytes} more"
             raise HttpError(
                 429, message, "rate_limit_error", "rate_limit_exceeded", headers=retry_headers(_RETRY_AFTER_S)
             )
@@ -67,6 +68,11 @@ class HeldBody:
     def __init__(self, budget: BodyBudget) -> None:
         self.size_bytes = 0
         self._budget = budget
+
+    def hold_more(self, size_bytes: int) -> None:
+        """Counts what else the request takes. Raises HttpError when there is no room."""
+        self._budget.take(size_bytes)
+        self.size_bytes += size_bytes
 
     async def read_json(self, scope: Scope, receive: Receive) -> dict[str, Any]:
         """The object. Raises HttpError, naming the limit, and ClientGone."""
@@ -94,8 +100,7 @@ class HeldBody:
                 parts.clear()
                 await _discard(receive, most_bytes)
                 raise _too_large(most_bytes)
-            self._budget.take(len(part))
-            self.size_bytes += len(part)
+            self.hold_more(len(part))
             parts.append(part)
             if not message.get("more_body", False):
                 return b"".join(parts)

@@ -58,7 +58,10 @@ class GatewayConfig(PublicSettings, ServiceConfig):
         "size of a request's body; more is refused with 413", 4 * 2**20, size_bytes, least=1024
     )
     max_bodies_bytes: int = setting(
-        "size of the bodies of all requests in flight; more are refused with 429", 256 * 2**20, size_bytes, least=1024
+        "size of the bodies of all requests in flight, and of the reports on their prompts; more are refused with 429",
+        256 * 2**20,
+        size_bytes,
+        least=1024,
     )
     direct: bool = setting("read tokens at the decode instances that draw them, where it can reach these", False)
     max_answers: int = setting("answers that one request may ask for: prompts times n", 256, least=1)

@@ -47,6 +47,8 @@ class AnswerFormat:
         """Tokens of each answer so far."""
         self._offsets: dict[int, int] = {}
         """Characters of the tokens that reports have named."""
+        self._prompts: dict[int, list[PromptToken]] = {}
+        """Reports on prompts with several answers, by the index of the first one."""
 
     def piece(self, index: int, chunk: Chunk, prompt_tokens: int) -> bytes:
         """The event of a chunk of the answer `index`."""
@@ -56,7 +58,7 @@ class AnswerFormat:
             self._usages[index] = chunk.usage
         finish = b"null" if chunk.finish_reason is None else b'"%s"' % chunk.finish_reason.encode()
         # Both are null, or empty, for most requests.
-        prompt = chunk.prompt_tokens if self._asked.echoes_logprobs else ()
+        prompt = self._prompt_of(index, chunk, is_first) if self._asked.echoes_logprobs else ()
         report = b"null" if not chunk.logprobs and not prompt else encode(self._report(index, chunk.logprobs, prompt))
         token_ids = b',"token_ids":' + encode(chunk.token_ids) if self._asked.return_token_ids else b""
         text = chunk.text
@@ -96,7 +98,8 @@ class AnswerFormat:
         top: dict[str, object] = {}
         for index, answer in enumerate(answers):
             shown = self._shown_of(index)
-            prompt = answer.prompt_tokens if self._asked.echoes_logprobs else ()
+            reported = answers[self._first_of(index)].prompt_tokens
+            prompt = reported if self._asked.echoes_logprobs else ()
             wants_report = self._asked.params.logprobs is not None
             choice: dict[str, object] = {
                 "index": index,
@@ -106,7 +109,7 @@ class AnswerFormat:
             }
             if self._asked.prompt_logprobs:
                 beside = choice if self._ids_beside_choices else top
-                beside["prompt_logprobs"] = [_prompt_position(token) for token in answer.prompt_tokens]
+                beside["prompt_logprobs"] = [_prompt_position(token) for token in reported]
             if self._asked.return_token_ids:
                 choice["token_ids"] = answer.token_ids
                 (choice if self._ids_beside_choices else top)["prompt_token_ids"] = shown.token_ids
@@ -132,6 +135,20 @@ class AnswerFormat:
 
     def _shown_of(self, index: int) -> ShownPrompt:
         return self._shown[index // self._asked.n]
+
+    def _first_of(self, index: int) -> int:
+        """The index of the first answer to the same prompt, which has the report on it."""
+        return index - index % self._asked.n
+
+    def _prompt_of(self, index: int, chunk: Chunk, is_first: bool) -> Sequence[PromptToken]:
+        """What a chunk reports on the prompt. The first one of a later answer has all of it."""
+        if self._asked.n == 1:
+            return chunk.prompt_tokens
+        first = self._first_of(index)
+        if index == first:
+            self._prompts.setdefault(index, []).extend(chunk.prompt_tokens)
+            return chunk.prompt_tokens
+        return self._prompts[first] if is_first else ()
 
     def _prompt_ids(self, shown: ShownPrompt) -> tuple[bytes, bytes]:
         """A prompt's token ids, for the top of an event or for its choice."""

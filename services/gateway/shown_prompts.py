@@ -1,9 +1,11 @@
 """What of its prompts a request wants to see: their text before the answers, their token ids beside them."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kaveri.client.async_client import AsyncClient
+from kaveri.errors import InvalidArgument
 from services.gateway.asked import Asked, Prompt, is_token_ids
 
 
@@ -18,27 +20,39 @@ class ShownPrompt:
 
 
 async def show_prompts(client: AsyncClient, asked: Asked) -> tuple[Asked, list[ShownPrompt]]:
-    """The request, with token ids for its prompts where those are shown, so that they are the ones that are answered;
-    and what is shown of each prompt. Raises KaveriErrors."""
-    if not asked.echo and not asked.return_token_ids:
+    """The request, with token ids for its prompts where those are shown or reported on, so that they are the ones that
+    are answered; and what is shown of each prompt. Raises KaveriErrors."""
+    needs_ids = asked.return_token_ids or asked.params.prompt_logprobs is not None
+    if not asked.echo and not needs_ids:
         return asked, [ShownPrompt()] * len(asked.prompts)
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_show(client, asked, prompt)) for prompt in asked.prompts]
-    shown = [task.result() for task in tasks]
-    if asked.return_token_ids:
-        asked = replace(asked, prompts=tuple(each.token_ids or () for each in shown))
-    return asked, shown
+    try:
+        async with asyncio.TaskGroup() as group:
+            texts = [group.create_task(_text(client, asked, prompt)) for prompt in asked.prompts]
+            asking = [group.create_task(_ids(client, asked, prompt)) for prompt in asked.prompts if needs_ids]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
+    ids = [task.result() for task in asking]
+    if needs_ids:
+        asked = replace(asked, prompts=tuple(ids))
+    shown_ids: Sequence[tuple[int, ...] | None] = ids if asked.return_token_ids else [None] * len(texts)
+    return asked, [ShownPrompt(text.result(), each) for text, each in zip(texts, shown_ids, strict=True)]
 
 
-async def _show(client: AsyncClient, asked: Asked, prompt: Prompt) -> ShownPrompt:
-    text, token_ids = "", None
-    if asked.echo:
-        text = prompt if isinstance(prompt, str) else await client.detokenize(prompt, model=asked.model)  # type: ignore[arg-type]
-    if asked.return_token_ids:
-        if isinstance(prompt, str):
-            token_ids = await client.tokenize(prompt, model=asked.model)
-        elif is_token_ids(prompt):
-            token_ids = prompt  # type: ignore[assignment]
-        else:
-            token_ids = await client.tokenize(messages=prompt, model=asked.model)  # type: ignore[arg-type]
-    return ShownPrompt(text, token_ids)
+async def _text(client: AsyncClient, asked: Asked, prompt: Prompt) -> str:
+    """What stands before the answers to it."""
+    if not asked.echo:
+        return ""
+    if isinstance(prompt, str):
+        return prompt
+    try:
+        return await client.detokenize(prompt, model=asked.model)  # type: ignore[arg-type]
+    except InvalidArgument as error:
+        raise InvalidArgument("prompt", error.value, error.limit) from error
+
+
+async def _ids(client: AsyncClient, asked: Asked, prompt: Prompt) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        return await client.tokenize(prompt, model=asked.model)
+    if is_token_ids(prompt):
+        return prompt  # type: ignore[return-value]
+    return await client.tokenize(messages=prompt, model=asked.model)  # type: ignore[arg-type]

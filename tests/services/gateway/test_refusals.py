@@ -17,6 +17,8 @@ from tests.services.gateway.conftest import GatewayUnderTest, run_gateway
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import MAX_MODEL_LEN, eventually
 
+_LONG_CHAT = [{"role": "user", "content": "word " * 200}]
+
 
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
@@ -31,8 +33,11 @@ from tests.services.router.scripted_answers import MAX_MODEL_LEN, eventually
         ("completions", {"prompt_logprobs": -1}, "prompt_logprobs"),
         ("completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ("completions", {"prompt_logprobs": 1, "echo": True, "logprobs": 2}, "prompt_logprobs"),
-        ("completions", {"prompt": ["x" * 8000] * 16, "logprobs": 20, "echo": True}, "prompt_logprobs"),
+        ("completions", {"prompt": ["x" * 8000] * 16, "logprobs": 20, "echo": True}, "logprobs"),
         ("completions", {"prompt": [300] * 7000, "prompt_logprobs": 20}, "prompt_logprobs"),
+        ("completions", {"prompt": [300] * 7000, "logprobs": 20, "echo": True}, "logprobs"),
+        ("completions", {"prompt": [[300] * 7000] * 2, "logprobs": 20, "echo": True}, "logprobs"),
+        ("chat/completions", {"prompt_logprobs": 20, "n": 128, "messages": _LONG_CHAT}, "prompt_logprobs"),
         ("completions", {"no_such_thing": 1}, "no_such_thing"),
         ("completions", {"stream_options": {"include_usage": True}}, "stream_options"),
         ("completions", {"stream": True, "stream_options": {"nonsense": 1}}, "stream_options.nonsense"),
@@ -43,12 +48,17 @@ from tests.services.router.scripted_answers import MAX_MODEL_LEN, eventually
         ("completions", {"prompt": ""}, "prompt"),
         ("completions", {"prompt": [-1]}, "prompt"),
         ("completions", {"prompt": [10**7]}, "prompt"),
+        ("completions", {"prompt": [10**7], "echo": True}, "prompt"),
+        ("completions", {"prompt": ["hi", "x" * 10**6], "return_token_ids": True}, "prompt"),
         ("completions", {"n": 0}, "n"),
         ("completions", {"n": True}, "n"),
         ("completions", {"temperature": "hot"}, "temperature"),
         ("completions", {"temperature": -1}, "temperature"),
         ("completions", {"top_p": 0}, "top_p"),
         ("completions", {"max_tokens": 0}, "max_tokens"),
+        ("completions", {"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
+        ("completions", {"max_tokens": False, "echo": True}, "max_tokens"),
+        ("chat/completions", {"max_tokens": 0}, "max_tokens"),
         ("completions", {"stop": ["a"] * 17}, "stop"),
         ("completions", {"seed": 1.5}, "seed"),
         ("completions", {"stream": "yes"}, "stream"),

@@ -41,7 +41,8 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         self.refusals: list[KaveriError] = []
         """Errors for the next requests, one each."""
         self.hold: set[str] = set()
-        """Steps before which every request waits for `release`: started, placed, first_token, handed_over."""
+        """Steps before which every request waits for `release`: started, placed, prompt_logprobs, first_token,
+        handed_over."""
         self.release = asyncio.Event()
         self.decode_first = False
         """Let decode begin before the first token is reported."""
@@ -156,6 +157,7 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
                 and not request.generated_count
                 and self.knows_prompt_logprobs
             ):
+                await self._before("prompt_logprobs", context)
                 for place in range(1, len(prompt), PROMPT_PART):
                     yield _prompt_part(prompt, place, request.params.prompt_logprobs)
                     if self.breaks_within_prompt:
