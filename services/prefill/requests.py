@@ -121,17 +121,9 @@ class ProgressOutbox:
         told = self._told.get(FirstTokenDrawn)
         return told if isinstance(told, FirstTokenDrawn) else None
 
-    @property
-    def logprobs(self) -> list[Logprobs]:
-        """All that were told, of the prompt and of the first token."""
-        found: list[Logprobs] = []
-        for progress in self._told.values():
-            match progress:
-                case PromptScored(_, entries):
-                    found += entries
-                case FirstTokenDrawn(logprobs=Logprobs() as entry):
-                    found.append(entry)
-        return found
+    def forget_report(self) -> None:
+        """Leaves the report on the prompt out of what is repeated. Its reader still gets what is unread."""
+        self._told = {kind: told for kind, told in self._told.items() if not isinstance(told, PromptScored)}
 
     def repeated(self) -> "ProgressOutbox":
         """An outbox for another reader, who gets all entries from the first one on. Nothing more comes here."""

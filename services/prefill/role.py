@@ -185,6 +185,9 @@ class PrefillRole:
         if owner.session <= request.owner.session and not is_its_router:
             raise InvalidArgument("session", owner.session, f"above {request.owner.session}, the present one")
         attached = _attached(request, attachment)
+        if not is_its_router:
+            # A later session that wants the report has the prompt computed again.
+            request.outbox.forget_report()
         former, request.outbox = request.outbox, request.outbox.repeated()
         former.close(RequestAlreadyExists(request_id))
         request.ownership = ownership
@@ -391,7 +394,11 @@ class PrefillRole:
         if life.orphan is not None:
             life.orphan.cancel()
         if request.can_be_attached and close.outcome in (PrefillOutcome.HANDED_OVER, PrefillOutcome.FINISHED):
-            size = kept_bytes(request.token_count, request.outbox.logprobs)
+            # It would take the place of many other requests.
+            request.outbox.forget_report()
+            first = request.outbox.first_token
+            logprobs = [first.logprobs] if first is not None and first.logprobs is not None else []
+            size = kept_bytes(request.token_count, logprobs)
             self._kept.add(request.request_id, request, size, time.monotonic())
         request.outbox.close(close.error)
         self._metrics.requests.labels(close.outcome).inc()
