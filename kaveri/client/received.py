@@ -81,7 +81,6 @@ class Received:
         is_behind = repeated > len(response.token_ids)
         if repeated > 0:
             del response.token_ids[:repeated]
-            del response.logprobs[:repeated]
             response.index = len(self.token_ids)
         if response.text:
             known = self.characters - response.first_character

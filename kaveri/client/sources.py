@@ -65,7 +65,6 @@ class AnswerSources:
             secret=request.secret,
             token_ids=self._received.token_ids,
             characters=self._received.characters,
-            token_texts=request.token_texts,
         )
         self._read = self._streams.read(at, asked, self._wake)
 

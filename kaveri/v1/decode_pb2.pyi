@@ -917,7 +917,7 @@ class AnswerPart(_message.Message):
     """Nothing more of it comes from here. The router says how it ended, or where it goes on."""
     @_builtins.property
     def response(self) -> _inference_pb2.GenerateResponse:
-        """As the router would send it: index, token_ids, text, first_character and logprobs. A token that ends the answer as
+        """As the router would send it: index, token_ids, text and first_character. A token that ends the answer as
         FINISH_REASON_STOP comes from the router alone, with the end.
         """
 
@@ -949,7 +949,6 @@ class ReadAnswerRequest(_message.Message):
     SECRET_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CHARACTERS_FIELD_NUMBER: _builtins.int
-    TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     reader_id: _builtins.str
     """Of the caller's StreamAnswers."""
     request_id: _builtins.str
@@ -960,8 +959,6 @@ class ReadAnswerRequest(_message.Message):
     """The request's secret."""
     characters: _builtins.int
     """Characters (Unicode code points) of text that the caller has."""
-    token_texts: _builtins.bool
-    """As in GenerateRequest."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All tokens that the caller has, from index 0 on."""
@@ -975,11 +972,10 @@ class ReadAnswerRequest(_message.Message):
         secret: _builtins.bytes = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         characters: _builtins.int = ...,
-        token_texts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["characters", b"characters", "reader_id", b"reader_id", "request_id", b"request_id", "secret", b"secret", "session", b"session", "token_ids", b"token_ids", "token_texts", b"token_texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["characters", b"characters", "reader_id", b"reader_id", "request_id", b"request_id", "secret", b"secret", "session", b"session", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -151,7 +151,7 @@ class DecodeServiceServicer(object):
         request's secret. The request stays its router's, which gets the tokens later and in larger pieces: it says how the
         answer ends, and ends the request when its caller cancels. Errors: NOT_FOUND (the request is not here in that
         session, or not with these tokens), INVALID_ARGUMENT (the secret), UNAVAILABLE (the reader has no stream),
-        FAILED_PRECONDITION (answers are not read here: --direct-answers off).
+        FAILED_PRECONDITION (answers are not read here: --direct-answers off, or the request has log-probabilities).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

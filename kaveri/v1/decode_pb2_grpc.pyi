@@ -73,7 +73,7 @@ class DecodeServiceStub:
     request's secret. The request stays its router's, which gets the tokens later and in larger pieces: it says how the
     answer ends, and ends the request when its caller cancels. Errors: NOT_FOUND (the request is not here in that
     session, or not with these tokens), INVALID_ARGUMENT (the secret), UNAVAILABLE (the reader has no stream),
-    FAILED_PRECONDITION (answers are not read here: --direct-answers off).
+    FAILED_PRECONDITION (answers are not read here: --direct-answers off, or the request has log-probabilities).
     """
     OpenReplica: _grpc.UnaryUnaryMultiCallable[_decode_pb2.OpenReplicaRequest, _decode_pb2.OpenReplicaResponse]
     """Grants the owner of a request a ticket to push a copy of its KV cache, which this instance holds in host memory. The
@@ -145,7 +145,7 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     request's secret. The request stays its router's, which gets the tokens later and in larger pieces: it says how the
     answer ends, and ends the request when its caller cancels. Errors: NOT_FOUND (the request is not here in that
     session, or not with these tokens), INVALID_ARGUMENT (the secret), UNAVAILABLE (the reader has no stream),
-    FAILED_PRECONDITION (answers are not read here: --direct-answers off).
+    FAILED_PRECONDITION (answers are not read here: --direct-answers off, or the request has log-probabilities).
     """
     OpenReplica: _aio.UnaryUnaryMultiCallable[_decode_pb2.OpenReplicaRequest, _decode_pb2.OpenReplicaResponse]  # type: ignore[assignment]
     """Grants the owner of a request a ticket to push a copy of its KV cache, which this instance holds in host memory. The
@@ -250,7 +250,7 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request's secret. The request stays its router's, which gets the tokens later and in larger pieces: it says how the
         answer ends, and ends the request when its caller cancels. Errors: NOT_FOUND (the request is not here in that
         session, or not with these tokens), INVALID_ARGUMENT (the secret), UNAVAILABLE (the reader has no stream),
-        FAILED_PRECONDITION (answers are not read here: --direct-answers off).
+        FAILED_PRECONDITION (answers are not read here: --direct-answers off, or the request has log-probabilities).
         """
 
     @_abc_1.abstractmethod

@@ -329,10 +329,10 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def tokens_at(self) -> Global___TokensAt:
-        """Where the rest of the answer can be read too. Only with GenerateRequest.direct, once per placement. The router goes
-        on sending tokens until the decode instance says that the client reads there. From then on it keeps them back, and
-        sends them with the end of the answer, or when the client reads there no more. So responses may repeat what the
-        client has: it drops tokens by index, and text by first_character.
+        """Where the rest of the answer can be read too. Only with GenerateRequest.direct, and without SamplingParams.logprobs;
+        once per placement. The router goes on sending tokens until the decode instance says that the client reads there.
+        From then on it keeps them back, and sends them with the end of the answer, or when the client reads there no more.
+        So responses may repeat what the client has: it drops tokens by index, and text by first_character.
         """
 
     def __init__(

@@ -30,8 +30,6 @@ class AnswerTokenizer(Protocol):
 
     def detokenizer(self, prompt_token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> Detokenizer: ...
 
-    def token_text(self, token_id: int) -> str: ...
-
 
 class AnswerAsked(NamedTuple):
     """Which answer a caller reads, and what it has of it."""
@@ -42,7 +40,6 @@ class AnswerAsked(NamedTuple):
     secret: bytes
     token_ids: Sequence[int]
     characters: int
-    token_texts: bool
 
 
 class ReadPart(NamedTuple):
@@ -53,8 +50,6 @@ class ReadPart(NamedTuple):
     part: AnswerPart
     ended: bool
     """Nothing more of it comes from here."""
-    token_text: Callable[[int], str] | None
-    """Names the tokens of reports. None: they are not named."""
 
 
 class AnswerReader:
@@ -67,7 +62,6 @@ class AnswerReader:
         self._answer = answer
         self._next_index = len(asked.token_ids)
         self._session = asked.session
-        self._names_tokens = asked.token_texts
         self._left = False
 
     def changed(self) -> None:
@@ -82,7 +76,7 @@ class AnswerReader:
             self.request.reader = None
             self._stream.add(self)
 
-    def take(self, token_text: Callable[[int], str]) -> ReadPart:
+    def take(self) -> ReadPart:
         """What was not sent; the first part of it when that would be too large for a message."""
         if not self._left:
             self._pull()
@@ -92,20 +86,18 @@ class AnswerReader:
         if answer.has_output:
             self._stream.add(self)
             ended = False
-        names = token_text if self._names_tokens else None
-        return ReadPart(self.request.request_id, self._session, part, ended, names)
+        return ReadPart(self.request.request_id, self._session, part, ended)
 
     def _pull(self) -> None:
         """Takes in what the request's log has gained."""
         log = self.request.log
-        start = self._next_index - log.first_index
-        tokens, logprobs = log.token_ids[start:], log.logprobs[start:]
+        tokens = log.token_ids[self._next_index - log.first_index :]
         if log.end.finish is FinishReason.STOP:
             # The router sends it with the end. A caller that had it alone would re-attach behind the end of the answer.
-            tokens, logprobs = tokens[:-1], logprobs[:-1]
+            tokens = tokens[:-1]
         if tokens:
             self._next_index += len(tokens)
-            self._answer.append(tokens, logprobs, None, 0.0)
+            self._answer.append(tokens, (), None, 0.0)
 
 
 class CallerStream:
@@ -194,8 +186,8 @@ class AnswerReaders:
     def read(self, asked: AnswerAsked) -> None:
         """Adds an answer to its caller's stream, in place of another reader of it.
 
-        Raises InvalidArgument (the secret), RequestNotFound (it is not here in that session, or not with those tokens)
-        and Unavailable (the caller has no stream)."""
+        Raises InvalidArgument (the secret), RequestNotFound (it is not here in that session, or not with those tokens),
+        Unsupported (it has log-probabilities) and Unavailable (the caller has no stream)."""
         stream, tokenizer = self._streams.get(asked.reader_id), self._tokenizer
         if stream is None or tokenizer is None:
             raise Unavailable("the reader has no stream here")
@@ -208,6 +200,8 @@ class AnswerReaders:
         if not log.first_index <= len(asked.token_ids) <= log.next_index:
             raise RequestNotFound(asked.request_id, f"its token {len(asked.token_ids)} is not drawn here")
         params, prompt_count = engine_request.params, prompt_tokens(engine_request)
+        if params.logprobs is not None:
+            raise Unsupported("an answer with log-probabilities is read at its router")
         answer = Answer(tokenizer.detokenizer(engine_request.token_ids[:prompt_count], params.stop, params.min_tokens))
         answer.go_on_after(asked.token_ids, asked.characters, params.stop_token_ids)
         if request.reader is not None:
@@ -220,10 +214,9 @@ class AnswerReaders:
 
     def take(self, stream: CallerStream, batch: Sequence[AnswerReader]) -> list[ReadPart]:
         """What the readers of a batch have to send."""
-        assert self._tokenizer is not None
         parts = []
         for reader in batch:
-            read = reader.take(self._tokenizer.token_text)
+            read = reader.take()
             if read.ended:
                 request = reader.request
                 if self._readers.get(stream, {}).get(request) is reader:

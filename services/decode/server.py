@@ -24,7 +24,6 @@ from kaveri.wire.messages import (
     layout_from_proto,
     length_from_proto,
     logprobs_to_proto,
-    name_tokens,
     params_from_proto,
     ticket_to_proto,
 )
@@ -203,7 +202,6 @@ class DecodeServer(DecodeServiceServicer):
             request.secret,
             request.token_ids,
             request.characters,
-            request.token_texts,
         )
         try:
             self._instance.owners.readers.read(asked)
@@ -273,9 +271,4 @@ def _part_to_proto(read: ReadPart, message: decode_pb2.AnswerPart) -> int:
     response.first_character = part.first_character
     response.token_ids.extend(part.token_ids)
     response.text = part.text
-    if not part.logprobs:
-        return 64 + 5 * len(part.token_ids) + 4 * len(part.text)
-    response.logprobs.extend(map(logprobs_to_proto, part.logprobs))
-    if read.token_text is not None:
-        name_tokens(part.token_ids, response.logprobs, read.token_text)
-    return message.ByteSize()
+    return 64 + 5 * len(part.token_ids) + 4 * len(part.text)

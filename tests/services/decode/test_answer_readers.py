@@ -47,7 +47,7 @@ class AnswerReadHere:
         self.read_tokens += tokens
 
     def ask(self, **changes: Any) -> None:
-        asked = AnswerAsked(READER, "a", 2, SECRET, [FIRST], 1, False)._replace(**changes)
+        asked = AnswerAsked(READER, "a", 2, SECRET, [FIRST], 1)._replace(**changes)
         self.readers.read(asked)
 
     def draw(self, index: int, finish: FinishReason | None = None) -> None:
@@ -129,6 +129,14 @@ async def test_only_the_requests_own_caller_in_its_present_session_may_read(toke
             reading.ask(token_ids=token_ids)
     assert reading.request.reader is None
     assert await reading.routers() == []
+
+
+async def test_an_answer_with_log_probabilities_is_left_to_its_router(tokenizer: ModelTokenizer) -> None:
+    reading = AnswerReadHere(tokenizer, logprobs=0)
+    reading.readers.open(READER)
+    with pytest.raises(Unsupported, match="at its router"):
+        reading.ask()
+    assert reading.request.reader is None
 
 
 async def test_without_a_tokenizer_nothing_is_read_here() -> None:
