@@ -7,10 +7,12 @@ from hmac import compare_digest
 
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestAlreadyExists
 from kaveri.wire.attempts import wrong_secret
-from services.router.requests import RequestEntry
+from services.router.owner_change import OwnerChange
+from services.router.requests import Interrupted, RequestEntry
 
 SENT_AWAY_GRACE_S = 2.0
-"""So long a request whose client was sent to another router is not aborted by this one. Clients re-attach at once."""
+"""So long a request whose client was sent to another router is not aborted by this one, and one whose reader was
+interrupted keeps its slot. Clients re-attach at once."""
 RETRY_AFTER_S = 0.5
 """Told to clients that found the router full: about a short answer's time."""
 
@@ -27,6 +29,8 @@ class Slot:
         """Whether cancel() came before there was an entry, and has interrupted the task."""
         self.error: KaveriError | None = None
         """What fail() was given before there was an entry; it has interrupted the task."""
+        self.owner_change: OwnerChange | None = None
+        """That has begun in the former session, and goes on in this one."""
         self._task = task
 
     def cancel(self) -> None:
@@ -68,6 +72,8 @@ class RequestTable:
         self._sends_away = False
         self._sent_away: dict[str, float] = {}
         """Until when the instances of requests that were sent away are left alone, by request id."""
+        self._returning: dict[str, tuple[float, Slot]] = {}
+        """Slots that are kept for the next session of interrupted requests, and until when: the first ones first."""
         self._empty = asyncio.Event()
         self._empty.set()
         self.get: Callable[[str], RequestEntry | None] = self._entries.get
@@ -86,6 +92,7 @@ class RequestTable:
         Raises RequestAlreadyExists, NoCapacity, and InvalidArgument (another secret, or a session that does not grow).
         """
         former = self._slots.get(request_id)
+        returned = self._take_returned(request_id, session, secret)
         if former is not None:
             if not session:
                 raise RequestAlreadyExists(request_id)
@@ -94,16 +101,19 @@ class RequestTable:
             if session <= former.session:
                 raise InvalidArgument("session", session, f"above {former.session}, the present one")
             former.supersede()
-        elif len(self._slots) >= self._max_requests:
+        elif returned is None and len(self._slots) + len(self._returning) >= self._max_requests:
             raise NoCapacity("router", RETRY_AFTER_S, f"{self._max_requests} requests are in flight")
         slot = self._slots[request_id] = Slot(request_id, session, secret, task)
+        ended = former or returned
+        if ended is not None and ended.entry is not None:
+            slot.owner_change, ended.entry.owner_change = ended.entry.owner_change, None
         self._entries.pop(request_id, None)
         self._empty.clear()
         return slot
 
     def enter(self, slot: Slot, entry: RequestEntry) -> None:
         """Fills a slot: tokens find the entry from now on, unless a later session has taken its slot."""
-        slot.entry = entry
+        slot.entry, entry.owner_change = entry, slot.owner_change
         if self._slots.get(slot.request_id) is slot:
             self._entries[slot.request_id] = entry
             if self._sends_away:
@@ -114,6 +124,8 @@ class RequestTable:
         if self._slots.get(slot.request_id) is slot:
             del self._slots[slot.request_id]
             self._entries.pop(slot.request_id, None)
+            if slot.entry is not None and isinstance(slot.entry.error, Interrupted):
+                self._returning[slot.request_id] = (time.monotonic() + SENT_AWAY_GRACE_S, slot)
         if not self._slots:
             self._empty.set()
 
@@ -136,6 +148,20 @@ class RequestTable:
     def was_sent_away(self, request_id: str) -> bool:
         """Whether the client of the request is looking for another router, as far as known."""
         return self._sent_away.get(request_id, 0.0) > time.monotonic()
+
+    def _take_returned(self, request_id: str, session: int, secret: bytes) -> Slot | None:
+        """The slot that the request has kept, if this is its next session. Frees those that were kept long enough."""
+        now_s = time.monotonic()
+        while self._returning:
+            oldest, (until_s, _) = next(iter(self._returning.items()))
+            if until_s > now_s:
+                break
+            del self._returning[oldest]
+        _, kept = self._returning.get(request_id, (0.0, None))
+        if kept is None or session <= kept.session or not compare_digest(kept.secret, secret):
+            return None
+        del self._returning[request_id]
+        return kept
 
     def _send_away(self, entry: RequestEntry) -> None:
         entry.send_away()

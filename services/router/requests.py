@@ -278,7 +278,9 @@ class RequestEntry:
         if self.answer.stopped and not isinstance(self.state, _COMPLETE):
             self.handle(TextStopped(), now_s)
         if isinstance(self.state, Lost) and self._client_may_be_ahead(event):
-            self.handle(Superseded(Interrupted(str(self.state.error))), now_s)
+            cause = str(self.state.error)
+            self.note_loss(cause, self.state.decode or self.state.attempt.prefill)
+            self.handle(Superseded(Interrupted(cause)), now_s)
         if isinstance(self.state, Ended):
             self._end_owner_change()
             self._deadline.cancel()

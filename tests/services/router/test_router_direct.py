@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import structlog
@@ -9,8 +10,10 @@ from grpc import aio
 from prometheus_client import REGISTRY
 
 from kaveri.text.tokenizer import ModelTokenizer
+from kaveri.v1 import inference_pb2
+from services.router import request_table
 from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
-from tests.services.router.scripted_answers import ask, eventually, rest_of
+from tests.services.router.scripted_answers import PROMPT, answer, ask, eventually, rest_of, tokens_of
 
 SECRET = b"s" * 16
 WITHIN_S = 60.0
@@ -62,25 +65,75 @@ async def test_a_client_that_reads_at_decode_hears_of_a_copy_at_once(cluster: Sc
 
 
 async def test_a_request_whose_reader_was_interrupted_counts_as_a_lost_attempt(cluster: ScriptedCluster) -> None:
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 5
     lost, ended = _counts()
     with structlog.testing.capture_logs() as logs:
         async with cluster.router() as router:
-            call = router.stub.Generate(ask(request_id="one", direct=True, secret=SECRET), timeout=WITHIN_S)
-            async with asyncio.timeout(20.0):
-                while not (await call.read()).HasField("tokens_at"):
-                    pass
-            await eventually(lambda: decode.is_paused)
-            decode.fail_next = "broken"
-            decode.may_step.set()
-            with pytest.raises(aio.AioRpcError, match="lost while its tokens were read"):
-                await rest_of(call)
-            await eventually(lambda: not len(router.router.table))
+            await _interrupt(cluster, router)
     assert _counts() == (lost + 1, ended + 1)
     (line,) = [line for line in logs if line["event"] == "request_interrupted"]
     assert line["request_id"] == "one"
     assert "decode-0: broken" in line["error"]
+
+
+async def test_an_interrupted_request_keeps_its_slot_and_accounts_for_the_time_without_a_token(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_table, "SENT_AWAY_GRACE_S", WITHIN_S)
+    with structlog.testing.capture_logs() as logs:
+        async with cluster.router(max_requests=1, max_reattaches_per_s=1e6) as router:
+            received = await _interrupt(cluster, router)
+            for other in (ask(request_id="two"), _next_session(received, b"t" * 16)):
+                with pytest.raises(aio.AioRpcError, match="1 requests are in flight"):
+                    await rest_of(router.stub.Generate(other, timeout=WITHIN_S))
+            rest = await rest_of(router.stub.Generate(_next_session(received), timeout=WITHIN_S))
+            await rest_of(router.stub.Generate(ask(request_id="two"), timeout=WITHIN_S))
+    assert received + tokens_of(rest) == answer(PROMPT, 20)
+    timing = rest[-1].timing
+    assert timing.stall_s > 0
+    (change,) = [line for line in logs if line["event"] == "owner_changed"]
+    assert (change["session"], change["outcome"], change["former_instance_id"]) == (1, "recomputed", "decode-0")
+    assert change["stall_s"] == pytest.approx(timing.stall_s, abs=1e-3)
+
+
+async def test_an_interrupted_request_whose_client_stays_away_gives_its_slot_up(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_table, "SENT_AWAY_GRACE_S", 0.0)
+    async with cluster.router(max_requests=1) as router:
+        await _interrupt(cluster, router)
+        rest = await rest_of(router.stub.Generate(ask(request_id="two"), timeout=WITHIN_S))
+    assert tokens_of(rest) == answer(PROMPT, 20)
+
+
+async def _interrupt(cluster: ScriptedCluster, router: RouterUnderTest) -> list[int]:
+    """Loses the decode instance of request "one" while its client may read there. Returns what the client has."""
+    decode = cluster.decodes["decode-0"]
+    decode.pause_at = 5
+    call = router.stub.Generate(ask(request_id="one", direct=True, secret=SECRET), timeout=WITHIN_S)
+    responses = []
+    async with asyncio.timeout(20.0):
+        while not (responses and responses[-1].HasField("tokens_at")):
+            responses.append(await call.read())
+    await eventually(lambda: decode.is_paused)
+    decode.fail_next = "broken"
+    decode.may_step.set()
+    with pytest.raises(aio.AioRpcError, match="lost while its tokens were read"):
+        await _read_into(responses, call)
+    await eventually(lambda: not len(router.router.table))
+    return tokens_of(responses)
+
+
+async def _read_into(responses: list[inference_pb2.GenerateResponse], call: Any) -> None:
+    while (response := await call.read()) is not aio.EOF:
+        responses.append(response)
+
+
+def _next_session(received: list[int], secret: bytes = SECRET) -> inference_pb2.GenerateRequest:
+    request = ask(request_id="one", secret=secret, session=1)
+    request.params.seed = 1
+    request.received.token_ids.extend(received)
+    request.received.max_tokens = 20
+    return request
 
 
 def _counts() -> tuple[float, float]:
