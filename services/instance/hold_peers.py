@@ -62,6 +62,12 @@ class HoldPeers:
             self._releases[leaving] = None
             leaving.add_done_callback(self._releases.pop)
 
+    async def close(self) -> None:
+        """Waits for the releases that are under way, then ends all connections. Nothing is asked for afterwards."""
+        while self._releases:
+            await asyncio.wait([*self._releases])
+        await self._channels.close()
+
     async def _leave(self, peer: "PeerHold") -> None:
         address = peer.hold.address
         try:

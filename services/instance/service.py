@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import random
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from grpc import aio
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -25,7 +26,6 @@ from kaveri.telemetry.logs import get_logger
 from kaveri.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
 from kaveri.v1.prefill_pb2_grpc import add_PrefillServiceServicer_to_server
 from services.decode import server as decode_server
-from services.decode.answer_readers import AnswerTokenizer
 from services.decode.instance import DecodeInstance
 from services.decode.metrics import DecodeMetrics
 from services.decode.replicated import open_replicas, with_replicas
@@ -44,6 +44,9 @@ from services.prefill.holds import Holds
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.requests import PrefillRequest
 from services.prefill.role import PrefillRole
+
+if TYPE_CHECKING:
+    from kaveri.text.tokenizer import ModelTokenizer
 
 
 async def serve(config: PhasesConfig, stopping: asyncio.Event) -> int:
@@ -64,8 +67,12 @@ async def serve(config: PhasesConfig, stopping: asyncio.Event) -> int:
             return await host.serve(stopping)
 
 
-async def _load_tokenizer(config: PhasesConfig) -> AnswerTokenizer | None:
-    """For answers that callers read here. None: they cannot, and read them at routers."""
+async def _load_tokenizer(config: PhasesConfig) -> "ModelTokenizer | None":
+    """For answers that callers read here. None: they cannot, and read them at routers.
+
+    Not when the first of them comes: to load a large vocabulary holds the interpreter for longer than an instance may
+    be silent.
+    """
     if not (config.reads_directly and Phase.DECODE in config.phases):
         return None
     # Takes seconds to import where no engine has done so.
@@ -87,7 +94,7 @@ def instance_host(
     rng: random.Random,
     registry: CollectorRegistry = REGISTRY,
     replicas: ReplicaStore | None = None,
-    tokenizer: AnswerTokenizer | None = None,
+    tokenizer: "ModelTokenizer | None" = None,
 ) -> EngineHost:
     """An instance around `engine`, which it owns from now on. rng: for its choices of peers.
 
@@ -146,17 +153,19 @@ def instance_host(
     if vllm_grpc is not None:
         names.append(vllm_grpc.SERVICE_NAME)
 
+    peers = HoldPeers(config.instance_id, incarnation, store.view)
+
     def register(server: aio.Server) -> None:
         add_PrefillServiceServicer_to_server(prefill_server.PrefillServer(prefill, holds), server)
         decode_service = PhasesDecodeServer(prefill, decode, phases, incarnation, holder)
         add_DecodeServiceServicer_to_server(decode_service, server)
         if vllm_grpc is not None:
-            leg_metrics, peers = LegMetrics(registry), HoldPeers(config.instance_id, incarnation, store.view)
+            leg_metrics = LegMetrics(registry)
             legs = DecodeLegs(engine.info, prefill, decode, peers, leg_metrics)
-            parts = vllm_grpc.LegParts(config, engine.info, phases, prefill, holds, legs, leg_metrics)
+            parts = vllm_grpc.LegParts(config, engine.info, phases, prefill, holds, legs, leg_metrics, tokenizer)
             vllm_grpc.VllmLegServicer(parts, lambda: host).register(server)
 
-    host = EngineHost(config, engine, store, phases, names, register, incarnation)
+    host = EngineHost(config, engine, store, phases, names, register, incarnation, peers.close)
     return host
 
 

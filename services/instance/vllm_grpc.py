@@ -109,7 +109,9 @@ class LegParts:
         holds: Holds,
         legs: DecodeLegs,
         metrics: LegMetrics,
+        tokenizer: ModelTokenizer | None,
     ) -> None:
+        """tokenizer: None: it is loaded when the first text comes."""
         self.config = config
         self.info = info
         self.phases = phases
@@ -117,6 +119,7 @@ class LegParts:
         self.holds = holds
         self.legs = legs
         self.metrics = metrics
+        self.tokenizer = tokenizer
 
 
 class VllmLegServicer:
@@ -130,7 +133,7 @@ class VllmLegServicer:
         """By request id."""
         self._started_s = time.monotonic()
         self._files: ModelFiles | None = None
-        self._tokenizer: ModelTokenizer | None = None
+        self._tokenizer = parts.tokenizer
         self._reading = asyncio.Lock()
 
     def register(self, server: aio.Server) -> None:
