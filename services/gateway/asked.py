@@ -27,7 +27,7 @@ _COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions. A chat answer may be as long as fits."""
 _MOST_OF_PROMPTS = 2 * MAX_PROMPT_REPORT
 _LOGPROB_BYTES = 500
-"""What the gateway keeps of one log-probability until its answer is written, about."""
+"""What the gateway keeps of one log-probability until its answer is written: 190 to 290 were measured, and its JSON."""
 _HARMLESS: Mapping[str, Accepts] = {
     "add_special_tokens": any_flag,
     "allowed_token_ids": empty,
