@@ -81,6 +81,16 @@ async def test_greedy_answers_over_http_equal_the_sdks_streamed_and_whole(tmp_pa
                 (choice,) = event.choices
                 streamed.setdefault(choice.index, []).extend(choice.token_ids)  # type: ignore[attr-defined]
                 texts[choice.index] = texts.get(choice.index, "") + choice.text
+            scored = await client.completions.create(**{**fields, "max_tokens": 0}, echo=True, logprobs=0)
+            reported = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+            reports = [await sdk.generate(prompt_token_ids=prompt, params=reported) for prompt in prompts]
+    for score, report in zip(scored.choices, reports, strict=True):
+        expected_logprobs = [None if each.logprobs is None else each.logprobs.logprob for each in report.prompt_tokens]
+        assert score.logprobs is not None
+        assert score.logprobs.token_logprobs == pytest.approx(expected_logprobs, abs=1e-4)
+        assert score.finish_reason == "length"
+    assert scored.usage is not None
+    assert scored.usage.completion_tokens == 0
     for index, answer in enumerate(expected):
         choice = whole.choices[index]
         assert tuple(choice.token_ids) == answer.token_ids == tuple(streamed[index])  # type: ignore[attr-defined]
