@@ -95,8 +95,9 @@ def summary_lines(plan: ClusterPlan) -> list[str]:
     if plan.colocated is not None:
         both = plan.colocated
         lines.append(
-            f"colocate: {both.count} of both phases x ({both.parallelism}) serve it with {both.gpus} GPUs,"
-            f" {both.price_per_hour:.2f} USD an hour: {interval_text(both.attainment)}"
+            f"colocate: {both.count} of both phases x ({both.parallelism}) serve it with {both.gpus}"
+            f" GPU{'' if both.gpus == 1 else 's'}, {both.price_per_hour:.2f} USD an hour:"
+            f" {interval_text(both.attainment)}"
         )
     if not question.overheads.are_known:
         lines.append("no --overheads: the services themselves were taken to need no time")

@@ -22,6 +22,7 @@ _COMMANDS = (
     "predictor",
     "simulate",
     "key new",
+    "plan",
     "plan pipeline",
 )
 _STEPS = ("label", "train", "evaluate")

@@ -152,6 +152,20 @@ def test_an_instance_of_both_phases_works_like_the_baseline_with_chunks_beside_i
     assert ours.duration_s == pytest.approx(theirs.duration_s, rel=0.02)
 
 
+def test_the_load_of_an_instance_of_both_phases_counts_what_decodes_there() -> None:
+    requests = [PlannedRequest(0, 0.0, RequestLengths(300, 200)), PlannedRequest(1, 0.0, RequestLengths(200, 200))]
+    simulation = Simulation(colocated_of(colocated_count=1), requests)
+    member = simulation.prefills["colocated-0"].member
+    shown = []
+    # Both answers take seconds.
+    simulation.timeline.at(1.0, lambda _: shown.append(member.load), None)
+    simulation.run()
+    (load,) = shown
+    assert (load.running_requests, load.waiting_requests, load.queued_prefill_tokens) == (2, 0, 0)
+    assert load.context_tokens > 500
+    assert load.free_blocks < load.total_blocks
+
+
 def test_prompts_wait_for_what_the_admission_policy_keeps_for_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
