@@ -89,10 +89,19 @@ def showing_certificate(target: str, files: TlsFiles | None) -> Iterator[str]:
     # gRPC asks for it.
     context.set_alpn_protocols(["h2"])
     host, _, port = target.rpartition(":")
+    connections: set[asyncio.Task[None] | None] = set()
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        # asyncio forgets the task of a connection that is lost.
+        connections.add(task)
         inner = await asyncio.open_connection(host, int(port), ssl=context, server_hostname=files.name)
-        await asyncio.gather(_pass_on(reader, inner[1]), _pass_on(inner[0], writer))
+        ways = [asyncio.ensure_future(way) for way in (_pass_on(reader, inner[1]), _pass_on(inner[0], writer))]
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        for open_writer in (writer, inner[1]):
+            open_writer.close()
+        await asyncio.wait(ways)
+        connections.discard(task)
 
     async def close() -> None:
         server.close()
@@ -111,7 +120,6 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
         while piece := await reader.read(65_536):
             writer.write(piece)
             await writer.drain()
-    writer.close()
 
 
 async def check(url: str, router: str) -> list[str]:
