@@ -49,11 +49,28 @@ class SimulatedColocated(SimulatedPrefill):
         self._touch()
         super().accept(attempt)
 
+    def die(self) -> None:
+        """The process is killed. What decoded here is computed again elsewhere: there are no copies."""
+        self._touch()
+        now_s, hop_s = self._timeline.now_s, self._spec.overheads.hop_s
+        for sequence in self._adopted.values():
+            attempt: SimulatedAttempt = sequence.owner
+            request = attempt.request
+            request.generated = self.engine.token_count(sequence) - request.prompt_tokens
+            has_drawn = sequence.first_step_s >= 0
+            request.last_token_s = min(now_s, self.engine.step_began_s) if has_drawn else attempt.first_token_s
+            attempt.sequence = None
+            self._timeline.after(hop_s, self._router.decode_lost, attempt)
+        self._adopted.clear()
+        super().die()
+
     def is_empty(self) -> bool:
         return super().is_empty() and not self._adopted
 
     def _touch(self) -> None:
         """Before blocks are taken, or a load is changed."""
+        if self.is_dead:
+            return
         now_s = self._timeline.now_s
         if now_s >= self.member.next_beat_s:
             self.member.take_beats(now_s)

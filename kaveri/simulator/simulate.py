@@ -105,7 +105,7 @@ class Simulation:
         for death in failures.deaths:
             self.timeline.at(death.at_s, self._die, death.instance_id)
         if failures.mtbf_s is not None:
-            for instance_id in (*self._spec.prefill_ids, *self._spec.decode_ids):
+            for instance_id in self._spec.instance_ids:
                 self._draw_death(instance_id)
 
     def _draw_death(self, instance_id: str) -> None:

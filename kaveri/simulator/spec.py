@@ -133,12 +133,8 @@ class ClusterSpec:
                 raise ConfigError(name, f"is {count}; beside instances of both phases there are no others")
             if not self.colocated_count and count < 1:
                 raise ConfigError(name, f"is {count}; there must be at least 1 instance")
-        if self.colocated_count:
-            if self.prefill.engine != self.decode.engine:
-                raise ConfigError("colocated", "has two engines; an instance of both phases has one")
-            if self.failures.deaths or self.failures.mtbf_s is not None:
-                reason = "is given; deaths of instances of both phases, and what copies save then, are not simulated"
-                raise ConfigError("fail" if self.failures.deaths else "mtbf", reason)
+        if self.colocated_count and self.prefill.engine != self.decode.engine:
+            raise ConfigError("colocated", "has two engines; an instance of both phases has one")
         for name, value in (
             ("monitor_interval_s", self.router.monitor_interval_s),
             ("heartbeat_interval_s", self.heartbeat_interval_s),

@@ -11,7 +11,7 @@ from kaveri.simulator.failures import Death, FailureSpec, parse_death
 from kaveri.simulator.simulate import simulate
 from kaveri.simulator.spec import Overheads
 from kaveri.workload.requests import PlannedRequest, RequestLengths
-from tests.library.simulator.test_simulate import LATENCY, poisson, run_whole, spec_of
+from tests.library.simulator.test_simulate import LATENCY, colocated_of, poisson, run_whole, spec_of
 
 
 def dying(*deaths: Death, repair_s: float | None = 2.0, mtbf_s: float | None = None) -> FailureSpec:
@@ -32,6 +32,37 @@ def test_every_request_is_answered_whatever_dies(seed: int) -> None:
     )
     table = run_whole(spec, poisson(60, 10.0, seed)).table
     assert max(table.attempts) > 1, "no death took anything with it"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_request_is_answered_whatever_instance_of_both_phases_dies(seed: int) -> None:
+    rng = random.Random(seed)
+    deaths = [Death(instance_id=f"colocated-{rng.randrange(2)}", at_s=rng.uniform(0.0, 8.0)) for _ in range(3)]
+    spec = colocated_of(
+        rng.choice((300, 9000)),
+        failures=dying(*deaths),
+        overheads=Overheads(hop_s=rng.choice((0.0, 0.003))),
+        seed=seed,
+    )
+    table = run_whole(spec, poisson(60, 10.0, seed)).table
+    assert max(table.attempts) > 1, "no death took anything with it"
+
+
+def test_what_decoded_on_an_instance_of_both_phases_goes_on_elsewhere_with_the_tokens_that_it_has() -> None:
+    request = [PlannedRequest(0, 0.0, RequestLengths(400, 100))]
+    alone = run_whole(colocated_of(), request).table.columns()
+    used = alone.instance_ids[int(alone.decode_instance[0])]
+    prefill_s = LATENCY.step_s([(0, 400)])
+    steps_s = [LATENCY.step_s([(400 + drawn, 1)]) for drawn in range(99)]
+    # In the middle of the 31st step of its decode.
+    at_s = prefill_s + sum(steps_s[:30]) + steps_s[30] / 2
+    run = run_whole(colocated_of(failures=dying(Death(instance_id=used, at_s=at_s))), request).table.columns()
+    assert run.instance_ids[int(run.decode_instance[0])] != used
+    assert run.ttft_s()[0] == alone.ttft_s()[0], "the first token was there already"
+    # 31 tokens are there; the other instance computes them with the prompt, draws one more, and the others.
+    again_s = LATENCY.step_s([(0, 431)])
+    rest_s = sum(LATENCY.step_s([(431 + drawn, 1)]) for drawn in range(68))
+    assert at_s + again_s + rest_s <= run.jct_s()[0] < at_s + again_s + rest_s + 0.5
 
 
 def test_deaths_that_are_drawn_end_with_the_last_request() -> None:

@@ -21,7 +21,6 @@ from kaveri.policy.room_search import RoomSearch
 from kaveri.simulator import colocated, prefill, router
 from kaveri.simulator.baseline_rule import BaselineRule
 from kaveri.simulator.baselines import baseline_of, simulate_baseline
-from kaveri.simulator.failures import FailureSpec
 from kaveri.simulator.report import report_of, requests_of, rows
 from kaveri.simulator.simulate import Simulation, simulate
 from kaveri.simulator.spec import ClusterSpec, DecodeSpec, Overheads, PoolSpec, PrefillSpec, RouterSpec
@@ -311,11 +310,6 @@ def test_the_requests_of_a_measured_run_are_simulated_at_their_times() -> None:
         ({"link": parse_link_speed("1Gbps")}, "kv_link", "how large a token is"),
         ({"layer_count": 0}, "layer_count", "at least 1"),
         ({"colocated_count": 1}, "prefill", "is 2; beside instances of both phases there are no others"),
-        (
-            {**NO_OTHERS, "failures": FailureSpec(mtbf_s=9.0)},
-            "mtbf",
-            "deaths of instances of both phases, and what copies save then, are not simulated",
-        ),
         (
             {**NO_OTHERS, "decode": DecodeSpec(engine=PoolSpec(latency=LATENCY, max_batch=3))},
             "colocated",
