@@ -25,13 +25,14 @@ def asks(min_tokens: int, prompt: tuple[int, ...] = PROMPT, **fields: Any) -> in
 async def test_an_instance_that_ends_an_answer_too_early_has_lost_it(cluster: ScriptedCluster, min_tokens: int) -> None:
     for decode in cluster.decodes.values():
         decode.stop_at = 7
-    async with cluster.router() as router:
+    # Tokens that overtake the first one, which comes from prefill, are lost with their attempt.
+    async with cluster.router(max_attempts=16) as router:
         ended = await collect(router.stub.Generate(asks(6), timeout=60))
         assert tokens_of(ended) == answer(PROMPT, 7)
         assert ended[-1].finish_reason == sampling_pb2.FINISH_REASON_STOP
         whole = await collect(router.stub.Generate(asks(min_tokens), timeout=60))
         assert tokens_of(whole) == answer(PROMPT, 20)
-        assert whole[-1].timing.attempts == 2
+        assert whole[-1].timing.attempts >= 2
 
 
 async def test_a_first_token_that_ends_an_answer_too_early_is_drawn_elsewhere(cluster: ScriptedCluster) -> None:
