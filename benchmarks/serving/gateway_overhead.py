@@ -97,7 +97,10 @@ async def measure_async(options: Options, report: Report) -> None:
     flags = ("--fake-step-s", str(STEP_S), "--max-batch", str(max(STREAMS)))
     relaying = StackConfig.of(**common, decode_flags=flags)
     reading = StackConfig.of(
-        **common, decode_flags=(*flags, "--direct-answers", "on"), gateway_flags=("--direct",), start_timeout_s=300.0
+        **common,
+        decode_flags=(*flags, "--direct-answers", "on"),
+        gateway_flags=("--direct", "on"),
+        start_timeout_s=300.0,
     )
     async with (
         LocalStack(relaying) as stack,

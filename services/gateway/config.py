@@ -63,7 +63,12 @@ class GatewayConfig(PublicSettings, ServiceConfig):
         size_bytes,
         least=1024,
     )
-    direct: bool = setting("read tokens at the decode instances that draw them, where it can reach these", False)
+    direct: str = setting(
+        "whether to read tokens at the decode instances that draw them, where it can reach these; auto: unless its "
+        "routers want an API key",
+        "auto",
+        choices=("auto", "on", "off"),
+    )
     max_answers: int = setting("answers that one request may ask for: prompts times n", 256, least=1)
 
     @property

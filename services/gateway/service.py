@@ -29,16 +29,18 @@ _WATCH_TIMEOUT_S = 1.0
 
 async def serve(config: GatewayConfig, stopping: asyncio.Event) -> int:
     """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
-    if config.direct and config.routers and find_api_key(None):
-        reason = f"does not go with {VARIABLE}: the public ports that ask for it send all tokens themselves"
+    has_key = bool(config.routers and find_api_key(None))
+    if config.direct == "on" and has_key:
+        reason = f"on does not go with {VARIABLE}: the public ports that ask for it send all tokens themselves"
         raise ConfigError("--direct", reason)
+    is_direct = config.direct != "off" and not has_key
     async with _open_store(config, stopping) as store:
         if store is None:
             return 0
         targets = config.routers or await wait_for_routers(store, stopping)
         if not targets:
             return 0
-        async with AsyncClient(targets, timeout_s=config.request_timeout_s, direct=config.direct) as client:
+        async with AsyncClient(targets, timeout_s=config.request_timeout_s, direct=is_direct) as client:
             return await gateway_host(Gateway(config, client, store)).serve(stopping)
     return 0
 

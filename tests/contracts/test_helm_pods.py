@@ -223,7 +223,7 @@ def test_network_policies_let_in_those_who_call(name: str, instances: list[Chart
     assert "grpc" in _admitted(name, by_role["gateway"], by_role["router"])
     for engine in engines:
         assert "grpc" in _admitted(name, by_role["router"], engine)
-        assert "grpc" in _admitted(name, by_role["gateway"], engine), "it reads answers there with --direct"
+        assert "grpc" in _admitted(name, by_role["gateway"], engine), "it reads answers there"
         assert all("*" in _admitted(name, other, engine) for other in engines)
     if "predictor" in by_role:
         assert "grpc" in _admitted(name, by_role["prefill"], by_role["predictor"])

@@ -70,7 +70,7 @@ async def test_100_greedy_answers_are_the_sdks_whole_and_streamed() -> None:
     flags = ("--vllm-grpc",)
     settings: dict[str, Any] = {"router_flags": flags, "prefill_flags": flags, "decode_flags": flags}
     settings |= {"engine": "transformers", "dtype": "float32", "prefill_count": 2, "decode_count": 2}
-    settings |= {"gateway_count": 1, "gateway_flags": ("--direct",), "metrics_port": free_port()}
+    settings |= {"gateway_count": 1, "gateway_flags": ("--direct", "on"), "metrics_port": free_port()}
     async with (
         run_cluster(model="kaveri-tiny", start_timeout_s=200.0, **settings) as cluster,
         AsyncClient(cluster.target, timeout_s=WITHIN_S) as client,

@@ -160,6 +160,6 @@ async def test_a_gateway_with_a_key_for_its_routers_reads_nothing_at_decode_inst
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KAVERI_API_KEY", "key")
-    config = GatewayConfig(routers=("127.0.0.1:1",), direct=True, port=0)
-    with pytest.raises(ConfigError, match="--direct: does not go with KAVERI_API_KEY: the public ports"):
+    config = GatewayConfig(routers=("127.0.0.1:1",), direct="on", port=0)
+    with pytest.raises(ConfigError, match="--direct: on does not go with KAVERI_API_KEY: the public ports"):
         await serve(config, asyncio.Event())
