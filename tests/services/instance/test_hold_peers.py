@@ -12,6 +12,7 @@ from services.instance import hold_peers
 from services.instance.hold_params import HoldAt
 from services.instance.hold_peers import HoldPeers
 from services.prefill.holds import HOLD_ID_BYTES, HoldName
+from tests.support.scripted_ports import add_port
 
 WITHIN_S = 60.0
 
@@ -45,7 +46,7 @@ async def test_closing_waits_for_releases_and_ends_the_connections(monkeypatch: 
     monkeypatch.setattr(Channels, "close", noted)
     server, prefill = aio.server(), SlowToRelease()
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill, server)
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    address = f"127.0.0.1:{add_port(server)}"
     await server.start()
     try:
         peers = HoldPeers("decode-0", 1, ClusterView)

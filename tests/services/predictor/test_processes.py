@@ -4,7 +4,6 @@ import asyncio
 import random
 import socket
 import sys
-import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.v1.predictor_pb2_grpc import LengthPredictorServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.messages import params_to_proto
+from tests.support.metrics_pages import read_page
 from tests.support.redis_fixture import run_redis
 
 DEADLINE_S = 90.0
@@ -153,7 +153,7 @@ class Traffic:
     def __init__(self, prefill: aio.Channel, decode: aio.Channel, metrics_port: int) -> None:
         self._prefill = PrefillServiceStub(prefill)
         self._decode = DecodeServiceStub(decode)
-        self._metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
+        self._metrics = f"127.0.0.1:{metrics_port}"
         self._rng = random.Random(1)
         self._tokens: dict[str, dict[int, int]] = {}
         self._ended: dict[str, asyncio.Event] = {}
@@ -201,7 +201,7 @@ class Traffic:
         return next((float(line[len(name) :]) for line in lines if line.startswith(name)), 0.0)
 
     async def all_predictions(self) -> list[str]:
-        text = await asyncio.to_thread(lambda: urllib.request.urlopen(self._metrics_url, timeout=10).read().decode())
+        text = await asyncio.to_thread(read_page, self._metrics)
         return [line for line in text.splitlines() if line.startswith("kaveri_prediction")]
 
     async def until_more(self, outcome: str, traffic: "asyncio.Task[None]") -> None:
