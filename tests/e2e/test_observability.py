@@ -164,6 +164,12 @@ async def test_a_cluster_that_is_well_is_scraped_once_through_two_routers_and_ra
 async def test_every_panel_has_series_after_an_instance_was_lost_and_the_loss_raises_an_alert(
     observed: Observed,
 ) -> None:
+    async def unseen() -> AsyncIterator[str]:
+        # Prometheus sees an increase only from one scrape to a later one.
+        if len(await observed.prometheus.values("kaveri_router_lost_attempts_total")) < 2:
+            yield "a router"
+
+    await observed.until(unseen)
     params = SamplingParams(max_tokens=1900, ignore_eos=True)
     reading = Reading(observed.client.stream(prompt_token_ids=range(1, 60), params=params))
     try:
