@@ -32,7 +32,8 @@ async def observe_cluster(target: str) -> ObservedCluster:
 
     from kaveri.client.targets import check_targets
     from kaveri.domain.view import ClusterView, Role
-    from kaveri.errors import KaveriError
+    from kaveri.errors import ConfigError, KaveriError
+    from kaveri.planner.observed_workload import FLAG
     from kaveri.rpc.server import open_channel
     from kaveri.v1 import cluster_pb2
     from kaveri.v1.cluster_pb2_grpc import ClusterServiceStub
@@ -50,9 +51,14 @@ async def observe_cluster(target: str) -> ObservedCluster:
                 failure = failure or error_of(error, peer=one)
                 continue
         instances = {each.record.instance_id: each for each in map(status_from_proto, shown.instances)}
+        router = instances.get(first.router_instance_id)
+        if router is None:
+            reason = f"is {one}; {first.router_instance_id} there is not in its own view: its lease has run out"
+            failure = failure or ConfigError(FLAG, reason)
+            continue
         view = ClusterView(instances, shown.store_connected)
         found = {first.router_instance_id: first}
-        model = instances[first.router_instance_id].record.model
+        model = router.record.model
         for name, instance in instances.items():
             if instance.record.role is Role.ROUTER and instance.record.model == model and name not in found:
                 found[name] = await _workload_of(instance.record.address)

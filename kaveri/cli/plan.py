@@ -2,10 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,7 +16,8 @@ from kaveri.errors import ConfigError
 if TYPE_CHECKING:
     from kaveri.planner.model_shape import ModelShape
     from kaveri.planner.observed_workload import ObservedWorkload
-    from kaveri.planner.plan import ClusterPlan
+    from kaveri.planner.plan import ClusterPlan, PlanQuestion
+    from kaveri.planner.replan import Replan
     from kaveri.planner.running_cluster import RunningCluster
 
 plan_app = typer.Typer(
@@ -27,6 +27,7 @@ plan_app = typer.Typer(
 )
 plan_app.command()(pipeline)
 _DEFAULT_GPUS = 8
+_DEFAULT_LAST_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ def plan(
         str, typer.Option(help="Bundled model, or a TOML file with the same fields; unset: the profile's.")
     ] = "",
     gpus: Annotated[
-        int | None, typer.Option(help="The most GPUs that the plan may use. Unset: 8, or what runs if that is more.")
+        int | None,
+        typer.Option(help="The most GPUs that the plan may use. Unset: 8, or twice what runs if that is more."),
     ] = None,
     slo_ttft_s: Annotated[float, typer.Option(help="Seconds to the first token that count as met.")] = 0.0,
     slo_tpot_s: Annotated[float, typer.Option(help="Seconds per further token that count as met.")] = 0.0,
@@ -70,7 +72,9 @@ def plan(
             " plan is compared with what runs there."
         ),
     ] = "",
-    last_s: Annotated[float, typer.Option(help="--from-cluster: seconds of the past that count.")] = 600.0,
+    last_s: Annotated[
+        float | None, typer.Option(help="--from-cluster: seconds of the past that count. Unset: 600.")
+    ] = None,
     running_tp: Annotated[
         str,
         typer.Option(
@@ -122,11 +126,15 @@ def plan(
     from kaveri.simulator.spec import Overheads
     from kaveri.simulator.spec_file import read_overheads
 
+    if not from_cluster:
+        for flag, given in (("--last-s", last_s is not None), ("--running-tp", running_tp)):
+            if given:
+                raise ConfigError(flag, "is given, but --from-cluster is not")
     profiles = profile or []
     shape = read_model_shape(model or model_of(profiles))
     now: ObservedNow | None = None
     if from_cluster:
-        now = _observe(from_cluster, trace, lengths, last_s, running_tp, shape)
+        now = _observe(from_cluster, trace, lengths, _DEFAULT_LAST_S if last_s is None else last_s, running_tp, shape)
         demand, too_long = now.workload.demand(rate, burstiness), now.workload.too_long_count
     else:
         drawn, too_long = read_lengths(trace, lengths, shape.max_model_len)
@@ -137,7 +145,7 @@ def plan(
         model=shape,
         hardware=read_hardware(hardware),
         profiles=profiles,
-        gpus=max(_DEFAULT_GPUS, now.cluster.gpus if now else 0) if gpus is None else gpus,
+        gpus=max(_DEFAULT_GPUS, 2 * now.cluster.gpus if now else 0) if gpus is None else gpus,
         slo_ttft_s=slo_ttft_s,
         slo_tpot_s=slo_tpot_s,
         attain=attain,
@@ -154,10 +162,25 @@ def plan(
     if now is None:
         _report(find_plan(question), out, as_json, too_long)
     else:
-        from kaveri.planner.replan import replan, replan_json, replan_lines
+        both = _compare(question, now)
+        _report(both.plan, out, as_json, too_long, both)
 
-        both = replan(question, now.workload, now.cluster)
-        _report(both.plan, out, as_json, too_long, replan_lines(both), replan_json(both))
+
+def _compare(question: "PlanQuestion", now: ObservedNow) -> "Replan":
+    """Raises ConfigError where the question has no answer, and says before what is known of what runs."""
+    from kaveri.planner.plan import plan as find_plan
+    from kaveri.planner.replan import Replan, observed_lines, verdict
+    from kaveri.planner.running_cluster import running_attainment
+
+    attainment = running_attainment(question, now.cluster)
+    try:
+        found = find_plan(question)
+    except ConfigError:
+        for line in observed_lines(question, now.workload, now.cluster, attainment):
+            typer.echo(line, err=True)
+        typer.echo(f"{verdict(attainment, question.attain)}; there is no plan to compare it with", err=True)
+        raise
+    return Replan(observed=now.workload, running=now.cluster, attainment=attainment, plan=found)
 
 
 def _observe(
@@ -184,18 +207,18 @@ def _report(
     out: Path | None,
     as_json: bool,
     too_long: int,
-    more_lines: Sequence[str] = (),
-    document: Mapping[str, Any] | None = None,
+    both: "Replan | None" = None,
 ) -> None:
-    """document: instead of the plan's own JSON."""
+    """both: with --from-cluster."""
     from kaveri.planner.plan_file import to_json
+    from kaveri.planner.replan import replan_json
 
     if out is not None:
         _write(found, out)
     if as_json:
-        print(json.dumps({**(to_json(found) if document is None else document), "too_long": too_long}))
+        print(json.dumps({**(to_json(found) if both is None else replan_json(both)), "too_long": too_long}))
     else:
-        _show(found, too_long, out, more_lines)
+        _show(found, too_long, out, both)
 
 
 def _write(found: "ClusterPlan", out: Path) -> None:
@@ -214,11 +237,12 @@ def _write(found: "ClusterPlan", out: Path) -> None:
         raise ConfigError("--out", f"cannot write {out}: {error.strerror}") from error
 
 
-def _show(found: "ClusterPlan", too_long: int, out: Path | None, more_lines: Sequence[str]) -> None:
+def _show(found: "ClusterPlan", too_long: int, out: Path | None, both: "Replan | None") -> None:
     from rich.console import Console
     from rich.table import Table
 
     from kaveri.planner.plan_file import summary_lines
+    from kaveri.planner.replan import Advice, replan_lines
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
     table = Table(box=None, pad_edge=False)
@@ -241,9 +265,10 @@ def _show(found: "ClusterPlan", too_long: int, out: Path | None, more_lines: Seq
         )
     console.print(table)
     console.print()
-    for line in (*summary_lines(found), *more_lines):
+    for line in (*summary_lines(found), *(replan_lines(both) if both else ())):
         console.print(line)
-    if too_long and not more_lines:
+    if too_long and both is None:
         console.print(f"{too_long} requests of the trace are longer than {found.question.model.max_model_len} tokens")
     if out is not None:
-        console.print(f"written to {out}: kaveri up --plan {out}")
+        keeps = both is not None and both.advice is Advice.KEEP
+        console.print(f"written to {out}" + ("; what runs can stay" if keeps else f": kaveri up --plan {out}"))

@@ -4,6 +4,9 @@ DistServe plans again by what it has observed (arXiv 2401.09670, section 4.3): h
 and the lengths of whole answers. Requests that still run are left out, and so are those that were cut short; both are
 counted. In a steady stream the requests that ended last have the lengths of all; soon after a start, short answers are
 over-represented, and the requests that still run show it.
+
+A pause is not told from a burst: one long gap among short ones has the variance of heavy bursts. So a burstiness above
+MOST_BURSTINESS is not planned for unless it is given.
 """
 
 import itertools
@@ -18,6 +21,8 @@ from kaveri.workload.requests import RequestLengths
 FLAG = "--from-cluster"
 LEAST_COUNT = 20
 """Arrivals and answers; of fewer nothing can be said."""
+MOST_BURSTINESS = 10.0
+"""Above it a pause in the traffic is more likely than bursts."""
 _LEAST_BURSTINESS = 0.01
 """Nearly even. Gaps that are all alike have no gamma distribution."""
 
@@ -44,10 +49,12 @@ class ObservedWorkload:
 
     router_count: int
     period_s: float
-    """Arrivals are of so many seconds."""
+    """Arrivals and ends are of so many seconds."""
     arrival_count: int
     burstiness: float
     """Squared coefficient of variation of the gaps between arrivals."""
+    longest_gap_s: float
+    """Between two arrivals."""
     lengths: tuple[RequestLengths, ...]
     """Of whole answers."""
     too_long_count: int
@@ -64,8 +71,20 @@ class ObservedWorkload:
         """Arrivals per second."""
         return self.arrival_count / self.period_s
 
+    @property
+    def cut_short_share(self) -> float:
+        """Of the requests that ended. The rate has them in it, and the plan gives them whole answers."""
+        return self.cut_short_count / (self.cut_short_count + len(self.lengths) + self.too_long_count)
+
     def demand(self, rate_per_s: float | None, burstiness: float | None) -> ExpectedLoad:
-        """To plan for. None: as observed."""
+        """To plan for. None: as observed. Raises ConfigError where MOST_BURSTINESS is exceeded by what was observed."""
+        if burstiness is None and self.burstiness > MOST_BURSTINESS:
+            reason = (
+                f"has seen a burstiness of {self.burstiness:.3g}, with a gap of {self.longest_gap_s:.3g} s between two"
+                f" requests; above {MOST_BURSTINESS:g} it is taken for a pause. Leave the pause out with --last-s, or"
+                " give --burstiness, and --rate, which the pause has lowered"
+            )
+            raise ConfigError(FLAG, reason)
         return ExpectedLoad(
             lengths=self.lengths,
             rate_per_s=self.rate_per_s if rate_per_s is None else rate_per_s,
@@ -76,38 +95,39 @@ class ObservedWorkload:
 def observed_workload(samples: Sequence[RouterSample], last_s: float, longest: int) -> ObservedWorkload:
     """The samples of all routers as one. last_s: what is older does not count. longest: tokens of prompt and answer.
 
-    Arrivals are those of the time that every router has observed: one that has just started shortens it. Raises
-    ConfigError where there are fewer than LEAST_COUNT arrivals or answers.
+    Arrivals and answers are those of the time that every router has observed: one that has just started shortens it,
+    and so does a busy one that keeps only its last requests. Otherwise the lengths of idle routers would have too large
+    a share. Raises ConfigError where there are fewer than LEAST_COUNT arrivals or answers.
     """
     period_s = min(last_s, *(sample.observed_s for sample in samples))
     ages_s = sorted((ago_s for sample in samples for ago_s in sample.arrived_ago_s if ago_s <= period_s), reverse=True)
-    ended = [lengths for sample in samples for ago_s, lengths in sample.answered if ago_s <= last_s]
+    ended = [lengths for sample in samples for ago_s, lengths in sample.answered if ago_s <= period_s]
     running = [lengths for sample in samples for lengths in sample.running]
-    for count, what, within_s in ((len(ages_s), "arrived", period_s), (len(ended), "were answered", last_s)):
+    for count, what in ((len(ages_s), "arrived"), (len(ended), "were answered")):
         if count < LEAST_COUNT:
-            reason = f"has seen {count} requests that {what} in the last {within_s:.0f} s; {LEAST_COUNT} are needed"
+            reason = f"has seen {count} requests that {what} in the last {period_s:.0f} s; {LEAST_COUNT} are needed"
             raise ConfigError(FLAG, reason)
     # An answer without a token costs its prompt, and is simulated with one.
     whole = [RequestLengths(one.prompt_tokens, max(1, one.output_tokens)) for one in ended]
     fitting = tuple(one for one in whole if one.prompt_tokens + one.output_tokens <= longest)
     if not fitting:
         raise ConfigError(FLAG, f"has answered no request that fits into {longest} tokens")
+    gaps_s = [before_s - after_s for before_s, after_s in itertools.pairwise(ages_s)]
     return ObservedWorkload(
         router_count=len(samples),
         period_s=period_s,
         arrival_count=len(ages_s),
-        burstiness=_burstiness(ages_s),
+        burstiness=_burstiness(gaps_s),
+        longest_gap_s=max(gaps_s),
         lengths=fitting,
         too_long_count=len(whole) - len(fitting),
-        cut_short_count=sum(ago_s <= last_s for sample in samples for ago_s in sample.cut_short_ago_s),
+        cut_short_count=sum(ago_s <= period_s for sample in samples for ago_s in sample.cut_short_ago_s),
         running_count=len(running),
         longest_running_tokens=max((one.output_tokens for one in running), default=0),
     )
 
 
-def _burstiness(ages_s: Sequence[float]) -> float:
-    """ages_s: in descending order."""
-    gaps_s = [before_s - after_s for before_s, after_s in itertools.pairwise(ages_s)]
+def _burstiness(gaps_s: Sequence[float]) -> float:
     mean_s = statistics.fmean(gaps_s)
     if mean_s <= 0:
         return _LEAST_BURSTINESS

@@ -46,9 +46,12 @@ def parse_parallelism(text: str, field: str) -> Parallelism:
     return Parallelism(tp, pp)
 
 
-def require_possible(model: ModelShape, hardware: Hardware, parallelism: Parallelism, gpus: int, field: str) -> None:
-    """Raises ConfigError, with the limit, for a configuration that cannot be."""
-    reason = _impossible(model, hardware, parallelism, gpus)
+def require_possible(
+    model: ModelShape, hardware: Hardware, parallelism: Parallelism, gpus: int, field: str, *, has_pool: bool = False
+) -> None:
+    """Raises ConfigError, with the limit, for a configuration that cannot be. has_pool: its room for KV is known, so
+    that its memory is not asked about."""
+    reason = _impossible(model, hardware, parallelism, gpus, has_pool=has_pool)
     if reason:
         raise ConfigError(field, f"is {parallelism.tp},{parallelism.pp}: {reason}")
 
@@ -64,7 +67,9 @@ def possible_parallelisms(model: ModelShape, hardware: Hardware, gpus: int) -> t
     return tuple(sorted(found, key=lambda one: (one.gpus, one.tp)))
 
 
-def _impossible(model: ModelShape, hardware: Hardware, parallelism: Parallelism, gpus: int) -> str:
+def _impossible(
+    model: ModelShape, hardware: Hardware, parallelism: Parallelism, gpus: int, *, has_pool: bool = False
+) -> str:
     tp, pp = parallelism.tp, parallelism.pp
     if parallelism.gpus > gpus:
         return f"that takes {parallelism.gpus} GPUs; there are {gpus}"
@@ -75,7 +80,7 @@ def _impossible(model: ModelShape, hardware: Hardware, parallelism: Parallelism,
     if model.layers % pp:
         return f"PP must divide the {model.layers} layers of {model.name}"
     tokens = kv_tokens(model, hardware, parallelism)
-    if tokens < model.max_model_len:
+    if tokens < model.max_model_len and not has_pool:
         left = f"room for {tokens} tokens of KV beside the weights" if tokens > 0 else "no room for the weights"
         return f"{parallelism.gpus} GPUs of {hardware.name} leave {left}; {model.max_model_len} tokens must fit"
     return ""

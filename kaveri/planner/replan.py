@@ -6,9 +6,9 @@ from typing import Any
 
 from kaveri.planner.cluster_check import Attainment
 from kaveri.planner.observed_workload import ObservedWorkload
-from kaveri.planner.plan import ClusterPlan, PlanQuestion, plan
+from kaveri.planner.plan import ClusterPlan, PlanQuestion
 from kaveri.planner.plan_file import interval_text, to_json
-from kaveri.planner.running_cluster import RunningCluster, running_attainment
+from kaveri.planner.running_cluster import RunningCluster
 
 
 class Advice(enum.StrEnum):
@@ -45,40 +45,54 @@ class Replan:
     def reason(self) -> str:
         """Of the advice, with its figures."""
         attain, fewest = self.plan.question.attain, self.fewest_gpus
+        judged = verdict(self.attainment, attain)
         enough = f"{fewest} GPU is enough" if fewest == 1 else f"{fewest} GPUs are enough"
         if self.plan.colocated is not None:
             enough += ", with both phases on the same instances"
         if self.attainment.high < attain:
-            return f"what runs misses {attain:.0%}; {enough}, and {self.running.gpus} run"
+            return f"{judged}; {enough}, and {self.running.gpus} run"
         if fewest < self.running.gpus:
             saved = (self.running.gpus - fewest) * self.plan.question.hardware.price_per_hour
             return f"{enough}, and {self.running.gpus} run: {saved:.2f} USD an hour less"
-        if self.attainment.low < attain:
-            return f"the interval of what runs has {attain:.0%} in it: neither met nor missed for certain"
-        return f"what runs meets {attain:.0%}, and no fewer GPUs were found to"
+        return judged if self.attainment.low < attain else f"{judged}, and no fewer GPUs were found to"
 
 
-def replan(question: PlanQuestion, observed: ObservedWorkload, running: RunningCluster) -> Replan:
-    """question: with the workload that was observed. Raises ConfigError as plan() and running_attainment() do."""
-    attainment = running_attainment(question, running)
-    return Replan(observed=observed, running=running, attainment=attainment, plan=plan(question))
+def verdict(attainment: Attainment, attain: float) -> str:
+    """Of what runs. attain: the share that is asked for."""
+    if attainment.high < attain:
+        return f"what runs misses {attain:.0%}"
+    if attainment.low < attain:
+        return f"the interval of what runs has {attain:.0%} in it: neither met nor missed for certain"
+    return f"what runs meets {attain:.0%}"
 
 
 def replan_lines(found: Replan) -> list[str]:
     """In a few sentences, to stand behind the plan's own."""
-    observed, question = found.observed, found.plan.question
+    found_now = observed_lines(found.plan.question, found.observed, found.running, found.attainment)
+    return [*found_now, f"{found.advice}: {found.reason}"]
+
+
+def observed_lines(
+    question: PlanQuestion, observed: ObservedWorkload, running: RunningCluster, attainment: Attainment
+) -> list[str]:
+    """What is known without a plan. attainment: of what runs."""
     so_far = f" (up to {observed.longest_running_tokens} tokens so far)" if observed.running_count else ""
     routers = f"{observed.router_count} router{'' if observed.router_count == 1 else 's'}"
-    return [
+    cut_short = f" ({observed.cut_short_share:.0%}; planned as whole answers)" if observed.cut_short_count else ""
+    lines = [
         f"workload: {observed.arrival_count} requests in {observed.period_s:.0f} s at {routers},"
         f" {observed.rate_per_s:.3g} requests/s, burstiness {observed.burstiness:.3g}",
-        f"lengths of {len(observed.lengths)} answers; left out: {observed.cut_short_count} that were cut short,"
-        f" {observed.running_count} that still run{so_far}, {observed.too_long_count} too long for"
-        f" {question.model.name}",
-        f"what runs: {found.running.counts}, {found.running.gpus} GPUs, {_price(found):.2f} USD an hour:"
-        f" {interval_text(found.attainment)}",
-        f"{found.advice}: {found.reason}",
+        "not in the rate: refused requests, and those of routers that have gone",
+        f"lengths of {len(observed.lengths)} answers; left out:"
+        f" {observed.cut_short_count} that were cut short{cut_short},"
+        f" {observed.running_count} that still run{so_far},"
+        f" {observed.too_long_count} too long for {question.model.name}",
+        f"what runs: {running.counts}, {running.gpus} GPUs, {_price(question, running):.2f} USD an hour:"
+        f" {interval_text(attainment)}",
     ]
+    if not running.is_current:
+        lines.append("the cluster's store cannot be reached: instances that have died since are counted too")
+    return lines
 
 
 def replan_json(found: Replan) -> dict[str, Any]:
@@ -91,7 +105,7 @@ def replan_json(found: Replan) -> dict[str, Any]:
         "running": {
             **asdict(found.running),
             "gpus": found.running.gpus,
-            "price_per_hour": _price(found),
+            "price_per_hour": _price(found.plan.question, found.running),
             "attainment": asdict(found.attainment),
         },
         "observed": {
@@ -100,6 +114,7 @@ def replan_json(found: Replan) -> dict[str, Any]:
             "arrivals": observed.arrival_count,
             "rate_per_s": observed.rate_per_s,
             "burstiness": observed.burstiness,
+            "longest_gap_s": observed.longest_gap_s,
             "answers": len(observed.lengths),
             "cut_short": observed.cut_short_count,
             "running": observed.running_count,
@@ -109,5 +124,5 @@ def replan_json(found: Replan) -> dict[str, Any]:
     }
 
 
-def _price(found: Replan) -> float:
-    return found.running.gpus * found.plan.question.hardware.price_per_hour
+def _price(question: PlanQuestion, running: RunningCluster) -> float:
+    return running.gpus * question.hardware.price_per_hour

@@ -41,6 +41,8 @@ class RunningCluster:
     prefill: RunningInstances | None = None
     decode: RunningInstances | None = None
     colocated: RunningInstances | None = None
+    is_current: bool = True
+    """False: the cluster's store cannot be reached, and instances that have died since are counted too."""
 
     @property
     def gpus(self) -> int:
@@ -60,7 +62,8 @@ def running_cluster(view: ClusterView, model: str, tps: Sequence[int]) -> Runnin
     """model: as the routers name it. tps: degrees of tensor parallelism, of prefill and of decode, or one for all;
     empty: as the instances' layouts say. Instances that drain are left out.
 
-    Raises ConfigError for a cluster that answers no request, or has both kinds of instances.
+    Raises ConfigError for a cluster that answers no request, or has both kinds of instances, or instances of unlike
+    tensor parallelism in one phase.
     """
     prefill, decode = view.ready(Phase.PREFILL, model), view.ready(Phase.DECODE, model)
     for phase, some in ((Phase.PREFILL, prefill), (Phase.DECODE, decode)):
@@ -73,10 +76,13 @@ def running_cluster(view: ClusterView, model: str, tps: Sequence[int]) -> Runnin
             " both phases; such a mix is not simulated"
         )
         raise ConfigError(FLAG, reason)
+    first, last = (tps[0], tps[-1]) if tps else (0, 0)
     if both:
-        return RunningCluster(colocated=_instances(both, tps[-1] if tps else 0))
+        return RunningCluster(colocated=_instances(both, last, "of both phases"), is_current=view.store_connected)
     return RunningCluster(
-        prefill=_instances(prefill, tps[0] if tps else 0), decode=_instances(decode, tps[-1] if tps else 0)
+        prefill=_instances(prefill, first, "of prefill"),
+        decode=_instances(decode, last, "of decode"),
+        is_current=view.store_connected,
     )
 
 
@@ -97,6 +103,7 @@ def running_attainment(question: PlanQuestion, running: RunningCluster) -> Attai
         decode=_option(question, running.decode, PlannedPhase.DECODE),
         decode_count=running.decode.count,
         overheads=question.overheads,
+        same_node=question.same_node,
     )
     first_seed = question.seed + 1
     return cluster.attainment(question.demand, question.slo, question.attain, question.request_count, first_seed)
@@ -115,21 +122,26 @@ def parse_tps(text: str) -> tuple[int, ...]:
     return tps
 
 
-def _instances(some: Sequence[ViewedInstance], tp: int) -> RunningInstances:
+def _instances(some: Sequence[ViewedInstance], tp: int, which: str) -> RunningInstances:
+    """tp: 0: as their layouts say. which: their phases, for errors."""
     layouts = [one.record.layout for one in some]
     pools = [
         one.load.total_blocks * layout.block_tokens
         for one, layout in zip(some, layouts, strict=True)
         if layout is not None
     ]
-    ranks = max((layout.tensor_ranks for layout in layouts if layout is not None), default=1)
-    return RunningInstances(count=len(some), tp=tp or max(1, ranks), pool_tokens=min(pools, default=0))
+    ranks = {max(1, layout.tensor_ranks) for layout in layouts if layout is not None} or {1}
+    if not tp and len(ranks) > 1:
+        degrees = " and ".join(f"TP {one}" for one in sorted(ranks))
+        raise ConfigError(FLAG, f"has instances {which} with {degrees}; only equal ones are simulated: give {TP_FLAG}")
+    return RunningInstances(count=len(some), tp=tp or max(ranks), pool_tokens=min(pools, default=0))
 
 
 def _option(question: PlanQuestion, some: RunningInstances, phase: PlannedPhase) -> PhaseOption:
     """What was not searched for is NaN."""
     model, parallelism = question.model, Parallelism(some.tp, 1)
-    require_possible(model, question.hardware, parallelism, some.tp, TP_FLAG)
+    # A stage of a pipeline runs as an instance of its own (kaveri.planner.plan_file), without room for the whole model.
+    require_possible(model, question.hardware, parallelism, some.tp, TP_FLAG, has_pool=some.pool_tokens > 0)
     step = read_step_latencies(question.profiles, model, question.hardware, [some.tp])[some.tp]
     chunk_tokens = question.chunk_tokens or saturating_tokens(step.latency)
     tokens = some.pool_tokens or kv_tokens(model, question.hardware, parallelism)

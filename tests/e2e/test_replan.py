@@ -12,7 +12,8 @@ KAVERI = (sys.executable, "-c", "from kaveri.cli.main import main; main()")
 WITHIN_S = 120.0
 PLAN = (
     *("--profile", "opt-13b-a100", "--prefill-tp-pp", "1,1", "--decode-tp-pp", "1,1", "--requests", "50"),
-    *("--slo-ttft-s", "2", "--slo-tpot-s", "0.2"),
+    # The time between two runs of `kaveri bench` is a pause.
+    *("--slo-ttft-s", "2", "--slo-tpot-s", "0.2", "--burstiness", "1"),
 )
 LOAD = (
     "--workload",

@@ -24,6 +24,8 @@ def _run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
         (["nope"], ("kaveri: ", "nope")),
         (["bench", "--requests", "0"], ("kaveri bench: ", "--requests", "1")),
         (["bench", "--requests", "many"], ("kaveri bench: ", "--requests", "integer")),
+        (["plan", "--last-s", "60"], ("--last-s", "--from-cluster is not")),
+        (["plan", "--running-tp", "2"], ("--running-tp", "--from-cluster is not")),
         (["predictor", "nope"], ("kaveri predictor: ", "nope")),
     ],
 )

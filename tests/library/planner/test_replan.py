@@ -22,10 +22,16 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.planner.expected_load import ExpectedLoad
 from kaveri.planner.hardware import read_hardware
 from kaveri.planner.model_shape import read_model_shape
-from kaveri.planner.observed_workload import LEAST_COUNT, ObservedWorkload, RouterSample, observed_workload
+from kaveri.planner.observed_workload import (
+    LEAST_COUNT,
+    MOST_BURSTINESS,
+    ObservedWorkload,
+    RouterSample,
+    observed_workload,
+)
 from kaveri.planner.parallelism import Parallelism, kv_tokens
 from kaveri.planner.plan import ClusterPlan, PlanQuestion, plan
-from kaveri.planner.replan import Advice, Replan, replan, replan_json, replan_lines
+from kaveri.planner.replan import Advice, Replan, replan_json, replan_lines, verdict
 from kaveri.planner.running_cluster import (
     RunningCluster,
     RunningInstances,
@@ -94,14 +100,24 @@ def view_of(*some: tuple[str, Sequence[Phase], int], **load: Any) -> ClusterView
 # What was observed.
 
 
-def test_arrivals_count_for_the_time_that_every_router_has_observed() -> None:
+def test_arrivals_and_lengths_count_for_the_time_that_every_router_has_observed() -> None:
     late = sample_of(observed_s=20.0, arrived_ago_s=[float(number) / 2 for number in range(1, 40)])
     observed = observed_workload([sample_of(), late], 600.0, 2048)
     # Of the first router only those of the last 20 s.
     assert (observed.period_s, observed.arrival_count) == (20.0, 20 + 39)
     assert observed.rate_per_s == pytest.approx(59 / 20)
-    assert len(observed.lengths) == 60, "lengths of both, of all that time"
+    assert len(observed.lengths) == 2 * 20
     assert observed.router_count == 2
+
+
+def test_a_router_that_is_idle_has_no_more_lengths_than_it_has_answers_in_the_time_of_a_busy_one() -> None:
+    # Both keep the last of their ends: 41 s of the busy one, and all of the other one.
+    busy_ago_s, idle_ago_s = [number / 100 for number in range(4096)], [float(number) for number in range(600)]
+    short, long = RequestLengths(100, 10), RequestLengths(1000, 500)
+    busy = sample_of(observed_s=41.0, arrived_ago_s=busy_ago_s, answered=[(ago_s, short) for ago_s in busy_ago_s])
+    idle = sample_of(observed_s=600.0, arrived_ago_s=idle_ago_s, answered=[(ago_s, long) for ago_s in idle_ago_s])
+    lengths = observed_workload([busy, idle], 600.0, 2048).lengths
+    assert (lengths.count(short), lengths.count(long)) == (4096, 42)
 
 
 def test_what_is_older_than_asked_for_does_not_count() -> None:
@@ -111,9 +127,11 @@ def test_what_is_older_than_asked_for_does_not_count() -> None:
 
 def test_requests_that_run_or_were_cut_short_are_counted_and_left_out() -> None:
     running = [RequestLengths(9, 700), RequestLengths(9, 3)]
-    observed = observed_workload([sample_of(running=running, cut_short_ago_s=[5.0, 700.0])], 600.0, 2048)
+    cut_short_ago_s = [5.0] * 10 + [700.0]
+    observed = observed_workload([sample_of(running=running, cut_short_ago_s=cut_short_ago_s)], 600.0, 2048)
     assert set(observed.lengths) == {LENGTHS}
-    assert (observed.running_count, observed.longest_running_tokens, observed.cut_short_count) == (2, 700, 1)
+    assert (observed.running_count, observed.longest_running_tokens, observed.cut_short_count) == (2, 700, 10)
+    assert observed.cut_short_share == 10 / 40
 
 
 def test_answers_without_a_token_count_with_one_and_those_that_do_not_fit_are_left_out() -> None:
@@ -135,6 +153,19 @@ def test_rate_and_bursts_are_those_that_arrivals_were_drawn_with(burstiness: flo
     assert observed.demand(7.0, 1.0) == ExpectedLoad(lengths=observed.lengths, rate_per_s=7.0, burstiness=1.0)
 
 
+def test_a_pause_in_the_traffic_is_not_planned_for_as_bursts() -> None:
+    rng = random.Random(3)
+    before_s, after_s = gamma_arrivals(200, 3.0, 1.0, rng), gamma_arrivals(200, 3.0, 1.0, rng)
+    ages_s = [time_s + 300 + before_s[-1] for time_s in after_s] + before_s
+    observed = observed_workload([sample_of(observed_s=600.0, arrived_ago_s=ages_s)], 600.0, 2048)
+    assert observed.burstiness > MOST_BURSTINESS
+    with pytest.raises(ConfigError, match=r"with a gap of 300 s between two requests; above 10 .* --last-s, or give"):
+        observed.demand(None, None)
+    assert observed.demand(None, 1.0).rate_per_s == observed.rate_per_s
+    without = observed_workload([sample_of(observed_s=600.0, arrived_ago_s=before_s)], before_s[-1], 2048)
+    assert without.demand(None, None).burstiness == pytest.approx(1.0, rel=0.4)
+
+
 def test_even_arrivals_can_still_be_drawn() -> None:
     demand = observed_workload([sample_of()], 600.0, 2048).demand(None, None)
     assert demand.draw(30, 2.0, 0)[-1].arrival_s > 0
@@ -144,7 +175,7 @@ def test_too_few_requests_are_refused_with_their_number() -> None:
     few = [1.0] * (LEAST_COUNT - 1)
     with pytest.raises(ConfigError, match=r"--from-cluster: has seen 19 requests that arrived in the last 100 s; 20"):
         observed_workload([sample_of(arrived_ago_s=few)], 600.0, 2048)
-    with pytest.raises(ConfigError, match=r"has seen 19 requests that were answered in the last 600 s"):
+    with pytest.raises(ConfigError, match=r"has seen 19 requests that were answered in the last 100 s"):
         observed_workload([sample_of(answered=[(one, LENGTHS) for one in few])], 600.0, 2048)
     with pytest.raises(ConfigError, match=r"has answered no request that fits into 100 tokens"):
         observed_workload([sample_of()], 600.0, 100)
@@ -158,7 +189,8 @@ def test_instances_are_counted_by_the_phases_that_they_serve_and_the_smallest_po
     found = running_cluster(view, "m", ())
     assert found.prefill == RunningInstances(count=1, tp=1, pool_tokens=50 * 16)
     assert found.decode == RunningInstances(count=2, tp=1, pool_tokens=80 * 16)
-    assert (found.colocated, found.gpus) == (None, 3)
+    assert (found.colocated, found.gpus, found.is_current) == (None, 3, True)
+    assert not running_cluster(dataclasses.replace(view, store_connected=False), "m", ()).is_current
     assert running_cluster(view, "m", (2, 4)).gpus == 2 + 2 * 4
     assert running_cluster(view, "m", (2,)).gpus == 3 * 2
 
@@ -167,10 +199,16 @@ def test_the_layout_says_how_many_ranks_an_instance_has() -> None:
     view = view_of(("c0", BOTH_PHASES, 100), ("c1", BOTH_PHASES, 100))
     record = view.instances["c0"].record
     split = dataclasses.replace(record, layout=dataclasses.replace(LAYOUT, tensor_ranks=2))
-    ranks = ClusterView({**view.instances, "c0": InstanceStatus(split, view.instances["c0"].load)})
-    found = running_cluster(ranks, "m", ())
+    statuses = {name: InstanceStatus(split, status.load) for name, status in view.instances.items()}
+    found = running_cluster(ClusterView(statuses), "m", ())
     assert found.colocated == RunningInstances(count=2, tp=2, pool_tokens=1600)
     assert found.counts == "2 of both phases x TP 2"
+    unlike = ClusterView({**view.instances, "c0": statuses["c0"]})
+    with pytest.raises(
+        ConfigError, match=r"has instances of both phases with TP 1 and TP 2; only equal ones .* give --"
+    ):
+        running_cluster(unlike, "m", ())
+    assert running_cluster(unlike, "m", (1,)).gpus == 2
 
 
 def test_clusters_that_answer_nothing_or_are_mixed_are_refused_by_name() -> None:
@@ -196,6 +234,23 @@ def test_a_degree_that_the_model_cannot_have_is_refused() -> None:
         running_attainment(question_of(), running)
 
 
+def test_a_stage_of_a_pipeline_that_runs_needs_no_room_for_the_whole_model() -> None:
+    small = question_of(hardware=dataclasses.replace(A100, memory_bytes=20 * 10**9))
+    stages = RunningInstances(count=2, tp=1, pool_tokens=20_000)
+    assert running_attainment(small, RunningCluster(prefill=stages, decode=stages)).mean > 0.5
+    unknown = dataclasses.replace(stages, pool_tokens=0)
+    with pytest.raises(ConfigError, match="--running-tp: is 1,1: 1 GPUs of a100-80g leave no room for the weights"):
+        running_attainment(small, RunningCluster(prefill=stages, decode=unknown))
+
+
+def test_links_within_machines_count_for_what_runs_as_for_the_plan() -> None:
+    slow = dataclasses.replace(A100, link_between_nodes=1e6)
+    running = apart(5, 5)
+    assert running.gpus > slow.gpus_per_node
+    assert running_attainment(question_of(hardware=slow), running).high < 0.9
+    assert running_attainment(question_of(hardware=slow, same_node=True), running).low > 0.9
+
+
 # The comparison.
 
 
@@ -210,7 +265,7 @@ def observed() -> ObservedWorkload:
 
 
 def compared(found: ClusterPlan, observed: ObservedWorkload, running: RunningCluster) -> Replan:
-    """As replan(), without searching for the plan again."""
+    """As `kaveri plan` does."""
     attainment = running_attainment(found.question, running)
     return Replan(observed=observed, running=running, attainment=attainment, plan=found)
 
@@ -222,12 +277,16 @@ def test_a_cluster_that_runs_as_planned_is_judged_as_the_plan_and_kept(
     assert both.attainment == found.attainment
     assert both.advice is Advice.KEEP
     assert "what runs meets 90%" in both.reason
-    assert replan_lines(both)[-1].startswith("keep: ")
+    lines = replan_lines(both)
+    assert lines[-1].startswith("keep: ")
+    assert not any("store" in line for line in lines)
+    away = dataclasses.replace(both, running=dataclasses.replace(both.running, is_current=False))
+    assert "the cluster's store cannot be reached: instances that have died since are counted too" in replan_lines(away)
 
 
 def test_instances_of_both_phases_are_judged_as_the_plan_judges_them(observed: ObservedWorkload) -> None:
     question = question_of(prefill_parallelism=None, decode_parallelism=None, gpus=2, slo_ttft_s=1.0)
-    both = replan(question, observed, RunningCluster(colocated=instances_of(1)))
+    both = compared(plan(question), observed, RunningCluster(colocated=instances_of(1)))
     assert both.plan.colocated is not None
     assert both.attainment == both.plan.colocated.attainment
     assert (both.fewest_gpus, both.advice) == (1, Advice.KEEP)
@@ -258,6 +317,7 @@ def test_a_cluster_is_changed_when_it_is_shown_to_miss_and_kept_when_it_is_not_s
     assert "what runs misses 90%" in advice(0.5, 0.89)[1]
     assert advice(0.85, 0.95)[0] is Advice.KEEP
     assert "neither met nor missed" in advice(0.85, 0.95)[1]
+    assert verdict(dataclasses.replace(found.attainment, low=0.95, high=1.0), 0.9) == "what runs meets 90%"
 
 
 def test_a_cluster_that_is_too_small_is_shown_to_miss() -> None:

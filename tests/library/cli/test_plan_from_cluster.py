@@ -1,0 +1,105 @@
+"""`kaveri plan --from-cluster`: what it asks routers, and what it says where there is no plan."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from kaveri.cli.observed_cluster import observe_cluster
+from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceStatus, Phase, Role
+from kaveri.errors import ConfigError
+from kaveri.rpc.server import RpcServer
+from kaveri.v1 import cluster_pb2, cluster_pb2_grpc
+from kaveri.wire.messages import status_to_proto
+
+KAVERI = (sys.executable, "-c", "from kaveri.cli.main import main; main()")
+WITHIN_S = 120.0
+COUNT = 40
+
+
+class ScriptedClusterService(cluster_pb2_grpc.ClusterServiceServicer):
+    """One router's account: a request a second, each of 64 and 1,000 tokens."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.instances: list[InstanceStatus] = []
+
+    async def GetClusterView(  # noqa: N802
+        self, request: cluster_pb2.GetClusterViewRequest, context: Any
+    ) -> cluster_pb2.GetClusterViewResponse:
+        return cluster_pb2.GetClusterViewResponse(
+            instances=[status_to_proto(one) for one in self.instances], store_connected=True
+        )
+
+    async def GetWorkload(  # noqa: N802
+        self, request: cluster_pb2.GetWorkloadRequest, context: Any
+    ) -> cluster_pb2.GetWorkloadResponse:
+        ago_s = [float(number) for number in range(COUNT)]
+        answered = cluster_pb2.SampledRequests(
+            ended_ago_s=ago_s, prompt_tokens=[64] * COUNT, answer_tokens=[1000] * COUNT
+        )
+        return cluster_pb2.GetWorkloadResponse(
+            router_instance_id=self._name, observed_s=float(COUNT), arrived_ago_s=ago_s, answered=answered
+        )
+
+
+@contextlib.asynccontextmanager
+async def scripted_router(name: str) -> AsyncIterator[tuple[ScriptedClusterService, str]]:
+    """The service, whose instances the test says, and its address."""
+    service = ScriptedClusterService(name)
+    server = RpcServer("127.0.0.1", 0, ["kaveri.v1.ClusterService"])
+    server.add(partial(cluster_pb2_grpc.add_ClusterServiceServicer_to_server, service))
+    await server.start()
+    try:
+        yield service, f"127.0.0.1:{server.port}"
+    finally:
+        await server.stop(0.0)
+
+
+def instance(name: str, role: Role, address: str, phases: Sequence[Phase] = ()) -> InstanceStatus:
+    return InstanceStatus(InstanceRecord(name, 1, role, address, "m", phases=tuple(phases)), InstanceLoad())
+
+
+def running(address: str, count: int) -> list[InstanceStatus]:
+    """A router at the address, and so many instances of each phase."""
+    engines = [
+        instance(f"{phase.value}-{number}", Role.ENGINE, "127.0.0.1:1", [phase])
+        for phase in (Phase.PREFILL, Phase.DECODE)
+        for number in range(count)
+    ]
+    return [instance("router-0", Role.ROUTER, address), *engines]
+
+
+async def test_a_router_whose_own_lease_has_run_out_is_passed_over_and_named_where_there_is_no_other() -> None:
+    async with scripted_router("router-9") as (_, lost), scripted_router("router-0") as (service, address):
+        service.instances = running(address, 1)
+        seen = await observe_cluster(f"{lost},{address}")
+        assert (seen.model, len(seen.samples)) == ("m", 1)
+        with pytest.raises(ConfigError, match=f"--from-cluster: is {lost}; router-9 there is not in its own view"):
+            await observe_cluster(lost)
+
+
+async def test_an_overloaded_cluster_without_a_plan_is_shown_to_miss_all_the_same() -> None:
+    async with scripted_router("router-0") as (service, address):
+        service.instances = running(address, 3)
+        process = await asyncio.create_subprocess_exec(
+            *(*KAVERI, "plan", "--from-cluster", address, "--profile", "opt-13b-a100", "--requests", "50"),
+            *("--rate", "4", "--prefill-tp-pp", "1,1", "--decode-tp-pp", "1,1", "--json"),
+            # An instance answers at most 4 requests in 1,000 steps.
+            *("--slo-ttft-s", "1", "--slo-tpot-s", "0.05", "--max-batch", "4"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        async with asyncio.timeout(WITHIN_S):
+            printed, complaints = await process.communicate()
+    *found, error = complaints.decode().splitlines()
+    assert process.returncode == 2, complaints
+    assert printed == b""
+    assert "what runs: 3 prefill x TP 1 and 3 decode x TP 1, 6 GPUs" in "\n".join(found)
+    assert found[-1] == "what runs misses 90%; there is no plan to compare it with"
+    # Twice what runs may be used.
+    assert "--gpus: is 12; 4 requests/s need at least" in error
