@@ -41,10 +41,11 @@ class RecentWorkload:
         self._ends: deque[RecentEnd] = deque(maxlen=most_ends)
 
     def note_arrival(self, arrived_s: float) -> None:
-        """A request was accepted. Not called again when its client re-attaches."""
+        """A request was accepted. Not called again when its client re-attaches. Requests are not accepted in the order
+        in which they came."""
         self._arrivals.append(arrived_s)
         if len(self._arrivals) > self._most_arrivals:
-            self._since_s = self._arrivals.popleft()
+            self._since_s = max(self._since_s, self._arrivals.popleft())
 
     def note_end(self, ended_s: float, prompt_tokens: int, answer_tokens: int, is_whole: bool) -> None:
         """A request is over, as far as this router knows: it did not leave it to another one."""

@@ -24,7 +24,7 @@ from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, check_request_id
 from kaveri.wire.messages import params_from_proto
 from kaveri.wire.status import abort, status_of
 from services.router import metrics
-from services.router.accepted_request import AcceptedRequest, OwnerHint
+from services.router.accepted_request import NOTHING_RECEIVED, AcceptedRequest, OwnerHint
 from services.router.cancelled_ids import CancelledIds
 from services.router.claims import RequestClaims
 from services.router.config import RouterConfig
@@ -346,6 +346,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._check_reattach_rate()
         task = asyncio.current_task()
         assert task is not None
+        former = router.table.slot_of(request_id)
+        was_accepted = former is not None and former.entry is not None
         slot = router.table.reserve(request_id, offered.session, offered.secret, task)
         claim = router.claims.claim_of(request_id, offered.session, offered.secret)
         if offered.session and self._cancelled.has(request_id, claim.secret_hash, arrived_s):
@@ -375,7 +377,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 progress.span.write("tokenize", arrived_s, tokenized_s, tokens=len(accepted.prompt_token_ids))
                 entry.trace = RequestTrace(progress.span, tokenized_s)
             router.table.enter(slot, entry)
-            if not accepted.session:
+            # A later session that no router knows of is the first to be accepted: routers before failed or refused.
+            if accepted.received == NOTHING_RECEIVED and not was_accepted:
                 router.workload.note_arrival(arrived_s)
             placing = router.placer.start(entry)
             try:

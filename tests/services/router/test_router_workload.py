@@ -1,8 +1,10 @@
 """What a router says of the requests of late: when they came and how long they were."""
 
 import asyncio
+from functools import partial
 
 import pytest
+from grpc import aio
 
 from kaveri.rpc.server import open_channel
 from kaveri.v1 import cluster_pb2
@@ -95,6 +97,51 @@ async def test_a_client_that_re_attaches_neither_arrives_again_nor_ends_twice(cl
     assert not lengths_of(found.cut_short)
 
 
+async def test_a_request_that_failed_at_other_routers_before_it_was_accepted_arrives_at_this_one(
+    cluster: ScriptedCluster,
+) -> None:
+    async with cluster.router() as router:
+        request = ask(request_id="one", secret=b"s" * 16, session=2, max_tokens=3)
+        request.params.seed = 1
+        request.received.SetInParent()
+        await collect(router.stub.Generate(request, timeout=60))
+        found = await workload_of(router.address)
+    assert lengths_of(found.answered) == [(len(PROMPT), 3)]
+    assert len(found.arrived_ago_s) == 1
+
+
+async def test_a_client_that_re_attaches_before_its_request_was_placed_does_not_arrive_again(
+    cluster: ScriptedCluster,
+) -> None:
+    for prefill in cluster.prefills.values():
+        prefill.queue_limit = 0
+    async with cluster.router() as router:
+
+        def has_no_room(name: str) -> bool:
+            found = router.router.store.view().instances.get(name)
+            return found is not None and found.load.queue_room == 0
+
+        def has_accepted(session: int) -> bool:
+            slot = router.router.table.slot_of("one")
+            return slot is not None and slot.session == session and slot.entry is not None
+
+        await eventually(lambda: all(map(has_no_room, cluster.prefills)))
+        readers = []
+        for session in (0, 1):
+            request = ask(request_id="one", secret=b"s" * 16, session=session)
+            request.params.seed = 1
+            readers.append(asyncio.create_task(rest_of(router.stub.Generate(request, timeout=60))))
+            await eventually(partial(has_accepted, session))
+        for prefill in cluster.prefills.values():
+            prefill.queue_limit = None
+        with pytest.raises(aio.AioRpcError):
+            await readers[0]
+        assert len(tokens_of(await readers[1])) == 20
+        found = await workload_of(router.address)
+    assert lengths_of(found.answered) == [(len(PROMPT), 20)]
+    assert len(found.arrived_ago_s) == 1
+
+
 def test_no_more_arrivals_are_kept_than_the_bound_and_the_time_that_they_cover_is_known() -> None:
     workload = RecentWorkload(started_s=100.0, most_arrivals=3)
     for arrived_s in (101.0, 102.0, 103.0):
@@ -103,6 +150,13 @@ def test_no_more_arrivals_are_kept_than_the_bound_and_the_time_that_they_cover_i
     workload.note_arrival(104.0)
     assert workload.arrived_ago_s(110.0) == [8.0, 7.0, 6.0]
     assert workload.observed_s(110.0) == 9.0, "all that came after the one that was dropped"
+
+
+def test_a_request_that_was_accepted_late_does_not_lengthen_the_time_that_arrivals_cover() -> None:
+    workload = RecentWorkload(started_s=100.0, most_arrivals=1)
+    for arrived_s in (105.0, 101.0, 106.0):
+        workload.note_arrival(arrived_s)
+    assert workload.observed_s(110.0) == 5.0, "the one of 105.0 is not kept"
 
 
 @pytest.mark.parametrize("count", [1, 3, 7])
