@@ -9,6 +9,7 @@ did something that this file does not expect.
 
 import argparse
 import asyncio
+import importlib.util
 import importlib.metadata
 import json
 import os
@@ -374,7 +375,8 @@ async def main() -> int:
             prefill_count=1,
             decode_count=1,
             gateway_count=1,
-            router_flags=("--vllm-grpc",),
+            # Only some clients need it, and the environment of vLLM does not have its package.
+            router_flags=("--vllm-grpc",) if importlib.util.find_spec("smg_grpc_proto") else (),
         )
         async with LocalStack(config, report=print) as stack:
             for asker in wanted:

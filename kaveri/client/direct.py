@@ -52,9 +52,11 @@ class DirectRead:
         self.wake = wake
 
     def put(self, piece: inference_pb2.GenerateResponse) -> None:
-        """Adds the next piece for the caller."""
-        self._pieces.append(piece)
-        self.waiting_bytes += _size(piece)
+        """Adds the next piece for the caller. It is copied: a part of a message keeps the whole message in memory."""
+        own = inference_pb2.GenerateResponse()
+        own.CopyFrom(piece)
+        self._pieces.append(own)
+        self.waiting_bytes += _size(own)
 
     def take(self) -> inference_pb2.GenerateResponse | None:
         """The next piece. None: there is none."""
@@ -127,12 +129,12 @@ class DirectStreams:
 
     async def close(self) -> None:
         """Ends all streams; what is read there is not read any more."""
-        tasks = [*self._tasks]
+        tasks, channels = [*self._tasks], [instance.channel for instance in self._instances.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        instances, self._instances = self._instances, {}
-        await asyncio.gather(*(instance.channel.close() for instance in instances.values()))
+        self._instances.clear()
+        await asyncio.gather(*(channel.close() for channel in channels))
 
     def _open(self, address: str) -> _Instance:
         instance = self._instances[address] = _Instance(address, open_channel(address, self._tls))

@@ -60,7 +60,7 @@ class SimulatedColocated(SimulatedPrefill):
             has_drawn = sequence.first_step_s >= 0
             request.last_token_s = min(now_s, self.engine.step_began_s) if has_drawn else attempt.first_token_s
             attempt.sequence = None
-            self._timeline.after(hop_s, self._router.decode_lost, attempt)
+            self._timeline.after(hop_s, self._router.both_lost, attempt)
         self._adopted.clear()
         super().die()
 

@@ -195,6 +195,11 @@ class SimulatedRouter:
         attempt.is_over = True
         self._set_back(attempt, Setback.LOST, None, Unavailable("the decode instance has died"))
 
+    def both_lost(self, attempt: SimulatedAttempt) -> None:
+        """The instance of both phases that decoded the request has died. The next attempt avoids it."""
+        attempt.is_over = True
+        self._set_back(attempt, Setback.LOST, attempt.prefill.record, Unavailable("its instance has died"))
+
     def lost(self, attempt: SimulatedAttempt, error: KaveriError) -> None:
         """The attempt has ended without an answer."""
         self._confirm(attempt)

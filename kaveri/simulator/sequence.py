@@ -34,9 +34,6 @@ class CountedSequence:
         "transfer_open",
     )
     is_scored = False
-    """No simulated request asks for log-probabilities of its prompt."""
-
-    is_scored = False
     """Simulated requests ask for no log-probabilities of their prompts."""
 
     def __init__(self, number: int, owner: Any, tokens: int, remaining: int, phase: SequencePhase) -> None:

@@ -11,7 +11,7 @@ from kaveri.client.answer import Chunk, Completion
 from kaveri.client.async_client import AsyncClient
 from kaveri.client.async_stream import AsyncStream
 from kaveri.domain.sampling import FinishReason
-from kaveri.errors import RequestCancelled, Unavailable
+from kaveri.errors import RequestCancelled, SlowReader, Unavailable
 from kaveri.wire.attempts import CLIENTS_ID_SUFFIX_BYTES, MAX_CLIENTS_ID_BYTES
 from services.gateway.asked import Asked, is_token_ids
 
@@ -125,7 +125,12 @@ class Answers:
             if finish is None:
                 raise Unavailable(self._failure)
         except Exception as error:
-            await merged.put((index, error))
+            waits_for_report = self._asked.echoes_logprobs and not is_first and not reported.is_set()
+            if isinstance(error, SlowReader) and waits_for_report:
+                # That it was not read is no fault of the client's.
+                await merged.put((index, Unavailable("the report on the prompt took too long")))
+            else:
+                await merged.put((index, error))
         else:
             await merged.put((index, None))
 

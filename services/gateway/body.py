@@ -47,8 +47,12 @@ class BodyBudget:
         """Bytes of one body, and seconds for it to arrive."""
         return self._max_body_bytes, self._slow_sender_s
 
-    def take(self, size_bytes: int) -> None:
-        """Raises HttpError when there is no room."""
+    def take(self, size_bytes: int, held_bytes: int) -> None:
+        """held_bytes: what the request has taken before. Raises HttpError when there is no room."""
+        if held_bytes + size_bytes > self._max_bodies_bytes:
+            message = f"the request needs {held_bytes + size_bytes} bytes, with the reports on its prompts"
+            limit = f"at most {self._max_bodies_bytes} (--max-bodies-bytes)"
+            raise HttpError(413, f"{message}: {limit}", code="request_too_large")
         if self._held_bytes + size_bytes > self._max_bodies_bytes:
             held = f"the requests in flight hold {self._held_bytes} of {self._max_bodies_bytes} bytes"
             message = f"{held} (--max-bodies-bytes), and this one needs {size_bytes} more"
@@ -71,7 +75,7 @@ class HeldBody:
 
     def hold_more(self, size_bytes: int) -> None:
         """Counts what else the request takes. Raises HttpError when there is no room."""
-        self._budget.take(size_bytes)
+        self._budget.take(size_bytes, self.size_bytes)
         self.size_bytes += size_bytes
 
     async def read_json(self, scope: Scope, receive: Receive) -> dict[str, Any]:

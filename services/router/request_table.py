@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from hmac import compare_digest
+from typing import NamedTuple
 
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestAlreadyExists
 from kaveri.wire.attempts import wrong_secret
@@ -62,6 +63,16 @@ class Slot:
         return self.cancelled or self.error is not None
 
 
+class KeptPlace(NamedTuple):
+    """What the router keeps of an interrupted request for its next session."""
+
+    until_s: float
+    """time.monotonic()."""
+    session: int
+    secret: bytes
+    owner_change: OwnerChange | None
+
+
 class RequestTable:
     """The requests in flight by request id; at most `max_requests` of them."""
 
@@ -72,8 +83,8 @@ class RequestTable:
         self._sends_away = False
         self._sent_away: dict[str, float] = {}
         """Until when the instances of requests that were sent away are left alone, by request id."""
-        self._returning: dict[str, tuple[float, Slot]] = {}
-        """Slots that are kept for the next session of interrupted requests, and until when: the first ones first."""
+        self._returning: dict[str, KeptPlace] = {}
+        """For the next sessions of interrupted requests: the first ones first."""
         self._empty = asyncio.Event()
         self._empty.set()
         self.get: Callable[[str], RequestEntry | None] = self._entries.get
@@ -104,9 +115,10 @@ class RequestTable:
         elif returned is None and len(self._slots) + len(self._returning) >= self._max_requests:
             raise NoCapacity("router", RETRY_AFTER_S, f"{self._max_requests} requests are in flight")
         slot = self._slots[request_id] = Slot(request_id, session, secret, task)
-        ended = former or returned
-        if ended is not None and ended.entry is not None:
-            slot.owner_change, ended.entry.owner_change = ended.entry.owner_change, None
+        if former is not None and former.entry is not None:
+            slot.owner_change, former.entry.owner_change = former.entry.owner_change, None
+        elif returned is not None:
+            slot.owner_change = returned.owner_change
         self._entries.pop(request_id, None)
         self._empty.clear()
         return slot
@@ -125,7 +137,9 @@ class RequestTable:
             del self._slots[slot.request_id]
             self._entries.pop(slot.request_id, None)
             if slot.entry is not None and isinstance(slot.entry.error, Interrupted):
-                self._returning[slot.request_id] = (time.monotonic() + SENT_AWAY_GRACE_S, slot)
+                until_s = time.monotonic() + SENT_AWAY_GRACE_S
+                kept = KeptPlace(until_s, slot.session, slot.secret, slot.entry.owner_change)
+                self._returning[slot.request_id] = kept
         if not self._slots:
             self._empty.set()
 
@@ -149,15 +163,15 @@ class RequestTable:
         """Whether the client of the request is looking for another router, as far as known."""
         return self._sent_away.get(request_id, 0.0) > time.monotonic()
 
-    def _take_returned(self, request_id: str, session: int, secret: bytes) -> Slot | None:
-        """The slot that the request has kept, if this is its next session. Frees those that were kept long enough."""
+    def _take_returned(self, request_id: str, session: int, secret: bytes) -> KeptPlace | None:
+        """The place that the request has kept, if this is its next session. Frees those that were kept long enough."""
         now_s = time.monotonic()
         while self._returning:
-            oldest, (until_s, _) = next(iter(self._returning.items()))
-            if until_s > now_s:
+            oldest, place = next(iter(self._returning.items()))
+            if place.until_s > now_s:
                 break
             del self._returning[oldest]
-        _, kept = self._returning.get(request_id, (0.0, None))
+        kept = self._returning.get(request_id)
         if kept is None or session <= kept.session or not compare_digest(kept.secret, secret):
             return None
         del self._returning[request_id]

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
+import psutil
 import pytest
 
 from kaveri import AsyncClient, SamplingParams
@@ -105,6 +106,20 @@ async def test_an_answer_that_its_caller_does_not_take_is_left_to_the_router(cli
         taken += 1
     assert 0 < taken < 16
     assert read.waiting_bytes == 0
+
+
+def test_a_piece_that_waits_keeps_nothing_of_the_other_answers_of_its_message() -> None:
+    response = inference_pb2.GenerateResponse(index=7, token_ids=[65], text="a")
+    parts = [decode_pb2.AnswerPart(request_id=f"request-{number}", response=response) for number in range(256)]
+    data = decode_pb2.StreamAnswersResponse(incarnation=LIFE, parts=parts).SerializeToString()
+    read = DirectRead(("request-0", 0), lambda: None)
+    this = psutil.Process()
+    before_bytes = this.memory_info().rss
+    for _ in range(2_000):
+        read.put(decode_pb2.StreamAnswersResponse.FromString(data).parts[0].response)
+    # With their messages they would take 70 KB each.
+    assert this.memory_info().rss - before_bytes < 40 * 2**20
+    assert read.take() == response
 
 
 class InterruptedAnswers(inference_pb2_grpc.InferenceServiceServicer):

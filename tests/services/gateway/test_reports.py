@@ -96,6 +96,15 @@ async def test_reports_of_all_requests_together_are_limited(cluster: ScriptedClu
         assert (await gateway.complete(**asked)).status == 200
 
 
+async def test_a_request_whose_reports_never_fit_is_not_asked_to_come_again(cluster: ScriptedCluster) -> None:
+    async with run_gateway(cluster, max_bodies_bytes=50_000) as gateway:
+        got = await gateway.complete(prompt=[300] * 100, echo=True, logprobs=1, max_tokens=4)
+        assert (got.status, got.error["code"]) == (413, "request_too_large")
+        assert "--max-bodies-bytes" in got.error["message"]
+        assert "retry-after" not in got.headers
+        assert (await gateway.complete()).status == 200
+
+
 def _tokens_of_others(answers: Any) -> bool:
     return all(stream.completion_tokens for stream in answers.streams[1:])
 
