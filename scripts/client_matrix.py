@@ -9,8 +9,8 @@ did something that this file does not expect.
 
 import argparse
 import asyncio
-import importlib.util
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
