@@ -33,6 +33,9 @@ class RouterSide(Protocol):
     def decode_lost(self, attempt: SimulatedAttempt) -> None:
         """The decode instance that had the request has died."""
 
+    def both_lost(self, attempt: SimulatedAttempt) -> None:
+        """The instance of both phases that decoded the request has died."""
+
     def lost(self, attempt: SimulatedAttempt, error: KaveriError) -> None:
         """The attempt has ended without an answer."""
 
