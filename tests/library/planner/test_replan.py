@@ -40,6 +40,7 @@ from kaveri.planner.running_cluster import (
     running_cluster,
 )
 from kaveri.workload.requests import RequestLengths, gamma_arrivals
+from tests.library.planner import test_plan
 
 A100 = read_hardware("a100-80g")
 OPT_13B = read_model_shape("opt-13b")
@@ -61,20 +62,7 @@ def sample_of(**changes: Any) -> RouterSample:
 
 
 def question_of(**changes: Any) -> PlanQuestion:
-    values: dict[str, Any] = {
-        "model": OPT_13B,
-        "hardware": A100,
-        "profiles": ["opt-13b-a100"],
-        "gpus": 8,
-        "slo_ttft_s": 0.25,
-        "slo_tpot_s": 0.1,
-        "attain": 0.9,
-        "demand": ExpectedLoad(lengths=[LENGTHS, RequestLengths(600, 150)], rate_per_s=2.0),
-        "prefill_parallelism": Parallelism(1, 1),
-        "decode_parallelism": Parallelism(1, 1),
-        "request_count": 120,
-    }
-    return PlanQuestion(**{**values, **changes})
+    return test_plan.question_of(**{"prefill_parallelism": Parallelism(1, 1), **changes})
 
 
 def instances_of(count: int, tp: int = 1) -> RunningInstances:
