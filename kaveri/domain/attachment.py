@@ -19,6 +19,8 @@ class Attachment:
     """How many of token_ids the client has."""
     landed: bool = False
     """At decode: only a request whose KV has landed."""
+    same_owner: bool = False
+    """At prefill: only a request that has this very owner already."""
 
 
 @dataclass(frozen=True, slots=True)

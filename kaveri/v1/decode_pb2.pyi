@@ -356,6 +356,7 @@ class AttachRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     GENERATED_COUNT_FIELD_NUMBER: _builtins.int
     LANDED_FIELD_NUMBER: _builtins.int
+    SAME_OWNER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     session: _builtins.int
@@ -370,6 +371,10 @@ class AttachRequest(_message.Message):
     """How many of token_ids the client has: the index of the next one."""
     landed: _builtins.bool
     """At decode: refuse a request whose KV has not landed. It is still prefill's."""
+    same_owner: _builtins.bool
+    """At prefill: only a request that has this very owner already, whose stream has broken. Any other is NOT_FOUND: what
+    is left of an earlier attempt says nothing of this one.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, followed by the tokens that the client has."""
@@ -385,10 +390,11 @@ class AttachRequest(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         generated_count: _builtins.int = ...,
         landed: _builtins.bool = ...,
+        same_owner: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "landed", b"landed", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "landed", b"landed", "request_id", b"request_id", "router_id", b"router_id", "same_owner", b"same_owner", "secret", b"secret", "session", b"session", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

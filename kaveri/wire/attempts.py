@@ -107,6 +107,7 @@ def attachment_from_proto(message: decode_pb2.AttachRequest) -> Attachment:
         tuple(message.token_ids),
         message.generated_count,
         message.landed,
+        message.same_owner,
     )
 
 
@@ -120,6 +121,7 @@ def attachment_to_proto(attachment: Attachment) -> decode_pb2.AttachRequest:
         token_ids=attachment.token_ids,
         generated_count=attachment.generated_count,
         landed=attachment.landed,
+        same_owner=attachment.same_owner,
     )
 
 

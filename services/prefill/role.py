@@ -170,8 +170,9 @@ class PrefillRole:
         router another stream. The request's new outbox repeats everything; the former one ends with
         RequestAlreadyExists.
 
-        Raises RequestNotFound, InvalidArgument (another secret, prompt or answer, or a session that does not grow),
-        StaleAttempt and RequestAlreadyExists (a newer owner is known). Nothing changes then.
+        Raises RequestNotFound (also: another owner's, when only the same owner asks), InvalidArgument (another secret,
+        prompt or answer, or a session that does not grow), StaleAttempt and RequestAlreadyExists (a newer owner is
+        known). Nothing changes then.
         """
         request_id, ownership = attachment.request_id, attachment.ownership
         owner = ownership.owner
@@ -182,6 +183,8 @@ class PrefillRole:
         if not request.can_be_attached or not ownership.is_same_request(request.ownership):
             raise wrong_secret()
         is_its_router = (ownership.router_id, owner) == (request.ownership.router_id, request.owner)
+        if attachment.same_owner and not is_its_router:
+            raise RequestNotFound(request_id, "what is here is another attempt's")
         if owner.session <= request.owner.session and not is_its_router:
             raise InvalidArgument("session", owner.session, f"above {request.owner.session}, the present one")
         attached = _attached(request, attachment)

@@ -16,7 +16,7 @@ from typing import Any
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.attachment import Attached
+from kaveri.domain.attachment import Attached, Attachment
 from kaveri.domain.running_clock import RunningClock
 from kaveri.domain.silence import TICK_S
 from kaveri.domain.view import InstanceRecord, Phase, phases_now
@@ -112,7 +112,8 @@ class TakeOver:
             return None
         log = get_logger().bind(request_id=entry.request_id, attempt=number, prefill_instance_id=record.instance_id)
         try:
-            found = await self._attach_at_prefill(entry, number, record, timeout_s)
+            attachment = entry.attachment(number, self._stream_id, same_owner=True)
+            found = await self._attach_at_prefill(entry, attachment, record, timeout_s)
         except KaveriError as error:
             log.info("prefill_stream_lost", reason=str(error))
             return None
@@ -151,26 +152,28 @@ class TakeOver:
         return await asyncio.gather(*map(ask, records), return_exceptions=True)
 
     async def _at_prefill(self, entry: RequestEntry, number: int, records: Iterable[InstanceRecord]) -> Found | None:
+        attachment = entry.attachment(number, self._stream_id)
+
         async def ask(record: InstanceRecord) -> Found:
-            return await self._attach_at_prefill(entry, number, record, _timeout_s(entry))
+            return await self._attach_at_prefill(entry, attachment, record, _timeout_s(entry))
 
         return _first(entry, await asyncio.gather(*map(ask, records), return_exceptions=True))
 
     async def _attach_at_prefill(
-        self, entry: RequestEntry, number: int, record: InstanceRecord, timeout_s: float
+        self, entry: RequestEntry, attachment: Attachment, record: InstanceRecord, timeout_s: float
     ) -> Found:
         try:
-            return await self._try_attach_at_prefill(entry, number, record, timeout_s)
+            return await self._try_attach_at_prefill(entry, attachment, record, timeout_s)
         except _ConnectionLost:
             # gRPC sends calls on a connection that has just broken until it notices. The next one finds another.
-            return await self._try_attach_at_prefill(entry, number, record, timeout_s)
+            return await self._try_attach_at_prefill(entry, attachment, record, timeout_s)
 
     async def _try_attach_at_prefill(
-        self, entry: RequestEntry, number: int, record: InstanceRecord, timeout_s: float
+        self, entry: RequestEntry, attachment: Attachment, record: InstanceRecord, timeout_s: float
     ) -> Found:
-        attach = attachment_to_proto(entry.attachment(number, self._stream_id))
         call = self._channels.stub(PrefillServiceStub, record.address).AttachPrefill(
-            prefill_pb2.AttachPrefillRequest(attach=attach), timeout=entry.accepted.deadline_s - time.monotonic()
+            prefill_pb2.AttachPrefillRequest(attach=attachment_to_proto(attachment)),
+            timeout=entry.accepted.deadline_s - time.monotonic(),
         )
         try:
             first = await _within(call.read(), timeout_s)

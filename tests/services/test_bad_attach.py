@@ -108,4 +108,8 @@ async def test_a_prefill_instance_gives_a_request_to_its_own_client_alone(cluste
     assert events[-2].WhichOneof("event") == "handed_over"
     await by_hand.eventually(lambda: router.finished("a"), "it ends")
     await by_hand.eventually(decode.free, "it is over")
+    # What it keeps of the request answers a later session, but not a stream of an attempt that it never read.
+    assert isinstance(await refusal(attach(replace(RIGHT, same_owner=True))), RequestNotFound)
+    kept: Any = await attach(RIGHT)
+    assert kept.progress.WhichOneof("event") == "attached"
     await cluster.all_free()

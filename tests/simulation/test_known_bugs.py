@@ -218,3 +218,13 @@ def test_a_client_whose_answer_ended_just_before_its_instance_was_switched_gets_
     assert [line for line in result.lines if "decode-1" in line and "request_id=asked" in line], "another one had it"
     asked = [line for line in result.lines if "PrefillService/Prefill " in line and 'request_id: "asked"' in line]
     assert len([line for line in asked if "start" in line]) == 1
+
+
+def test_a_stream_of_prefill_that_is_opened_again_does_not_repeat_what_an_earlier_attempt_has_drawn(run: Run) -> None:
+    """Client and router lost their connection while prefill hung. The answer was computed again there, and the stream
+    was opened again before the new attempt was read: it repeated the first token in the middle of the answer. Seed
+    29633698 found it."""
+    hangs = Fault(kind=FaultKind.FREEZE, at_s=0.6, target="prefill-0", lasts_s=0.8)
+    gone = Fault(kind=FaultKind.RESET, at_s=0.6, target="router-0", other="client-0")
+    result = run(story(cluster(), [request("long", max_tokens=200)], [hangs, gone], max_model_len=320))
+    assert result.counts["outcome:length"] == 1 + 2
