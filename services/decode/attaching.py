@@ -5,7 +5,7 @@ from typing import NamedTuple
 from kaveri.domain.attachment import Attached, Attachment, check_received
 from kaveri.domain.owner import Owner
 from kaveri.engine.contract import EngineRequest
-from kaveri.errors import RequestNotFound
+from kaveri.errors import InvalidArgument, RequestNotFound
 from services.decode.lifecycle import InLine, Reserved, Reserving
 from services.decode.requests import DecodeRequest
 
@@ -30,7 +30,14 @@ def attached_of(request: DecodeRequest, attachment: Attachment) -> tuple[Attache
     prompt_count = prompt_tokens(engine_request)
     prompt, generated = engine_request.token_ids[:prompt_count], engine_request.token_ids[prompt_count:]
     unknown = [None] * (log.first_index - generated_count)
-    check_received(attachment, prompt, [*generated, *unknown, *log.token_ids], is_all=True)
+    try:
+        check_received(attachment, prompt, [*generated, *unknown, *log.token_ids], is_all=True)
+    except InvalidArgument as refusal:
+        if log.end.error and refusal.field.startswith("received."):
+            # It was given up or moved, and went on elsewhere: the client has the tokens from there.
+            reason = f"it ended before its client's last tokens: {log.end.error}"
+            raise RequestNotFound(request.request_id, reason) from refusal
+        raise
     next_index = max(attachment.generated_count, generated_count)
     if attachment.landed and next_index < log.first_index:
         raise RequestNotFound(request.request_id, "its first token is known to prefill alone")

@@ -12,10 +12,10 @@ from kaveri.domain.attachment import Attachment
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import InvalidArgument, KaveriError, RequestNotFound
-from kaveri.v1 import prefill_pb2
+from kaveri.v1 import decode_pb2, prefill_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
-from kaveri.wire.attempts import attachment_to_proto
+from kaveri.wire.attempts import attachment_to_proto, ownership_to_proto
 from kaveri.wire.messages import params_to_proto
 from kaveri.wire.status import error_of
 
@@ -86,6 +86,28 @@ async def test_a_decode_instance_gives_a_request_to_its_own_client_alone(cluster
     await check_refused(lambda wrong: stub.Attach(attachment_to_proto(wrong), timeout=60))
     attached = await stub.Attach(attachment_to_proto(replace(RIGHT, token_ids=(*PROMPT, first), generated_count=1)))
     assert attached.attached.max_tokens == 120
+    await cluster.all_free()
+
+
+async def test_a_decode_instance_that_gave_a_request_up_does_not_say_that_its_client_has_too_many_tokens(
+    cluster: Any, by_hand: Any
+) -> None:
+    """It went on elsewhere, and nothing was wrong with what the client has."""
+    prefill = await cluster.prefill()
+    decode = await cluster.decode(fake_step_s=0.01, orphan_grace_s=60.0)
+    router = await cluster.router()
+    async for _ in begin(router, prefill, 120):
+        pass
+    await by_hand.eventually(lambda: len(router.tokens.get(("a", 1), ())) > 3, "it decodes")
+    stub = DecodeServiceStub(decode.channel)
+    attempt = ownership_to_proto("a", Ownership(Owner(0, 1), router.router_id, SECRET))
+    await stub.Abort(decode_pb2.AbortRequest(attempts=[attempt], by_router=True))
+    for more in (cluster.expected(list(PROMPT), 120), [0] * 100):
+        received = replace(RIGHT, token_ids=(*PROMPT, *more), generated_count=len(more))
+        error = await refusal(stub.Attach(attachment_to_proto(received), timeout=60))
+        assert isinstance(error, RequestNotFound)
+    wrong, _ = WRONG["another prompt"]
+    assert isinstance(await refusal(stub.Attach(attachment_to_proto(wrong), timeout=60)), InvalidArgument)
     await cluster.all_free()
 
 
