@@ -12,9 +12,10 @@ from kaveri.planner.expected_load import ExpectedLoad
 from kaveri.planner.hardware import Hardware
 from kaveri.planner.model_shape import ModelShape
 from kaveri.planner.placement_search import PhaseOption
+from kaveri.policy.replication import ReplicationMode
 from kaveri.simulator.failures import Death, FailureSpec
 from kaveri.simulator.simulate import simulate
-from kaveri.simulator.spec import ClusterSpec, DecodeSpec, Overheads, PrefillSpec
+from kaveri.simulator.spec import ClusterSpec, CopySpec, DecodeSpec, Overheads, PrefillSpec
 from kaveri.workload.run_columns import RunColumns
 from kaveri.workload.summary import Slo
 
@@ -52,6 +53,8 @@ class PlannedCluster:
     overheads: Overheads
     same_node: bool = False
     """Pushes stay within machines."""
+    replication: ReplicationMode = ReplicationMode.OFF
+    """Where copies of decode instances' KV go. Each has memory for as many blocks of copies as its pool has."""
 
     @property
     def gpus(self) -> int:
@@ -68,13 +71,19 @@ class PlannedCluster:
             prefill_count=self.prefill_count * self.prefill.parallelism.pp,
             decode_count=self.decode_count * self.decode.parallelism.pp,
             prefill=PrefillSpec(engine=self.prefill.pool),
-            decode=DecodeSpec(engine=self.decode.pool),
+            decode=DecodeSpec(engine=self.decode.pool, copies=self._copies),
             link=LinkSpeed(speed, token_bytes=self.model.kv_token_bytes),
             overheads=self.overheads,
             layer_count=self.model.layers,
             failures=failures,
             seed=seed,
         )
+
+    @property
+    def _copies(self) -> CopySpec:
+        if self.replication is ReplicationMode.OFF:
+            return CopySpec()
+        return CopySpec(replication=self.replication, replica_blocks=self.decode.pool.total_blocks)
 
     def attainment(
         self,

@@ -24,6 +24,8 @@ from kaveri.workload.summary import Slo
 BLOCK_TOKENS = 16
 _HOPELESS = 0.05
 """A count whose first simulation misses the share by so much is not simulated again."""
+_HOPS = 4
+"""A request goes to its router and its instance, and a token back. Baselines are simulated without them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +119,9 @@ def _runs(question: ColocationQuestion, spec: BaselineSpec, count: int) -> Itera
 
 def _run(question: ColocationQuestion, spec: BaselineSpec, count: int, seed: int) -> RunColumns:
     requests = question.demand.draw(question.request_count, question.demand.rate_per_s, seed)
-    return simulate_baseline(spec, requests, count).columns()
+    run = simulate_baseline(spec, requests, count).columns()
+    hops_s = _HOPS * question.overheads.hop_s
+    return replace(run, first_s=run.first_s + hops_s, last_s=run.last_s + hops_s)
 
 
 def _with_overheads(latency: LatencyModel, overheads: Overheads) -> LatencyModel:

@@ -14,6 +14,7 @@ from kaveri.planner.node_unit import NodeUnit, cheapest_unit
 from kaveri.planner.parallelism import Parallelism, possible_parallelisms, require_possible
 from kaveri.planner.placement_search import RESOLUTION, PhaseOption, SearchSettings, search_decode, search_prefill
 from kaveri.planner.profiles import read_step_latencies
+from kaveri.policy.replication import ReplicationMode
 from kaveri.simulator.spec import Overheads
 from kaveri.workload.summary import Slo
 
@@ -41,6 +42,8 @@ class PlanQuestion:
     decode_parallelism: Parallelism | None = None
     same_node: bool = False
     """DistServe's algorithm 2: KV never leaves a machine."""
+    replication: ReplicationMode = ReplicationMode.OFF
+    """Where copies of decode instances' KV go. It counts in the whole cluster, and so when an instance dies."""
     chunk_tokens: int | None = None
     max_batch: int = 256
     request_count: int = 1000
@@ -73,6 +76,23 @@ class PlanQuestion:
     def slo(self) -> Slo:
         """Both limits."""
         return Slo(self.slo_ttft_s, self.slo_tpot_s)
+
+    @property
+    def colocation(self) -> ColocationQuestion:
+        """The same of instances of both phases."""
+        return ColocationQuestion(
+            model=self.model,
+            hardware=self.hardware,
+            profiles=tuple(self.profiles),
+            demand=self.demand,
+            slo=self.slo,
+            attain=self.attain,
+            chunk_tokens=self.chunk_tokens,
+            max_batch=self.max_batch,
+            request_count=self.request_count,
+            overheads=self.overheads,
+            seed=self.seed,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +170,7 @@ def plan(question: PlanQuestion) -> ClusterPlan:
         decode_count=decode_count,
         overheads=question.overheads,
         same_node=question.same_node,
+        replication=question.replication,
     )
     tried: list[SimulatedCluster] = []
     while True:
@@ -313,20 +334,7 @@ def _colocated(question: PlanQuestion, most_gpus: int) -> ColocatedPlan | None:
     if question.prefill_parallelism is not None or question.decode_parallelism is not None:
         # Phases apart were asked for.
         return None
-    asked = ColocationQuestion(
-        model=question.model,
-        hardware=question.hardware,
-        profiles=tuple(question.profiles),
-        demand=question.demand,
-        slo=question.slo,
-        attain=question.attain,
-        chunk_tokens=question.chunk_tokens,
-        max_batch=question.max_batch,
-        request_count=question.request_count,
-        overheads=question.overheads,
-        seed=question.seed,
-    )
-    return cheapest_colocated(asked, most_gpus)
+    return cheapest_colocated(question.colocation, most_gpus)
 
 
 def _attainment(question: PlanQuestion, cluster: PlannedCluster, died: Sequence[str] = ()) -> Attainment:

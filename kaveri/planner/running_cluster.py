@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kaveri.domain.view import ClusterView, Phase, ViewedInstance
 from kaveri.errors import ConfigError
 from kaveri.planner.cluster_check import Attainment, PlannedCluster
-from kaveri.planner.colocation import ColocationQuestion, colocated_attainment, colocated_spec
+from kaveri.planner.colocation import colocated_attainment, colocated_spec
 from kaveri.planner.decode_phase import lane_pool
 from kaveri.planner.observed_workload import FLAG
 from kaveri.planner.parallelism import Parallelism, kv_tokens, require_possible
@@ -151,18 +151,6 @@ def _option(question: PlanQuestion, some: RunningInstances, phase: PlannedPhase)
 
 def _colocated_attainment(question: PlanQuestion, some: RunningInstances) -> Attainment:
     option = _option(question, some, PlannedPhase.DECODE)
-    asked = ColocationQuestion(
-        model=question.model,
-        hardware=question.hardware,
-        profiles=tuple(question.profiles),
-        demand=question.demand,
-        slo=question.slo,
-        attain=question.attain,
-        chunk_tokens=question.chunk_tokens,
-        max_batch=question.max_batch,
-        request_count=question.request_count,
-        overheads=question.overheads,
-        seed=question.seed,
-    )
+    asked = question.colocation
     spec = colocated_spec(asked, option.step, option.pool.total_blocks)
     return colocated_attainment(asked, spec, some.count)

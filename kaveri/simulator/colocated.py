@@ -8,12 +8,10 @@ import random
 from collections import Counter
 
 from kaveri.domain.view import InstanceRecord
-from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.policy.decode_batch import DecodeBatch, expected_answer, member_of
 from kaveri.policy.decode_room import DecodeRoom, FreeRoom
 from kaveri.policy.growth import BatchMember
 from kaveri.policy.prompt_room import prompt_fits
-from kaveri.policy.waits import PROMPT_BLOCKS_RETRY_S
 from kaveri.simulator.attempt import SimulatedAttempt
 from kaveri.simulator.member import SimulatedLoad
 from kaveri.simulator.prefill import SimulatedPrefill
@@ -76,26 +74,12 @@ class SimulatedColocated(SimulatedPrefill):
             self.member.take_beats(now_s)
         self.engine.sync(now_s)
 
-    def _submit(self) -> None:
-        """As a prefill instance, and only what fits beside answers."""
-        while (attempt := self._queue.next()) is not None:
-            self._serial += 1
-            remaining = attempt.request.output_tokens - attempt.generated
-            sequence = CountedSequence(self._serial, attempt, attempt.token_count, remaining, SequencePhase.PREFILLING)
-            if not (self._has_room(attempt) and self.engine.open(sequence, attempt.token_count)):
-                if not self._retries:
-                    self._retries = True
-                    self._timeline.after(PROMPT_BLOCKS_RETRY_S, self._submit_again)
-                return
-            attempt.sequence = sequence
-            self._queue.submitted(attempt)
-            self.engine.prefill(sequence)
-
     def _submit_again(self, _: None) -> None:
         self._touch()
         super()._submit_again(None)
 
     def _has_room(self, attempt: SimulatedAttempt) -> bool:
+        """Beside what is kept for answers."""
         computing = self._queue.computing
         first = next(iter(computing), None)
         kept = self._batch.kept_blocks(self._timeline.now_s, None if first is None else self._member_of(first))

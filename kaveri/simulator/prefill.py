@@ -188,7 +188,7 @@ class SimulatedPrefill:
             self._serial += 1
             remaining = attempt.request.output_tokens - attempt.generated
             sequence = CountedSequence(self._serial, attempt, attempt.token_count, remaining, SequencePhase.PREFILLING)
-            if not self.engine.open(sequence, attempt.token_count):
+            if not (self._has_room(attempt) and self.engine.open(sequence, attempt.token_count)):
                 if not self._retries:
                     self._retries = True
                     self._timeline.after(PROMPT_BLOCKS_RETRY_S, self._submit_again)
@@ -196,6 +196,10 @@ class SimulatedPrefill:
             attempt.sequence = sequence
             self._queue.submitted(attempt)
             self.engine.prefill(sequence)
+
+    def _has_room(self, attempt: SimulatedAttempt) -> bool:
+        """Whether the prompt may take free blocks, if there are enough."""
+        return True
 
     def _submit_again(self, _: None) -> None:
         self._retries = False

@@ -13,6 +13,7 @@ from kaveri.latency.model import LatencyModel
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, OrderingPolicy
 from kaveri.policy.placement import DEFAULT_THRESHOLDS, DecodePlacementPolicy, HeavyThresholds, PlacementPolicy
+from kaveri.policy.replication import ReplicationMode
 from kaveri.simulator.failures import FailureSpec
 
 
@@ -40,12 +41,40 @@ class PrefillSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CopySpec:
+    """Copies of KV at other instances, and memory for those of others."""
+
+    replication: ReplicationMode = ReplicationMode.OFF
+    replica_blocks: int = 65_536
+    """What `replica_memory` has room for."""
+    replica_min_tokens: int = 256
+    blocks_per_s: float = 0.0
+    """Most blocks that one instance copies in a second, of `replication_rate`. 0: no limit but the link's."""
+    orphan_grace_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError, naming the field, its value and the limit."""
+        for name, least in (("replica_blocks", 1), ("replica_min_tokens", 1), ("blocks_per_s", 0)):
+            if not least <= getattr(self, name) < math.inf:
+                raise ConfigError(name, f"is {getattr(self, name)!r}; it must be a number of at least {least}")
+        if not 0 <= self.orphan_grace_s < math.inf:
+            reason = f"is {self.orphan_grace_s!r}; it must be a number of seconds of at least 0"
+            raise ConfigError("orphan_grace_s", reason)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are copies."""
+        return self.replication is not ReplicationMode.OFF
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSpec:
     """Instances that draw tokens."""
 
     engine: PoolSpec
     decode_policy: AdmissionPolicy = AdmissionPolicy.GREEDY
     decode_range_end: RangeEnd = RangeEnd.LOW
+    copies: CopySpec = field(default_factory=CopySpec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

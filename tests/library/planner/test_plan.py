@@ -305,6 +305,8 @@ def test_instances_of_both_phases_are_no_answer_where_prompts_hold_answers_up_fo
     assert cheapest_colocated(loose, 0) is None, "no GPU, no instance"
     slow = dataclasses.replace(loose, overheads=Overheads(decode_step_s=0.1))
     assert cheapest_colocated(slow, 1) is None, "what a step takes beyond the model counts"
+    far = dataclasses.replace(loose, overheads=Overheads(hop_s=0.25))
+    assert cheapest_colocated(far, 1) is None, "four messages take the whole SLO of the first token"
 
 
 def test_phases_that_were_asked_for_apart_stay_apart(found: ClusterPlan) -> None:
