@@ -38,10 +38,12 @@ _HARMLESS: Mapping[str, Accepts] = {
     "logit_bias": empty,
     "metadata": empty,
     "min_p": number(0),
+    "no_stop_trim": one_of(False),
     "presence_penalty": number(0),
     "priority": number(0),
     "repetition_penalty": number(1),
     "response_format": lambda value: value == {"type": "text"},
+    "return_hidden_states": one_of(False),
     "return_tokens_as_token_ids": one_of(False),
     "safety_identifier": any_text,
     "prompt_cache_key": any_text,
@@ -68,7 +70,7 @@ _HARMLESS: Mapping[str, Accepts] = {
         lambda _value: False,
     ),
 }
-"""Parameters of OpenAI and of vLLM that are not built, and which of their values change nothing."""
+"""Parameters of OpenAI, of vLLM and of SGLang that are not built, and which of their values change nothing."""
 _HARMLESS_OF_COMPLETIONS: Mapping[str, Accepts] = {
     **_HARMLESS,
     "add_special_tokens": one_of(True),
@@ -84,9 +86,12 @@ _HARMLESS_OF_CHAT: Mapping[str, Accepts] = {
     "documents": empty,
     "echo": one_of(False),
     "functions": empty,
+    "include_reasoning": any_flag,
     "function_call": one_of("none"),
     "modalities": lambda value: value == ["text"],
     "parallel_tool_calls": any_flag,
+    "separate_reasoning": any_flag,
+    "stream_reasoning": any_flag,
     "tool_choice": one_of("none", "auto"),
     "tools": empty,
     **dict.fromkeys(

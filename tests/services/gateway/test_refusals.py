@@ -117,6 +117,16 @@ async def test_values_that_change_nothing_are_taken(gateway: GatewayUnderTest) -
     assert got.json["choices"] == (await gateway.chat()).json["choices"]
 
 
+async def test_what_vllms_router_adds_to_a_request_is_taken(gateway: GatewayUnderTest) -> None:
+    """As vllm-router 0.1.17 sends it on."""
+    added = {"echo": False, "no_stop_trim": False, "skip_special_tokens": True, "return_hidden_states": False}
+    assert (await gateway.complete(**added)).json["choices"] == (await gateway.complete()).json["choices"]
+    del added["echo"]
+    reasoning = {"separate_reasoning": True, "stream_reasoning": True, "include_reasoning": True}
+    got = await gateway.chat(**added, **reasoning, continue_final_message=False, ignore_eos=False)
+    assert got.json["choices"] == (await gateway.chat()).json["choices"]
+
+
 async def test_a_prompt_or_an_answer_that_is_too_long_is_refused_with_both_numbers(gateway: GatewayUnderTest) -> None:
     long = await gateway.complete(prompt=[300] * (MAX_MODEL_LEN + 3))
     assert (long.status, long.error["code"]) == (400, "context_length_exceeded")
