@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ class Options:
     """Where engines compute, where the benchmark builds them itself."""
     data: Path | None = None
     """Folder of published data, where the benchmark reads some: see its docstring."""
+    programs: Mapping[str, Path] = field(default_factory=dict)
+    """Programs of other projects to measure beside ours, by the names that the benchmark's docstring gives them."""
 
     def choose(self, full: Any, quick: Any) -> Any:
         """`full`, or `quick` on a quick run."""
@@ -102,11 +104,17 @@ def run(name: str, measure: Callable[[Options, Report], None], description: str 
     parser.add_argument("--model", default="kaveri-tiny", help="path, hub id or bundled name")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="of the benchmarks in engine/")
     parser.add_argument("--data", type=Path, help="folder of published data, of the benchmarks that read some")
+    parser.add_argument(
+        "--program", action="append", default=[], type=_program, metavar="NAME=PATH", help="measured beside ours"
+    )
     given = parser.parse_args()
     report = Report()
     started = time.monotonic()
     print(f"{name}:", flush=True)
-    measure(Options(quick=given.quick, model=given.model, device=given.device, data=given.data), report)
+    options = Options(
+        quick=given.quick, model=given.model, device=given.device, data=given.data, programs=dict(given.program)
+    )
+    measure(options, report)
     if report.skipped:
         return
     result = {
@@ -125,6 +133,13 @@ def run(name: str, measure: Callable[[Options, Report], None], description: str 
     }
     if given.json is not None:
         write_result(given.json, result)
+
+
+def _program(text: str) -> tuple[str, Path]:
+    name, _, path = text.partition("=")
+    if not Path(path).is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH with the path of a file")
+    return name, Path(path).absolute()
 
 
 def _commit() -> str:
