@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.view import Phase
 from kaveri.errors import InvalidArgument
 from services.router.lifecycle_values import InstanceLife
 
@@ -16,9 +17,11 @@ class OwnerHint:
     holder: InstanceLife | None = None
     """Of the replica."""
 
-    def names_others_than(self, decode: InstanceLife) -> bool:
-        """Whether this decode instance was not the last to have the request."""
-        return (self.decode or self.prefill) is not None and self.decode != decode
+    def names_others_than(self, life: InstanceLife, phase: Phase) -> bool:
+        """Whether this instance was not the last to have the request, in this phase."""
+        if phase is Phase.PREFILL:
+            return self.decode is not None or self.prefill not in (None, life)
+        return (self.decode or self.prefill) is not None and self.decode != life
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +35,13 @@ class AlreadyReceived:
     told: OwnerHint = OwnerHint()
     """What the client was told last. The store may know less: it may have been away."""
 
-    def excuses(self, refusal: BaseException, decode: InstanceLife) -> bool:
-        """Whether a decode instance refuses what the client has received because it is a former owner. One that was cut
-        off when the request went on elsewhere has fewer tokens than the client, or in low precision others. That is no
+    def excuses(self, refusal: BaseException, life: InstanceLife, phase: Phase) -> bool:
+        """Whether an instance refuses what the client has received because it is a former owner. One that was cut off
+        when the request went on elsewhere has fewer tokens than the client, or in low precision others. That is no
         fault of the client's."""
         if not (isinstance(refusal, InvalidArgument) and refusal.field.startswith("received.")):
             return False
-        return self.owner.names_others_than(decode) or self.told.names_others_than(decode)
+        return self.owner.names_others_than(life, phase) or self.told.names_others_than(life, phase)
 
 
 NOTHING_RECEIVED = AlreadyReceived()

@@ -88,7 +88,7 @@ class TakeOver:
         hinted_prefills = self._hinted(hint.prefill, prefills)
         # Where the KV has landed prefill has nothing more to say.
         outcomes = await self._ask_decodes(entry, number, hinted_decodes, hint)
-        found = _first_of_owners(entry, hinted_decodes, outcomes)
+        found = _first_of_owners(entry, hinted_decodes, Phase.DECODE, outcomes)
         owner_is_silent = all(isinstance(outcome, Unavailable) for outcome in outcomes)
         if can_resume and hint.decode is not None and owner_is_silent:
             return Missing.OWNER_LOST
@@ -98,7 +98,7 @@ class TakeOver:
         async with self._searches:
             for some in self._batches(decodes, hinted_decodes):
                 outcomes = await self._ask_decodes(entry, number, some, OwnerHint())
-                found = found or _first_of_owners(entry, some, outcomes)
+                found = found or _first_of_owners(entry, some, Phase.DECODE, outcomes)
             for some in self._batches(prefills, hinted_prefills):
                 found = found or await self._at_prefill(entry, number, some)
             return found or Missing.NOWHERE
@@ -151,13 +151,14 @@ class TakeOver:
 
         return await asyncio.gather(*map(ask, records), return_exceptions=True)
 
-    async def _at_prefill(self, entry: RequestEntry, number: int, records: Iterable[InstanceRecord]) -> Found | None:
+    async def _at_prefill(self, entry: RequestEntry, number: int, records: list[InstanceRecord]) -> Found | None:
         attachment = entry.attachment(number, self._stream_id)
 
         async def ask(record: InstanceRecord) -> Found:
             return await self._attach_at_prefill(entry, attachment, record, _timeout_s(entry))
 
-        return _first(entry, await asyncio.gather(*map(ask, records), return_exceptions=True))
+        outcomes = await asyncio.gather(*map(ask, records), return_exceptions=True)
+        return _first_of_owners(entry, records, Phase.PREFILL, outcomes)
 
     async def _attach_at_prefill(
         self, entry: RequestEntry, attachment: Attachment, record: InstanceRecord, timeout_s: float
@@ -218,17 +219,17 @@ def _timeout_s(entry: RequestEntry) -> float:
 
 
 def _first_of_owners(
-    entry: RequestEntry, decodes: list[InstanceRecord], outcomes: list[Found | BaseException]
+    entry: RequestEntry, records: list[InstanceRecord], phase: Phase, outcomes: list[Found | BaseException]
 ) -> Found | None:
     """_first(), without what former owners refuse."""
     received = entry.accepted.received
-    asked = zip(decodes, outcomes, strict=True)
+    asked = zip(records, outcomes, strict=True)
     return _first(
         entry,
         [
             outcome
             for record, outcome in asked
-            if isinstance(outcome, Found) or not received.excuses(outcome, _life(record))
+            if isinstance(outcome, Found) or not received.excuses(outcome, _life(record), phase)
         ],
     )
 

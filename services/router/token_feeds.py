@@ -288,7 +288,7 @@ class TokenFeeds:
                 tie.needs_attach = True
                 return
             life = InstanceLife(record.instance_id, record.incarnation)
-            if tie.entry.accepted.received.excuses(error, life):
+            if tie.entry.accepted.received.excuses(error, life, Phase.DECODE):
                 error = Unavailable(f"decode instance {record.instance_id} had the request before its last owner")
             subscription.lose(tie, error)
 

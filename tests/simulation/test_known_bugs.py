@@ -228,3 +228,20 @@ def test_a_stream_of_prefill_that_is_opened_again_does_not_repeat_what_an_earlie
     gone = Fault(kind=FaultKind.RESET, at_s=0.6, target="router-0", other="client-0")
     result = run(story(cluster(), [request("long", max_tokens=200)], [hangs, gone], max_model_len=320))
     assert result.counts["outcome:length"] == 1 + 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_client_that_has_more_than_a_prefill_instance_that_was_cut_off_is_placed_again(run: Run, seed: int) -> None:
+    """The slow one still computed the first attempt when all that had the second died. It answered that no tokens were
+    generated, and the client got that as its error."""
+    instances = {each.name: each for each in cluster(routers=2, prefills=2)}
+    instances["prefill-1"] = dataclasses.replace(instances["prefill-1"], step_s=0.4, chunk_tokens=16)
+    cut = Fault(kind=FaultKind.CUT, at_s=0.05, target="router-0", other="prefill-1", lasts_s=5.0)
+    died = [
+        Fault(kind=FaultKind.KILL, at_s=1.2, target="router-0"),
+        Fault(kind=FaultKind.RESTART, at_s=1.2, target="decode-0", lasts_s=0.05),
+        Fault(kind=FaultKind.RESTART, at_s=1.2, target="prefill-0", lasts_s=0.5),
+    ]
+    long = request("long", prompt_tokens=100, max_tokens=200)
+    result = run(story(tuple(instances.values()), [long], [cut, *died], max_model_len=320, seed=seed))
+    assert result.counts["outcome:length"] == 1 + 4
