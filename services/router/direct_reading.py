@@ -6,7 +6,7 @@ tokens that the router lacks. So an attempt that is lost is not placed again her
 request: other tokens could be drawn in the place of those. The client re-attaches with what it has.
 """
 
-from services.router.lifecycle_values import Decoding, InstanceLife, Placed, State
+from services.router.lifecycle_values import Decoding, InstanceLife, State
 
 _LEAST_LEFT = 8
 """An answer with fewer tokens to come is not worth a call to the decode instance."""
@@ -22,17 +22,12 @@ class DirectReading:
         """The attempt that the client reads at its decode instance; 0: none."""
 
     def offer(self, state: State) -> InstanceLife | None:
-        """The decode instance that the client is to be told of now. None: none that it does not know of."""
-        match state:
-            case Decoding(attempt, next_index, decode):
-                pass
-            case Placed(attempt, next_index, decode) if next_index > attempt.first_index:
-                # From its first token on: that one comes from prefill, and through the router alone.
-                pass
-            case _:
-                return None
-        is_worth_it = attempt.most_tokens - next_index >= _LEAST_LEFT
-        return decode if is_worth_it and attempt.number > self._offered else None
+        """The decode instance that the client is to be told of now: it has sent a token, so prefill will not place the
+        attempt at another one. None: none that the client does not know of."""
+        if not isinstance(state, Decoding):
+            return None
+        is_worth_it = state.attempt.most_tokens - state.next_index >= _LEAST_LEFT
+        return state.decode if is_worth_it and state.attempt.number > self._offered else None
 
     def note_offered(self, attempt: int) -> None:
         """Notes that the client knows where this attempt decodes. It may then have tokens that the router lacks."""

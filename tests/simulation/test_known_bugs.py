@@ -245,3 +245,22 @@ def test_a_client_that_has_more_than_a_prefill_instance_that_was_cut_off_is_plac
     long = request("long", prompt_tokens=100, max_tokens=200)
     result = run(story(tuple(instances.values()), [long], [cut, *died], max_model_len=320, seed=seed))
     assert result.counts["outcome:length"] == 1 + 4
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("again_s", [0.00001, 0.0003])
+def test_a_client_reads_no_answer_at_an_instance_that_prefill_may_still_replace(
+    run: Run, seed: int, again_s: float
+) -> None:
+    """Prefill did not hear that its push was accepted, and placed the attempt elsewhere. The client already read at the
+    first instance, and got the second one's tokens behind those of the first."""
+    pushed = {"after": "kv FinishPush", "target": "prefill-0", "other": "decode-1"}
+    deaf = [
+        Fault(kind=FaultKind.RESET, at_s=0.0, **pushed),
+        Fault(kind=FaultKind.RESET, at_s=again_s, **pushed),
+        Fault(kind=FaultKind.CUT_ONE_WAY, at_s=0.0, lasts_s=2.0, **pushed),
+    ]
+    requests = [request("long", max_tokens=200), request("tail", 3.0, max_tokens=2)]
+    plan = story(cluster(decodes=2, step_s=0.02), requests, deaf, seed, max_model_len=320, divergent=True)
+    result = run(dataclasses.replace(plan, direct_clients=plan.clients))
+    assert result.counts["outcome:length"] == 2 + 2
