@@ -56,6 +56,8 @@ class Answer:
         self._logprobs: list[Any] = []
         self._skipped_characters = 0
         self._taken_characters = 0
+        self.withholds_last = False
+        """Whether take() keeps the last token back. It then comes with the end of the answer."""
 
     def go_on_after(self, token_ids: Sequence[int], characters: int, stop_token_ids: Collection[int]) -> None:
         """Begins behind what the client has of earlier sessions: take() gives no more of it."""
@@ -126,7 +128,8 @@ class Answer:
     @property
     def has_output(self) -> bool:
         """Whether take() has something."""
-        return self._taken_count < len(self.token_ids) or bool(self._text) or bool(self._prompt_logprobs)
+        ready = len(self.token_ids) - self.withholds_last
+        return self._taken_count < ready or self._has_text(ready) or bool(self._prompt_logprobs)
 
     def take(self) -> AnswerPart:
         """What was not taken yet; the first part of it when that would be too large for a response."""
@@ -159,21 +162,24 @@ class Answer:
 
     def _fitting_count(self) -> int:
         """How many of the tokens that were not taken fit into a response, with their logprobs."""
-        untaken = len(self.token_ids) - self._taken_count
+        untaken = len(self.token_ids) - self.withholds_last - self._taken_count
         room = MAX_OUTPUT_BYTES // 2
         if not self._logprobs:
             return min(untaken, room // _TOKEN_BYTES)
-        for position, logprobs in enumerate(self._logprobs):
+        for position, logprobs in zip(range(untaken), self._logprobs, strict=False):
             room -= _TOKEN_BYTES + _LOGPROB_BYTES * (1 + len(logprobs.top))
             if room < 0:
                 return max(1, position)
         return untaken
 
+    def _has_text(self, token_count: int) -> bool:
+        return bool(self._text) and self._text[0][0] <= token_count
+
     def _take_text(self) -> str:
         """The text of the tokens that were taken, as far as it fits into a response."""
         pieces: list[str] = []
         room = MAX_OUTPUT_BYTES // 2 // _CHARACTER_BYTES
-        while self._text and self._text[0][0] <= self._taken_count and room > 0:
+        while room > 0 and self._has_text(self._taken_count):
             count, piece = self._text.popleft()
             if len(piece) > room:
                 self._text.appendleft((count, piece[room:]))

@@ -281,7 +281,12 @@ class RequestEntry:
             cause = str(self.state.error)
             self.note_loss(cause, self.state.decode or self.state.attempt.prefill)
             self.handle(Superseded(Interrupted(cause)), now_s)
+        if isinstance(self.state, Finishing):
+            # A client that had a stop token, and not the end, would have more drawn behind it when this router and the
+            # decode instance die.
+            self.answer.withholds_last = self.state.finish is FinishReason.STOP
         if isinstance(self.state, Ended):
+            self.answer.withholds_last = False
             self._end_owner_change()
             self._deadline.cancel()
             if self._grace is not None:
@@ -400,7 +405,7 @@ class RequestEntry:
     async def wait_for_output(self) -> None:
         """Returns when there is something that the client does not get elsewhere, or the request has ended. One waiter
         at a time."""
-        if not self._is_due:
+        while not self._is_due:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter

@@ -1,6 +1,7 @@
 """Bugs that the simulated cluster shows, each as one story. All of them failed on 8b9dbe2, before their fixes."""
 
 import dataclasses
+import random
 from collections.abc import Callable
 
 import pytest
@@ -264,3 +265,22 @@ def test_a_client_reads_no_answer_at_an_instance_that_prefill_may_still_replace(
     plan = story(cluster(decodes=2, step_s=0.02), requests, deaf, seed, max_model_len=320, divergent=True)
     result = run(dataclasses.replace(plan, direct_clients=plan.clients))
     assert result.counts["outcome:length"] == 2 + 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_client_has_no_token_that_ends_its_answer_without_knowing_that_it_has_ended(run: Run, seed: int) -> None:
+    """The router sent the stop token, and waited with the end for prefill's account of the hand-over. Then it died with
+    the decode instance, and the answer went on behind the stop token."""
+    long = request("long", max_tokens=200)
+    stops = tuple(random.Random(seed).sample(range(1, 44), 12))
+    stopped = dataclasses.replace(long, params=dataclasses.replace(long.params, stop_token_ids=stops))
+    late = {"kind": FaultKind.SLOW, "target": "prefill-0", "other": "router-0", "amount": 0.3, "lasts_s": 3.0}
+    ended = "log info request_ended request_id=long attempt=1 session=0 outcome=finished"
+    faults = [
+        Fault(after="kv FinishPush", at_s=0.0, **late),
+        Fault(kind=FaultKind.KILL, after=ended, at_s=0.01, target="router-0"),
+        Fault(kind=FaultKind.RESTART, after=ended, at_s=0.01, target="decode-0", lasts_s=0.05),
+    ]
+    tail = request("tail", 2.0, max_tokens=2, router="router-1")
+    result = run(story(cluster(routers=2, step_s=0.005), [stopped, tail], faults, seed, max_model_len=320))
+    assert result.counts["outcome:stop"] == 1
