@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from kaveri.loadgen.driver import LoadRun, RequestRecord
-from kaveri.workload.run_columns import SERVER_PHASES, Floats, RunColumns, Whole
+from kaveri.workload.run_columns import SERVER_LOSSES, SERVER_PHASES, Floats, RunColumns, Whole
 
 
 def columns_of(run: LoadRun) -> RunColumns:
@@ -32,6 +32,10 @@ def columns_of(run: LoadRun) -> RunColumns:
         server={
             phase: _floats(math.nan if server is None else getattr(server, phase) for server in servers)
             for phase in SERVER_PHASES
+        },
+        losses={
+            name: _floats(math.nan if server is None else float(getattr(server, name)) for server in servers)
+            for name in SERVER_LOSSES
         },
         prefill_instance=_whole([numbers[instance_id] for instance_id in prefill_ids]),
         decode_instance=_whole([numbers[instance_id] for instance_id in decode_ids]),

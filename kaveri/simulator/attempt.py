@@ -1,9 +1,11 @@
 """One request of a simulation, and one placement of it. Pure."""
 
 import math
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kaveri.domain.length import TokenRange
+from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.view import InstanceRecord
 from kaveri.policy.retry import RetryState
 from kaveri.simulator.member import BeatingMember
@@ -38,6 +40,40 @@ class DecodeSide(Protocol):
 _NO_SETBACK = RetryState()
 
 
+@dataclass(slots=True)
+class LossAccount:
+    """What the losses of instances have cost one request, as kaveri.client.answer.ServerTiming."""
+
+    since_s: float = math.nan
+    """Of the last token before a loss, or of the loss where there was none; NaN: the request goes on."""
+    resumes: int = 0
+    held_tokens: int = 0
+    recomputed_tokens: int = 0
+    stall_s: float = 0.0
+
+    def lost(self, since_s: float) -> None:
+        """Its instance was lost. A second loss before the next token belongs to the first."""
+        if math.isnan(self.since_s):
+            self.since_s = since_s
+
+    def computes_again(self, tokens: int) -> None:
+        """It goes to a prefill instance with so many tokens."""
+        if not math.isnan(self.since_s):
+            self.recomputed_tokens += tokens
+
+    def resumed(self, tokens: int, held_tokens: int) -> None:
+        """It goes on with so many tokens where its copy is, which has the KV of `held_tokens`."""
+        self.resumes += 1
+        self.held_tokens += held_tokens
+        self.recomputed_tokens += tokens - held_tokens
+
+    def drew(self, drawn_s: float) -> None:
+        """There is a token again."""
+        if not math.isnan(self.since_s):
+            self.stall_s += drawn_s - self.since_s
+            self.since_s = math.nan
+
+
 class SimulatedRequest:
     """What its client and its router know of it. Times are seconds of the timeline."""
 
@@ -48,6 +84,7 @@ class SimulatedRequest:
         "generated",
         "last_token_s",
         "length",
+        "losses",
         "number",
         "output_tokens",
         "prompt_tokens",
@@ -73,6 +110,8 @@ class SimulatedRequest:
         self.router_s = 0.0
         self.attempt_count = 0
         self.retry = _NO_SETBACK
+        self.losses: LossAccount | None = None
+        """None: nothing was lost."""
 
 
 class SimulatedAttempt:
@@ -94,7 +133,9 @@ class SimulatedAttempt:
         "pushed_tokens",
         "pushing_since_s",
         "queue_s",
+        "replica",
         "request",
+        "resumed_from",
         "seeking",
         "sequence",
         "started_s",
@@ -123,3 +164,7 @@ class SimulatedAttempt:
         """Those that link_free_s counts."""
         self.link_free_s = 0.0
         """When the link has sent their KV."""
+        self.replica: ReplicaLocation | None = None
+        """Where it can be resumed, since its instance was lost."""
+        self.resumed_from: SimulatedAttempt | None = None
+        """The one that prefill computed, when this one was resumed from a copy."""

@@ -75,6 +75,34 @@ class SimulatedLoad:
         )
 
 
+class HolderLoad(SimulatedLoad):
+    """Of an instance with memory for copies."""
+
+    __slots__ = ("replica_free_bytes", "replica_total_bytes")
+
+    @classmethod
+    def of(cls, load: SimulatedLoad, free_bytes: int, total_bytes: int) -> "HolderLoad":
+        """The load, with what is free for copies."""
+        found = cls(
+            load.sequence_number,
+            load.waiting_requests,
+            load.running_requests,
+            load.queued_prefill_tokens,
+            load.queue_room,
+            load.free_blocks,
+            load.total_blocks,
+            load.context_tokens,
+            load.heavy_requests,
+            load.light_requests,
+        )
+        found.replica_free_bytes, found.replica_total_bytes = free_bytes, total_bytes
+        return found
+
+    def numbered(self, sequence_number: int) -> "HolderLoad":
+        """The same load with another number."""
+        return HolderLoad.of(super().numbered(sequence_number), self.replica_free_bytes, self.replica_total_bytes)
+
+
 class BeatingMember:
     """A ViewedInstance whose heartbeats are heard at once."""
 

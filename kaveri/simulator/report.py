@@ -70,6 +70,7 @@ def rows(table: SimulatedRun, all_rows: bool = True) -> Iterator[dict[str, Any]]
         server: dict[str, Any] | None = None
         if not code:
             server = {phase: float(run.server[phase][number]) for phase in SERVER_PHASES}
+            server |= {name: _number(column[number]) for name, column in run.losses.items()}
             server["prefill_instance_id"] = _name(run.instance_ids, int(run.prefill_instance[number]))
             server["decode_instance_id"] = _name(run.instance_ids, int(run.decode_instance[number]))
             server["attempts"] = table.attempts[number]

@@ -3,17 +3,21 @@
 It goes the way of services/router/request_placer.py, event by event.
 """
 
+import math
 import random
 from collections.abc import Callable
+from typing import Protocol
 
 from kaveri.domain.length import TokenRange
+from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.view import ClusterView, InstanceRecord, Phase
 from kaveri.errors import InvalidArgument, KaveriError, LayoutMismatch, NoCapacity, Unavailable
 from kaveri.policy.placement import choose_prefill, missing_phases
+from kaveri.policy.recovery import is_worth_a_resume
 from kaveri.policy.retry import RetryLimits, Setback, after_setback
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.policy.waits import PREFILL_LOOK_S
-from kaveri.simulator.attempt import SimulatedAttempt, SimulatedRequest
+from kaveri.simulator.attempt import LossAccount, SimulatedAttempt, SimulatedRequest
 from kaveri.simulator.member import Broadcasts
 from kaveri.simulator.prefill import SimulatedPrefill
 from kaveri.simulator.spec import ClusterSpec
@@ -21,6 +25,16 @@ from kaveri.simulator.table import RunTable
 from kaveri.simulator.timeline import Timeline
 
 _HOPELESS = (InvalidArgument, LayoutMismatch)
+
+
+class ReplicaHolderSide(Protocol):
+    """What the router asks an instance that holds copies."""
+
+    record: InstanceRecord
+    is_dead: bool
+
+    def resume(self, attempt: SimulatedAttempt) -> None:
+        """To go on with a request from the copy that `attempt.replica` names."""
 
 
 class SimulatedRouter:
@@ -41,6 +55,8 @@ class SimulatedRouter:
         self.table = table
         self.view = ClusterView()
         self.prefills: dict[str, SimulatedPrefill] = {}
+        self.holders: dict[str, ReplicaHolderSide] = {}
+        """Instances that hold copies."""
         self.broadcasts = Broadcasts(timeline, spec.router.monitor_interval_s)
         self._wakes_at_s = -1.0
         self.ended_count = 0
@@ -96,6 +112,8 @@ class SimulatedRouter:
         if target is None:
             return False
         attempt = SimulatedAttempt(request, self.prefills[target.record.instance_id])
+        if request.losses is not None:
+            request.losses.computes_again(attempt.token_count)
         self._unconfirmed.add(attempt.key, target, attempt.token_count)
         hop_s = self._hop_s
         if request.attempt_count == 1:
@@ -166,6 +184,8 @@ class SimulatedRouter:
         request.last_token_s = drawn_s
         if not attempt.generated:
             request.first_s = drawn_s + 2 * self._hop_s
+        if request.losses is not None:
+            request.losses.drew(drawn_s)
 
     def handed_over(self, attempt: SimulatedAttempt, landed_s: float) -> None:
         """Decode has the request."""
@@ -196,9 +216,33 @@ class SimulatedRouter:
         self._set_back(attempt, Setback.LOST, None, Unavailable("the decode instance has died"))
 
     def both_lost(self, attempt: SimulatedAttempt) -> None:
-        """The instance of both phases that decoded the request has died. The next attempt avoids it."""
+        """The instance of both phases that decoded the request has died. The next attempt avoids it, unless it was
+        resumed there."""
         attempt.is_over = True
-        self._set_back(attempt, Setback.LOST, attempt.prefill.record, Unavailable("its instance has died"))
+        at_fault = attempt.prefill.record if attempt.resumed_from is None else None
+        self._set_back(attempt, Setback.LOST, at_fault, Unavailable("its instance has died"))
+
+    def resumed(self, attempt: SimulatedAttempt, held_tokens: int) -> None:
+        """It goes on where its copy is, of the KV of so many tokens."""
+        assert attempt.request.losses is not None
+        attempt.request.losses.resumed(attempt.token_count, held_tokens)
+
+    def not_resumed(self, attempt: SimulatedAttempt, pushed_on: ReplicaLocation | None) -> None:
+        """The holder of its copy does not go on with it. pushed_on: where the copy is now, if it was pushed on."""
+        attempt.is_over = True
+        attempt.request.attempt_count -= 1
+        attempt.replica = pushed_on
+        self._set_back(attempt, Setback.REFUSED, None, NoCapacity("decode", 0.0))
+
+    def resume_lost(self, attempt: SimulatedAttempt) -> None:
+        """The holder of its copy has died before it went on."""
+        attempt.is_over = True
+        self._set_back(attempt, Setback.LOST, None, Unavailable("the holder of its copy has died"))
+
+    def goes_on(self, attempt: SimulatedAttempt, drawn_s: float) -> None:
+        """A resumed request has drawn a token again."""
+        assert attempt.request.losses is not None
+        attempt.request.losses.drew(drawn_s)
 
     def lost(self, attempt: SimulatedAttempt, error: KaveriError) -> None:
         """The attempt has ended without an answer."""
@@ -222,7 +266,28 @@ class SimulatedRouter:
             self._fail(request, error)
             return
         request.retry = after
-        self._timeline.at(max(now_s, after.pause_until_s), self._place, request)
+        if setback is Setback.LOST:
+            request.losses = request.losses or LossAccount()
+            request.losses.lost(now_s if math.isnan(request.last_token_s) else request.last_token_s)
+        if attempt.replica is not None and self._is_usable(attempt.replica, request):
+            self._resume(attempt, attempt.replica)
+        else:
+            self._timeline.at(max(now_s, after.pause_until_s), self._place, request)
+
+    def _is_usable(self, replica: ReplicaLocation, request: SimulatedRequest) -> bool:
+        holder = self.holders.get(replica.holder_id)
+        if holder is None or holder.is_dead or holder.record.incarnation != replica.holder_incarnation:
+            return False  # it cannot be heard
+        context_tokens = request.prompt_tokens + request.generated
+        return is_worth_a_resume(replica, context_tokens, self.view, self._model)
+
+    def _resume(self, former: SimulatedAttempt, replica: ReplicaLocation) -> None:
+        attempt = SimulatedAttempt(former.request, former.prefill)
+        attempt.resumed_from = former.resumed_from or former
+        attempt.replica = replica
+        # The next token follows the last one.
+        attempt.first_token_s = former.request.last_token_s
+        self._timeline.after(self._hop_s, self.holders[replica.holder_id].resume, attempt)
 
     def _fail(self, request: SimulatedRequest, error: KaveriError) -> None:
         self.table.failed(request, type(error).__name__, str(error))

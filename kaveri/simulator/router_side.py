@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from kaveri.domain.replica import ReplicaLocation
 from kaveri.errors import KaveriError, NoCapacity
 from kaveri.simulator.attempt import SimulatedAttempt
 from kaveri.simulator.table import RunTable
@@ -38,6 +39,18 @@ class RouterSide(Protocol):
 
     def lost(self, attempt: SimulatedAttempt, error: KaveriError) -> None:
         """The attempt has ended without an answer."""
+
+    def resumed(self, attempt: SimulatedAttempt, held_tokens: int) -> None:
+        """It goes on where its copy is, of the KV of so many tokens."""
+
+    def not_resumed(self, attempt: SimulatedAttempt, pushed_on: ReplicaLocation | None) -> None:
+        """The holder of its copy does not go on with it. pushed_on: where the copy is now, if it was pushed on."""
+
+    def resume_lost(self, attempt: SimulatedAttempt) -> None:
+        """The holder of its copy has died before it went on."""
+
+    def goes_on(self, attempt: SimulatedAttempt, drawn_s: float) -> None:
+        """A resumed request has drawn a token again."""
 
     def wake_at_broadcast(self) -> None:
         """A prefill instance waits for the next broadcast."""

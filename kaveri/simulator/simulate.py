@@ -14,6 +14,7 @@ from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.simulator.attempt import SimulatedRequest
 from kaveri.simulator.colocated import SimulatedColocated
+from kaveri.simulator.copying import CopyingColocated, CopyingDecode, InstanceCopies
 from kaveri.simulator.decode import SimulatedDecode
 from kaveri.simulator.member import HeardMember
 from kaveri.simulator.prefill import SimulatedPrefill
@@ -51,6 +52,8 @@ class Simulation:
         self.router = SimulatedRouter(self.timeline, spec, _MODEL, self.table, random.Random(self._rng.random()))
         self.prefills = self.router.prefills
         self.decodes: dict[str, SimulatedDecode] = {}
+        self._copies: dict[str, InstanceCopies] = {}
+        """Of instances with copies."""
         self._present: set[str] = set()
         """Instances whose leases hold."""
         for instance_id in (*spec.decode_ids, *spec.prefill_ids, *spec.colocated_ids):
@@ -76,8 +79,18 @@ class Simulation:
         )
         if is_prefill or is_both:
             rng = random.Random(self._rng.random())
-            kind = SimulatedColocated if is_both else SimulatedPrefill
-            self.prefills[instance_id] = kind(timeline, spec, record, first_beat_s, router, rng)
+            if is_both and spec.decode.copies.is_on:
+                both = CopyingColocated(timeline, spec, record, first_beat_s, router, rng)
+                self.prefills[instance_id] = both
+                self._copies[instance_id] = self.router.holders[instance_id] = both.copies
+            else:
+                kind = SimulatedColocated if is_both else SimulatedPrefill
+                self.prefills[instance_id] = kind(timeline, spec, record, first_beat_s, router, rng)
+        elif spec.decode.copies.is_on:
+            rng = random.Random(self._rng.random())
+            decode = CopyingDecode(timeline, spec, record, first_beat_s, router, rng)
+            self.decodes[instance_id] = decode
+            self._copies[instance_id] = self.router.holders[instance_id] = decode.copies
         else:
             self.decodes[instance_id] = SimulatedDecode(timeline, spec, record, first_beat_s, router)
         self._present.add(instance_id)
@@ -97,6 +110,19 @@ class Simulation:
         view = ClusterView(heard)
         for prefill in self.prefills.values():
             prefill.view, prefill.peers = view, self.decodes
+        if self._copies:
+            self._show_holders(view)
+
+    def _show_holders(self, decodes: ClusterView) -> None:
+        """decodes: as the monitor's broadcasts show them."""
+        both = {
+            name: one.member for name, one in self.prefills.items() if name in self._copies and name in self._present
+        }
+        heard = {name: HeardMember(member, self.router.broadcasts) for name, member in both.items()}
+        view = ClusterView(heard) if heard else decodes
+        holders = {name: copies.held for name, copies in self._copies.items()}
+        for copies in self._copies.values():
+            copies.owned.view, copies.owned.holders = view, holders
 
     # Deaths.
 

@@ -50,7 +50,7 @@ class CopySpec:
     replica_min_tokens: int = 256
     blocks_per_s: float = 0.0
     """Most blocks that one instance copies in a second, of `replication_rate`. 0: no limit but the link's."""
-    orphan_grace_s: float = 30.0
+    orphan_grace_s: float = 10.0
 
     def __post_init__(self) -> None:
         """Raises ConfigError, naming the field, its value and the limit."""

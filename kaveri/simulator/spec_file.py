@@ -21,7 +21,8 @@ from kaveri.latency.model import load_latency_model
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DEFAULT_THRESHOLDS, DecodePlacementPolicy, HeavyThresholds, PlacementPolicy
-from kaveri.simulator.spec import ClusterSpec, DecodeSpec, Overheads, PoolSpec, PrefillSpec, RouterSpec
+from kaveri.policy.replication import ReplicationMode
+from kaveri.simulator.spec import ClusterSpec, CopySpec, DecodeSpec, Overheads, PoolSpec, PrefillSpec, RouterSpec
 
 ValueT = TypeVar("ValueT")
 _SECTIONS = ("up", "router", "prefill", "decode", "colocated")
@@ -37,15 +38,17 @@ _POOL_KEYS = (
 _THRESHOLDS = ("heavy_output_tokens", "heavy_prompt_tokens")
 _QUEUE_KEYS = ("max_queue", "prefill_policy", "prefill_sched_batch")
 _BATCH_KEYS = ("decode_policy", "decode_range_end")
+_COPY_KEYS = ("replication", "replica_memory", "replica_min_tokens", "replication_rate", "orphan_grace_s")
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "up": ("prefill", "decode", "colocated", "routers"),
     "router": ("placement_policy", "max_attempts", "unavailable_after_s", "monitor_interval_s"),
     "prefill": (*_POOL_KEYS, *_QUEUE_KEYS, "decode_placement", "kv_link", *_THRESHOLDS),
-    "decode": (*_POOL_KEYS, *_BATCH_KEYS, *_THRESHOLDS),
-    "colocated": (*_POOL_KEYS, *_QUEUE_KEYS, *_BATCH_KEYS, *_THRESHOLDS),
+    "decode": (*_POOL_KEYS, *_BATCH_KEYS, *_COPY_KEYS, *_THRESHOLDS),
+    "colocated": (*_POOL_KEYS, *_QUEUE_KEYS, *_BATCH_KEYS, *_COPY_KEYS, "kv_link", *_THRESHOLDS),
 }
 _FOLLOWED_ENGINE = ("engine", "timed")
 _KV_CACHE_MEMORY = 128 * 2**20
+_REPLICA_MEMORY = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ def read_spec(
         prefill = decode = both
     if up.whole("routers", 1) != 1:
         raise ConfigError(f"{path} [up] routers", f"is {up.values['routers']}; one router is simulated")
-    kv_link = "" if colocated_count else prefill.text("kv_link", "")
+    kv_link = prefill.text("kv_link", "")
     spec = ClusterSpec(
         prefill_count=up.whole("prefill", 0 if colocated_count else 2),
         decode_count=up.whole("decode", 0 if colocated_count else 2),
@@ -127,6 +130,7 @@ def read_spec(
             engine=_pool(decode),
             decode_policy=decode.one_of("decode_policy", AdmissionPolicy.GREEDY, AdmissionPolicy),
             decode_range_end=decode.one_of("decode_range_end", RangeEnd.LOW, RangeEnd),
+            copies=_copies(decode),
         ),
         router=RouterSpec(
             placement_policy=router.one_of("placement_policy", PlacementPolicy.POWER_OF_TWO, PlacementPolicy),
@@ -210,6 +214,23 @@ class _Section:
 
 def _link(text: str) -> LinkSpeed:
     return parse_link_speed(text)
+
+
+def _copies(section: _Section) -> CopySpec:
+    # Of the timed engine's KV, as its pool: a token has the size of the fake model's.
+    block_bytes = FakeModel().layout.token_bytes * section.whole("block_tokens", 16)
+    memory, rate = (
+        section.read(key, size_bytes) if key in section.values else default
+        for key, default in (("replica_memory", _REPLICA_MEMORY), ("replication_rate", 0))
+    )
+    return CopySpec(
+        replication=section.one_of("replication", ReplicationMode.OFF, ReplicationMode),
+        replica_blocks=memory // block_bytes,
+        replica_min_tokens=section.whole("replica_min_tokens", 256),
+        # At least a block goes in each second.
+        blocks_per_s=max(1.0, rate / block_bytes) if rate else 0.0,
+        orphan_grace_s=section.number("orphan_grace_s", 10.0),
+    )
 
 
 def _pool(section: _Section) -> PoolSpec:

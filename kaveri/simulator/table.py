@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kaveri.simulator.attempt import SimulatedAttempt, SimulatedRequest
-from kaveri.workload.run_columns import SERVER_PHASES, Floats, RunColumns, Whole
+from kaveri.workload.run_columns import SERVER_LOSSES, SERVER_PHASES, Floats, RunColumns, Whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class RunTable:
         self.preemptions = array("q", [0]) * count
         self.ends = array("q", [0]) * count
         """How often each request has ended: once, when all is well."""
+        self._losses = {name: array("d", [0.0]) * count for name in SERVER_LOSSES}
         self._gap_s = array("d")
         self._gap_counts = array("q")
         self._error_names: dict[str, int] = {}
@@ -76,6 +77,9 @@ class RunTable:
         less than 0. end_s: when its last token was drawn."""
         request, server = attempt.request, self._server
         number = request.number
+        if request.losses is not None:
+            for name, column in self._losses.items():
+                column[number] = getattr(request.losses, name)
         self.ends[number] += 1
         self.attempts[number] = request.attempt_count
         self.preemptions[number] = preemptions
@@ -83,12 +87,13 @@ class RunTable:
         self._last[number] = last_s
         self._received[number] = request.output_tokens
         server["router_s"][number] = request.router_s
-        server["prefill_queue_s"][number] = attempt.queue_s
-        server["prefill_s"][number] = attempt.prefill_s
+        computed = attempt.resumed_from or attempt
+        server["prefill_queue_s"][number] = computed.queue_s
+        server["prefill_s"][number] = computed.prefill_s
         self._prefill[number] = self._numbers[attempt.prefill.record.instance_id]
-        handed = attempt.landed_s >= 0
-        server["kv_transfer_s"][number] = attempt.landed_s - attempt.pushing_since_s if handed else 0.0
-        server["kv_tail_s"][number] = attempt.landed_s - attempt.first_token_s if handed else 0.0
+        handed = computed.landed_s >= 0
+        server["kv_transfer_s"][number] = computed.landed_s - computed.pushing_since_s if handed else 0.0
+        server["kv_tail_s"][number] = computed.landed_s - computed.first_token_s if handed else 0.0
         server["decode_queue_s"][number] = first_step_s - attempt.landed_s if first_step_s >= 0 else 0.0
         server["decode_s"][number] = end_s - first_step_s if first_step_s >= 0 else 0.0
         if attempt.decode is not None:
@@ -128,6 +133,7 @@ class RunTable:
             decode_instance=_whole(self._decode),
             instance_ids=self._instance_ids,
             duration_s=float(ended_s.max()) if len(ended_s) else float(np.nanmax(_floats(self._due))) or 1.0,
+            losses={name: _floats(column) for name, column in self._losses.items()},
             gaps_s=_floats(self._gap_s),
             gap_counts=_whole(self._gap_counts),
         )

@@ -22,9 +22,16 @@ SERVER_PHASES = (
 )
 """Where a request spends its time in the cluster; the names are those of kaveri.client.answer.ServerTiming."""
 
+SERVER_LOSSES = ("resumes", "held_tokens", "recomputed_tokens", "stall_s")
+"""What losses of instances cost a request; names as above."""
+
 
 def _no_gaps() -> Floats:
     return np.empty(0)
+
+
+def _no_losses() -> Mapping[str, Floats]:
+    return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +60,8 @@ class RunColumns:
     instance_ids: tuple[str, ...]
     duration_s: float
     """From the first request's time to the end of the last."""
+    losses: Mapping[str, Floats] = field(default_factory=_no_losses)
+    """For each of SERVER_LOSSES; NaN where the cluster has not said. Empty: nothing is ever lost."""
     gaps_s: Floats = field(default_factory=_no_gaps)
     """Times between tokens of one answer, in any order."""
     gap_counts: Whole | None = None

@@ -75,6 +75,7 @@ def summarize(run: RunColumns, slo: Slo, phases: Mapping[str, Phases] | None = N
         "slo_attainment": met_count / len(run.due_s) if slo.is_set else None,
         "goodput_requests_per_s": met_count / run.duration_s if slo.is_set else None,
         "server_s": {phase: spread(run.server[phase][answered]) for phase in SERVER_PHASES},
+        "losses": _losses(run),
         "resource_time": {"+".join(key): asdict(times) for key, times in resource_times(run, phases or {}).items()},
         "classes": _classes(run),
         "client": {
@@ -128,6 +129,14 @@ def spread(values: Sequence[float] | Floats, counts: Whole | None = None) -> dic
         ranks = {percent: int(np.searchsorted(until, math.ceil(percent / 100 * count))) for percent in (50, 90, 99)}
     percentiles = {f"p{percent}": float(ordered[rank]) for percent, rank in ranks.items()}
     return {"mean": total / count, **percentiles, "max": float(ordered[-1])}
+
+
+def _losses(run: RunColumns) -> dict[str, Any]:
+    """What losses of instances have cost the answered requests."""
+    found = {name: column[run.answered] for name, column in run.losses.items()}
+    totals = {name: int(np.nansum(column)) for name, column in found.items() if name != "stall_s"}
+    stalls_s = found.get("stall_s", np.empty(0))
+    return {"requests": int((stalls_s > 0).sum()), **totals, "stall_s": spread(stalls_s[stalls_s > 0])}
 
 
 def _classes(run: RunColumns) -> dict[str, int]:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ import pytest
 
 from kaveri.config.presets import Preset, preset_settings
 from kaveri.config.services import setting_sections
+from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy
+from kaveri.policy.replication import ReplicationMode
 from kaveri.simulator.spec import Overheads
 from kaveri.simulator.spec_file import ReadSpec, read_overheads, read_spec
+from services.decode.config import BatchConfig
 
 GOOD = """
 engine = "timed"
@@ -148,9 +152,7 @@ def test_each_preset_is_simulated(preset: Preset, tmp_path: Path) -> None:
     assert f"[{role}] prediction" in report["simulated"]["not_simulated"]
 
 
-def test_the_preset_of_pairs_has_instances_of_both_phases_and_names_the_copies_that_are_left_out(
-    tmp_path: Path,
-) -> None:
+def test_the_preset_of_pairs_has_instances_of_both_phases_that_hold_copies_of_each_other(tmp_path: Path) -> None:
     (tmp_path / "cluster.toml").write_text('latency_model = "opt-13b-a100-tp2"\n')
     arguments = ("--preset", "accellm", "--rate", "5", "--requests", "20")
     report = _simulate(tmp_path, *arguments, "--json")
@@ -158,11 +160,32 @@ def test_the_preset_of_pairs_has_instances_of_both_phases_and_names_the_copies_t
     placed = {row["server"]["decode_instance_id"] for row in run["rows"]}
     assert placed == {"colocated-0", "colocated-1"}
     assert set(run["resource_time"]) == {"prefill+decode"}
-    assert {"[colocated] replication", "[colocated] replica_min_tokens"} <= set(report["simulated"]["not_simulated"])
-    # Without copies all that the instance had is computed again.
+    assert not any("repli" in name for name in report["simulated"]["not_simulated"])
+    assert run["losses"]["requests"] == 0
     (run,) = _simulate(tmp_path, *arguments, "--fail", "colocated-0@3s", "--json")["runs"]
     assert run["answered"] == 20
-    assert max(row["server"]["attempts"] for row in run["rows"]) > 1
+    resumed = [row["server"] for row in run["rows"] if row["server"]["resumes"]]
+    assert {server["decode_instance_id"] for server in resumed} == {"colocated-1"}
+    assert max(server["recomputed_tokens"] for server in resumed) <= 32
+
+
+def test_settings_of_copies_have_the_names_and_units_of_the_services(tmp_path: Path) -> None:
+    text = 'latency_model = "opt-13b-a100-tp2"\n[decode]\n'
+    copies = read(tmp_path, text).spec.decode.copies
+    services = {entry.name: entry.default for entry in fields(BatchConfig)}
+    token_bytes = FakeModel().layout.token_bytes
+    assert copies.replication is services["replication"] is ReplicationMode.OFF
+    assert copies.replica_blocks * 16 * token_bytes == services["replica_memory"]
+    assert (copies.replica_min_tokens, copies.orphan_grace_s) == (
+        services["replica_min_tokens"],
+        services["orphan_grace_s"],
+    )
+    text += 'replication = "spread"\nreplica_memory = "1MiB"\nreplica_min_tokens = 5\nreplication_rate = "1MiB"\n'
+    copies = read(tmp_path, text).spec.decode.copies
+    assert copies.replication is ReplicationMode.SPREAD
+    assert copies.replica_blocks == copies.blocks_per_s == 2**20 // (16 * token_bytes)
+    with pytest.raises(ConfigError, match=r"\[decode\] replication: is 'three'; it must be one of off, pair"):
+        read(tmp_path, 'latency_model = "opt-13b-a100-tp2"\n[decode]\nreplication = "three"\n')
 
 
 def test_a_section_of_instances_of_both_phases_has_the_settings_of_both(tmp_path: Path) -> None:

@@ -1,0 +1,336 @@
+"""The copies of a simulated instance's requests at others: holders are chosen, blocks sent in the background. Pure.
+
+It goes the way of services/decode/replicator.py and kaveri/engine/copier.py. Nothing waits for a copy. What was sent is
+worked out at the services' looks, every 0.1 s, and when the instance dies: no block takes an event of its own.
+"""
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+
+from kaveri.domain.replica import ReplicaLocation
+from kaveri.domain.view import ClusterView, InstanceRecord, ViewedInstance
+from kaveri.errors import KaveriError, NoCapacity
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.policy.replication import CopyRules, ReplicationMode, choose_holder, copy_bytes, has_room_to_run
+from kaveri.policy.retry import bounded_retry_s
+from kaveri.policy.unconfirmed import UnconfirmedWork
+from kaveri.simulator.attempt import SimulatedAttempt
+from kaveri.simulator.held_copies import HeldCopies, HeldKv
+from kaveri.simulator.resuming_engine import ResumingEngine
+from kaveri.simulator.sequence import CountedSequence
+from kaveri.simulator.spec import ClusterSpec
+from kaveri.simulator.timeline import Timeline
+
+_LOOK_EVERY_S = 0.1
+_NONE_FOUND_S = 0.3
+_MOST_ASKED = 32
+"""Holders that are asked at once."""
+_REST_S = 1.0
+"""A holder that cannot be reached is not asked again for so long."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _DOUBLINGS = 0.1, 5.0, 6
+_PUSH_ON_TIMEOUT_S = 1.5
+_PUSHED_ON_KEPT_S = 3.0
+"""A copy that was pushed on is kept for so long, for a router that asks again."""
+_MOST_PUSHED_ON = 8
+
+
+class OwnedRequest:
+    """A request that decodes here. Hashed by identity."""
+
+    __slots__ = ("attempt", "failures", "former", "held", "is_asked", "none_before_s", "sequence")
+
+    def __init__(self, attempt: SimulatedAttempt, sequence: CountedSequence) -> None:
+        self.attempt = attempt
+        self.sequence = sequence
+        self.held: HeldKv | None = None
+        """Its copy, which grows."""
+        self.former: HeldKv | None = None
+        """A copy that grows no more."""
+        self.is_asked = False
+        """A holder is asked for room."""
+        self.failures = 0
+        """In a row; they double the pauses."""
+        self.none_before_s = 0.0
+        """No holder is asked before."""
+
+
+class OwnedCopies:
+    """Of one life of an instance."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        spec: ClusterSpec,
+        record: InstanceRecord,
+        engine: ResumingEngine,
+        touch: Callable[[], None],
+        rng: random.Random,
+    ) -> None:
+        """touch: has the engine take in the steps that have ended."""
+        layout, copies = record.layout, spec.decode.copies
+        assert isinstance(layout, KvLayout)
+        self._timeline = timeline
+        self._mode = copies.replication
+        self._rules = CopyRules(copies.replica_min_tokens)
+        self._hop_s = spec.overheads.hop_s
+        self._layout = layout
+        self._blocks_per_s = _blocks_per_s(spec, layout)
+        self._record = record
+        self._rng = rng
+        self._engine = engine
+        self._touch = touch
+        self.view = ClusterView()
+        """As the monitor's broadcasts show it."""
+        self.holders: dict[str, HeldCopies] = {}
+        """Those that can be reached, by their ids."""
+        self._owned: dict[int, OwnedRequest] = {}
+        """By the requests' numbers."""
+        self._unconfirmed: UnconfirmedWork[int] = UnconfirmedWork()
+        self._resting_until_s: dict[str, float] = {}
+        self._none_before_s = 0.0
+        self._asked_count = 0
+        self._looks = False
+        self._looked_s = -_LOOK_EVERY_S
+        # What sends the blocks: copies take turns.
+        self._line: deque[OwnedRequest] = deque()
+        self._sent_until_s = 0.0
+        self._unsent_blocks = 0.0
+        """Part of the next block."""
+        # Copies that are pushed on.
+        self._pushed_bytes: UnconfirmedWork[int] = UnconfirmedWork()
+        self._pushed_blocks: UnconfirmedWork[int] = UnconfirmedWork()
+        self._pushing_count = 0
+        self.is_dead = False
+
+    def follow(self, attempt: SimulatedAttempt, sequence: CountedSequence) -> None:
+        """The request decodes here from now on."""
+        self._owned[attempt.request.number] = OwnedRequest(attempt, sequence)
+        self._look_soon()
+
+    def end(self, attempt: SimulatedAttempt) -> None:
+        """Its answer is complete."""
+        owned = self._owned.pop(attempt.request.number)
+        for held in (owned.held, owned.former):
+            if held is not None:
+                self._close(held)
+        self._leave_line(owned)
+        owned.held = owned.former = None
+
+    def die(self) -> None:
+        """The process is killed. What the copies have now is what can be resumed."""
+        self._send()
+        self.is_dead = True
+        for owned in self._owned.values():
+            held = owned.held or owned.former
+            if owned.held is not None:
+                owned.held.holder.shut(owned.held)
+            if held is not None and not held.is_gone and held.sent_blocks:
+                owned.attempt.replica = self._location(held)
+        self._owned.clear()
+        self._line.clear()
+
+    def is_empty(self) -> bool:
+        """Whether no request is followed."""
+        return not self._owned and not self._line
+
+    def copy_lost(self, held: HeldKv) -> None:
+        """The holder takes no more of it."""
+        owned = self._owned.get(held.number)
+        if owned is None or owned.held is not held:
+            return
+        self._leave_line(owned)
+        owned.held, owned.former = None, held
+        self._pause(owned)
+
+    def push_on(
+        self, held: HeldKv, attempt: SimulatedAttempt, answer: Callable[[ReplicaLocation | None], object]
+    ) -> None:
+        """Pushes a copy from here to an instance that has room for it and to run its request. answer: called with where
+        it is; None: there is none."""
+        if self._pushing_count >= _MOST_PUSHED_ON or not held.sent_blocks:
+            answer(None)
+            return
+        token_count = held.sent_blocks * self._layout.block_tokens
+        needed_bytes = copy_bytes(self._layout, token_count)
+        needed_blocks = self._layout.block_count(attempt.token_count + 1)
+        self._pushed_bytes.retain(self.view)
+        self._pushed_blocks.retain(self.view)
+
+        def is_fit(instance: ViewedInstance) -> bool:
+            return has_room_to_run(instance, needed_blocks, self._pushed_blocks)
+
+        target = choose_holder(
+            ReplicationMode.SPREAD, self.view, self._record, needed_bytes, self._pushed_bytes, self._rng, is_fit=is_fit
+        )
+        holder = None if target is None else self.holders.get(target.record.instance_id)
+        if target is None or holder is None:
+            answer(None)
+            return
+        self._pushed_bytes.add(held.number, target, needed_bytes)
+        self._pushed_blocks.add(held.number, target, needed_blocks)
+        copy = holder.open(self, held.number, token_count)
+        push_s = held.sent_blocks / self._blocks_per_s if self._blocks_per_s else 0.0
+        if not isinstance(copy, HeldKv):
+            answer(None)
+            return
+        if push_s > _PUSH_ON_TIMEOUT_S:
+            holder.drop(copy)
+            answer(None)
+            return
+        self._pushing_count += 1
+        record = target.record
+
+        def pushed(_: None) -> None:
+            self._pushing_count -= 1
+            is_there = not copy.is_gone and not self.is_dead
+            if is_there:
+                copy.sent_blocks = held.sent_blocks
+                holder.shut(copy, _PUSHED_ON_KEPT_S)
+            location = ReplicaLocation(record.instance_id, record.incarnation, token_count, was_pushed_on=True)
+            answer(location if is_there else None)
+
+        self._timeline.after(2 * self._hop_s + push_s, pushed)
+
+    # Holders.
+
+    def _look_soon(self) -> None:
+        if not self._looks and not self.is_dead:
+            self._looks = True
+            self._timeline.at(max(self._timeline.now_s, self._looked_s + _LOOK_EVERY_S), self._look)
+
+    def _look(self, _: None) -> None:
+        self._looks = False
+        if self.is_dead:
+            return
+        now_s = self._looked_s = self._timeline.now_s
+        self._send()
+        for owned in tuple(self._owned.values()):
+            if owned.held is not None:
+                owned.held.holder.shut_if_starved(owned.held)
+            elif not owned.is_asked and owned.none_before_s <= now_s and self._is_worth_a_copy(owned):
+                self._choose(owned, now_s)
+        self._unconfirmed.retain(self.view)
+        if self._resting_until_s:
+            rests = self._resting_until_s
+            self._resting_until_s = {name: until_s for name, until_s in rests.items() if until_s > now_s}
+        if self._owned:
+            self._look_soon()
+
+    def _is_worth_a_copy(self, owned: OwnedRequest) -> bool:
+        request, context_tokens = owned.attempt.request, self._engine.token_count(owned.sequence)
+        rest_tokens = request.output_tokens - (context_tokens - request.prompt_tokens)
+        return self._rules.is_worth_a_copy(context_tokens, rest_tokens)
+
+    def _choose(self, owned: OwnedRequest, now_s: float) -> None:
+        if self._asked_count >= _MOST_ASKED or now_s < self._none_before_s:
+            return
+        needed_bytes = copy_bytes(self._layout, self._engine.token_count(owned.sequence))
+        found = choose_holder(
+            self._mode, self.view, self._record, needed_bytes, self._unconfirmed, self._rng, self._resting_until_s
+        )
+        if found is None:
+            self._none_before_s = now_s + _NONE_FOUND_S
+            return
+        self._unconfirmed.add(owned.attempt.request.number, found, needed_bytes)
+        owned.is_asked = True
+        self._asked_count += 1
+        self._timeline.after(self._hop_s, self._ask, (owned, found))
+
+    def _ask(self, asked: tuple[OwnedRequest, ViewedInstance]) -> None:
+        """The holder hears of it."""
+        owned, found = asked
+        number = owned.attempt.request.number
+        holder = self.holders.get(found.record.instance_id)
+        answer: HeldKv | KaveriError | None = None
+        if holder is not None and self._owned.get(number) is owned:
+            answer = holder.open(self, number, self._engine.token_count(owned.sequence))
+        self._timeline.after(self._hop_s, self._asked, (owned, found, answer))
+
+    def _asked(self, answered: tuple[OwnedRequest, ViewedInstance, HeldKv | KaveriError | None]) -> None:
+        owned, found, answer = answered
+        self._asked_count -= 1
+        owned.is_asked = False
+        number, instance_id = owned.attempt.request.number, found.record.instance_id
+        is_here = self._owned.get(number) is owned
+        if isinstance(answer, HeldKv):
+            if not is_here:
+                # It has ended meanwhile, or this instance has died.
+                answer.holder.drop(answer)
+            elif answer.is_gone:
+                self._pause(owned)
+            else:
+                if owned.former is not None:
+                    self._close(owned.former)
+                    owned.former = None
+                self._send()
+                owned.held = answer
+                self._line.append(owned)
+            return
+        self._unconfirmed.remove(number, instance_id)
+        rest_s = bounded_retry_s(answer.retry_after_s) if isinstance(answer, NoCapacity) else _REST_S
+        self._resting_until_s[instance_id] = self._timeline.now_s + rest_s
+        if is_here:
+            self._pause(owned)
+
+    def _pause(self, owned: OwnedRequest) -> None:
+        pause_s = _FIRST_PAUSE_S * (0.5 + self._rng.random() / 2) * 2 ** min(owned.failures, _DOUBLINGS)
+        owned.none_before_s = self._timeline.now_s + min(_LONGEST_PAUSE_S, pause_s)
+        owned.failures += 1
+
+    def _close(self, held: HeldKv) -> None:
+        held.is_growing = False
+        self._timeline.after(self._hop_s, held.holder.drop, held)
+
+    def _location(self, held: HeldKv) -> ReplicaLocation:
+        record = held.holder.record
+        return ReplicaLocation(record.instance_id, record.incarnation, held.sent_blocks * self._layout.block_tokens)
+
+    # Blocks.
+
+    def _send(self) -> None:
+        """Takes in what was sent since the last time. Blocks go one by one, each copy in turn."""
+        now_s = self._timeline.now_s
+        elapsed_s, self._sent_until_s = now_s - self._sent_until_s, now_s
+        line = self._line
+        if not line:
+            self._unsent_blocks = 0.0
+            return
+        self._touch()
+        due = self._unsent_blocks + elapsed_s * self._blocks_per_s if self._blocks_per_s else math.inf
+        passed_over = 0
+        while due >= 1 and passed_over < len(line):
+            owned = line[0]
+            line.rotate(-1)
+            held = owned.held
+            assert held is not None
+            ready = self._engine.computed_tokens(owned.sequence) // self._layout.block_tokens
+            count = min(ready, held.blocks) - held.sent_blocks
+            if count > 0:
+                if due < math.inf:
+                    count = min(count, max(1, int(due) // len(line)))
+                due -= count
+                held.sent_blocks += count
+                owned.failures = 0
+                passed_over = 0
+            else:
+                passed_over += 1
+            if held.sent_blocks >= held.blocks:
+                held.holder.grow(held)
+                if held.blocks > held.sent_blocks and ready > held.sent_blocks:
+                    passed_over = 0
+        # What was not used is lost.
+        self._unsent_blocks = due if due < 1 else 0.0
+
+    def _leave_line(self, owned: OwnedRequest) -> None:
+        if owned.held is not None and owned in self._line:
+            self._line.remove(owned)
+
+
+def _blocks_per_s(spec: ClusterSpec, layout: KvLayout) -> float:
+    """What one instance copies in a second. 0: no limit."""
+    rates = [spec.decode.copies.blocks_per_s] if spec.decode.copies.blocks_per_s else []
+    if spec.link is not None and spec.link.token_bytes:
+        rates.append(spec.link.bytes_per_s / (spec.link.token_bytes * layout.block_tokens))
+    return min(rates, default=0.0)

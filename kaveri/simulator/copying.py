@@ -1,0 +1,284 @@
+"""Simulated instances with copies: their requests have copies elsewhere, and requests go on here from copies. Pure.
+
+They go the way of services/decode/replicated.py and holder.py around the instances without copies.
+"""
+
+import random
+from typing import NamedTuple, Protocol
+
+from kaveri.domain.length import RangeEnd
+from kaveri.domain.replica import ReplicaLocation
+from kaveri.domain.view import InstanceRecord
+from kaveri.engine.stepwise.phase import SequencePhase
+from kaveri.errors import InvalidArgument
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.policy.decode_batch import member_of
+from kaveri.policy.decode_room import DecodeRoom, FreeRoom
+from kaveri.simulator.attempt import SimulatedAttempt
+from kaveri.simulator.colocated import SimulatedColocated
+from kaveri.simulator.copies import OwnedCopies
+from kaveri.simulator.decode import ReservedRequest, SimulatedDecode
+from kaveri.simulator.held_copies import HeldCopies
+from kaveri.simulator.member import HolderLoad, SimulatedLoad
+from kaveri.simulator.resuming_engine import ResumingEngine
+from kaveri.simulator.router_side import RouterSide
+from kaveri.simulator.sequence import CountedSequence
+from kaveri.simulator.spec import ClusterSpec
+from kaveri.simulator.timeline import Timeline
+
+
+class ResumingInstance(Protocol):
+    """What goes on with resumed requests."""
+
+    def reserve_resumed(self, attempt: SimulatedAttempt) -> CountedSequence | None:
+        """Takes room ahead of all that wait for some. None: there is none."""
+
+    def land_resumed(self, attempt: SimulatedAttempt, sequence: CountedSequence, held_tokens: int) -> None:
+        """The copy is in the engine. It is admitted before those that wait for a seat."""
+
+
+class InstanceCopies:
+    """Both sides of the copies of one life of an instance."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        spec: ClusterSpec,
+        record: InstanceRecord,
+        router: RouterSide,
+        instance: ResumingInstance,
+        owned: OwnedCopies,
+        held: HeldCopies,
+    ) -> None:
+        self.record = record
+        self.owned = owned
+        self.held = held
+        self._timeline = timeline
+        self._overheads = spec.overheads
+        self._router = router
+        self._instance = instance
+        self._resuming: dict[SimulatedAttempt, None] = {}
+        """Those that have room, and whose copies are on their way into the engine."""
+        self.is_dead = False
+
+    def resume(self, attempt: SimulatedAttempt) -> None:
+        """To go on with a request from the copy that `attempt.replica` names."""
+        replica, held = attempt.replica, self.held.find(attempt.request.number)
+        assert replica is not None
+        if self.is_dead or held is None or replica.holder_incarnation != self.record.incarnation:
+            self._refuse(attempt, None)
+            return
+        if held.is_growing:
+            self.held.shut(held)
+        held_tokens = self.held.usable_tokens(held, attempt.token_count)
+        sequence = self._instance.reserve_resumed(attempt) if held_tokens else None
+        if sequence is not None:
+            self._resuming[attempt] = None
+            resumed = (attempt, sequence, held_tokens)
+            self._timeline.after(self._overheads.push_tail_s, self._land, resumed)
+        elif held_tokens and not replica.was_pushed_on:
+            self.owned.push_on(held, attempt, lambda pushed_on: self._refuse(attempt, pushed_on))
+        else:
+            self._refuse(attempt, None)
+
+    def die(self) -> None:
+        """The process is killed."""
+        self.is_dead = True
+        self.owned.die()
+        self.held.die()
+        for attempt in self._resuming:
+            self._timeline.after(self._overheads.hop_s, self._router.resume_lost, attempt)
+        self._resuming.clear()
+
+    def is_empty(self) -> bool:
+        """Whether nothing is left here."""
+        return self.owned.is_empty() and self.held.is_empty() and not self._resuming
+
+    def _land(self, resumed: tuple[SimulatedAttempt, CountedSequence, int]) -> None:
+        attempt, sequence, held_tokens = resumed
+        if attempt not in self._resuming:
+            return  # the process was killed
+        del self._resuming[attempt]
+        attempt.replica = None
+        attempt.landed_s = self._timeline.now_s
+        self._instance.land_resumed(attempt, sequence, held_tokens)
+        held = self.held.find(attempt.request.number)
+        if held is not None:
+            self.held.drop(held)
+        self._router.resumed(attempt, held_tokens)
+        self.owned.follow(attempt, sequence)
+
+    def _refuse(self, attempt: SimulatedAttempt, pushed_on: ReplicaLocation | None) -> None:
+        self._timeline.after(self._overheads.hop_s, self._refused, (attempt, pushed_on))
+
+    def _refused(self, refused: tuple[SimulatedAttempt, ReplicaLocation | None]) -> None:
+        self._router.not_resumed(*refused)
+
+
+class _ResumeRoom(NamedTuple):
+    """Where room for a resumed request is taken."""
+
+    room: DecodeRoom
+    engine: ResumingEngine
+    range_end: RangeEnd
+
+
+def _reserve_resumed(
+    where: _ResumeRoom, number: int, owner: object, attempt: SimulatedAttempt, now_s: float
+) -> CountedSequence | None:
+    room, engine = where.room, where.engine
+    try:
+        needed_blocks = room.needed_blocks(attempt.token_count)
+    except InvalidArgument:
+        return None
+    free = FreeRoom(engine.blocks.free_count, 0, engine.admitted_count)
+    if not room.has_ahead_of_line(needed_blocks, free, now_s):
+        return None
+    remaining = attempt.request.output_tokens - attempt.generated
+    sequence = CountedSequence(number, owner, attempt.token_count, remaining, SequencePhase.RESERVED)
+    if not engine.open(sequence, attempt.token_count + 1):
+        return None
+    # Its router does not say how long the answer will be.
+    room.batch.expect(number, member_of(attempt.token_count, attempt.generated, None, where.range_end), now_s)
+    return sequence
+
+
+def _was_granted(_: object) -> None:
+    raise AssertionError("a resumed request waits in no line")
+
+
+class CopyingDecode(SimulatedDecode):
+    """A decode instance with copies."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        spec: ClusterSpec,
+        record: InstanceRecord,
+        first_beat_s: float,
+        router: RouterSide,
+        rng: random.Random,
+    ) -> None:
+        held = HeldCopies(timeline, spec.decode.copies, record, spec.overheads.hop_s)
+        self._held = held
+        super().__init__(timeline, spec, record, first_beat_s, router)
+        held.member = self.member
+        assert isinstance(record.layout, KvLayout)
+        self.engine = engine = ResumingEngine(timeline, spec.decode.engine, record.layout, spec.overheads, self)
+        owned = OwnedCopies(timeline, spec, record, engine, self._touch, rng)
+        self._resuming_engine = engine
+        self.copies = InstanceCopies(timeline, spec, record, router, self, owned, held)
+
+    def land(self, reserved: ReservedRequest) -> None:
+        super().land(reserved)
+        self.copies.owned.follow(reserved.attempt, reserved.sequence)
+
+    def die(self) -> None:
+        self._touch()
+        self.copies.die()
+        super().die()
+
+    def is_empty(self) -> bool:
+        return super().is_empty() and self.copies.is_empty()
+
+    def reserve_resumed(self, attempt: SimulatedAttempt) -> CountedSequence | None:
+        """Takes room ahead of all that wait for some. None: there is none."""
+        self._touch()
+        self._serial += 1
+        attempt.heavy = self._spec.thresholds.is_heavy(None, attempt.request.prompt_tokens)
+        where = _ResumeRoom(self.room, self._resuming_engine, self._spec.decode.decode_range_end)
+        return _reserve_resumed(where, self._serial, None, attempt, self._timeline.now_s)
+
+    def land_resumed(self, attempt: SimulatedAttempt, sequence: CountedSequence, held_tokens: int) -> None:
+        """The copy is in the engine. It is admitted before those that wait for a seat."""
+        self._touch()
+        reserved = ReservedRequest(sequence.number, attempt, _was_granted)
+        reserved.sequence = sequence
+        self._by_serial[sequence.number] = reserved
+        self._heavy_count += attempt.heavy
+        attempt.decode = self
+        self.room.batch.land(sequence.number, first=True)
+        self._resuming_engine.land_partly(sequence, held_tokens)
+        self._admit()
+
+    def drew_first(self, sequence: CountedSequence, time_s: float) -> None:
+        super().drew_first(sequence, time_s)
+        attempt = self._by_serial[sequence.number].attempt
+        if attempt.resumed_from is not None:
+            self._router.goes_on(attempt, time_s)
+
+    def ended(self, sequence: CountedSequence) -> None:
+        self.copies.owned.end(self._by_serial[sequence.number].attempt)
+        super().ended(sequence)
+
+    def _load_at(self, time_s: float, sequence_number: int) -> SimulatedLoad:
+        load = super()._load_at(time_s, sequence_number)
+        return HolderLoad.of(load, self._held.free_bytes, self._held.total_bytes)
+
+
+class CopyingColocated(SimulatedColocated):
+    """An instance of both phases with copies."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        spec: ClusterSpec,
+        record: InstanceRecord,
+        first_beat_s: float,
+        router: RouterSide,
+        rng: random.Random,
+    ) -> None:
+        held = HeldCopies(timeline, spec.decode.copies, record, spec.overheads.hop_s)
+        self._held = held
+        super().__init__(timeline, spec, record, first_beat_s, router, rng)
+        held.member = self.member
+        assert isinstance(record.layout, KvLayout)
+        self.engine = engine = ResumingEngine(timeline, spec.prefill.engine, record.layout, spec.overheads, self)
+        owned = OwnedCopies(timeline, spec, record, engine, self._touch, rng)
+        self._resuming_engine = engine
+        self.copies = InstanceCopies(timeline, spec, record, router, self, owned, held)
+
+    def die(self) -> None:
+        self._touch()
+        self.copies.die()
+        super().die()
+
+    def is_empty(self) -> bool:
+        return super().is_empty() and self.copies.is_empty()
+
+    def _begin_search(self, attempt: SimulatedAttempt) -> None:
+        super()._begin_search(attempt)
+        if attempt.first_token_s >= 0:
+            assert attempt.sequence is not None
+            self.copies.owned.follow(attempt, attempt.sequence)
+
+    def reserve_resumed(self, attempt: SimulatedAttempt) -> CountedSequence | None:
+        """Takes room ahead of all that wait for some. None: there is none."""
+        self._touch()
+        self._serial += 1
+        attempt.heavy = self._spec.thresholds.is_heavy(None, attempt.request.prompt_tokens)
+        where = _ResumeRoom(self._room, self._resuming_engine, self._spec.decode.decode_range_end)
+        return _reserve_resumed(where, self._serial, attempt, attempt, self._timeline.now_s)
+
+    def land_resumed(self, attempt: SimulatedAttempt, sequence: CountedSequence, held_tokens: int) -> None:
+        """The copy is in the engine. It is admitted before those that wait for a seat."""
+        self._touch()
+        attempt.decode, attempt.sequence = self, sequence
+        self._adopted[sequence.number] = sequence
+        self._heavy_count += attempt.heavy
+        self._batch.land(sequence.number, first=True)
+        self._resuming_engine.land_partly(sequence, held_tokens)
+        self._admit()
+
+    def drew_first(self, sequence: CountedSequence, time_s: float) -> None:
+        super().drew_first(sequence, time_s)
+        if sequence.owner.resumed_from is not None:
+            self._router.goes_on(sequence.owner, time_s)
+
+    def ended(self, sequence: CountedSequence) -> None:
+        self.copies.owned.end(sequence.owner)
+        super().ended(sequence)
+
+    def _load_at(self, time_s: float, sequence_number: int) -> SimulatedLoad:
+        load = super()._load_at(time_s, sequence_number)
+        return HolderLoad.of(load, self._held.free_bytes, self._held.total_bytes)

@@ -1,0 +1,171 @@
+"""The copies that a simulated instance holds of others' requests: their memory, and what a full holder drops. Pure.
+
+It goes the way of services/decode/holder.py and kaveri/kv/replicas, with blocks that are counted.
+"""
+
+import math
+from typing import Protocol
+
+from kaveri.domain.view import InstanceRecord
+from kaveri.errors import KaveriError, NoCapacity, Unavailable
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.policy.replication import HeldCopy, copy_bytes, drop_first
+from kaveri.simulator.member import BeatingMember
+from kaveri.simulator.spec import CopySpec
+from kaveri.simulator.timeline import Timeline
+
+_FULL_RETRY_S = 0.5
+_SOON_S = 0.1
+_FULL_S = 3.0
+"""A copy that has waited so long for its next block is shut to its owner, which looks for another holder."""
+
+
+class CopyOwnerSide(Protocol):
+    """The instance whose request is copied."""
+
+    def copy_lost(self, held: "HeldKv") -> None:
+        """The holder takes no more of it."""
+
+
+class HeldKv:
+    """One copy of another instance's request. Hashed by identity."""
+
+    __slots__ = ("blocks", "holder", "is_gone", "is_growing", "number", "owner", "sent_blocks", "starved_since_s")
+
+    def __init__(self, holder: "HeldCopies", owner: CopyOwnerSide, number: int, blocks: int) -> None:
+        self.holder = holder
+        self.owner = owner
+        self.number = number
+        """Of the request."""
+        self.blocks = blocks
+        """That it has room for."""
+        self.sent_blocks = 0
+        """The watermark."""
+        self.is_growing = True
+        """Its owner may add to it. Else it waits for a router, for the grace time."""
+        self.is_gone = False
+        self.starved_since_s = math.inf
+        """Since when there is no block for what its owner draws."""
+
+
+class HeldCopies:
+    """Of one life of an instance, at most one of each request."""
+
+    def __init__(self, timeline: Timeline, spec: CopySpec, record: InstanceRecord, hop_s: float) -> None:
+        layout = record.layout
+        assert isinstance(layout, KvLayout)
+        self.record = record
+        self.member: BeatingMember | None = None
+        """Of the instance, once it beats."""
+        self._timeline = timeline
+        self._spec = spec
+        self._layout = layout
+        self._hop_s = hop_s
+        self._held: dict[int, HeldKv] = {}
+        self._free_blocks = spec.replica_blocks
+        self._starved: dict[HeldKv, None] = {}
+        self.is_dead = False
+
+    @property
+    def free_bytes(self) -> int:
+        """Of the memory for copies."""
+        return self._free_blocks * self._block_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the same."""
+        return self._spec.replica_blocks * self._block_bytes
+
+    @property
+    def _block_bytes(self) -> int:
+        return self._layout.layer_count * self._layout.block_bytes
+
+    def open(self, owner: CopyOwnerSide, number: int, token_count: int) -> "HeldKv | KaveriError":
+        """Takes room for a copy of a request of so many tokens. A former copy of it is dropped first. When the memory
+        is full, copies that are far cheaper to compute again are dropped, and the owner has to ask again."""
+        if self.is_dead:
+            return Unavailable("the holder cannot be reached")
+        self._touch()
+        if (former := self._held.get(number)) is not None:
+            self.drop(former)
+        needed_bytes = copy_bytes(self._layout, token_count)
+        blocks = needed_bytes // self._block_bytes
+        # Copies that wait for a block have the next one that is free.
+        if self._starved or blocks > self._free_blocks:
+            growing = (held for held in self._held.values() if held.is_growing)
+            copies = (HeldCopy(held, self._tokens(held), held.blocks * self._block_bytes) for held in growing)
+            dropped = drop_first(copies, token_count, self.free_bytes, needed_bytes)
+            for held in dropped or ():
+                self.drop(held)
+            if not dropped:
+                return NoCapacity("replica", _FULL_RETRY_S, "the memory for copies is full")
+            return NoCapacity("replica", _SOON_S, "shorter copies were dropped to make room")
+        self._free_blocks -= blocks
+        held = self._held[number] = HeldKv(self, owner, number, blocks)
+        return held
+
+    def grow(self, held: HeldKv) -> None:
+        """The copy has more of the KV: it gets room for one more block than that, if there is some."""
+        self._touch()
+        wanted = held.sent_blocks + 1 - held.blocks
+        taken = max(0, min(wanted, self._free_blocks))
+        held.blocks += taken
+        self._free_blocks -= taken
+        if taken >= wanted:
+            held.starved_since_s = math.inf
+            self._starved.pop(held, None)
+        elif held.starved_since_s == math.inf:
+            held.starved_since_s = self._timeline.now_s
+            self._starved[held] = None
+
+    def shut_if_starved(self, held: HeldKv) -> None:
+        """Shuts a copy that has missed a block for too long: its owner may find another holder meanwhile."""
+        if self._timeline.now_s - held.starved_since_s >= _FULL_S:
+            self.shut(held)
+            held.owner.copy_lost(held)
+
+    def shut(self, held: HeldKv, kept_s: float | None = None) -> None:
+        """Its owner adds nothing more. It is kept for so long, or for the grace time."""
+        held.is_growing = False
+        held.starved_since_s = math.inf
+        self._starved.pop(held, None)
+        self._timeline.after(self._spec.orphan_grace_s if kept_s is None else kept_s, self.drop, held)
+
+    def find(self, number: int) -> HeldKv | None:
+        """The copy of a request."""
+        return self._held.get(number)
+
+    def usable_tokens(self, held: HeldKv, context_tokens: int) -> int:
+        """Those of so many that a request can go on from: whole blocks, without the last token."""
+        block_tokens = self._layout.block_tokens
+        return min(held.sent_blocks, (context_tokens - 1) // block_tokens) * block_tokens
+
+    def drop(self, held: HeldKv) -> None:
+        """Gives its memory back. Idempotent."""
+        if held.is_gone:
+            return
+        self._touch()
+        held.is_gone = True
+        self._starved.pop(held, None)
+        self._free_blocks += held.blocks
+        del self._held[held.number]
+        if held.is_growing:
+            self._timeline.after(self._hop_s, held.owner.copy_lost, held)
+
+    def die(self) -> None:
+        """The process is killed: all copies are lost."""
+        self.is_dead = True
+        for held in tuple(self._held.values()):
+            self.drop(held)
+
+    def is_empty(self) -> bool:
+        """Whether nothing is held, and all memory is free."""
+        return not self._held and not self._starved and self._free_blocks == self._spec.replica_blocks
+
+    def _touch(self) -> None:
+        """Before the load is changed."""
+        if self.member is not None:
+            self.member.take_beats(self._timeline.now_s)
+
+    def _tokens(self, held: HeldKv) -> int:
+        return held.blocks * self._layout.block_tokens

@@ -1,0 +1,47 @@
+"""A simulated engine whose requests may land with a part of their KV: the rest is computed beside the batch. Pure."""
+
+from kaveri.engine.stepwise.phase import SequencePhase
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.simulator.engine import CountedEngine, EngineListener
+from kaveri.simulator.sequence import CountedSequence
+from kaveri.simulator.spec import Overheads, PoolSpec
+from kaveri.simulator.timeline import Timeline
+
+
+class ResumingEngine(CountedEngine):
+    """Goes step by step while a request that was resumed lacks KV, as it does for requests that lost their blocks."""
+
+    def __init__(
+        self, timeline: Timeline, pool: PoolSpec, layout: KvLayout, overheads: Overheads, listener: EngineListener
+    ) -> None:
+        super().__init__(
+            timeline,
+            pool.latency,
+            layout,
+            pool.total_blocks,
+            pool.chunk_tokens,
+            pool.max_batch,
+            listener,
+            prefill_overhead_s=overheads.prefill_step_s,
+            decode_overhead_s=overheads.decode_step_s,
+        )
+
+    def land_partly(self, sequence: CountedSequence, held_tokens: int) -> None:
+        """The KV of the first `held_tokens` of a request is here, whose blocks are open. All its tokens are known."""
+        assert 0 < held_tokens < sequence.tokens
+        sequence.computed = held_tokens
+        self._decoding.land(sequence)
+        self._blocks_may_be_taken()
+
+    def computed_tokens(self, sequence: CountedSequence) -> int:
+        """Tokens of a landed request whose KV is here, as of the last step that sync() knows of."""
+        if sequence.phase is SequencePhase.RUNNING and not self._by_steps:
+            return self.token_count(sequence) - 1
+        return sequence.computed
+
+    def _begin(self) -> None:
+        if not self._by_steps and any(sequence.pending > 1 for sequence in self._waiting):
+            self._busy, self._run_steps = True, 1
+            self._begin_step()
+        else:
+            super()._begin()
