@@ -12,6 +12,7 @@ from kaveri.cli.options import speaks_tls
 from kaveri.cli.plan_pipeline import pipeline
 from kaveri.cli.planned_lengths import read_lengths
 from kaveri.errors import ConfigError
+from kaveri.policy.replication import ReplicationMode
 
 if TYPE_CHECKING:
     from kaveri.planner.model_shape import ModelShape
@@ -96,6 +97,10 @@ def plan(
     same_node: Annotated[
         bool, typer.Option("--same-node", help="KV never leaves a machine: DistServe's algorithm 2.")
     ] = False,
+    replication: Annotated[
+        ReplicationMode,
+        typer.Option(help="Where copies of decode instances' KV go, so that requests go on from them after a death."),
+    ] = ReplicationMode.OFF,
     chunk_tokens: Annotated[
         int | None, typer.Option(help="Prompt tokens in a step; unset: what saturates the GPUs.")
     ] = None,
@@ -153,6 +158,7 @@ def plan(
         prefill_parallelism=parse_parallelism(prefill_tp_pp, "--prefill-tp-pp") if prefill_tp_pp else None,
         decode_parallelism=parse_parallelism(decode_tp_pp, "--decode-tp-pp") if decode_tp_pp else None,
         same_node=same_node,
+        replication=replication,
         chunk_tokens=chunk_tokens,
         max_batch=max_batch,
         request_count=requests,

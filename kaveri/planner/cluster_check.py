@@ -80,8 +80,13 @@ class PlannedCluster:
         )
 
     @property
+    def replicates(self) -> bool:
+        """Whether there are copies."""
+        return self.replication is not ReplicationMode.OFF
+
+    @property
     def _copies(self) -> CopySpec:
-        if self.replication is ReplicationMode.OFF:
+        if not self.replicates:
             return CopySpec()
         return CopySpec(replication=self.replication, replica_blocks=self.decode.pool.total_blocks)
 

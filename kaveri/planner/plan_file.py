@@ -36,6 +36,8 @@ def to_toml(plan: ClusterPlan, latency_files: dict[str, str]) -> str:
             link = cluster.spec(0, _NO_FAILURES).link
             assert link is not None
             lines += [f'kv_link = "{link.bytes_per_s * 8 / 1e9:g}Gbps,{link.token_bytes}B/token"']
+        elif cluster.replicates:
+            lines += [f'replication = "{cluster.replication}"', f"replica_memory = {pool_bytes}"]
     return "\n".join(lines) + "\n"
 
 
@@ -55,6 +57,7 @@ def to_json(plan: ClusterPlan) -> dict[str, Any]:
         "attainment": asdict(plan.attainment),
         "binds": plan.binds,
         "same_node": cluster.same_node,
+        "replication": cluster.replication.value,
         "frontier": [_point(one) for one in plan.frontier],
         "one_prefill_instance_dies": asdict(plan.without_prefill),
         "one_decode_instance_dies": asdict(plan.without_decode),
@@ -70,6 +73,7 @@ def to_json(plan: ClusterPlan) -> dict[str, Any]:
 def summary_lines(plan: ClusterPlan) -> list[str]:
     """The plan in a few sentences."""
     cluster, question = plan.cluster, plan.question
+    copies = f", requests go on from copies ({cluster.replication})" if cluster.replicates else ""
     lines = [
         f"kaveri plan: {question.model.name} on {cluster.gpus} of {question.gpus} GPUs of {question.hardware.name},"
         f" {plan.price_per_hour:.2f} USD an hour",
@@ -90,7 +94,7 @@ def summary_lines(plan: ClusterPlan) -> list[str]:
         + (f"; more requests miss {plan.binds}" if plan.binds else ""),
         *(_point_line(one) for one in plan.frontier),
         f"when one prefill instance dies for good: {interval_text(plan.without_prefill)}",
-        f"when one decode instance dies for good: {interval_text(plan.without_decode)}",
+        f"when one decode instance dies for good{copies}: {interval_text(plan.without_decode)}",
     ]
     if plan.colocated is not None:
         both = plan.colocated

@@ -80,20 +80,23 @@ class Simulation:
         if is_prefill or is_both:
             rng = random.Random(self._rng.random())
             if is_both and spec.decode.copies.is_on:
-                both = CopyingColocated(timeline, spec, record, first_beat_s, router, rng)
+                both = CopyingColocated(timeline, spec, record, first_beat_s, router, self._rng_of_copies(record))
                 self.prefills[instance_id] = both
                 self._copies[instance_id] = self.router.holders[instance_id] = both.copies
             else:
                 kind = SimulatedColocated if is_both else SimulatedPrefill
                 self.prefills[instance_id] = kind(timeline, spec, record, first_beat_s, router, rng)
         elif spec.decode.copies.is_on:
-            rng = random.Random(self._rng.random())
-            decode = CopyingDecode(timeline, spec, record, first_beat_s, router, rng)
+            decode = CopyingDecode(timeline, spec, record, first_beat_s, router, self._rng_of_copies(record))
             self.decodes[instance_id] = decode
             self._copies[instance_id] = self.router.holders[instance_id] = decode.copies
         else:
             self.decodes[instance_id] = SimulatedDecode(timeline, spec, record, first_beat_s, router)
         self._present.add(instance_id)
+
+    def _rng_of_copies(self, record: InstanceRecord) -> random.Random:
+        """Others draw the same with copies as without."""
+        return random.Random(f"{self._spec.seed} {record.instance_id} {record.incarnation}")
 
     def _show_members(self) -> None:
         """Instances have come or gone: router and prefill instances have new views."""

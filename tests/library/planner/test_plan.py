@@ -27,6 +27,8 @@ from kaveri.planner.prefill_phase import prefill_ends
 from kaveri.planner.profiles import read_step_latencies, scaled_to_degree, scaled_to_model
 from kaveri.planner.queueing import average_ttft_inter_op_s, average_ttft_intra_op_s, average_ttft_s
 from kaveri.planner.verdict import Verdict
+from kaveri.policy.replication import ReplicationMode
+from kaveri.simulator.failures import FailureSpec
 from kaveri.simulator.simulate import Simulation
 from kaveri.simulator.spec import ClusterSpec, DecodeSpec, Overheads, PoolSpec, PrefillSpec
 from kaveri.simulator.spec_file import read_spec
@@ -307,6 +309,24 @@ def test_instances_of_both_phases_are_no_answer_where_prompts_hold_answers_up_fo
     assert cheapest_colocated(slow, 1) is None, "what a step takes beyond the model counts"
     far = dataclasses.replace(loose, overheads=Overheads(hop_s=0.25))
     assert cheapest_colocated(far, 1) is None, "four messages take the whole SLO of the first token"
+
+
+def test_copies_make_the_death_of_a_decode_instance_cost_less_and_are_in_the_plans_file(tmp_path: Path) -> None:
+    # Half the answers are under way when it dies. The TPOT of one that is computed again is missed.
+    demand = ExpectedLoad(lengths=[RequestLengths(1500, 200)], rate_per_s=4.0)
+    changes: dict[str, Any] = {"demand": demand, "slo_tpot_s": 0.03, "slo_ttft_s": 2.0, "gpus": 8, "request_count": 60}
+    without, copied = (
+        plan(question_of(**changes, replication=mode)) for mode in (ReplicationMode.OFF, ReplicationMode.RING)
+    )
+    assert copied.cluster.decode_count == without.cluster.decode_count > 1
+    assert copied.without_decode.mean > without.without_decode.mean
+    assert any("dies for good, requests go on from copies (ring)" in line for line in summary_lines(copied))
+    assert (to_json(without)["replication"], to_json(copied)["replication"]) == ("off", "ring")
+    path = tmp_path / "plan.toml"
+    path.write_text(to_toml(copied, {}))
+    read = read_spec(path, setting_sections(), copied.question.overheads, 0, True, OPT_13B.layers)
+    assert read.not_simulated == ()
+    assert read.spec.decode == copied.cluster.spec(0, FailureSpec()).decode
 
 
 def test_phases_that_were_asked_for_apart_stay_apart(found: ClusterPlan) -> None:
