@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.view import ClusterView, InstanceRecord, ViewedInstance
+from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.errors import KaveriError, NoCapacity
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.replication import CopyRules, ReplicationMode, choose_holder, copy_bytes, has_room_to_run
@@ -39,7 +40,7 @@ _MOST_PUSHED_ON = 8
 class OwnedRequest:
     """A request that decodes here. Hashed by identity."""
 
-    __slots__ = ("attempt", "failures", "former", "held", "is_asked", "none_before_s", "sequence")
+    __slots__ = ("attempt", "failures", "former", "held", "none_before_s", "sequence", "unsent_from")
 
     def __init__(self, attempt: SimulatedAttempt, sequence: CountedSequence) -> None:
         self.attempt = attempt
@@ -48,8 +49,8 @@ class OwnedRequest:
         """Its copy, which grows."""
         self.former: HeldKv | None = None
         """A copy that grows no more."""
-        self.is_asked = False
-        """A holder is asked for room."""
+        self.unsent_from = 0
+        """Tokens that are computed when the next block can go."""
         self.failures = 0
         """In a row; they double the pauses."""
         self.none_before_s = 0.0
@@ -87,6 +88,8 @@ class OwnedCopies:
         """Those that can be reached, by their ids."""
         self._owned: dict[int, OwnedRequest] = {}
         """By the requests' numbers."""
+        self._alone: dict[OwnedRequest, None] = {}
+        """Those of them that have no copy, and for which no holder is asked."""
         self._unconfirmed: UnconfirmedWork[int] = UnconfirmedWork()
         self._resting_until_s: dict[str, float] = {}
         self._none_before_s = 0.0
@@ -106,7 +109,8 @@ class OwnedCopies:
 
     def follow(self, attempt: SimulatedAttempt, sequence: CountedSequence) -> None:
         """The request decodes here from now on."""
-        self._owned[attempt.request.number] = OwnedRequest(attempt, sequence)
+        owned = self._owned[attempt.request.number] = OwnedRequest(attempt, sequence)
+        self._alone[owned] = None
         self._look_soon()
 
     def end(self, attempt: SimulatedAttempt) -> None:
@@ -115,7 +119,9 @@ class OwnedCopies:
         for held in (owned.held, owned.former):
             if held is not None:
                 self._close(held)
-        self._leave_line(owned)
+        if owned.held is not None:
+            self._line.remove(owned)
+        self._alone.pop(owned, None)
         owned.held = owned.former = None
 
     def die(self) -> None:
@@ -129,6 +135,7 @@ class OwnedCopies:
             if held is not None and not held.is_gone and held.sent_blocks:
                 owned.attempt.replica = self._location(held)
         self._owned.clear()
+        self._alone.clear()
         self._line.clear()
 
     def is_empty(self) -> bool:
@@ -140,7 +147,7 @@ class OwnedCopies:
         owned = self._owned.get(held.number)
         if owned is None or owned.held is not held:
             return
-        self._leave_line(owned)
+        self._line.remove(owned)
         owned.held, owned.former = None, held
         self._pause(owned)
 
@@ -206,10 +213,8 @@ class OwnedCopies:
             return
         now_s = self._looked_s = self._timeline.now_s
         self._send()
-        for owned in tuple(self._owned.values()):
-            if owned.held is not None:
-                owned.held.holder.shut_if_starved(owned.held)
-            elif not owned.is_asked and owned.none_before_s <= now_s and self._is_worth_a_copy(owned):
+        for owned in tuple(self._alone):
+            if owned.none_before_s <= now_s and self._is_worth_a_copy(owned):
                 self._choose(owned, now_s)
         self._unconfirmed.retain(self.view)
         if self._resting_until_s:
@@ -234,7 +239,7 @@ class OwnedCopies:
             self._none_before_s = now_s + _NONE_FOUND_S
             return
         self._unconfirmed.add(owned.attempt.request.number, found, needed_bytes)
-        owned.is_asked = True
+        del self._alone[owned]
         self._asked_count += 1
         self._timeline.after(self._hop_s, self._ask, (owned, found))
 
@@ -251,7 +256,6 @@ class OwnedCopies:
     def _asked(self, answered: tuple[OwnedRequest, ViewedInstance, HeldKv | KaveriError | None]) -> None:
         owned, found, answer = answered
         self._asked_count -= 1
-        owned.is_asked = False
         number, instance_id = owned.attempt.request.number, found.record.instance_id
         is_here = self._owned.get(number) is owned
         if isinstance(answer, HeldKv):
@@ -266,6 +270,7 @@ class OwnedCopies:
                     owned.former = None
                 self._send()
                 owned.held = answer
+                owned.unsent_from = self._layout.block_tokens
                 self._line.append(owned)
             return
         self._unconfirmed.remove(number, instance_id)
@@ -278,6 +283,7 @@ class OwnedCopies:
         pause_s = _FIRST_PAUSE_S * (0.5 + self._rng.random() / 2) * 2 ** min(owned.failures, _DOUBLINGS)
         owned.none_before_s = self._timeline.now_s + min(_LONGEST_PAUSE_S, pause_s)
         owned.failures += 1
+        self._alone[owned] = None
 
     def _close(self, held: HeldKv) -> None:
         held.is_growing = False
@@ -299,33 +305,50 @@ class OwnedCopies:
             return
         self._touch()
         due = self._unsent_blocks + elapsed_s * self._blocks_per_s if self._blocks_per_s else math.inf
-        passed_over = 0
-        while due >= 1 and passed_over < len(line):
-            owned = line[0]
-            line.rotate(-1)
-            held = owned.held
-            assert held is not None
-            ready = self._engine.computed_tokens(owned.sequence) // self._layout.block_tokens
-            count = min(ready, held.blocks) - held.sent_blocks
-            if count > 0:
-                if due < math.inf:
-                    count = min(count, max(1, int(due) // len(line)))
-                due -= count
-                held.sent_blocks += count
-                owned.failures = 0
-                passed_over = 0
-            else:
-                passed_over += 1
-            if held.sent_blocks >= held.blocks:
-                held.holder.grow(held)
-                if held.blocks > held.sent_blocks and ready > held.sent_blocks:
-                    passed_over = 0
+        ready = self._ready()
+        while ready and due >= 1:
+            turn = max(1, int(due) // len(ready)) if due < math.inf else 1 << 62
+            left: list[tuple[OwnedRequest, int]] = []
+            for owned, blocks in ready:
+                sent = self._send_of(owned, min(turn, blocks, int(due) if due < math.inf else blocks))
+                due -= sent
+                if sent and blocks > sent:
+                    left.append((owned, blocks - sent))
+            ready = left
         # What was not used is lost.
         self._unsent_blocks = due if due < 1 else 0.0
 
-    def _leave_line(self, owned: OwnedRequest) -> None:
-        if owned.held is not None and owned in self._line:
-            self._line.remove(owned)
+    def _ready(self) -> list[tuple[OwnedRequest, int]]:
+        """The requests that have complete blocks to send, and how many. The first one is another one each time."""
+        self._line.rotate(-1)
+        more, block_tokens = self._engine.computed_by_run, self._layout.block_tokens
+        found: list[tuple[OwnedRequest, int]] = []
+        for owned in self._line:
+            sequence = owned.sequence
+            if more is None or sequence.phase is not SequencePhase.RUNNING:
+                computed = sequence.computed
+            else:
+                computed = sequence.offset_tokens + more
+            if computed >= owned.unsent_from:
+                found.append((owned, (computed - owned.unsent_from) // block_tokens + 1))
+        return found
+
+    def _send_of(self, owned: OwnedRequest, blocks: int) -> int:
+        """Sends at most so many blocks of a request. Returns how many."""
+        held = owned.held
+        assert held is not None
+        sent = 0
+        while sent < blocks:
+            if held.sent_blocks >= held.blocks and not held.holder.grow(held):
+                break
+            count = min(blocks - sent, held.blocks - held.sent_blocks)
+            held.sent_blocks += count
+            sent += count
+        if sent:
+            owned.failures = 0
+            owned.unsent_from = (held.sent_blocks + 1) * self._layout.block_tokens
+            held.holder.grow(held)
+        return sent
 
 
 def _blocks_per_s(spec: ClusterSpec, layout: KvLayout) -> float:

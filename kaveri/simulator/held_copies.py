@@ -20,6 +20,10 @@ _FULL_S = 3.0
 """A copy that has waited so long for its next block is shut to its owner, which looks for another holder."""
 
 
+_ALMOST_ALL = 1 - 1e-6
+"""Part of a time after which rounding may count it as over."""
+
+
 class CopyOwnerSide(Protocol):
     """The instance whose request is copied."""
 
@@ -104,8 +108,9 @@ class HeldCopies:
         held = self._held[number] = HeldKv(self, owner, number, blocks)
         return held
 
-    def grow(self, held: HeldKv) -> None:
-        """The copy has more of the KV: it gets room for one more block than that, if there is some."""
+    def grow(self, held: HeldKv) -> bool:
+        """The copy gets room for one more block than it has of the KV. False: there is none, and its owner hears of it
+        when that has been so for too long."""
         self._touch()
         wanted = held.sent_blocks + 1 - held.blocks
         taken = max(0, min(wanted, self._free_blocks))
@@ -117,10 +122,13 @@ class HeldCopies:
         elif held.starved_since_s == math.inf:
             held.starved_since_s = self._timeline.now_s
             self._starved[held] = None
+            self._timeline.after(_FULL_S, self._shut_if_starved, held)
+        return taken >= wanted
 
-    def shut_if_starved(self, held: HeldKv) -> None:
+    def _shut_if_starved(self, held: HeldKv) -> None:
         """Shuts a copy that has missed a block for too long: its owner may find another holder meanwhile."""
-        if self._timeline.now_s - held.starved_since_s >= _FULL_S:
+        is_late = self._timeline.now_s - held.starved_since_s >= _FULL_S * _ALMOST_ALL
+        if held.is_growing and not held.is_gone and is_late:
             self.shut(held)
             held.owner.copy_lost(held)
 

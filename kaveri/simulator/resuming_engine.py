@@ -1,6 +1,5 @@
 """A simulated engine whose requests may land with a part of their KV: the rest is computed beside the batch. Pure."""
 
-from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.simulator.engine import CountedEngine, EngineListener
 from kaveri.simulator.sequence import CountedSequence
@@ -33,11 +32,11 @@ class ResumingEngine(CountedEngine):
         self._decoding.land(sequence)
         self._blocks_may_be_taken()
 
-    def computed_tokens(self, sequence: CountedSequence) -> int:
-        """Tokens of a landed request whose KV is here, as of the last step that sync() knows of."""
-        if sequence.phase is SequencePhase.RUNNING and not self._by_steps:
-            return self.token_count(sequence) - 1
-        return sequence.computed
+    @property
+    def computed_by_run(self) -> int | None:
+        """What is added to `offset_tokens` of a running request for the tokens whose KV is here, as of the last step
+        that sync() knows of. None: `computed` of each holds."""
+        return None if self._by_steps else self._steps - 1
 
     def _begin(self) -> None:
         if not self._by_steps and any(sequence.pending > 1 for sequence in self._waiting):
