@@ -102,8 +102,10 @@ def _numbers(lines: Sequence[str], name: str) -> list[int]:
     return [int(found[1]) for line in lines if (found := re.search(rf" {name}=(\d+)", line))]
 
 
-@pytest.mark.parametrize("killed", ["decode-0", "decode-1", "decode-2"])
-@pytest.mark.parametrize("mode", [ReplicationMode.PAIR, ReplicationMode.RING])
+@pytest.mark.parametrize(
+    ("mode", "killed"),
+    [(ReplicationMode.PAIR, "decode-0"), (ReplicationMode.PAIR, "decode-2"), (ReplicationMode.RING, "decode-1")],
+)
 def test_requests_of_a_killed_instance_go_on_where_and_as_the_simulator_says(
     mode: ReplicationMode, killed: str, tokenizer: ModelTokenizer
 ) -> None:
