@@ -13,7 +13,7 @@ from kaveri.domain.silence import TICK_S, SilenceWatch
 SUSPECT_AFTER_S = 0.5
 """Silence of a peer after which calls that wait for it go elsewhere."""
 SUSPECT_UNHEARD_AFTER_S = 1.2
-"""The same for a peer that was never heard: it may be far away, or still connecting."""
+"""The same for a peer that has answered no beat yet: it may be far away, or still connecting."""
 BEAT_TIMEOUT_S = 2.0
 _BEAT_AFTER_S = 0.15
 """Silence after which a peer is asked for a sign of life, and the time between two such questions."""
@@ -29,7 +29,7 @@ class WaitingCall(Protocol):
 
     target: str
     leaves_unheard: bool
-    """Whether it may go elsewhere when its peer has never been heard."""
+    """Whether it may go elsewhere when its peer has never answered a beat."""
 
     def suspect(self, after_s: float) -> None:
         """Its peer has been silent for so long: the call ends now."""
@@ -44,12 +44,14 @@ class Liveness:
         self._beat = beat
         self._watch: SilenceWatch[str] = SilenceWatch(suspect_after_s, time.monotonic())
         self._unheard: SilenceWatch[WaitingCall] = SilenceWatch(SUSPECT_UNHEARD_AFTER_S, time.monotonic())
-        """Calls to peers that were never heard."""
+        """Calls to peers that have answered no beat yet."""
         self._waiting: dict[str, dict[WaitingCall, None]] = {}
         self.heard_s: dict[str, float] = {}
         """When each peer was last heard, on the monotonic clock."""
+        self._answered: dict[str, None] = {}
+        """Peers that have answered a beat."""
         self._prompt: dict[str, None] = {}
-        """Peers that answer fast."""
+        """Those that answer fast."""
         self._asked_s: dict[str, float] = {}
         """When each peer was last asked."""
         self._running = False
@@ -63,7 +65,7 @@ class Liveness:
             if call.target in self._prompt:
                 self._watch.begin(call.target)
         waiting[call] = None
-        if call.leaves_unheard and not self.was_heard(call.target):
+        if call.leaves_unheard and call.target not in self._answered:
             self._unheard.heard(call)
         if not self._running:
             self._running = True
@@ -84,7 +86,10 @@ class Liveness:
         """The peer has sent something."""
         self.heard_s[target] = time.monotonic()
         for call in self._waiting.get(target, ()):
-            self._unheard.forget(call)
+            if target in self._answered:
+                self._unheard.forget(call)
+            elif call.leaves_unheard:
+                self._unheard.heard(call)
         if target in self._prompt:
             self._watch.heard(target)
 
@@ -130,6 +135,7 @@ class Liveness:
             # A peer of a former version does not know the call; that shows its life as well.
             if error.code() in _UNREACHED:
                 return
+        self._answered[target] = None
         if time.monotonic() - asked_s <= _PROMPT_S:
             self._prompt[target] = None
         self.heard(target)

@@ -63,6 +63,9 @@ class RequestOwners:
         if request is None:
             raise RequestNotFound(request_id)
         if not ownership.is_same_request(request.ownership):
+            if isinstance(request.state, Released):
+                # Another request had this id before.
+                raise RequestNotFound(request_id)
             raise wrong_secret()
         if ownership.router_id != request.router_id and owner.session == request.owner.session:
             raise InvalidArgument("session", owner.session, f"above {request.owner.session}, the present one")

@@ -181,6 +181,9 @@ class PrefillRole:
         if request is None:
             raise RequestNotFound(request_id)
         if not request.can_be_attached or not ownership.is_same_request(request.ownership):
+            if life is None:
+                # Another request had this id before.
+                raise RequestNotFound(request_id)
             raise wrong_secret()
         is_its_router = (ownership.router_id, owner) == (request.ownership.router_id, request.owner)
         if attachment.same_owner and not is_its_router:

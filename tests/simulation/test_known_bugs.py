@@ -284,3 +284,21 @@ def test_a_client_has_no_token_that_ends_its_answer_without_knowing_that_it_has_
     tail = request("tail", 2.0, max_tokens=2, router="router-1")
     result = run(story(cluster(routers=2, step_s=0.005), [stopped, tail], faults, seed, max_model_len=320))
     assert result.counts["outcome:stop"] == 1
+
+
+@pytest.mark.parametrize("seed", [0, 3, 7])
+@pytest.mark.parametrize("dead", ["colocated-0", "colocated-1"])
+def test_a_request_goes_on_while_an_instance_keeps_the_answer_of_an_earlier_one_with_its_id(
+    run: Run, seed: int, dead: str
+) -> None:
+    """The id was used again. When the second request lost its owner and its router, the first one's instance said that
+    its secret was wrong."""
+    instances = cluster(routers=2, prefills=0, decodes=0, colocated=2, step_s=0.02)
+    again = request("same", 0.3, max_tokens=150, prompt_tokens=30)
+    tail = request("tail", 3.0, max_tokens=2, router="router-1")
+    faults = [
+        Fault(kind=FaultKind.KILL, at_s=1.0, target="router-0"),
+        Fault(kind=FaultKind.RESTART, at_s=1.0, target=dead, lasts_s=1.0),
+    ]
+    result = run(story(instances, [request("same", max_tokens=4), again, tail], faults, seed, max_model_len=320))
+    assert result.counts["outcome:length"] == 3 + 4

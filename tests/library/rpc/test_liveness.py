@@ -1,0 +1,51 @@
+"""Which peers are noticed when they hang. The beats are the test's own."""
+
+import asyncio
+
+from kaveri.rpc.liveness import Liveness
+
+
+class HeldCall:
+    """A call that somebody waits for."""
+
+    target = "peer"
+    leaves_unheard = True
+
+    def __init__(self) -> None:
+        self.suspected = asyncio.Event()
+
+    def suspect(self, after_s: float) -> None:
+        self.suspected.set()
+
+
+async def test_a_peer_that_hangs_after_its_first_message_and_before_it_has_answered_a_beat_is_noticed() -> None:
+    async def no_answer(target: str) -> None:
+        await asyncio.Event().wait()
+
+    liveness, call = Liveness(no_answer), HeldCall()
+    liveness.begin(call)
+    liveness.heard("peer")
+    await asyncio.wait_for(call.suspected.wait(), 30)
+    liveness.close()
+
+
+async def test_a_peer_that_answers_slowly_is_not_suspected_once_it_has_answered_a_beat() -> None:
+    """One that is far away. It is watched by gRPC's keep-alive."""
+    answered = asyncio.Event()
+
+    async def one_slow_answer(target: str) -> None:
+        if answered.is_set():
+            await asyncio.Event().wait()
+        await asyncio.sleep(0.4)
+        answered.set()
+
+    liveness, call = Liveness(one_slow_answer), HeldCall()
+    liveness.begin(call)
+    await asyncio.wait_for(answered.wait(), 30)
+    other = HeldCall()
+    other.target = "another peer"
+    liveness.begin(other)
+    # It was never heard, and is found later than the first one would be.
+    await asyncio.wait_for(other.suspected.wait(), 30)
+    assert not call.suspected.is_set()
+    liveness.close()
