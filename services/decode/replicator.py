@@ -335,17 +335,18 @@ class Replicator:
         except Exception as error:  # One request's bad luck must not end the others'.
             request = owned.request
             get_logger().exception("replication_failed_unexpectedly", request_id=request.request_id)
-            self._refused(request, holder, Unavailable(repr(error)))
+            self._refused(request, request.ownership, holder, Unavailable(repr(error)))
 
     async def _ask_or_raise(self, owned: _Owned, holder: Holder) -> None:
         request, key = owned.request, owned.request.key
+        offered = request.ownership
         try:
             response = await self._open(owned, holder)
             ticket = ticket_from_proto(response.ticket)
         except KaveriError as error:
             # Room that was granted counts as taken until the holder's heartbeats show it.
             self._unconfirmed.remove(key, holder.instance_id)
-            self._refused(request, holder, error)
+            self._refused(request, offered, holder, error)
             return
         finally:
             self._asked_count -= 1
@@ -375,7 +376,8 @@ class Replicator:
         except aio.AioRpcError as error:
             raise error_of(error, peer=holder.address, request_id=request.request_id) from error
 
-    def _refused(self, request: DecodeRequest, holder: Holder, error: KaveriError) -> None:
+    def _refused(self, request: DecodeRequest, offered: Ownership, holder: Holder, error: KaveriError) -> None:
+        """The holder has not taken the copy of the owner `offered`."""
         self._metrics.opens.labels("refused" if isinstance(error, NoCapacity) else "failed").inc()
         rest_s = bounded_retry_s(error.retry_after_s) if isinstance(error, NoCapacity) else _REST_S
         self._rest(holder, rest_s)
@@ -390,7 +392,7 @@ class Replicator:
         if isinstance(error, DeadlineExceeded | Unavailable):
             # Room may have been granted nevertheless.
             self._tasks.create_task(self._close(request, holder))
-        if isinstance(error, StaleAttempt | RequestAlreadyExists):
+        if isinstance(error, StaleAttempt | RequestAlreadyExists) and request.ownership == offered:
             # The holder knows a newer owner: this one has been frozen or cut off, and has lost the request.
             self._instance.lose(request, error)
         self._take(request.key, copying.CopyLost(self._pause_s()))

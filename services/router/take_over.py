@@ -92,13 +92,18 @@ class TakeOver:
         owner_is_silent = all(isinstance(outcome, Unavailable) for outcome in outcomes)
         if can_resume and hint.decode is not None and owner_is_silent:
             return Missing.OWNER_LOST
-        found = found or await self._at_prefill(entry, number, hinted_prefills)
+        # What prefill keeps of a request whose owner is lost names that owner. Another one may have resumed it since.
+        owner_is_lost = hint.decode is not None and owner_is_silent
+        if not owner_is_lost:
+            found = found or await self._at_prefill(entry, number, hinted_prefills)
         if found is not None:
             return found
         async with self._searches:
             for some in self._batches(decodes, hinted_decodes):
                 outcomes = await self._ask_decodes(entry, number, some, OwnerHint())
                 found = found or _first_of_owners(entry, some, Phase.DECODE, outcomes)
+            if owner_is_lost:
+                found = found or await self._at_prefill(entry, number, hinted_prefills)
             for some in self._batches(prefills, hinted_prefills):
                 found = found or await self._at_prefill(entry, number, some)
             return found or Missing.NOWHERE

@@ -202,3 +202,49 @@ def test_answers_of_owner_and_router_that_die_together_go_on(tokenizer: ModelTok
     plan = replicated(faults)
     result = run(plan, tokenizer)
     assert prompts_of(result) >= 1
+
+
+@pytest.mark.parametrize(("seed", "owner"), [(0, "decode-1"), (1, "decode-0")])
+@pytest.mark.parametrize("least_tokens", [88, 104])
+def test_a_copy_that_is_refused_to_a_former_owner_takes_nothing_from_the_present_one(
+    tokenizer: ModelTokenizer, seed: int, owner: str, least_tokens: int
+) -> None:
+    """The router lost the owner and began the request at the holder, then died. The client re-attached to the owner.
+    Only now the holder answered what it was asked for the first session: the owner ended the request without a word."""
+    other = "decode-1" if owner == "decode-0" else "decode-0"
+    second_place = {"after": "start /kaveri.v1.DecodeService/Reserve", "after_count": 2}
+    faults = [
+        Fault(kind=FaultKind.SLOW, at_s=0.0, target=owner, other=other, amount=0.4, lasts_s=4.0),
+        Fault(kind=FaultKind.CUT, at_s=0.3, target="router-0", other=owner, lasts_s=5.0),
+        Fault(kind=FaultKind.KILL, at_s=0.001, target="router-0", **second_place),  # type: ignore[arg-type]
+    ]
+    requests = [
+        request("moved", prompt_tokens=60, max_tokens=200),
+        request("after", 5.0, max_tokens=2, router="router-1"),
+    ]
+    settings: dict[str, object] = {"replication": ReplicationMode.SPREAD, "replica_min_tokens": least_tokens}
+    plan = story(cluster(routers=2, decodes=2, step_s=0.02), requests, faults, seed, max_model_len=320, **settings)
+    result = run(plan, tokenizer)
+    assert any("replica_refused request_id=moved" in line for line in result.lines)
+    assert result.counts["outcome:length"] == 2 + 4
+
+
+@pytest.mark.parametrize("later_s", [0.02, 0.05])
+def test_a_client_finds_its_request_where_it_was_resumed_before_anyone_could_say_so(
+    tokenizer: ModelTokenizer, later_s: float
+) -> None:
+    """Owner and router died, the router after it had resumed the request. Prefill still kept that it was at the dead
+    owner, and was asked before the instance where it went on: the prompt was computed again."""
+    faults = [
+        Fault(kind=FaultKind.KILL, after=_WHOLE, at_s=1.0, target="decode-0"),
+        Fault(kind=FaultKind.KILL, after="start /kaveri.v1.DecodeService/Resume", at_s=later_s, target="router-0"),
+    ]
+    requests = [
+        request("moved", prompt_tokens=100, max_tokens=200),
+        request("after", 5.0, max_tokens=2, router="router-1"),
+    ]
+    settings: dict[str, object] = {"replication": ReplicationMode.SPREAD, "replica_min_tokens": 32}
+    plan = story(cluster(routers=2, decodes=3, step_s=0.02), requests, faults, 0, max_model_len=320, **settings)
+    result = run(plan, tokenizer)
+    assert prompts_of(result) == 1
+    assert sum(recomputed for _, recomputed in resumed(result)) <= 2 * BLOCK_TOKENS
