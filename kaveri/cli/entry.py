@@ -1,0 +1,15 @@
+"""What the console script `kaveri` calls. The SDK alone, `pip install kaveri`, lacks the command's packages."""
+
+import sys
+from typing import NoReturn
+
+
+def main() -> NoReturn:
+    """Runs the command line; see kaveri.cli.main."""
+    try:
+        from kaveri.cli.main import main as run
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "kaveri":
+            raise
+        sys.exit(f"kaveri: {error.name} is not installed: pip install 'kaveri[serve]'")
+    run()

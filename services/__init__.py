@@ -1,0 +1,1 @@
+"""The services. They stand on the library `kaveri`, and none imports another but `instance`."""
