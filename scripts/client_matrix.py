@@ -111,6 +111,32 @@ def curl(door: Door) -> Iterator[Tried]:
     yield Tried("refusal by name", '"param": "logit_bias"' in refused.replace('":"', '": "'), refused)
 
 
+def buf_curl(door: Door) -> Iterator[Tried]:
+    """Kaveri's own gRPC at a router, whose contract buf asks the router for by reflection."""
+
+    def ask(method: str, request: Any) -> subprocess.CompletedProcess[str]:
+        flags = ("--protocol", "grpc", "--http2-prior-knowledge", "-d", json.dumps(request))
+        return door.run(door.command, "curl", *flags, f"http://{door.target}/kaveri.v1.InferenceService/{method}")
+
+    def responses(ran: subprocess.CompletedProcess[str]) -> list[Any]:
+        # They come one after the other, without anything between them.
+        decoder, left, found = json.JSONDecoder(), ran.stdout.strip(), []
+        while left:
+            value, end = decoder.raw_decode(left)
+            found.append(value)
+            left = left[end:].strip()
+        return found
+
+    prompt = {"text": PROMPT, "params": {"temperature": 0, "maxTokens": MAX_TOKENS}}
+    ran = ask("Generate", prompt)
+    text = "".join(each.get("text", "") for each in responses(ran))
+    yield Tried("Generate, streamed", text == door.expected(prompt=PROMPT), str(ran))
+    ran = ask("ListModels", {})
+    yield Tried("ListModels", MODEL in ran.stdout, str(ran))
+    ran = ask("Generate", {**prompt, "params": {"topP": 2}})
+    yield Tried("refusal by name", ran.returncode != 0 and "params.top_p" in ran.stderr, str(ran))
+
+
 def openai_package(door: Door) -> Iterator[Tried]:
     """Completions and chats; sync, async and streamed."""
     messages: Any = [{"role": "user", "content": PROMPT}]
@@ -288,6 +314,7 @@ class Asker:
 
 ASKERS = (
     Asker("curl", curl, command="curl"),
+    Asker("buf curl", buf_curl, command="buf"),
     Asker("openai", openai_package),
     Asker("kaveri bench --http", kaveri_bench),
     Asker("vllm bench serve", vllm_bench, command="python"),
