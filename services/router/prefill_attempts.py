@@ -22,12 +22,15 @@ from kaveri.wire.status import error_of, is_answer, is_unsent
 from services.router.lifecycle_values import (
     Attempt,
     DecodeNamed,
+    Decoding,
+    Finishing,
     FirstTokenReported,
     HandOverReported,
     InstanceLife,
     Placed,
     PrefillEnded,
     Prefilling,
+    State,
 )
 from services.router.prefill_watch import PrefillSteps, PrefillWatch
 from services.router.requests import RequestEntry
@@ -224,7 +227,8 @@ class PrefillAttempts:
             case "placed":
                 placed = event.placed
                 life = InstanceLife(placed.decode_instance_id, placed.decode_incarnation)
-                entry.note_owner(attempt.prefill, life)
+                if not _has_begun_elsewhere(entry.state, life):
+                    entry.note_owner(attempt.prefill, life)
                 entry.handle(DecodeNamed(life), now_s)
                 entry.note_holder()
             case "prompt_logprobs":
@@ -242,3 +246,9 @@ class PrefillAttempts:
                 timing.kv_tail_s = event.handed_over.kv_tail_s
                 timing.kv_transport = event.handed_over.kv_transport
                 entry.handle(HandOverReported(), now_s)
+
+
+def _has_begun_elsewhere(state: State, named: InstanceLife) -> bool:
+    """Whether tokens have come of another instance than prefill names, as when it did not hear that its push was
+    accepted. A later session must not look for the request there."""
+    return isinstance(state, Finishing) or (isinstance(state, Decoding) and state.decode != named)

@@ -302,3 +302,24 @@ def test_a_request_goes_on_while_an_instance_keeps_the_answer_of_an_earlier_one_
     ]
     result = run(story(instances, [request("same", max_tokens=4), again, tail], faults, seed, max_model_len=320))
     assert result.counts["outcome:length"] == 3 + 4
+
+
+@pytest.mark.parametrize(("seed", "decode"), [(0, "decode-1"), (1, "decode-0")])
+def test_a_client_is_sent_back_to_where_its_tokens_came_from_when_prefill_names_another_instance_too_late(
+    run: Run, seed: int, decode: str
+) -> None:
+    """Prefill did not hear that its push was accepted, and named a second instance when the first one already drew.
+    The client was told of the second one, re-attached there, and was refused for its tokens."""
+    other = "decode-0" if decode == "decode-1" else "decode-1"
+    pushed = {"after": "kv FinishPush", "target": "prefill-0", "other": decode}
+    faults = [
+        Fault(kind=FaultKind.CUT, at_s=0.0, lasts_s=7.0, **pushed),
+        Fault(kind=FaultKind.RESET, at_s=0.3, **pushed),
+        Fault(kind=FaultKind.RESET, at_s=0.30001, **pushed),
+        Fault(kind=FaultKind.SLOW, at_s=0.2, target="client-0", other="router-0", amount=0.06, lasts_s=8.0),
+        Fault(kind=FaultKind.SLOW, at_s=0.2, target=other, other="router-0", amount=0.3, lasts_s=3.0),
+    ]
+    requests = [request("long", max_tokens=200), request("tail", 3.0, max_tokens=2)]
+    plan = story(cluster(decodes=2, step_s=0.02), requests, faults, seed, max_model_len=320, divergent=True)
+    result = run(dataclasses.replace(plan, direct_clients=plan.clients))
+    assert result.counts["outcome:length"] == 2 + 2
