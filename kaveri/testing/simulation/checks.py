@@ -39,6 +39,8 @@ _CLAIM_MARGIN_S = 1.5
 _CUT_OFF_S = KEEPALIVE_S + 2.0
 """So long a router may not know that a client is gone."""
 _CLOCK_ERROR_S = 0.05
+_NEVER_SENT = ("was expected", "behind the end of the answer", "of a former version")
+"""In the SDK's words for responses that do not fit what it has received."""
 
 
 def errors_are_explained(world: World) -> list[str]:
@@ -65,6 +67,8 @@ def _unexplained(world: World, outcome: RequestOutcome) -> str | None:
             return None if outcome.cancelled_s is not None else "although its client did not cancel it"
         case RequestAlreadyExists():
             return None if _may_be_in_flight(world, outcome) else "although no living router has it"
+        case Unavailable(reason=reason) if any(found in reason for found in _NEVER_SENT):
+            return "is of a response that no router may send"
         case Unavailable() | NoCapacity():
             return None if not is_survivable(world.plan) else "although others could serve it"
         case _:
