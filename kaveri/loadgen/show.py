@@ -29,6 +29,14 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
                 f"SLO met by {_value(figures['slo_attainment'], 1, 100)} %: "
                 f"goodput {_value(figures['goodput_requests_per_s'], 2)} requests/s"
             )
+        losses = figures["losses"]
+        if losses["requests"]["max"]:
+            console.print(
+                f"lost with an instance: {_value(losses['requests'], 0)} requests, "
+                f"{_value(losses['resumes'], 0)} resumes from copies, "
+                f"{_value(losses['recomputed_tokens'], 0)} tokens computed again, "
+                f"stalls of {_value(losses['stall_s']['mean'], 3)} s on average"
+            )
         for phases, times in figures["resource_time"].items():
             console.print(
                 f"{phases}: busy for {_value(times['busy_s'], 1)} s of {_value(times['held_s'], 1)} s "

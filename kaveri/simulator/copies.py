@@ -192,9 +192,12 @@ class OwnedCopies:
         def pushed(_: None) -> None:
             self._pushing_count -= 1
             is_there = not copy.is_gone and not self.is_dead
-            if is_there:
+            if not is_there:
+                holder.drop(copy)
+            else:
                 copy.sent_blocks = held.sent_blocks
                 holder.shut(copy, _PUSHED_ON_KEPT_S)
+                self._timeline.after(_PUSHED_ON_KEPT_S, held.holder.drop, held)
             location = ReplicaLocation(record.instance_id, record.incarnation, token_count, was_pushed_on=True)
             answer(location if is_there else None)
 
@@ -337,6 +340,8 @@ class OwnedCopies:
         """Sends at most so many blocks of a request. Returns how many."""
         held = owned.held
         assert held is not None
+        if held.is_gone or not held.is_growing:
+            return 0  # copy_lost() is on its way
         sent = 0
         while sent < blocks:
             if held.sent_blocks >= held.blocks and not held.holder.grow(held):

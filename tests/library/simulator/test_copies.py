@@ -192,6 +192,14 @@ def test_a_full_holder_drops_short_copies_for_a_long_one_as_the_policy_says(monk
     assert any(dropped is None for _, dropped in asked), "a short one has no room behind others as short"
 
 
+@pytest.mark.parametrize("seed", [4, 23, 27])
+def test_a_copy_that_was_dropped_takes_no_block_before_its_owner_hears_of_it(seed: int) -> None:
+    """Found by runs after which memory for copies was missing."""
+    spec = spec_of(300, decode_count=4, overheads=Overheads(hop_s=0.05), seed=seed)
+    spec = copied(spec, ReplicationMode.SPREAD, replica_blocks=60, replica_min_tokens=1)
+    run_whole(with_deaths(spec, "decode-0", at_s=3.0), poisson(40, 20.0, seed))
+
+
 def others(_: object, view: Any, owner: Any, *__: object) -> list[ViewedInstance]:
     return [one for name, one in sorted(view.instances.items()) if name != owner.instance_id]
 

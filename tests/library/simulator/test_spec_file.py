@@ -1,6 +1,7 @@
 """`kaveri simulate` reads the cluster's own file, and refuses what it cannot follow."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -123,9 +124,13 @@ def test_the_command_prints_the_json_of_bench_and_compares_with_one(tmp_path: Pa
 
 
 def _simulate(folder: Path, *arguments: str) -> Any:
+    return json.loads(_run(folder, *arguments))
+
+
+def _run(folder: Path, *arguments: str) -> str:
     command = [sys.executable, "-c", "from kaveri.cli.main import main; main()", "simulate", "cluster.toml", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=100)
-    return json.loads(done.stdout)
+    return done.stdout
 
 
 def test_a_preset_counts_where_the_file_says_nothing(tmp_path: Path) -> None:
@@ -167,6 +172,19 @@ def test_the_preset_of_pairs_has_instances_of_both_phases_that_hold_copies_of_ea
     resumed = [row["server"] for row in run["rows"] if row["server"]["resumes"]]
     assert {server["decode_instance_id"] for server in resumed} == {"colocated-1"}
     assert max(server["recomputed_tokens"] for server in resumed) <= 32
+
+
+def test_the_report_says_what_a_death_has_cost(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text('latency_model = "opt-13b-a100-tp2"\n')
+    arguments = ("--preset", "accellm", "--rate", "5", "--requests", "20")
+    said = _run(tmp_path, *arguments, "--fail", "colocated-0@3s")
+    (line,) = (line for line in said.splitlines() if line.startswith("lost with an instance"))
+    assert re.fullmatch(
+        r"lost with an instance: \d+ requests, [1-9]\d* resumes from copies, \d+ tokens computed again,"
+        r" stalls of 0\.\d+ s on average",
+        line,
+    )
+    assert "lost with an instance" not in _run(tmp_path, *arguments)
 
 
 def test_settings_of_copies_have_the_names_and_units_of_the_services(tmp_path: Path) -> None:
