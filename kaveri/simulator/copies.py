@@ -85,7 +85,7 @@ class OwnedCopies:
         self.view = ClusterView()
         """As the monitor's broadcasts show it."""
         self.holders: dict[str, HeldCopies] = {}
-        """Those that can be reached, by their ids."""
+        """By their ids. One that has died answers that it cannot be reached."""
         self._owned: dict[int, OwnedRequest] = {}
         """By the requests' numbers."""
         self._alone: dict[OwnedRequest, None] = {}

@@ -18,8 +18,6 @@ _FULL_RETRY_S = 0.5
 _SOON_S = 0.1
 _FULL_S = 3.0
 """A copy that has waited so long for its next block is shut to its owner, which looks for another holder."""
-
-
 _ALMOST_ALL = 1 - 1e-6
 """Part of a time after which rounding may count it as over."""
 
