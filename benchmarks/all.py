@@ -24,6 +24,7 @@ BENCHMARKS = (
     "serving.decisions",
     "serving.router_overhead",
     "serving.gateway_overhead",
+    "serving.hostile_http",
     "serving.security_overhead",
     "serving.tracing_overhead",
     "serving.router_failover",
