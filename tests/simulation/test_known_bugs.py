@@ -248,8 +248,8 @@ def test_a_client_that_has_more_than_a_prefill_instance_that_was_cut_off_is_plac
     assert result.counts["outcome:length"] == 1 + 4
 
 
-@pytest.mark.parametrize("seed", [0, 3])
-@pytest.mark.parametrize("again_s", [0.00001, 0.0003])
+@pytest.mark.parametrize("seed", [3, 9])
+@pytest.mark.parametrize("again_s", [0.0003, 0.0006])
 def test_a_client_reads_no_answer_at_an_instance_that_prefill_may_still_replace(
     run: Run, seed: int, again_s: float
 ) -> None:

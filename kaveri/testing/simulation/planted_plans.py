@@ -234,5 +234,48 @@ PLANS: dict[str, Plan] = {
         [_BEFORE, request("first", 0.35, max_tokens=20)],
         [_cut(FaultKind.CUT_ONE_WAY, "prefill-0", "router-0", 0.3, 17.0)],
     ),
+    "earlier_attempt_repeated": story(
+        cluster(),
+        [request("long", max_tokens=200)],
+        [
+            Fault(kind=FaultKind.FREEZE, at_s=0.6, target="prefill-0", lasts_s=0.8),
+            _reset("router-0", "client-0", at_s=0.6),
+        ],
+        max_model_len=320,
+    ),
+    "direct_answers_offered_too_early": story(
+        cluster(decodes=2, step_s=0.02),
+        [request("long", max_tokens=200), request("tail", 3.0, max_tokens=2)],
+        [
+            Fault(kind=FaultKind.RESET, after=_ALL_WRITTEN, at_s=0.0, target="prefill-0", other="decode-1"),
+            Fault(kind=FaultKind.RESET, after=_ALL_WRITTEN, at_s=0.0003, target="prefill-0", other="decode-1"),
+            Fault(
+                kind=FaultKind.CUT_ONE_WAY,
+                after=_ALL_WRITTEN,
+                at_s=0.0,
+                target="prefill-0",
+                other="decode-1",
+                lasts_s=2.0,
+            ),
+        ],
+        max_model_len=320,
+        divergent=True,
+        direct_clients=("client-0",),
+        seed=9,
+    ),
+    "former_owners_believed": story(
+        tuple(
+            replace(each, step_s=0.4, chunk_tokens=16) if each.name == "prefill-1" else each
+            for each in cluster(routers=2, prefills=2)
+        ),
+        [request("long", prompt_tokens=100, max_tokens=200)],
+        [
+            _cut(FaultKind.CUT, "router-0", "prefill-1", 0.05, 5.0),
+            Fault(kind=FaultKind.KILL, at_s=1.2, target="router-0"),
+            Fault(kind=FaultKind.RESTART, at_s=1.2, target="decode-0", lasts_s=0.05),
+            Fault(kind=FaultKind.RESTART, at_s=1.2, target="prefill-0", lasts_s=0.5),
+        ],
+        max_model_len=320,
+    ),
 }
 """By the name of the planted bug. None of them shows a violation without it."""
