@@ -25,6 +25,7 @@ WITHIN_S = 100.0
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 HELD = '{"do_remote_decode":true,"do_remote_prefill":false}'
 LEGS_AT_ONCE = 32
+LONG_TOKENS = 400
 _WORDS = ("Count", "Spell", "from", "to", "turtle", "lamp", "a", "the", "near", "1", "9", "12", "umbrella", "kite", "?")
 
 
@@ -87,25 +88,57 @@ async def test_100_greedy_answers_are_the_sdks_whole_and_streamed() -> None:
             assert got == expected, f"stream={stream}"
         await _check_direct(cluster, prompts, answers)
         await _check_legs(cluster, stubs, prompts, expected)
+        await _check_frozen(cluster, client)
     assert len(set(expected)) > 50, "the answers differ from one another"
+
+
+async def _read_tokens(cluster: LocalCluster) -> float:
+    """How many tokens clients have read at decode instances."""
+    ports = [cluster.stack.config.metrics_port_of(name) for name in ("decode-0", "decode-1")]
+    pages = await asyncio.gather(*(asyncio.to_thread(read_page, f"127.0.0.1:{port}") for port in ports))
+    return sum(sum_of("kaveri_decode_read_tokens_total", page) for page in pages)
+
+
+async def _check_frozen(cluster: LocalCluster, relayed: AsyncClient) -> None:
+    """A decode instance freezes while the SDK and a gateway read there: the answers are those that it began."""
+    prompts = [f"Count from {number} to {number + 40}." for number in range(1, 7)]
+    params = SamplingParams(temperature=0, max_tokens=LONG_TOKENS, ignore_eos=True)
+    asking = (relayed.generate(prompt, params=params) for prompt in prompts)
+    expected = [answer.text for answer in await asyncio.gather(*asking)]
+    fields: dict[str, Any] = {"model": "kaveri-tiny", "max_tokens": LONG_TOKENS, "temperature": 0}
+    url, before = f"http://{cluster.stack.http_targets[0]}/v1", await _read_tokens(cluster)
+    async with (
+        AsyncClient(cluster.target, timeout_s=WITHIN_S, direct=True) as client,
+        openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=WITHIN_S) as http,
+    ):
+        by_sdk = [asyncio.create_task(client.generate(prompt, params=params)) for prompt in prompts]
+        whole = asyncio.create_task(
+            http.completions.create(**fields, prompt=prompts, extra_body={"ignore_eos": True})  # type: ignore[arg-type]
+        )
+        async with asyncio.timeout(WITHIN_S):
+            while await _read_tokens(cluster) < before + 8 * len(prompts):
+                await asyncio.wait([*by_sdk, whole], timeout=0.02)
+        cluster.freeze("decode-0")
+        try:
+            answers, by_http = await asyncio.gather(asyncio.gather(*by_sdk), whole)
+        finally:
+            cluster.thaw("decode-0")
+    assert [answer.text for answer in answers] == expected, "the SDK"
+    assert [choice.text for choice in by_http.choices] == expected, "HTTP"
+    assert any(answer.timing.server.attempts > 1 for answer in answers), (
+        "decode-0 had no request: the test has shown nothing"
+    )
 
 
 async def _check_direct(cluster: LocalCluster, prompts: Sequence[str | list[int]], answers: list[Completion]) -> None:
     """Asks again with what reads tokens at decode instances: the SDK, and a gateway with texts and lists in one request
     each."""
-    config = cluster.stack.config
-
-    async def read_tokens() -> float:
-        ports = [config.metrics_port_of(name) for name in ("decode-0", "decode-1")]
-        pages = await asyncio.gather(*(asyncio.to_thread(read_page, f"127.0.0.1:{port}") for port in ports))
-        return sum(sum_of("kaveri_decode_read_tokens_total", page) for page in pages)
-
     expected = [(answer.text, answer.token_ids) for answer in answers]
-    assert not await read_tokens(), "the other doors read at routers"
+    assert not await _read_tokens(cluster), "the other doors read at routers"
     async with AsyncClient(cluster.target, timeout_s=WITHIN_S, direct=True) as client:
         got = await asyncio.gather(*(client.generate(**_given(prompt), params=GREEDY) for prompt in prompts))
     assert [(answer.text, answer.token_ids) for answer in got] == expected, "the SDK"
-    after = await read_tokens()
+    after = await _read_tokens(cluster)
     assert after > 0
     url = f"http://{cluster.stack.http_targets[0]}/v1"
     half = len(prompts) // 2
@@ -122,7 +155,7 @@ async def _check_direct(cluster: LocalCluster, prompts: Sequence[str | list[int]
                 text, token_ids = streamed[choice.index]
                 streamed[choice.index] = (text + choice.text, (*token_ids, *choice.token_ids))
             assert streamed == expected[start : start + half], "HTTP, streamed"
-    assert await read_tokens() > after
+    assert await _read_tokens(cluster) > after
 
 
 async def _check_legs(
