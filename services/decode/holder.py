@@ -146,12 +146,10 @@ class ReplicaHolder:
         former = self._held.get(request_id)
         if former is not None:
             held = offer.ownership.comparable(former.offer.ownership)
-            if held is None and isinstance(former.state, Complete):
-                # A client may use a request id again.
-                held = owner
-            elif held is None:
+            # A client may use a request id again.
+            if held is None and not isinstance(former.state, Complete):
                 raise Unavailable("a copy of another request with this id is here", retry_after_s=_RETRY_AFTER_S)
-            if held < former.newest:
+            if held is not None and held < former.newest:
                 raise held.stale(request_id, former.newest)
             if held == former.offer.ownership.owner and offer.comes_before(former.offer):
                 raise Unavailable("the owner has asked for a later copy", retry_after_s=_RETRY_AFTER_S)

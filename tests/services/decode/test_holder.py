@@ -19,6 +19,7 @@ from kaveri.domain.view import ClusterView
 from kaveri.errors import InvalidArgument, NoCapacity, RequestAlreadyExists, StaleAttempt, Unavailable
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.store import ReplicaGrew, ReplicaKey, ReplicaUsage
+from services.decode import holding
 from services.decode.forwarder import ReplicaForwarder
 from services.decode.holder import ReplicaHolder
 from services.decode.replica_metrics import ReplicaMetrics
@@ -121,6 +122,18 @@ def test_a_late_open_of_an_earlier_copy_is_refused(holder: ReplicaHolder) -> Non
         holder.open(offer(1))
     holder.close("r", owned(0, 1), 1)
     assert holder.held_count == 1
+
+
+def test_the_complete_copy_of_an_earlier_request_makes_room_for_one_that_uses_its_id_again(
+    holder: ReplicaHolder, store: Store
+) -> None:
+    """The earlier one had had a later session. The new owner was refused as if that were its own, and ended the
+    request."""
+    holder.open(offer(1, session=1, attempt=2))
+    holder._take(holder._held["r"], holding.OwnerGaveUp())
+    again = Ownership(Owner(0, 1), "router-9", b"the secret of another request")
+    holder.open(replace(offer(1), ownership=again))
+    assert store.keys == {ReplicaKey("r", 0, 1)}
 
 
 @pytest.mark.parametrize("close", [lambda holder: holder.close("r", owned(0, 1)), lambda holder: holder.open(offer(4))])
