@@ -7,6 +7,7 @@ is to resume the request before others are asked.
 """
 
 import asyncio
+import contextlib
 import enum
 import time
 from collections.abc import Coroutine, Iterable
@@ -34,6 +35,8 @@ from services.router.requests import RequestEntry
 from services.router.token_feeds import ATTACH_SOON_S, ATTACH_TIMEOUT_S, REOPEN_GRACE_S, TokenFeeds
 
 _REOPEN_TIMEOUT_S = 0.5
+_DYING_CONNECTIONS = 2
+"""Calls to one instance in a row that may be sent on connections that have just broken."""
 _ASKED_TOGETHER = 16
 _MOST_ASKED = 256
 """Instances of a phase that are asked for a request of which no hint holds."""
@@ -168,11 +171,11 @@ class TakeOver:
     async def _attach_at_prefill(
         self, entry: RequestEntry, attachment: Attachment, record: InstanceRecord, timeout_s: float
     ) -> Found:
-        try:
-            return await self._try_attach_at_prefill(entry, attachment, record, timeout_s)
-        except _ConnectionLost:
-            # gRPC sends calls on a connection that has just broken until it notices. The next one finds another.
-            return await self._try_attach_at_prefill(entry, attachment, record, timeout_s)
+        for _ in range(_DYING_CONNECTIONS):
+            # gRPC sends calls on a connection that has just broken until it notices. A later one finds another.
+            with contextlib.suppress(_ConnectionLost):
+                return await self._try_attach_at_prefill(entry, attachment, record, timeout_s)
+        return await self._try_attach_at_prefill(entry, attachment, record, timeout_s)
 
     async def _try_attach_at_prefill(
         self, entry: RequestEntry, attachment: Attachment, record: InstanceRecord, timeout_s: float
