@@ -26,6 +26,8 @@ from kaveri.local.process import ChildProcess
 _WARMED = ("vllm", "kaveri.engine.vllm.loading", "services.instance.service")
 _WARM_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """A process with threads cannot be copied by fork."""
+_RUN = "kaveri.config.run_service"
+"""Runs the module that the next argument names, with the arguments behind it."""
 _START_TIMEOUT_S = 120.0
 
 
@@ -38,7 +40,7 @@ def warm_vllm_processes() -> Iterator[None]:
     def start(
         name: str, command: Sequence[str], log_path: Path, environment: Mapping[str, str] | None = None
     ) -> ChildProcess:
-        if "-m" not in command or "--engine" not in command or command[command.index("--engine") + 1] != "vllm":
+        if _RUN not in command or "--engine" not in command or command[command.index("--engine") + 1] != "vllm":
             return start_cold(name, command, log_path, environment)
         if not started:
             started.append(_WarmProcess())
@@ -66,10 +68,10 @@ class _WarmProcess:
 
     def copy(self, command: Sequence[str], log_path: Path, environment: Mapping[str, str] | None) -> "_WarmCopy":
         """Starts a copy that runs `command`, and waits until it has a pid."""
-        module = command.index("-m")
+        module, *arguments = command[command.index(_RUN) + 1 :]
         order = {
-            "module": command[module + 1],
-            "arguments": list(command[module + 2 :]),
+            "module": module,
+            "arguments": arguments,
             "log": str(log_path),
             "environment": dict(os.environ if environment is None else environment),
         }
