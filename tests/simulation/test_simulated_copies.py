@@ -27,7 +27,7 @@ DIES_S = 2.5
 
 @dataclass(frozen=True)
 class GoneOn:
-    """What became of the requests of the instance that was killed."""
+    """How the requests of the killed instance went on."""
 
     holders: frozenset[str]
     """Where they were resumed."""

@@ -6,7 +6,7 @@ from kaveri.rpc.liveness import Liveness
 
 
 class HeldCall:
-    """A call that somebody waits for."""
+    """A call that a caller waits for."""
 
     target = "peer"
     leaves_unheard = True
