@@ -110,7 +110,9 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         return not self.may_step.is_set()
 
     def start(self, request: prefill_pb2.PrefillRequest) -> None:
-        """Begins to generate after the token that prefill drew."""
+        """Begins to generate after the token that prefill drew, unless its router has aborted it."""
+        if (request.request_id, request.attempt) in self.aborted:
+            return
         prompt_length = len(request.token_ids) - request.generated_count
         self.reserved.discard((request.request_id, request.attempt))
         self.running[request.request_id] = ScriptedRequest(
@@ -124,6 +126,13 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
             request.session,
         )
         self._wake.set()
+
+    def abandon(self, request: prefill_pb2.PrefillRequest) -> None:
+        """Prefill lets the request go before it is handed over."""
+        self.reserved.discard((request.request_id, request.attempt))
+        running = self.running.get(request.request_id)
+        if running is not None and (running.router_id, running.attempt) == (request.router_id, request.attempt):
+            del self.running[request.request_id]
 
     async def Attach(self, request: decode_pb2.AttachRequest, context: Any) -> decode_pb2.AttachResponse:  # noqa: N802
         running = self.running.get(request.request_id)

@@ -178,6 +178,7 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
             yield prefill_pb2.PrefillResponse(handed_over=handed_over)
         except asyncio.CancelledError:
             self.cancelled.append(request.request_id)
+            decode.abandon(request)
             raise
         finally:
             self.open_requests -= 1

@@ -10,7 +10,7 @@ from grpc import aio
 
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
-from services.router.lifecycle_values import Placed
+from services.router.lifecycle_values import Decoding, Placed
 from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
 from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, rest_of, text_of, tokens_of
 from tests.support.scripted_ports import plain_channel
@@ -36,9 +36,9 @@ async def bring_to(cluster: ScriptedCluster, phase: str) -> Callable[[], bool]:
 async def read_placements(router: RouterUnderTest, phase: str) -> None:
     """Returns when the router knows where its requests wait. Prefill aborts a place that the router does not know; the
     scripted prefill does not."""
-    if phase == "waiting":
+    if phase in ("waiting", "decoding"):
         entries = router.router.table._entries
-        await eventually(lambda: all(isinstance(entry.state, Placed) for entry in entries.values()))
+        await eventually(lambda: all(isinstance(entry.state, Placed | Decoding) for entry in entries.values()))
 
 
 async def all_legs_are_over(cluster: ScriptedCluster, router: RouterUnderTest) -> None:
