@@ -80,6 +80,9 @@ class Sessions:
             session = self._request.session
             try:
                 response = await self._next()
+                if self._closing.is_set():
+                    # What was read when close() came is lost, so what comes next is not the answer's next part.
+                    return None
                 if response is None and not self.received.is_complete:
                     ended = f"{self.call.target} ended the answer of request {self._request.request_id!r} without a "
                     raise RouterFailed(Unavailable(f"{ended}finish reason"))
@@ -116,6 +119,11 @@ class Sessions:
         """Cancels the request by its id as soon as a router knows it. Does not wait."""
         if self._cancelling is None or self._cancelling.done():
             self._cancelling = asyncio.create_task(self._cancel(), name="kaveri-client cancel")
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether the request's deadline has passed."""
+        return self._deadline_s is not None and time.monotonic() >= self._deadline_s
 
     async def _next(self) -> inference_pb2.GenerateResponse | None:
         return await (self.call.read() if self._sources is None else self._sources.next(self.call))
@@ -202,7 +210,7 @@ class Sessions:
     async def _cancel(self) -> None:
         """Asks until a router knows the request, or it is over."""
         request = inference_pb2.CancelRequest(request_id=self._request.request_id)
-        while not self.received.is_complete and not self._closing.is_set():
+        while not (self.received.is_complete or self._closing.is_set() or self._is_late):
             with contextlib.suppress(KaveriError):
                 limit_s = time.monotonic() + _CANCEL_TIMEOUT_S
                 if (await self._routers.ask("Cancel", request, limit_s)).found:

@@ -1,13 +1,18 @@
 """What a client that reads at decode instances keeps of its router's responses."""
 
+import asyncio
+import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from kaveri.client.direct import DirectStreams
 from kaveri.client.received import Received
-from kaveri.client.routers import RouterCall
+from kaveri.client.routers import RouterCall, Routers
+from kaveri.client.sessions import Sessions
 from kaveri.client.sources import AnswerSources
+from kaveri.client.targets import Targets
 from kaveri.errors import Unavailable
 from kaveri.v1 import inference_pb2, sampling_pb2
 
@@ -19,11 +24,27 @@ DECODE = inference_pb2.TokensAt(address="127.0.0.1:1", incarnation=1)
 class ScriptedCall(RouterCall[inference_pb2.GenerateResponse]):
     """Of a router: brings these responses."""
 
+    target = "router-0:1"
+
     def __init__(self, responses: Sequence[inference_pb2.GenerateResponse]) -> None:
         self._responses = iter(responses)
 
     async def read(self) -> inference_pb2.GenerateResponse | None:
         return next(self._responses, None)
+
+    def cancel(self) -> None:
+        """What has come already can still be read."""
+
+
+class ScriptedRouters(Routers):
+    """One router that answers every request with the same responses."""
+
+    def __init__(self, responses: Sequence[inference_pb2.GenerateResponse]) -> None:
+        super().__init__(Targets(("router-0:1",), random.Random(1)))
+        self._responses = responses
+
+    def call(self, *args: Any, **named: Any) -> ScriptedCall:
+        return ScriptedCall(self._responses)
 
 
 def report(first: int, end: int) -> inference_pb2.GenerateResponse:
@@ -59,6 +80,23 @@ async def test_a_report_goes_on_while_the_answer_is_read_at_a_decode_instance() 
         await streams.close()
     assert received.prompt_count == len(PROMPT)
     assert received.token_ids == [1]
+
+
+async def test_a_stream_that_is_closed_while_a_response_waits_ends_quietly() -> None:
+    tokens = [inference_pb2.GenerateResponse(index=index, token_ids=[1], text="a") for index in range(3)]
+    streams = DirectStreams()
+    sessions = Sessions(inference_pb2.GenerateRequest(request_id="r"), ScriptedRouters(tokens), None, streams)
+    reader = asyncio.create_task(sessions.read())
+    sources = sessions._sources
+    assert sources is not None
+    await asyncio.sleep(0)
+    assert sources._reading is not None, "the reader waits for the first token"
+    # Between the read of the first token and the reader's turn.
+    sources._reading.add_done_callback(lambda _: sessions.close())
+    try:
+        assert await reader is None
+    finally:
+        await streams.close()
 
 
 @pytest.mark.parametrize("reported", [1, len(PROMPT) - 1])

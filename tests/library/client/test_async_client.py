@@ -25,6 +25,7 @@ from kaveri import (
     Usage,
 )
 from tests.library.client.inference_double import InferenceDouble, until
+from tests.support.redis_fixture import free_port
 
 FIVE = SamplingParams(max_tokens=5)
 
@@ -243,6 +244,15 @@ async def test_a_cancel_that_overtakes_its_request_is_not_lost(target: str) -> N
                 while not await client.cancel(f"r{number}"):
                     pass
                 assert (await task).finish_reason is FinishReason.CANCELLED
+
+
+async def test_a_cancel_that_reaches_no_router_is_given_up_at_the_requests_deadline() -> None:
+    async with AsyncClient(f"127.0.0.1:{free_port()}") as client:
+        stream = client.stream("unread", request_id="late", timeout_s=0.3)
+        stream._cancel_when_known()
+        cancelling = stream._sessions._cancelling
+        assert cancelling is not None
+        await until(cancelling.done, "the cancel is given up")
 
 
 async def test_the_deadline_reaches_the_server_and_raises_deadline_exceeded(
