@@ -30,7 +30,7 @@ def new(
     requests_per_s: options.KeyLimit = 0,
     tokens_per_min: options.KeyLimit = 0,
     in_flight: options.KeyLimit = 0,
-    admin: Annotated[bool, typer.Option("--admin", help="It may also drain instances.")] = False,
+    admin: Annotated[bool, typer.Option("--admin", help="It may also drain instances, and see the cluster.")] = False,
 ) -> None:
     """Print a new API key, once, and add its SHA-256 and its limits to the keys file.
 

@@ -1,7 +1,7 @@
 """What a cluster was asked for of late, and what runs in it, as its routers say: for `kaveri plan --from-cluster`."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kaveri.cli import options
 
@@ -27,9 +27,11 @@ class ObservedCluster:
 
 async def observe_cluster(target: str) -> ObservedCluster:
     """target: routers, HOST:PORT with commas between them. The first that answers shows the cluster; then all routers
-    of its model are asked. Raises KaveriError when one of them does not answer: what came there would be missing."""
+    of its model are asked. Raises KaveriError when one of them does not answer: what came there would be missing. Sends
+    the key in KAVERI_API_KEY."""
     from grpc import aio
 
+    from kaveri.client.api_key import find_api_key, key_metadata
     from kaveri.client.targets import check_targets
     from kaveri.domain.view import ClusterView, Role
     from kaveri.errors import ConfigError, KaveriError
@@ -41,12 +43,13 @@ async def observe_cluster(target: str) -> ObservedCluster:
     from kaveri.wire.status import error_of
 
     failure: KaveriError | None = None
+    given: dict[str, Any] = {"timeout": _TIMEOUT_S, "metadata": key_metadata(find_api_key(None))}
     for one in check_targets(options.targets_of(target)):
         async with open_channel(one) as channel:
             stub = ClusterServiceStub(channel)
             try:
-                shown = await stub.GetClusterView(cluster_pb2.GetClusterViewRequest(), timeout=_TIMEOUT_S)
-                first = await stub.GetWorkload(cluster_pb2.GetWorkloadRequest(), timeout=_TIMEOUT_S)
+                shown = await stub.GetClusterView(cluster_pb2.GetClusterViewRequest(), **given)
+                first = await stub.GetWorkload(cluster_pb2.GetWorkloadRequest(), **given)
             except aio.AioRpcError as error:
                 failure = failure or error_of(error, peer=one)
                 continue
@@ -61,7 +64,7 @@ async def observe_cluster(target: str) -> ObservedCluster:
         model = router.record.model
         for name, instance in instances.items():
             if instance.record.role is Role.ROUTER and instance.record.model == model and name not in found:
-                found[name] = await _workload_of(instance.record.address)
+                found[name] = await _workload_of(instance.record.address, given)
         return ObservedCluster(model=model, view=view, samples=tuple(map(sample_from_proto, found.values())))
     assert failure is not None
     raise failure
@@ -86,7 +89,7 @@ def _lengths(some: "cluster_pb2.SampledRequests") -> "list[RequestLengths]":
     return [RequestLengths(*each) for each in zip(some.prompt_tokens, some.answer_tokens, strict=True)]
 
 
-async def _workload_of(address: str) -> "cluster_pb2.GetWorkloadResponse":
+async def _workload_of(address: str, given: dict[str, Any]) -> "cluster_pb2.GetWorkloadResponse":
     from grpc import aio
 
     from kaveri.rpc.server import open_channel
@@ -97,7 +100,7 @@ async def _workload_of(address: str) -> "cluster_pb2.GetWorkloadResponse":
     async with open_channel(address) as channel:
         try:
             answer: cluster_pb2.GetWorkloadResponse = await ClusterServiceStub(channel).GetWorkload(
-                cluster_pb2.GetWorkloadRequest(), timeout=_TIMEOUT_S
+                cluster_pb2.GetWorkloadRequest(), **given
             )
         except aio.AioRpcError as error:
             raise error_of(error, peer=address) from error

@@ -27,7 +27,10 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with --watch one per line.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again twice a second, until Ctrl-C.")] = False,
 ) -> None:
-    """Show the instances: role, phases served now, state, load, KV blocks and last heartbeat."""
+    """Show the instances: role, phases served now, state, load, KV blocks and last heartbeat.
+
+    A router with a keys file asks for a certificate, or for an admin key in KAVERI_API_KEY.
+    """
     try:
         asyncio.run(_show(target, as_json, watch))
     except KeyboardInterrupt:
@@ -73,6 +76,7 @@ async def _view(stubs: "Mapping[str, cluster_pb2_grpc.ClusterServiceAsyncStub]")
     """The view of the first router that answers. Raises KaveriError when none does."""
     from grpc import aio
 
+    from kaveri.client.api_key import find_api_key, key_metadata
     from kaveri.domain.view import ClusterView
     from kaveri.errors import KaveriError
     from kaveri.v1 import cluster_pb2
@@ -80,9 +84,12 @@ async def _view(stubs: "Mapping[str, cluster_pb2_grpc.ClusterServiceAsyncStub]")
     from kaveri.wire.status import error_of
 
     failure: KaveriError | None = None
+    metadata = key_metadata(find_api_key(None))
     for target, stub in stubs.items():
         try:
-            answer = await stub.GetClusterView(cluster_pb2.GetClusterViewRequest(), timeout=_TIMEOUT_S)
+            answer = await stub.GetClusterView(
+                cluster_pb2.GetClusterViewRequest(), timeout=_TIMEOUT_S, metadata=metadata
+            )
         except aio.AioRpcError as error:
             failure = failure or error_of(error, peer=target)
             continue

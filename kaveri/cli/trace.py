@@ -3,7 +3,7 @@
 import asyncio
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -35,6 +35,7 @@ def trace(
     """Show where a request spent its time, over all processes.
 
     Routers know the requests that they serve and the last 1,024 that they served. All routers of the cluster are asked.
+    A router with a keys file asks for a certificate, or for an admin key in KAVERI_API_KEY.
     """
     account = asyncio.run(_find(request_id, target))
     if as_json:
@@ -110,6 +111,7 @@ async def _find(request_id: str, target: str) -> "cluster_pb2.GetRequestAccountR
     """Of the latest session. Raises KaveriError when no router that answers knows the request."""
     from grpc import aio
 
+    from kaveri.client.api_key import find_api_key, key_metadata
     from kaveri.client.targets import check_targets
     from kaveri.errors import KaveriError, RequestNotFound
     from kaveri.rpc.server import open_channel
@@ -117,6 +119,7 @@ async def _find(request_id: str, target: str) -> "cluster_pb2.GetRequestAccountR
     from kaveri.wire.status import error_of
 
     failure: KaveriError | None = None
+    given: dict[str, Any] = {"timeout": _TIMEOUT_S, "metadata": key_metadata(find_api_key(None))}
     found: list[cluster_pb2.GetRequestAccountResponse] = []
     asked: dict[str, None] = {}
     targets = list(check_targets(options.targets_of(target)))
@@ -128,12 +131,12 @@ async def _find(request_id: str, target: str) -> "cluster_pb2.GetRequestAccountR
         async with open_channel(one) as channel:
             stub = cluster_pb2_grpc.ClusterServiceStub(channel)
             try:
-                view = await stub.GetClusterView(cluster_pb2.GetClusterViewRequest(), timeout=_TIMEOUT_S)
+                view = await stub.GetClusterView(cluster_pb2.GetClusterViewRequest(), **given)
                 targets += [
                     each.record.address for each in view.instances if each.record.role == cluster_pb2.ROLE_ROUTER
                 ]
                 request = cluster_pb2.GetRequestAccountRequest(request_id=request_id)
-                found.append(await stub.GetRequestAccount(request, timeout=_TIMEOUT_S))
+                found.append(await stub.GetRequestAccount(request, **given))
             except aio.AioRpcError as error:
                 raised = error_of(error, peer=one)
                 if not isinstance(raised, RequestNotFound):

@@ -40,11 +40,11 @@ class Drainable(Protocol):
 class DrainServer(DrainServiceServicer):
     """Answers for one process. For one event loop."""
 
-    def __init__(self, process: Drainable, store: ClusterStore, callers: Callers | None = None) -> None:
-        """callers: only those with an admin key may call; None: everyone that the port lets in."""
+    def __init__(self, process: Drainable, store: ClusterStore, operators: Callers | None = None) -> None:
+        """operators: only those with an admin key may call; None: everyone that the port lets in."""
         self._process = process
         self._store = store
-        self._callers = callers
+        self._operators = operators
 
     async def Drain(  # noqa: N802
         self, request: cluster_pb2.DrainRequest, context: aio.ServicerContext[Any, Any]
@@ -74,8 +74,8 @@ class DrainServer(DrainServiceServicer):
 
     def _check(self, context: aio.ServicerContext[Any, Any]) -> None:
         """Raises Unauthenticated."""
-        if self._callers is not None:
-            self._callers.check_admin(authorization_of(context.invocation_metadata()))
+        if self._operators is not None:
+            self._operators.check_admin(authorization_of(context.invocation_metadata()))
 
     def _named(self, instance_id: str) -> InstanceRecord | None:
         """Where the instance is; None: it is this process. Raises InvalidArgument for one that is not there."""

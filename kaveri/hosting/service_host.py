@@ -18,7 +18,6 @@ from kaveri.hosting.metrics import BUILD_INFO
 from kaveri.hosting.server_pair import ProcessServer, ServerPair
 from kaveri.rpc.process import ServiceConfig
 from kaveri.rpc.server import RpcServer
-from kaveri.rpc.tls import process_tls
 from kaveri.security.callers import Callers
 from kaveri.security.posture import open_ports
 from kaveri.telemetry.logs import get_logger
@@ -84,11 +83,11 @@ class ServiceHost:
         register: Callable[[aio.Server], None] | None = None,
         server: ProcessServer | None = None,
         public: ProcessServer | None = None,
-        callers: Callers | None = None,
+        operators: Callers | None = None,
     ) -> None:
         """service_names: full names of the gRPC services; register adds their servicers. store: connected already.
         server: instead of a gRPC server with these services and DrainService. public: listens beside it.
-        callers: without TLS only those with an admin key may drain the process; None: everyone may."""
+        operators: only those with an admin key may drain the process; None: everyone that the port lets in."""
         self.record = record
         """Its address is known once `started`."""
         self.state = InstanceState.READY
@@ -100,7 +99,7 @@ class ServiceHost:
         self._hosted = hosted
         self._stopping = False
         """Whether a signal, or a break, has begun the end of the process."""
-        self._operators = callers if process_tls() is None else None
+        self._operators = operators
         inner = server or self._rpc_server(service_names, register)
         self._server: ProcessServer = inner if public is None else ServerPair(inner, public)
         self._broken: asyncio.Future[str] | None = None

@@ -47,7 +47,7 @@ class ApiKey:
     """SHA-256 of the key."""
     limits: KeyLimits
     is_admin: bool = False
-    """Whether it may drain instances."""
+    """Whether it is an operator's: may drain instances, and see the cluster and how requests went."""
 
 
 def new_secret() -> str:

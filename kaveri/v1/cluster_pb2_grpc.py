@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class ClusterServiceStub(object):
-    """Shows the cluster as a router sees it.
+    """Shows the cluster as a router sees it. UNAUTHENTICATED: the router has API keys and no TLS, and the call carries no
+    admin key.
     """
 
     def __init__(self, channel):
@@ -53,7 +54,8 @@ class ClusterServiceStub(object):
 
 
 class ClusterServiceServicer(object):
-    """Shows the cluster as a router sees it.
+    """Shows the cluster as a router sees it. UNAUTHENTICATED: the router has API keys and no TLS, and the call carries no
+    admin key.
     """
 
     def GetClusterView(self, request, context):
@@ -105,7 +107,8 @@ def add_ClusterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ClusterService(object):
-    """Shows the cluster as a router sees it.
+    """Shows the cluster as a router sees it. UNAUTHENTICATED: the router has API keys and no TLS, and the call carries no
+    admin key.
     """
 
     @staticmethod
@@ -193,7 +196,8 @@ class ClusterService(object):
 class DrainServiceStub(object):
     """Takes instances out of service, and back, while they live. Served by every process for itself; a router passes on
     what names another instance. Errors: INVALID_ARGUMENT (no such instance is in the cluster, or another one answers
-    here), UNAVAILABLE (the instance cannot be reached, or is ending).
+    here), UNAVAILABLE (the instance cannot be reached, or is ending), UNAUTHENTICATED (a router with API keys and no TLS
+    was given no admin key).
     """
 
     def __init__(self, channel):
@@ -217,7 +221,8 @@ class DrainServiceStub(object):
 class DrainServiceServicer(object):
     """Takes instances out of service, and back, while they live. Served by every process for itself; a router passes on
     what names another instance. Errors: INVALID_ARGUMENT (no such instance is in the cluster, or another one answers
-    here), UNAVAILABLE (the instance cannot be reached, or is ending).
+    here), UNAVAILABLE (the instance cannot be reached, or is ending), UNAUTHENTICATED (a router with API keys and no TLS
+    was given no admin key).
     """
 
     def Drain(self, request, context):
@@ -259,7 +264,8 @@ def add_DrainServiceServicer_to_server(servicer, server):
 class DrainService(object):
     """Takes instances out of service, and back, while they live. Served by every process for itself; a router passes on
     what names another instance. Errors: INVALID_ARGUMENT (no such instance is in the cluster, or another one answers
-    here), UNAVAILABLE (the instance cannot be reached, or is ending).
+    here), UNAVAILABLE (the instance cannot be reached, or is ending), UNAUTHENTICATED (a router with API keys and no TLS
+    was given no admin key).
     """
 
     @staticmethod

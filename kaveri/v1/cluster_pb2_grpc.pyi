@@ -27,7 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ClusterServiceStub:
-    """Shows the cluster as a router sees it."""
+    """Shows the cluster as a router sees it. UNAUTHENTICATED: the router has API keys and no TLS, and the call carries no
+    admin key.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -44,7 +46,9 @@ class ClusterServiceStub:
 
 @_typing.type_check_only
 class ClusterServiceAsyncStub(ClusterServiceStub):
-    """Shows the cluster as a router sees it."""
+    """Shows the cluster as a router sees it. UNAUTHENTICATED: the router has API keys and no TLS, and the call carries no
+    admin key.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetClusterView: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetClusterViewRequest, _cluster_pb2.GetClusterViewResponse]  # type: ignore[assignment]
@@ -57,7 +61,9 @@ class ClusterServiceAsyncStub(ClusterServiceStub):
     """
 
 class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Shows the cluster as a router sees it."""
+    """Shows the cluster as a router sees it. UNAUTHENTICATED: the router has API keys and no TLS, and the call carries no
+    admin key.
+    """
 
     @_abc_1.abstractmethod
     def GetClusterView(
@@ -90,7 +96,8 @@ def add_ClusterServiceServicer_to_server(servicer: ClusterServiceServicer, serve
 class DrainServiceStub:
     """Takes instances out of service, and back, while they live. Served by every process for itself; a router passes on
     what names another instance. Errors: INVALID_ARGUMENT (no such instance is in the cluster, or another one answers
-    here), UNAVAILABLE (the instance cannot be reached, or is ending).
+    here), UNAVAILABLE (the instance cannot be reached, or is ending), UNAUTHENTICATED (a router with API keys and no TLS
+    was given no admin key).
     """
 
     @_typing.overload
@@ -108,7 +115,8 @@ class DrainServiceStub:
 class DrainServiceAsyncStub(DrainServiceStub):
     """Takes instances out of service, and back, while they live. Served by every process for itself; a router passes on
     what names another instance. Errors: INVALID_ARGUMENT (no such instance is in the cluster, or another one answers
-    here), UNAVAILABLE (the instance cannot be reached, or is ending).
+    here), UNAVAILABLE (the instance cannot be reached, or is ending), UNAUTHENTICATED (a router with API keys and no TLS
+    was given no admin key).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -122,7 +130,8 @@ class DrainServiceAsyncStub(DrainServiceStub):
 class DrainServiceServicer(metaclass=_abc_1.ABCMeta):
     """Takes instances out of service, and back, while they live. Served by every process for itself; a router passes on
     what names another instance. Errors: INVALID_ARGUMENT (no such instance is in the cluster, or another one answers
-    here), UNAVAILABLE (the instance cannot be reached, or is ending).
+    here), UNAVAILABLE (the instance cannot be reached, or is ending), UNAUTHENTICATED (a router with API keys and no TLS
+    was given no admin key).
     """
 
     @_abc_1.abstractmethod

@@ -4,7 +4,9 @@ import time
 from collections.abc import Sequence
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.errors import KaveriError
+from kaveri.errors import KaveriError, Unauthenticated
+from kaveri.rpc.public_port import authorization_of
+from kaveri.security.callers import Callers
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc
 from kaveri.wire.messages import status_to_proto
 from kaveri.wire.status import abort
@@ -18,18 +20,27 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
     """Answers for one router."""
 
     def __init__(
-        self, store: ClusterStore, recent: RecentRequests, workload: RecentWorkload, table: RequestTable, router_id: str
+        self,
+        store: ClusterStore,
+        recent: RecentRequests,
+        workload: RecentWorkload,
+        table: RequestTable,
+        router_id: str,
+        operators: Callers | None = None,
     ) -> None:
-        """router_id: the instance id of this router."""
+        """router_id: the instance id of this router. operators: only those with an admin key may call; None: everyone
+        that the port lets in."""
         self._store = store
         self._recent = recent
         self._workload = workload
         self._table = table
         self._router_id = router_id
+        self._operators = operators
 
     async def GetClusterView(  # noqa: N802
         self, request: cluster_pb2.GetClusterViewRequest, context: ServicerContext
     ) -> cluster_pb2.GetClusterViewResponse:
+        await self._check(context)
         view = self._store.view()
         return cluster_pb2.GetClusterViewResponse(
             instances=[status_to_proto(view.instances[instance_id]) for instance_id in sorted(view.instances)],
@@ -39,6 +50,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
     async def GetRequestAccount(  # noqa: N802
         self, request: cluster_pb2.GetRequestAccountRequest, context: ServicerContext
     ) -> cluster_pb2.GetRequestAccountResponse:
+        await self._check(context)
         try:
             return self._recent.account_of(request.request_id)
         except KaveriError as error:
@@ -47,6 +59,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
     async def GetWorkload(  # noqa: N802
         self, request: cluster_pb2.GetWorkloadRequest, context: ServicerContext
     ) -> cluster_pb2.GetWorkloadResponse:
+        await self._check(context)
         now_s = time.monotonic()
         running = [entry for entry in self._table.entries() if not entry.ended]
         return cluster_pb2.GetWorkloadResponse(
@@ -60,6 +73,14 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
                 answer_tokens=[len(entry.answer.token_ids) for entry in running],
             ),
         )
+
+    async def _check(self, context: ServicerContext) -> None:
+        """Ends the call of one that is no operator."""
+        try:
+            if self._operators is not None:
+                self._operators.check_admin(authorization_of(context.invocation_metadata()))
+        except Unauthenticated as error:
+            await abort(context, error)
 
 
 def _sampled(ends: Sequence[RecentEnd], now_s: float) -> cluster_pb2.SampledRequests:

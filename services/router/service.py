@@ -21,7 +21,7 @@ from kaveri.hosting.vllm_grpc_extra import require_vllm_grpc
 from kaveri.rpc.channels import Channels
 from kaveri.rpc.public_port import PublicPort
 from kaveri.rpc.server import RpcServer
-from kaveri.rpc.tls import RpcTls
+from kaveri.rpc.tls import RpcTls, process_tls
 from kaveri.security.callers import make_callers
 from kaveri.security.settings import PUBLIC_PREFIX
 from kaveri.telemetry.discovery import set_discovery
@@ -72,7 +72,9 @@ def router_host(router: "Router") -> ServiceHost:
     that --vllm-grpc lacks."""
     config = router.config
     servicer = InferenceServicer(router)
-    operators = ClusterServicer(router.store, router.recent, router.workload, router.table, config.instance_id)
+    # A certificate is enough; the public port has neither service.
+    operators = router.callers if process_tls() is None else None
+    shows = ClusterServicer(router.store, router.recent, router.workload, router.table, config.instance_id, operators)
     services = (inference_pb2.DESCRIPTOR, cluster_pb2.DESCRIPTOR)
     names = [service.full_name for file in services for service in file.services_by_name.values()]
     vllm_grpc = _vllm_grpc() if config.vllm_grpc else None
@@ -81,7 +83,7 @@ def router_host(router: "Router") -> ServiceHost:
 
     def register(server: aio.Server) -> None:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
-        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(operators, server)
+        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(shows, server)
         if vllm_grpc is not None:
             vllm_grpc.VllmEngineServicer(router, servicer).register(server)
 
@@ -92,7 +94,7 @@ def router_host(router: "Router") -> ServiceHost:
     public: RpcServer | None = None
     if config.public_port and router.callers is not None:
         public = _public_server(config, PublicServicer(servicer, router.callers))
-    return ServiceHost(config, router.store, record, router, names, register, public=public, callers=router.callers)
+    return ServiceHost(config, router.store, record, router, names, register, public=public, operators=operators)
 
 
 def _vllm_grpc() -> ModuleType:
@@ -151,7 +153,7 @@ class Router:
         self.monitor = Monitor(store, self.router_id, config.monitor_interval_s)
         self.intake = Intake(config.model_name, tokenizer, self.placer)
         self.callers = make_callers(config.keys_file, config.redis_url, config.cluster_name)
-        """Of the public port, and those who may drain; None: there are no API keys."""
+        """Of the public port, and of operators; None: there are no API keys."""
         self._serving = asyncio.Event()
         """Cleared while it drains."""
         self._serving.set()

@@ -77,13 +77,13 @@ class Process:
 
 @contextlib.asynccontextmanager
 async def running(
-    cluster: MemoryCluster, instance_id: str, role: Role, callers: Callers | None = None
+    cluster: MemoryCluster, instance_id: str, role: Role, operators: Callers | None = None
 ) -> AsyncIterator[Process]:
     config = ServiceConfig(instance_id=instance_id, heartbeat_interval_s=0.02)
     work, stopping = Work(), asyncio.Event()
     async with MemoryStore(cluster) as store:
         record = service_record(config, role, "model", 1)
-        host = ServiceHost(config, store, record, work, (), lambda _: None, callers=callers)
+        host = ServiceHost(config, store, record, work, (), lambda _: None, operators=operators)
         serving = asyncio.create_task(host.serve(stopping))
         await asyncio.wait_for(host.started.wait(), SOON_S)
         async with open_channel(host.address) as channel:
@@ -157,9 +157,9 @@ async def test_where_there_are_api_keys_a_drain_wants_the_key_of_an_operator(tmp
     user = add_key(keys_file, "user", KeyLimits())
     operator = add_key(keys_file, "operator", KeyLimits(), is_admin=True)
     cluster = MemoryCluster()
-    callers = make_callers(keys_file, "", "cluster")
+    operators = make_callers(keys_file, "", "cluster")
     async with (
-        running(cluster, "router-0", Role.ROUTER, callers) as router,
+        running(cluster, "router-0", Role.ROUTER, operators) as router,
         running(cluster, "decode-0", Role.ENGINE) as decode,
     ):
         await shows(cluster, "decode-0", InstanceState.READY)
