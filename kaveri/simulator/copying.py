@@ -4,6 +4,7 @@ They go the way of services/decode/replicated.py and holder.py around the instan
 """
 
 import random
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from kaveri.domain.length import RangeEnd
@@ -11,7 +12,6 @@ from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.view import InstanceRecord
 from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.errors import InvalidArgument
-from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.decode_batch import member_of
 from kaveri.policy.decode_room import DecodeRoom, FreeRoom
 from kaveri.simulator.attempt import SimulatedAttempt
@@ -19,7 +19,7 @@ from kaveri.simulator.colocated import SimulatedColocated
 from kaveri.simulator.copies import OwnedCopies
 from kaveri.simulator.decode import ReservedRequest, SimulatedDecode
 from kaveri.simulator.held_copies import HeldCopies
-from kaveri.simulator.member import HolderLoad, SimulatedLoad
+from kaveri.simulator.member import BeatingMember, HolderLoad, SimulatedLoad
 from kaveri.simulator.resuming_engine import ResumingEngine
 from kaveri.simulator.router_side import RouterSide
 from kaveri.simulator.sequence import CountedSequence
@@ -30,6 +30,9 @@ from kaveri.simulator.timeline import Timeline
 class ResumingInstance(Protocol):
     """What goes on with resumed requests."""
 
+    engine: ResumingEngine
+    member: BeatingMember
+
     def reserve_resumed(self, attempt: SimulatedAttempt) -> CountedSequence | None:
         """Takes room ahead of all that wait for some. None: there is none."""
 
@@ -38,28 +41,30 @@ class ResumingInstance(Protocol):
 
 
 class InstanceCopies:
-    """Both sides of the copies of one life of an instance."""
+    """Both sides of the copies of one life of an instance. begin() must follow."""
 
-    def __init__(
-        self,
-        timeline: Timeline,
-        spec: ClusterSpec,
-        record: InstanceRecord,
-        router: RouterSide,
-        instance: ResumingInstance,
-        owned: OwnedCopies,
-        held: HeldCopies,
-    ) -> None:
+    owned: OwnedCopies
+    _instance: ResumingInstance
+
+    def __init__(self, timeline: Timeline, spec: ClusterSpec, record: InstanceRecord, router: RouterSide) -> None:
         self.record = record
-        self.owned = owned
-        self.held = held
+        self.held = HeldCopies(timeline, spec.decode.copies, record, spec.overheads.hop_s)
         self._timeline = timeline
-        self._overheads = spec.overheads
+        self._spec = spec
         self._router = router
-        self._instance = instance
         self._resuming: dict[SimulatedAttempt, None] = {}
         """Those that have room, and whose copies are on their way into the engine."""
         self.is_dead = False
+
+    def begin(self, instance: ResumingInstance, touch: Callable[[], None], rng: random.Random) -> None:
+        """The instance has been made. touch: has its engine take in the steps that have ended."""
+        self._instance = instance
+        self.held.member = instance.member
+        self.owned = OwnedCopies(self._timeline, self._spec, self.record, instance.engine, touch, rng)
+
+    def load(self, load: SimulatedLoad) -> HolderLoad:
+        """The instance's load, with what is free for copies. Wanted for its first heartbeat, before begin()."""
+        return HolderLoad.of(load, self.held.free_bytes, self.held.total_bytes)
 
     def resume(self, attempt: SimulatedAttempt) -> None:
         """To go on with a request from the copy that `attempt.replica` names."""
@@ -75,7 +80,7 @@ class InstanceCopies:
         if sequence is not None:
             self._resuming[attempt] = None
             resumed = (attempt, sequence, held_tokens)
-            self._timeline.after(self._overheads.push_tail_s, self._land, resumed)
+            self._timeline.after(self._spec.overheads.push_tail_s, self._land, resumed)
         elif held_tokens and not replica.was_pushed_on:
             self.owned.push_on(held, attempt, lambda pushed_on: self._refuse(attempt, pushed_on))
         else:
@@ -87,7 +92,7 @@ class InstanceCopies:
         self.owned.die()
         self.held.die()
         for attempt in self._resuming:
-            self._timeline.after(self._overheads.hop_s, self._router.resume_lost, attempt)
+            self._timeline.after(self._spec.overheads.hop_s, self._router.resume_lost, attempt)
         self._resuming.clear()
 
     def is_empty(self) -> bool:
@@ -109,7 +114,7 @@ class InstanceCopies:
         self.owned.follow(attempt, sequence)
 
     def _refuse(self, attempt: SimulatedAttempt, pushed_on: ReplicaLocation | None) -> None:
-        self._timeline.after(self._overheads.hop_s, self._refused, (attempt, pushed_on))
+        self._timeline.after(self._spec.overheads.hop_s, self._refused, (attempt, pushed_on))
 
     def _refused(self, refused: tuple[SimulatedAttempt, ReplicaLocation | None]) -> None:
         self._router.not_resumed(*refused)
@@ -150,6 +155,9 @@ def _was_granted(_: object) -> None:
 class CopyingDecode(SimulatedDecode):
     """A decode instance with copies."""
 
+    _engine_kind = ResumingEngine
+    engine: ResumingEngine
+
     def __init__(
         self,
         timeline: Timeline,
@@ -159,15 +167,9 @@ class CopyingDecode(SimulatedDecode):
         router: RouterSide,
         rng: random.Random,
     ) -> None:
-        held = HeldCopies(timeline, spec.decode.copies, record, spec.overheads.hop_s)
-        self._held = held
+        self.copies = InstanceCopies(timeline, spec, record, router)
         super().__init__(timeline, spec, record, first_beat_s, router)
-        held.member = self.member
-        assert isinstance(record.layout, KvLayout)
-        self.engine = engine = ResumingEngine(timeline, spec.decode.engine, record.layout, spec.overheads, self)
-        owned = OwnedCopies(timeline, spec, record, engine, self._touch, rng)
-        self._resuming_engine = engine
-        self.copies = InstanceCopies(timeline, spec, record, router, self, owned, held)
+        self.copies.begin(self, self._touch, rng)
 
     def land(self, reserved: ReservedRequest) -> None:
         super().land(reserved)
@@ -186,7 +188,7 @@ class CopyingDecode(SimulatedDecode):
         self._touch()
         self._serial += 1
         attempt.heavy = self._spec.thresholds.is_heavy(None, attempt.request.prompt_tokens)
-        where = _ResumeRoom(self.room, self._resuming_engine, self._spec.decode.decode_range_end)
+        where = _ResumeRoom(self.room, self.engine, self._spec.decode.decode_range_end)
         return _reserve_resumed(where, self._serial, None, attempt, self._timeline.now_s)
 
     def land_resumed(self, attempt: SimulatedAttempt, sequence: CountedSequence, held_tokens: int) -> None:
@@ -198,7 +200,7 @@ class CopyingDecode(SimulatedDecode):
         self._heavy_count += attempt.heavy
         attempt.decode = self
         self.room.batch.land(sequence.number, first=True)
-        self._resuming_engine.land_partly(sequence, held_tokens)
+        self.engine.land_partly(sequence, held_tokens)
         self._admit()
 
     def drew_first(self, sequence: CountedSequence, time_s: float) -> None:
@@ -212,12 +214,14 @@ class CopyingDecode(SimulatedDecode):
         super().ended(sequence)
 
     def _load_at(self, time_s: float, sequence_number: int) -> SimulatedLoad:
-        load = super()._load_at(time_s, sequence_number)
-        return HolderLoad.of(load, self._held.free_bytes, self._held.total_bytes)
+        return self.copies.load(super()._load_at(time_s, sequence_number))
 
 
 class CopyingColocated(SimulatedColocated):
     """An instance of both phases with copies."""
+
+    _engine_kind = ResumingEngine
+    engine: ResumingEngine
 
     def __init__(
         self,
@@ -228,15 +232,9 @@ class CopyingColocated(SimulatedColocated):
         router: RouterSide,
         rng: random.Random,
     ) -> None:
-        held = HeldCopies(timeline, spec.decode.copies, record, spec.overheads.hop_s)
-        self._held = held
+        self.copies = InstanceCopies(timeline, spec, record, router)
         super().__init__(timeline, spec, record, first_beat_s, router, rng)
-        held.member = self.member
-        assert isinstance(record.layout, KvLayout)
-        self.engine = engine = ResumingEngine(timeline, spec.prefill.engine, record.layout, spec.overheads, self)
-        owned = OwnedCopies(timeline, spec, record, engine, self._touch, rng)
-        self._resuming_engine = engine
-        self.copies = InstanceCopies(timeline, spec, record, router, self, owned, held)
+        self.copies.begin(self, self._touch, rng)
 
     def die(self) -> None:
         self._touch()
@@ -257,7 +255,7 @@ class CopyingColocated(SimulatedColocated):
         self._touch()
         self._serial += 1
         attempt.heavy = self._spec.thresholds.is_heavy(None, attempt.request.prompt_tokens)
-        where = _ResumeRoom(self._room, self._resuming_engine, self._spec.decode.decode_range_end)
+        where = _ResumeRoom(self._room, self.engine, self._spec.decode.decode_range_end)
         return _reserve_resumed(where, self._serial, attempt, attempt, self._timeline.now_s)
 
     def land_resumed(self, attempt: SimulatedAttempt, sequence: CountedSequence, held_tokens: int) -> None:
@@ -267,7 +265,7 @@ class CopyingColocated(SimulatedColocated):
         self._adopted[sequence.number] = sequence
         self._heavy_count += attempt.heavy
         self._batch.land(sequence.number, first=True)
-        self._resuming_engine.land_partly(sequence, held_tokens)
+        self.engine.land_partly(sequence, held_tokens)
         self._admit()
 
     def drew_first(self, sequence: CountedSequence, time_s: float) -> None:
@@ -280,5 +278,4 @@ class CopyingColocated(SimulatedColocated):
         super().ended(sequence)
 
     def _load_at(self, time_s: float, sequence_number: int) -> SimulatedLoad:
-        load = super()._load_at(time_s, sequence_number)
-        return HolderLoad.of(load, self._held.free_bytes, self._held.total_bytes)
+        return self.copies.load(super()._load_at(time_s, sequence_number))

@@ -46,6 +46,8 @@ class ReservedRequest:
 class SimulatedDecode:
     """The EngineListener of its engine."""
 
+    _engine_kind: type[CountedEngine] = CountedEngine
+
     def __init__(
         self, timeline: Timeline, spec: ClusterSpec, record: InstanceRecord, first_beat_s: float, router: RouterSide
     ) -> None:
@@ -59,18 +61,7 @@ class SimulatedDecode:
         self.room = DecodeRoom(pool.total_blocks, pool.block_tokens, batch)
         self._keeps_blocks = batch.keeps_blocks
         self._gaps = router.table.gaps
-        overheads = spec.overheads
-        self.engine = CountedEngine(
-            timeline,
-            pool.latency,
-            layout,
-            pool.total_blocks,
-            pool.chunk_tokens,
-            pool.max_batch,
-            self,
-            prefill_overhead_s=overheads.prefill_step_s,
-            decode_overhead_s=overheads.decode_step_s,
-        )
+        self.engine = self._engine_kind.of_pool(timeline, pool, layout, spec.overheads, self)
         self._serial = 0
         self._in_line: dict[str, ReservedRequest] = {}
         self._by_serial: dict[int, ReservedRequest] = {}

@@ -10,7 +10,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Self, cast
 
 from kaveri.engine.stepwise.batch import form_step
 from kaveri.engine.stepwise.phase import SequencePhase
@@ -18,6 +18,7 @@ from kaveri.engine.stepwise.residency import Residency
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.latency.model import LatencyModel
 from kaveri.simulator.sequence import CountedBlocks, CountedSequence
+from kaveri.simulator.spec import Overheads, PoolSpec
 from kaveri.simulator.timeline import Timeline
 
 _ALMOST = 1e-9
@@ -115,6 +116,23 @@ class CountedEngine:
         self._dead = False
         self.last_step_began_s = 0.0
         """When the step began that ends now; within a run, any of its steps."""
+
+    @classmethod
+    def of_pool(
+        cls, timeline: Timeline, pool: PoolSpec, layout: KvLayout, overheads: Overheads, listener: EngineListener
+    ) -> Self:
+        """The engine of an instance."""
+        return cls(
+            timeline,
+            pool.latency,
+            layout,
+            pool.total_blocks,
+            pool.chunk_tokens,
+            pool.max_batch,
+            listener,
+            prefill_overhead_s=overheads.prefill_step_s,
+            decode_overhead_s=overheads.decode_step_s,
+        )
 
     # Blocks.
 

@@ -91,6 +91,8 @@ class SeekingRequest:
 class SimulatedPrefill:
     """The EngineListener of its engine."""
 
+    _engine_kind: type[CountedEngine] = CountedEngine
+
     def __init__(
         self,
         timeline: Timeline,
@@ -112,17 +114,7 @@ class SimulatedPrefill:
             settings.prefill_policy, pool.chunk_tokens, settings.max_queue, settings.prefill_sched_batch
         )
         self._search: RoomSearch[str] = RoomSearch(record.model, layout, settings.decode_placement, rng)
-        self.engine = CountedEngine(
-            timeline,
-            pool.latency,
-            layout,
-            pool.total_blocks,
-            pool.chunk_tokens,
-            pool.max_batch,
-            self,
-            prefill_overhead_s=spec.overheads.prefill_step_s,
-            decode_overhead_s=spec.overheads.decode_step_s,
-        )
+        self.engine = self._engine_kind.of_pool(timeline, pool, layout, spec.overheads, self)
         self._live: set[SimulatedAttempt] = set()
         self._waiting_count = 0
         self._retries = False

@@ -1,29 +1,11 @@
 """A simulated engine whose requests may land with a part of their KV: the rest is computed beside the batch. Pure."""
 
-from kaveri.kv.layout.layout import KvLayout
-from kaveri.simulator.engine import CountedEngine, EngineListener
+from kaveri.simulator.engine import CountedEngine
 from kaveri.simulator.sequence import CountedSequence
-from kaveri.simulator.spec import Overheads, PoolSpec
-from kaveri.simulator.timeline import Timeline
 
 
 class ResumingEngine(CountedEngine):
     """Goes step by step while a request that was resumed lacks KV, as it does for requests that lost their blocks."""
-
-    def __init__(
-        self, timeline: Timeline, pool: PoolSpec, layout: KvLayout, overheads: Overheads, listener: EngineListener
-    ) -> None:
-        super().__init__(
-            timeline,
-            pool.latency,
-            layout,
-            pool.total_blocks,
-            pool.chunk_tokens,
-            pool.max_batch,
-            listener,
-            prefill_overhead_s=overheads.prefill_step_s,
-            decode_overhead_s=overheads.decode_step_s,
-        )
 
     def land_partly(self, sequence: CountedSequence, held_tokens: int) -> None:
         """The KV of the first `held_tokens` of a request is here, whose blocks are open. All its tokens are known."""
