@@ -25,6 +25,10 @@ _LINE_LOOK_S = 0.05
 for requests that do not land."""
 
 
+_COUNTED = BatchMember(0)
+"""Of a batch whose policy only counts its members."""
+
+
 class ReservedRequest:
     """One request at decode, from its Reserve call on."""
 
@@ -37,7 +41,7 @@ class ReservedRequest:
         self.attempt = attempt
         self.answer = answer
         """Called once, with itself when it has room."""
-        self.member: BatchMember
+        self.member = _COUNTED
         self.sequence: CountedSequence
         self.first_step_s = -1.0
         self.preemptions = 0
@@ -88,13 +92,8 @@ class SimulatedDecode:
         except InvalidArgument as error:
             answer(error)
             return reserved
-        request = attempt.request
-        expected = expected_answer(
-            request.length, request.prompt_tokens, request.output_tokens, self._spec.decode.engine.max_model_len
-        )
-        reserved.member = member_of(
-            attempt.token_count, attempt.generated, expected, self._spec.decode.decode_range_end
-        )
+        if self._keeps_blocks:
+            reserved.member = self._member_of(attempt)
         self._in_line[attempt.key] = reserved
         self.room.line.join(attempt.key, needed_blocks, attempt.token_count)
         self._give_room()
@@ -103,6 +102,13 @@ class SimulatedDecode:
             self.leave_line(attempt)
             answer(refusal)
         return reserved
+
+    def _member_of(self, attempt: SimulatedAttempt) -> BatchMember:
+        request, settings = attempt.request, self._spec.decode
+        expected = expected_answer(
+            request.length, request.prompt_tokens, request.output_tokens, settings.engine.max_model_len
+        )
+        return member_of(attempt.token_count, attempt.generated, expected, settings.decode_range_end)
 
     def leave_line(self, attempt: SimulatedAttempt) -> None:
         """The request wants no room any more. Idempotent."""

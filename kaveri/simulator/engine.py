@@ -8,8 +8,10 @@ by step with kaveri.engine.stepwise's own Residency and form_step.
 
 import heapq
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any, Protocol, Self, cast
 
 from kaveri.engine.stepwise.batch import form_step
@@ -23,6 +25,8 @@ from kaveri.simulator.timeline import Timeline
 
 _ALMOST = 1e-9
 """Part of a step by which the end of one may be missed in floating point."""
+
+_ADMISSION = attrgetter("admission")
 
 
 class EngineListener(Protocol):
@@ -398,12 +402,15 @@ class CountedEngine:
 
     def _growth(self, steps: int) -> int:
         """Blocks that the running requests take with the ends of so many steps."""
-        size, counts, former = self._block_tokens, self._counts, self._steps - 1
+        size, counts = self._block_tokens, self._counts
         whole, rest = divmod(steps, size)
-        blocks = whole * len(self._running)
-        for step in range(former + 1, former + rest + 1):
-            blocks += counts[-step % size]
-        return blocks
+        # Step `step` from here counts at -(self._steps + step - 1) % size.
+        first = (1 - self._steps - rest) % size
+        last = first + rest
+        blocks = sum(counts[first:last])
+        if last > size:
+            blocks += sum(counts[: last - size])
+        return whole * len(self._running) + blocks
 
     def _steps_with_blocks(self, most: int) -> int:
         """Steps of at most `most` that can be taken before blocks run short: only after the last may there be too
@@ -435,8 +442,9 @@ class CountedEngine:
     def _note_first_steps(self) -> int:
         """The step that has ended is the first one of those that joined the batch. Returns how many these are."""
         time_s = self._began_s + self._first_step_s
-        joined = [sequence for sequence in self._joined if sequence not in self._ended_outside]
-        self._joined.clear()
+        joined, self._joined = self._joined, []
+        if self._ended_outside:
+            joined = [sequence for sequence in joined if sequence not in self._ended_outside]
         for sequence in joined:
             sequence.first_step_s = time_s
             self._listener.drew_first(sequence, time_s)
@@ -497,7 +505,7 @@ class CountedEngine:
             self._ended_outside = []
         for sequence in leaving:
             self._count_out(sequence)
-            running.remove(sequence)
+            del running[bisect_left(running, sequence.admission, key=_ADMISSION)]
             sequence.phase = SequencePhase.COMPUTED
             sequence.in_step = False
             sequence.block_ids = []
