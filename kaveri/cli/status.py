@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from kaveri.domain.view import ClusterView
+    from kaveri.domain.view import ClusterView, InstanceLoad
     from kaveri.v1 import cluster_pb2_grpc
 
 _INTERVAL_S = 0.5
 _TIMEOUT_S = 5.0
 _PIPE_WIDTH = 240
+_OF_COPIES = ("copies free/total MiB", "requests copied", "lag tokens", "resumed", "moved")
 
 
 def status(
@@ -99,6 +100,16 @@ async def _view(stubs: "Mapping[str, cluster_pb2_grpc.ClusterServiceAsyncStub]")
     raise failure
 
 
+def _of_copies(load: "InstanceLoad") -> tuple[str, ...]:
+    """A cell for each of _OF_COPIES."""
+    memory = f"{load.replica_free_bytes >> 20}/{load.replica_total_bytes >> 20}" if load.replica_total_bytes else ""
+    counts = load.replica_counts
+    if counts is None:
+        return memory, "", "", "", ""
+    copied = f"{counts.owned}/{counts.owned + counts.unprotected}"
+    return memory, copied, str(counts.lag_tokens), str(counts.resumed), str(counts.moved)
+
+
 def _as_json(view: "ClusterView") -> dict[str, object]:
     import dataclasses
 
@@ -119,13 +130,12 @@ def _as_table(view: "ClusterView", target: str) -> "Table":
         table.add_column(name)
     # Only where some instance holds copies of others' requests.
     replicates = any(shown.load.replica_total_bytes for shown in view.instances.values())
-    copies = ("copies free/total MiB",) if replicates else ()
+    copies = _OF_COPIES if replicates else ()
     for name in ("waiting", "running", "queued tokens", "KV blocks free/total", *copies, "heartbeat"):
         table.add_column(name, justify="right")
     for instance_id in sorted(view.instances):
         shown = view.instances[instance_id]
         record, load = shown.record, shown.load
-        memory = f"{load.replica_free_bytes >> 20}/{load.replica_total_bytes >> 20}" if load.replica_total_bytes else ""
         table.add_row(
             instance_id,
             record.role,
@@ -137,7 +147,7 @@ def _as_table(view: "ClusterView", target: str) -> "Table":
             str(load.running_requests),
             str(load.queued_prefill_tokens),
             f"{load.free_blocks}/{load.total_blocks}" if load.total_blocks else "",
-            *([memory] if replicates else []),
+            *(_of_copies(load) if replicates else ()),
             f"{shown.heartbeat_age_s * 1000:.0f} ms ago",
         )
     return table

@@ -74,6 +74,22 @@ class InstanceRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaCounts:
+    """How the replication of one decode instance did at its last heartbeat."""
+
+    owned: int = 0
+    """Requests here of which another instance holds a replica."""
+    unprotected: int = 0
+    """Requests here that are worth a replica, and of which no whole block is copied yet."""
+    lag_tokens: int = 0
+    """Most tokens of one request here that its replica lacks."""
+    resumed: int = 0
+    """Requests that went on here from a replica, in this life of the instance."""
+    moved: int = 0
+    """Requests that it has let go while it drained, with all their KV at the holder, in this life of the instance."""
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceLoad:
     """How busy an instance was at its last heartbeat."""
 
@@ -103,6 +119,8 @@ class InstanceLoad:
     """Host memory that new replicas of other instances' requests may take."""
     replica_total_bytes: int = 0
     """All host memory for replicas. 0: it holds none."""
+    replica_counts: ReplicaCounts | None = None
+    """None: it has no replicas, or its version does not say."""
 
 
 class ViewedInstance(Protocol):

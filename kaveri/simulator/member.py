@@ -34,6 +34,7 @@ class SimulatedLoad:
     ending_phases: tuple[Phase, ...] = ()
     phase_order = 0
     replica_free_bytes = replica_total_bytes = 0
+    replica_counts = None
 
     def __init__(
         self,

@@ -589,6 +589,7 @@ class InstanceLoad(_message.Message):
     ENDING_PHASES_FIELD_NUMBER: _builtins.int
     REPLICA_FREE_BYTES_FIELD_NUMBER: _builtins.int
     REPLICA_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    REPLICA_COUNTS_FIELD_NUMBER: _builtins.int
     sequence_number: _builtins.int
     """Rises by one with each heartbeat of an incarnation."""
     state: Global___InstanceState.ValueType
@@ -627,6 +628,10 @@ class InstanceLoad(_message.Message):
     def ending_phases(self) -> _containers.RepeatedScalarFieldContainer[Global___Phase.ValueType]:
         """Those of `phases` that take no new requests: they will not be served when the last request has ended."""
 
+    @_builtins.property
+    def replica_counts(self) -> Global___ReplicaCounts:
+        """Of the replicas. Unset: it has none, or its version does not say."""
+
     def __init__(
         self,
         *,
@@ -646,16 +651,55 @@ class InstanceLoad(_message.Message):
         ending_phases: _abc.Iterable[Global___Phase.ValueType] | None = ...,
         replica_free_bytes: _builtins.int = ...,
         replica_total_bytes: _builtins.int = ...,
+        replica_counts: Global___ReplicaCounts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room", "queue_room", b"queue_room"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room", "queue_room", b"queue_room", "replica_counts", b"replica_counts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room", "context_tokens", b"context_tokens", "ending_phases", b"ending_phases", "free_blocks", b"free_blocks", "heavy_requests", b"heavy_requests", "light_requests", b"light_requests", "phase_order", b"phase_order", "phases", b"phases", "queue_room", b"queue_room", "queued_prefill_tokens", b"queued_prefill_tokens", "replica_free_bytes", b"replica_free_bytes", "replica_total_bytes", b"replica_total_bytes", "running_requests", b"running_requests", "sequence_number", b"sequence_number", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room", "context_tokens", b"context_tokens", "ending_phases", b"ending_phases", "free_blocks", b"free_blocks", "heavy_requests", b"heavy_requests", "light_requests", b"light_requests", "phase_order", b"phase_order", "phases", b"phases", "queue_room", b"queue_room", "queued_prefill_tokens", b"queued_prefill_tokens", "replica_counts", b"replica_counts", "replica_free_bytes", b"replica_free_bytes", "replica_total_bytes", b"replica_total_bytes", "running_requests", b"running_requests", "sequence_number", b"sequence_number", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__queue_room: _TypeAlias = _typing.Literal["queue_room"]  # noqa: Y015
     _WhichOneofArgType__queue_room: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_room) -> _WhichOneofReturnType__queue_room | None: ...
 
 Global___InstanceLoad: _TypeAlias = InstanceLoad  # noqa: Y015
+
+@_typing.final
+class ReplicaCounts(_message.Message):
+    """How the replication of one decode instance does."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNED_FIELD_NUMBER: _builtins.int
+    UNPROTECTED_FIELD_NUMBER: _builtins.int
+    LAG_TOKENS_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
+    owned: _builtins.int
+    """Requests here of which another instance holds a replica."""
+    unprotected: _builtins.int
+    """Requests here that are worth a replica, and of which no whole block is copied yet."""
+    lag_tokens: _builtins.int
+    """Most tokens of one request here that its replica lacks."""
+    resumed: _builtins.int
+    """Requests that went on here from a replica, during this life of the instance."""
+    moved: _builtins.int
+    """Requests that it has let go while it drained, with all their KV at the holder, during this life of the instance."""
+    def __init__(
+        self,
+        *,
+        owned: _builtins.int = ...,
+        unprotected: _builtins.int = ...,
+        lag_tokens: _builtins.int = ...,
+        resumed: _builtins.int = ...,
+        moved: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lag_tokens", b"lag_tokens", "moved", b"moved", "owned", b"owned", "resumed", b"resumed", "unprotected", b"unprotected"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaCounts: _TypeAlias = ReplicaCounts  # noqa: Y015
 
 @_typing.final
 class LoadBroadcast(_message.Message):

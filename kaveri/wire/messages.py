@@ -11,6 +11,7 @@ from kaveri.domain.view import (
     InstanceStatus,
     LoadBroadcast,
     Phase,
+    ReplicaCounts,
     Role,
     ViewedInstance,
 )
@@ -280,6 +281,7 @@ def load_to_proto(load: InstanceLoad) -> cluster_pb2.InstanceLoad:
         ending_phases=[_PHASE_TO_PROTO[phase] for phase in load.ending_phases],
         replica_free_bytes=load.replica_free_bytes,
         replica_total_bytes=load.replica_total_bytes,
+        replica_counts=None if load.replica_counts is None else _counts_to_proto(load.replica_counts),
     )
 
 
@@ -301,7 +303,22 @@ def load_from_proto(message: cluster_pb2.InstanceLoad) -> InstanceLoad:
         ending_phases=tuple(_PHASE_FROM_PROTO[phase] for phase in message.ending_phases),
         replica_free_bytes=message.replica_free_bytes,
         replica_total_bytes=message.replica_total_bytes,
+        replica_counts=_counts_from_proto(message.replica_counts) if message.HasField("replica_counts") else None,
     )
+
+
+def _counts_to_proto(counts: ReplicaCounts) -> cluster_pb2.ReplicaCounts:
+    return cluster_pb2.ReplicaCounts(
+        owned=counts.owned,
+        unprotected=counts.unprotected,
+        lag_tokens=counts.lag_tokens,
+        resumed=counts.resumed,
+        moved=counts.moved,
+    )
+
+
+def _counts_from_proto(message: cluster_pb2.ReplicaCounts) -> ReplicaCounts:
+    return ReplicaCounts(message.owned, message.unprotected, message.lag_tokens, message.resumed, message.moved)
 
 
 def status_to_proto(status: ViewedInstance) -> cluster_pb2.InstanceStatus:

@@ -109,6 +109,8 @@ class ReplicaHolder:
         self._is_there = is_there
         self._unused_s = max(_UNUSED_S, orphan_grace_s)
         self._metrics = metrics
+        self.resumed_count = 0
+        """Requests that went on here."""
         self._held: dict[str, HeldReplica] = {}
         self._tasks = asyncio.TaskGroup()
         self._draining = False
@@ -373,6 +375,7 @@ class ReplicaHolder:
         self._take(held, holding.ResumeLanded(resumption.ownership))
         recomputed_tokens = len(resumption.token_ids) - held_tokens
         self._metrics.count_resumed(held_tokens, recomputed_tokens)
+        self.resumed_count += 1
         owner, former = resumption.ownership.owner, held.offer
         get_logger().info(
             "request_resumed",

@@ -48,7 +48,8 @@ class ReplicatedDecode:
         self._replicator.handle(events)
 
     def load(self) -> InstanceLoad:
-        return self._holder.with_room(self._instance.load())
+        counts = replace(self._replicator.counts, resumed=self._holder.resumed_count)
+        return replace(self._holder.with_room(self._instance.load()), replica_counts=counts)
 
     def drain(self) -> None:
         self._instance.drain()

@@ -15,7 +15,7 @@ from grpc import StatusCode, aio
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.owner import Ownership
 from kaveri.domain.replica import ReplicaOffer
-from kaveri.domain.view import InstanceRecord, ViewedInstance
+from kaveri.domain.view import InstanceRecord, ReplicaCounts, ViewedInstance
 from kaveri.engine.contract import (
     DecodeEngine,
     EngineEvent,
@@ -128,6 +128,9 @@ class Replicator:
         self._draining = False
         self._let_go_count = 0
         """Requests that are on their way, and do not go on yet."""
+        self.counts = ReplicaCounts()
+        """As of the last look. The holder counts what is resumed here."""
+        self._moved_count = 0
         self._moved: UnconfirmedWork[EngineKey] = UnconfirmedWork()
         """Blocks of requests that go on at holders, and that no heartbeat shows yet."""
 
@@ -302,6 +305,7 @@ class Replicator:
                     return  # it stopped; EngineStopped follows and ends every request
             case copying.EndAsMoved(replica):
                 self._metrics.moves.inc()
+                self._moved_count += 1
                 get_logger().info(
                     "request_let_go",
                     request_id=owned.request.request_id,
@@ -462,6 +466,8 @@ class Replicator:
                     lags.append(owned.request.context_tokens - token_count)
                 case _ if self._is_worth_a_copy(owned.request):
                     unprotected_count += 1
-        self._metrics.owned.set(len(lags))
-        self._metrics.unprotected.set(unprotected_count)
-        self._metrics.lag_tokens.set(max(lags, default=0))
+        counts = ReplicaCounts(len(lags), unprotected_count, max(lags, default=0), moved=self._moved_count)
+        self.counts = counts
+        self._metrics.owned.set(counts.owned)
+        self._metrics.unprotected.set(counts.unprotected)
+        self._metrics.lag_tokens.set(counts.lag_tokens)

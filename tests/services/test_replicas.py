@@ -16,6 +16,7 @@ from kaveri.domain.length import TokenRange
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import ReplicaOffer, Resumption
 from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.view import ReplicaCounts
 from kaveri.errors import NoCapacity
 from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
@@ -118,10 +119,19 @@ async def test_a_request_goes_on_at_the_holder_of_its_copy_with_the_same_tokens(
 ) -> None:
     owned = await begin()
     assert owned.owner.metric("kaveri_replica_copied_tokens_total") >= 48
+
+    def counts_of(instance: Any) -> ReplicaCounts:
+        counts: ReplicaCounts = instance.load().replica_counts
+        return counts
+
+    await by_hand.eventually(lambda: counts_of(owned.owner).owned == 1, "the owner says that it has a copy")
+    assert counts_of(owned.owner).unprotected == 0
+    assert counts_of(owned.holder) == ReplicaCounts()
     message = owned.message()
     generated_count = message.generated_count
     resumed = await owned.resume(message)
     assert resumed.held_tokens >= 48
+    assert counts_of(owned.holder).resumed == 1
     assert resumed.held_tokens % owned.holder.engine.info.layout.block_tokens == 0
     await by_hand.abort(owned.owner, "a")
     await by_hand.eventually(lambda: owned.router.finished("a", 2), "it ends at the holder")
@@ -348,6 +358,9 @@ async def test_a_draining_owner_lets_its_request_go_and_the_holder_computes_noth
     assert end.replica.token_count == len(message.token_ids) - 1
     assert end.replica.holder_id == owned.holder.instance_id
     await by_hand.eventually(lambda: owned.owner.service.is_idle, "the owner has no request")
+    await by_hand.eventually(
+        lambda: owned.owner.load().replica_counts == ReplicaCounts(moved=1), "it says that the request has moved"
+    )
     message.replica_tokens = end.replica.token_count
     resumed = await owned.resume(message)
     assert resumed.held_tokens == len(message.token_ids) - 1

@@ -1,11 +1,12 @@
 """What `kaveri status` shows of instances."""
 
 import io
+import re
 
 from rich.console import Console
 
 from kaveri.cli.status import _as_table
-from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, Phase, Role
+from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, Phase, ReplicaCounts, Role
 
 
 def shown(*loads: InstanceLoad) -> str:
@@ -16,7 +17,7 @@ def shown(*loads: InstanceLoad) -> str:
         for number, load in enumerate(loads)
     }
     text = io.StringIO()
-    Console(width=200, file=text).print(_as_table(ClusterView(statuses), "h:1"))
+    Console(width=240, file=text).print(_as_table(ClusterView(statuses), "h:1"))
     return text.getvalue()
 
 
@@ -26,3 +27,25 @@ def test_memory_for_copies_is_shown_where_an_instance_holds_some() -> None:
     assert "copies free/total MiB" in text
     assert "100/256" in text
     assert "copies" not in shown(InstanceLoad())
+
+
+def test_how_replication_does_is_shown_where_an_instance_says_it() -> None:
+    counts = ReplicaCounts(owned=12, unprotected=3, lag_tokens=17, resumed=5, moved=8)
+    says = InstanceLoad(replica_free_bytes=0, replica_total_bytes=256 << 20, replica_counts=counts)
+    # Of a former version, which has copies too.
+    silent = InstanceLoad(replica_free_bytes=0, replica_total_bytes=256 << 20)
+    titles, first, second = (
+        [cell.strip() for cell in re.split("[┃│]", line)[1:-1]]
+        for line in shown(says, silent).splitlines()
+        if re.search("[┃│]", line)
+    )
+    cells = dict(zip(titles, first, strict=True))
+    assert (cells["requests copied"], cells["lag tokens"], cells["resumed"], cells["moved"]) == (
+        "12/15",
+        "17",
+        "5",
+        "8",
+    )
+    without = dict(zip(titles, second, strict=True))
+    assert {without[title] for title in ("requests copied", "lag tokens", "resumed", "moved")} == {""}
+    assert not {"requests copied", "lag tokens", "resumed", "moved"} & set(shown(InstanceLoad()).split())

@@ -8,7 +8,7 @@ from kaveri.domain.length import TokenRange
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import ReplicaLocation, ReplicaOffer, Resumed, Resumption
 from kaveri.domain.sampling import SamplingParams
-from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceStatus, Role
+from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceStatus, ReplicaCounts, Role
 from kaveri.errors import InvalidArgument
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
@@ -44,8 +44,10 @@ def test_open_tickets_replica_room_and_failure_domains_survive_the_wire() -> Non
     ticket = Ticket(bytes(16), bytes(16), 1, (KvEndpoint("tcp", "h:1"),), (0,), 4, 60.0, LAYOUT, is_open=True)
     assert ticket_from_proto(ticket_to_proto(ticket)) == ticket
     record = InstanceRecord("d", 1, Role.ENGINE, "h:1", "m", failure_domain="rack-1")
-    status = InstanceStatus(record, InstanceLoad(replica_free_bytes=2**40, replica_total_bytes=2**41))
-    assert status_from_proto(status_to_proto(status)) == status
+    for counts in (None, ReplicaCounts(), ReplicaCounts(1, 2, 3, 4, 5)):
+        load = InstanceLoad(replica_free_bytes=2**40, replica_total_bytes=2**41, replica_counts=counts)
+        status = InstanceStatus(record, load)
+        assert status_from_proto(status_to_proto(status)) == status
 
 
 @pytest.mark.parametrize(
