@@ -10,11 +10,12 @@ import typer
 
 from kaveri.cli.options import speaks_tls
 from kaveri.cli.plan_pipeline import pipeline
-from kaveri.cli.planned_lengths import read_lengths
+from kaveri.cli.planned_lengths import read_fitting, read_lengths
 from kaveri.errors import ConfigError
 from kaveri.policy.replication import ReplicationMode
 
 if TYPE_CHECKING:
+    from kaveri.planner.expected_load import ExpectedLoad
     from kaveri.planner.model_shape import ModelShape
     from kaveri.planner.observed_workload import ObservedWorkload
     from kaveri.planner.plan import ClusterPlan, PlanQuestion
@@ -83,8 +84,18 @@ def plan(
             " KV layouts say, else 1."
         ),
     ] = "",
+    recorded: Annotated[
+        bool,
+        typer.Option(
+            "--recorded",
+            help="Requests come in the trace's order and with its gaps, scaled to --rate. Unset: gaps are drawn.",
+        ),
+    ] = False,
     rate: Annotated[
-        float | None, typer.Option(help="Requests per second to serve. Unset: what --from-cluster saw.")
+        float | None,
+        typer.Option(
+            help="Requests per second to serve. Unset: what --from-cluster saw, or the trace with --recorded."
+        ),
     ] = None,
     burstiness: Annotated[
         float | None,
@@ -135,12 +146,20 @@ def plan(
         for flag, given in (("--last-s", last_s is not None), ("--running-tp", running_tp)):
             if given:
                 raise ConfigError(flag, "is given, but --from-cluster is not")
+    if recorded:
+        for flag, clashes in (("--from-cluster", from_cluster), ("--burstiness", burstiness is not None)):
+            if clashes:
+                raise ConfigError(flag, "is given, but --recorded as well; give one of them")
+        if trace is None or lengths:
+            raise ConfigError("--recorded", "needs --trace, and no --lengths")
     profiles = profile or []
     shape = read_model_shape(model or model_of(profiles))
     now: ObservedNow | None = None
     if from_cluster:
         now = _observe(from_cluster, trace, lengths, _DEFAULT_LAST_S if last_s is None else last_s, running_tp, shape)
         demand, too_long = now.workload.demand(rate, burstiness), now.workload.too_long_count
+    elif recorded and trace is not None:
+        demand, too_long = _recorded(trace, rate, shape.max_model_len)
     else:
         drawn, too_long = read_lengths(trace, lengths, shape.max_model_len)
         demand = ExpectedLoad(
@@ -170,6 +189,21 @@ def plan(
     else:
         both = _compare(question, now)
         _report(both.plan, out, as_json, too_long, both)
+
+
+def _recorded(trace: Path, rate: float | None, longest: int) -> "tuple[ExpectedLoad, int]":
+    """The workload of a trace as it was recorded, and how many requests were left out because they are too long."""
+    from kaveri.planner.expected_load import ExpectedLoad, recorded_rate_per_s
+
+    entries, too_long = read_fitting(trace, longest)
+    arrived_s = [entry.arrival_s for entry in entries]
+    found_per_s = recorded_rate_per_s(arrived_s)
+    load = ExpectedLoad(
+        lengths=[entry.lengths for entry in entries],
+        rate_per_s=found_per_s if rate is None else rate,
+        recorded_s=arrived_s,
+    )
+    return load, too_long
 
 
 def _compare(question: "PlanQuestion", now: ObservedNow) -> "Replan":

@@ -1,9 +1,15 @@
 """The lengths for which `kaveri plan` plans: from a trace, or as given."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kaveri.errors import ConfigError
-from kaveri.workload.requests import RequestLengths, Workload
+from kaveri.workload.requests import RequestLengths
+
+if TYPE_CHECKING:
+    from kaveri.workload.traces import TraceEntry
+
+_ALL = 1 << 31
 
 
 def read_lengths(trace: Path | None, lengths: str, longest: int) -> tuple[list[RequestLengths], int]:
@@ -14,10 +20,16 @@ def read_lengths(trace: Path | None, lengths: str, longest: int) -> tuple[list[R
         raise ConfigError("--trace", "or --lengths must be given, and not both; or --from-cluster")
     if trace is None:
         return parse_lengths(lengths), 0
+    entries, too_long = read_fitting(trace, longest)
+    return [entry.lengths for entry in entries], too_long
+
+
+def read_fitting(trace: Path, longest: int) -> "tuple[list[TraceEntry], int]":
+    """The requests of a trace that fit, in the order of their arrival, and how many were left out."""
     from kaveri.workload.traces import read_trace
 
-    load = Workload(lengths=[entry.lengths for entry in read_trace(trace, 1 << 31)])
-    fitting = load.fitting(longest)
-    if not fitting.lengths:
+    entries = read_trace(trace, _ALL)
+    fitting = [one for one in entries if one.lengths.prompt_tokens + one.lengths.output_tokens <= longest]
+    if not fitting:
         raise ConfigError("--trace", f"no request fits into {longest} tokens")
-    return list(fitting.lengths), len(load.lengths) - len(fitting.lengths)
+    return fitting, len(entries) - len(fitting)

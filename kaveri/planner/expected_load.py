@@ -27,6 +27,9 @@ class ExpectedLoad:
     """Requests per second that the cluster must serve."""
     burstiness: float = 1.0
     """Squared coefficient of variation of the gaps between arrivals; 1: Poisson."""
+    recorded_s: Sequence[float] = ()
+    """When each of `lengths` arrived, in ascending order. Requests then come in that order and with those gaps, scaled
+    to the rate, from a random one on; a mean gap after the last comes the first. Empty: lengths and gaps are drawn."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError, naming the flag, its value and the limit."""
@@ -35,13 +38,36 @@ class ExpectedLoad:
         for flag, value in (("--rate", self.rate_per_s), ("--burstiness", self.burstiness)):
             if not 0 < value < math.inf:
                 raise ConfigError(flag, f"is {value:g}; it must be a number above 0")
+        assert len(self.recorded_s) in (0, len(self.lengths)), "each request has its arrival"
 
     def draw(self, count: int, rate_per_s: float, seed: int) -> list[PlannedRequest]:
         """At least so many requests at that rate, and as many more as LEAST_RUN_S takes."""
         count = max(count, math.ceil(rate_per_s * LEAST_RUN_S))
         rng = random.Random(seed)
+        if self.recorded_s:
+            return self._from_record(count, rate_per_s, rng.randrange(len(self.lengths)))
         lengths = [rng.choice(self.lengths) for _ in range(count)]
         return plan_requests(lengths, gamma_arrivals(count, rate_per_s, self.burstiness, rng))
+
+    def _from_record(self, count: int, rate_per_s: float, first: int) -> list[PlannedRequest]:
+        times_s, total = self.recorded_s, len(self.recorded_s)
+        scale = recorded_rate_per_s(times_s) / rate_per_s
+        round_s = total / recorded_rate_per_s(times_s)
+        numbers = range(first, first + count)
+        arrivals_s = [
+            (number // total * round_s + times_s[number % total] - times_s[first]) * scale for number in numbers
+        ]
+        return plan_requests([self.lengths[number % total] for number in numbers], arrivals_s)
+
+
+def recorded_rate_per_s(recorded_s: Sequence[float]) -> float:
+    """Requests per second of arrivals in ascending order. Raises ConfigError where no time lies between them."""
+    span_s = recorded_s[-1] - recorded_s[0]
+    if span_s <= 0:
+        raise ConfigError(
+            "--recorded", f"finds {len(recorded_s)} requests at one time; a rate needs a time between them"
+        )
+    return (len(recorded_s) - 1) / span_s
 
 
 def parse_lengths(text: str) -> list[RequestLengths]:

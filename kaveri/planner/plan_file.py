@@ -48,6 +48,7 @@ def to_json(plan: ClusterPlan) -> dict[str, Any]:
         "model": question.model.name,
         "hardware": question.hardware.name,
         "rate_per_s": question.demand.rate_per_s,
+        "arrivals": "recorded" if question.demand.recorded_s else "drawn",
         "slo": {"ttft_s": question.slo_ttft_s, "tpot_s": question.slo_tpot_s, "attain": question.attain},
         "gpus": cluster.gpus,
         "price_per_hour": plan.price_per_hour,
@@ -73,11 +74,12 @@ def to_json(plan: ClusterPlan) -> dict[str, Any]:
 def summary_lines(plan: ClusterPlan) -> list[str]:
     """The plan in a few sentences."""
     cluster, question = plan.cluster, plan.question
+    arrivals = " as recorded" if question.demand.recorded_s else ""
     copies = f", requests go on from copies ({cluster.replication})" if cluster.replicates else ""
     lines = [
         f"kaveri plan: {question.model.name} on {cluster.gpus} of {question.gpus} GPUs of {question.hardware.name},"
         f" {plan.price_per_hour:.2f} USD an hour",
-        f"{question.demand.rate_per_s:.4g} requests/s within TTFT {question.slo_ttft_s:g} s and TPOT"
+        f"{question.demand.rate_per_s:.4g} requests/s{arrivals} within TTFT {question.slo_ttft_s:g} s and TPOT"
         f" {question.slo_tpot_s:g} s for {question.attain:.0%} of requests",
     ]
     for name, option, count in (
