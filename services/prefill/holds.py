@@ -201,7 +201,9 @@ class Holds:
         try:
             await pushed
         except asyncio.CancelledError:
-            self._happened(hold, PushLeft())
+            # One that has just ended, and whose caller has not heard of it yet, is not left: the next may be under way.
+            if hold.pushed is pushed:
+                self._happened(hold, PushLeft())
             raise
 
     def release(self, name: HoldName) -> None:
