@@ -53,9 +53,9 @@ class RequestClaims:
     async def open(self, claim: RequestClaim, ttl_s: float) -> bytes:
         """Claims an id. Returns the hint of the earlier session of the same request; empty where there is none.
 
-        Raises RequestAlreadyExists when a router that lives holds the id, InvalidArgument when it holds a session that
-        is not earlier. A router that died holds its requests until its lease ends: so the holder has to show one more
-        heartbeat, for which this waits.
+        Raises RequestAlreadyExists when a router that lives holds the id, InvalidArgument when a later session finds
+        another secret there, or a session that is not earlier. A router that died holds its requests until its lease
+        ends: so the holder has to show one more heartbeat, for which this waits.
         """
         request_id, hint = claim.request_id, b""
         if claim in self._ended:
@@ -75,12 +75,10 @@ class RequestClaims:
                 continue
             if holder.secret_hash and holder.secret_hash == claim.secret_hash:
                 raise InvalidArgument("session", claim.session, f"above {holder.session}, the present one")
-            if claim.session and holder.secret_hash:
-                raise wrong_secret()
             waited_s = time.monotonic() - asked_s
             # Its request may have ended just now: the holder closes claims a moment later.
             if (waited_s > 2 * _FLUSH_AFTER_S and self._was_heard(holder, asked_s)) or waited_s > _CLAIM_WAIT_S:
-                raise RequestAlreadyExists(request_id)
+                raise wrong_secret() if claim.session and holder.secret_hash else RequestAlreadyExists(request_id)
             changed = self._view_changed
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CLAIM_AGAIN_S):

@@ -13,6 +13,7 @@ from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.cluster.store import RequestClaim
 from kaveri.domain.view import InstanceLoad, InstanceRecord, Role
+from kaveri.errors import InvalidArgument
 from services.router.claims import _FLUSH_AFTER_S, _MOST_AT_ONCE, RequestClaims
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, rest_of, tokens_of
@@ -80,6 +81,38 @@ async def test_the_ids_of_requests_that_ended_while_the_store_was_away_are_free_
         await eventually(lambda: cluster.cluster.request("mine") is None)
         assert await other.claim_request(HELD, 60.0) is None
         await other.close_requests([HELD])
+
+
+async def test_a_later_session_waits_for_the_end_of_a_dead_routers_claim_of_another_request(
+    cluster: ScriptedCluster,
+) -> None:
+    """The store was away while the request's first session began, so the claim before it is still there."""
+    of_another = replace(HELD, secret_hash="of another request")
+    async with cluster.router() as router, MemoryStore(cluster.cluster) as other:
+        await other.heartbeat(OTHER, InstanceLoad())
+        await eventually(lambda: OTHER.instance_id in router.router.store.view().instances)
+        cluster.cluster.put_request(of_another, 60.0)
+        claims = router.router.claims
+        claim = claims.claim_of("mine", 1, b"s" * 16)
+        assert await asyncio.wait_for(claims.open(claim, 60.0), 20.0) == b""
+        assert await other.requests() == (claim,)
+        claims.close(claim)
+
+
+async def test_a_later_session_is_refused_once_the_router_that_has_another_request_is_heard(
+    cluster: ScriptedCluster,
+) -> None:
+    of_another = replace(HELD, secret_hash="of another request")
+    async with cluster.router() as router, MemoryStore(cluster.cluster) as other:
+        beating = asyncio.create_task(Heartbeat(other, OTHER, InstanceLoad, 0.05).run())
+        await eventually(lambda: OTHER.instance_id in router.router.store.view().instances)
+        cluster.cluster.put_request(of_another, 60.0)
+        claims = router.router.claims
+        with pytest.raises(InvalidArgument, match="secret"):
+            await asyncio.wait_for(claims.open(claims.claim_of("mine", 1, b"s" * 16), 60.0), 20.0)
+        assert await other.requests() == (of_another,), "the other router's claim stays"
+        await other.close_requests([of_another])
+        beating.cancel()
 
 
 async def test_a_claim_that_this_router_has_left_behind_refuses_nothing(cluster: ScriptedCluster) -> None:
