@@ -112,6 +112,28 @@ async def test_a_decode_instance_that_gave_a_request_up_does_not_say_that_its_cl
     await cluster.all_free()
 
 
+async def test_a_decode_instance_that_gave_a_request_up_is_not_attached_for_nothing(cluster: Any, by_hand: Any) -> None:
+    """The client has all that was drawn there: the instance would say only that it has ended."""
+    prefill = await cluster.prefill()
+    decode = await cluster.decode(fake_step_s=0.01, orphan_grace_s=60.0)
+    router = await cluster.router()
+    async for _ in begin(router, prefill, 120):
+        pass
+    await by_hand.eventually(lambda: len(router.tokens.get(("a", 1), ())) > 3, "it decodes")
+    stub = DecodeServiceStub(decode.channel)
+    attempt = ownership_to_proto("a", Ownership(Owner(0, 1), router.router_id, SECRET))
+    await stub.Abort(decode_pb2.AbortRequest(attempts=[attempt], by_router=True))
+    await cluster.all_free()
+    (kept,) = decode.service.owners._kept
+    drawn = tuple(cluster.expected(list(PROMPT), 120)[: kept.log.next_index])
+    everything = replace(RIGHT, token_ids=(*PROMPT, *drawn), generated_count=len(drawn))
+    assert isinstance(await refusal(stub.Attach(attachment_to_proto(everything), timeout=60)), RequestNotFound)
+    # One that lacks a token gets it.
+    less = replace(RIGHT, token_ids=(*PROMPT, *drawn[:-1]), generated_count=len(drawn) - 1)
+    attached = await stub.Attach(attachment_to_proto(less), timeout=60)
+    assert attached.attached.max_tokens == 120
+
+
 async def test_a_prefill_instance_gives_a_request_to_its_own_client_alone(cluster: Any, by_hand: Any) -> None:
     prefill = await cluster.prefill(fake_step_s=0.3, chunk_tokens=8, orphan_grace_s=60.0)
     decode = await cluster.decode()
