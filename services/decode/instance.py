@@ -186,7 +186,8 @@ class DecodeInstance:
         self._take(request, lifecycle.Moved(replica.holder_id))
 
     def lose(self, request: DecodeRequest, error: KaveriError) -> None:
-        """The request has a newer owner elsewhere, as `error` says: it ends here."""
+        """The request has a newer owner elsewhere, as `error` says: it ends here. Its router hears of it."""
+        self.owners.note_loss(request, error)
         self._take(request, lifecycle.RivalCame(Rival.NEWER_OWNER, error))
 
     def adopt(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from kaveri.domain.attachment import Attached, Attachment
 from kaveri.domain.owner import Ownership
 from kaveri.domain.replica import ReplicaLocation
-from kaveri.errors import InvalidArgument, RequestNotFound
+from kaveri.errors import InvalidArgument, KaveriError, RequestAlreadyExists, RequestNotFound
 from kaveri.hosting.kept import KeptItems, kept_bytes
 from kaveri.telemetry.logs import get_logger
 from kaveri.wire.attempts import wrong_secret
@@ -54,7 +54,8 @@ class RequestOwners:
         """Makes another router, or a later session, the owner of a request that is here or kept here: its tokens go to
         that router from index generated_count on. It sends the former owner's router an error.
 
-        Raises RequestNotFound, InvalidArgument (another secret, prompt or answer, or a session that does not grow),
+        Raises RequestNotFound (also: it was given up, and its client has all its tokens), InvalidArgument (another
+        secret, prompt or answer, or a session that does not grow),
         StaleAttempt and RequestAlreadyExists (a newer owner is known). Nothing changes then.
         """
         request_id, ownership, now_s = attachment.request_id, attachment.ownership, time.monotonic()
@@ -121,6 +122,13 @@ class RequestOwners:
         if request is not None and owner is not None and owner < request.owner:
             raise owner.stale(request_id, request.owner)
         self._attempts.note(request_id, ownership, time.monotonic())
+
+    def note_loss(self, request: DecodeRequest, error: KaveriError) -> None:
+        """Sends the request's router that a newer owner is known elsewhere, as `error` says: of its own, or of a later
+        session."""
+        is_replaced = isinstance(error, RequestAlreadyExists)
+        end = End(error=str(error), replaced=is_replaced)
+        self.streams.notify(request.router_id, GainedTokens(request.request_id, request.owner, 0, end=end))
 
     def prune(self) -> None:
         """Forgets answers that were kept for long enough."""

@@ -7,6 +7,7 @@ import grpc
 import pytest
 from grpc import aio
 
+from kaveri.domain.owner import Owner
 from kaveri.engine.contract import KvPushed
 
 
@@ -63,6 +64,25 @@ async def test_a_router_hears_when_room_is_asked_for_again_for_what_runs_already
     assert router.last["a", 1].error
     assert not router.last["a", 1].replaced
     await by_hand.abort(decode, "a")
+    await cluster.all_free()
+
+
+@pytest.mark.parametrize("newer", [Owner(0, 2), Owner(1, 1)])
+async def test_a_router_hears_when_its_request_is_lost_to_a_newer_owner_elsewhere(
+    cluster: Any, by_hand: Any, newer: Owner
+) -> None:
+    """It would wait for tokens without end if it were the newest owner after all."""
+    prefill, decode = await cluster.prefill(), await cluster.decode(fake_step_s=0.01)
+    router = await cluster.router()
+    call = router.prefill(prefill, "a", prompt(5, 60), max_tokens=400)
+    await call.ended()
+    await by_hand.eventually(lambda: ("a", 1) in router.tokens, "it decodes")
+    (request,) = decode.service.landed()
+    decode.service.lose(request, request.owner.stale("a", newer))
+    await by_hand.eventually(lambda: router.finished("a"), "the router hears of it")
+    assert router.last["a", 1].error
+    # Another session has it: then this router must not place it again.
+    assert router.last["a", 1].replaced == (newer.session > 0)
     await cluster.all_free()
 
 
