@@ -90,7 +90,7 @@ class DecodeLegs:
         # Each answer has a stream of its own: its tokens go to this call and to no other.
         stream = self._decode.owners.streams.open_for_call(ownership.router_id)
         try:
-            first = await self._begin(request, ownership)
+            first = await self._begin(request, ownership, stream)
             yield first
             if first.finish is None:
                 async for drawn in _rest(stream):
@@ -99,22 +99,26 @@ class DecodeLegs:
             self._decode.abort(request.request_id, ownership, by_router=True)
             self._decode.owners.streams.close(stream)
 
-    async def _begin(self, request: LegRequest, ownership: Ownership) -> DrawnTokens:
+    async def _begin(self, request: LegRequest, ownership: Ownership, stream: TokenStream) -> DrawnTokens:
         cause, reason = "no_hold", None
         if request.hold is not None:
             try:
                 async with self._peers.using(self._peers.located(request.hold)) as peer:
-                    return await self._land(request, ownership, peer)
+                    return await self._land(request, ownership, peer, stream)
             except _HoldOfNoUse as error:
                 cause, reason = error.cause, str(error)
         # Room that was reserved for the hold's KV is free again before room for the prompt is looked for.
         self._decode.abort(request.request_id, ownership, by_router=True)
+        # What came of the hold's KV is no part of the other answer.
+        stream.unsent.clear()
         self._metrics.recomputes.labels(cause).inc()
         if reason is not None:
             get_logger().info("hold_lost", request_id=request.request_id, cause=cause, reason=reason)
         return await self._compute(request, ownership)
 
-    async def _land(self, request: LegRequest, ownership: Ownership, peer: PeerHold) -> DrawnTokens:
+    async def _land(
+        self, request: LegRequest, ownership: Ownership, peer: PeerHold, stream: TokenStream
+    ) -> DrawnTokens:
         """The first token, with the KV of the prompt here unless the answer ends with it."""
         with _asking():
             held = await peer.resolve(request.token_ids, request.left_s)
@@ -142,9 +146,19 @@ class DecodeLegs:
             )
         except LayoutMismatch as error:
             raise _HoldOfNoUse("push_failed", str(error)) from error
-        with _asking("push_failed"):
-            await peer.push(ticket, request.left_s)
+        try:
+            with _asking("push_failed"):
+                await peer.push(ticket, request.left_s)
+        except _HoldOfNoUse:
+            if not self._has_landed(ownership, stream):
+                raise
+            # Only the answer to the push was lost.
         return first
+
+    def _has_landed(self, ownership: Ownership, stream: TokenStream) -> bool:
+        """Whether the hold's KV is here, or the answer has ended with it."""
+        has_finished = any(request.log.end.finish is not None for request in stream.unsent)
+        return has_finished or any(request.ownership == ownership for request in self._decode.landed())
 
     async def _compute(self, request: LegRequest, ownership: Ownership) -> DrawnTokens:
         """Computes the prompt on this engine, where the answer goes on."""

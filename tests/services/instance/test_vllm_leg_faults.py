@@ -2,16 +2,20 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, cast
 
 import pytest
 from smg_grpc_proto import vllm_engine_pb2
 
+from kaveri.errors import Unavailable
+from kaveri.kv.transfer.ticket import Ticket
+from services.decode.lifecycle import Broken
 from services.instance.decode_leg import DecodeLegs
+from services.instance.hold_peers import PeerHold
 from services.instance.vllm_grpc import _LegCall
 from services.prefill.holds import Holds
-from tests.services.conftest import DEADLINE_S, InProcessCluster, RunningInstance
+from tests.services.conftest import DEADLINE_S, InProcessCluster, RunningInstance, eventually
 from tests.services.instance.test_vllm_legs import PROMPT, answer, hold, holds_of, leg, recomputes, rest_of, stub
 
 
@@ -124,6 +128,63 @@ async def test_an_answer_that_is_complete_is_not_completed_again_by_an_abort(
     rest = await asyncio.wait_for(rest_of(call), DEADLINE_S)
     assert [(each.complete.index, each.complete.finish_reason) for each in rest] == [(1, "abort")]
     await cluster.all_free(DEADLINE_S)
+
+
+def fails_when(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], Awaitable[None]]) -> None:
+    """The next push arrives, and its answer is lost when `happens` returns."""
+    push = PeerHold.push
+
+    async def push_and_fail(self: PeerHold, ticket: Ticket, timeout_s: float) -> None:
+        await push(self, ticket, timeout_s)
+        await happens()
+        raise Unavailable("the connection broke")
+
+    monkeypatch.setattr(PeerHold, "push", push_and_fail)
+
+
+@pytest.mark.parametrize("max_tokens", [3, 400])
+async def test_an_answer_goes_on_where_its_kv_has_landed_though_the_answer_to_its_push_was_lost(
+    cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch, max_tokens: int
+) -> None:
+    """It computed the prompt again, and took the end of the first answer for that of the second."""
+    prefill, decode = await cluster.prefill(vllm_grpc=True), await cluster.decode(vllm_grpc=True, fake_step_s=0.001)
+
+    async def has_drawn() -> None:
+        def has_come_far() -> bool:
+            has_finished = decode.metric("kaveri_decode_requests_total", outcome="finished") == 1
+            return has_finished or any(len(request.log.token_ids) > 3 for request in decode.service.landed())
+
+        await eventually(has_come_far, "it draws")
+
+    fails_when(monkeypatch, has_drawn)
+    kv = (await hold(prefill)).kv_transfer_params_json
+    assert await answer(decode, leg("one", PROMPT, max_tokens, kv)) == cluster.expected(PROMPT, max_tokens)
+    assert recomputes(decode) == {}
+    await cluster.all_free(DEADLINE_S)
+
+
+async def test_a_prompt_is_computed_again_where_what_has_landed_failed_before_its_push_was_answered(
+    cluster: InProcessCluster, both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = both
+
+    handle, failed = decode.service.handle, asyncio.Event()
+
+    def handle_and_fail_the_first(events: Any) -> None:
+        handle(events)
+        for request in [] if failed.is_set() else list(decode.service.landed()):
+            decode.service._take(request, Broken("the engine has failed it"))
+            failed.set()
+
+    decode.service.handle = handle_and_fail_the_first
+
+    async def has_failed() -> None:
+        await asyncio.wait_for(failed.wait(), DEADLINE_S)
+
+    fails_when(monkeypatch, has_failed)
+    kv = (await hold(prefill)).kv_transfer_params_json
+    assert await answer(decode, leg("one", PROMPT, 400, kv)) == cluster.expected(PROMPT, 400)
+    assert recomputes(decode) == {"push_failed": 1}
 
 
 async def test_an_abort_of_a_call_that_ends_by_an_abort_is_ignored() -> None:
