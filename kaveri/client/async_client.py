@@ -73,6 +73,8 @@ class AsyncClient:
         self._direct: DirectStreams | None = None
         self._streams: weakref.WeakValueDictionary[str, AsyncStream] = weakref.WeakValueDictionary()
         """Requests of this client by their id, as long as the caller keeps their streams."""
+        self._open: weakref.WeakSet[AsyncStream] = weakref.WeakSet()
+        """The same streams; there may be two with one id."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
 
@@ -141,6 +143,7 @@ class AsyncClient:
         request = build_request(prompt, prompt_token_ids, messages, params, model, request_id)
         sessions = Sessions(request, self._connect(), self._deadline_s(timeout_s), self._direct)
         stream = self._streams[request_id] = AsyncStream(sessions, request_id, started_s)
+        self._open.add(stream)
         return stream
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
@@ -200,6 +203,9 @@ class AsyncClient:
         """Cancels requests in flight and disconnects. Idempotent. Does nothing in a forked child."""
         self._closed = True
         if not is_forked():
+            # First, so that none of them goes on at another router.
+            for stream in tuple(self._open):
+                stream.close()
             if self._direct is not None:
                 await self._direct.close()
             await self._routers.close()

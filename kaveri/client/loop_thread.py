@@ -16,7 +16,8 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._submitting = threading.Lock()
+        # A signal handler may use the client of the thread that it interrupts.
+        self._submitting = threading.RLock()
         self._ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -28,14 +29,19 @@ class LoopThread:
         """
         future: concurrent.futures.Future[ResultT] | None = None
         started: list[asyncio.Task[Any]] = []
+        interrupted = threading.Event()
 
         async def tracked() -> ResultT:
+            if interrupted.is_set():
+                work.close()
+                raise asyncio.CancelledError
             task = asyncio.current_task()
             assert task is not None
             started.append(task)
             return await work
 
         def cancel() -> None:
+            interrupted.set()
             for task in started:
                 task.cancel()
 
@@ -44,11 +50,18 @@ class LoopThread:
                 if self._ended:
                     work.close()
                     raise RuntimeError("closed already")
-                future = asyncio.run_coroutine_threadsafe(tracked(), self._loop)
+                tracking = tracked()
+                try:
+                    future = asyncio.run_coroutine_threadsafe(tracking, self._loop)
+                except RuntimeError as error:
+                    # A signal handler has called end() in this thread.
+                    tracking.close()
+                    work.close()
+                    raise RuntimeError("closed already") from error
             return future.result()
         except concurrent.futures.CancelledError as error:
             raise RuntimeError("closed while waiting") from error
-        except KeyboardInterrupt:
+        except BaseException:
             # Ctrl-C may arrive while the work is being submitted, before there is a future to cancel.
             if future is None and not self._ended:
                 self._loop.call_soon_threadsafe(cancel)
@@ -71,11 +84,11 @@ class LoopThread:
     async def _finish(self, last: Coroutine[Any, Any, None]) -> None:
         try:
             await last
+        finally:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        finally:
             self._loop.stop()
 
     def _run(self) -> None:

@@ -39,6 +39,11 @@ class Received:
         router of a former version does, which does not know them."""
         if self.is_complete:
             raise Unavailable(f"{target} sent a response behind the end of the answer")
+        try:
+            finish = finish_from_proto(response.finish_reason)
+        except KeyError:
+            unknown = f"finish reason {response.finish_reason}, which this client does not know"
+            raise Unavailable(f"{target} sent {unknown}: is it of a newer version?") from None
         if response.HasField("prompt_logprobs"):
             self._take_prompt(response.prompt_logprobs, target)
         self._prompt_tokens = response.usage.prompt_tokens or self._prompt_tokens
@@ -55,7 +60,6 @@ class Received:
             self.max_tokens = response.max_tokens
         if response.HasField("owner"):
             self.owner.CopyFrom(response.owner)
-        finish = finish_from_proto(response.finish_reason)
         if finish is FinishReason.STOP and len(self.token_ids) <= self._min_tokens:
             ended = f"{target} ended the answer with token {len(self.token_ids)}, before min_tokens"
             raise Unavailable(f"{ended} ({self._min_tokens}) were drawn: is it of a former version?")

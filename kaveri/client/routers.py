@@ -73,6 +73,7 @@ class RouterCall(Generic[ResponseT]):
         self._silent_s: float | None = None
         """For how long its router had been silent when the call was left."""
         self._waiting: asyncio.Future[Any] | None = None
+        self._was_cancelled = False
 
     @property
     def was_reached(self) -> bool:
@@ -97,6 +98,7 @@ class RouterCall(Generic[ResponseT]):
 
     def cancel(self) -> None:
         """Ends the call here and at the router. Idempotent."""
+        self._was_cancelled = True
         self._call.cancel()
 
     def suspect(self, after_s: float) -> None:
@@ -106,6 +108,10 @@ class RouterCall(Generic[ResponseT]):
             self._waiting.cancel()
 
     async def _wait(self, response: Any) -> Any:
+        task = asyncio.current_task()
+        # A task that has been cancelled before, and cleans up, may wait.
+        cancels = 0 if task is None else task.cancelling()
+        self._silent_s = None
         # gRPC cancels the call together with what waits for it.
         reading = asyncio.ensure_future(response)
         # How it ends at a router that is silent is of no interest any more.
@@ -116,6 +122,9 @@ class RouterCall(Generic[ResponseT]):
             found = await self._waiting
         except aio.AioRpcError as error:
             raised, answered = error_of(error, peer=self.target), is_answer(error)
+            if isinstance(raised, RequestCancelled) and not answered:
+                # A gRPC server that stops cancels its calls.
+                raised = Unavailable(f"{self.target} cancelled the call")
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 # Another service has the address of a router that has gone.
                 stranger = Unavailable(f"{self.target} is no router: {raised}")
@@ -124,10 +133,12 @@ class RouterCall(Generic[ResponseT]):
                 raise RouterFailed(raised, refused=answered) from error
             raise raised from error
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self._silent_s is None or (task is not None and task.cancelling()):
+            if self._was_cancelled or (task is not None and task.cancelling() > cancels):
                 self._call.cancel()
                 raise
+            if self._silent_s is None:
+                # Another call has found the channel broken, and closed it.
+                raise RouterFailed(Unavailable(f"the connection to {self.target} was closed")) from None
             silence = Unavailable(f"cannot reach {self.target}: it sent nothing for {self._silent_s:g} s")
             raise RouterFailed(silence, unheard=not self._liveness.was_heard(self.target)) from None
         finally:
@@ -150,6 +161,7 @@ class Routers:
         self._closing: dict[asyncio.Task[None], None] = {}
         """Channels that are being closed."""
         self._liveness = Liveness(self._beat)
+        self._closed = False
 
     def call(
         self,
@@ -165,8 +177,10 @@ class Routers:
         the router was never heard, says nothing for SUSPECT_UNHEARD_AFTER_S, and others are known. traceparent: of the
         caller's span; empty: it traces nothing.
 
-        Raises DeadlineExceeded.
+        Raises DeadlineExceeded, and Unavailable once closed.
         """
+        if self._closed:
+            raise Unavailable("the client was closed")
         timeout_s = None if deadline_s is None else deadline_s - time.monotonic()
         if timeout_s is not None and timeout_s <= 0:
             raise DeadlineExceeded
@@ -212,6 +226,7 @@ class Routers:
 
     async def close(self) -> None:
         """Cancels all calls and disconnects."""
+        self._closed = True
         self._liveness.close()
         channels, self._channels = self._channels, {}
         self._stubs.clear()
@@ -251,8 +266,7 @@ def _is_failure(error: KaveriError, *, answered: bool) -> bool:
         case Unavailable(retry_after_s=0.0):
             # A router that is draining.
             return True
-        case Unavailable() | RequestCancelled():
-            # A gRPC server that stops cancels its calls.
+        case Unavailable():
             return not answered
         case _:
             return False

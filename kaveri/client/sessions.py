@@ -19,6 +19,8 @@ _MAX_SESSION = 65_535
 _MOST_LEFT = 16
 _CANCEL_TIMEOUT_S = 2.0
 _CANCEL_AGAIN_S = 0.2
+_CANCEL_UNKNOWN_S = 2.0
+"""So long a request may take to its router."""
 
 GenerateCall = RouterCall[inference_pb2.GenerateResponse]
 
@@ -72,7 +74,12 @@ class Sessions:
         try:
             return await self._read()
         except KaveriError:
-            self._cancel_left()
+            if self._closing.is_set():
+                return None
+            self.close()
+            raise
+        except BaseException:
+            self.close()
             raise
 
     async def _read(self) -> inference_pb2.GenerateResponse | None:
@@ -131,6 +138,8 @@ class Sessions:
     def _attach_again(self) -> None:
         """Begins the next session at the same router, which relays the answer from now on: the decode instance was
         lost, or cannot be heard."""
+        if self._closing.is_set():
+            return
         # A session counts its own attempts: a request that breaks instances must not begin many of them.
         self._request.direct = False
         if self._request.session == _MAX_SESSION:
@@ -190,11 +199,7 @@ class Sessions:
         )
 
     def _take(self, response: inference_pb2.GenerateResponse) -> None:
-        try:
-            self.received.take(response, self.call.target)
-        except KaveriError:
-            self.close()
-            raise
+        self.received.take(response, self.call.target)
         self._may_be_taken = True
         self._cancel_left()
         self._routers.worked(self.call.target)
@@ -208,12 +213,18 @@ class Sessions:
             self._left.pop(0).cancel()
 
     async def _cancel(self) -> None:
-        """Asks until a router knows the request, or it is over."""
+        """Asks until a router knows the request, it is over, or routers have not known it for a while: then its session
+        has ended there. The next session asks again."""
+        unknown_since_s: float | None = None
         request = inference_pb2.CancelRequest(request_id=self._request.request_id)
         while not (self.received.is_complete or self._closing.is_set() or self._is_late):
             with contextlib.suppress(KaveriError):
                 limit_s = time.monotonic() + _CANCEL_TIMEOUT_S
                 if (await self._routers.ask("Cancel", request, limit_s)).found:
+                    return
+                now_s = time.monotonic()
+                unknown_since_s = now_s if unknown_since_s is None else unknown_since_s
+                if now_s - unknown_since_s > _CANCEL_UNKNOWN_S:
                     return
             await self._wait(_CANCEL_AGAIN_S)
 

@@ -184,7 +184,7 @@ def _details(error: aio.AioRpcError) -> Sequence[any_pb2.Any]:
 
 def _retry_after_s(details: Sequence[any_pb2.Any]) -> float | None:
     retry = error_details_pb2.RetryInfo()
-    if any(detail.Is(retry.DESCRIPTOR) and detail.Unpack(retry) for detail in details):
+    if any(_unpacked(detail, retry) for detail in details):
         return float(min(max(0.0, retry.retry_delay.ToNanoseconds() / 1e9), DAY_S))
     return None
 
@@ -199,9 +199,15 @@ def _seconds(fact: str) -> float:
 
 def _error_info(details: Sequence[any_pb2.Any]) -> error_details_pb2.ErrorInfo | None:
     info = error_details_pb2.ErrorInfo()
-    if any(detail.Is(info.DESCRIPTOR) and detail.Unpack(info) and info.domain == _DOMAIN for detail in details):
-        return info
-    return None
+    return info if any(_unpacked(detail, info) and info.domain == _DOMAIN for detail in details) else None
+
+
+def _unpacked(detail: any_pb2.Any, message: Message) -> bool:
+    """Whether `message` has been read from the detail."""
+    try:
+        return bool(detail.Is(message.DESCRIPTOR) and detail.Unpack(message))
+    except DecodeError:
+        return False
 
 
 def _rebuild(info: error_details_pb2.ErrorInfo) -> KaveriError:
