@@ -202,7 +202,7 @@ def _error_info(details: Sequence[any_pb2.Any]) -> error_details_pb2.ErrorInfo |
     return info if any(_unpacked(detail, info) and info.domain == _DOMAIN for detail in details) else None
 
 
-def _unpacked(detail: any_pb2.Any, message: Message) -> bool:
+def _unpacked(detail: any_pb2.Any, message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) -> bool:
     """Whether `message` has been read from the detail."""
     try:
         return bool(detail.Is(message.DESCRIPTOR) and detail.Unpack(message))
