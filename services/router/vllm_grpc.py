@@ -120,7 +120,9 @@ class VllmEngineServicer:
         is_text = request.WhichOneof("input") == "text"
         try:
             asked = read_generate(request)
-            if asked.request_id in self._several:
+            in_flight = self._router.table.slot_of(asked.request_id) if asked.n > 1 else None
+            if asked.request_id in self._several or in_flight is not None:
+                # Abort knows one call of an id. One answer's id is checked with those of InferenceService.
                 raise RequestAlreadyExists(asked.request_id)
             if asked.n == 1:
                 await self._answer(asked, 0, asked.prompt, _SeveralAnswers(1), asyncio.Lock(), context)

@@ -128,13 +128,14 @@ async def test_one_answer_of_several_that_fails_ends_the_call(cluster: ScriptedC
         await all_legs_are_over(cluster, door.router)
 
 
-@pytest.mark.parametrize("n", [1, 2])
-async def test_an_id_in_flight_is_refused(cluster: ScriptedCluster, door: EngineDoor, n: int) -> None:
+@pytest.mark.parametrize(("n", "again_n"), [(1, 1), (2, 2), (1, 2), (2, 1)])
+async def test_an_id_in_flight_is_refused(cluster: ScriptedCluster, door: EngineDoor, n: int, again_n: int) -> None:
+    # An Abort of the id would reach one of the two calls alone.
     reached = await bring_to(cluster, "decoding")
     first = asyncio.create_task(door.ask(asks(request_id="mine", n=n)))
     await eventually(reached)
     with pytest.raises(aio.AioRpcError) as refused:
-        await door.ask(asks(request_id="mine", n=n))
+        await asyncio.wait_for(door.ask(asks(request_id="mine", n=again_n)), 30.0)
     assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
     await door.stub.Abort(vllm_engine_pb2.AbortRequest(request_ids=["mine"]), timeout=WITHIN_S)
     assert {each.complete.finish_reason for each in await first} == {"abort"}
