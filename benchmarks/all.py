@@ -27,6 +27,7 @@ BENCHMARKS = (
     "serving.hostile_http",
     "serving.security_overhead",
     "serving.tracing_overhead",
+    "serving.tracing_off",
     "serving.router_failover",
     "serving.recovery",
     "serving.recovery_vllm",
