@@ -21,6 +21,8 @@ class Attachment:
     """At decode: only a request whose KV has landed."""
     same_owner: bool = False
     """At prefill: only a request that has this very owner already."""
+    placed_by: str = ""
+    """At decode: only a request that this prefill instance has placed there, as far as that is known. Empty: any."""
 
 
 @dataclass(frozen=True, slots=True)

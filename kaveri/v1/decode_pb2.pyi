@@ -357,6 +357,7 @@ class AttachRequest(_message.Message):
     GENERATED_COUNT_FIELD_NUMBER: _builtins.int
     LANDED_FIELD_NUMBER: _builtins.int
     SAME_OWNER_FIELD_NUMBER: _builtins.int
+    PLACED_BY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     session: _builtins.int
@@ -375,6 +376,10 @@ class AttachRequest(_message.Message):
     """At prefill: only a request that has this very owner already, whose stream has broken. Any other is NOT_FOUND: what
     is left of an earlier attempt says nothing of this one.
     """
+    placed_by: _builtins.str
+    """At decode: the prefill instance that says the request is here. A request that another one has placed here is
+    NOT_FOUND: it may have drawn another first token. Empty: whichever has.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, followed by the tokens that the client has."""
@@ -391,10 +396,11 @@ class AttachRequest(_message.Message):
         generated_count: _builtins.int = ...,
         landed: _builtins.bool = ...,
         same_owner: _builtins.bool = ...,
+        placed_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "landed", b"landed", "request_id", b"request_id", "router_id", b"router_id", "same_owner", b"same_owner", "secret", b"secret", "session", b"session", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "landed", b"landed", "placed_by", b"placed_by", "request_id", b"request_id", "router_id", b"router_id", "same_owner", b"same_owner", "secret", b"secret", "session", b"session", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -480,6 +486,7 @@ class ReserveRequest(_message.Message):
     SECRET_FIELD_NUMBER: _builtins.int
     RESERVATION_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    PREFILL_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, at most 128 bytes."""
     attempt: _builtins.int
@@ -504,6 +511,8 @@ class ReserveRequest(_message.Message):
     """
     traceparent: _builtins.str
     """As in PrefillRequest."""
+    prefill_instance_id: _builtins.str
+    """The prefill instance that asks. Empty: not known, as from one of a former version."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, followed by the tokens that earlier attempts have generated. Kept to recompute after a preemption."""
@@ -537,10 +546,11 @@ class ReserveRequest(_message.Message):
         secret: _builtins.bytes = ...,
         reservation: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        prefill_instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "params", b"params", "predicted_length", b"predicted_length"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "layout", b"layout", "params", b"params", "predicted_length", b"predicted_length", "request_id", b"request_id", "reservation", b"reservation", "router_id", b"router_id", "secret", b"secret", "session", b"session", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "layout", b"layout", "params", b"params", "predicted_length", b"predicted_length", "prefill_instance_id", b"prefill_instance_id", "request_id", b"request_id", "reservation", b"reservation", "router_id", b"router_id", "secret", b"secret", "session", b"session", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

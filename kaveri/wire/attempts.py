@@ -108,6 +108,7 @@ def attachment_from_proto(message: decode_pb2.AttachRequest) -> Attachment:
         message.generated_count,
         message.landed,
         message.same_owner,
+        message.placed_by,
     )
 
 
@@ -122,6 +123,7 @@ def attachment_to_proto(attachment: Attachment) -> decode_pb2.AttachRequest:
         generated_count=attachment.generated_count,
         landed=attachment.landed,
         same_owner=attachment.same_owner,
+        placed_by=attachment.placed_by,
     )
 
 

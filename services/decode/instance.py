@@ -114,6 +114,7 @@ class DecodeInstance:
         waits: bool = False,
         reservation: int = 0,
         traceparent: str = "",
+        placed_by: str = "",
     ) -> Ticket:
         """Reserves room. With `waits` a request without room waits in line until it has room; otherwise it is refused.
 
@@ -121,6 +122,7 @@ class DecodeInstance:
         is another request with the same id. A newer attempt takes over the place in line of an older one.
         reservation: the number of this call within the attempt; an earlier call that comes late is stale.
         traceparent: of the span that what happens here is below; empty: it is not traced.
+        placed_by: the prefill instance that asks; empty: not known.
 
         timeout_s: what is left of the request's time; when it is over the request ends here. Raises Unavailable
         (draining, also while it waits), LayoutMismatch, StaleAttempt, NoCapacity, InvalidArgument (can never fit),
@@ -137,7 +139,7 @@ class DecodeInstance:
         needed_blocks = self._room.needed_blocks(len(token_ids))
         place = self._end_former(request_id, ownership, reservation)
         request = self._open(engine_request, ownership, timeout_s, predicted_length, InLine(waits), traceparent)
-        request.reservation, request.source = reservation, layout
+        request.reservation, request.source, request.placed_by = reservation, layout, placed_by
         request.answer = asyncio.get_running_loop().create_future()
         self._room.line.join(request_id, needed_blocks, len(token_ids), place)
         self._engine_room.give()

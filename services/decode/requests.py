@@ -54,6 +54,8 @@ class DecodeRequest:
     """Long in decode, by the thresholds here."""
     reservation: int = 0
     """The number of its Reserve call, as prefill counts them within the attempt. 0: not counted."""
+    placed_by: str = ""
+    """The prefill instance that has placed it here. Empty: not known, or none has."""
     answer: asyncio.Future[Ticket] | None = None
     """What its Reserve call waits for. None: it was prefilled here."""
     deadline: asyncio.TimerHandle | None = None

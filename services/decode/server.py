@@ -76,6 +76,7 @@ class DecodeServer(DecodeServiceServicer):
                 waits=request.wait,
                 reservation=request.reservation,
                 traceparent=request.traceparent,
+                placed_by=request.prefill_instance_id,
             )
         except KaveriError as error:
             await abort(context, error)

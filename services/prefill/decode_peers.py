@@ -32,8 +32,9 @@ class Reservation(NamedTuple):
 class DecodePeers:
     """The decode instances that one prefill instance talks to."""
 
-    def __init__(self, layout: KvLayout) -> None:
-        """layout: of the pool that is pushed from."""
+    def __init__(self, layout: KvLayout, own_id: str = "") -> None:
+        """layout: of the pool that is pushed from. own_id: the instance that asks."""
+        self._own_id = own_id
         self._layout = layout_to_proto(layout)
         self.channels = Channels()
 
@@ -63,6 +64,7 @@ class DecodePeers:
             wait=waits,
             reservation=reservation,
             traceparent=request.traceparent,
+            prefill_instance_id=self._own_id,
         )
         answer_s = timeout_s if waits else min(timeout_s, _ANSWER_TIMEOUT_S)
         with self.channels.calling(DecodeServiceStub, target.record.address) as stub:

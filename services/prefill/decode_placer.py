@@ -48,11 +48,11 @@ class DecodePlacer:
         thresholds: HeavyThresholds = DEFAULT_THRESHOLDS,
         own_id: str = "",
     ) -> None:
-        """own_id: an instance that nothing is pushed to, because it is this one."""
+        """own_id: of this instance, to which nothing is pushed."""
         self._engine = engine
         layout = engine.info.layout
         search: RoomSearch[EngineKey] = RoomSearch(model, layout, policy, rng)
-        self._finder = RoomFinder(store, search, DecodePeers(layout), metrics, thresholds)
+        self._finder = RoomFinder(store, search, DecodePeers(layout, own_id), metrics, thresholds)
         self._unfit: dict[str, KaveriError] = {}
         if own_id:
             self._unfit[own_id] = Unavailable("no other decode instance takes the request", retry_after_s=1.0)

@@ -174,11 +174,14 @@ class RequestEntry:
         """Under which an attempt has the request."""
         return Ownership(Owner(self.accepted.session, attempt), router_id, self.accepted.secret)
 
-    def attachment(self, attempt: int, router_id: str, *, landed: bool = False, same_owner: bool = False) -> Attachment:
+    def attachment(
+        self, attempt: int, router_id: str, *, landed: bool = False, same_owner: bool = False, placed_by: str = ""
+    ) -> Attachment:
         """What an instance must see to give the request to this router, from the answer's next token on."""
         token_ids = (*self.accepted.prompt_token_ids, *self.answer.token_ids)
         ownership = self.ownership(attempt, router_id)
-        return Attachment(self.request_id, ownership, token_ids, len(self.answer.token_ids), landed, same_owner)
+        count = len(self.answer.token_ids)
+        return Attachment(self.request_id, ownership, token_ids, count, landed, same_owner, placed_by)
 
     @property
     def traceparent(self) -> str:

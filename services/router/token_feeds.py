@@ -279,7 +279,8 @@ class TokenFeeds:
             self._own(asyncio.create_task(self._attach(subscription, subscription.record, tie)))
 
     async def _attach(self, subscription: Subscription, record: InstanceRecord, tie: Tie) -> None:
-        attachment = tie.entry.attachment(tie.attempt.number, self._stream_id)
+        placed_by = tie.attempt.prefill.instance_id
+        attachment = tie.entry.attachment(tie.attempt.number, self._stream_id, placed_by=placed_by)
         try:
             await self.attach(record, attachment)
         except KaveriError as error:

@@ -134,6 +134,29 @@ async def test_a_decode_instance_that_gave_a_request_up_is_not_attached_for_noth
     assert attached.attached.max_tokens == 120
 
 
+async def test_a_decode_instance_does_not_take_one_prefill_instances_request_for_anothers(
+    cluster: Any, by_hand: Any
+) -> None:
+    """The other one has computed the prompt too, for another attempt, and may have drawn another first token."""
+    prefill = await cluster.prefill()
+    decode = await cluster.decode(fake_step_s=0.01, orphan_grace_s=60.0)
+    router = await cluster.router()
+    async for _ in begin(router, prefill, 120):
+        pass
+    await by_hand.eventually(lambda: len(router.tokens.get(("a", 1), ())) > 3, "it decodes")
+    stub = DecodeServiceStub(decode.channel)
+    by_another = attachment_to_proto(replace(RIGHT, placed_by="another"))
+    assert isinstance(await refusal(stub.Attach(by_another, timeout=60)), RequestNotFound)
+    (there,) = decode.service._requests
+    attached = await stub.Attach(attachment_to_proto(replace(RIGHT, placed_by=there.placed_by)), timeout=60)
+    assert there.placed_by
+    assert attached.attached.max_tokens == 120
+    # Its owner may name whichever: the request is its own.
+    await stub.Attach(by_another, timeout=60)
+    await stub.Abort(decode_pb2.AbortRequest(attempts=[ownership_to_proto("a", MINE)], by_router=True))
+    await cluster.all_free()
+
+
 async def test_a_prefill_instance_gives_a_request_to_its_own_client_alone(cluster: Any, by_hand: Any) -> None:
     prefill = await cluster.prefill(fake_step_s=0.3, chunk_tokens=8, orphan_grace_s=60.0)
     decode = await cluster.decode()

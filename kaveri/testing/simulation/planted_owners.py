@@ -15,10 +15,8 @@ def earlier_attempt_repeated() -> Iterator[None]:
     """A router that opens a stream of prefill again takes what prefill keeps of any attempt of the request."""
 
     def make(original: Any) -> Any:
-        def attachment(
-            self: Any, attempt: int, router_id: str, *, landed: bool = False, same_owner: bool = False
-        ) -> Any:
-            return original(self, attempt, router_id, landed=landed)
+        def attachment(self: Any, attempt: int, router_id: str, *, same_owner: bool = False, **others: Any) -> Any:
+            return original(self, attempt, router_id, **others)
 
         return attachment
 
