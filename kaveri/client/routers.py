@@ -133,7 +133,9 @@ class RouterCall(Generic[ResponseT]):
                 raise RouterFailed(raised, refused=answered) from error
             raise raised from error
         except asyncio.CancelledError:
-            if self._was_cancelled or (task is not None and task.cancelling() > cancels):
+            is_cancelled = self._was_cancelled or (task is not None and task.cancelling() > cancels)
+            # A closed channel cancels the call itself; a task that was cancelled before it came here only its wait.
+            if is_cancelled or (self._silent_s is None and not reading.cancelled()):
                 self._call.cancel()
                 raise
             if self._silent_s is None:

@@ -19,7 +19,7 @@ _MAX_SESSION = 65_535
 _MOST_LEFT = 16
 _CANCEL_TIMEOUT_S = 2.0
 _CANCEL_AGAIN_S = 0.2
-_CANCEL_UNKNOWN_S = 2.0
+_CANCEL_UNKNOWN_S = 10.0
 """So long a request may take to its router."""
 
 GenerateCall = RouterCall[inference_pb2.GenerateResponse]
@@ -78,7 +78,7 @@ class Sessions:
                 return None
             self.close()
             raise
-        except BaseException:
+        except (Exception, asyncio.CancelledError):
             self.close()
             raise
 
@@ -215,7 +215,7 @@ class Sessions:
     async def _cancel(self) -> None:
         """Asks until a router knows the request, it is over, or routers have not known it for a while: then its session
         has ended there. The next session asks again."""
-        unknown_since_s: float | None = None
+        session, unknown_since_s = self._request.session, time.monotonic()
         request = inference_pb2.CancelRequest(request_id=self._request.request_id)
         while not (self.received.is_complete or self._closing.is_set() or self._is_late):
             with contextlib.suppress(KaveriError):
@@ -223,7 +223,8 @@ class Sessions:
                 if (await self._routers.ask("Cancel", request, limit_s)).found:
                     return
                 now_s = time.monotonic()
-                unknown_since_s = now_s if unknown_since_s is None else unknown_since_s
+                if self._request.session != session:
+                    session, unknown_since_s = self._request.session, now_s
                 if now_s - unknown_since_s > _CANCEL_UNKNOWN_S:
                     return
             await self._wait(_CANCEL_AGAIN_S)

@@ -13,6 +13,7 @@ from kaveri.client.forks import check_not_forked
 from kaveri.client.loop_thread import LoopThread
 from kaveri.client.request import MessageLike
 from kaveri.domain.sampling import SamplingParams
+from kaveri.errors import Unavailable
 from kaveri.security.tls_files import TlsFiles
 
 ResultT = TypeVar("ResultT")
@@ -190,7 +191,12 @@ class Client:
             work.close()
             check_not_forked()
             raise RuntimeError("this Client was made before this process was forked; make a new one")
-        return self._loop_thread.run(work)
+        try:
+            return self._loop_thread.run(work)
+        except Unavailable as error:
+            if self._end.alive:
+                raise
+            raise RuntimeError("closed while waiting") from error
 
 
 class Stream:
@@ -222,6 +228,9 @@ class Stream:
     def __next__(self) -> Chunk:
         chunk = self._client._wait(self._next())
         if chunk is None:
+            if not self._client._end.alive:
+                # Not the end of the answer.
+                raise RuntimeError("closed while waiting")
             raise StopIteration
         return chunk
 

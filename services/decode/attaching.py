@@ -25,9 +25,8 @@ def attached_of(request: DecodeRequest, attachment: Attachment) -> tuple[Attache
     log, engine_request = request.log, request.engine_request
     generated_count, params = engine_request.generated_count, engine_request.params
     has_landed = not isinstance(request.state, InLine | Reserving | Reserved)
-    is_new_owner = attachment.ownership.owner != request.owner
     is_from_elsewhere = attachment.placed_by != request.placed_by and attachment.placed_by and request.placed_by
-    if is_new_owner and is_from_elsewhere:
+    if is_from_elsewhere:
         # The router has its report, and perhaps a first token, from another computation than the one that came here.
         raise RequestNotFound(request.request_id, f"{request.placed_by} has placed it here, not {attachment.placed_by}")
     if attachment.landed and not has_landed:

@@ -279,7 +279,8 @@ class TokenFeeds:
             self._own(asyncio.create_task(self._attach(subscription, subscription.record, tie)))
 
     async def _attach(self, subscription: Subscription, record: InstanceRecord, tie: Tie) -> None:
-        placed_by = tie.attempt.prefill.instance_id
+        # One that was found at prefill goes on by what that instance reports. A hint of who has placed it may be old.
+        placed_by = tie.attempt.prefill.instance_id if tie.attempt.taken_over else ""
         attachment = tie.entry.attachment(tie.attempt.number, self._stream_id, placed_by=placed_by)
         try:
             await self.attach(record, attachment)

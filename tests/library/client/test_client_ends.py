@@ -30,7 +30,10 @@ async def test_a_request_that_has_failed_is_not_cancelled_any_more(service: Infe
         assert cancelling.cancelled(), "it ends with the request, not after a while"
 
 
-async def test_a_cancel_of_an_answer_that_has_ended_unread_is_given_up(service: InferenceDouble, target: str) -> None:
+async def test_a_cancel_of_an_answer_that_has_ended_unread_is_given_up(
+    service: InferenceDouble, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kaveri.client.sessions._CANCEL_UNKNOWN_S", 0.5)
     async with AsyncClient(target) as client:
         stream = client.stream("prompt", params=TWO, request_id="unread")
         await until(lambda: service.finished == {"unread"}, "the answer ends")
@@ -90,6 +93,25 @@ async def test_a_stream_goes_on_when_its_channel_is_closed_for_another_call(
         completion = await asyncio.wait_for(answer, WAIT_S)
     assert completion.text == "abcdefghij"
     assert [request.session for request in service.requests] == [0, 1]
+
+
+@pytest.mark.parametrize("way", ["stream", "ask"])
+async def test_a_task_that_is_cancelled_while_it_runs_ends_at_its_next_wait(
+    service: InferenceDouble, target: str, way: str
+) -> None:
+    async with AsyncClient(target) as client:
+        stream = client.stream("silent")
+
+        async def cancelled_while_it_runs() -> None:
+            this = asyncio.current_task()
+            assert this is not None
+            # As Ctrl-C does, between two steps of the task.
+            this.cancel()
+            await (anext(stream) if way == "stream" else client.list_models())
+
+        task = asyncio.create_task(cancelled_while_it_runs())
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
 
 async def test_a_task_that_was_cancelled_can_still_leave_a_router_that_hangs(
