@@ -44,6 +44,7 @@ from services.gateway.departure import UntilGone
 from services.gateway.event_writer import EventWriter
 from services.gateway.formats import DONE, AnswerFormat, ChatFormat, CompletionFormat
 from services.gateway.http_errors import Headers, HttpError, http_error_of, refused_key, retry_headers
+from services.gateway.openapi import openapi_document
 from services.gateway.shown_prompts import show_prompts
 from services.gateway.tokenizing import detokenize, tokenize
 
@@ -326,6 +327,9 @@ def build_api(door: Door) -> Router:
     async def version(request: Request) -> Response:
         return JSONResponse({"version": importlib.metadata.version("kaveri")})
 
+    async def describe(request: Request) -> Response:
+        return JSONResponse(openapi_document(importlib.metadata.version("kaveri")))
+
     async def scrape(request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         # One at a time and on a thread: many concurrent scrapes must not delay requests.
@@ -341,6 +345,7 @@ def build_api(door: Door) -> Router:
         Route("/v1/models/{model:path}", _named("/v1/models", model), methods=["GET"]),
         Route("/health", _named("/health", health), methods=["GET"]),
         Route("/version", _named("/version", version), methods=["GET"]),
+        Route("/openapi.json", _named("/openapi.json", describe), methods=["GET"]),
         Route("/metrics", _named("/metrics", scrape), methods=["GET"]),
     ]
     return Router(routes, redirect_slashes=False)

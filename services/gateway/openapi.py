@@ -1,0 +1,171 @@
+"""The OpenAPI document of the HTTP API, at /openapi.json: what each path takes, with its limits, and what it answers.
+
+Parameters that are taken for compatibility, and change nothing, are left out: docs/doors.md names them. Pure.
+"""
+
+from typing import Any
+
+from kaveri.domain.sampling import (
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_TEXT_BYTES,
+    MAX_STOP_TEXTS,
+    MAX_STOP_TOKEN_IDS,
+)
+
+Schema = dict[str, Any]
+
+_TEXT: Schema = {"type": "string"}
+_FLAG: Schema = {"type": "boolean"}
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_TOKEN_IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXTS: Schema = {"type": "array", "items": _TEXT, "minItems": 1}
+
+
+def _or_null(schema: Schema) -> Schema:
+    """null stands for a missing field."""
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _object(properties: dict[str, Schema], required: tuple[str, ...] = (), *, is_open: bool = False) -> Schema:
+    optional = {name: schema if name in required else _or_null(schema) for name, schema in properties.items()}
+    return {"type": "object", "properties": optional, "required": [*required], "additionalProperties": is_open}
+
+
+def _whole(least: int, most: int) -> Schema:
+    return {"type": "integer", "minimum": least, "maximum": most}
+
+
+_STOP_TEXT: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_TEXT_BYTES}
+_STREAM_OPTIONS = _object({"include_usage": _FLAG, "continuous_usage_stats": _FLAG})
+_MESSAGE = _object(
+    {
+        "role": _TEXT,
+        "content": {
+            "anyOf": [
+                _TEXT,
+                {"type": "array", "items": _object({"type": {"const": "text"}, "text": _TEXT}, ("type", "text"))},
+            ]
+        },
+    },
+    ("role", "content"),
+)
+_MESSAGES: Schema = {"type": "array", "items": _MESSAGE, "minItems": 1}
+_GENERATING: dict[str, Schema] = {
+    "model": _TEXT,
+    "n": _whole(1, MAX_N),
+    "stream": _FLAG,
+    "stream_options": _STREAM_OPTIONS,
+    "max_tokens": {"type": "integer", "minimum": 0},
+    "min_tokens": _COUNT,
+    "temperature": {"type": "number", "minimum": 0},
+    "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"type": "integer", "minimum": -1},
+    "seed": _whole(-(2**63), 2**64 - 1),
+    "stop": {"anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOP_TEXTS}]},
+    "stop_token_ids": {"type": "array", "items": _COUNT, "maxItems": MAX_STOP_TOKEN_IDS},
+    "ignore_eos": _FLAG,
+    "prompt_logprobs": _whole(0, MAX_LOGPROBS),
+    "return_token_ids": _FLAG,
+}
+COMPLETION = _object(
+    {
+        "prompt": {"anyOf": [_TEXT, _TEXTS, _TOKEN_IDS, {"type": "array", "items": _TOKEN_IDS, "minItems": 1}]},
+        **_GENERATING,
+        "logprobs": _whole(0, MAX_LOGPROBS),
+        "echo": _FLAG,
+        "best_of": _whole(1, MAX_N),
+    },
+    ("prompt",),
+)
+CHAT = _object(
+    {
+        "messages": _MESSAGES,
+        **_GENERATING,
+        "max_completion_tokens": {"type": "integer", "minimum": 1},
+        "logprobs": _FLAG,
+        "top_logprobs": _whole(0, MAX_LOGPROBS),
+    },
+    ("messages",),
+)
+TOKENIZE = _object({"model": _TEXT, "prompt": _TEXT, "messages": _MESSAGES})
+DETOKENIZE = _object({"model": _TEXT, "tokens": {"type": "array", "items": _COUNT}}, ("tokens",))
+_ERROR = _object(
+    {
+        "error": _object(
+            {"message": _TEXT, "type": _TEXT, "param": _TEXT, "code": _TEXT}, ("message", "type"), is_open=True
+        )
+    },
+    ("error",),
+)
+_USAGE = _object(
+    {"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT},
+    ("prompt_tokens", "completion_tokens", "total_tokens"),
+    is_open=True,
+)
+_ANSWER = _object(
+    {
+        "id": _TEXT,
+        "object": _TEXT,
+        "created": _COUNT,
+        "model": _TEXT,
+        "choices": {"type": "array", "items": {"type": "object"}},
+        "usage": _USAGE,
+    },
+    ("id", "object", "created", "model", "choices"),
+    is_open=True,
+)
+_MODEL = _object({"id": _TEXT, "object": {"const": "model"}}, ("id", "object"), is_open=True)
+_MODELS = _object({"object": {"const": "list"}, "data": {"type": "array", "items": _MODEL}}, ("object", "data"))
+_TOKENS = _object(
+    {"count": _COUNT, "max_model_len": _COUNT, "tokens": {"type": "array", "items": _COUNT}, "token_strs": _TEXTS},
+    ("count", "max_model_len", "tokens"),
+)
+
+
+def openapi_document(version: str) -> Schema:
+    """Of OpenAPI 3.1. version: of Kaveri."""
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Kaveri", "version": version, "description": "The OpenAI-compatible HTTP API of a gateway."},
+        "paths": {
+            "/v1/completions": {"post": _asking("Complete prompts", COMPLETION, _ANSWER, streams=True)},
+            "/v1/chat/completions": {"post": _asking("Answer a conversation", CHAT, _ANSWER, streams=True)},
+            "/tokenize": {"post": _asking("The token ids of a text or a conversation", TOKENIZE, _TOKENS)},
+            "/detokenize": {
+                "post": _asking("The text of token ids", DETOKENIZE, _object({"prompt": _TEXT}, ("prompt",)))
+            },
+            "/v1/models": {"get": _answering("The models that are served", _MODELS)},
+            "/v1/models/{model}": {
+                "get": _answering("One model", _MODEL),
+                "parameters": [{"name": "model", "in": "path", "required": True, "schema": _TEXT}],
+            },
+            "/health": {
+                "get": _answering("Whether requests are taken", _object({"status": {"const": "ok"}}, ("status",)))
+            },
+            "/version": {"get": _answering("The version of Kaveri", _object({"version": _TEXT}, ("version",)))},
+        },
+        "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{}, {"key": []}],
+    }
+
+
+def _answering(summary: str, schema: Schema) -> Schema:
+    error = {"description": "Refused or failed, as OpenAI's errors.", "content": _json(_ERROR)}
+    return {
+        "summary": summary,
+        "responses": {"200": {"description": "Done.", "content": _json(schema)}, "default": error},
+    }
+
+
+def _asking(summary: str, body: Schema, schema: Schema, *, streams: bool = False) -> Schema:
+    operation = _answering(summary, schema)
+    operation["requestBody"] = {"required": True, "content": _json(body)}
+    if streams:
+        # Server-sent events where `stream` is true: chunks, then "data: [DONE]".
+        operation["responses"]["200"]["content"]["text/event-stream"] = {}
+    return operation
+
+
+def _json(schema: Schema) -> Schema:
+    return {"application/json": {"schema": schema}}

@@ -1,0 +1,47 @@
+"""The OpenAPI document says what the gateway takes, and neither less nor more."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from services.gateway import asked as asking
+from services.gateway.asked import read_chat, read_completion
+from services.gateway.fields import Fields
+from services.gateway.openapi import CHAT, COMPLETION, openapi_document
+from tests.services.gateway.conftest import GatewayUnderTest
+
+COMPLETION_BODY = {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}}
+CHAT_BODY = {"messages": [{"role": "user", "content": "x"}], "stream": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize(
+    ("read", "body", "schema"), [(read_completion, COMPLETION_BODY, COMPLETION), (read_chat, CHAT_BODY, CHAT)]
+)
+def test_the_document_names_each_field_that_is_read(
+    monkeypatch: pytest.MonkeyPatch, read: Callable[..., Any], body: Mapping[str, Any], schema: dict[str, Any]
+) -> None:
+    taken: dict[str, set[str]] = {}
+
+    class RecordedFields(Fields):
+        def take(self, name: str) -> Any:
+            taken.setdefault(self._path.rstrip("."), set()).add(name)
+            return super().take(name)
+
+    monkeypatch.setattr(asking, "Fields", RecordedFields)
+    read(body, 8)
+    assert taken.pop("") == set(schema["properties"])
+    (options, _) = schema["properties"]["stream_options"]["anyOf"]
+    assert taken.pop("stream_options") == set(options["properties"])
+    for path, names in taken.items():
+        assert path == "messages[0]"
+        assert names == set(schema["properties"]["messages"]["items"]["properties"])
+
+
+async def test_the_document_is_served_and_names_paths_that_are(gateway: GatewayUnderTest) -> None:
+    document = (await gateway.ask("/openapi.json")).json
+    assert document == openapi_document(document["info"]["version"])
+    for path, methods in document["paths"].items():
+        body = None if "get" in methods else {}
+        answer = await gateway.ask(path.replace("{model}", "kaveri-tiny"), body)
+        assert answer.status == (400 if "post" in methods else 200), path
