@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import grpc
 from grpc import aio
 
 from kaveri.cluster.redis_store import RedisStore
@@ -284,15 +285,16 @@ class LocalStack:
         )
 
     async def _knows_everybody(self, address: str) -> bool:
-        """Whether the router at `address` takes requests and has the same instances in its view."""
+        """Whether the router at `address` takes requests and has the same instances in its view. A router with API keys
+        shows its view to operators alone: there, whether it takes requests."""
         if not await check_health(address, _RPC_TIMEOUT_S):
             return False
         async with open_channel(address) as channel:
             stub = cluster_pb2_grpc.ClusterServiceStub(channel)
             try:
                 shown = await stub.GetClusterView(cluster_pb2.GetClusterViewRequest(), timeout=_RPC_TIMEOUT_S)
-            except aio.AioRpcError:
-                return False
+            except aio.AioRpcError as error:
+                return error.code() is grpc.StatusCode.UNAUTHENTICATED
         lives = {status.record.instance_id: status.record.incarnation for status in shown.instances}
         here = self.view().instances
         return all(name in here and lives.get(name) == here[name].record.incarnation for name in self.instance_ids)

@@ -238,6 +238,8 @@ PLANS: dict[str, Plan] = {
         cluster(),
         [request("long", max_tokens=200)],
         [
+            # Decode draws on while the router does not hear it, so the client lacks tokens.
+            _reset("router-0", "decode-0", at_s=0.597),
             Fault(kind=FaultKind.FREEZE, at_s=0.6, target="prefill-0", lasts_s=0.8),
             _reset("router-0", "client-0", at_s=0.6),
         ],
