@@ -70,6 +70,17 @@ def begin(router: Any, prefill: Any, max_tokens: int) -> Any:
     return PrefillServiceStub(prefill.channel).Prefill(message, timeout=30)
 
 
+async def let_it_decode(cluster: Any, by_hand: Any) -> tuple[Any, Any, Any]:
+    """Request "a" draws tokens at a decode instance: that instance, the router that follows it, and a stub."""
+    prefill = await cluster.prefill()
+    decode = await cluster.decode(fake_step_s=0.01, orphan_grace_s=60.0)
+    router = await cluster.router()
+    async for _ in begin(router, prefill, 120):
+        pass
+    await by_hand.eventually(lambda: len(router.tokens.get(("a", 1), ())) > 3, "it decodes")
+    return decode, router, DecodeServiceStub(decode.channel)
+
+
 async def test_a_decode_instance_gives_a_request_to_its_own_client_alone(cluster: Any, by_hand: Any) -> None:
     prefill = await cluster.prefill()
     decode = await cluster.decode(fake_step_s=0.01, orphan_grace_s=60.0)
@@ -94,13 +105,7 @@ async def test_a_decode_instance_that_gave_a_request_up_does_not_say_that_its_cl
     cluster: Any, by_hand: Any
 ) -> None:
     """It went on elsewhere, and nothing was wrong with what the client has."""
-    prefill = await cluster.prefill()
-    decode = await cluster.decode(fake_step_s=0.01, orphan_grace_s=60.0)
-    router = await cluster.router()
-    async for _ in begin(router, prefill, 120):
-        pass
-    await by_hand.eventually(lambda: len(router.tokens.get(("a", 1), ())) > 3, "it decodes")
-    stub = DecodeServiceStub(decode.channel)
+    _, router, stub = await let_it_decode(cluster, by_hand)
     attempt = ownership_to_proto("a", Ownership(Owner(0, 1), router.router_id, SECRET))
     await stub.Abort(decode_pb2.AbortRequest(attempts=[attempt], by_router=True))
     for more in (cluster.expected(list(PROMPT), 120), [0] * 100):
@@ -114,13 +119,7 @@ async def test_a_decode_instance_that_gave_a_request_up_does_not_say_that_its_cl
 
 async def test_a_decode_instance_that_gave_a_request_up_is_not_attached_for_nothing(cluster: Any, by_hand: Any) -> None:
     """The client has all that was drawn there: the instance would say only that it has ended."""
-    prefill = await cluster.prefill()
-    decode = await cluster.decode(fake_step_s=0.01, orphan_grace_s=60.0)
-    router = await cluster.router()
-    async for _ in begin(router, prefill, 120):
-        pass
-    await by_hand.eventually(lambda: len(router.tokens.get(("a", 1), ())) > 3, "it decodes")
-    stub = DecodeServiceStub(decode.channel)
+    decode, router, stub = await let_it_decode(cluster, by_hand)
     attempt = ownership_to_proto("a", Ownership(Owner(0, 1), router.router_id, SECRET))
     await stub.Abort(decode_pb2.AbortRequest(attempts=[attempt], by_router=True))
     await cluster.all_free()
@@ -138,13 +137,7 @@ async def test_a_decode_instance_does_not_take_one_prefill_instances_request_for
     cluster: Any, by_hand: Any
 ) -> None:
     """The other one has computed the prompt too, for another attempt, and may have drawn another first token."""
-    prefill = await cluster.prefill()
-    decode = await cluster.decode(fake_step_s=0.01, orphan_grace_s=60.0)
-    router = await cluster.router()
-    async for _ in begin(router, prefill, 120):
-        pass
-    await by_hand.eventually(lambda: len(router.tokens.get(("a", 1), ())) > 3, "it decodes")
-    stub = DecodeServiceStub(decode.channel)
+    decode, _, stub = await let_it_decode(cluster, by_hand)
     by_another = attachment_to_proto(replace(RIGHT, placed_by="another"))
     assert isinstance(await refusal(stub.Attach(by_another, timeout=60)), RequestNotFound)
     (there,) = decode.service._requests
