@@ -195,13 +195,12 @@ def _recorded(trace: Path, rate: float | None, longest: int) -> "tuple[ExpectedL
     """The workload of a trace as it was recorded, and how many requests were left out because they are too long."""
     from kaveri.planner.expected_load import ExpectedLoad, recorded_rate_per_s
 
-    entries, too_long = read_fitting(trace, longest)
-    arrived_s = [entry.arrival_s for entry in entries]
-    found_per_s = recorded_rate_per_s(arrived_s)
+    fitting, too_long = read_fitting(trace, longest)
+    found_per_s = recorded_rate_per_s(fitting.times_s)
     load = ExpectedLoad(
-        lengths=[entry.lengths for entry in entries],
+        lengths=fitting.lengths,
         rate_per_s=found_per_s if rate is None else rate,
-        recorded_s=arrived_s,
+        recorded_s=fitting.times_s,
     )
     return load, too_long
 
