@@ -258,7 +258,9 @@ async def test_the_abort_of_a_prefill_leg_ends_the_decode_leg_that_comes_later(
 
 async def test_a_decode_instance_that_dies_gives_the_hold_up(cluster: InProcessCluster) -> None:
     prefill = await cluster.prefill(vllm_grpc=True)
-    decode = await cluster.decode(vllm_grpc=True, drain_timeout_s=0.1, kv_cache_memory=2**17)
+    decode = await cluster.decode(
+        vllm_grpc=True, drain_timeout_s=0.1, kv_cache_memory=2**17, orphan_grace_s=2 * DEADLINE_S
+    )
     large = [9] * (decode.engine.info.layout.block_tokens * decode.engine.info.total_blocks * 5 // 8)
     await reserve(decode, "other", len(large))
     held = await hold(prefill, "one", large)
