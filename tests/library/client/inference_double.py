@@ -83,7 +83,7 @@ class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):
     async def _answer(self, request: pb.GenerateRequest, context: Any, cancel: asyncio.Event) -> Any:
         prompt = request.messages.messages[-1].content if request.HasField("messages") else request.text
         if prompt == "error":
-            self.running.discard(request.request_id)
+            self.running.discard(request.request_id)  # A cancel would find it until the abort is through.
             await abort(context, self.error)
         if prompt == "silent":
             await cancel.wait()
