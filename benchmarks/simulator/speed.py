@@ -3,6 +3,9 @@
 Lengths are drawn from the middles of the sixteenths of prompts and of answers, each for itself. Generation of the
 requests and the summary count. The full run simulates a million requests at each size; the quick one a hundredth, and
 scales. Memory is the peak of the process that simulates, which does nothing else.
+
+A cluster whose decode instances are out of blocks is simulated step by step, and all that wait look for room at each
+broadcast. That is slower, and measured by itself, with fewer requests.
 """
 
 import multiprocessing
@@ -24,8 +27,12 @@ SHAREGPT_ANSWER_TOKENS = (23, 58, 95, 146, 201, 258, 310, 353, 396, 440, 493, 54
 MILLION = 1_000_000
 LIMITS_S = {8: 60.0, 64: 60.0, 1_000: 90.0}
 """By the number of instances, half of which prefill."""
-RATE_PER_PREFILL = 5.5
-"""Requests per second: four fifths of what the prefill instances can do."""
+RATE_PER_PREFILL = 5.0
+"""Requests per second: less than three quarters of what the prefill instances can do. At 5.5 a cluster of 8 runs out of
+blocks after some 440,000 requests, and does not recover: what is computed again after preemptions costs too much."""
+OVERLOAD_PER_PREFILL = 6.5
+"""More than the decode instances can do."""
+OVERLOAD_INSTANCES = 8
 MEMORY_LIMIT_BYTES = 2**30
 LATENCY_MODEL = "opt-13b-a100-tp2"
 
@@ -33,32 +40,50 @@ LATENCY_MODEL = "opt-13b-a100-tp2"
 def measure(options: Options, report: Report) -> None:
     """See the module's docstring."""
     count = options.choose(MILLION, MILLION // 100)
-    report.workload = {"requests": count, "rate per prefill instance": RATE_PER_PREFILL, "model": LATENCY_MODEL}
-    context = multiprocessing.get_context("spawn")
+    overload_count = options.choose(20_000, 2_000)
+    report.workload = {
+        "requests": count,
+        "rate per prefill instance": RATE_PER_PREFILL,
+        "overload": f"{overload_count} requests, {OVERLOAD_PER_PREFILL:g} a second and prefill instance",
+        "model": LATENCY_MODEL,
+    }
     for instances, limit_s in LIMITS_S.items():
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_simulate, args=(instances, count, theirs))
-        process.start()
-        seconds, peak_bytes, tokens, attainment = ours.recv()
-        process.join()
+        seconds, peak_bytes, tokens, attainment, preemptions = _in_process(instances, count, RATE_PER_PREFILL)
         report.row("CPU time of a request", [seconds / count * 1e6], "us", instances=instances)
         report.row("CPU time of a million", [seconds / count * MILLION], "s", instances=instances)
         report.row("peak memory", [peak_bytes / 2**20], "MiB", instances=instances)
         report.row("tokens simulated in a second", [tokens / seconds], "tokens/s", instances=instances)
         report.row("SLO attainment", [attainment], "share", instances=instances)
+        report.row("preemptions", [preemptions], "", instances=instances)
         name = f"{limit_s:g} s / a million requests, {instances} instances"
         report.ratio(name, limit_s / (seconds / count * MILLION), target=1.0)
         if count == MILLION:
             report.ratio(f"1 GiB / peak memory, {instances} instances", MEMORY_LIMIT_BYTES / peak_bytes, target=1.0)
+    seconds, _, _, _, preemptions = _in_process(OVERLOAD_INSTANCES, overload_count, OVERLOAD_PER_PREFILL)
+    report.row("CPU time of a request, overloaded", [seconds / overload_count * 1e6], "us", instances=OVERLOAD_INSTANCES)
+    report.row("preemptions, overloaded", [preemptions], "", instances=OVERLOAD_INSTANCES)
 
 
-def _simulate(instances: int, count: int, answer: Connection) -> None:
+def _in_process(instances: int, count: int, rate_per_prefill: float) -> tuple[float, int, int, float, int]:
+    """CPU seconds, peak bytes of memory, tokens, SLO attainment and preemptions of a process that simulates."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_simulate, args=(instances, count, rate_per_prefill, theirs))
+    process.start()
+    # Or recv() would wait for ever where the process has died.
+    theirs.close()
+    found: tuple[float, int, int, float, int] = ours.recv()
+    process.join()
+    return found
+
+
+def _simulate(instances: int, count: int, rate_per_prefill: float, answer: Connection) -> None:
     started_s = time.process_time()
     rng = random.Random(1)
     lengths = [
         RequestLengths(rng.choice(SHAREGPT_PROMPT_TOKENS), rng.choice(SHAREGPT_ANSWER_TOKENS)) for _ in range(count)
     ]
-    rate_per_s = RATE_PER_PREFILL * instances / 2
+    rate_per_s = rate_per_prefill * instances / 2
     requests = plan_requests(lengths, gamma_arrivals(count, rate_per_s, 1.0, rng))
     pool = PoolSpec(latency=load_latency_model(LATENCY_MODEL), total_blocks=9000, max_batch=256)
     half = instances // 2
@@ -72,7 +97,7 @@ def _simulate(instances: int, count: int, answer: Connection) -> None:
     seconds = time.process_time() - started_s
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     tokens = sum(one.output_tokens for one in lengths)
-    answer.send((seconds, peak_bytes, tokens, summary["slo_attainment"]))
+    answer.send((seconds, peak_bytes, tokens, summary["slo_attainment"], sum(table.preemptions)))
 
 
 if __name__ == "__main__":
