@@ -88,7 +88,8 @@ def plan(
         bool,
         typer.Option(
             "--recorded",
-            help="Requests come in the trace's order and with its gaps, scaled to --rate. Unset: gaps are drawn.",
+            help="Requests come with the gaps of the trace, and in its order, or of --from-cluster, scaled to --rate."
+            " Unset: gaps are drawn.",
         ),
     ] = False,
     rate: Annotated[
@@ -147,17 +148,17 @@ def plan(
             if given:
                 raise ConfigError(flag, "is given, but --from-cluster is not")
     if recorded:
-        for flag, clashes in (("--from-cluster", from_cluster), ("--burstiness", burstiness is not None)):
-            if clashes:
-                raise ConfigError(flag, "is given, but --recorded as well; give one of them")
-        if trace is None or lengths:
-            raise ConfigError("--recorded", "needs --trace, and no --lengths")
+        if burstiness is not None:
+            raise ConfigError("--burstiness", "is given, but --recorded as well; give one of them")
+        if not from_cluster and (trace is None or lengths):
+            raise ConfigError("--recorded", "needs --trace or --from-cluster, and no --lengths")
     profiles = profile or []
     shape = read_model_shape(model or model_of(profiles))
     now: ObservedNow | None = None
     if from_cluster:
         now = _observe(from_cluster, trace, lengths, _DEFAULT_LAST_S if last_s is None else last_s, running_tp, shape)
-        demand, too_long = now.workload.demand(rate, burstiness), now.workload.too_long_count
+        seen, too_long = now.workload, now.workload.too_long_count
+        demand = seen.recorded_demand(rate, seed) if recorded else seen.demand(rate, burstiness)
     elif recorded and trace is not None:
         demand, too_long = _recorded(trace, rate, shape.max_model_len)
     else:

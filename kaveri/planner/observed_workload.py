@@ -6,16 +6,18 @@ counted. In a steady stream the requests that ended last have the lengths of all
 over-represented, and the requests that still run show it.
 
 A pause is not told from a burst: one long gap among short ones has the variance of heavy bursts. So a burstiness above
-MOST_BURSTINESS is not planned for unless it is given.
+MOST_BURSTINESS is not planned for unless it is given. Arrivals may also be taken as they came, pauses and all. Which
+answer belongs to which arrival is not known: lengths are drawn.
 """
 
 import itertools
+import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kaveri.errors import ConfigError
-from kaveri.planner.expected_load import ExpectedLoad
+from kaveri.planner.expected_load import ExpectedLoad, recorded_rate_per_s
 from kaveri.workload.requests import RequestLengths
 
 FLAG = "--from-cluster"
@@ -50,7 +52,8 @@ class ObservedWorkload:
     router_count: int
     period_s: float
     """Arrivals and ends are of so many seconds."""
-    arrival_count: int
+    arrivals_s: tuple[float, ...]
+    """Seconds since the begin of the period, in ascending order."""
     burstiness: float
     """Squared coefficient of variation of the gaps between arrivals."""
     longest_gap_s: float
@@ -65,6 +68,11 @@ class ObservedWorkload:
     """Left out."""
     longest_running_tokens: int
     """Of the answers of these, so far; 0: none runs."""
+
+    @property
+    def arrival_count(self) -> int:
+        """In the period."""
+        return len(self.arrivals_s)
 
     @property
     def rate_per_s(self) -> float:
@@ -89,6 +97,18 @@ class ObservedWorkload:
             lengths=self.lengths,
             rate_per_s=self.rate_per_s if rate_per_s is None else rate_per_s,
             burstiness=self.burstiness if burstiness is None else burstiness,
+        )
+
+    def recorded_demand(self, rate_per_s: float | None, seed: int) -> ExpectedLoad:
+        """To plan for arrivals as they came, scaled to the rate. None: as observed. Each gets lengths that are drawn.
+
+        Raises ConfigError where all arrivals came at one time.
+        """
+        rng = random.Random(seed)
+        return ExpectedLoad(
+            lengths=tuple(rng.choice(self.lengths) for _ in self.arrivals_s),
+            rate_per_s=recorded_rate_per_s(self.arrivals_s) if rate_per_s is None else rate_per_s,
+            recorded_s=self.arrivals_s,
         )
 
 
@@ -116,7 +136,7 @@ def observed_workload(samples: Sequence[RouterSample], last_s: float, longest: i
     return ObservedWorkload(
         router_count=len(samples),
         period_s=period_s,
-        arrival_count=len(ages_s),
+        arrivals_s=tuple(period_s - ago_s for ago_s in ages_s),
         burstiness=_burstiness(gaps_s),
         longest_gap_s=max(gaps_s),
         lengths=fitting,

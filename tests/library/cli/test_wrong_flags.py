@@ -28,7 +28,7 @@ def _run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
         (["plan", "--running-tp", "2"], ("--running-tp", "--from-cluster is not")),
         (["plan", "--recorded", "--lengths", "300,200"], ("--recorded", "needs --trace")),
         (["plan", "--recorded", "--burstiness", "2"], ("--burstiness", "--recorded as well")),
-        (["plan", "--recorded", "--from-cluster", "127.0.0.1:1"], ("--from-cluster", "--recorded as well")),
+        (["plan", "--recorded"], ("--recorded", "needs --trace or --from-cluster")),
         (["predictor", "nope"], ("kaveri predictor: ", "nope")),
     ],
 )

@@ -1,7 +1,9 @@
 """`kaveri plan --from-cluster`: the workload that was observed, the cluster that runs, and when to change it."""
 
 import dataclasses
+import itertools
 import random
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -152,6 +154,32 @@ def test_a_pause_in_the_traffic_is_not_planned_for_as_bursts() -> None:
     assert observed.demand(None, 1.0).rate_per_s == observed.rate_per_s
     without = observed_workload([sample_of(observed_s=600.0, arrived_ago_s=before_s)], before_s[-1], 2048)
     assert without.demand(None, None).burstiness == pytest.approx(1.0, rel=0.4)
+
+
+def test_recorded_arrivals_come_as_the_routers_saw_them_with_drawn_lengths() -> None:
+    times_s = gamma_arrivals(100, 2.0, 4.0, random.Random(4))
+    end_s = times_s[-1] + 1.0
+    two_routers = [
+        sample_of(observed_s=end_s, arrived_ago_s=[end_s - time_s for time_s in times_s[first::2]])
+        for first in range(2)
+    ]
+    observed = observed_workload(two_routers, 600.0, 2048)
+    demand = observed.recorded_demand(None, 0)
+    assert demand.recorded_s == pytest.approx(times_s)
+    assert set(demand.lengths) == {LENGTHS}
+    gaps_s = [later_s - time_s for time_s, later_s in itertools.pairwise(times_s)]
+    came_s = [request.arrival_s for request in demand.draw(30, demand.rate_per_s, 0)]
+    came_gaps_s = [later_s - time_s for time_s, later_s in itertools.pairwise(came_s)]
+    first = min(range(len(gaps_s)), key=lambda one: abs(gaps_s[one] - came_gaps_s[0]))
+    around = [*gaps_s, statistics.fmean(gaps_s), *gaps_s]
+    assert came_gaps_s == pytest.approx(around[first : first + len(came_gaps_s)])
+    assert observed.recorded_demand(7.0, 0).rate_per_s == 7.0
+
+
+def test_arrivals_at_one_time_cannot_be_recorded() -> None:
+    observed = observed_workload([sample_of(arrived_ago_s=[5.0] * 30)], 600.0, 2048)
+    with pytest.raises(ConfigError, match="--recorded: finds 30 requests at one time"):
+        observed.recorded_demand(None, 0)
 
 
 def test_even_arrivals_can_still_be_drawn() -> None:
