@@ -13,6 +13,7 @@ import random
 import resource
 import time
 from multiprocessing.connection import Connection
+from typing import NamedTuple
 
 from benchmarks.support.bursts import SHAREGPT_PROMPT_TOKENS
 from benchmarks.support.harness import Options, Report, run
@@ -31,10 +32,21 @@ RATE_PER_PREFILL = 5.0
 """Requests per second: less than three quarters of what the prefill instances can do. At 5.5 a cluster of 8 runs out of
 blocks after some 440,000 requests, and does not recover: what is computed again after preemptions costs too much."""
 OVERLOAD_PER_PREFILL = 6.5
-"""More than the decode instances can do."""
+"""More than decode instances that preempt can do."""
 OVERLOAD_INSTANCES = 8
 MEMORY_LIMIT_BYTES = 2**30
 LATENCY_MODEL = "opt-13b-a100-tp2"
+
+
+class _Cost(NamedTuple):
+    """Of one simulation."""
+
+    seconds: float
+    """Of CPU time."""
+    peak_bytes: int
+    tokens: int
+    attainment: float
+    preemptions: int
 
 
 def measure(options: Options, report: Report) -> None:
@@ -48,32 +60,35 @@ def measure(options: Options, report: Report) -> None:
         "model": LATENCY_MODEL,
     }
     for instances, limit_s in LIMITS_S.items():
-        seconds, peak_bytes, tokens, attainment, preemptions = _in_process(instances, count, RATE_PER_PREFILL)
-        report.row("CPU time of a request", [seconds / count * 1e6], "us", instances=instances)
-        report.row("CPU time of a million", [seconds / count * MILLION], "s", instances=instances)
-        report.row("peak memory", [peak_bytes / 2**20], "MiB", instances=instances)
-        report.row("tokens simulated in a second", [tokens / seconds], "tokens/s", instances=instances)
-        report.row("SLO attainment", [attainment], "share", instances=instances)
-        report.row("preemptions", [preemptions], "", instances=instances)
+        cost = _in_process(instances, count, RATE_PER_PREFILL)
+        million_s = cost.seconds / count * MILLION
+        report.row("CPU time of a request", [cost.seconds / count * 1e6], "us", instances=instances)
+        report.row("CPU time of a million", [million_s], "s", instances=instances)
+        report.row("peak memory", [cost.peak_bytes / 2**20], "MiB", instances=instances)
+        report.row("tokens simulated in a second", [cost.tokens / cost.seconds], "tokens/s", instances=instances)
+        report.row("SLO attainment", [cost.attainment], "share", instances=instances)
+        report.row("preemptions", [cost.preemptions], "", instances=instances)
         name = f"{limit_s:g} s / a million requests, {instances} instances"
-        report.ratio(name, limit_s / (seconds / count * MILLION), target=1.0)
+        report.ratio(name, limit_s / million_s, target=1.0)
         if count == MILLION:
-            report.ratio(f"1 GiB / peak memory, {instances} instances", MEMORY_LIMIT_BYTES / peak_bytes, target=1.0)
-    seconds, _, _, _, preemptions = _in_process(OVERLOAD_INSTANCES, overload_count, OVERLOAD_PER_PREFILL)
-    request_us = seconds / overload_count * 1e6
+            report.ratio(
+                f"1 GiB / peak memory, {instances} instances", MEMORY_LIMIT_BYTES / cost.peak_bytes, target=1.0
+            )
+    overloaded = _in_process(OVERLOAD_INSTANCES, overload_count, OVERLOAD_PER_PREFILL)
+    request_us = overloaded.seconds / overload_count * 1e6
     report.row("CPU time of a request, overloaded", [request_us], "us", instances=OVERLOAD_INSTANCES)
-    report.row("preemptions, overloaded", [preemptions], "", instances=OVERLOAD_INSTANCES)
+    report.row("preemptions, overloaded", [overloaded.preemptions], "", instances=OVERLOAD_INSTANCES)
 
 
-def _in_process(instances: int, count: int, rate_per_prefill: float) -> tuple[float, int, int, float, int]:
-    """CPU seconds, peak bytes of memory, tokens, SLO attainment and preemptions of a process that simulates."""
+def _in_process(instances: int, count: int, rate_per_prefill: float) -> _Cost:
+    """Of a process that only simulates. Raises EOFError when it has died."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_simulate, args=(instances, count, rate_per_prefill, theirs))
     process.start()
-    # Or recv() would wait for ever where the process has died.
+    # While this end is open, recv() does not notice that the process has died.
     theirs.close()
-    found: tuple[float, int, int, float, int] = ours.recv()
+    found: _Cost = ours.recv()
     process.join()
     return found
 
@@ -98,7 +113,7 @@ def _simulate(instances: int, count: int, rate_per_prefill: float, answer: Conne
     seconds = time.process_time() - started_s
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     tokens = sum(one.output_tokens for one in lengths)
-    answer.send((seconds, peak_bytes, tokens, summary["slo_attainment"], sum(table.preemptions)))
+    answer.send(_Cost(seconds, peak_bytes, tokens, summary["slo_attainment"], sum(table.preemptions)))
 
 
 if __name__ == "__main__":

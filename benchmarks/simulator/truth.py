@@ -129,31 +129,31 @@ async def real_run(
         return columns_of(await send(client, requests, seed, report))
 
 
+@dataclass(frozen=True)
 class Simulated:
     """The same requests in the simulator."""
 
-    def __init__(self, latency: LatencyModel, size: Cluster, requests: Sequence[PlannedRequest], slo: Slo) -> None:
-        self._latency = latency
-        self._size = size
-        self._requests = requests
-        self._slo = slo
+    latency: LatencyModel
+    size: Cluster
+    requests: Sequence[PlannedRequest]
+    slo: Slo
 
     def runs(self, load: float = 1.0) -> list[RunColumns]:
         """Over the seeds. load: the requests come so many times as fast."""
-        lengths = [request.lengths for request in self._requests]
-        requests = plan_requests(lengths, [request.arrival_s / load for request in self._requests])
-        return [Simulation(cluster(self._latency, self._size, seed), requests).run().columns() for seed in range(SEEDS)]
+        lengths = [request.lengths for request in self.requests]
+        requests = plan_requests(lengths, [request.arrival_s / load for request in self.requests])
+        return [Simulation(cluster(self.latency, self.size, seed), requests).run().columns() for seed in range(SEEDS)]
 
     def attainment(self, load: float) -> float:
         """Mean over the seeds."""
-        return statistics.fmean(float(self._slo.met(run).mean()) for run in self.runs(load))
+        return statistics.fmean(float(self.slo.met(run).mean()) for run in self.runs(load))
 
     def points_per_percent(self) -> float:
         """By which attainment falls with the load."""
         return (self.attainment(1 - _NEAR) - self.attainment(1 + _NEAR)) / (2 * _NEAR)
 
     def load_with(self, attainment: float) -> float:
-        """So many times the load have that attainment; the nearest of those that are looked at."""
+        """As a share of the load, at most _FAR away from it."""
         low, high = 1 - _FAR, 1 + _FAR
         for _ in range(10):
             middle = (low + high) / 2
@@ -161,13 +161,13 @@ class Simulated:
         return (low + high) / 2
 
 
-def compare_load(name: str, measured: RunColumns, simulated: Simulated, slo: Slo, report: Report) -> bool:
-    """Whether attainment is steep there. Then the load counts."""
+def compare_load(name: str, measured: RunColumns, simulated: Simulated, report: Report) -> bool:
+    """Whether attainment is steep, so that the load counts."""
     slope = simulated.points_per_percent()
     report.row("attainment falls by, for 1 % of load", [slope], "points", setting=name)
     if slope <= _STEEP_POINTS:
         return False
-    load = simulated.load_with(float(slo.met(measured).mean()))
+    load = simulated.load_with(float(simulated.slo.met(measured).mean()))
     report.row("load with the measured attainment, simulated", [load], "of the load", setting=name)
     bound = f"bound of {LOAD_BOUND:.0%} / difference in load with that attainment, {name}"
     report.ratio(bound, LOAD_BOUND / max(abs(load - 1), 1e-4), target=1.0)
@@ -228,7 +228,7 @@ async def measure_async(options: Options, report: Report) -> None:
                 measured = await real_run(file, size, requests, 1, report)
                 simulated = Simulated(latency, size, requests, slo)
                 name = f"{size} at {load:g}/s"
-                is_steep = compare_load(name, measured, simulated, slo, report)
+                is_steep = compare_load(name, measured, simulated, report)
                 compare(name, measured, simulated.runs(), slo, is_steep, report)
         size, kinds = BURSTS
         for kind in options.choose(kinds, kinds[:1]):

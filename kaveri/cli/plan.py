@@ -88,8 +88,8 @@ def plan(
         bool,
         typer.Option(
             "--recorded",
-            help="Requests come with the gaps of the trace, and in its order, or of --from-cluster, scaled to --rate."
-            " Unset: gaps are drawn.",
+            help="Requests come with the gaps of the trace and in its order, or with the gaps that --from-cluster saw,"
+            " scaled to --rate. Unset: gaps are drawn.",
         ),
     ] = False,
     rate: Annotated[
@@ -194,16 +194,10 @@ def plan(
 
 def _recorded(trace: Path, rate: float | None, longest: int) -> "tuple[ExpectedLoad, int]":
     """The workload of a trace as it was recorded, and how many requests were left out because they are too long."""
-    from kaveri.planner.expected_load import ExpectedLoad, recorded_rate_per_s
+    from kaveri.planner.expected_load import ExpectedLoad
 
     fitting, too_long = read_fitting(trace, longest)
-    found_per_s = recorded_rate_per_s(fitting.times_s)
-    load = ExpectedLoad(
-        lengths=fitting.lengths,
-        rate_per_s=found_per_s if rate is None else rate,
-        recorded_s=fitting.times_s,
-    )
-    return load, too_long
+    return ExpectedLoad.as_recorded(fitting.lengths, fitting.times_s, rate), too_long
 
 
 def _compare(question: "PlanQuestion", now: ObservedNow) -> "Replan":

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from kaveri.errors import ConfigError
 from kaveri.workload.requests import PlannedRequest, RequestLengths, gamma_arrivals, plan_requests
@@ -39,6 +40,15 @@ class ExpectedLoad:
             if not 0 < value < math.inf:
                 raise ConfigError(flag, f"is {value:g}; it must be a number above 0")
         assert len(self.recorded_s) in (0, len(self.lengths)), "each request has its arrival"
+
+    @classmethod
+    def as_recorded(
+        cls, lengths: Sequence[RequestLengths], recorded_s: Sequence[float], rate_per_s: float | None
+    ) -> Self:
+        """rate_per_s: None: the record's own. Raises ConfigError where no time lies between the arrivals."""
+        found_per_s = recorded_rate_per_s(recorded_s)
+        rate_per_s = found_per_s if rate_per_s is None else rate_per_s
+        return cls(lengths=lengths, rate_per_s=rate_per_s, recorded_s=recorded_s)
 
     def draw(self, count: int, rate_per_s: float, seed: int) -> list[PlannedRequest]:
         """At least so many requests at that rate, and as many more as LEAST_RUN_S takes."""

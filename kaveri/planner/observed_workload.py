@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kaveri.errors import ConfigError
-from kaveri.planner.expected_load import ExpectedLoad, recorded_rate_per_s
+from kaveri.planner.expected_load import ExpectedLoad
 from kaveri.workload.requests import RequestLengths
 
 FLAG = "--from-cluster"
@@ -53,7 +53,7 @@ class ObservedWorkload:
     period_s: float
     """Arrivals and ends are of so many seconds."""
     arrivals_s: tuple[float, ...]
-    """Seconds since the begin of the period, in ascending order."""
+    """Seconds after the period began, in ascending order."""
     burstiness: float
     """Squared coefficient of variation of the gaps between arrivals."""
     longest_gap_s: float
@@ -100,16 +100,11 @@ class ObservedWorkload:
         )
 
     def recorded_demand(self, rate_per_s: float | None, seed: int) -> ExpectedLoad:
-        """To plan for arrivals as they came, scaled to the rate. None: as observed. Each gets lengths that are drawn.
-
-        Raises ConfigError where all arrivals came at one time.
-        """
+        """To plan for arrivals as they came, scaled to the rate. None: their rate from the first to the last. Each gets
+        lengths that are drawn. Raises ConfigError where all came at one time."""
         rng = random.Random(seed)
-        return ExpectedLoad(
-            lengths=tuple(rng.choice(self.lengths) for _ in self.arrivals_s),
-            rate_per_s=recorded_rate_per_s(self.arrivals_s) if rate_per_s is None else rate_per_s,
-            recorded_s=self.arrivals_s,
-        )
+        lengths = tuple(rng.choice(self.lengths) for _ in self.arrivals_s)
+        return ExpectedLoad.as_recorded(lengths, self.arrivals_s, rate_per_s)
 
 
 def observed_workload(samples: Sequence[RouterSample], last_s: float, longest: int) -> ObservedWorkload:

@@ -12,9 +12,10 @@ KAVERI = (sys.executable, "-c", "from kaveri.cli.main import main; main()")
 WITHIN_S = 120.0
 PLAN = (
     *("--profile", "opt-13b-a100", "--prefill-tp-pp", "1,1", "--decode-tp-pp", "1,1", "--requests", "50"),
-    # The time between two runs of `kaveri bench` is a pause.
-    *("--slo-ttft-s", "2", "--slo-tpot-s", "0.2", "--burstiness", "1"),
+    *("--slo-ttft-s", "2", "--slo-tpot-s", "0.2"),
 )
+# The time between two runs of `kaveri bench` is a pause.
+DRAWN = ("--burstiness", "1")
 LOAD = (
     "--workload",
     "LPLD",
@@ -44,13 +45,14 @@ async def kaveri(*words: str) -> tuple[int, str, str]:
 async def test_a_cluster_is_planned_again_by_what_all_its_routers_were_asked_for() -> None:
     async with run_cluster(router_count=2, decode_count=2) as cluster:
         first, second = cluster.stack.targets
-        too_early = await kaveri("plan", *PLAN, "--from-cluster", first)
+        too_early = await kaveri("plan", *PLAN, *DRAWN, "--from-cluster", first)
         assert too_early[0] != 0
         assert "--from-cluster: has seen 0 requests that arrived" in too_early[2]
         for target, count in ((first, "14"), (second, "16")):
             status, _, complaints = await kaveri("bench", "--target", target, "--requests", count, *LOAD)
             assert status == 0, complaints
-        status, printed, complaints = await kaveri("plan", *PLAN, "--from-cluster", first, "--json")
+        status, printed, complaints = await kaveri("plan", *PLAN, *DRAWN, "--from-cluster", first, "--json")
+        recorded = await kaveri("plan", *PLAN, "--recorded", "--from-cluster", second, "--json")
     assert status == 0, complaints
     found = json.loads(printed)
     observed, running = found["observed"], found["running"]
@@ -68,3 +70,6 @@ async def test_a_cluster_is_planned_again_by_what_all_its_routers_were_asked_for
     assert (found["gpus"], found["advice"]) == (2, "change")
     assert "2 GPUs are enough, and 3 run" in found["reason"]
     assert running["attainment"]["low"] >= 0.9
+    assert recorded[0] == 0, recorded[2]
+    # From the first arrival to the last.
+    assert json.loads(recorded[1])["rate_per_s"] > found["rate_per_s"]
