@@ -205,7 +205,7 @@ class AnswerMessages:
 
     def complete(self, finish: FinishReason, stop_text: str | None = None, kv_transfer: str = "") -> Any:
         """The last message. stop_text: the one that has ended the answer. kv_transfer: for the next leg. Raises
-        InvalidArgument when it is too large."""
+        InvalidArgument when an answer that is not streamed is too large."""
         last = self._last
         last.finish_reason = _FINISH_REASONS[finish]
         last.prompt_tokens = self._prompt_tokens
@@ -217,7 +217,8 @@ class AnswerMessages:
                 last.matched_stop_str = stop_text
             elif self._last_token_id in self._asked.params.stop_token_ids:
                 last.matched_token_id = self._last_token_id
-        if last.ByteSize() > MAX_MESSAGE_BYTES:
+        # The last message of a stream repeats its last chunk, which came in one message of our own and is smaller here.
+        if not self._asked.stream and last.ByteSize() > MAX_MESSAGE_BYTES:
             limit = f"true, or logprobs or max_tokens less: the whole answer has more than {MAX_MESSAGE_BYTES} bytes"
             raise InvalidArgument("stream", False, limit)
         return vllm_engine_pb2.GenerateResponse(complete=last)
