@@ -5,39 +5,41 @@
     with Client("127.0.0.1:50051") as client:
         print(client.generate("Count from 1 to 9.", params=SamplingParams(temperature=0)).text)
 
-Importing it loads gRPC, and neither a service nor torch nor transformers.
+Importing it loads nothing: a name is imported from its module when it is first used, which loads gRPC, and neither a
+service nor torch nor transformers.
 """
 
-from kaveri.client import (
-    AsyncClient,
-    AsyncStream,
-    Chunk,
-    Client,
-    Completion,
-    Message,
-    ModelInfo,
-    PromptToken,
-    ServerTiming,
-    Stream,
-    Timing,
-    Usage,
-)
-from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams
-from kaveri.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    EngineError,
-    InternalError,
-    InvalidArgument,
-    KaveriError,
-    ModelNotFound,
-    NoCapacity,
-    RequestAlreadyExists,
-    RequestCancelled,
-    Unauthenticated,
-    Unavailable,
-)
-from kaveri.security.tls_files import TlsFiles
+import os
+from typing import TYPE_CHECKING, Any
+
+# gRPC reads this when it is imported. Its fork handlers crash one of three children that are forked while a client is
+# connected, even children that do not use it.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+if TYPE_CHECKING:
+    __version__: str
+
+    from kaveri.client.answer import Chunk, Completion, ModelInfo, PromptToken, ServerTiming, Timing, Usage
+    from kaveri.client.async_client import AsyncClient
+    from kaveri.client.async_stream import AsyncStream
+    from kaveri.client.request import Message
+    from kaveri.client.sync_client import Client, Stream
+    from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams
+    from kaveri.errors import (
+        ConfigError,
+        DeadlineExceeded,
+        EngineError,
+        InternalError,
+        InvalidArgument,
+        KaveriError,
+        ModelNotFound,
+        NoCapacity,
+        RequestAlreadyExists,
+        RequestCancelled,
+        Unauthenticated,
+        Unavailable,
+    )
+    from kaveri.security.tls_files import TlsFiles
 
 __all__ = [
     "AsyncClient",
@@ -69,3 +71,44 @@ __all__ = [
     "Unavailable",
     "Usage",
 ]
+
+_MODULES = {
+    **dict.fromkeys(__all__, "kaveri.errors"),
+    "Chunk": "kaveri.client.answer",
+    "Completion": "kaveri.client.answer",
+    "ModelInfo": "kaveri.client.answer",
+    "PromptToken": "kaveri.client.answer",
+    "ServerTiming": "kaveri.client.answer",
+    "Timing": "kaveri.client.answer",
+    "Usage": "kaveri.client.answer",
+    "AsyncClient": "kaveri.client.async_client",
+    "AsyncStream": "kaveri.client.async_stream",
+    "Message": "kaveri.client.request",
+    "Client": "kaveri.client.sync_client",
+    "Stream": "kaveri.client.sync_client",
+    "FinishReason": "kaveri.domain.sampling",
+    "Logprobs": "kaveri.domain.sampling",
+    "SamplingParams": "kaveri.domain.sampling",
+    "TlsFiles": "kaveri.security.tls_files",
+}
+"""Name to the module that defines it: those of no other one are errors."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use (PEP 562)."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("kaveri")
+    elif name in _MODULES:
+        from importlib import import_module
+
+        value = getattr(import_module(_MODULES[name]), name)
+    else:
+        raise AttributeError(f"module 'kaveri' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kaveri.cli import options
-from kaveri.client.async_client import DEFAULT_TARGET
+from kaveri.client.defaults import DEFAULT_TARGET
 from kaveri.errors import ConfigError
 from kaveri.workload.requests import (
     PlannedRequest,

@@ -7,10 +7,7 @@ from typing import Annotated
 import typer
 
 from kaveri.cli import options
-from kaveri.client.async_client import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
-from kaveri.client.request import Message
-from kaveri.client.sync_client import Client
-from kaveri.domain.sampling import SamplingParams
+from kaveri.client.defaults import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
 from kaveri.errors import KaveriError
 
 
@@ -27,6 +24,10 @@ def chat(
     timeout_s: options.TimeoutS = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Talk with a model. Ctrl-C cancels an answer, Ctrl-D leaves."""
+    from kaveri.client.request import Message
+    from kaveri.client.sync_client import Client
+    from kaveri.domain.sampling import SamplingParams
+
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
     )

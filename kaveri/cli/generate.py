@@ -3,15 +3,15 @@
 import dataclasses
 import json
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kaveri.cli import options
-from kaveri.client.answer import Chunk
-from kaveri.client.async_client import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
-from kaveri.client.sync_client import Client
-from kaveri.domain.sampling import SamplingParams
+from kaveri.client.defaults import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from kaveri.client.answer import Chunk
 
 
 def generate(
@@ -31,6 +31,9 @@ def generate(
     ] = False,
 ) -> None:
     """Generate an answer to one prompt."""
+    from kaveri.client.sync_client import Client
+    from kaveri.domain.sampling import SamplingParams
+
     params = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -45,7 +48,7 @@ def generate(
         client.stream(prompt, params=params, model=model) as stream,
     ):
         if as_json:
-            print(json.dumps(dataclasses.asdict(stream.collect()), ensure_ascii=False))
+            print(json.dumps(dataclasses.asdict(stream.collect())))
             return
         for chunk in stream:
             sys.stdout.write(chunk.text)
@@ -55,7 +58,7 @@ def generate(
                 _show_figures(chunk)
 
 
-def _show_figures(last: Chunk) -> None:
+def _show_figures(last: "Chunk") -> None:
     # For people only: a program reads --json, and a pipe gets the answer alone.
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
         return

@@ -1,32 +1,108 @@
 """The console script `kaveri`: its commands, and how their errors look."""
 
-import importlib.metadata
-from typing import Annotated, NoReturn
+import importlib
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from kaveri.cli.bench import bench
-from kaveri.cli.chat import chat
-from kaveri.cli.config import config_app
-from kaveri.cli.drain import drain, undrain
-from kaveri.cli.generate import generate
-from kaveri.cli.health import health
-from kaveri.cli.key import key_app
+import kaveri
 from kaveri.cli.options import speaks_tls
-from kaveri.cli.plan import plan_app
-from kaveri.cli.plugins import plugins
-from kaveri.cli.predictor import predictor_app
-from kaveri.cli.profile import profile
 from kaveri.cli.services import PASS_ON, ServiceCommand, launcher
-from kaveri.cli.simulate import simulate
-from kaveri.cli.status import status
-from kaveri.cli.trace import trace
-from kaveri.cli.up import FLAGS_HELP, up
 from kaveri.config.commands import run_commands
 from kaveri.config.services import ServiceKind
 
+_UP_EPILOG = (
+    "Any flag of a service is passed on, see `kaveri decode --help`: --engine fake to all services that have it, "
+    "--prefill.chunk-tokens 512 to those of one role."
+)
+_OF_SERVICE: dict[str, Any] = {"cls": ServiceCommand, "context_settings": PASS_ON, "add_help_option": False}
+"""Settings of commands whose flags, --help among them, another process reads."""
+
+
+class ListedCommand(TyperCommand):
+    """Name and summary of a command. Its module is imported when it is called, not when it is listed."""
+
+    def __init__(self, name: str, summary: str, target: str, *, tls: bool = False, **settings: Any) -> None:
+        """target: MODULE:NAME within kaveri.cli, of a function or of a Typer with commands of its own.
+
+        tls: whether it takes the flags of TLS. settings: of Typer's `command`.
+        """
+        super().__init__(name, help=summary)
+        self._target, self._tls, self._settings = target, tls, settings
+
+    def load(self) -> Any:
+        """Import the command and build it."""
+        app = self._find()
+        if not isinstance(app, typer.Typer):
+            app = _app_of(self.name, speaks_tls(app) if self._tls else app, self._settings)
+        command = typer.main.get_command(app)
+        command.name = self.name
+        return command
+
+    def _find(self) -> Any:
+        module, _, attribute = self._target.partition(":")
+        return getattr(importlib.import_module(f"kaveri.cli.{module}"), attribute)
+
+
+class _ServiceEntry(ListedCommand):
+    """The command that becomes a service's process."""
+
+    def __init__(self, role: ServiceKind, noun: str) -> None:
+        super().__init__(role, f"Run one {noun}.", "", **_OF_SERVICE)
+        self._role = role
+
+    def _find(self) -> Any:
+        return launcher(self._role, f"{self.help}; `kaveri {self.name} --help` lists its flags.")
+
+
+def _app_of(name: str | None, function: Callable[..., Any], settings: dict[str, Any]) -> typer.Typer:
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(name, **settings)(function)
+    return app
+
+
+_COMMANDS = (
+    ListedCommand("up", "Run a whole cluster on this machine.", "up:up", context_settings=PASS_ON, epilog=_UP_EPILOG),
+    ListedCommand("status", "Show instances, phases, load and KV blocks.", "status:status", tls=True),
+    ListedCommand("trace", "Show where a request spent its time.", "trace:trace", tls=True),
+    ListedCommand("drain", "Let an instance take no new requests.", "drain:drain", tls=True),
+    ListedCommand("undrain", "Let a drained instance take requests again.", "drain:undrain", tls=True),
+    ListedCommand("generate", "Generate an answer to one prompt.", "generate:generate", tls=True),
+    ListedCommand("chat", "Talk with a model.", "chat:chat", tls=True),
+    ListedCommand("bench", "Drive a cluster with a workload, and report.", "bench:bench", tls=True),
+    ListedCommand("simulate", "Simulate a cluster under a workload.", "simulate:simulate"),
+    ListedCommand("plan", "Plan a cluster by simulation.", "plan:plan_app"),
+    ListedCommand("profile", "Measure an engine's steps on this machine.", "profile:profile", **_OF_SERVICE),
+    ListedCommand("predictor", "Make, judge and serve a length predictor.", "predictor:predictor_app"),
+    ListedCommand("plugins", "List transports, engines and policies.", "plugins:plugins"),
+    ListedCommand("config", "Show a service's settings.", "config:config_app"),
+    ListedCommand("key", "Make API keys.", "key:key_app"),
+    ListedCommand("health", "Ask a server whether it serves.", "health:health", tls=True),
+    _ServiceEntry(ServiceKind.GATEWAY, "gateway for HTTP"),
+    _ServiceEntry(ServiceKind.ROUTER, "router"),
+    _ServiceEntry(ServiceKind.PREFILL, "prefill instance"),
+    _ServiceEntry(ServiceKind.DECODE, "decode instance"),
+    _ServiceEntry(ServiceKind.COLOCATED, "instance of both phases"),
+)
+
+
+class _CommandList(TyperGroup):
+    """Lists all commands and imports the one that is called."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = {command.name: command for command in _COMMANDS if command.name}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command.load() if isinstance(command, ListedCommand) else command, rest
+
+
 app = typer.Typer(
     name="kaveri",
+    cls=_CommandList,
     help="Serve large language models with prefill and decode on separate instances.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -41,7 +117,7 @@ def main() -> NoReturn:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(importlib.metadata.version("kaveri"))
+        print(kaveri.__version__)
         raise typer.Exit
 
 
@@ -52,29 +128,3 @@ def _global_options(
     ] = False,
 ) -> None:
     """Flags that stand before any command."""
-
-
-app.command(context_settings=PASS_ON, epilog=FLAGS_HELP)(up)
-app.command()(speaks_tls(status))
-app.command()(speaks_tls(trace))
-app.command()(speaks_tls(drain))
-app.command()(speaks_tls(undrain))
-app.command()(speaks_tls(generate))
-app.command()(speaks_tls(chat))
-app.command()(speaks_tls(bench))
-app.command()(simulate)
-app.command()(plugins)
-app.command()(speaks_tls(health))
-app.command(cls=ServiceCommand, context_settings=PASS_ON, add_help_option=False)(profile)
-app.add_typer(plan_app, name="plan")
-app.add_typer(predictor_app, name="predictor")
-app.add_typer(config_app, name="config")
-app.add_typer(key_app, name="key")
-for _role, _help in (
-    (ServiceKind.GATEWAY, "Run one gateway for HTTP; `kaveri gateway --help` lists its flags."),
-    (ServiceKind.ROUTER, "Run one router; `kaveri router --help` lists its flags."),
-    (ServiceKind.PREFILL, "Run one prefill instance; `kaveri prefill --help` lists its flags."),
-    (ServiceKind.DECODE, "Run one decode instance; `kaveri decode --help` lists its flags."),
-    (ServiceKind.COLOCATED, "Run one instance of both phases; `kaveri colocated --help` lists its flags."),
-):
-    app.command(_role, cls=ServiceCommand, context_settings=PASS_ON, add_help_option=False)(launcher(_role, _help))

@@ -26,6 +26,9 @@ plan_app = typer.Typer(
     help="Plan a cluster: instances, parallelism and cost, by simulation.",
     no_args_is_help=True,
     invoke_without_command=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 plan_app.command()(pipeline)
 _DEFAULT_GPUS = 8

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kaveri.cli import options
-from kaveri.client.async_client import DEFAULT_TARGET
+from kaveri.client.defaults import DEFAULT_TARGET
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kaveri.cli import options
-from kaveri.client.async_client import DEFAULT_TARGET
+from kaveri.client.defaults import DEFAULT_TARGET
 
 if TYPE_CHECKING:
     from kaveri.v1 import cluster_pb2

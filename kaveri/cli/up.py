@@ -40,10 +40,6 @@ if TYPE_CHECKING:
 _GATEWAY_PACKAGES = ("starlette", "uvicorn", "httptools")
 _GATEWAY_PORT = 8000
 _FILE_KEY = "kaveri.config"
-FLAGS_HELP = (
-    "Any flag of a service is passed on, see `kaveri decode --help`: --engine fake to all services that have it, "
-    "--prefill.chunk-tokens 512 to those of one role."
-)
 
 
 def _read_config(context: typer.Context, path: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Self
 from kaveri.client.answer import Completion, ModelInfo
 from kaveri.client.api_key import check_direct, find_api_key
 from kaveri.client.async_stream import AsyncStream
+from kaveri.client.defaults import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
 from kaveri.client.direct import DirectStreams
 from kaveri.client.forks import check_not_forked, is_forked
 from kaveri.client.request import (
@@ -27,10 +28,6 @@ from kaveri.domain.sampling import SamplingParams
 from kaveri.rpc.tls import RpcTls
 from kaveri.security.tls_files import TlsFiles
 from kaveri.v1 import inference_pb2
-
-DEFAULT_TARGET = "127.0.0.1:50051"
-DEFAULT_TIMEOUT_S = 600.0
-"""Longer than any answer that a person waits for, but finite, so no request stays forever."""
 
 
 class AsyncClient:

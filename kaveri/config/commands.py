@@ -6,13 +6,18 @@ from typing import NoReturn
 import typer
 from typer.exceptions import TyperException
 
+from kaveri.config.output import quiet_output
 from kaveri.errors import ConfigError, KaveriError
 
 
 def run_commands(app: typer.Typer, program: str) -> NoReturn:
-    """Runs the command line and exits: 0, 1 for a KaveriError, 2 for wrong flags or settings, 130 for Ctrl-C."""
+    """Runs the command line and exits: 0, 1 for a KaveriError, 2 for wrong flags or settings, 130 for Ctrl-C.
+
+    141 when the reader of stdout is gone; see quiet_output.
+    """
     try:
-        status = app(prog_name=program, standalone_mode=False)
+        with quiet_output():
+            status = app(prog_name=program, standalone_mode=False)
     except TyperException as error:
         _refuse(error, program)
     except typer.Abort:

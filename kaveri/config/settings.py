@@ -19,6 +19,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from kaveri.config.output import quiet_output
 from kaveri.config.sources import (
     CONFIG_VARIABLE,
     FILE_SUFFIX,
@@ -37,6 +38,8 @@ from kaveri.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT")
 
+OPTIONS = "Options"
+"""Heading, in a program's help, of the settings of a class without a HELP_TITLE of its own."""
 MAX_NAME_LENGTH = 128
 MAX_PORT = 65_535
 _HELP_WIDTH = 78
@@ -197,7 +200,8 @@ def _declared(config_type: type[Any]) -> list[Field[Any]]:
 
 
 def _print_help(config_type: type[Any], program: str) -> None:
-    rows = [
+    groups = {title: list[tuple[str, str]]() for title in dict.fromkeys(map(_group_title, config_type.__mro__))}
+    groups[OPTIONS] = [
         ("--config <file>", f"TOML file of settings; flags and variables win over it.  [env var: {CONFIG_VARIABLE}]")
     ]
     for entry in _declared(config_type):
@@ -207,21 +211,42 @@ def _print_help(config_type: type[Any], program: str) -> None:
         default = "required" if entry.default is MISSING else f"default: {_shown(entry.default)}"
         text = entry.metadata["help"]
         unit = entry.name.split("_")[-1]
-        rows.append(
+        groups[_group_title(_declaring_class(config_type, entry.name))].append(
             (f"{flag_of(entry.name)} <{unit}>", f"{text[0].upper()}{text[1:]}.  [env var: {variables}; {default}]")
         )
-    print(help_text(program, config_type.__doc__ or "", rows))
+    with quiet_output():
+        print(_help_text(program, config_type.__doc__ or "", groups))
 
 
-def help_text(program: str, doc: str, rows: Sequence[tuple[str, str]]) -> str:
-    """The help of a program, in the style of the command line's other commands."""
+def _declaring_class(config_type: type[Any], name: str) -> type[Any]:
+    return next(each for each in config_type.__mro__ if name in inspect.get_annotations(each))
+
+
+def _group_title(config_type: type[Any]) -> str:
+    title: str = vars(config_type).get("HELP_TITLE", OPTIONS)
+    return title
+
+
+def _help_text(program: str, doc: str, groups: Mapping[str, Sequence[tuple[str, str]]]) -> str:
+    """The help of a program, in the style of the command line's other commands.
+
+    groups: heading to its flags, each with its text; first those under OPTIONS.
+    """
     width = min(_HELP_WIDTH, shutil.get_terminal_size().columns - 2)
     lines = [f"Usage: {program} [OPTIONS]"]
     for paragraph in inspect.cleandoc(doc).split("\n\n"):
         lines += ["", *textwrap.wrap(paragraph, width, initial_indent="  ", subsequent_indent="  ")]
-    lines += ["", "Options:"]
+    for title, rows in groups.items():
+        last = [("--help", "Show this message and exit.")] if title == OPTIONS else []
+        if rows:
+            lines += ["", f"{title}:", *_help_lines([*rows, *last], width)]
+    return "\n".join(lines)
+
+
+def _help_lines(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
+    lines: list[str] = []
     column = " " * _HELP_COLUMN
-    for flag, text in [*rows, ("--help", "Show this message and exit.")]:
+    for flag, text in rows:
         start = f"  {flag}"
         if len(start) > _HELP_COLUMN - 2:
             lines.append(start)
@@ -230,7 +255,7 @@ def help_text(program: str, doc: str, rows: Sequence[tuple[str, str]]) -> str:
         lines += textwrap.wrap(
             text, width, initial_indent=first, subsequent_indent=column, break_long_words=False, break_on_hyphens=False
         )
-    return "\n".join(lines)
+    return lines
 
 
 def _shown(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from kaveri.config.settings import MAX_PORT, hidden, present, setting, size_bytes
 from kaveri.engine.copier import ReplicaOptions
@@ -84,6 +84,8 @@ def _kv_token_bytes(text: str) -> int:
 class MadeUpSettings:
     """Settings of the engines without a model: fake and timed."""
 
+    HELP_TITLE: ClassVar = "Engines without a model"
+
     latency_model: str = setting(
         "timed engine: whose time it takes, a bundled name, a JSON file or a file of `kaveri profile`", ""
     )
@@ -120,6 +122,8 @@ class MadeUpSettings:
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(MadeUpSettings):
     """Which engine, on which model, with which memory, and how its KV travels. build_engine checks them together."""
+
+    HELP_TITLE: ClassVar = "Engine and KV"
 
     model: str = setting("model to serve: a path, a hub id or a bundled name", KAVERI_TINY, present)
     engine: str = setting(

@@ -5,12 +5,9 @@ import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 from kaveri.config.settings import name_text, setting
-from kaveri.engine.factory import (
-    BuiltEngine,
-    build_engine,
-)
 from kaveri.engine.settings import EngineSettings
 from kaveri.errors import ConfigError
 from kaveri.kv.transports import MOCK, PATH_NAMES, TLS
@@ -18,6 +15,9 @@ from kaveri.policy.placement import HeavyThresholds
 from kaveri.rpc.process import ALL_ADDRESSES, ServiceConfig
 from kaveri.security.posture import A_TICKET, ListeningPort
 from kaveri.security.tls_files import TlsFiles
+
+if TYPE_CHECKING:
+    from kaveri.engine.factory import BuiltEngine
 
 _FLAG_OF_SETTING = {"kv_advertise_host": "advertise_host"}
 
@@ -27,6 +27,8 @@ _PATH_STARTS = ("/", "./", "../", "~")
 @dataclass(frozen=True, kw_only=True)
 class InstanceConfig(EngineSettings, ServiceConfig):
     """Settings of an engine instance, whatever its role."""
+
+    HELP_TITLE: ClassVar = "Instance"
 
     served_model_name: str = setting("name under which the model is asked for; empty: the value of --model", "")
     stuck_after_s: float = setting(
@@ -93,7 +95,7 @@ class InstanceConfig(EngineSettings, ServiceConfig):
         return self.reached_host if self.kv_host in ("", *ALL_ADDRESSES) else None
 
 
-async def load_engine(settings: EngineSettings, stopping: asyncio.Event) -> BuiltEngine | None:
+async def load_engine(settings: EngineSettings, stopping: asyncio.Event) -> "BuiltEngine | None":
     """Builds the engine on a thread; takes seconds or minutes. Raises ConfigError, naming the flag.
 
     None: `stopping` was set first. The thread is left to itself then, and ends with the process.
@@ -130,7 +132,7 @@ def _build_on_thread(settings: EngineSettings, built: "Future[BuiltEngine]") -> 
         built.set_exception(error)
 
 
-def _build_engine(settings: EngineSettings) -> BuiltEngine:
+def _build_engine(settings: EngineSettings) -> "BuiltEngine":
     model = settings.model
     if (
         settings.engine in ("transformers", "vllm")
@@ -139,4 +141,7 @@ def _build_engine(settings: EngineSettings) -> BuiltEngine:
     ):
         # Found out before torch is imported, which takes seconds.
         raise ConfigError("model", f"{model} is no folder")
+    # Imported here, as --help and `kaveri config show` need the settings alone.
+    from kaveri.engine.factory import build_engine
+
     return build_engine(settings)

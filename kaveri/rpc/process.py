@@ -11,7 +11,7 @@ import ssl
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import uvloop
 
@@ -48,6 +48,8 @@ def cluster_name_text(text: str) -> str:
 @dataclass(frozen=True, kw_only=True)
 class ServiceConfig(TlsSettings):
     """Settings that all services share."""
+
+    HELP_TITLE: ClassVar = "Process and cluster"
 
     instance_id: str = setting(
         "name of this instance, stable over restarts; empty: the role and random digits", "", name_text

@@ -1,6 +1,7 @@
 """Settings of API keys and of TLS."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kaveri.config.settings import present, setting
 from kaveri.errors import ConfigError
@@ -14,6 +15,8 @@ PUBLIC_PREFIX = "--public-tls-"
 class KeySettings:
     """Settings of a service that asks for API keys."""
 
+    HELP_TITLE: ClassVar = "API keys"
+
     keys_file: str = setting(
         "file of API keys, made by `kaveri key new`, read again when it changes; empty: no key is asked for", ""
     )
@@ -22,6 +25,8 @@ class KeySettings:
 @dataclass(frozen=True, kw_only=True)
 class PublicSettings(KeySettings):
     """Settings of a port for clients that show no certificate."""
+
+    HELP_TITLE: ClassVar = "Public port"
 
     public_tls_cert: str = setting(
         "PEM file of the certificate that clients of the public port see, which are asked for none; empty: no TLS", ""
@@ -39,6 +44,8 @@ class PublicSettings(KeySettings):
 @dataclass(frozen=True, kw_only=True)
 class TlsSettings:
     """Settings of everything that speaks gRPC within a cluster."""
+
+    HELP_TITLE: ClassVar = "TLS within the cluster"
 
     tls_cert: str = setting(
         "PEM file of this process's certificate, shown to all peers on gRPC and on KV's transport tls; empty: no TLS",

@@ -1,6 +1,7 @@
 """The settings of an instance's decode phase."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kaveri.config.settings import setting, size_bytes
 from kaveri.domain.length import RangeEnd
@@ -18,6 +19,8 @@ _WITHOUT_MODEL = ("fake", "timed")
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig(InstanceConfig):
     """Settings of an instance that decodes in a running batch, for pushed and local KV."""
+
+    HELP_TITLE: ClassVar = "Decoding"
 
     decode_policy: AnyAdmission = setting(  # noqa: RUF009
         "when a request joins the batch: greedy, reserve-static, reserve-dynamic or a plug-in",

@@ -1,10 +1,11 @@
 """`python -P -m services.instance COMMAND`: runs one engine instance, which serves first what the command says."""
 
+import asyncio
 import sys
+from typing import Any
 
 from kaveri.rpc.process import run_service
 from services.instance.config import ColocatedConfig, DecodeConfig, PhasesConfig, PrefillConfig
-from services.instance.service import serve
 
 COMMANDS: dict[str, type[PhasesConfig]] = {
     "prefill": PrefillConfig,
@@ -18,7 +19,14 @@ def main() -> int:
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command not in COMMANDS:
         sys.exit(f"services.instance: the first argument is {command!r}; it must be {', '.join(COMMANDS)}")
-    return run_service(command, COMMANDS[command], serve, sys.argv[2:])
+    return run_service(command, COMMANDS[command], _serve, sys.argv[2:])
+
+
+async def _serve(config: Any, stopping: asyncio.Event) -> int:
+    # Imported here, as --help needs the settings alone.
+    from services.instance.service import serve
+
+    return await serve(config, stopping)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """An engine instance's settings: those of both phases, and which it serves first."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kaveri.config.settings import setting
 from kaveri.domain.view import BOTH_PHASES, Phase
@@ -11,6 +12,8 @@ from services.prefill.config import PromptConfig
 @dataclass(frozen=True, kw_only=True)
 class PhasesConfig(PromptConfig, BatchConfig):
     """An instance can serve both phases, one after the other or together."""
+
+    HELP_TITLE: ClassVar = "Phases"
 
     phases: tuple[Phase, ...] = BOTH_PHASES
     """Those that it serves from its start. Not a flag: the command says."""

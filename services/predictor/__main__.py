@@ -1,15 +1,22 @@
 """`python -P -m services.predictor`: runs one predictor instance."""
 
+import asyncio
 import sys
 
 from kaveri.rpc.process import run_service
 from services.predictor.config import PredictorConfig
-from services.predictor.service import serve
 
 
 def main() -> int:
     """Returns the exit status."""
-    return run_service("predictor", PredictorConfig, serve)
+    return run_service("predictor", PredictorConfig, _serve)
+
+
+async def _serve(config: PredictorConfig, stopping: asyncio.Event) -> int:
+    # Imported here, as --help needs the settings alone.
+    from services.predictor.service import serve
+
+    return await serve(config, stopping)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The settings of an instance's prefill phase."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kaveri.config.settings import setting
 from kaveri.hosting.config import InstanceConfig
@@ -13,6 +14,8 @@ from kaveri.policy.prediction import PredictionMode
 @dataclass(frozen=True, kw_only=True)
 class PromptConfig(InstanceConfig):
     """Settings of an instance that computes prompts, wherever their KV goes."""
+
+    HELP_TITLE: ClassVar = "Prompts"
 
     max_queue: int = setting(
         "requests that wait for the engine; more are refused with RESOURCE_EXHAUSTED", 256, least=1

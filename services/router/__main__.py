@@ -1,5 +1,6 @@
 """Starts a router: `python -m services.router --help`."""
 
+import asyncio
 import os
 import sys
 from types import ModuleType
@@ -11,10 +12,15 @@ from services.router.config import RouterConfig
 
 def main() -> int:
     """Runs the router with the process's own arguments; returns the exit status."""
+    return run_service("router", RouterConfig, _serve)
+
+
+async def _serve(config: RouterConfig, stopping: asyncio.Event) -> int:
     _hide_torch()
+    # Imported here, as --help needs the settings alone.
     from services.router.service import serve
 
-    return run_service("router", RouterConfig, serve)
+    return await serve(config, stopping)
 
 
 def _hide_torch() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from kaveri.cli.main import app
+from kaveri.cli.main import ListedCommand, app
 from kaveri.config.services import settings_types
 from kaveri.config.settings import read_settings
 from kaveri.engine.factory import listen_endpoints
@@ -44,6 +44,7 @@ def test_the_command_line_has_the_commands(instances: list[ChartInstance]) -> No
         command = typer.main.get_command(app)
         for word in COMMANDS.get(instance.role, [instance.role]):
             command = command.commands[word]
+            command = command.load() if isinstance(command, ListedCommand) else command
 
 
 def test_the_services_read_all_that_the_chart_passes(name: str, instances: list[ChartInstance]) -> None:

@@ -60,3 +60,12 @@ def test_every_command_has_the_same_style_of_help(command: str, capsys: pytest.C
 def test_a_services_help_says_variable_and_default(capsys: pytest.CaptureFixture[str]) -> None:
     shown = " ".join(_help_of("decode", capsys).split())
     assert "--max-batch <batch> Most requests in one decode step. [env var: KAVERI_MAX_BATCH; default: 64]" in shown
+
+
+def test_a_services_help_has_headings(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = _help_of("decode", capsys)
+    headings = re.findall(r"^(\S.*):$", shown, re.MULTILINE)
+    assert headings[0] == "Options"
+    assert {"Decoding", "Engine and KV", "Process and cluster"} <= set(headings)
+    # Flags of engines that make tokens up do not come before the real ones'.
+    assert shown.index("--engine ") < shown.index("--fake-step-s")

@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
+from kaveri.engine import factory
 from kaveri.engine.settings import EngineSettings
 from kaveri.errors import ConfigError
-from kaveri.hosting import config
 from kaveri.hosting.config import load_engine
 
 FAKE = EngineSettings(engine="fake", kv_cache_memory=2**20)
@@ -27,7 +27,7 @@ async def test_stopping_while_it_loads_ends_the_wait_at_once(monkeypatch: pytest
         go_on.wait(30)
         ended.set()
 
-    monkeypatch.setattr(config, "build_engine", build)
+    monkeypatch.setattr(factory, "build_engine", build)
     stopping = asyncio.Event()
     waiting = asyncio.create_task(load_engine(FAKE, stopping))
     assert await asyncio.to_thread(loading.wait, 10)
@@ -48,6 +48,6 @@ async def test_loading_that_ends_its_thread_is_one_clear_line(monkeypatch: pytes
     def build(settings: EngineSettings) -> None:
         raise SystemExit(3)
 
-    monkeypatch.setattr(config, "build_engine", build)
+    monkeypatch.setattr(factory, "build_engine", build)
     with pytest.raises(ConfigError, match="ended while it was loaded: SystemExit"):
         await asyncio.wait_for(load_engine(FAKE, asyncio.Event()), 10)
