@@ -1,4 +1,4 @@
-"""kaveri key new: make an API key."""
+"""kaveri key new, kaveri key revoke: make and revoke API keys."""
 
 from typing import Annotated
 
@@ -6,8 +6,11 @@ import typer
 
 from kaveri.cli import options
 
+_KeysFile = Annotated[
+    str, typer.Option(help="File of the keys' hashes; a new key makes it.", envvar="KAVERI_KEYS_FILE")
+]
 key_app = typer.Typer(
-    help="Make API keys for gateways, and for public ports of routers.",
+    help="Make and revoke API keys of gateways and of routers' public ports.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -17,16 +20,13 @@ key_app = typer.Typer(
 
 @key_app.callback()
 def _key() -> None:
-    """Make API keys for gateways, and for public ports of routers."""
+    """Make and revoke API keys of gateways and of routers' public ports."""
 
 
 @key_app.command()
 def new(
     name: Annotated[str, typer.Argument(help="Who gets it: up to 64 letters, digits, '_' and '-'. Logs show it.")],
-    keys_file: Annotated[
-        str,
-        typer.Option(help="File to which the key's hash is added; made if there is none.", envvar="KAVERI_KEYS_FILE"),
-    ],
+    keys_file: _KeysFile,
     requests_per_s: options.KeyLimit = 0,
     tokens_per_min: options.KeyLimit = 0,
     in_flight: options.KeyLimit = 0,
@@ -35,8 +35,7 @@ def new(
     """Print a new API key, once, and add its SHA-256 and its limits to the keys file.
 
     Limits: --requests-per-s, --tokens-per-min (of prompts and answers together) and --in-flight (requests that are
-    being answered). Gateways and routers read the file again within two seconds. To revoke a key, remove its table from
-    the file.
+    being answered). Gateways and routers read the file again within two seconds. The file is replaced at once.
     """
     from kaveri.security.api_keys import KeyLimits, check_limit, check_name
     from kaveri.security.keys_file import add_key
@@ -47,3 +46,15 @@ def new(
         in_flight=check_limit(in_flight, "--in-flight"),
     )
     print(add_key(keys_file, check_name(name, "NAME"), limits, admin))
+
+
+@key_app.command()
+def revoke(name: Annotated[str, typer.Argument(help="Whose key is good no more.")], keys_file: _KeysFile) -> None:
+    """Revoke an API key, also the last one: its table in the keys file gets `revoked = true`.
+
+    Gateways and routers read the file again within two seconds. Requests that are being answered go on.
+    """
+    from kaveri.security.api_keys import check_name
+    from kaveri.security.keys_file import revoke_key
+
+    revoke_key(keys_file, check_name(name, "NAME"))

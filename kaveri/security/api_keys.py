@@ -8,6 +8,7 @@ A keys file is TOML, one table for each key:
     tokens_per_min = 100_000
     in_flight = 8
     admin = false               # left out: false
+    revoked = false             # left out: false. A revoked key stays in the file, so that no file without keys is good
 """
 
 import hashlib
@@ -15,7 +16,7 @@ import re
 import secrets
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from kaveri.errors import ConfigError, NoCapacity
@@ -48,6 +49,8 @@ class ApiKey:
     limits: KeyLimits
     is_admin: bool = False
     """Whether it is an operator's: may drain instances, and see the cluster and how requests went."""
+    is_revoked: bool = False
+    """Whether it is good no more."""
 
 
 def new_secret() -> str:
@@ -67,6 +70,24 @@ def key_table(name: str, secret: str, limits: KeyLimits, is_admin: bool = False)
     lines += [f"{limit} = {value}" for limit, value in given.items() if value]
     lines += ["admin = true"] * is_admin
     return "\n".join([*lines, ""])
+
+
+def with_key_revoked(text: str, name: str, path: str) -> str:
+    """The text of a keys file in which a key is revoked; comments stay. path: for errors. Raises ConfigError when the
+    file is broken, or has no good key of this name."""
+    keys = parse_keys(text, path)
+    if all(key.name != name or key.is_revoked for key in keys):
+        raise ConfigError("NAME", f"is {name:.80}, and {path} has no key of this name that is not revoked")
+    header = re.compile(rf"""^[ \t]*\[[ \t]*["']?{name}["']?[ \t]*\][ \t]*(#.*)?$""", re.MULTILINE)
+    changed = header.sub(lambda found: f"{found[0]}\nrevoked = true", text, count=1)
+    wanted = tuple(replace(key, is_revoked=key.is_revoked or key.name == name) for key in keys)
+    try:
+        is_done = parse_keys(changed, path) == wanted
+    except ConfigError:
+        is_done = False
+    if not is_done:
+        raise ConfigError("NAME", f"is {name}, whose table {path} writes in another way; add `revoked = true` to it")
+    return changed
 
 
 def limit_reached(key: ApiKey, limit: str, retry_after_s: float) -> NoCapacity:
@@ -111,14 +132,20 @@ def _read_key(name: str, table: Any, path: str) -> ApiKey:
     check_name(name, place)
     known = [limit.name for limit in fields(KeyLimits)]
     for field in table:
-        if field not in ("sha256", "admin", *known):
-            raise ConfigError(f"{place} {field:.80}", f"is no field of a key; write sha256, admin, {', '.join(known)}")
+        if field not in ("sha256", "admin", "revoked", *known):
+            written = ", ".join(["sha256", "admin", "revoked", *known])
+            raise ConfigError(f"{place} {field:.80}", f"is no field of a key; write {written}")
     digest = table.get("sha256")
     if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
         # Not shown: it may be the key itself.
         raise ConfigError(f"{place} sha256", "must be the SHA-256 of the key, 64 hexadecimal digits in lower case")
     limits = {limit: check_limit(table.get(limit, 0), f"{place} {limit}") for limit in known}
-    is_admin = table.get("admin", False)
-    if type(is_admin) is not bool:
-        raise ConfigError(f"{place} admin", f"is {is_admin!r:.80}; write true or false")
-    return ApiKey(name, bytes.fromhex(digest), KeyLimits(**limits), is_admin)
+    is_admin, is_revoked = (_read_switch(table, field, place) for field in ("admin", "revoked"))
+    return ApiKey(name, bytes.fromhex(digest), KeyLimits(**limits), is_admin, is_revoked)
+
+
+def _read_switch(table: Mapping[str, Any], field: str, place: str) -> bool:
+    value = table.get(field, False)
+    if type(value) is not bool:
+        raise ConfigError(f"{place} {field}", f"is {value!r:.80}; write true or false")
+    return value

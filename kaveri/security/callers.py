@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from kaveri.errors import ConfigError, Unauthenticated
 from kaveri.security.api_keys import ApiKey, limit_reached
-from kaveri.security.keys_file import KeysFile
 
 if TYPE_CHECKING:
     from kaveri.security.key_usage import KeyUsage
+    from kaveri.security.keys_file import KeysFile
 
 MAX_HEADER_BYTES = 512
 _SCHEME = b"bearer "
@@ -30,8 +30,8 @@ class Caller:
 class Callers:
     """For one event loop. Its owner runs it."""
 
-    def __init__(self, keys: KeysFile, usage: "KeyUsage") -> None:
-        self._keys = keys
+    def __init__(self, keys: "KeysFile", usage: "KeyUsage") -> None:
+        self.keys = keys
         self._usage = usage
         self._in_flight: dict[str, dict[Hashable, int]] = {}
         """How often each request is being answered, by the key's name. Keys that have none are not in it."""
@@ -39,7 +39,7 @@ class Callers:
     async def run(self) -> None:
         """Takes up changes of the keys file, until cancelled."""
         try:
-            await self._keys.follow()
+            await self.keys.follow()
         finally:
             await self._usage.close()
 
@@ -86,7 +86,7 @@ class Callers:
         secret = authorization[len(_SCHEME) :].strip()
         if authorization[: len(_SCHEME)].lower() != _SCHEME or not secret or len(authorization) > MAX_HEADER_BYTES:
             raise Unauthenticated("the Authorization header is not `Bearer KEY`")
-        key = self._keys.find(secret)
+        key = self.keys.find(secret)
         if key is None:
             raise Unauthenticated("this API key is unknown, or was revoked")
         return key
@@ -98,8 +98,9 @@ def make_callers(keys_file: str, redis_url: str, cluster_name: str) -> Callers |
     if not keys_file:
         return None
     try:
-        # Only here: without a keys file the package is not needed.
+        # Only here: without a keys file neither the package nor the metric is needed.
         from kaveri.security.key_usage import KeyUsage
+        from kaveri.security.keys_file import KeysFile
     except ModuleNotFoundError as error:
         reason = f"{error.name} is not installed: pip install 'kaveri[gateway]'"
         raise ConfigError("--keys-file", reason) from error

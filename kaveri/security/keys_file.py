@@ -1,111 +1,151 @@
-"""The keys file of a running process: read at start, read again when it changes. For one event loop."""
+"""The keys file of a running process: read at start, read again when its content changes. For one event loop."""
 
 import asyncio
-import fcntl
 import hmac
-import os
-from pathlib import Path
+from collections.abc import Callable
+
+from prometheus_client import Gauge
 
 from kaveri.errors import ConfigError
-from kaveri.security.api_keys import ApiKey, KeyLimits, digest_of, key_table, new_secret, parse_keys
+from kaveri.security.api_keys import (
+    ApiKey,
+    KeyLimits,
+    digest_of,
+    key_table,
+    new_secret,
+    parse_keys,
+    with_key_revoked,
+)
+from kaveri.security.regular_file import locked, read_regular, replace
 from kaveri.telemetry.logs import get_logger
 
-LOOK_EVERY_S = 1.0
-MAX_FILE_BYTES = 4 * 2**20
-_Stamp = tuple[int, int, int]
-"""Time of the last change, size and inode: one of them differs after a change."""
+LOOK_EVERY_S = 0.5
+KEYS_FILE_REFUSED = Gauge(
+    "kaveri_keys_file_refused", "1 while the keys file cannot be used and the former keys stay in use, else 0."
+)
 
 
 class KeysFile:
-    """The keys that are good now."""
+    """The keys that are good now.
+
+    A change is taken up once two looks in a row have found the same: a file that is being written may parse, with its
+    last keys missing. A file that cannot be read, does not parse or names no key any more changes nothing.
+    """
 
     def __init__(self, path: str) -> None:
         """Reads the file. Raises ConfigError."""
         self._path = path
-        self._stamp, self._keys = _read(path)
+        text = _read(path)
+        self._seen: str | ConfigError = text
+        """What the last look found: the text, or why there is none."""
+        self._settled: str | ConfigError = text
+        """What was found twice in a row last."""
+        self._keys = _by_digest(parse_keys(text, path))
         self._failure = ""
-        """Why the file was not taken when it was last read; empty: it was."""
+        """Why the file is not in use; empty: it is."""
 
     @property
     def count(self) -> int:
-        """How many keys there are."""
-        return len(self._keys)
+        """How many keys are good."""
+        return sum(not key.is_revoked for key in self._keys.values())
 
     def find(self, secret: bytes) -> ApiKey | None:
-        """The key with this secret; None: no such key.
+        """The good key with this secret; None: there is none.
 
         The time that it takes says nothing about good keys: what is looked up is a hash, in a dictionary whose order
         depends on a random number of this process, and the last comparison takes constant time.
         """
         digest = digest_of(secret)
         key = self._keys.get(digest)
-        return key if key is not None and hmac.compare_digest(key.digest, digest) else None
+        return key if key is not None and hmac.compare_digest(key.digest, digest) and not key.is_revoked else None
 
     async def follow(self) -> None:
-        """Takes up changes within two seconds, until cancelled. A broken file changes nothing, and is logged once."""
+        """Takes up changes within two seconds, until cancelled. A file that cannot be used is logged once."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             await self.look()
 
     async def look(self) -> None:
-        """Reads the file again if it has changed."""
-        try:
-            # On a thread: its disk may be slow.
-            found = await asyncio.to_thread(_read_if_changed, self._path, self._stamp if not self._failure else None)
-        except ConfigError as error:
-            if str(error) != self._failure:
-                self._failure = str(error)
-                get_logger().error("keys_file_refused", error=self._failure, effect="the former keys stay in use")
-            return
-        if found is not None:
-            self._stamp, keys = found
-            if keys != self._keys or self._failure:
-                get_logger().info("keys_file_read", path=self._path, keys=len(keys))
-            self._keys, self._failure = keys, ""
+        """Reads the file, and takes up what two looks have found."""
+        # On a thread: its disk may be slow.
+        found = await asyncio.to_thread(_try_read, self._path)
+        is_same, self._seen = _is_same(found, self._seen), found
+        if is_same and not _is_same(found, self._settled):
+            self._settled = found
+            try:
+                await self._take(found)
+            except ConfigError as error:
+                self._refuse(str(error))
+
+    async def _take(self, found: str | ConfigError) -> None:
+        if isinstance(found, ConfigError):
+            raise found
+        keys = _by_digest(await asyncio.to_thread(parse_keys, found, self._path))
+        if self._keys and not keys:
+            advice = "to revoke the last one run `kaveri key revoke NAME`"
+            raise ConfigError("--keys-file", f"{self._path} has lost all of its keys; {advice}")
+        self._keys, self._failure = keys, ""
+        KEYS_FILE_REFUSED.set(0)
+        get_logger().info("keys_file_read", path=self._path, keys=self.count)
+
+    def _refuse(self, failure: str) -> None:
+        KEYS_FILE_REFUSED.set(1)
+        if failure != self._failure:
+            self._failure = failure
+            get_logger().error("keys_file_refused", error=failure, effect="the former keys stay in use")
 
 
 def add_key(path: str, name: str, limits: KeyLimits, is_admin: bool = False) -> str:
     """Adds a new key to the file, which is made for its owner only if there is none. Returns the key, which is kept
     nowhere. Raises ConfigError, also when the file is broken or has this name."""
     secret = new_secret()
-    try:
-        with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "r+b", buffering=0) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            text = file.read().decode()
-            if any(key.name == name for key in parse_keys(text, path)):
-                raise ConfigError("NAME", f"is {name}, which {path} has already; remove that table first")
-            table = key_table(name, secret, limits, is_admin)
-            # One write, so that a gateway reads all of it or nothing.
-            file.write(("\n" + table if text and not text.endswith("\n") else table).encode())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("--keys-file", f"cannot add to {path}: {error}") from error
+
+    def add(text: str) -> str:
+        if any(key.name == name for key in parse_keys(text, path)):
+            raise ConfigError("NAME", f"is {name}, which {path} has already; remove that table first")
+        line_end = "\n" if text and not text.endswith("\n") else ""
+        return text + line_end + key_table(name, secret, limits, is_admin)
+
+    _change(path, add)
     return secret
 
 
-def _read_if_changed(path: str, stamp: _Stamp | None) -> tuple[_Stamp, dict[bytes, ApiKey]] | None:
-    try:
-        if _stamp(os.stat(path)) == stamp:
-            return None
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    return _read(path)
+def revoke_key(path: str, name: str) -> None:
+    """Marks a key of the file as revoked. Raises ConfigError, also when the file is broken or has no good key of this
+    name."""
+    _read(path)  # A file that is missing is not made.
+    _change(path, lambda text: with_key_revoked(text, name, path))
 
 
-def _read(path: str) -> tuple[_Stamp, dict[bytes, ApiKey]]:
+def _change(path: str, change: Callable[[str], str]) -> None:
     try:
-        # Before it is read: a change in between is then seen at the next look.
-        found = os.stat(path)
-        if found.st_size > MAX_FILE_BYTES:
-            raise ConfigError("--keys-file", f"{path} has {found.st_size} bytes; at most {MAX_FILE_BYTES} are read")
-        text = Path(path).read_text()
+        with locked(path) as content:
+            replace(path, change(content.decode()).encode())
     except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, error) from error
-    return _stamp(found), {key.digest: key for key in parse_keys(text, path)}
+        raise ConfigError("--keys-file", f"cannot change {path}: {_reason(error)}") from error
 
 
-def _stamp(found: os.stat_result) -> _Stamp:
-    return found.st_mtime_ns, found.st_size, found.st_ino
+def _read(path: str) -> str:
+    try:
+        return read_regular(path).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("--keys-file", f"cannot read {path}: {_reason(error)}") from error
 
 
-def _unreadable(path: str, error: Exception) -> ConfigError:
-    return ConfigError("--keys-file", f"cannot read {path}: {error}")
+def _try_read(path: str) -> str | ConfigError:
+    try:
+        return _read(path)
+    except ConfigError as error:
+        return error
+
+
+def _reason(error: OSError | UnicodeDecodeError) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
+def _is_same(one: str | ConfigError, other: str | ConfigError) -> bool:
+    return type(one) is type(other) and str(one) == str(other)
+
+
+def _by_digest(keys: tuple[ApiKey, ...]) -> dict[bytes, ApiKey]:
+    return {key.digest: key for key in keys}

@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kaveri.errors import ConfigError
+from kaveri.security.regular_file import read_regular
 
 LOOK_EVERY_S = 1.0
 
@@ -143,7 +143,8 @@ class WatchedTlsFiles:
 
     def _read_one(self, setting: str, path: str) -> bytes:
         try:
-            return Path(path).read_bytes()
+            # OpenSSL, which opens the files itself, would block on a FIFO.
+            return read_regular(path)
         except OSError as error:
             raise ConfigError(setting, f"cannot read {path}: {error.strerror}") from error
 

@@ -1,18 +1,25 @@
 """A keys file: how keys are added, what it may say, and what becomes of changes while a process reads it."""
 
+import asyncio
+import contextlib
 import os
+import shutil
 import stat
 import subprocess
 import sys
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog.testing
+from prometheus_client import REGISTRY
 
 from kaveri.errors import ConfigError
-from kaveri.security.api_keys import MAX_KEYS, KeyLimits, digest_of, parse_keys
-from kaveri.security.keys_file import MAX_FILE_BYTES, KeysFile, add_key
+from kaveri.security.api_keys import MAX_KEYS, KeyLimits, digest_of, key_table, parse_keys
+from kaveri.security.keys_file import KeysFile, add_key, revoke_key
+from kaveri.security.regular_file import MAX_FILE_BYTES
 
 _DIGEST = digest_of(b"x").hex()
 
@@ -113,44 +120,247 @@ async def test_changes_are_taken_up_and_a_broken_file_keeps_the_former_keys(path
     keys = KeysFile(path)
     bob = add_key(path, "bob", KeyLimits()).encode()
     assert keys.find(bob) is None
-    await keys.look()
+    await _settle(keys)
     assert keys.find(bob) is not None
     good = _text(path)
     with structlog.testing.capture_logs() as logged:
-        _replace(path, good + "[broken")
-        for _ in range(3):
+        _rename_over(path, good + "[broken")
+        for _ in range(5):
             await keys.look()
+        assert _refused() == 1
         os.unlink(path)
-        await keys.look()
+        await _settle(keys)
     assert [line["event"] for line in logged] == ["keys_file_refused", "keys_file_refused"], "once for each reason"
     assert keys.find(alice) is not None
     assert keys.find(bob) is not None
     # Revoked, in a file that replaces the former one.
-    _replace(path, good.partition("\n[bob]")[0])
-    await keys.look()
+    _rename_over(path, good.partition("\n[bob]")[0])
+    await _settle(keys)
     assert keys.find(bob) is None
     assert keys.find(alice) is not None
+    assert _refused() == 0
 
 
-async def test_the_same_content_under_the_same_time_is_read_again_after_a_failure(path: str) -> None:
+async def test_a_file_that_is_back_after_a_failure_is_in_use_again(path: str) -> None:
     alice = add_key(path, "alice", KeyLimits()).encode()
     keys = KeysFile(path)
     os.rename(path, path + ".away")
-    await keys.look()
+    await _settle(keys)
     os.rename(path + ".away", path)
     with structlog.testing.capture_logs() as logged:
-        await keys.look()
+        await _settle(keys)
     assert [line["event"] for line in logged] == ["keys_file_read"]
     assert keys.find(alice) is not None
 
 
-def _text(path: str) -> str:
-    return Path(path).read_text()
+def _truncate_and_write(path: str, text: str) -> None:
+    Path(path).write_text(text)
 
 
-def _replace(path: str, text: str) -> None:
+def _rename_over(path: str, text: str) -> None:
     Path(path + ".new").write_text(text)
     os.replace(path + ".new", path)
+
+
+def _move_away_and_write(path: str, text: str) -> None:
+    """As vim does with `backupcopy=no`."""
+    os.rename(path, path + "~")
+    Path(path).write_text(text)
+    os.unlink(path + "~")
+
+
+def _swap_link(path: str, text: str) -> None:
+    target = f"{path}.{uuid.uuid4().hex}"
+    Path(target).write_text(text)
+    os.symlink(target, path + ".link")
+    os.replace(path + ".link", path)
+
+
+def _swap_data_folder(path: str, text: str) -> None:
+    """As the kubelet does with a Secret: keys.toml -> ..data/keys.toml, ..data -> ..<time>."""
+    folder = Path(path).parent
+    version = folder / f"..{uuid.uuid4().hex}"
+    version.mkdir()
+    (version / "keys.toml").write_text(text)
+    former = os.readlink(folder / "..data") if (folder / "..data").is_symlink() else None
+    os.symlink(version.name, folder / "..data_tmp")
+    os.replace(folder / "..data_tmp", folder / "..data")
+    if former is None:
+        os.symlink("..data/keys.toml", path + ".link")
+        os.replace(path + ".link", path)
+    else:
+        shutil.rmtree(folder / former)
+
+
+_SAVES = (_truncate_and_write, _rename_over, _move_away_and_write, _swap_link, _swap_data_folder)
+
+
+@pytest.mark.parametrize("save", _SAVES)
+async def test_every_way_to_save_is_noticed(path: str, save: Callable[[str, str], None]) -> None:
+    alice = add_key(path, "alice", KeyLimits()).encode()
+    only_alice = _text(path)
+    bob = add_key(path, "bob", KeyLimits()).encode()
+    both = _text(path)
+    keys = KeysFile(path)
+    for text in (only_alice, both, only_alice, both):
+        save(path, text)
+        await _settle(keys)
+        assert keys.find(alice) is not None
+        assert (keys.find(bob) is not None) == (text == both)
+
+
+async def test_a_change_that_keeps_size_time_and_inode_is_noticed(path: str) -> None:
+    alice = add_key(path, "alice", KeyLimits()).encode()
+    before = os.stat(path)
+    keys = KeysFile(path)
+    _truncate_and_write(path, _text(path).replace(digest_of(alice).hex(), _DIGEST))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    await _settle(keys)
+    assert keys.find(alice) is None
+    assert keys.find(b"x") is not None
+
+
+async def test_a_file_cut_off_behind_a_table_is_not_taken_while_it_is_written(path: str) -> None:
+    alice, bob = (add_key(path, name, KeyLimits()).encode() for name in ("alice", "bob"))
+    text = _text(path)
+    keys = KeysFile(path)
+    whole = text + key_table("carol", "c", KeyLimits())
+    for end in (whole.index("\n[bob]"), whole.index("\n[carol]"), len(whole)):
+        _truncate_and_write(path, whole[:end])
+        await keys.look()
+        assert keys.find(alice) is not None
+        assert keys.find(bob) is not None
+        assert keys.find(b"c") is None
+    await keys.look()
+    assert keys.find(b"c") is not None
+
+
+@pytest.mark.parametrize("text", ["", "# nobody\n"])
+async def test_a_file_that_has_lost_all_keys_changes_nothing_and_is_logged_once(path: str, text: str) -> None:
+    alice = add_key(path, "alice", KeyLimits()).encode()
+    keys = KeysFile(path)
+    with structlog.testing.capture_logs() as logged:
+        _truncate_and_write(path, text)
+        for _ in range(5):
+            await keys.look()
+    assert [line["event"] for line in logged] == ["keys_file_refused"]
+    assert "has lost all of its keys; to revoke the last one run `kaveri key revoke NAME`" in logged[0]["error"]
+    assert keys.find(alice) is not None
+    assert _refused() == 1
+
+
+async def test_the_last_key_is_revoked_by_a_command(path: str) -> None:
+    secrets = [add_key(path, name, KeyLimits(in_flight=2), is_admin=True).encode() for name in ("alice", "bob")]
+    _truncate_and_write(path, "# of the team\n" + _text(path))
+    keys = KeysFile(path)
+    for name, left in (("alice", 1), ("bob", 0)):
+        assert _run("key", "revoke", name, "--keys-file", path).returncode == 0
+        await _settle(keys)
+        assert keys.count == left
+    assert [keys.find(secret) for secret in secrets] == [None, None]
+    assert _text(path).startswith("# of the team\n"), "comments stay"
+    assert _refused() == 0
+    assert KeysFile(path).count == 0, "also at a start"
+    with pytest.raises(ConfigError, match=r"NAME: is alice, and .* has no key of this name that is not revoked"):
+        revoke_key(path, "alice")
+    with pytest.raises(ConfigError, match=r"NAME: is alice, which .* has already"):
+        add_key(path, "alice", KeyLimits())
+
+
+@pytest.mark.parametrize(
+    "text", [f'alice = {{sha256 = "{_DIGEST}"}}', f'[alice]\nsha256 = "{_DIGEST}"\nrevoked = false']
+)
+def test_a_table_that_the_command_cannot_change_is_for_its_owner(path: str, text: str) -> None:
+    Path(path).write_text(text)
+    with pytest.raises(ConfigError, match=r"NAME: is alice, whose table .* add `revoked = true` to it"):
+        revoke_key(path, "alice")
+    assert _text(path) == text
+
+
+def test_a_file_that_is_missing_is_not_made_by_a_revocation(path: str) -> None:
+    with pytest.raises(ConfigError, match="--keys-file: cannot read"):
+        revoke_key(path, "alice")
+    assert not os.path.exists(path)
+
+
+def _put_fifo(path: str) -> None:
+    os.unlink(path)
+    os.mkfifo(path)
+
+
+def _put_folder(path: str) -> None:
+    os.unlink(path)
+    os.mkdir(path)
+
+
+def _link_to_device(path: str) -> None:
+    os.unlink(path)
+    os.symlink("/dev/zero", path)
+
+
+@pytest.mark.parametrize("put", [_put_fifo, _put_folder, _link_to_device])
+async def test_what_is_no_regular_file_blocks_nobody_and_changes_nothing(path: str, put: Callable[[str], None]) -> None:
+    alice = add_key(path, "alice", KeyLimits()).encode()
+    keys = KeysFile(path)
+    put(path)
+    with structlog.testing.capture_logs() as logged, _unblocking(path):
+        await asyncio.wait_for(_settle(keys), 30)
+        await asyncio.wait_for(_settle(keys), 30)
+        for open_file in (KeysFile, lambda path: add_key(path, "bob", KeyLimits()), lambda path: revoke_key(path, "b")):
+            with pytest.raises(ConfigError, match=r"--keys-file: cannot (read|change) .*: not a regular file"):
+                await asyncio.wait_for(asyncio.to_thread(open_file, path), 30)
+    assert [line["event"] for line in logged] == ["keys_file_refused"]
+    assert keys.find(alice) is not None
+
+
+@contextlib.contextmanager
+def _unblocking(path: str) -> Iterator[None]:
+    """Ends readers that are blocked on a FIFO, so that a test that fails ends."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+
+
+def test_keys_that_are_added_together_are_all_there_and_readers_find_a_whole_file(path: str) -> None:
+    add_key(path, "first", KeyLimits())
+    command = (
+        "import sys; from kaveri.security.keys_file import add_key; from kaveri.security.api_keys import KeyLimits\n"
+    )
+    command += "for number in range(20): add_key(sys.argv[1], f'{sys.argv[2]}-{number}', KeyLimits())"
+    adding = [subprocess.Popen([sys.executable, "-c", command, path, f"k{number}"]) for number in range(4)]
+    counts = [1]
+    while any(process.poll() is None for process in adding):
+        counts.append(KeysFile(path).count)
+    assert [process.returncode for process in adding] == [0] * 4
+    assert counts == sorted(counts)
+    assert KeysFile(path).count == 81
+    assert os.listdir(os.path.dirname(path)) == ["keys.toml"]
+
+
+def test_the_command_keeps_a_links_target_and_the_files_mode(path: str, tmp_path: Path) -> None:
+    target = str(tmp_path / "target.toml")
+    add_key(target, "alice", KeyLimits())
+    os.chmod(target, 0o640)
+    os.symlink("target.toml", path)
+    add_key(path, "bob", KeyLimits())
+    assert os.path.islink(path)
+    assert KeysFile(target).count == 2
+    assert stat.S_IMODE(os.stat(target).st_mode) == 0o640
+
+
+async def _settle(keys: KeysFile) -> None:
+    for _ in range(2):
+        await keys.look()
+
+
+def _refused() -> float | None:
+    return REGISTRY.get_sample_value("kaveri_keys_file_refused")
+
+
+def _text(path: str) -> str:
+    return Path(path).read_text()
 
 
 def _run(*arguments: str) -> Any:

@@ -18,7 +18,7 @@ from kaveri.client.async_client import AsyncClient
 from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.errors import ConfigError, InvalidArgument, NoCapacity, Unauthenticated, Unavailable
 from kaveri.security.api_keys import KeyLimits
-from kaveri.security.keys_file import add_key
+from kaveri.security.keys_file import add_key, revoke_key
 from kaveri.security.tls_files import TlsFiles
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -274,6 +274,30 @@ async def test_a_client_whose_router_dies_goes_on_through_the_public_port_of_ano
             assert answer.timing.server.reattaches >= 1
         # What the other router has claimed it gives back by itself, a little later.
         await second.inner.router.claims.close_all()
+        await first.inner.serving
+
+
+async def test_a_revoked_key_cannot_re_attach(cluster: ScriptedCluster, keys_file: str) -> None:
+    secret = add_key(keys_file, "alice", KeyLimits())
+    decode = cluster.decodes["decode-0"]
+    decode.may_step.clear()
+    async with (
+        _public_router(cluster, keys_file, instance_id="router-1") as second,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        first = await stack.enter_async_context(_public_router(cluster, keys_file))
+        await eventually(lambda: len(first.inner.router.peers.addresses(public=True)) == 2)
+        async with first.client(secret) as client:
+            stream = client.stream(prompt_token_ids=[300, 301, 302], params=_FIVE)
+            await anext(stream)
+            callers = second.inner.router.callers
+            assert callers is not None
+            revoke_key(keys_file, "alice")
+            await eventually(lambda: callers.keys.count == 1)
+            first.inner.host.break_off("the test ends it")
+            with pytest.raises(Unauthenticated, match="unknown, or was revoked"):
+                await stream.collect()
+        decode.may_step.set()
         await first.inner.serving
 
 

@@ -1,0 +1,74 @@
+"""Reads and replaces regular files. A FIFO or a device in the place of one fails at once and never blocks."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from typing import BinaryIO
+
+MAX_FILE_BYTES = 4 * 2**20
+
+
+def read_regular(path: str) -> bytes:
+    """The whole file, links followed. Raises OSError, also where it is not a regular file or over MAX_FILE_BYTES."""
+    # Asked first too, since to open a FIFO or a device can have effects of its own.
+    _check_regular(os.stat(path), path)
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+        return _read_all(file, path)
+
+
+@contextlib.contextmanager
+def locked(path: str) -> Iterator[bytes]:
+    """Holds the file's lock, which others wait for that replace the file, and gives its content. A file that is missing
+    is made, for its owner only. Raises OSError."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            _check_regular(os.stat(path), path)
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        with open(opened, "rb", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # The holder before has put another file in its place: its lock is not this one's.
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                yield _read_all(file, path)
+                return
+
+
+def replace(path: str, content: bytes) -> None:
+    """Replaces a file at once: readers find the former content or all of the new one. Its mode stays, its owner too
+    where this process may set one; a link to it stays a link. Raises OSError."""
+    path = os.path.realpath(path)
+    former = os.stat(path)
+    handle, new_path = tempfile.mkstemp(prefix=f".{os.path.basename(path)}.", dir=os.path.dirname(path))
+    try:
+        with open(handle, "wb") as file:
+            os.fchmod(handle, stat.S_IMODE(former.st_mode))
+            with contextlib.suppress(PermissionError):
+                os.fchown(handle, former.st_uid, former.st_gid)
+            file.write(content)
+            file.flush()
+            os.fsync(handle)
+        os.replace(new_path, path)
+    except BaseException:
+        os.unlink(new_path)
+        raise
+
+
+def _check_regular(found: os.stat_result, path: str) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    if found.st_size > MAX_FILE_BYTES:
+        raise OSError(errno.EFBIG, f"has {found.st_size} bytes; at most {MAX_FILE_BYTES} are read", path)
+
+
+def _read_all(file: BinaryIO, path: str) -> bytes:
+    _check_regular(os.fstat(file.fileno()), path)
+    content = b""
+    # May grow while it is read.
+    while len(content) <= MAX_FILE_BYTES and (part := file.read(MAX_FILE_BYTES + 1 - len(content))):
+        content += part
+    if len(content) > MAX_FILE_BYTES:
+        raise OSError(errno.EFBIG, f"more than {MAX_FILE_BYTES} bytes", path)
+    return content
