@@ -1,7 +1,6 @@
 """What `kaveri bench` drives: the routers of a cluster, or any OpenAI endpoint."""
 
 import contextlib
-import importlib.util
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from kaveri.cli import options
 from kaveri.client.answer import ModelInfo
 from kaveri.client.async_client import AsyncClient
 from kaveri.errors import ConfigError
+from kaveri.extras import require_modules
 from kaveri.loadgen.driver import LoadTarget
 from kaveri.loadgen.fleet import engine_phases
 
@@ -32,8 +32,7 @@ async def reach_endpoint(
     url: str, model: str | None, resources: contextlib.AsyncExitStack
 ) -> "tuple[AsyncClient | LoadTarget, ModelInfo, dict[str, Phases]]":
     """A client of the endpoint, and the model that it serves: of several the first. Raises ConfigError."""
-    if importlib.util.find_spec("httpx2") is None:
-        raise ConfigError("--http", "needs httpx2, which is not installed: pip install 'kaveri[gateway]'")
+    require_modules("--http", "gateway", "httpx2")
     from kaveri.loadgen.http_endpoint import HttpEndpoint
 
     endpoint = await resources.enter_async_context(HttpEndpoint(url, os.environ.get("OPENAI_API_KEY", "")))

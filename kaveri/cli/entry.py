@@ -1,7 +1,9 @@
-"""What the console script `kaveri` calls. The SDK alone, `pip install kaveri`, lacks the command's packages."""
+"""What the console script `kaveri` calls. The SDK's package alone lacks the command's packages."""
 
 import sys
 from typing import NoReturn
+
+from kaveri.extras import lacks
 
 
 def main() -> NoReturn:
@@ -11,5 +13,5 @@ def main() -> NoReturn:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "kaveri":
             raise
-        sys.exit(f"kaveri: {error.name} is not installed: pip install 'kaveri[serve]'")
+        sys.exit(f"kaveri: {lacks(error.name, 'serve')}")
     run()

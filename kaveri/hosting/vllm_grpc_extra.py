@@ -3,6 +3,7 @@
 from google.protobuf.runtime_version import VersionError
 
 from kaveri.errors import ConfigError
+from kaveri.extras import install_command, lacks
 
 
 def require_vllm_grpc() -> None:
@@ -11,7 +12,6 @@ def require_vllm_grpc() -> None:
         # Only here: without the flag the package is not needed.
         from smg_grpc_proto import vllm_engine_pb2  # noqa: F401
     except ModuleNotFoundError as error:
-        reason = f"{error.name} is not installed: pip install 'kaveri[vllm-grpc]'"
-        raise ConfigError("--vllm-grpc", reason) from error
+        raise ConfigError("--vllm-grpc", lacks(str(error.name), "vllm-grpc")) from error
     except VersionError as error:
-        raise ConfigError("--vllm-grpc", f"{error}: pip install 'kaveri[vllm-grpc]'") from error
+        raise ConfigError("--vllm-grpc", f"{error}: {install_command('vllm-grpc')}") from error

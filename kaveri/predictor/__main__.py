@@ -2,7 +2,6 @@
 
 import asyncio
 import enum
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 
 from kaveri.config.commands import run_commands
 from kaveri.errors import ConfigError
+from kaveri.extras import require_modules
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -119,7 +119,7 @@ def train(
         raise ConfigError("--learning-rate", f"is {learning_rate:g}; it must be above 0 and below 1")
     if width % 32:
         raise ConfigError("--width", f"is {width}; it must be a multiple of 32")
-    _require("train", "torch", "accelerate")
+    require_modules("train", "transformers,predictor", "torch", "accelerate")
     from kaveri.predictor.train import TrainSettings
     from kaveri.predictor.train import train as train_predictor
 
@@ -162,7 +162,7 @@ def evaluate(
     plot_path: Annotated[Path | None, typer.Option("--plot", help="File for a plot: .svg, .png or .pdf.")] = None,
 ) -> None:
     """Measure accuracy at granularity 100, 200 and 400 against the majority class, calibration, and latency."""
-    _require("evaluate", "torch")
+    require_modules("evaluate", "transformers,predictor", "torch")
     from rich.console import Console
     from rich.progress import Progress
 
@@ -216,12 +216,6 @@ def _show(console: "Console", evaluation: "Evaluation") -> None:
         console.print(f"not measured at {skipped}: not a multiple of the predictor's {evaluation.granularity}")
     if evaluation.truncated:
         console.print(f"{evaluation.truncated} prompts were longer than the predictor reads and were truncated")
-
-
-def _require(step: str, *packages: str) -> None:
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    if missing:
-        raise ConfigError(step, f"needs {', '.join(missing)}: install kaveri[transformers,predictor]")
 
 
 def _quiet_transformers() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kaveri.domain.length import TokenRange
 from kaveri.errors import ConfigError, InvalidArgument
+from kaveri.extras import lacks
 from kaveri.models import bundled_predictor
 from kaveri.predictor import buckets
 from kaveri.predictor.manifest import Manifest, read_manifest
@@ -58,7 +59,7 @@ class LengthPredictor:
             import torch
             from transformers import AutoModelForSequenceClassification
         except ImportError as error:
-            raise ConfigError("predictor", "needs torch: install kaveri[transformers]") from error
+            raise ConfigError("predictor", lacks("torch", "transformers")) from error
         # transformers and safetensors raise many types of errors, and the folder is external input.
         try:
             classifier = AutoModelForSequenceClassification.from_pretrained(

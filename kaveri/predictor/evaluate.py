@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kaveri.errors import ConfigError
+from kaveri.extras import lacks
 from kaveri.predictor.accuracy import Accuracy, measure_accuracy
 from kaveri.predictor.bundle import LengthPredictor
 from kaveri.predictor.labels import Label, load_tokenizer, token_ids_of
@@ -129,7 +130,7 @@ def plot(evaluation: Evaluation, path: Path) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("--plot", "needs matplotlib: install kaveri[predictor]") from error
+        raise ConfigError("--plot", lacks("matplotlib", "predictor")) from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

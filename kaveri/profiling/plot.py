@@ -1,11 +1,11 @@
 """Plots a profile: throughput over chunk size, and measured against predicted time of every step."""
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kaveri.errors import ConfigError
+from kaveri.extras import require_modules
 from kaveri.latency.fit import predict_decode_s, predict_prefill_s
 from kaveri.latency.profile import Profile, StepTimes
 from kaveri.latency.saturation import throughput_curve
@@ -22,8 +22,7 @@ def check_plot(path: Path) -> None:
     if path.suffix not in _SUFFIXES:
         raise ConfigError("--plot", f"is {path}; it must end in {', '.join(_SUFFIXES)}")
     check_output("--plot", path)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot", "needs matplotlib, which is not installed: pip install matplotlib")
+    require_modules("--plot", "predictor", "matplotlib")
 
 
 def draw_profile(profile: Profile, path: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kaveri.errors import ConfigError, Unauthenticated
+from kaveri.extras import lacks
 from kaveri.security.api_keys import ApiKey, limit_reached
 
 if TYPE_CHECKING:
@@ -102,6 +103,5 @@ def make_callers(keys_file: str, redis_url: str, cluster_name: str) -> Callers |
         from kaveri.security.key_usage import KeyUsage
         from kaveri.security.keys_file import KeysFile
     except ModuleNotFoundError as error:
-        reason = f"{error.name} is not installed: pip install 'kaveri[gateway]'"
-        raise ConfigError("--keys-file", reason) from error
+        raise ConfigError("--keys-file", lacks(str(error.name), "gateway")) from error
     return Callers(KeysFile(keys_file), KeyUsage(redis_url, cluster_name))

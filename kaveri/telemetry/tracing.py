@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kaveri.errors import ConfigError, KaveriError
+from kaveri.extras import install_command
 
 HEADER = "traceparent"
 """Name of the HTTP header and of the gRPC metadata: https://www.w3.org/TR/trace-context."""
@@ -120,7 +121,7 @@ def configure_tracing(service: str, instance_id: str) -> None:
     except ConfigError:
         raise
     except ImportError as error:
-        raise ConfigError(_EXPORTERS, f"tracing needs OpenTelemetry: pip install 'kaveri[otel]' ({error})") from error
+        raise ConfigError(_EXPORTERS, f"tracing needs OpenTelemetry: {install_command('otel')} ({error})") from error
     except Exception as error:
         # The SDK's own, of many types: a timeout that is no number, queues that are smaller than batches.
         raise ConfigError("OTEL_*", f"OpenTelemetry refuses a variable: {error}") from error

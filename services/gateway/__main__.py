@@ -4,6 +4,7 @@ import asyncio
 import sys
 
 from kaveri.errors import ConfigError
+from kaveri.extras import lacks
 from kaveri.rpc.process import run_service
 from services.gateway.config import GatewayConfig
 
@@ -18,7 +19,7 @@ async def _serve(config: GatewayConfig, stopping: asyncio.Event) -> int:
         # Only here: --help works without the packages of the extra.
         from services.gateway import service
     except ModuleNotFoundError as error:
-        raise ConfigError("gateway", f"{error.name} is not installed: pip install 'kaveri[gateway]'") from error
+        raise ConfigError("gateway", lacks(str(error.name), "gateway")) from error
     return await service.serve(config, stopping)
 
 

@@ -73,7 +73,8 @@ def test_the_sdk_needs_none_of_the_packages_of_the_services() -> None:
 
 def test_without_the_extra_the_command_says_what_to_install() -> None:
     shown = _run(f"{_HIDE}from kaveri.cli.entry import main\nmain()", status=1)
-    assert shown == "kaveri: typer is not installed: pip install 'kaveri[serve]'\n"
+    assert shown.startswith("kaveri: typer is not installed: pip install ")
+    assert shown.endswith("[serve]'\n")
 
 
 def test_every_extra_with_a_service_brings_what_services_need() -> None:

@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kaveri.errors import ConfigError
+from kaveri.extras import install_command
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import Digest
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
@@ -339,7 +340,7 @@ def _import_nixl() -> ModuleType:
     try:
         nixl = importlib.import_module("nixl_cu13._api")
     except ImportError as error:
-        raise ConfigError("kv_transports", f"nixl needs the package nixl-cu13, in the extra [nixl]: {error}") from error
+        raise ConfigError("kv_transports", f"nixl needs nixl-cu13: {install_command('nixl')} ({error})") from error
     # It would write to stdout, every agent's start even.
     log = logging.getLogger("nixl")
     log.handlers.clear()

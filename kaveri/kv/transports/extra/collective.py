@@ -38,6 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kaveri.errors import ConfigError, TransferFailed
+from kaveri.extras import install_command
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import Digest
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
@@ -514,7 +515,9 @@ def _require_backend(backend: str) -> None:
     try:
         torch, distributed = _import_torch()
     except ImportError as error:
-        raise ConfigError("kv_transports", f"{backend} needs torch, in the extra [transformers]: {error}") from error
+        raise ConfigError(
+            "kv_transports", f"{backend} needs torch: {install_command('transformers')} ({error})"
+        ) from error
     if backend == "nccl":
         if not distributed.is_nccl_available() or not torch.cuda.is_available():
             raise ConfigError("kv_transports", "nccl needs a build of torch with NCCL, and a GPU")

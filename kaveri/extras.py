@@ -1,0 +1,39 @@
+"""Packages of optional parts, and the command that installs them."""
+
+import importlib.metadata
+import importlib.util
+import json
+from urllib.parse import unquote, urlsplit
+
+from kaveri.errors import ConfigError
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra, from wherever this Kaveri came: an index, a checkout or a wheel.
+
+    Reads what pip noted of its source (PEP 610).
+    """
+    try:
+        noted = importlib.metadata.distribution("kaveri").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        noted = None
+    if not noted:
+        return f"pip install 'kaveri[{extra}]'"
+    source = json.loads(noted)
+    url: str = source["url"]
+    if "dir_info" not in source:
+        return f"pip install 'kaveri[{extra}] @ {url}'"
+    editable = "-e " if source["dir_info"].get("editable") else ""
+    return f"pip install {editable}'{unquote(urlsplit(url).path)}[{extra}]'"
+
+
+def lacks(modules: str, extra: str) -> str:
+    """The reason why something cannot be done here. modules: names of those that are missing."""
+    return f"{modules} is not installed: {install_command(extra)}"
+
+
+def require_modules(field: str, extra: str, *modules: str) -> None:
+    """Raises ConfigError, about `field`, when one of the extra's modules cannot be found."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(field, lacks(", ".join(missing), extra))
