@@ -4,7 +4,7 @@ import enum
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -125,6 +125,13 @@ def check_stop_counts(text_count: int, token_id_count: int) -> None:
     if token_id_count > MAX_STOP_TOKEN_IDS:
         count = f"{token_id_count} ids"
         raise InvalidArgument("params.stop_token_ids", count, f"at most {MAX_STOP_TOKEN_IDS} ids")
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises InvalidArgument, naming `field`, unless all ids lie in [0, vocab_size)."""
+    for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
+        if not 0 <= token_id < vocab_size:
+            raise InvalidArgument(field, token_id, f"below {vocab_size}, the size of the vocabulary")
 
 
 def whole_number(value: object) -> int | None:

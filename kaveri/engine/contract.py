@@ -33,7 +33,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams
+from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams, check_token_ids
 from kaveri.errors import InvalidArgument
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
@@ -95,12 +95,16 @@ class EngineInfo:
         longest = self.max_model_len - 1
         if not 1 <= len(token_ids) <= longest:
             raise InvalidArgument("token_ids", f"{len(token_ids)} tokens", f"1 to {longest} tokens")
-        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
-            raise InvalidArgument("token_ids", (min(token_ids), max(token_ids)), f"in [0, {self.vocab_size})")
+        self.require_known_ids(token_ids, request.params)
         if not 0 <= request.generated_count < len(token_ids):
             raise InvalidArgument("generated_count", request.generated_count, f"in [0, {len(token_ids)})")
         if max_tokens is not None and request.generated_count >= max_tokens:
             raise InvalidArgument("params.max_tokens", max_tokens, f"above the {request.generated_count} drawn already")
+
+    def require_known_ids(self, token_ids: Sequence[int], params: SamplingParams, field: str = "token_ids") -> None:
+        """Raises InvalidArgument for ids outside the vocabulary, of tokens and of those that end the answer."""
+        check_token_ids(field, token_ids, self.vocab_size)
+        check_token_ids("params.stop_token_ids", params.stop_token_ids, self.vocab_size)
 
     def require_held_tokens(self, request: EngineRequest, held_tokens: int) -> None:
         """Raises InvalidArgument unless a request may be resumed from the KV of so many of its tokens."""

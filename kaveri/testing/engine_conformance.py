@@ -608,6 +608,11 @@ class EngineConformance:
                 assert raised.value.field == "token_ids"
                 with pytest.raises(InvalidArgument):
                     pair.decode.reserve(request, 60.0).result(SOON_S)
+            unknown = replace(fine, params=replace(fine.params, min_tokens=1, stop_token_ids=(vocab_size,)))
+            with pytest.raises(InvalidArgument, match="stop_token_ids"):
+                pair.prefill.prefill(unknown)
+            with pytest.raises(InvalidArgument, match="stop_token_ids"):
+                pair.decode.reserve(unknown, 60.0).result(SOON_S)
             wait_until_free(pair.prefill, pair.decode)
 
     @pytest.mark.parametrize("expires_in_s", [float("nan"), -1.0, 1e9])

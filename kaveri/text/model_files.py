@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig
 from transformers.utils import cached_file
 
+from kaveri.domain.sampling import whole_number
 from kaveri.models import resolve_model
+from kaveri.text.generation_config import parse_end_token_ids, read_generation_config
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -44,20 +46,21 @@ def read_model_files(model: str) -> ModelFiles:
     source = resolve_model(model)
     whole = AutoConfig.from_pretrained(source)
     config = whole.get_text_config()
-    try:
-        ends = GenerationConfig.from_pretrained(source).eos_token_id
-    except OSError:
-        ends = None
-    ends = getattr(config, "eos_token_id", None) if ends is None else ends
+    ends, _, _ = parse_end_token_ids(read_generation_config(source, whole), whole, config.vocab_size)
     facts = {
         "model_type": whole.model_type,
         "architectures": whole.architectures or (),
-        "eos_token_ids": ends if isinstance(ends, list | tuple) else [] if ends is None else [ends],
-        "pad_token_id": getattr(config, "pad_token_id", None) or 0,
-        "bos_token_id": getattr(config, "bos_token_id", None) or 0,
+        "eos_token_ids": sorted(ends),
+        "pad_token_id": _known_id(config, "pad_token_id"),
+        "bos_token_id": _known_id(config, "bos_token_id"),
     }
     archive = _archive(source)
     return ModelFiles(facts, archive, hashlib.sha256(archive).hexdigest())
+
+
+def _known_id(config: Any, name: str) -> int:
+    token_id = whole_number(getattr(config, name, None))
+    return token_id if token_id is not None and 0 <= token_id < config.vocab_size else 0
 
 
 def _archive(source: str) -> bytes:

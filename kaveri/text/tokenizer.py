@@ -12,8 +12,10 @@ from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
+from kaveri.domain.sampling import check_token_ids
 from kaveri.errors import ConfigError, DeadlineExceeded, InvalidArgument
 from kaveri.models import resolve_model
+from kaveri.telemetry.logs import get_logger
 from kaveri.text.control_tokens import ControlTokens
 from kaveri.text.detokenizer import Detokenizer
 from kaveri.text.plain_tokens import PlainTokens
@@ -62,7 +64,10 @@ class ModelTokenizer:
         self.backend.no_padding()
         self.vocab_size = vocab_size
         """Size of the model's vocabulary, which may be padded beyond the tokenizer's."""
-        self.longest_token_bytes = max((len(token.encode()) for token in self.backend.get_vocab()), default=1)
+        vocabulary = self.backend.get_vocab()
+        self.unknown_tokens = {token: token_id for token, token_id in vocabulary.items() if token_id >= vocab_size}
+        """The tokens for which the model has no embedding, with their ids. Text that needs one is refused."""
+        self.longest_token_bytes = max((len(token.encode()) for token in vocabulary), default=1)
         """Size in UTF-8 of the longest entry of the vocabulary: input may have this many bytes for each token."""
         self.has_chat_template = bool(tokenizer.chat_template)
         added = self.backend.get_added_tokens_decoder()
@@ -85,7 +90,17 @@ class ModelTokenizer:
             raise ConfigError("--model", f"{model!r} has no tokenizer that can be loaded: {first_line}") from error
         if not tokenizer.is_fast:
             raise ConfigError("--model", f"{model!r} has no tokenizer.json (a fast tokenizer)")
-        return cls(tokenizer, int(config.vocab_size))
+        made = cls(tokenizer, int(config.vocab_size))
+        if made.unknown_tokens:
+            token, token_id = min(made.unknown_tokens.items(), key=lambda item: item[1])
+            get_logger().warning(
+                "tokenizer_exceeds_vocabulary",
+                token_count=len(made.unknown_tokens),
+                first_token=token,
+                first_token_id=token_id,
+                vocab_size=made.vocab_size,
+            )
+        return made
 
     def close(self) -> None:
         """Ends the threads; texts in work are dropped."""
@@ -106,19 +121,18 @@ class ModelTokenizer:
         """Token ids of a raw prompt, with the special tokens that the model's tokenizer adds by itself. Special tokens
         in the text are special tokens.
 
-        Raises InvalidArgument when there are more than `max_tokens`, or more bytes than that many tokens may have;
-        DeadlineExceeded when time.monotonic() reaches `deadline_s`.
+        Raises InvalidArgument when there are more than `max_tokens`, or more bytes than that many tokens may have, and
+        for a token that the model does not have; DeadlineExceeded when time.monotonic() reaches `deadline_s`.
         """
         self._check_size("prompt.text", len(text.encode()), max_tokens)
         short = len(text) <= _INLINE_CHARACTERS
-        return await self._run(short, deadline_s, lambda: _ids(self.backend, text, max_tokens, add_special_tokens=True))
+        ids = await self._run(short, deadline_s, lambda: _ids(self.backend, text, max_tokens, add_special_tokens=True))
+        return self._known("prompt.text", ids)
 
     async def decode(self, token_ids: Sequence[int], deadline_s: float) -> str:
         """The text of token ids, with special tokens. Raises InvalidArgument for ids outside the vocabulary, and
         DeadlineExceeded as encode()."""
-        if token_ids and max(token_ids) >= self.vocab_size:
-            limit = f"below {self.vocab_size}, the size of the vocabulary"
-            raise InvalidArgument("token_ids", max(token_ids), limit)
+        check_token_ids("token_ids", token_ids, self.vocab_size)
         ids = list(token_ids)
         short = len(ids) <= _INLINE_CHARACTERS
         return await self._run(short, deadline_s, lambda: str(self.backend.decode(ids, skip_special_tokens=False)))
@@ -168,7 +182,15 @@ class ModelTokenizer:
         _check_time(deadline_s)
         backend = self._control.backend if marked else self.backend
         # The template writes the special tokens itself.
-        return _ids(backend, text, max_tokens, add_special_tokens=False)
+        token_ids = _ids(backend, text, max_tokens, add_special_tokens=False)
+        return self._known("prompt.messages", token_ids)
+
+    def _known(self, field: str, token_ids: list[int]) -> list[int]:
+        """The ids themselves. Raises InvalidArgument for one that the model does not have."""
+        if self.unknown_tokens and (largest := max(token_ids, default=0)) >= self.vocab_size:
+            limit = f"text of the model's own tokens, whose ids are below {self.vocab_size}"
+            raise InvalidArgument(field, f"text with the token {self.backend.id_to_token(largest)!r}, {largest}", limit)
+        return token_ids
 
     def _render(self, turns: list[dict[str, str]]) -> str:
         return str(self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))

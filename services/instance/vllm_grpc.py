@@ -305,15 +305,10 @@ class VllmLegServicer:
             if not prompt:
                 raise InvalidArgument("prompt", "", "at least one token long")
             tokenizer = await self._loaded_tokenizer()
-            return tuple(await tokenizer.encode(prompt, info.max_model_len - 1, deadline_s))
+            prompt = await tokenizer.encode(prompt, info.max_model_len - 1, deadline_s)
         if not 0 < len(prompt) < info.max_model_len:
             raise InvalidArgument("prompt", f"{len(prompt)} tokens", f"1 to {info.max_model_len - 1} tokens")
-        if (largest := max(prompt)) >= info.vocab_size:
-            raise InvalidArgument("prompt", largest, f"below {info.vocab_size}, the size of the vocabulary")
-        for token_id in asked.params.stop_token_ids:
-            if token_id >= info.vocab_size:
-                limit = f"below {info.vocab_size}, the size of the vocabulary"
-                raise InvalidArgument("params.stop_token_ids", token_id, limit)
+        info.require_known_ids(prompt, asked.params, "prompt")
         return tuple(prompt)
 
     async def _stop_texts(self, token_ids: Sequence[int], params: SamplingParams) -> StopTexts | None:

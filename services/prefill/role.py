@@ -450,8 +450,7 @@ def _check_fit(info: EngineInfo, token_ids: tuple[int, ...], generated_count: in
     if info.layout.block_count(len(token_ids)) > info.total_blocks:
         limit = f"at most {info.total_blocks * info.layout.block_tokens} tokens (the KV pool here)"
         raise InvalidArgument("token_ids", f"{len(token_ids)} tokens", limit)
-    if max(token_ids) >= info.vocab_size:
-        raise InvalidArgument("token_ids", max(token_ids), f"ids below {info.vocab_size}")
+    info.require_known_ids(token_ids, params)
     if generated_count >= len(token_ids):
         raise InvalidArgument("generated_count", generated_count, "less than the number of token_ids")
     if params.max_tokens is None or params.seed is None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kaveri.domain.sampling import SamplingParams, check_prompt_report
+from kaveri.domain.sampling import SamplingParams, check_prompt_report, check_token_ids
 from kaveri.domain.view import ClusterView
 from kaveri.errors import InvalidArgument, ModelNotFound
 from kaveri.policy.placement import largest_prompt, max_model_len, missing_phases
@@ -79,8 +79,7 @@ class Intake:
     async def accept(self, offered: OfferedRequest) -> AcceptedRequest:
         """Raises InvalidArgument, naming field, value and limit; Unavailable when no instance tells the limits."""
         params = offered.params
-        for token_id in params.stop_token_ids:
-            self._check_token_id("params.stop_token_ids", token_id)
+        check_token_ids("params.stop_token_ids", params.stop_token_ids, self._tokenizer.vocab_size)
         _check_given(offered.prompt)
         deadline_s = offered.arrived_s + offered.timeout_s
         view = await self._placer.wait_for_instances(deadline_s)
@@ -173,15 +172,11 @@ class Intake:
         token_ids: list[int] = []
         for start in range(0, len(prompt), _SLICE_TOKENS):
             part = prompt[start : start + _SLICE_TOKENS]
-            self._check_token_id(field, max(part))
+            check_token_ids(field, part, self._tokenizer.vocab_size)
             token_ids += part
             if len(token_ids) < len(prompt):
                 await asyncio.sleep(0)
         return token_ids
-
-    def _check_token_id(self, field: str, token_id: int) -> None:
-        if token_id >= self._tokenizer.vocab_size:
-            raise InvalidArgument(field, token_id, f"below {self._tokenizer.vocab_size}, the size of the vocabulary")
 
 
 def _completed(params: SamplingParams, room: int) -> SamplingParams:

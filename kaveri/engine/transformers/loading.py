@@ -21,6 +21,7 @@ from kaveri.engine.transformers.runner import TransformersRunner
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.models import resolve_model
+from kaveri.text.generation_config import end_token_ids, read_generation_config
 
 _HUB_TIMEOUT_S = 5.0
 
@@ -67,7 +68,8 @@ def load_runner(
         head_dim=calls[0].key_shape[3],
         dtype=dtype_name,
     )
-    return TransformersRunner(loaded, layout, length, config.vocab_size, _eos_token_ids(loaded))
+    end_ids = end_token_ids(read_generation_config(folder, loaded.config), loaded.config, config.vocab_size)
+    return TransformersRunner(loaded, layout, length, config.vocab_size, end_ids)
 
 
 def _torch_device(device: str) -> torch.device:
@@ -170,13 +172,3 @@ def _model_length(config: Any, wanted: int | None) -> int:
                     f"is {length}; with {entry['rope_type']} rotary embeddings this model is served up to {limit}",
                 )
     return length
-
-
-def _eos_token_ids(model: Any) -> frozenset[int]:
-    """Like model.generate: generation_config's, else the configuration's."""
-    ids = getattr(model.generation_config, "eos_token_id", None)
-    if ids is None:
-        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)

@@ -15,6 +15,7 @@ from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transfer.transport import Transport
 from kaveri.models import resolve_model
 from kaveri.telemetry.logs import get_logger
+from kaveri.text.generation_config import end_token_ids, read_generation_config
 
 if TYPE_CHECKING:
     from kaveri.engine.vllm.connector_worker import WorkerSide
@@ -153,13 +154,15 @@ def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
         arguments["block_size"] = settings.block_tokens
     llm, ranks = _start(settings.model, arguments, rank_count)
     config = llm.model_config
+    ends_at = engine_args.get("generation_config", "auto")
+    generation = read_generation_config(folder if ends_at in ("auto", "vllm") else ends_at, config.hf_config)
     core = VllmCore(
         llm,
         ranks,
         chunk_tokens=settings.chunk_tokens,
         max_model_len=config.max_model_len,
         vocab_size=config.get_vocab_size(),
-        eos_token_ids=_eos_token_ids(config),
+        eos_token_ids=end_token_ids(generation, config.hf_config, config.get_vocab_size()),
     )
     pool_tokens = core.free_blocks * ranks[0].layout.block_tokens
     if settings.max_model_len == 0 and core.max_model_len > pool_tokens:
@@ -221,11 +224,3 @@ def _worker_side() -> "WorkerSide":
     assert isinstance(connector, KaveriConnector), "vLLM runs without our connector"
     assert connector.worker_side is not None
     return connector.worker_side
-
-
-def _eos_token_ids(config: Any) -> frozenset[int]:
-    """Those of the generation config, else of the model's, as transformers reads them."""
-    found = config.try_get_generation_config().get("eos_token_id", getattr(config.hf_text_config, "eos_token_id", None))
-    if found is None:
-        return frozenset()
-    return frozenset(found if isinstance(found, list) else [found])

@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kaveri.domain.sampling import SamplingParams
+from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest, FirstToken
+from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.transformers.fingerprint import fingerprint
 from kaveri.engine.transformers.loading import load_runner
 from kaveri.engine.transformers.runner import TransformersRunner
 from kaveri.errors import ConfigError
 from kaveri.kv.tiers.pool import KvPool
+from kaveri.testing.engine_recorder import EngineRecorder
 from tests.support.tiny_models import make_tiny_model
 
 
@@ -65,6 +69,36 @@ def test_generation_config_says_where_answers_end(copied: Path) -> None:
     assert load(copied).eos_token_ids == {3, 9}
     edit(copied, "generation_config.json", eos_token_id=5)
     assert load(copied).eos_token_ids == {5}
+
+
+def test_ends_that_no_token_has_change_nothing_as_in_generate(copied: Path) -> None:
+    prompt = (5, 6, 8, 9)
+    for ends in ([320, 32, 2**40, -1], [-1], -1):
+        edit(copied, "generation_config.json", eos_token_id=ends)
+        plain = AutoModelForCausalLM.from_pretrained(copied)
+        whole = plain.generate(torch.tensor([prompt]), min_new_tokens=12, max_new_tokens=12, do_sample=False)
+        engine = StepwiseEngine(load(copied), 64, chunk_tokens=16)
+        recorder = EngineRecorder(on_event=lambda event, engine=engine: _decode(engine, event))
+        engine.start(recorder)
+        params = SamplingParams(max_tokens=12, min_tokens=12, temperature=0, seed=0)
+        engine.prefill(request := EngineRequest(EngineKey("one", 0), prompt, 0, params))
+        recorder.wait_for_finish(request.key)
+        engine.close()
+        assert recorder.token_ids[request.key] == whole[0, len(prompt) :].tolist()
+
+
+def _decode(engine: StepwiseEngine, event: EngineEvent) -> None:
+    if isinstance(event, FirstToken) and event.finish is None:
+        engine.adopt(event.key)
+        engine.admit(event.key)
+
+
+@pytest.mark.parametrize("value", ["2", [[2]], True])
+def test_ends_that_are_no_ids_are_refused_with_file_key_and_value(copied: Path, value: Any) -> None:
+    edit(copied, "generation_config.json", eos_token_id=value)
+    said = refusal(copied)
+    assert "generation_config.json" in said
+    assert f"eos_token_id {value!r}" in said
 
 
 def test_fingerprint_tells_weights_apart_and_not_folders(llama: Path, copied: Path, tmp_path: Path) -> None:

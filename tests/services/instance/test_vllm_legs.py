@@ -12,6 +12,7 @@ from grpc import aio
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from kaveri.domain.view import InstanceState, Phase
+from kaveri.models import KAVERI_TINY
 from kaveri.v1 import prefill_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from services.instance.hold_params import HoldAt, write_hold
@@ -37,6 +38,13 @@ def leg(request_id: str, prompt: list[int], max_tokens: int, kv: str = "", strea
         stream=stream,
         kv_transfer_params_json=kv or None,
     )
+
+
+def text_leg(request_id: str, text: str, max_tokens: int, kv: str = "", **params: Any) -> Any:
+    request = leg(request_id, [], max_tokens, kv, **params)
+    request.ClearField("tokenized")
+    request.text = text
+    return request
 
 
 def stub(instance: RunningInstance) -> Any:
@@ -436,11 +444,23 @@ async def test_a_leg_at_the_wrong_instance_is_refused_by_name(legs: Legs) -> Non
         (prefill, leg("one", PROMPT, 1, MARK, n=2), "sampling_params.n"),
         (decode, leg("one", [], 5), "tokenized.input_ids"),
         (decode, leg("one", [10**6], 5), "tokenized.input_ids"),
+        (decode, leg("one", PROMPT, 5, stop_token_ids=[10**6]), "sampling_params.stop_token_ids"),
         (decode, leg("one", PROMPT, 10**6), "sampling_params.max_tokens"),
         (decode, leg("one", PROMPT, 5, min_p=0.5), "sampling_params.min_p"),
     ):
         code, details = await refusal(instance, request)
         assert (code, named in details) == (grpc.StatusCode.INVALID_ARGUMENT, True), details
+
+
+async def test_a_leg_of_text_is_held_to_the_same_vocabulary(cluster: InProcessCluster) -> None:
+    prefill = await cluster.prefill(vllm_grpc=True, model=KAVERI_TINY)
+    decode = await cluster.decode(vllm_grpc=True, model=KAVERI_TINY)
+    for instance, request in (
+        (decode, text_leg("one", "hello", 5, stop_token_ids=[10**6])),
+        (prefill, text_leg("one", "hello", 1, MARK, stop_token_ids=[10**6])),
+    ):
+        code, details = await refusal(instance, request)
+        assert (code, "stop_token_ids" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True), details
 
 
 async def test_a_hold_for_another_prompt_is_refused(cluster: InProcessCluster, legs: Legs) -> None:

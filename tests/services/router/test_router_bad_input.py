@@ -1,6 +1,9 @@
 """Bad input is refused at the router with the field, the value and the limit, before anything is spent on it."""
 
+import json
 import math
+import shutil
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,12 +22,13 @@ from kaveri.domain.view import (
 )
 from kaveri.errors import InvalidArgument
 from kaveri.kv.layout.layout import KvLayout
+from kaveri.models import resolve_model
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.wire.status import error_of
 from services.router.intake import max_model_len
 from tests.services.router.cluster_script import ScriptedCluster
-from tests.services.router.scripted_answers import MAX_MODEL_LEN, answer, ask, collect, tokens_of
+from tests.services.router.scripted_answers import MAX_MODEL_LEN, MODEL, answer, ask, collect, tokens_of
 from tests.support.scripted_ports import plain_channel
 
 
@@ -82,6 +86,34 @@ async def test_bad_input_names_the_field(cluster: ScriptedCluster, case: str) ->
         assert error.limit
         assert "(" not in str(error.value), "a value as the router holds it, not as the caller gave it"
         assert cluster.taken() == []
+
+
+async def test_text_whose_tokens_the_model_does_not_have_costs_no_attempt(
+    tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(resolve_model(MODEL), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 290}))
+    cut = ModelTokenizer.load(str(folder))
+    cluster = ScriptedCluster(cut)
+    prefill = await cluster.add_prefill("prefill-0")
+    await cluster.add_decode("decode-0")
+    text = tokenizer.backend.decode([300, 301])
+    try:
+        async with cluster.router() as router:
+            for request, field in (
+                (inference_pb2.GenerateRequest(text=text), "prompt.text"),
+                (with_messages(("user", text)), "prompt.messages"),
+            ):
+                with pytest.raises(aio.AioRpcError) as refused:
+                    await collect(router.stub.Generate(request, timeout=60))
+                error = error_of(refused.value)
+                assert isinstance(error, InvalidArgument)
+                assert error.field == field
+            assert not prefill.requests
+    finally:
+        await cluster.close()
+        cut.close()
 
 
 async def test_an_unknown_model_is_not_found(cluster: ScriptedCluster) -> None:

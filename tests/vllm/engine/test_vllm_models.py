@@ -1,6 +1,7 @@
 """What a model does to the vLLM engine: logits that are no numbers, and factors of LongRoPE that vLLM picks."""
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kaveri.engine.contract import EngineEvent, FirstToken, RequestFailed
+from kaveri.domain.sampling import SamplingParams
+from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest, FirstToken, RequestFailed
 from kaveri.errors import ConfigError
 from kaveri.hosting.trial import Trial
 from kaveri.testing.engine_conformance import make_request
@@ -95,6 +97,35 @@ def test_request_whose_logits_are_not_finite_fails_alone(load: Any, tmp_path: Pa
     assert sampled.key not in recorder.token_ids
     recorder.wait_for_finish(neighbour.key)
     assert recorder.token_ids[neighbour.key] == whole[: index + 1]
+    wait_until_free(engine)
+    engine.close()
+
+
+def test_ends_that_no_token_has_change_nothing_as_in_generate(load: Any, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = make_tiny_model(tmp_path, "qwen2", **_SHAPE)
+    first = PlainTransformers(folder).answer(_PROMPT, 1)[0]
+    # As the fourth, a token that it would draw first; the others are none of its 320.
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [320, 2**40, -1, first]}))
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    whole = plain.generate(torch.tensor([_PROMPT]), min_new_tokens=8, max_new_tokens=8, do_sample=False)
+
+    engine = load(folder).open(total_blocks=32, max_batch=4)
+
+    def adopt(event: EngineEvent) -> None:
+        if isinstance(event, FirstToken) and event.finish is None:
+            engine.adopt(event.key)
+            engine.admit(event.key)
+
+    recorder = EngineRecorder(on_event=adopt)
+    engine.start(recorder)
+    params = SamplingParams(max_tokens=8, min_tokens=8, temperature=0, seed=0)
+    request = EngineRequest(EngineKey("one", 0), _PROMPT, 0, params)
+    engine.prefill(request)
+    recorder.wait_for_finish(request.key)
+    assert recorder.token_ids[request.key] == whole[0, len(_PROMPT) :].tolist()
     wait_until_free(engine)
     engine.close()
 
