@@ -1,19 +1,18 @@
-"""DéjàVu's pipelines (arXiv 2403.01876, section 5.2, appendix B) by kaveri.planner: makespans, depths, swapping.
+"""DéjàVu's pipelines (arXiv 2403.01876, section 5.2, appendix B) by kaveri.planner: rates, depths, swapping.
 
 Prompts of 1,000 tokens; all requests of a microbatch draw as many tokens. These numbers are drawn from the middles of
-the sixteenths of ShareGPT's answers, because the paper's trace is not published. Stages are equal, links take no time
-but 5 % of prompts. Latencies are DistServe's fits of OPT-66B on A100; BLOOM-176B is an estimate from them. Table 4 is
-left out: there is no fit of a V100.
+the sixteenths of ShareGPT's answers, because the paper's trace is not published. Requests never run out. Stages are
+equal, links take no time but 5 % of prompts. Latencies are DistServe's fits of OPT-66B on A100; BLOOM-176B is an
+estimate from them. Table 4 is left out: there is no fit of a V100.
 
-    tables 2, 3, 5   the shortest makespan of each scheme for 256 requests, and its depths
-    figure 8         the same with microbatches of 8 and 512 requests: throughput when requests never run out
+    tables 2, 3, 5   the highest rate of each scheme, and its depths
+    figure 8         the same with microbatches of 8
     figure 9         tokens/s with KV of two microbatches in GPU memory instead of all: 2 B with swapping against B, the
                      largest that fits; each stage's KV goes over PCIe 4 (25 GB/s for each GPU) beside another step
     table 6          extra time of a prompt's KV over links, in the simulator
 """
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -42,6 +41,7 @@ BLOOM = ModelShape(
     max_model_len=2048,
 )
 PROMPT_TOKENS = 1000
+REQUESTS = [RequestLengths(PROMPT_TOKENS, tokens) for tokens in SHAREGPT_ANSWER_TOKENS]
 SETUPS = {
     "table 2": (read_model_shape("opt-66b"), 2, {4: 2, 6: 2, 8: 3, 10: 4, 12: 5, 14: 5, 16: 6}),
     "table 3": (read_model_shape("opt-66b"), 4, {4: 2, 6: 3, 8: 4, 10: 5, 12: 6, 14: 7, 16: 8}),
@@ -54,27 +54,25 @@ TABLE_6 = {100: 0.0, 80: 0.0, 60: 0.0, 40: 0.0, 20: 1.18, 10: 5.46, 1: 82.5}
 PROMPT_S, PROMPT_KV_BYTES = 3.1, 10.7e9
 
 
-def drawn(count: int, seed: int) -> list[RequestLengths]:
-    """As many tokens for each 32 requests in a row, so that no microbatch has unlike ones."""
-    rng = random.Random(seed)
-    tokens = [rng.choice(SHAREGPT_ANSWER_TOKENS) for _ in range(-(-count // 32))]
-    return [RequestLengths(PROMPT_TOKENS, tokens[number // 32]) for number in range(count)]
-
-
-def question_of(model: ModelShape, gpus: int, machines: int, requests: Sequence[RequestLengths]) -> PipelineQuestion:
+def question_of(model: ModelShape, gpus: int, machines: int) -> PipelineQuestion:
     """Machines of so many A100, which hold a stage each."""
     latency = read_step_latencies(["opt-66b-a100"], model, A100, [gpus])[gpus].latency
     return PipelineQuestion(
-        model=model, hardware=A100, latency=latency, gpus_per_machine=gpus, machines=machines, requests=requests
+        model=model,
+        hardware=A100,
+        latency=latency,
+        gpus_per_machine=gpus,
+        machines=machines,
+        requests=REQUESTS,
+        alike=True,
     )
 
 
 def measure(options: Options, report: Report) -> None:
     """See the module's docstring."""
-    seeds = (1,)
-    report.workload = {"prompt_tokens": PROMPT_TOKENS, "seeds": len(seeds), "streaming": 1.05}
-    _tables(seeds, options.choose(None, (4, 8)), report)
-    _throughput(options.choose(512, 256), report)
+    report.workload = {"prompt_tokens": PROMPT_TOKENS, "streaming": 1.05}
+    _tables(options.choose(None, (4, 8)), report)
+    _throughput(report)
     _swapping(report)
     _link(report)
 
@@ -83,45 +81,40 @@ def _best(question: PipelineQuestion) -> dict[str, Scheme]:
     return {scheme.name: scheme for scheme in plan_pipelines(question).schemes}
 
 
-def _tables(seeds: Sequence[int], sizes: Sequence[int] | None, report: Report) -> None:
+def _tables(sizes: Sequence[int] | None, report: Report) -> None:
     ratios: dict[str, list[float]] = {}
     off: list[int] = []
     for table, (model, gpus, theirs) in SETUPS.items():
         for machines, prompt_depth in theirs.items():
             if sizes is not None and machines not in sizes:
                 continue
-            found = [_best(question_of(model, gpus, machines, drawn(256, seed))) for seed in seeds]
-            for name in ("Baseline", "Baseline-DP", "DéjàVu"):
-                makespans = [one[name].makespan_s for one in found if name in one]
-                if len(makespans) == len(found):
-                    report.row("makespan", makespans, "s", table=table, machines=machines, scheme=name)
+            found = _best(question_of(model, gpus, machines))
+            for name, scheme in found.items():
+                report.row("rate", [scheme.requests_per_s], "requests/s", table=table, machines=machines, scheme=name)
             for ours, other in (("DéjàVu", "Baseline"), ("DéjàVu", "Baseline-DP"), ("Baseline-DP", "Baseline")):
-                both = [one for one in found if ours in one and other in one]
-                if both:
-                    shorter = [one[other].makespan_s / one[ours].makespan_s for one in both]
-                    ratios.setdefault(f"{other} / {ours}", []).append(sum(shorter) / len(shorter))
-            apart = found[0].get("DéjàVu")
-            if apart is not None:
-                off.append(abs(apart.prompt_depth - prompt_depth))
-                report.compare(
-                    f"{table}, {machines} machines: depth for prompts", f"{prompt_depth}", f"{apart.prompt_depth}"
-                )
+                if ours in found and other in found:
+                    higher = found[ours].requests_per_s / found[other].requests_per_s
+                    ratios.setdefault(f"{ours} / {other}", []).append(higher)
+            if "DéjàVu" in found:
+                ours_depth = found["DéjàVu"].prompt_depth
+                off.append(abs(ours_depth - prompt_depth))
+                report.compare(f"{table}, {machines} machines: depth for prompts", f"{prompt_depth}", f"{ours_depth}")
     for name, values in ratios.items():
-        report.ratio(f"makespan, {name}, longest", max(values))
-        report.ratio(f"makespan, {name}, shortest", min(values))
+        report.ratio(f"rate, {name}, highest", max(values))
+        report.ratio(f"rate, {name}, lowest", min(values))
     report.ratio("depths for prompts that are the paper's, share", sum(one == 0 for one in off) / len(off))
     report.ratio("depths for prompts within one of the paper's, share", sum(one <= 1 for one in off) / len(off))
 
 
-def _throughput(count: int, report: Report) -> None:
+def _throughput(report: Report) -> None:
     """Figure 8: as large clusters as the tables'."""
     for model, gpus, name in ((read_model_shape("opt-66b"), 2, "OPT-66B"), (BLOOM, 4, "BLOOM-176B, estimated")):
         best = 0.0
         for machines in (6, 8, 10, 12):
-            question = question_of(model, gpus, machines, drawn(count, 1))
+            question = question_of(model, gpus, machines)
             found = _best(replace(question, microbatch_sizes=(8,)))
             if "DéjàVu" in found and "Baseline" in found:
-                gain = found["Baseline"].makespan_s / found["DéjàVu"].makespan_s
+                gain = found["DéjàVu"].requests_per_s / found["Baseline"].requests_per_s
                 report.row("throughput, DéjàVu / Baseline", [gain], "times", model=name, machines=machines)
                 best = max(best, gain)
         report.ratio(f"throughput, DéjàVu / Baseline, at most, {name}", best)
@@ -139,7 +132,7 @@ def _swapping(report: Report) -> None:
             fits = int((memory - model.weight_bytes / depth) / kv_bytes / depth)
             if fits < 1:
                 continue
-            question = question_of(model, gpus, depth, drawn(64, 1))
+            question = question_of(model, gpus, depth)
             (_, plain_s), (_, twice_s) = pass_s(question, fits), pass_s(question, 2 * fits)
             mean_bytes = (PROMPT_TOKENS + 500) * model.kv_token_bytes / depth
             swap_s = 2 * fits * mean_bytes / (gpus * PCIE_BYTES_PER_S)

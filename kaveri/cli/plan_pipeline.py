@@ -10,7 +10,7 @@ import typer
 from kaveri.cli.planned_lengths import read_lengths
 
 if TYPE_CHECKING:
-    from kaveri.planner.pipeline_plan import PipelinePlan
+    from kaveri.planner.pipeline_plan import PipelinePlan, Scheme
 
 
 def pipeline(
@@ -19,16 +19,18 @@ def pipeline(
     hardware: Annotated[str, typer.Option(help="Bundled kind of GPU, or a TOML file.")] = "a100-80g",
     gpus_per_machine: Annotated[int, typer.Option(help="Of one stage; they share its layers.")] = 2,
     machines: Annotated[int, typer.Option(help="Machines to use.")] = 8,
-    trace: Annotated[Path | None, typer.Option(help="Draw lengths from a trace, all there at once.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Draw lengths from a trace.")] = None,
     lengths: Annotated[str, typer.Option(help="Or these: PROMPT,ANSWER tokens, in turn.")] = "",
-    requests: Annotated[int, typer.Option(help="Requests to answer.", min=1)] = 256,
+    requests: Annotated[
+        int, typer.Option(help="Most requests to simulate; fewer where the interval is narrow.", min=1)
+    ] = 1 << 16,
     streaming: Annotated[float, typer.Option(help="How much longer prompts take while their KV is sent out.")] = 1.05,
     microbatch: Annotated[int | None, typer.Option(help="Requests in a microbatch; unset: 2 to 32 are tried.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all that was found as JSON.")] = False,
 ) -> None:
-    """Divide machines between prompts and tokens, so that the last of many requests ends soon.
+    """Divide machines between prompts and tokens, so that they answer the most requests per second.
 
-    DéjàVu's equations 1 to 7, and the makespans of its three schemes: one pipeline, several, and one for each phase.
+    DéjàVu's equations 1 to 7, and the steady rates of its three schemes: one pipeline, several, and one for each phase.
     """
     from kaveri.latency.model import load_latency_model
     from kaveri.planner.hardware import read_hardware
@@ -44,8 +46,9 @@ def pipeline(
         latency=load_latency_model(profile),
         gpus_per_machine=gpus_per_machine,
         machines=machines,
-        requests=[seen[number % len(seen)] for number in range(requests)],
+        requests=seen,
         streaming=streaming,
+        most_requests=requests,
         microbatch_sizes=MICROBATCH_SIZES if microbatch is None else (microbatch,),
     )
     found = plan_pipelines(question)
@@ -58,6 +61,7 @@ def pipeline(
 def _to_json(found: "PipelinePlan") -> dict[str, object]:
     return {
         "schemes": [asdict(scheme) for scheme in found.schemes],
+        "is_certain": found.is_certain,
         "microbatch": found.microbatch,
         "prompt_machines": found.prompt_machines,
         "least_prompt_depth": found.least_prompt_depth,
@@ -74,16 +78,20 @@ def _show(found: "PipelinePlan") -> None:
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
     table = Table(box=None, pad_edge=False)
-    for name in ("scheme", "pipelines", "depth", "prompt depth", "microbatch", "makespan s", "USD"):
+    names = ("scheme", "machines", "microbatch", "requests/s", "95 % interval", "simulated", "USD")
+    for name in names:
         table.add_column(name, justify="left" if name == "scheme" else "right")
     question = found.question
     machine_price = question.gpus_per_machine * question.hardware.price_per_hour
     for scheme in found.schemes:
-        shape = (scheme.pipelines, scheme.depth, scheme.prompt_depth or "-", scheme.microbatch)
+        rates = f"{scheme.requests_per_s:.3f}", f"{1 / scheme.high_s:.3f} to {1 / scheme.low_s:.3f}"
         cost = scheme.machine_hours * machine_price
-        table.add_row(scheme.name, *map(str, shape), f"{scheme.makespan_s:.1f}", f"{cost:.2f}")
+        cells = (_machines(scheme), str(scheme.microbatch), *rates, str(scheme.request_count), f"{cost:.2f}")
+        table.add_row(scheme.name, *cells)
     console.print(table)
     console.print()
+    best = found.best.name
+    console.print(f"{best} is the fastest" if found.is_certain else f"{best} may be the fastest; intervals overlap")
     machines = question.machines
     console.print(f"with microbatches of {found.microbatch}:")
     console.print(f"equation 7: {found.prompt_machines:.2f} of {machines} machines for prompts")
@@ -95,4 +103,12 @@ def _show(found: "PipelinePlan") -> None:
     else:
         verdict = "pay" if found.apart_pays else "do not pay"
         console.print(f"equation 5: two pipelines {verdict}, if machines could be shared without rounding")
-    console.print("makespans are estimates: stages are equal, and links take no time but --streaming")
+    console.print("machines: of one pipeline; pipelines x machines; of prompts + of tokens")
+    console.print("USD are for 1,000 requests; rates are those while requests never run out")
+    console.print("rates are estimates: stages are equal, and links take no time but --streaming")
+
+
+def _machines(scheme: "Scheme") -> str:
+    if scheme.prompt_depth:
+        return f"{scheme.prompt_depth} + {scheme.depth}"
+    return str(scheme.depth) if scheme.pipelines == 1 else f"{scheme.pipelines} x {scheme.depth}"

@@ -1,11 +1,15 @@
 """DéjàVu's planner: one pipeline, several, or one for each phase. Pure.
 
-(arXiv 2403.01876, section 4.2.1 and appendix B.) Every scheme is tried with every microbatch size, and the shortest
-makespan is taken.
+(arXiv 2403.01876, section 4.2.1 and appendix B.) Every scheme is tried with every microbatch size, and the one that
+answers the most requests per second is taken. The paper compares makespans of one trace; a makespan of few requests is
+mostly that of filling and draining the pipelines. Here requests never run out.
 """
 
+import functools
+import itertools
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kaveri.errors import ConfigError
@@ -20,16 +24,19 @@ from kaveri.planner.pipeline_equations import (
     prompt_machines,
     streaming_bound,
 )
-from kaveri.planner.pipeline_schedule import Microbatch, prompt_ends, shared_ends, token_ends
+from kaveri.planner.pipeline_rate import Period, apart_period, shared_period
 from kaveri.workload.requests import RequestLengths
 
 MICROBATCH_SIZES = (2, 4, 8, 16, 32)
 """Those of tables 2 to 5."""
+PRECISION = 0.01
+"""Simulations end when half the interval is no more than this share of the mean."""
+_FEWEST_MICROBATCHES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineQuestion:
-    """What is asked for: all requests are there at once, and the last one shall end soon."""
+    """What is asked for: as many requests per second as the machines can answer, while requests never run out."""
 
     model: ModelShape
     hardware: Hardware
@@ -38,15 +45,22 @@ class PipelineQuestion:
     gpus_per_machine: int
     machines: int
     requests: Sequence[RequestLengths]
+    """Microbatches are drawn from them at random, with replacement."""
+    alike: bool = False
+    """All requests of a microbatch draw as many tokens, as in the paper's experiments."""
     streaming: float = 1.05
     """m: how much longer prompts take because their KV is streamed out. Only two pipelines pay it."""
     microbatch_sizes: Sequence[int] = MICROBATCH_SIZES
+    most_requests: int = 1 << 16
+    """Bound of each simulation, which ends earlier when its interval is narrow."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError, naming the flag, its value and the limit."""
         for flag, value in (("--machines", self.machines), ("--gpus-per-machine", self.gpus_per_machine)):
             if value < 1:
                 raise ConfigError(flag, f"is {value}; it must be at least 1")
+        if self.most_requests < 1:
+            raise ConfigError("--requests", f"is {self.most_requests}; it must be at least 1")
         if not self.requests:
             raise ConfigError("--trace", "has no requests")
         if not 1 <= self.streaming < math.inf:
@@ -72,8 +86,28 @@ class Scheme:
     prompt_depth: int
     """Stages of the prompt pipeline; 0: one pipeline for both phases."""
     microbatch: int
-    makespan_s: float
-    machine_hours: float
+    request_s: float
+    """Seconds per request while requests never run out."""
+    low_s: float
+    high_s: float
+    """The 95 % interval of `request_s`."""
+    request_count: int
+    """Requests that were simulated, warm-up and drain included."""
+
+    @property
+    def is_precise(self) -> bool:
+        """Whether the interval is narrow."""
+        return self.high_s - self.low_s <= 2 * PRECISION * self.request_s
+
+    @property
+    def requests_per_s(self) -> float:
+        """The steady rate."""
+        return 1 / self.request_s
+
+    @property
+    def machine_hours(self) -> float:
+        """Per 1,000 requests."""
+        return self.machines * self.request_s * 1000 / 3600
 
     @property
     def machines(self) -> int:
@@ -101,20 +135,60 @@ class PipelinePlan:
 
     @property
     def best(self) -> Scheme:
-        """The shortest makespan; of equal ones the simplest."""
-        return min(self.schemes, key=lambda scheme: scheme.makespan_s)
+        """The highest rate; of equal ones the simplest."""
+        return min(self.schemes, key=lambda scheme: scheme.request_s)
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the best one's interval is apart from those of the others."""
+        best = self.best
+        return all(best.high_s < other.low_s for other in self.schemes if other is not best)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """As a Scheme before it is simulated."""
+
+    name: str
+    pipelines: int
+    depth: int
+    prompt_depth: int
+    microbatch: int
+    period: Callable[[Sequence[int]], Period]
+    """Of one of the pipelines, by the tokens of its microbatches."""
+
+    def simulated(self, question: PipelineQuestion, count: int) -> Scheme:
+        """With so many microbatches in a pipeline."""
+        found = self.period(_drawn_tokens(question, self.microbatch, count))
+        requests = self.microbatch * self.pipelines
+        return Scheme(
+            name=self.name,
+            pipelines=self.pipelines,
+            depth=self.depth,
+            prompt_depth=self.prompt_depth,
+            microbatch=self.microbatch,
+            request_s=found.mean_s / requests,
+            low_s=found.low_s / requests,
+            high_s=found.high_s / requests,
+            request_count=self.microbatch * count,
+        )
 
 
 def plan_pipelines(question: PipelineQuestion) -> PipelinePlan:
     """Raises ConfigError when the model fits into no pipeline of these machines."""
-    found = [*_baselines(question, 1), *_data_parallel(question), *_apart(question)]
-    if not found:
+    candidates = (
+        _baselines(question, "Baseline", [1]),
+        _baselines(
+            question, "Baseline-DP", [ways for ways in range(2, question.machines + 1) if question.machines % ways == 0]
+        ),
+        _apart(question),
+    )
+    schemes = tuple(_fastest(question, each) for each in candidates if each)
+    if not schemes:
         memory_gb = question.machines * question.machine_bytes / 1e9
         reason = f"is {question.machines}, with {memory_gb:.4g} GB in all; {question.model.name} and its KV do not fit"
         raise ConfigError("--machines", reason)
-    names = dict.fromkeys(scheme.name for scheme in found)
-    schemes = tuple(min((one for one in found if one.name == name), key=lambda one: one.makespan_s) for name in names)
-    size = min(schemes, key=lambda scheme: scheme.makespan_s).microbatch
+    size = min(schemes, key=lambda scheme: scheme.request_s).microbatch
     prompt_s, token_s = (seconds / question.machines for seconds in pass_s(question, size))
     new_tokens = sum(one.output_tokens for one in question.requests) / len(question.requests)
     layer = _layer_bytes(question, size)
@@ -159,55 +233,47 @@ def _fits(question: PipelineQuestion, depth: int, microbatch: int, prompts_only:
     return left > 0 and depth >= layers * weights / left
 
 
-def _batches(requests: Sequence[RequestLengths], size: int) -> list[Microbatch]:
-    return [
-        Microbatch(0.0, max(one.output_tokens for one in requests[first : first + size]))
-        for first in range(0, len(requests), size)
-    ]
+def _drawn_tokens(question: PipelineQuestion, size: int, count: int) -> list[int]:
+    """Of the longest answer of each of `count` microbatches. All schemes of one size get the same microbatches."""
+    rng = random.Random(size)
+    answers = [one.output_tokens for one in question.requests]
+    return [max(rng.choices(answers, k=1 if question.alike else size)) for _ in range(count)]
 
 
-def _scheme(question: PipelineQuestion, name: str, makespan_s: float, size: int, **shape: int) -> Scheme:
-    used = shape["pipelines"] * shape["depth"] + shape["prompt_depth"]
-    hours = used * makespan_s / 3600
-    return Scheme(name=name, makespan_s=makespan_s, machine_hours=hours, microbatch=size, **shape)
+def _fastest(question: PipelineQuestion, candidates: Sequence[_Candidate]) -> Scheme:
+    """Simulates twice as many microbatches of those that may be the fastest, until their intervals are narrow."""
+    for doublings in itertools.count():
+        # Far more than there are stages to fill.
+        count = max(_FEWEST_MICROBATCHES, 32 * question.machines) << doublings
+        found = [one.simulated(question, count) for one in candidates]
+        best = min(found, key=lambda scheme: scheme.request_s)
+        near = [(one, scheme) for one, scheme in zip(candidates, found, strict=True) if scheme.low_s <= best.high_s]
+        if all(scheme.is_precise or scheme.request_count >= question.most_requests for _, scheme in near):
+            return best
+        candidates = [one for one, _ in near]
+    raise AssertionError("unreachable")
 
 
-def _baselines(question: PipelineQuestion, pipelines: int) -> list[Scheme]:
-    """`pipelines` equal pipelines of both phases, requests dealt out in turn."""
-    depth = question.machines // pipelines
+def _baselines(question: PipelineQuestion, name: str, ways: Sequence[int]) -> list[_Candidate]:
+    """Equal pipelines of both phases, in so many ways to divide the machines; one pipeline is simulated."""
     found = []
-    for size in question.microbatch_sizes:
-        if not _fits(question, depth, size, prompts_only=False):
-            continue
-        prompt_s, token_s = (seconds / depth for seconds in pass_s(question, size))
-        shares = (question.requests[first::pipelines] for first in range(pipelines))
-        makespan_s = max(max(shared_ends(_batches(share, size), depth, prompt_s, token_s)) for share in shares if share)
-        name = "Baseline" if pipelines == 1 else "Baseline-DP"
-        found.append(_scheme(question, name, makespan_s, size, pipelines=pipelines, depth=depth, prompt_depth=0))
+    for pipelines, size in itertools.product(ways, question.microbatch_sizes):
+        depth = question.machines // pipelines
+        if _fits(question, depth, size, prompts_only=False):
+            prompt_s, token_s = (seconds / depth for seconds in pass_s(question, size))
+            period = functools.partial(shared_period, depth=depth, prompt_s=prompt_s, token_s=token_s)
+            found.append(_Candidate(name, pipelines, depth, 0, size, period))
     return found
 
 
-def _data_parallel(question: PipelineQuestion) -> list[Scheme]:
-    ways = [count for count in range(2, question.machines + 1) if question.machines % count == 0]
-    return [scheme for count in ways for scheme in _baselines(question, count)]
-
-
-def _apart(question: PipelineQuestion) -> list[Scheme]:
+def _apart(question: PipelineQuestion) -> list[_Candidate]:
     """A prompt pipeline and a token pipeline with one size of microbatches, in all divisions of the machines."""
     found = []
-    for size in question.microbatch_sizes:
-        batches = _batches(question.requests, size)
-        whole_prompt_s, whole_token_s = pass_s(question, size)
-        for prompt_depth in range(1, question.machines):
-            depth = question.machines - prompt_depth
-            if not (
-                _fits(question, prompt_depth, size, prompts_only=True)
-                and _fits(question, depth, size, prompts_only=False)
-            ):
-                continue
-            computed = prompt_ends(batches, prompt_depth, question.streaming * whole_prompt_s / prompt_depth)
-            ready = [Microbatch(end_s, one.tokens) for end_s, one in zip(computed, batches, strict=True)]
-            makespan_s = max(token_ends(ready, depth, whole_token_s / depth))
-            shape = {"pipelines": 1, "depth": depth, "prompt_depth": prompt_depth}
-            found.append(_scheme(question, "DéjàVu", makespan_s, size, **shape))
+    for size, prompt_depth in itertools.product(question.microbatch_sizes, range(1, question.machines)):
+        depth = question.machines - prompt_depth
+        if _fits(question, prompt_depth, size, prompts_only=True) and _fits(question, depth, size, prompts_only=False):
+            prompt_s, token_s = pass_s(question, size)
+            streamed_s = question.streaming * prompt_s / prompt_depth
+            period = functools.partial(apart_period, prompt_s=streamed_s, token_s=token_s / depth)
+            found.append(_Candidate("DéjàVu", 1, depth, prompt_depth, size, period))
     return found

@@ -1,4 +1,4 @@
-"""How long pipelines of equal stages take for microbatches that end early: DéjàVu's makespans. Pure.
+"""How long a pipeline of equal stages takes for microbatches that end early: DéjàVu's baseline. Pure.
 
 A microbatch passes all stages once for its prompts and once for each further token. A stage takes what comes first. As
 many microbatches as stages are under way; when one ends, the next one begins: the paper's modified FasterTransformer
@@ -7,57 +7,31 @@ many microbatches as stages are under way; when one ends, the next one begins: t
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
-class Microbatch:
-    """Requests that go through a pipeline together."""
+def shared_ends(tokens: Sequence[int], depth: int, prompt_s: float, token_s: float) -> list[float]:
+    """When each microbatch ends, in the order of their ends, in one pipeline of both phases.
 
-    ready_s: float
-    """When its first pass may begin."""
-    tokens: int
-    """Of the longest answer among them, at least 1; the prompt pass draws the first."""
-
-
-def shared_ends(batches: Sequence[Microbatch], depth: int, prompt_s: float, token_s: float) -> list[float]:
-    """When each ends in one pipeline of both phases. prompt_s, token_s: of one stage."""
-    return _ends(batches, depth, [prompt_s] * len(batches), token_s, [one.tokens for one in batches])
-
-
-def prompt_ends(batches: Sequence[Microbatch], depth: int, prompt_s: float) -> list[float]:
-    """When the prompts of each are computed in a pipeline that does nothing else."""
-    return _ends(batches, depth, [prompt_s] * len(batches), 0.0, [1] * len(batches))
-
-
-def token_ends(batches: Sequence[Microbatch], depth: int, token_s: float) -> list[float]:
-    """When each ends in a pipeline for tokens. The first token was drawn with the prompts."""
-    return _ends(batches, depth, [token_s] * len(batches), token_s, [one.tokens - 1 for one in batches])
-
-
-def _ends(
-    batches: Sequence[Microbatch], depth: int, first_s: Sequence[float], more_s: float, passes: Sequence[int]
-) -> list[float]:
-    ends = [one.ready_s for one in batches]
-    waiting = [number for number in range(len(batches)) if passes[number] > 0][::-1]
-    ready: list[tuple[float, int, int]] = []
+    tokens: of the longest answer of each microbatch, at least 1; the prompt pass draws the first.
+    prompt_s, token_s: of one stage.
+    """
+    waiting = list(tokens)[::-1]
+    # When the next pass may begin, a number that keeps the order, passes after this one, and how long a stage takes.
+    ready = [(0.0, number, waiting.pop() - 1, prompt_s) for number in range(min(depth, len(waiting)))]
+    number = len(ready)
     free_s = [0.0] * depth
-
-    def inject(at_s: float) -> None:
-        if waiting:
-            number = waiting.pop()
-            heapq.heappush(ready, (max(at_s, batches[number].ready_s), number, 0))
-
-    for _ in range(depth):
-        inject(0.0)
+    ends: list[float] = []
     while ready:
-        end_s, number, passed = heapq.heappop(ready)
-        stage_s = first_s[number] if passed == 0 else more_s
-        for stage in range(depth):
-            end_s = free_s[stage] = max(end_s, free_s[stage]) + stage_s
-        if passed + 1 < passes[number]:
-            heapq.heappush(ready, (end_s, number, passed + 1))
+        end_s, _, left, stage_s = ready[0]
+        for stage, free in enumerate(free_s):
+            end_s = free_s[stage] = (end_s if end_s > free else free) + stage_s
+        number += 1
+        if left:
+            heapq.heapreplace(ready, (end_s, number, left - 1, token_s))
+            continue
+        ends.append(end_s)
+        if waiting:
+            heapq.heapreplace(ready, (end_s, number, waiting.pop() - 1, prompt_s))
         else:
-            ends[number] = end_s
-            inject(end_s)
+            heapq.heappop(ready)
     return ends

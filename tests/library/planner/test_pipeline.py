@@ -22,7 +22,8 @@ from kaveri.planner.pipeline_equations import (
     token_machines,
 )
 from kaveri.planner.pipeline_plan import PipelineQuestion, plan_pipelines
-from kaveri.planner.pipeline_schedule import Microbatch, prompt_ends, shared_ends, token_ends
+from kaveri.planner.pipeline_rate import apart_period, shared_period
+from kaveri.planner.pipeline_schedule import shared_ends
 from kaveri.workload.requests import RequestLengths
 
 
@@ -84,27 +85,41 @@ def test_memory_bounds_the_depths() -> None:
 def test_a_full_pipeline_is_as_fast_as_equation_4_says(depth: int) -> None:
     """Appendix D: depth microbatches take I_c each, from the first pass to the last stage's end of the last."""
     prompt_s, token_s, tokens = 1.0, 0.1, 30
-    ends = shared_ends([Microbatch(0.0, tokens)] * depth, depth, prompt_s, token_s)
+    ends = shared_ends([tokens] * depth, depth, prompt_s, token_s)
     # The last stages of the last pass; the prompt draws the first token.
     whole_s = colocated_inverse_throughput_s(depth, prompt_s, token_s, tokens) * depth
     assert max(ends) == pytest.approx(whole_s, abs=token_s * depth)
 
 
-def test_apart_each_pipeline_runs_at_its_own_pace() -> None:
-    batches = [Microbatch(0.0, 11)] * 12
-    computed = prompt_ends(batches, 2, 1.0)
-    assert computed == pytest.approx([2.0 + number for number in range(12)])
-    ends = token_ends([Microbatch(end_s, 11) for end_s in computed], 2, 0.05)
-    assert ends == pytest.approx([end_s + 10 * 2 * 0.05 for end_s in computed])
+def test_apart_the_slower_pipeline_sets_the_pace() -> None:
+    tokens = [11, 31] * 200
+    assert apart_period(tokens, 1.0, 0.01).mean_s == pytest.approx(1.0)
+    assert apart_period(tokens, 0.1, 0.05).mean_s == pytest.approx(20 * 0.05)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_every_microbatch_ends_after_all_its_passes(seed: int) -> None:
     rng = random.Random(seed)
     depth, prompt_s, token_s = rng.randrange(1, 6), rng.uniform(0.1, 1), rng.uniform(0.01, 0.1)
-    batches = [Microbatch(rng.uniform(0, 3), rng.randrange(1, 40)) for _ in range(20)]
-    for one, end_s in zip(batches, shared_ends(batches, depth, prompt_s, token_s), strict=True):
-        assert end_s >= one.ready_s + depth * (prompt_s + (one.tokens - 1) * token_s) - 1e-9
+    tokens = [rng.randrange(1, 40) for _ in range(20)]
+    ends = shared_ends(tokens, depth, prompt_s, token_s)
+    assert ends == sorted(ends)
+    least_s = sorted(depth * (prompt_s + (count - 1) * token_s) for count in tokens)
+    assert all(end_s >= least - 1e-9 for end_s, least in zip(ends, least_s, strict=True))
+    # Each stage is busy for all passes.
+    busy_s = sum(prompt_s + (count - 1) * token_s for count in tokens)
+    assert busy_s <= ends[-1] <= depth * busy_s + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_steady_rate_is_that_of_a_run_so_long_that_its_ends_do_not_count(seed: int) -> None:
+    rng = random.Random(seed)
+    depth, prompt_s, token_s = 4, 0.5, 0.01
+    tokens = [min(600, round(rng.lognormvariate(4.5, 1))) + 1 for _ in range(20_000)]
+    found = shared_period(tokens[:5000], depth, prompt_s, token_s)
+    whole_s = shared_ends(tokens, depth, prompt_s, token_s)[-1] / len(tokens)
+    assert found.low_s < found.mean_s < found.high_s
+    assert found.low_s * 0.98 < whole_s < found.high_s * 1.02
 
 
 def question_of(machines: int, streaming: float = 1.05) -> PipelineQuestion:
@@ -125,9 +140,43 @@ def test_schemes_use_the_machines_and_fit() -> None:
     found = plan_pipelines(question_of(4))
     assert {scheme.name for scheme in found.schemes} == {"Baseline", "Baseline-DP", "DéjàVu"}
     assert all(scheme.machines == 4 for scheme in found.schemes)
-    assert found.best.makespan_s == min(scheme.makespan_s for scheme in found.schemes)
+    assert found.best.requests_per_s == max(scheme.requests_per_s for scheme in found.schemes)
     assert found.apart_pays is True
     assert plan_pipelines(question_of(4, streaming=1.9)).apart_pays is None
+
+
+def long_tailed(count: int) -> list[RequestLengths]:
+    """As in the conversations of the Azure trace: most answers are short, so microbatches end at unlike times."""
+    rng = random.Random(3)
+    answers = [min(1000, round(rng.lognormvariate(4.9, 0.8)) + 1) for _ in range(count)]
+    return [RequestLengths(1000, answer) for answer in answers]
+
+
+def test_a_short_trace_plans_as_a_long_one() -> None:
+    """By the makespan of 256 requests two pipelines were 1.15 times as fast as one, by that of 4,096 1.5 times."""
+    gains, rankings = [], []
+    for count in (256, 4096):
+        question = dataclasses.replace(question_of(8), requests=long_tailed(count), microbatch_sizes=(16,))
+        found = plan_pipelines(question)
+        rates = {scheme.name: scheme.requests_per_s for scheme in found.schemes}
+        gains.append(rates["Baseline-DP"] / rates["Baseline"])
+        rankings.append(sorted(rates, key=rates.__getitem__))
+        assert found.is_certain
+        for scheme in found.schemes:
+            assert scheme.is_precise or scheme.request_count >= question.most_requests
+            assert scheme.low_s <= scheme.request_s <= scheme.high_s
+    assert gains[0] == pytest.approx(gains[1], rel=0.03)
+    assert rankings[0] == rankings[1]
+
+
+def test_a_simulation_ends_at_its_bound() -> None:
+    noisy = [RequestLengths(800, 2), RequestLengths(800, 1000)] * 8
+    few = plan_pipelines(dataclasses.replace(question_of(4), requests=noisy, most_requests=1, microbatch_sizes=(1,)))
+    many = plan_pipelines(dataclasses.replace(question_of(4), requests=noisy, microbatch_sizes=(1,)))
+    assert few.best.request_count == 512
+    assert not few.best.is_precise
+    assert many.best.is_precise or many.best.request_count >= 1 << 16
+    assert many.best.high_s - many.best.low_s < few.best.high_s - few.best.low_s
 
 
 def test_a_model_that_fits_nowhere_is_refused() -> None:

@@ -246,18 +246,44 @@ def test_the_frontier_begins_with_the_cheapest_and_rises(found: ClusterPlan) -> 
         assert len(frontier([SimulatedCluster(cluster=dear, attainment=attainment), cheap])) == length
 
 
-def test_a_unit_stands_in_one_machine_for_each_stage(found: ClusterPlan) -> None:
-    def of(option: PhaseOption, tp: int, pp: int, goodput: float) -> PhaseOption:
-        return dataclasses.replace(option, parallelism=Parallelism(tp, pp), goodput_per_s=goodput)
+def configured(option: PhaseOption, tp: int, pp: int, goodput: float) -> PhaseOption:
+    return dataclasses.replace(option, parallelism=Parallelism(tp, pp), goodput_per_s=goodput)
 
-    prefill = [of(found.cluster.prefill, 2, 1, 6.0), of(found.cluster.prefill, 8, 1, 60.0)]
-    decode = [of(found.cluster.decode, 1, 1, 2.0), of(found.cluster.decode, 1, 4, 50.0)]
-    unit = cheapest_unit(prefill, decode, 6.0, A100)
-    assert (unit.prefill_count, unit.decode_count, unit.gpus) == (1, 3, 5)
+
+def test_a_unit_is_the_cheapest_whose_segments_fit_into_its_machines(found: ClusterPlan) -> None:
+    prefill = [configured(found.cluster.prefill, 2, 1, 6.0), configured(found.cluster.prefill, 8, 1, 60.0)]
+    decode = [configured(found.cluster.decode, 1, 1, 2.0), configured(found.cluster.decode, 1, 4, 50.0)]
+    unit = cheapest_unit(prefill, decode[:1], 6.0, A100)
+    assert (unit.prefill_count, unit.decode_count, unit.gpus, unit.machines) == (1, 3, 5, 1)
     assert (unit.prefill.parallelism, unit.decode.parallelism) == (Parallelism(2, 1), Parallelism(1, 1))
     assert unit.count(12.0) == 2
-    with pytest.raises(ConfigError, match="--same-node: is given; no prefill and decode instance of equal PP"):
+    with pytest.raises(ConfigError, match="--same-node: is given; no prefill and decode instance"):
         cheapest_unit(prefill[1:], decode, 6.0, A100)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "machines"),
+    [
+        # Table 3's placements of OPT-66B and OPT-175B: unlike PP in one machine, unlike TP in three.
+        ((4, 1), (2, 2), 1),
+        ((3, 3), (4, 3), 3),
+        ((2, 4), (1, 6), 2),
+        # Parts of both would need 9 GPUs of one machine, or a machine would hold half a stage.
+        ((3, 3), (6, 3), None),
+        ((4, 2), (4, 3), None),
+    ],
+)
+def test_phases_of_a_unit_have_a_common_number_of_machines_and_their_own_tp_and_pp(
+    found: ClusterPlan, prefill: tuple[int, int], decode: tuple[int, int], machines: int | None
+) -> None:
+    """DistServe's algorithm 2 (arXiv 2401.09670, section 4.2)."""
+    options = [configured(found.cluster.prefill, *prefill, 1.0)], [configured(found.cluster.decode, *decode, 1.0)]
+    if machines is None:
+        with pytest.raises(ConfigError, match="--same-node"):
+            cheapest_unit(*options, 1.0, A100)
+        return
+    unit = cheapest_unit(*options, 1.0, A100)
+    assert (unit.machines, unit.prefill_count, unit.decode_count) == (machines, 1, 1)
 
 
 def test_no_instance_is_tried_that_is_larger_than_a_cluster_that_carries_the_rate(found: ClusterPlan) -> None:
