@@ -133,7 +133,7 @@ HEADLINES = (
     ("papers.distserve", "rate, DistServe / vLLM, chat, OPT-13B"),
     ("papers.distserve", "rate, DistServe / MII, chat, OPT-13B"),
     ("papers.distserve_search", "30 s / the whole plan of OPT-66B on 32 GPUs"),
-    ("papers.dejavu", "makespan, Baseline / DéjàVu, longest"),
+    ("papers.dejavu", "rate, DéjàVu / Baseline, highest"),
     ("papers.accellm", "tokens/s of an instance, AcceLLM / Splitwise, mixed"),
     ("simulator.truth", "bound of 3% / difference, ttft_s mean, 2P2D at 14/s"),
     ("simulator.truth", "bound of 2% / difference in load with that attainment, 2P2D at 14/s"),
