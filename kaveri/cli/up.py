@@ -306,6 +306,7 @@ def _predictor_of(model: str, engine: str) -> str:
 async def _run(config: "StackConfig") -> int:
     from rich.console import Console
 
+    from kaveri.local.config import exposed_ports
     from kaveri.local.stack import LocalStack
     from kaveri.telemetry.logs import configure_logs
 
@@ -337,6 +338,8 @@ async def _run(config: "StackConfig") -> int:
             spinner.stop()
             for address in stack.http_targets:
                 console.print(f"OpenAI's HTTP API is at http://{address}/v1")
+            for text in exposed_ports(config, os.environ):
+                console.print(f"WARNING: open to other machines: {text}; see docs/security.md", style="bold yellow")
             print(f"kaveri is ready at {','.join(stack.targets)}", flush=True)
             await stopping.wait()
     except asyncio.CancelledError:

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from kaveri.cluster.store import DEFAULT_CLUSTER
-from kaveri.config.services import ServiceKind, program_of
-from kaveri.config.settings import MAX_PORT
+from kaveri.config.services import ServiceKind, program_of, setting_sections, settings_types
+from kaveri.config.settings import MAX_PORT, read_settings
 from kaveri.config.sources import CONFIG_VARIABLE, FILE_SUFFIX, flag_of, variable_of
 from kaveri.errors import ConfigError
 from kaveri.local.service_flags import ROLES, names_of, roles_of, secrets_of
 from kaveri.models import KAVERI_TINY
 from kaveri.rpc.process import ALL_ADDRESSES
+from kaveri.security.posture import open_ports
 
 LOOPBACK = "127.0.0.1"
 PUBLIC_ROLES = (ServiceKind.ROUTER, ServiceKind.GATEWAY)
@@ -173,6 +174,19 @@ def service_command(config: StackConfig, role: ServiceKind, instance_id: str, po
     settings |= {name: value for name, value in _shared(config, role).items() if name not in secrets_of(role)}
     flags = [text for name, value in settings.items() for text in (flag_of(name), str(value))]
     return [sys.executable, *program_of(role), *flags, *config.flags(role)]
+
+
+def exposed_ports(config: StackConfig, inherited: Mapping[str, str]) -> list[str]:
+    """The ports that other machines reach and that are not encrypted or ask for nothing; and which of it, as text."""
+    found: list[str] = []
+    for role in PUBLIC_ROLES:
+        program, types = program_of(role), settings_types()
+        for instance_id in config.instance_ids(role):
+            words = service_command(config, role, instance_id, config.ports[instance_id])[1 + len(program) :]
+            environment = service_environment(config, role, config.redis_url or "unused", inherited)
+            read = read_settings(types[role], f"kaveri {role}", words, environment, setting_sections)
+            found += [f"{instance_id} {text}" for text in open_ports(read.config.ports)]
+    return found
 
 
 def service_environment(
