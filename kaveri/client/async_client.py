@@ -219,14 +219,17 @@ class AsyncClient:
         if self._closed:
             raise RuntimeError("this AsyncClient is closed")
         check_not_forked()
-        loop = asyncio.get_running_loop()
+        loop = _running_loop()
         if self._loop is None:
             # Not in the constructor: channels belong to the loop in which they are created.
             self._loop = loop
             if self._is_direct:
                 self._direct = DirectStreams(None if self._tls is None else RpcTls(self._tls, "tls."))
         elif self._loop is not loop:
-            raise RuntimeError("an AsyncClient belongs to the event loop of its first call; make one per loop")
+            raise RuntimeError(
+                "this AsyncClient belongs to the event loop of its first call, and each asyncio.run() makes another "
+                "one: make a client per loop, or use kaveri.Client"
+            )
         return self._routers
 
     async def _ask(self, method: str, request: Any, timeout_s: float | None) -> Any:
@@ -237,6 +240,13 @@ class AsyncClient:
         """On the monotonic clock."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         return None if limit_s is None else time.monotonic() + float(limit_s)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise RuntimeError("an AsyncClient needs a running event loop; kaveri.Client works without one") from None
 
 
 def _model_info(message: inference_pb2.Model) -> ModelInfo:

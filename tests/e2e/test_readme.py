@@ -12,6 +12,7 @@ from tests.support.local_cluster import run_cluster
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 PRINTED_TARGET = "127.0.0.1:50051"
+KAVERI = str(Path(sys.executable).parent / "kaveri")
 
 
 def _run(command: list[str], text: str = "") -> str:
@@ -25,14 +26,22 @@ def _run(command: list[str], text: str = "") -> str:
 async def test_the_example_and_the_commands_work_as_printed() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert PRINTED_TARGET in example
-    generate = next(line for line in README.splitlines() if line.startswith("kaveri generate "))
-    arguments = shlex.split(generate, comments=True)[1:]
     async with run_cluster(model="kaveri-tiny", engine="transformers") as cluster:
         shown = _run([sys.executable, "-c", example.replace(PRINTED_TARGET, cluster.target)])
         assert "10, 11, 12" in shown
         assert re.search(r" stop \d+\n", shown)
         assert re.search(r"0\.\d{3} s to the first token, [1-9]\d* bytes of KV pushed", shown)
-        kaveri = str(Path(sys.executable).parent / "kaveri")
-        assert "10, 11, 12" in _run([kaveri, *arguments, "--target", cluster.target])
-        assert _run([kaveri, "chat", "--target", cluster.target], "Count from 1 to 12:\n").strip()
-        assert "decode-0" in _run([kaveri, "status", "--target", cluster.target])
+        assert "10, 11, 12" in _run([KAVERI, *_printed("kaveri generate "), "--target", cluster.target])
+        assert _run([KAVERI, "chat", "--target", cluster.target], "Count from 1 to 12:\n").strip()
+        assert "decode-0" in _run([KAVERI, "status", "--target", cluster.target])
+        assert "20 of 20" in _run([KAVERI, *_printed("kaveri bench "), "--target", cluster.target])
+
+
+def test_the_first_plan_works_as_printed() -> None:
+    assert "kaveri plan: opt-13b on " in _run([KAVERI, *_printed("kaveri plan ")])
+
+
+def _printed(command: str) -> list[str]:
+    """The arguments of a command of the README."""
+    line = next(line for line in README.splitlines() if line.startswith(command))
+    return shlex.split(line, comments=True)[1:]
