@@ -4,6 +4,7 @@ Tokens that the client has not taken yet are joined in its next response, so wha
 length.
 """
 
+import asyncio
 from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,9 @@ MAX_OUTPUT_BYTES = 2**20
 _TOKEN_BYTES = 5
 _LOGPROB_BYTES = 24
 _CHARACTER_BYTES = 4
+_SLICE_TOKENS = 512
+"""Tokens that the client has are detokenized in slices, a millisecond of the event loop each, with models whose tokens
+are not plain ten."""
 
 
 class AnswerPart(NamedTuple):
@@ -59,10 +63,12 @@ class Answer:
         self.withholds_last = False
         """Whether take() keeps the last token back. It then comes with the end of the answer."""
 
-    def go_on_after(self, token_ids: Sequence[int], characters: int, stop_token_ids: Collection[int]) -> None:
+    async def go_on_after(self, token_ids: Sequence[int], characters: int, stop_token_ids: Collection[int]) -> None:
         """Begins behind what the client has of earlier sessions: take() gives no more of it."""
         self._skipped_characters = self._taken_characters = characters
         for position, token_id in enumerate(token_ids):
+            if position % _SLICE_TOKENS == _SLICE_TOKENS - 1:
+                await asyncio.sleep(0)
             self.token_ids.append(token_id)
             # A stop token is the last one, and has no text.
             if not self.stopped and not (position + 1 == len(token_ids) and token_id in stop_token_ids):
@@ -73,6 +79,12 @@ class Answer:
     def unreceived_characters(self) -> int:
         """How many characters that the client has are not decided here yet."""
         return self._skipped_characters
+
+    @property
+    def missing_characters(self) -> int:
+        """How many of them its tokens do not have, also where text that is held back is released."""
+        undecided = "" if self.stopped else self._detokenizer.undecided
+        return max(0, self._skipped_characters - len(undecided))
 
     @property
     def stopped(self) -> bool:

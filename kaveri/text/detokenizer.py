@@ -1,10 +1,12 @@
 """Turns one answer's token ids into text as they come, and finds stop texts across token boundaries."""
 
+import copy
 from collections.abc import Collection, Sequence
 
 from tokenizers import Tokenizer
 
 from kaveri.text.plain_tokens import PlainTokens
+from kaveri.text.stop_matcher import StopMatcher
 
 _UNDECIDED_TOKENS = 8
 """Tokens that may wait for the end of a character. The longest character has four bytes, so four tokens."""
@@ -34,13 +36,15 @@ class Detokenizer:
         prompt_token_ids: Sequence[int] = (),
         skipped_ids: Collection[int] = (),
         plain: PlainTokens | None = None,
+        known_characters: int = 0,
     ) -> None:
         """backend: shared with others. stop: texts that end the answer; the text is cut before the first match.
         min_tokens: a stop text that is complete with so many tokens is ignored, as in vLLM. skipped_ids: the special
-        tokens, which have no text. plain: spares the decoding of most tokens."""
+        tokens, which have no text. plain: spares the decoding of most tokens. known_characters: of the answer, in
+        which stop texts were looked for already: those that end there are not found again."""
         self._backend = backend
         self._plain = plain
-        self._stop = tuple(stop)
+        self._matcher = StopMatcher(stop, known_characters) if stop else None
         self._ignoring = min_tokens + 1 if min_tokens else 0
         """Tokens until one may complete a stop text, that one included."""
         self._skipped_ids = skipped_ids
@@ -50,7 +54,6 @@ class Detokenizer:
         self._new = 0
         self._left = ""
         """The text of the window that was sent, or belongs to the prompt."""
-        self._held = ""
         self.stop_text: str | None = None
         """The stop text that was found."""
         self._begin_after(prompt_token_ids)
@@ -67,12 +70,12 @@ class Detokenizer:
         plain = self._plain.text(token_id) if self._plain is not None else None
         if plain is not None and self._new == len(self._window):
             self._begin_with(token_id, plain)
-            return self._scan(plain) if self._stop else plain
+            return self._scan(plain)
         if not self._has_text(token_id):
             return ""
         self._window.append(token_id)
         piece = self._decided()
-        return self._scan(piece) if self._stop and piece else piece
+        return self._scan(piece) if piece else piece
 
     def flush(self) -> str:
         """The text held back, at the end of the answer."""
@@ -83,8 +86,15 @@ class Detokenizer:
             rest = self._scan(self._continued(self._decode(self._window))[len(self._left) :])
             if self.stopped:
                 return rest
-        rest, self._held = rest + self._held, ""
-        return rest
+        return rest if self._matcher is None else rest + self._matcher.flush()
+
+    @property
+    def undecided(self) -> str:
+        """The text that flush() would return now."""
+        other = copy.copy(self)
+        if self._matcher is not None:
+            other._matcher = self._matcher.copy()
+        return other.flush()
 
     def _begin_with(self, token_id: int, plain: str) -> None:
         """All text is decided up to this token, which is plain: what follows needs no other context."""
@@ -145,25 +155,7 @@ class Detokenizer:
         return token_id not in self._skipped_ids and self._backend.id_to_token(token_id) is not None
 
     def _scan(self, piece: str) -> str:
-        text = self._held + piece
-        # What is held back holds no whole stop text but those that were ignored.
-        first = len(self._held) + 1
-        starts = [(text.find(stop, max(0, first - len(stop))), stop) for stop in self._stop]
-        # The match that ends first: the first one if the text arrived letter by letter.
-        ends = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
-        if ends and not self._ignoring:
-            _, start, self.stop_text = min(ends)
-            self._held = ""
-            return text[:start]
-        held = max((_overlap(text, stop) for stop in self._stop), default=0)
-        decided = len(text) - held
-        self._held = text[decided:]
-        return text[:decided]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that could be the beginning of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+        if self._matcher is None:
+            return piece
+        text, self.stop_text = self._matcher.push(piece, ignores=bool(self._ignoring))
+        return text

@@ -106,8 +106,10 @@ class ModelTokenizer:
         """Ends the threads; texts in work are dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def detokenizer(self, prompt_token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> Detokenizer:
-        """Turns the answer to a prompt into text. min_tokens: as for Detokenizer."""
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0, known_characters: int = 0
+    ) -> Detokenizer:
+        """Turns the answer to a prompt into text. min_tokens, known_characters: as for Detokenizer."""
         return Detokenizer(
             self.backend,
             stop,
@@ -115,6 +117,7 @@ class ModelTokenizer:
             prompt_token_ids=prompt_token_ids,
             skipped_ids=self._skipped_ids,
             plain=self._plain,
+            known_characters=known_characters,
         )
 
     async def encode(self, text: str, max_tokens: int, deadline_s: float) -> list[int]:

@@ -28,7 +28,9 @@ MAX_READERS = 1024
 class AnswerTokenizer(Protocol):
     """What readers need of the model's tokenizer."""
 
-    def detokenizer(self, prompt_token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> Detokenizer: ...
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0, known_characters: int = 0
+    ) -> Detokenizer: ...
 
 
 class AnswerAsked(NamedTuple):
@@ -183,11 +185,30 @@ class AnswerReaders:
         for request, reader in self._readers.pop(stream, {}).items():
             self._end(request, reader)
 
-    def read(self, asked: AnswerAsked) -> None:
+    async def read(self, asked: AnswerAsked) -> None:
         """Adds an answer to its caller's stream, in place of another reader of it.
 
         Raises InvalidArgument (the secret), RequestNotFound (it is not here in that session, or not with those tokens),
         Unsupported (it has log-probabilities) and Unavailable (the caller has no stream)."""
+        stream, request, tokenizer = self._check(asked)
+        params, prompt_ids = request.engine_request.params, request.engine_request.token_ids
+        detokenizer = tokenizer.detokenizer(
+            prompt_ids[: prompt_tokens(request.engine_request)], params.stop, params.min_tokens, asked.characters
+        )
+        answer = Answer(detokenizer)
+        await answer.go_on_after(asked.token_ids, asked.characters, params.stop_token_ids)
+        # It may have left meanwhile.
+        stream, request, _ = self._check(asked)
+        if request.reader is not None:
+            request.reader.leave()
+        reader = request.reader = AnswerReader(request, stream, answer, asked)
+        self._readers[stream][request] = reader
+        reader.changed()
+        # The router hears at once that the answer is read here.
+        self._send(request)
+
+    def _check(self, asked: AnswerAsked) -> tuple["CallerStream", DecodeRequest, AnswerTokenizer]:
+        """The caller's stream, and what it asks for. Raises as read()."""
         stream, tokenizer = self._streams.get(asked.reader_id), self._tokenizer
         if stream is None or tokenizer is None:
             raise Unavailable("the reader has no stream here")
@@ -196,21 +217,12 @@ class AnswerReaders:
             raise RequestNotFound(asked.request_id)
         if not asked.secret or not compare_digest(asked.secret, request.ownership.secret):
             raise wrong_secret()
-        engine_request, log = request.engine_request, request.log
+        log = request.log
         if not log.first_index <= len(asked.token_ids) <= log.next_index:
             raise RequestNotFound(asked.request_id, f"its token {len(asked.token_ids)} is not drawn here")
-        params, prompt_count = engine_request.params, prompt_tokens(engine_request)
-        if params.logprobs is not None:
+        if request.engine_request.params.logprobs is not None:
             raise Unsupported("an answer with log-probabilities is read at its router")
-        answer = Answer(tokenizer.detokenizer(engine_request.token_ids[:prompt_count], params.stop, params.min_tokens))
-        answer.go_on_after(asked.token_ids, asked.characters, params.stop_token_ids)
-        if request.reader is not None:
-            request.reader.leave()
-        reader = request.reader = AnswerReader(request, stream, answer, asked)
-        self._readers[stream][request] = reader
-        reader.changed()
-        # The router hears at once that the answer is read here.
-        self._send(request)
+        return stream, request, tokenizer
 
     def take(self, stream: CallerStream, batch: Sequence[AnswerReader]) -> list[ReadPart]:
         """What the readers of a batch have to send."""

@@ -205,7 +205,7 @@ class DecodeServer(DecodeServiceServicer):
             request.characters,
         )
         try:
-            self._instance.owners.readers.read(asked)
+            await self._instance.owners.readers.read(asked)
         except KaveriError as error:
             await abort(context, error)
         return decode_pb2.ReadAnswerResponse()

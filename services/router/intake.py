@@ -5,7 +5,6 @@ import dataclasses
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from kaveri.domain.sampling import SamplingParams, check_prompt_report, check_token_ids
 from kaveri.domain.view import ClusterView
@@ -126,22 +125,17 @@ class Intake:
             raise InvalidArgument("token_ids", f"{len(token_ids)} tokens", f"at most {limit} tokens")
         return await self._tokenizer.decode(token_ids, deadline_s)
 
-    def begin_answer(self, accepted: AcceptedRequest) -> Answer:
+    async def begin_answer(self, accepted: AcceptedRequest) -> Answer:
         """The answer, behind what the client has of it. Raises InvalidArgument when it has less text."""
         received, params = accepted.received, accepted.params
-        begin = partial(self._tokenizer.detokenizer, accepted.prompt_token_ids, params.stop, params.min_tokens)
-        answer = Answer(begin(), accepted.reported_prompt)
-        answer.go_on_after(received.token_ids, received.characters, accepted.params.stop_token_ids)
-        if answer.unreceived_characters:
-            # Text that is held back may have been released at the end.
-            whole = begin()
-            text = "".join(map(whole.push, received.token_ids)) if not answer.stopped else ""
-            most = received.characters - answer.unreceived_characters
-            if not answer.stopped:
-                most = len(text + whole.flush())
-            if received.characters > most:
-                limit = f"at most {most}: the {len(received.token_ids)} tokens have no more"
-                raise InvalidArgument("received.characters", received.characters, limit)
+        detokenizer = self._tokenizer.detokenizer(
+            accepted.prompt_token_ids, params.stop, params.min_tokens, received.characters
+        )
+        answer = Answer(detokenizer, accepted.reported_prompt)
+        await answer.go_on_after(received.token_ids, received.characters, params.stop_token_ids)
+        if missing := answer.missing_characters:
+            limit = f"at most {received.characters - missing}: the {len(received.token_ids)} tokens have no more"
+            raise InvalidArgument("received.characters", received.characters, limit)
         return answer
 
     async def _received(self, received: OfferedReceived | None, max_tokens: int) -> AlreadyReceived:

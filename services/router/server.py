@@ -371,7 +371,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             def note_hint(owner: OwnerHint) -> None:
                 router.claims.note(replace(claim, hint=hint_to_proto(owner).SerializeToString()))
 
-            entry = RequestEntry(accepted, router.intake.begin_answer(accepted), router.placer.act, note_hint)
+            entry = RequestEntry(accepted, await router.intake.begin_answer(accepted), router.placer.act, note_hint)
             progress.entry = entry
             if progress.span is not None:
                 progress.span.write("tokenize", arrived_s, tokenized_s, tokens=len(accepted.prompt_token_ids))
@@ -402,7 +402,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 accepted = accepted or await router.intake.accept(offered)
                 token_count = len(accepted.received.token_ids)
                 # What the router before held back, such as an unfinished character, is decided now.
-                answer = router.intake.begin_answer(accepted)
+                answer = await router.intake.begin_answer(accepted)
                 answer.flush()
                 text = answer.take().text
             prompt_tokens = len(accepted.prompt_token_ids) if accepted is not None and token_count else 0

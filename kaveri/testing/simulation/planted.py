@@ -268,8 +268,8 @@ def text_offset_forgotten() -> Iterator[None]:
     """A router that takes a request over sends text that the client has."""
 
     def make(original: Any) -> Any:
-        def go_on_after(self: Any, token_ids: Any, characters: int, *args: Any) -> None:
-            original(self, token_ids, 0, *args)
+        async def go_on_after(self: Any, token_ids: Any, characters: int, *args: Any) -> None:
+            await original(self, token_ids, 0, *args)
 
         return go_on_after
 

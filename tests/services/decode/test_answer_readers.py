@@ -46,9 +46,9 @@ class AnswerReadHere:
     def _count(self, tokens: int) -> None:
         self.read_tokens += tokens
 
-    def ask(self, **changes: Any) -> None:
+    async def ask(self, **changes: Any) -> None:
         asked = AnswerAsked(READER, "a", 2, SECRET, [FIRST], 1)._replace(**changes)
-        self.readers.read(asked)
+        await self.readers.read(asked)
 
     def draw(self, index: int, finish: FinishReason | None = None) -> None:
         times = RequestTimes(0.1, 0.2, 0) if finish is not None else None
@@ -65,7 +65,7 @@ class AnswerReadHere:
 async def test_the_caller_gets_each_token_and_the_router_some_at_a_time(tokenizer: ModelTokenizer) -> None:
     reading = AnswerReadHere(tokenizer)
     stream = reading.readers.open(READER)
-    reading.ask()
+    await reading.ask()
     (told,) = await reading.routers()
     assert told.read_here
     assert not told.token_ids
@@ -84,7 +84,7 @@ async def test_the_caller_gets_each_token_and_the_router_some_at_a_time(tokenize
 async def test_a_token_that_ends_the_answer_as_stop_comes_from_the_router_alone(tokenizer: ModelTokenizer) -> None:
     reading = AnswerReadHere(tokenizer)
     stream = reading.readers.open(READER)
-    reading.ask()
+    await reading.ask()
     reading.draw(1)
     reading.draw(2, FinishReason.STOP)
     (read,) = await reading.parts(stream)
@@ -99,7 +99,7 @@ async def test_a_token_that_ends_the_answer_as_stop_comes_from_the_router_alone(
 async def test_the_router_sends_the_answer_again_when_the_callers_stream_ends(tokenizer: ModelTokenizer) -> None:
     reading = AnswerReadHere(tokenizer)
     stream = reading.readers.open(READER)
-    reading.ask()
+    await reading.ask()
     await reading.routers()
     reading.draw(1)
     reading.readers.close(stream)
@@ -110,7 +110,7 @@ async def test_the_router_sends_the_answer_again_when_the_callers_stream_ends(to
     (gained,) = await reading.routers()
     assert gained.token_ids == [FIRST + 2]
     with pytest.raises(Unavailable, match="no stream"):
-        reading.ask()
+        await reading.ask()
 
 
 async def test_only_the_requests_own_caller_in_its_present_session_may_read(tokenizer: ModelTokenizer) -> None:
@@ -118,15 +118,15 @@ async def test_only_the_requests_own_caller_in_its_present_session_may_read(toke
     reading.readers.open(READER)
     for secret in (b"", b"t" * 16):
         with pytest.raises(InvalidArgument, match="secret"):
-            reading.ask(secret=secret)
+            await reading.ask(secret=secret)
     with pytest.raises(RequestNotFound):
-        reading.ask(session=1)
+        await reading.ask(session=1)
     with pytest.raises(RequestNotFound):
-        reading.ask(request_id="b")
+        await reading.ask(request_id="b")
     # Its first token comes through the router, and nothing beyond was drawn.
     for token_ids in ([], [FIRST, 1]):
         with pytest.raises(RequestNotFound, match="is not drawn here"):
-            reading.ask(token_ids=token_ids)
+            await reading.ask(token_ids=token_ids)
     assert reading.request.reader is None
     assert await reading.routers() == []
 
@@ -135,7 +135,7 @@ async def test_an_answer_with_log_probabilities_is_left_to_its_router(tokenizer:
     reading = AnswerReadHere(tokenizer, logprobs=0)
     reading.readers.open(READER)
     with pytest.raises(Unsupported, match="at its router"):
-        reading.ask()
+        await reading.ask()
     assert reading.request.reader is None
 
 
@@ -153,7 +153,7 @@ async def test_a_stop_text_ends_the_reading_and_the_router_hears_at_once(tokeniz
     stop = tokenizer.token_text(FIRST + 2)
     reading = AnswerReadHere(tokenizer, stop=(stop,))
     stream = reading.readers.open(READER)
-    reading.ask(characters=0)
+    await reading.ask(characters=0)
     await reading.routers()
     for index in range(1, 4):
         reading.draw(index)
