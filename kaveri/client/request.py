@@ -4,6 +4,7 @@ import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Any
 
 from kaveri.domain.sampling import SamplingParams, whole_number
 from kaveri.errors import InvalidArgument
@@ -51,8 +52,7 @@ def build_request(
         request.text = _text("prompt", prompt)
     elif prompt_token_ids is not None:
         request.token_ids.SetInParent()
-        items = _items("prompt_token_ids", prompt_token_ids, "a sequence of token ids")
-        request.token_ids.ids.extend(_token_id(item) for item in items)
+        _extend(request.token_ids, _items("prompt_token_ids", prompt_token_ids, "a sequence of token ids"))
     elif messages is not None:
         request.messages.SetInParent()
         items = _items("messages", messages, "a sequence of messages")
@@ -107,11 +107,36 @@ def _items(field: str, value: object, limit: str) -> Iterable[object]:
     return value
 
 
-def _token_id(value: object) -> int:
+def pack_token_ids(token_ids: Sequence[int]) -> Sequence[int]:
+    """A prompt for several requests: it is checked here, and copied fast. Raises InvalidArgument."""
+    packed = inference_pb2.TokenIds()
+    _extend(packed, token_ids)
+    return packed.ids
+
+
+def _extend(message: inference_pb2.TokenIds, items: Iterable[object]) -> None:
+    if isinstance(items, type(message.ids)):
+        message.ids.MergeFrom(items)
+        return
+    values: Any = items if isinstance(items, list | tuple) else list(items)
+    # A long prompt costs the event loop no loop of Python's.
+    if set(map(type, values)) - {int}:
+        values = [_whole(value) for value in values]
+    for value in (min(values), max(values)) if values else ():
+        if not 0 <= value <= _MAX_TOKEN_ID:
+            raise _no_token_id(value)
+    message.ids.extend(values)
+
+
+def _whole(value: object) -> int:
     token_id = whole_number(value)
-    if token_id is None or not 0 <= token_id <= _MAX_TOKEN_ID:
-        raise InvalidArgument("prompt_token_ids", value, f"whole numbers in [0, {_MAX_TOKEN_ID}]")
+    if token_id is None:
+        raise _no_token_id(value)
     return token_id
+
+
+def _no_token_id(value: object) -> InvalidArgument:
+    return InvalidArgument("prompt_token_ids", value, f"whole numbers in [0, {_MAX_TOKEN_ID}]")
 
 
 def _message_to_proto(message: object) -> inference_pb2.Message:

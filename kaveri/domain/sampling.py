@@ -19,6 +19,11 @@ MAX_PROMPT_REPORT = 2**17
 keep of them is 100 to 200 bytes each."""
 MAX_N = 128
 """Answers to one prompt that one call may ask for, where a protocol has such a parameter."""
+MAX_COPIED_TOKENS = 2**20
+"""Tokens that the prompts of one call may have together, each counted once for each of its answers, where there are
+several. Each answer is a request with a prompt of its own."""
+MAX_COPIED_CHARACTERS = 2**24
+"""The same of characters, before the prompts are tokenized."""
 _UINT32_MAX = 2**32 - 1
 _UINT64_MAX = 2**64 - 1
 _FLOAT32_MAX = 3.4028234e38

@@ -23,8 +23,8 @@ class StopMatcher:
         self._held = ""
 
     def push(self, piece: str, *, ignores: bool) -> tuple[str, str | None]:
-        """The text that is decided with the next piece, and the stop text that it ends before. ignores: a stop text that
-        is complete with this piece is text as any other."""
+        """The text that is decided with the next piece, and the stop text that it ends before. ignores: a stop text
+        that is complete with this piece is text as any other."""
         if len(piece) <= self._unmatched:
             self._unmatched -= len(piece)
             return piece, None

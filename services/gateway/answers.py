@@ -10,44 +10,61 @@ from typing import Self, TypeVar
 from kaveri.client.answer import Chunk, Completion
 from kaveri.client.async_client import AsyncClient
 from kaveri.client.async_stream import AsyncStream
+from kaveri.client.request import pack_token_ids
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import RequestCancelled, SlowReader, Unavailable
 from kaveri.wire.attempts import CLIENTS_ID_SUFFIX_BYTES, MAX_CLIENTS_ID_BYTES
 from services.gateway.asked import Asked, is_token_ids
 
 PieceT = TypeVar("PieceT", Chunk, Completion)
+_SENT_TOGETHER = 8
 
 
 class Answers:
     """Asks a router for all answers at once. Leaving the context cancels those that have not ended, everywhere."""
 
     def __init__(self, client: AsyncClient, asked: Asked, request_id: str) -> None:
-        """request_id: stands before the ids that routers get, so that it can be found in their logs. Raises
-        InvalidArgument."""
+        """request_id: stands before the ids that routers get, so that it can be found in their logs."""
         self.streams: list[AsyncStream] = []
+        self._client = client
         self._asked = asked
         self._reported = [asyncio.Event() for _ in asked.prompts]
         """Of the reports on the prompts: whether all of it has come, for the answers that begin with it."""
+        self._closed = False
         self._failure = "the answer was closed before its end"
         # Two requests may have one id: a client's id traces requests, and need not be unique.
-        name = f"{request_id[:MAX_CLIENTS_ID_BYTES]}-{secrets.token_hex(CLIENTS_ID_SUFFIX_BYTES)}"
-        try:
-            for number, (prompt, params) in enumerate(asked.answers):
-                self.streams.append(
-                    client.stream(
-                        prompt if isinstance(prompt, str) else None,
-                        prompt_token_ids=prompt if is_token_ids(prompt) else None,  # type: ignore[arg-type]
-                        messages=None if isinstance(prompt, str) or is_token_ids(prompt) else prompt,  # type: ignore[arg-type]
-                        params=params,
-                        model=asked.model,
-                        request_id=f"{name}-{number}" if len(asked.answers) > 1 else name,
-                    )
+        self._name = f"{request_id[:MAX_CLIENTS_ID_BYTES]}-{secrets.token_hex(CLIENTS_ID_SUFFIX_BYTES)}"
+
+    async def _ask(self) -> None:
+        """Sends the requests. Others go on in between."""
+        answers, n = self._asked.answers, self._asked.n
+        for number, (prompt, params) in enumerate(answers):
+            if number % n == 0:
+                text = prompt if isinstance(prompt, str) else None
+                # Checked once for all answers to it.
+                token_ids = pack_token_ids(prompt) if is_token_ids(prompt) else None  # type: ignore[arg-type]
+            if number % _SENT_TOGETHER == _SENT_TOGETHER - 1:
+                await asyncio.sleep(0)
+            if self._closed:
+                raise Unavailable(self._failure)
+            self.streams.append(
+                self._client.stream(
+                    text,
+                    prompt_token_ids=token_ids,
+                    messages=prompt if text is None and token_ids is None else None,  # type: ignore[arg-type]
+                    params=params,
+                    model=self._asked.model,
+                    request_id=f"{self._name}-{number}" if len(answers) > 1 else self._name,
                 )
+            )
+
+    async def __aenter__(self) -> Self:
+        """Asks. Raises InvalidArgument, and Unavailable once closed."""
+        try:
+            await self._ask()
         except BaseException:
             self.close()
             raise
-
-    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
@@ -62,6 +79,7 @@ class Answers:
 
     def close(self) -> None:
         """Cancels what has not ended. Idempotent."""
+        self._closed = True
         for stream in self.streams:
             stream.close()
 

@@ -211,10 +211,8 @@ class _Generate:
                 headers=[*retry_headers(0.0), (b"connection", b"close")],
             )
         try:
-            with door.serving(), self._budget.hold() as body:
-                values = await body.read_json(scope, receive)
-                asked = self._read(values, door.config.max_answers)
-                del values
+            with door.serving(), self._budget.hold(state.key_name) as body:
+                asked = await body.read(scope, receive, lambda values: self._read(values, door.config.max_answers))
                 async with UntilGone(receive):
                     with _traced(scope, state):
                         await self._answer(asked, body, state, send)
@@ -226,27 +224,28 @@ class _Generate:
     async def _answer(self, asked: Asked, body: HeldBody, state: HttpRequest, send: Send) -> None:
         client = self._door.client
         model = asked.model or (await _the_model(client)).name
+        asked.check_copies()
         asked, shown = await show_prompts(client, asked)
-        body.hold_more(asked.report_bytes)
+        asked.check_copies()
+        body.hold_more(asked.copied_bytes + asked.report_bytes)
         made = self._make_format(asked, shown, state.request_id, model, int(time.time()))
         state.answers = len(asked.answers)
         metrics.IN_FLIGHT.inc(state.answers)
+        answers = Answers(client, asked, state.request_id)
+        self._door.answering.add(answers)
         try:
-            async with Answers(client, asked, state.request_id) as answers:
-                self._door.answering.add(answers)
-                try:
-                    if asked.stream:
-                        await self._stream(asked, answers, made, state, send)
-                    else:
-                        await self._collect(answers, made, state, send)
-                finally:
-                    self._door.answering.discard(answers)
-                    # Also of answers that did not end.
-                    state.prompt_tokens = sum(stream.prompt_tokens or 0 for stream in answers.streams)
-                    state.completion_tokens = sum(stream.completion_tokens for stream in answers.streams)
+            async with answers:
+                if asked.stream:
+                    await self._stream(asked, answers, made, state, send)
+                else:
+                    await self._collect(answers, made, state, send)
         except InvalidArgument as error:
             raise asked.named(error) from error
         finally:
+            self._door.answering.discard(answers)
+            # Also of answers that did not end.
+            state.prompt_tokens = sum(stream.prompt_tokens or 0 for stream in answers.streams)
+            state.completion_tokens = sum(stream.completion_tokens for stream in answers.streams)
             metrics.IN_FLIGHT.dec(state.answers)
 
     async def _collect(self, answers: Answers, made: AnswerFormat, state: HttpRequest, send: Send) -> None:
@@ -317,8 +316,8 @@ def build_api(door: Door) -> Router:
 
     async def tokenizing(request: Request) -> Response:
         ask = tokenize if request.url.path == "/tokenize" else detokenize
-        with budget.hold() as body:
-            values = await body.read_json(request.scope, request.receive)
+        with budget.hold(request.scope[STATE_KEY].key_name) as body:
+            values = await body.read(request.scope, request.receive, lambda values: values)
             try:
                 return JSONResponse(await ask(door.client, values))
             except KaveriError as error:

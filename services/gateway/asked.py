@@ -6,7 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kaveri.client.request import Message
-from kaveri.domain.sampling import MAX_LOGPROBS, MAX_N, MAX_PROMPT_REPORT, SamplingParams, derived_seed
+from kaveri.domain.sampling import (
+    MAX_COPIED_CHARACTERS,
+    MAX_COPIED_TOKENS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_PROMPT_REPORT,
+    SamplingParams,
+    derived_seed,
+)
 from kaveri.errors import InvalidArgument
 from services.gateway.fields import (
     Accepts,
@@ -26,6 +34,7 @@ Prompt = str | tuple[int, ...] | tuple[Message, ...]
 _COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions. A chat answer may be as long as fits."""
 _MOST_OF_PROMPTS = 2 * MAX_PROMPT_REPORT
+_TOKEN_ID_BYTES = 4
 _LOGPROB_BYTES = 500
 """What the gateway keeps of one log-probability until its answer is written: 190 to 290 were measured, and its JSON."""
 _HARMLESS: Mapping[str, Accepts] = {
@@ -157,6 +166,24 @@ class Asked:
         return tuple((prompt, variant) for prompt in self.prompts for variant in variants)
 
     @property
+    def copied_bytes(self) -> int:
+        """What the prompts' token ids take in the requests for answers beyond the first to each."""
+        return _TOKEN_ID_BYTES * (self.n - 1) * sum(len(prompt) for prompt in self.prompts if is_token_ids(prompt))
+
+    def check_copies(self) -> None:
+        """Raises InvalidArgument when n is too large for the prompts."""
+        if self.n == 1:
+            return
+        for unit, most, is_counted in (
+            ("tokens", MAX_COPIED_TOKENS, is_token_ids),
+            ("characters", MAX_COPIED_CHARACTERS, lambda prompt: not is_token_ids(prompt)),
+        ):
+            size = sum(_size_of(prompt) for prompt in self.prompts if is_counted(prompt))
+            if size * self.n > most:
+                limit = f"at most {max(1, most // size)} where the prompts have {size} {unit}: n * {unit} <= {most}"
+                raise InvalidArgument("n", self.n, limit)
+
+    @property
     def report_bytes(self) -> int:
         """What the reports on the prompts take in memory, about. Raises InvalidArgument when they are too large, and
         needs token ids for prompts that are reported on."""
@@ -184,6 +211,13 @@ class Asked:
 def is_token_ids(prompt: Prompt) -> bool:
     """Whether it is neither a text nor a conversation."""
     return isinstance(prompt, tuple) and (not prompt or type(prompt[0]) is int)
+
+
+def _size_of(prompt: Prompt) -> int:
+    """Tokens or characters."""
+    if isinstance(prompt, str) or is_token_ids(prompt):
+        return len(prompt)
+    return sum(len(turn.content) for turn in prompt if isinstance(turn, Message))
 
 
 def read_completion(body: Mapping[str, Any], max_answers: int) -> Asked:

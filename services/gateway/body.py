@@ -3,21 +3,42 @@
 import asyncio
 import contextlib
 import json
+import re
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope
 
+from kaveri.errors import InvalidArgument, NoCapacity
+from kaveri.policy.byte_budget import ByteBudget, HeldBytes
 from services.gateway import metrics
 from services.gateway.http_errors import HttpError, retry_headers
 
 MAX_DEPTH = 16
 """Of objects and lists within one another. The deepest that is known is 5: a part of a message."""
+MAX_VALUES = 2**19
+"""In all lists and objects together: half a million token ids."""
+MAX_NESTED = 2**16
+"""Objects, lists, and fields of objects together: they cost far more than other values."""
+MAX_FRACTIONS = 2**12
+"""Numbers with a fraction or an exponent, which are slow to read. The most that a request needs are those of
+logit_bias."""
+_INLINE_BYTES = 2**16
+_TEXT = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_COUNTED = tuple(
+    (marks, most, what, re.compile(rb"(?:[^\"%s]++|%s)*+[%s]" % (marks, _TEXT, marks), re.DOTALL))
+    for marks, most, what in (
+        (rb",", MAX_VALUES, "values"),
+        (rb"\[{:", MAX_NESTED, "objects, lists and fields of objects"),
+    )
+)
+"""Characters that stand before each of them, and what finds the next one that is not part of a text."""
 _DISCARD_S = 1.0
 _DISCARD_FACTOR = 4
 """A client that sends too much reads its answer only afterwards: this many times the limit is read and thrown away."""
-_RETRY_AFTER_S = 1.0
+MadeT = TypeVar("MadeT")
 
 
 class ClientGone(Exception):
@@ -25,69 +46,57 @@ class ClientGone(Exception):
 
 
 class BodyBudget:
-    """The bytes of all bodies that are held, and of the reports on prompts that are asked for. For one event loop."""
+    """The bytes of all bodies that are held, and of what else their requests take. For one event loop."""
 
     def __init__(self, max_body_bytes: int, max_bodies_bytes: int, slow_sender_s: float) -> None:
-        self._max_body_bytes = max_body_bytes
-        self._max_bodies_bytes = max_bodies_bytes
-        self._slow_sender_s = slow_sender_s
-        self._held_bytes = 0
+        self.max_body_bytes = max_body_bytes
+        self.slow_sender_s = slow_sender_s
+        self._bytes = ByteBudget("gateway", max_bodies_bytes, metrics.BODY_BYTES.set)
+        # One: a call that parses holds the interpreter, and the event loop must get it between two of them.
+        self._parser = ThreadPoolExecutor(1, thread_name_prefix="body")
 
     @contextlib.contextmanager
-    def hold(self) -> Iterator["HeldBody"]:
-        """A body of a request; it counts while the context lasts."""
-        body = HeldBody(self)
-        try:
-            yield body
-        finally:
-            self._add(-body.size_bytes)
+    def hold(self, key_name: str) -> Iterator["HeldBody"]:
+        """A body of a request; it counts while the context lasts. key_name: of the request's API key; empty: none."""
+        with self._bytes.hold(key_name) as held:
+            yield HeldBody(self, held)
 
-    @property
-    def limits(self) -> tuple[int, float]:
-        """Bytes of one body, and seconds for it to arrive."""
-        return self._max_body_bytes, self._slow_sender_s
-
-    def take(self, size_bytes: int, held_bytes: int) -> None:
-        """held_bytes: what the request has taken before. Raises HttpError when there is no room."""
-        if held_bytes + size_bytes > self._max_bodies_bytes:
-            message = f"the request needs {held_bytes + size_bytes} bytes, with the reports on its prompts"
-            limit = f"at most {self._max_bodies_bytes} (--max-bodies-bytes)"
-            raise HttpError(413, f"{message}: {limit}", code="request_too_large")
-        if self._held_bytes + size_bytes > self._max_bodies_bytes:
-            held = f"the requests in flight hold {self._held_bytes} of {self._max_bodies_bytes} bytes"
-            message = f"{held} (--max-bodies-bytes), and this one needs {size_bytes} more"
-            raise HttpError(
-                429, message, "rate_limit_error", "rate_limit_exceeded", headers=retry_headers(_RETRY_AFTER_S)
-            )
-        self._add(size_bytes)
-
-    def _add(self, size_bytes: int) -> None:
-        self._held_bytes += size_bytes
-        metrics.BODY_BYTES.set(self._held_bytes)
+    async def parse(self, data: bytes, make: Callable[[dict[str, Any]], MadeT]) -> MadeT:
+        """What `make` makes of the JSON object; of a large one on a thread."""
+        if len(data) <= _INLINE_BYTES:
+            return make(parse_object(data))
+        work = asyncio.get_running_loop().run_in_executor(self._parser, lambda: make(parse_object(data)))
+        return await work
 
 
 class HeldBody:
     """One body; see BodyBudget.hold."""
 
-    def __init__(self, budget: BodyBudget) -> None:
-        self.size_bytes = 0
+    def __init__(self, budget: BodyBudget, held: HeldBytes) -> None:
         self._budget = budget
+        self._held = held
 
     def hold_more(self, size_bytes: int) -> None:
         """Counts what else the request takes. Raises HttpError when there is no room."""
-        self._budget.take(size_bytes, self.size_bytes)
-        self.size_bytes += size_bytes
+        try:
+            self._held.add(size_bytes)
+        except InvalidArgument as error:
+            raise HttpError(413, str(error), code="request_too_large") from error
+        except NoCapacity as error:
+            headers = retry_headers(error.retry_after_s)
+            raise HttpError(503, str(error), "service_unavailable", "service_unavailable", headers=headers) from error
 
-    async def read_json(self, scope: Scope, receive: Receive) -> dict[str, Any]:
-        """The object. Raises HttpError, naming the limit, and ClientGone."""
-        most_bytes, within_s = self._budget.limits
+    async def read(self, scope: Scope, receive: Receive, make: Callable[[dict[str, Any]], MadeT]) -> MadeT:
+        """What `make` makes of the object. make: takes what it needs of the values, and may run on a thread. Raises
+        HttpError, naming the limit, ClientGone, and as make."""
+        within_s = self._budget.slow_sender_s
         try:
             async with asyncio.timeout(within_s):
-                data = await self._read(scope, receive, most_bytes)
+                data = await self._read(scope, receive, self._budget.max_body_bytes)
         except TimeoutError as error:
             message = f"the request's body did not arrive within {within_s:g} s"
             raise HttpError(408, message, code="slow_request", headers=[(b"connection", b"close")]) from error
-        return parse_object(data)
+        return await self._budget.parse(data, make)
 
     async def _read(self, scope: Scope, receive: Receive, most_bytes: int) -> bytes:
         parts: list[bytes] = []
@@ -100,7 +109,7 @@ class HeldBody:
             if message["type"] == "http.disconnect":
                 raise ClientGone
             part = message.get("body", b"")
-            if self.size_bytes + len(part) > most_bytes:
+            if self._held.size_bytes + len(part) > most_bytes:
                 parts.clear()
                 await _discard(receive, most_bytes)
                 raise _too_large(most_bytes)
@@ -111,9 +120,10 @@ class HeldBody:
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """Raises HttpError unless it is one JSON object that is not too deep."""
+    """Raises HttpError unless it is one JSON object, neither too deep nor of too many values."""
+    _check_counts(data)
     try:
-        value = json.loads(data.decode(), parse_constant=_refuse_constant)
+        value = json.loads(data.decode(), parse_constant=_refuse_constant, parse_float=_float_reader())
     except RecursionError as error:
         raise _too_deep() from error
     except ValueError as error:
@@ -122,6 +132,38 @@ def parse_object(data: bytes) -> dict[str, Any]:
         raise HttpError(400, "the request's body is not a JSON object", code="invalid_json")
     _check_depth(value)
     return value
+
+
+def _check_counts(data: bytes) -> None:
+    """Raises HttpError when there are too many values. What stands in texts does not count."""
+    for marks, most, what, following in _COUNTED:
+        if sum(data.count(bytes((mark,))) for mark in marks) <= most:
+            continue
+        place = 0
+        for _ in range(most + 1):
+            found = following.match(data, place)
+            if found is None:
+                break
+            place = found.end()
+        else:
+            raise HttpError(400, f"the request's JSON has more than {most} {what}", code="invalid_json")
+
+
+def _float_reader() -> Callable[[str], float]:
+    left = MAX_FRACTIONS
+
+    def read(text: str) -> float:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise HttpError(
+                400,
+                f"the request's JSON has more than {MAX_FRACTIONS} numbers with a fraction or an exponent",
+                code="invalid_json",
+            )
+        return float(text)
+
+    return read
 
 
 def _check_depth(value: Any) -> None:

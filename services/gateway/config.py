@@ -58,7 +58,8 @@ class GatewayConfig(PublicSettings, ServiceConfig):
         "size of a request's body; more is refused with 413", 4 * 2**20, size_bytes, least=1024
     )
     max_bodies_bytes: int = setting(
-        "size of the bodies of all requests in flight, and of the reports on their prompts; more are refused with 429",
+        "size of the bodies of all requests in flight, of their prompts for each further answer, and of the reports on "
+        "these; more are refused with 503, and past a quarter those of one API key",
         256 * 2**20,
         size_bytes,
         least=1024,

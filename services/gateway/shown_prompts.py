@@ -21,8 +21,9 @@ class ShownPrompt:
 
 async def show_prompts(client: AsyncClient, asked: Asked) -> tuple[Asked, list[ShownPrompt]]:
     """The request, with token ids for its prompts where those are shown or reported on, so that they are the ones that
-    are answered; and what is shown of each prompt. Raises KaveriErrors."""
-    needs_ids = asked.return_token_ids or asked.params.prompt_logprobs is not None
+    are answered, and where there are several answers, so that each prompt is tokenized once; and what is shown of each
+    prompt. Raises KaveriErrors."""
+    needs_ids = asked.return_token_ids or asked.params.prompt_logprobs is not None or asked.n > 1
     if not asked.echo and not needs_ids:
         return asked, [ShownPrompt()] * len(asked.prompts)
     try:

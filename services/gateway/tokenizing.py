@@ -36,7 +36,7 @@ async def detokenize(client: AsyncClient, body: Mapping[str, Any]) -> dict[str, 
     fields = Fields(body)
     model, tokens = fields.text("model"), fields.take("tokens")
     fields.refuse_rest({})
-    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+    if not isinstance(tokens, list) or set(map(type, tokens)) - {int}:
         raise InvalidArgument("tokens", tokens, "a list of token ids")
     try:
         return {"prompt": await client.detokenize(tokens, model=model)}

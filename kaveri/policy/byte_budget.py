@@ -1,0 +1,73 @@
+"""Bounds the bytes that all requests of a process hold together, and those of each API key."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from kaveri.errors import InvalidArgument, NoCapacity
+
+KEY_SHARE = 4
+"""A key's requests may hold a quarter of all, so that no key takes the room of all others."""
+_RETRY_AFTER_S = 1.0
+
+
+class ByteBudget:
+    """The bytes of all requests. For one event loop."""
+
+    def __init__(self, role: str, most_bytes: int, changed: Callable[[int], object] = lambda held_bytes: None) -> None:
+        """role: of the process, for errors. most_bytes: the value of --max-bodies-bytes. changed: called with what is
+        held."""
+        self._role = role
+        self._most_bytes = most_bytes
+        self._changed = changed
+        self._held_bytes = 0
+        self._by_key: dict[str, int] = {}
+        """Keys that hold nothing are not in it."""
+
+    @contextlib.contextmanager
+    def hold(self, key_name: str = "") -> Iterator["HeldBytes"]:
+        """What one request holds while the context lasts; nothing at first. key_name: of its API key; empty: none."""
+        held = HeldBytes(self, key_name)
+        try:
+            yield held
+        finally:
+            self._add(-held.size_bytes, key_name)
+
+    def take(self, size_bytes: int, held: "HeldBytes") -> None:
+        """See HeldBytes.add."""
+        key_name = held.key_name
+        # The key's own share first: it says more.
+        limits = [("all requests", self._held_bytes, self._most_bytes)]
+        if key_name:
+            of_key = self._by_key.get(key_name, 0)
+            limits.insert(0, (f"the requests of the API key {key_name}", of_key, self._most_bytes // KEY_SHARE))
+        for whose, held_bytes, most_bytes in limits:
+            limit = f"at most {most_bytes} bytes for {whose} together (--max-bodies-bytes)"
+            if held.size_bytes + size_bytes > most_bytes:
+                raise InvalidArgument("the request", f"{held.size_bytes + size_bytes} bytes large", limit)
+            if held_bytes + size_bytes > most_bytes:
+                reason = f"{limit}; they hold {held_bytes}, and this one needs {size_bytes} more"
+                raise NoCapacity(self._role, _RETRY_AFTER_S, reason)
+        held.size_bytes += size_bytes
+        self._add(size_bytes, key_name)
+
+    def _add(self, size_bytes: int, key_name: str) -> None:
+        self._held_bytes += size_bytes
+        if key_name:
+            self._by_key[key_name] = self._by_key.get(key_name, 0) + size_bytes
+            if not self._by_key[key_name]:
+                del self._by_key[key_name]
+        self._changed(self._held_bytes)
+
+
+class HeldBytes:
+    """What one request holds; see ByteBudget.hold."""
+
+    def __init__(self, budget: ByteBudget, key_name: str) -> None:
+        self.size_bytes = 0
+        self.key_name = key_name
+        self._budget = budget
+
+    def add(self, size_bytes: int) -> None:
+        """Counts what else the request holds. Raises NoCapacity when there is no room now, and InvalidArgument when
+        there never is."""
+        self._budget.take(size_bytes, self)
