@@ -2,15 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable
-from typing import Any, cast
+from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 
-from kaveri.cluster.redis_url import shown
+from kaveri.cluster.redis_permissions import CLUSTER_MODE, NotPermitted, RedisNeeds, check_permissions
+from kaveri.config.redis_url import client_url, shown
 from kaveri.errors import ConfigError
 from kaveri.telemetry.logs import get_logger
 
@@ -23,15 +23,14 @@ _MAX_CONNECTIONS = 16
 _PAUSE_S = 0.25
 
 
-async def connect(url: str, probe_key: str, wait_s: float = FIRST_ANSWER_TIMEOUT_S) -> Redis:
-    """A client that has been answered once. Raises ConfigError when Redis does not answer within `wait_s` seconds, and
-    within FIRST_ANSWER_TIMEOUT_S when it answers and refuses. Writes a line to the log every 5 s meanwhile.
-
-    probe_key: written to, for a moment: a process that cannot write must not start.
+async def connect(url: str, needs: RedisNeeds, wait_s: float = FIRST_ANSWER_TIMEOUT_S) -> Redis:
+    """A client whose user has all permissions that are needed. Raises ConfigError when Redis does not answer within
+    `wait_s` seconds, within FIRST_ANSWER_TIMEOUT_S when it answers and refuses for now, and at once when it lacks a
+    permission or is in cluster mode. Writes a line to the log every 5 s meanwhile.
     """
     try:
         pool = BlockingConnectionPool.from_url(
-            url,
+            client_url(url),
             max_connections=_MAX_CONNECTIONS,
             timeout=ANSWER_TIMEOUT_S,
             socket_connect_timeout=_CONNECT_TIMEOUT_S,
@@ -46,12 +45,13 @@ async def connect(url: str, probe_key: str, wait_s: float = FIRST_ANSWER_TIMEOUT
     report_at_s = started_at_s
     while True:
         try:
-            await cast(Awaitable[Any], client.set(probe_key, "", px=1000))
+            await _check_kind(client, url)
+            await check_permissions(pool, needs)
             return client
-        except (RedisError, OSError) as error:
+        except (RedisError, OSError, NotPermitted) as error:
             waited_s = time.monotonic() - started_at_s
-            refuses = isinstance(error, ResponseError | AuthenticationError)
-            hopeless = isinstance(error, AuthenticationError | NoPermissionError)
+            refuses = isinstance(error, ResponseError | AuthenticationError | NotPermitted)
+            hopeless = isinstance(error, AuthenticationError | NoPermissionError | NotPermitted)
             if hopeless or waited_s > (min(wait_s, FIRST_ANSWER_TIMEOUT_S) if refuses else wait_s):
                 await client.aclose(close_connection_pool=True)
                 reason = f"no Redis answers at {shown(url)} after {waited_s:.0f} s: {why(error)}"
@@ -67,6 +67,28 @@ async def connect(url: str, probe_key: str, wait_s: float = FIRST_ANSWER_TIMEOUT
             await client.aclose(close_connection_pool=True)
             raise
         await asyncio.sleep(_PAUSE_S)
+
+
+async def _check_kind(client: Redis, url: str) -> None:
+    """Raises NotPermitted for a Redis in cluster mode, and warns of one that may evict keys; not where the user may not
+    run INFO."""
+    try:
+        facts: dict[str, Any] = await client.info()
+    except NoPermissionError:
+        return
+    except ResponseError as error:
+        # To SELECT, for another database than 0.
+        raise NotPermitted(CLUSTER_MODE) if "cluster mode" in str(error) else error from error
+    if facts.get("cluster_enabled"):
+        raise NotPermitted(CLUSTER_MODE)
+    policy = facts.get("maxmemory_policy", "noeviction")
+    if facts.get("maxmemory") and policy != "noeviction":
+        get_logger().warning(
+            "redis_evicts_keys",
+            url=shown(url),
+            policy=policy,
+            advice="set maxmemory-policy noeviction: claims of request ids and registrations may be lost",
+        )
 
 
 def bad_url(url: str, error: ValueError) -> ConfigError:

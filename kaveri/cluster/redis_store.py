@@ -41,9 +41,10 @@ from kaveri.cluster.metrics import REFUSED_HEARTBEATS
 from kaveri.cluster.monitored_membership import MonitoredMembership
 from kaveri.cluster.redis_batches import CommandBatches, closed_as_lost
 from kaveri.cluster.redis_connection import ANSWER_TIMEOUT_S, FIRST_ANSWER_TIMEOUT_S, bad_url, connect, why
-from kaveri.cluster.redis_url import database_of, shown
+from kaveri.cluster.redis_permissions import RedisNeeds, store_needs
 from kaveri.cluster.store import DEFAULT_CLUSTER, HeartbeatAnswer, RequestClaim, ViewSource
 from kaveri.cluster.view_changes import ViewChanges
+from kaveri.config.redis_url import database_of, shown
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast
 from kaveri.errors import ConfigError, InvalidArgument
 from kaveri.telemetry.logs import get_logger
@@ -58,6 +59,7 @@ _RECONNECT_MIN_S = 0.02
 _RECONNECT_MAX_S = 0.25
 _PING_AFTER_S = 0.1
 _LOST_AFTER_S = 1.0
+_REPORT_AGAIN_S = 60.0
 _BATCH_COUNT = 500
 _SCAN_TIMEOUT_S = 5.0
 """Of requests(), which no service calls: it reads the names of all keys, those of others too."""
@@ -76,13 +78,16 @@ class RedisStore:
         follow: ViewSource = ViewSource.HEARTBEATS,
         *,
         wait_s: float = FIRST_ANSWER_TIMEOUT_S,
+        also_needs: RedisNeeds = RedisNeeds(frozenset(), ()),  # noqa: B008 - frozen
     ) -> None:
-        """url: redis://[[user]:password@]host:port/db, rediss://... or unix://path?db=...
+        """url: redis://[[user]:password@]host:port/db, rediss://... or unix://path?db=...; valkey:// and valkeys:// too
 
         Clusters of other names, or in other databases, do not meet. wait_s: how long entering waits for an answer.
+        also_needs: what others use Redis for, and entering checks too.
         """
         self._url = url
         self._wait_s = wait_s
+        self._also_needs = also_needs
         self._cluster_name = cluster_name
         self._prefix = ""
         self._monitored = MonitoredMembership(time.monotonic) if follow is ViewSource.BROADCASTS else None
@@ -92,6 +97,8 @@ class RedisStore:
         self._is_heard = True
         self._refusal = ""
         """Why the last heartbeat was refused; empty: it was not."""
+        self._reported_s: dict[str, float] = {}
+        """When a failing command was logged, by its reason."""
         self._registrations: dict[tuple[str, int], bytes] = {}
         self._campaigns_token = 0
         self._client: Redis | None = None
@@ -102,7 +109,7 @@ class RedisStore:
             self._prefix = f"kaveri:{self._cluster_name}:{database_of(self._url)}"
         except ValueError as error:
             raise bad_url(self._url, error) from None
-        self._client = await connect(self._url, self._key("probe"), self._wait_s)
+        self._client = await connect(self._url, store_needs(self._prefix) | self._also_needs, self._wait_s)
         self._heartbeat_script = self._client.register_script(scripts.HEARTBEAT)
         self._deregister_script = self._client.register_script(scripts.DEREGISTER)
         self._forget_script = self._client.register_script(scripts.FORGET_ENDED)
@@ -248,7 +255,7 @@ class RedisStore:
         try:
             return await self._unless_away(command, otherwise)
         except _REFUSALS as error:
-            get_logger().warning("redis_command_failed", error=why(error))
+            self._report_failure(why(error))
             return otherwise
 
     async def _unless_away(self, command: Awaitable[ResultT], otherwise: ResultT) -> ResultT:
@@ -262,11 +269,19 @@ class RedisStore:
         except _REFUSALS:
             raise
         except (RedisError, OSError) as error:
-            get_logger().warning("redis_command_failed", error=why(error))
+            self._report_failure(why(error))
             return otherwise
         finally:
             if _cancellations() > cancellations:
                 raise asyncio.CancelledError
+
+    def _report_failure(self, reason: str) -> None:
+        """Logs that a command failed, unless it did so for the same reason a short time ago."""
+        now_s = time.monotonic()
+        self._reported_s = {each: at_s for each, at_s in self._reported_s.items() if now_s - at_s < _REPORT_AGAIN_S}
+        if reason not in self._reported_s:
+            self._reported_s[reason] = now_s
+            get_logger().warning("redis_command_failed", error=reason)
 
     def _take_in_refusal(self, reason: str) -> None:
         """Notes whether a heartbeat was accepted. reason: why it was refused; empty: it was accepted."""
@@ -292,13 +307,13 @@ class RedisStore:
 
     async def _watch(self, loaded: asyncio.Event) -> None:
         """Follows the channels until cancelled, and reconnects when Redis was away."""
-        delay_s = _RECONNECT_MIN_S
+        delay_s, lost_for = _RECONNECT_MIN_S, ""
         while not _cancellations():
             try:
                 with closed_as_lost():
                     async with self._redis.pubsub() as channel:
                         if self._monitored is not None:
-                            await channel.subscribe(self._key("loads"))
+                            await self._subscribe(channel, "loads")
                         await self._hear_heartbeats(channel)
                         if not self._is_heard:
                             get_logger().info("redis_returned", url=shown(self._url))
@@ -308,9 +323,10 @@ class RedisStore:
                         delay_s = _RECONNECT_MIN_S
                         await self._follow(channel)
             except (RedisError, OSError) as error:
-                if self._is_heard:
+                # Closed first, and refused when it comes again: where a permission is taken away.
+                if self._is_heard or (isinstance(error, ResponseError) and why(error) != lost_for):
                     get_logger().warning("redis_lost", error=why(error), effect="the last view stays in use")
-                self._is_heard = False
+                self._is_heard, lost_for = False, why(error)
                 self._tell_membership()
             except Exception:  # A view that no event changes any more would look like a healthy one.
                 get_logger().exception("redis_watch_failed")
@@ -351,9 +367,20 @@ class RedisStore:
 
     async def _hear_heartbeats(self, channel: PubSub) -> None:
         # Subscribe before loading: a change in between is seen twice rather than never.
-        await channel.subscribe(self._key("events"))
+        await self._subscribe(channel, "events")
         self._hears_heartbeats = True
         await self._load_instances()
+
+    async def _subscribe(self, channel: PubSub, name: str) -> None:
+        """Returns once Redis has confirmed it. Raises RedisError where it refuses, OSError where it does not answer."""
+        await channel.subscribe(self._key(name))
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            while not _cancellations():
+                message = await channel.get_message(timeout=ANSWER_TIMEOUT_S)
+                if message is not None and message["type"] == "message":
+                    self._take_in(message["data"])
+                elif message is not None and message["type"] == "subscribe":
+                    return
 
     def _take_in(self, event: bytes) -> None:
         """Garbage is ignored: it must not end the watch."""

@@ -4,10 +4,13 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+from kaveri.cluster.redis_permissions import RedisNeeds
 from kaveri.cluster.redis_store import RedisStore
 from kaveri.cluster.store import ViewSource
 from kaveri.rpc.process import ServiceConfig
 from kaveri.rpc.server import RpcServer
+from kaveri.security.api_keys import USAGE_COMMANDS, usage_prefix
+from kaveri.security.settings import KeySettings
 
 _STAND_BY_AFTER_S = 1.0
 """Without an answer for so long, the service's port says NOT_SERVING."""
@@ -22,7 +25,9 @@ async def open_store(
     Raises ConfigError when Redis does not answer within `redis_wait_s`.
     """
     async with contextlib.AsyncExitStack() as stack:
-        store = RedisStore(config.redis_url, config.cluster_name, follow, wait_s=config.redis_wait_s)
+        store = RedisStore(
+            config.redis_url, config.cluster_name, follow, wait_s=config.redis_wait_s, also_needs=_needs_of_keys(config)
+        )
         opening = asyncio.ensure_future(stack.enter_async_context(store))
         stopped = asyncio.ensure_future(stopping.wait())
         either = (opening, stopped)
@@ -37,6 +42,13 @@ async def open_store(
             opening.cancel()
             await asyncio.gather(opening, stopped, return_exceptions=True)
         yield found
+
+
+def _needs_of_keys(config: ServiceConfig) -> RedisNeeds:
+    """What a service that asks for API keys needs of Redis beside the store."""
+    if not isinstance(config, KeySettings) or not config.keys_file:
+        return RedisNeeds(frozenset(), ())
+    return RedisNeeds(frozenset(USAGE_COMMANDS), (f"{usage_prefix(config.cluster_name)}:*",))
 
 
 @contextlib.asynccontextmanager

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, TypeVar
 
 import uvloop
 
-from kaveri.cluster.redis_url import shown
 from kaveri.cluster.store import DEFAULT_CLUSTER
+from kaveri.config.redis_url import shown
 from kaveri.config.services import setting_sections
 from kaveri.config.settings import MAX_PORT, name_text, present, read_settings, setting
 from kaveri.config.sources import SERVICE_LINKS_ADVICE

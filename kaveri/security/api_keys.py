@@ -26,6 +26,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SECRET_BYTES = 32
 MAX_LIMIT = 10**9
 MAX_KEYS = 10_000
+USAGE_COMMANDS = ("EVALSHA", "SCRIPT LOAD", "INCRBY", "EXPIRE", "GET", "TTL")
+"""Redis's commands with which usage is counted for a whole cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,11 @@ def with_key_revoked(text: str, name: str, path: str) -> str:
     if not is_done:
         raise ConfigError("NAME", f"is {name}, whose table {path} writes in another way; add `revoked = true` to it")
     return changed
+
+
+def usage_prefix(cluster_name: str) -> str:
+    """What the names of the counts in Redis begin with."""
+    return f"kaveri:{cluster_name}:limits"
 
 
 def limit_reached(key: ApiKey, limit: str, retry_after_s: float) -> NoCapacity:

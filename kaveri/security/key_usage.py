@@ -12,8 +12,9 @@ from limits.aio.strategies import FixedWindowRateLimiter
 from redis.asyncio import BlockingConnectionPool
 from redis.exceptions import RedisError
 
+from kaveri.config.redis_url import client_url
 from kaveri.errors import NoCapacity
-from kaveri.security.api_keys import ApiKey, limit_reached
+from kaveri.security.api_keys import ApiKey, limit_reached, usage_prefix
 from kaveri.telemetry.logs import get_logger
 
 _REDIS_TIMEOUT_S = 0.5
@@ -33,9 +34,11 @@ class KeyUsage:
         self._shared: FixedWindowRateLimiter | None = None
         self._pool: BlockingConnectionPool | None = None
         self._rests_until_s = 0.0
+        self._failure = ""
+        """Why Redis did not count when it was asked last; empty: it did."""
         if redis_url:
             self._pool = BlockingConnectionPool.from_url(
-                redis_url,
+                client_url(redis_url),
                 max_connections=_REDIS_CONNECTIONS,
                 timeout=_REDIS_TIMEOUT_S,
                 socket_connect_timeout=_REDIS_TIMEOUT_S,
@@ -46,7 +49,7 @@ class KeyUsage:
             storage = RedisStorage(
                 "async+redis://",
                 implementation="redispy",
-                key_prefix=f"kaveri:{cluster_name}:limits",
+                key_prefix=usage_prefix(cluster_name),
                 connection_pool=self._pool,  # type: ignore[arg-type]
             )
             self._shared = FixedWindowRateLimiter(storage)
@@ -83,12 +86,22 @@ class KeyUsage:
         if self._shared is not None and time.monotonic() >= self._rests_until_s:
             try:
                 async with asyncio.timeout(_REDIS_TIMEOUT_S):
-                    return await ask(self._shared)
+                    answer = await ask(self._shared)
             except (TimeoutError, RedisError, OSError) as error:
                 self._rests_until_s = time.monotonic() + _REDIS_REST_S
-                get_logger().warning(
-                    "key_usage_not_shared",
-                    error=str(error) or type(error).__name__,
-                    effect=f"limits of API keys hold for this process alone for {_REDIS_REST_S:g} s",
-                )
+                self._take_in(str(error) or type(error).__name__)
+            else:
+                self._take_in("")
+                return answer
         return await ask(self._own)
+
+    def _take_in(self, failure: str) -> None:
+        if failure and failure != self._failure:
+            get_logger().warning(
+                "key_usage_not_shared",
+                error=failure,
+                effect=f"limits of API keys hold for this process alone; Redis is asked every {_REDIS_REST_S:g} s",
+            )
+        elif self._failure and not failure:
+            get_logger().info("key_usage_shared")
+        self._failure = failure

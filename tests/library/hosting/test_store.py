@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
 from kaveri.cluster import redis_connection
@@ -19,7 +20,7 @@ from kaveri.hosting.store import open_store
 from kaveri.local.redis_server import RedisServer
 from kaveri.rpc.process import ServiceConfig
 from kaveri.rpc.server import open_channel
-from tests.support.redis_fixture import free_port
+from tests.support.redis_fixture import free_port, run_redis
 
 WITHIN_S = 30.0
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -96,3 +97,23 @@ def test_a_service_that_waits_for_redis_ends_with_its_signal_or_with_its_time() 
     assert ended.returncode == 2
     assert ended.stderr.startswith("kaveri decode: --redis-url: no Redis answers at ")
     assert len(ended.stderr.splitlines()) == 1
+
+
+async def test_a_service_whose_redis_user_lacks_permissions_ends_with_one_line_that_names_them() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KAVERI_")}
+    async with run_redis() as redis, Redis.from_url(redis.url) as client:
+        await client.execute_command(
+            "ACL", "SETUSER", "limited", "on", ">word", "+@all", "-@scripting", "~*", "&kaveri:*"
+        )
+        url = redis.url.replace("redis://", "redis://limited:word@")
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "services.instance", "decode", "--engine", "fake", "--redis-url", url),
+            stderr=asyncio.subprocess.PIPE,
+            env=environment,
+        )
+        async with asyncio.timeout(WITHIN_S):
+            _, error = await process.communicate()
+    assert process.returncode == 2
+    (line,) = error.decode().splitlines()
+    assert line.startswith("kaveri decode: --redis-url: Redis refuses to serve at redis://***@127.0.0.1")
+    assert "its user lacks +eval +evalsha +script|load" in line

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kaveri.cluster.redis_url import database_of, shown
+from kaveri.config.redis_url import database_of, shown
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,19 @@
 import re
 from urllib.parse import parse_qs, urlsplit
 
+_SCHEMES = {"valkey": "redis", "valkeys": "rediss"}
+"""Names of Valkey's clients for Redis's schemes."""
+
+
+def client_url(url: str) -> str:
+    """The URL as redis-py takes it."""
+    scheme, separator, rest = url.partition("://")
+    return f"{_SCHEMES.get(scheme, scheme)}{separator}{rest}"
+
 
 def database_of(url: str) -> int:
     """The number of the database that a URL names; 0 when it names none. Raises ValueError when it is no number."""
-    parts = urlsplit(url)
+    parts = urlsplit(client_url(url))
     named = parse_qs(parts.query).get("db", [""])[0]
     if not named and parts.scheme in ("redis", "rediss"):
         named = parts.path.strip("/")

@@ -1,0 +1,141 @@
+"""What services need Redis to permit, in one list, and the check at start that it does.
+
+The list follows from the store's scripts and from what it sends itself. A test runs the store's conformance suite as a
+user who has these permissions and no others, and starts a service without each of them.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from redis.asyncio import BlockingConnectionPool
+from redis.exceptions import AskError, ClusterCrossSlotError, ClusterDownError, NoPermissionError, ResponseError
+
+from kaveri.cluster import redis_scripts
+
+_SENT_COMMANDS = (
+    "SET",
+    "GET",
+    "PTTL",
+    "SMEMBERS",
+    "EVAL",
+    "EVALSHA",
+    "SCRIPT LOAD",
+    "SUBSCRIBE",
+    "UNSUBSCRIBE",
+    "PING",
+)
+_CALLED = re.compile(r"redis\.call\('([A-Z]+)'")
+_KEYS = ("instance:*", "instances", "request:*", "leader", "counters")
+_CHANNELS = ("events", "loads")
+_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("GET", "PTTL", "TTL", "SMEMBERS", "EXISTS", "DEL"), ("{key}",)),
+    **dict.fromkeys(("SET", "HGET", "SADD", "SREM", "PEXPIRE", "EXPIRE", "INCRBY"), ("{key}", "1")),
+    **dict.fromkeys(("HSET", "HINCRBY"), ("{key}", "1", "1")),
+    "EVAL": ("return 1", "1", "{key}"),
+    "EVALSHA": ("0" * 40, "1", "{key}"),
+    "SCRIPT LOAD": ("return 1",),
+    "SUBSCRIBE": ("{channel}",),
+    "UNSUBSCRIBE": ("{channel}",),
+    "PUBLISH": ("{channel}", ""),
+    "PING": (),
+}
+"""How each command is written, so that Redis takes it into a transaction."""
+
+
+CLUSTER_MODE = "it is in cluster mode, which Kaveri does not support: name a Redis without it"
+
+
+@dataclass(frozen=True, slots=True)
+class RedisNeeds:
+    """Commands, and patterns of keys and channels."""
+
+    commands: frozenset[str]
+    """In capitals: "SCRIPT LOAD"."""
+    keys: tuple[str, ...]
+    channels: tuple[str, ...] = ()
+
+    def __or__(self, other: "RedisNeeds") -> "RedisNeeds":
+        return RedisNeeds(self.commands | other.commands, self.keys + other.keys, self.channels + other.channels)
+
+    def rules(self) -> tuple[str, ...]:
+        """As ACL SETUSER takes them, with those of the check itself."""
+        return "+multi", *(rule for rule, _ in self.probes()), "+discard"
+
+    def probes(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """(rule, command) of each permission."""
+        for command in sorted(self.commands):
+            yield _command_rule(command), _written(command, self.keys[0], "".join(self.channels[:1]))
+        for key in self.keys:
+            yield f"~{key}", _written("EVAL", key.replace("*", "probe"), "")
+        for channel in self.channels:
+            yield f"&{channel}", _written("SUBSCRIBE", "", channel)
+
+
+class NotPermitted(Exception):
+    """Redis refuses for good. The text says what."""
+
+
+def store_needs(prefix: str) -> RedisNeeds:
+    """What the store needs. prefix: of its names."""
+    scripts = [script for name, script in vars(redis_scripts).items() if name.isupper()]
+    called = frozenset(command for script in scripts for command in _CALLED.findall(script))
+    keys, channels = (tuple(f"{prefix}:{name}" for name in names) for names in (_KEYS, _CHANNELS))
+    return RedisNeeds(called.union(_SENT_COMMANDS), keys, channels)
+
+
+async def check_permissions(pool: BlockingConnectionPool, needs: RedisNeeds) -> None:
+    """Asks Redis for all of it in a transaction that is then discarded: nothing is executed, and nothing written.
+
+    Raises NotPermitted, or the ResponseError with which Redis refuses for now: READONLY, OOM, MISCONF and others.
+    """
+    connection = await pool.get_connection()  # type: ignore[no-untyped-call]
+    try:
+        # Alone: without it Redis would execute what follows.
+        answers = await _ask(connection, [("+multi", ("MULTI",))])
+        if not any(answers.values()):
+            answers |= await _ask(connection, [*needs.probes(), ("+discard", ("DISCARD",))])
+    finally:
+        # A transaction that was left open ends with its connection.
+        await connection.disconnect()
+        await pool.release(connection)
+    errors = {rule: error for rule, error in answers.items() if error is not None}
+    if any(isinstance(error, AskError | ClusterCrossSlotError | ClusterDownError) for error in errors.values()):
+        raise NotPermitted(CLUSTER_MODE)
+    missing = [rule for rule, error in errors.items() if _is_missing(rule, error)]
+    if missing:
+        rules = " ".join(missing)
+        raise NotPermitted(f"its user lacks {rules} (as ACL SETUSER writes it; a command may also be disabled)")
+    for error in errors.values():
+        raise error
+
+
+async def _ask(connection: Any, probes: Iterable[tuple[str, tuple[str, ...]]]) -> dict[str, ResponseError | None]:
+    """What Redis answers to each probe, by the rule that permits it; None: it takes it."""
+    rules, commands = zip(*probes, strict=True)
+    await connection.send_packed_command(connection.pack_commands(commands))
+    return {rule: await _error(connection) for rule in rules}
+
+
+async def _error(connection: Any) -> ResponseError | None:
+    try:
+        await connection.read_response()
+    except ResponseError as error:
+        return error
+    return None
+
+
+def _is_missing(rule: str, error: ResponseError) -> bool:
+    """Whether the error says that this rule is missing. Commands are checked before keys and channels."""
+    if "unknown command" in str(error):
+        return rule.startswith("+")
+    return isinstance(error, NoPermissionError) and rule.startswith("+") == ("command" in str(error))
+
+
+def _command_rule(command: str) -> str:
+    return "+" + command.lower().replace(" ", "|")
+
+
+def _written(command: str, key: str, channel: str) -> tuple[str, ...]:
+    return (*command.split(), *(part.format(key=key, channel=channel) for part in _ARGUMENTS[command]))
