@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from kaveri.domain.sampling import FinishReason
 from kaveri.text.detokenizer import Detokenizer
 
-MAX_OUTPUT_BYTES = 2**20
-"""Of one response, by an estimate from above: a quarter of the largest message, so a wrong estimate does no harm."""
+MAX_OUTPUT_BYTES = 2**18
+"""Of one response, by an estimate from above: what a reader makes of it at once takes some milliseconds, and it is far
+below the largest message, so a wrong estimate does no harm."""
 _TOKEN_BYTES = 5
 _LOGPROB_BYTES = 24
 _CHARACTER_BYTES = 4

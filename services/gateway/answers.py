@@ -2,12 +2,12 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
-from kaveri.client.answer import Chunk, Completion
+from kaveri.client.answer import Chunk
 from kaveri.client.async_client import AsyncClient
 from kaveri.client.async_stream import AsyncStream
 from kaveri.client.request import pack_token_ids
@@ -16,7 +16,7 @@ from kaveri.errors import RequestCancelled, SlowReader, Unavailable
 from kaveri.wire.attempts import CLIENTS_ID_SUFFIX_BYTES, MAX_CLIENTS_ID_BYTES
 from services.gateway.asked import Asked, is_token_ids
 
-PieceT = TypeVar("PieceT", Chunk, Completion)
+Take = Callable[[int, Chunk], Awaitable[None]]
 _SENT_TOGETHER = 8
 
 
@@ -83,24 +83,18 @@ class Answers:
         for stream in self.streams:
             stream.close()
 
-    async def collect(self) -> list[Completion]:
-        """All answers, whole, in order. Raises the first error of any, and RequestCancelled when another client has
-        cancelled one."""
-        if len(self.streams) == 1:
-            answers = [await self.streams[0].collect()]
-        else:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    reading = [group.create_task(stream.collect()) for stream in self.streams]
-            except BaseExceptionGroup as errors:
-                raise _first(errors) from errors
-            answers = [task.result() for task in reading]
-        for answer in answers:
-            _check_not_cancelled(answer.finish_reason, answer.request_id)
-        return [self._shown(answer) for answer in answers]
+    async def read(self, take: Take) -> None:
+        """Reads all answers to their ends. take: gets each chunk, with the index of its answer. Raises the first error
+        of any, and RequestCancelled when another client has cancelled one."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(len(self.streams)):
+                    group.create_task(self._read(index, take))
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from errors
 
     async def chunks(self) -> AsyncIterator[tuple[int, Chunk]]:
-        """The chunks of all answers as they come, with the index of the answer. Raises as collect(). Close it."""
+        """The chunks of all answers as they come, with the index of the answer. Raises as read(). Close it."""
         if len(self.streams) == 1:
             stream, finish = self.streams[0], None
             async for chunk in stream:
@@ -123,42 +117,50 @@ class Answers:
                     case BaseException():
                         raise found
                     case chunk:
-                        _check_not_cancelled(chunk.finish_reason, self.streams[index].request_id)
-                        yield index, self._shown(chunk)
+                        yield index, chunk
         finally:
             for pump in pumps:
                 pump.cancel()
 
     async def _pump(self, index: int, merged: asyncio.Queue[tuple[int, Chunk | BaseException | None]]) -> None:
-        finish, reported = None, self._reported[index // self._asked.n]
-        is_first = index % self._asked.n == 0
+        async def put(number: int, chunk: Chunk) -> None:
+            await merged.put((number, chunk))
+
         try:
-            async for chunk in self.streams[index]:
-                finish = chunk.finish_reason
-                if self._asked.echoes_logprobs and not is_first:
-                    await reported.wait()
-                await merged.put((index, chunk))
-                if is_first and chunk.token_ids:
-                    reported.set()
-            if finish is None:
-                raise Unavailable(self._failure)
+            await self._read(index, put)
         except Exception as error:
-            waits_for_report = self._asked.echoes_logprobs and not is_first and not reported.is_set()
-            if isinstance(error, SlowReader) and waits_for_report:
-                # That it was not read is no fault of the client's.
-                await merged.put((index, Unavailable("the report on the prompt took too long")))
-            else:
-                await merged.put((index, error))
+            await merged.put((index, error))
         else:
             await merged.put((index, None))
 
-    def _shown(self, piece: PieceT) -> PieceT:
-        """A piece of an answer as the client gets it."""
+    async def _read(self, index: int, take: Take) -> None:
+        stream, finish, reported = self.streams[index], None, self._reported[index // self._asked.n]
+        is_first = index % self._asked.n == 0
+        waits = self._asked.echoes_logprobs and not is_first
+        try:
+            async for chunk in stream:
+                finish = chunk.finish_reason
+                _check_not_cancelled(finish, stream.request_id)
+                if waits:
+                    await reported.wait()
+                await take(index, self._shown(chunk))
+                if is_first and chunk.token_ids:
+                    reported.set()
+        except SlowReader as error:
+            if not waits or reported.is_set():
+                raise
+            # That it was not read is no fault of the client's.
+            raise Unavailable("the report on the prompt took too long") from error
+        if finish is None:
+            raise Unavailable(self._failure)
+
+    def _shown(self, chunk: Chunk) -> Chunk:
+        """A chunk as the client gets it."""
         if not self._asked.prompt_alone:
-            return piece
-        finish = None if piece.finish_reason is None else FinishReason.LENGTH
-        usage = None if piece.usage is None else replace(piece.usage, completion_tokens=0)
-        return replace(piece, token_ids=(), text="", logprobs=(), finish_reason=finish, usage=usage)
+            return chunk
+        finish = None if chunk.finish_reason is None else FinishReason.LENGTH
+        usage = None if chunk.usage is None else replace(chunk.usage, completion_tokens=0)
+        return replace(chunk, token_ids=(), text="", logprobs=(), finish_reason=finish, usage=usage)
 
 
 def _check_not_cancelled(finish_reason: FinishReason | None, request_id: str) -> None:

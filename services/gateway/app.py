@@ -6,7 +6,7 @@ import importlib.metadata
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from email.utils import formatdate
@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
-from kaveri.client.answer import ModelInfo
+from kaveri.client.answer import Chunk, ModelInfo
 from kaveri.client.async_client import AsyncClient
 from kaveri.errors import (
     InvalidArgument,
@@ -249,8 +249,16 @@ class _Generate:
             metrics.IN_FLIGHT.dec(state.answers)
 
     async def _collect(self, answers: Answers, made: AnswerFormat, state: HttpRequest, send: Send) -> None:
-        whole = await answers.collect()
-        await send_body(200, made.whole(whole), _JSON, send)
+        async def take(index: int, chunk: Chunk) -> None:
+            for _ in made.gather(index, chunk):
+                await asyncio.sleep(0)
+
+        await answers.read(take)
+        parts = []
+        for part in made.whole():
+            parts.append(part)
+            await asyncio.sleep(0)
+        await send_body(200, parts, _JSON, send)
 
     async def _stream(self, asked: Asked, answers: Answers, made: AnswerFormat, state: HttpRequest, send: Send) -> None:
         chunks = answers.chunks()
@@ -261,7 +269,8 @@ class _Generate:
                         metrics.TTFT_S.observe(time.monotonic() - state.arrived_s)
                     metrics.TOKENS.inc(len(chunk.token_ids))
                     tokens = answers.streams[index].prompt_tokens or 0
-                    await writer.write(made.piece(index, chunk, tokens))
+                    for event in made.events(index, chunk, tokens):
+                        await writer.write(event)
             except KaveriError as error:
                 if not writer.begun:
                     raise
@@ -402,12 +411,14 @@ def _request_id(scope: Scope) -> str | None:
     return None
 
 
-async def send_body(status: int, body: bytes, headers: Headers, send: Send) -> None:
+async def send_body(status: int, parts: Sequence[bytes], headers: Headers, send: Send) -> None:
     """A whole response."""
-    sized = [*headers, (b"content-length", str(len(body)).encode())]
+    sized = [*headers, (b"content-length", str(sum(map(len, parts))).encode())]
     await send({"type": "http.response.start", "status": status, "headers": sized})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+    for part in parts:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _send_error(error: HttpError, send: Send) -> None:
-    await send_body(error.status, error.body(), [*_JSON, *error.headers], send)
+    await send_body(error.status, [error.body()], [*_JSON, *error.headers], send)

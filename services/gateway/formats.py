@@ -4,17 +4,21 @@ An event is put together from bytes that are made once per answer: this is done 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from json.encoder import encode_basestring_ascii
-from typing import Any
+from typing import Any, TypeVar
 
-from kaveri.client.answer import Chunk, Completion, PromptToken, Usage
+from kaveri.client.answer import Chunk, PromptToken, Usage
 from kaveri.domain.sampling import Logprobs
 from services.gateway.asked import Asked, UsageEvents
 from services.gateway.shown_prompts import ShownPrompt
 
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream that has not failed."""
+ItemT = TypeVar("ItemT")
+_SLICE_TOKENS = 256
+"""Reports are written in slices: 20 log-probabilities for each of so many tokens take about five milliseconds."""
 _LEAST_LOGPROB = -9999.0
 """JSON has no infinity; vLLM writes this for it."""
 
@@ -22,6 +26,46 @@ _LEAST_LOGPROB = -9999.0
 def encode(value: Any) -> bytes:
     """A JSON value, in ASCII."""
     return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _items(values: list[Any]) -> bytes:
+    """The items of a JSON array."""
+    return encode(values)[1:-1]
+
+
+def _slices(items: Sequence[ItemT]) -> Iterator[Sequence[ItemT]]:
+    for start in range(0, len(items), _SLICE_TOKENS):
+        yield items[start : start + _SLICE_TOKENS]
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """One answer that is shown whole, so far. What is reported on its tokens is JSON already: that is smaller."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    report: dict[str, list[bytes] | bytes] = field(default_factory=dict)
+    """The fields of the report: the items of lists, or another value."""
+    prompt_logprobs: list[bytes] = field(default_factory=list)
+    finish: str | None = None
+
+    def add_report(self, report: Mapping[str, object]) -> None:
+        """Takes what is said of the next tokens."""
+        for name, value in report.items():
+            if isinstance(value, list):
+                items = self.report.setdefault(name, [])
+                if value and isinstance(items, list):
+                    items.append(_items(value))
+            else:
+                self.report[name] = encode(value)
+
+    def report_parts(self) -> list[bytes]:
+        """The report as JSON, in parts."""
+        parts: list[bytes] = []
+        for name, value in self.report.items():
+            parts += [b"," if parts else b"{", encode(name), b":"]
+            parts += [b"[", b",".join(value), b"]"] if isinstance(value, list) else [value]
+        return [*parts, b"}"]
 
 
 class AnswerFormat:
@@ -47,18 +91,29 @@ class AnswerFormat:
         """Tokens of each answer so far."""
         self._offsets: dict[int, int] = {}
         """Characters of the tokens that reports have named."""
+        self._gathered: dict[int, _Gathered] = {}
+        """Of answers that are shown whole."""
         self._prompts: dict[int, list[PromptToken]] = {}
         """Reports on prompts with several answers, by the index of the first one."""
 
-    def piece(self, index: int, chunk: Chunk, prompt_tokens: int) -> bytes:
-        """The event of a chunk of the answer `index`."""
+    def events(self, index: int, chunk: Chunk, prompt_tokens: int) -> Iterator[bytes]:
+        """The events of a chunk of the answer `index`: one, or several where a long report on the prompt comes with
+        it."""
+        is_first = index not in self._counts
+        # Both are null, or empty, for most requests.
+        prompt = self._prompt_of(index, chunk, is_first) if self._asked.echoes_logprobs else ()
+        while len(prompt) > _SLICE_TOKENS:
+            before = replace(chunk, token_ids=(), text="", logprobs=(), finish_reason=None, usage=None)
+            yield self._event(index, before, prompt[:_SLICE_TOKENS], prompt_tokens)
+            prompt = prompt[_SLICE_TOKENS:]
+        yield self._event(index, chunk, prompt, prompt_tokens)
+
+    def _event(self, index: int, chunk: Chunk, prompt: Sequence[PromptToken], prompt_tokens: int) -> bytes:
         is_first = index not in self._counts
         count = self._counts[index] = self._counts.get(index, 0) + len(chunk.token_ids)
         if chunk.usage is not None:
             self._usages[index] = chunk.usage
         finish = b"null" if chunk.finish_reason is None else b'"%s"' % chunk.finish_reason.encode()
-        # Both are null, or empty, for most requests.
-        prompt = self._prompt_of(index, chunk, is_first) if self._asked.echoes_logprobs else ()
         report = b"null" if not chunk.logprobs and not prompt else encode(self._report(index, chunk.logprobs, prompt))
         token_ids = b',"token_ids":' + encode(chunk.token_ids) if self._asked.return_token_ids else b""
         text = chunk.text
@@ -92,30 +147,64 @@ class AnswerFormat:
             + b"\n\n"
         )
 
-    def whole(self, answers: Sequence[Completion]) -> bytes:
-        """All answers as one JSON object."""
-        choices = []
-        top: dict[str, object] = {}
-        for index, answer in enumerate(answers):
+    def gather(self, index: int, chunk: Chunk) -> Iterator[None]:
+        """Takes a chunk of an answer that is shown whole. Pauses after each slice of a report."""
+        is_first = index not in self._gathered
+        gathered = self._gathered.setdefault(index, _Gathered())
+        if chunk.text:
+            gathered.text.append(chunk.text)
+        if self._asked.return_token_ids:
+            gathered.token_ids += chunk.token_ids
+        gathered.finish = chunk.finish_reason
+        if chunk.usage is not None:
+            self._usages[index] = chunk.usage
+        if self._asked.prompt_logprobs:
+            for part in _slices(chunk.prompt_tokens):
+                gathered.prompt_logprobs.append(_items([_prompt_position(token) for token in part]))
+                yield
+        for part in _slices(self._prompt_of(index, chunk, is_first) if self._asked.echoes_logprobs else ()):
+            gathered.add_report(self._report(index, (), part))
+            yield
+        for entries in _slices(chunk.logprobs):
+            gathered.add_report(self._report(index, entries, ()))
+            yield
+
+    def whole(self) -> Iterator[bytes]:
+        """All answers, whose last chunks were gathered, as parts of one JSON object."""
+        yield encode({**self._head, "object": self.object_name, "usage": self._sum(self._usages)})[:-1]
+        ids = b""
+        for index in range(len(self._gathered)):
+            gathered, of_prompt = self._gathered[index], self._gathered[self._first_of(index)]
             shown = self._shown_of(index)
-            reported = answers[self._first_of(index)].prompt_tokens
-            prompt = reported if self._asked.echoes_logprobs else ()
-            wants_report = self._asked.params.logprobs is not None
+            if gathered is of_prompt and self._asked.return_token_ids:
+                ids = encode(shown.token_ids)
             choice: dict[str, object] = {
                 "index": index,
-                **self._message(shown.text + answer.text),
-                "logprobs": self._report(index, answer.logprobs, prompt) if wants_report else None,
-                "finish_reason": answer.finish_reason,
+                **self._message(shown.text + "".join(gathered.text)),
+                "finish_reason": gathered.finish,
             }
-            if self._asked.prompt_logprobs:
-                beside = choice if self._ids_beside_choices else top
-                beside["prompt_logprobs"] = [_prompt_position(token) for token in reported]
+            parts = [b',"choices":[' if index == 0 else b",", encode(choice)[:-1], b',"logprobs":']
+            if self._asked.params.logprobs is None:
+                parts.append(b"null")
+            else:
+                gathered.add_report(self._report(index, (), ()))
+                parts += gathered.report_parts()
             if self._asked.return_token_ids:
-                choice["token_ids"] = answer.token_ids
-                (choice if self._ids_beside_choices else top)["prompt_token_ids"] = shown.token_ids
-            choices.append(choice)
-        usage = self._sum({index: answer.usage for index, answer in enumerate(answers)})
-        return encode({**self._head, "object": self.object_name, "choices": choices, "usage": usage, **top})
+                parts += [b',"token_ids":', encode(gathered.token_ids)]
+            if self._ids_beside_choices:
+                parts += self._about_prompt(of_prompt, ids)
+            yield b"".join([*parts, b"}"])
+        last = b"" if self._ids_beside_choices else b"".join(self._about_prompt(self._gathered[0], ids))
+        yield b"]" + last + b"}"
+
+    def _about_prompt(self, gathered: "_Gathered", ids: bytes) -> list[bytes]:
+        """gathered: of the first answer to the prompt. ids: the prompt's, as JSON."""
+        parts: list[bytes] = []
+        if self._asked.prompt_logprobs:
+            parts += [b',"prompt_logprobs":[', b",".join(gathered.prompt_logprobs), b"]"]
+        if self._asked.return_token_ids:
+            parts += [b',"prompt_token_ids":', ids]
+        return parts
 
     _ids_beside_choices: bool
     """Whether a prompt's token ids, and what is said of them, are part of each choice, else of the whole."""
