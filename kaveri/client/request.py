@@ -19,11 +19,11 @@ class Message:
 
     role: str
     """The speaker: "system", "user" or "assistant" for most chat templates."""
-    content: str
-    """The text."""
+    content: str | Sequence[str]
+    """The text, or its parts: chat templates that go over parts get them, for others line breaks join them."""
 
 
-MessageLike = Message | Mapping[str, str]
+MessageLike = Message | Mapping[str, str | Sequence[str]]
 """A Message, or a mapping with the keys role and content."""
 
 MAX_TIMEOUT_S = 365 * 86_400.0
@@ -142,6 +142,10 @@ def _no_token_id(value: object) -> InvalidArgument:
 def _message_to_proto(message: object) -> inference_pb2.Message:
     match message:
         case Message(role, content) | {"role": role, "content": content}:
-            return inference_pb2.Message(role=_text("messages", role), content=_text("messages", content))
+            texts = content if isinstance(content, list | tuple) else (content,)
+            parts = [_text("messages", part) for part in texts]
+            if len(parts) == 1:
+                return inference_pb2.Message(role=_text("messages", role), content=parts[0])
+            return inference_pb2.Message(role=_text("messages", role), parts=parts)
         case _:
             raise InvalidArgument("messages", message, "messages with role and content each")

@@ -31,6 +31,11 @@ class ControlTokens:
         self.backend = _without_marker(backend, control, self._marker)
         """Encodes as the original does, but removes markers after it has looked for control tokens."""
 
+    def mark_all(self, texts: Iterable[str]) -> tuple[list[str], bool]:
+        """mark() for several texts: whether any of them has control tokens."""
+        marked = [self.mark(text) for text in texts]
+        return [text for text, _ in marked], any(found for _, found in marked)
+
     def mark(self, text: str) -> tuple[str, bool]:
         """Puts a marker into each control token of `text`. Returns the text and whether it has any; then encode with
         `backend`."""

@@ -1,14 +1,12 @@
 """Turns text and conversations into token ids with the model's own tokenizer. Needs no torch."""
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -16,6 +14,8 @@ from kaveri.domain.sampling import check_token_ids
 from kaveri.errors import ConfigError, DeadlineExceeded, InvalidArgument
 from kaveri.models import resolve_model
 from kaveri.telemetry.logs import get_logger
+from kaveri.text.chat_template import ChatTemplate, MissingText, RenderedTurn
+from kaveri.text.content_format import ContentFormat
 from kaveri.text.control_tokens import ControlTokens
 from kaveri.text.detokenizer import Detokenizer
 from kaveri.text.plain_tokens import PlainTokens
@@ -26,7 +26,8 @@ _INLINE_CHARACTERS = 1_024
 """Shorter prompts are tokenized on the event loop: it takes less than a millisecond."""
 _INLINE_MESSAGES = 16
 MAX_ROLE_CHARACTERS = 64
-_ROLE = re.compile(rf"\w[\w .-]{{0,{MAX_ROLE_CHARACTERS - 1}}}")
+_MARKED_CHARACTERS = 9
+"""Most characters that marking makes of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,9 @@ class ChatMessage:
     """One turn of a conversation."""
 
     role: str
-    content: str
+    content: str = ""
+    parts: Sequence[str] = ()
+    """The content in parts, instead."""
 
 
 class Turn(Protocol):
@@ -44,6 +47,8 @@ class Turn(Protocol):
     def role(self) -> str: ...
     @property
     def content(self) -> str: ...
+    @property
+    def parts(self) -> Sequence[str]: ...
 
 
 class ModelTokenizer:
@@ -56,8 +61,13 @@ class ModelTokenizer:
     The tokenizer's own call cannot be interrupted, and keeps its thread until it is done: the limit on input bounds it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        vocab_size: int,
+        content_format: ContentFormat = ContentFormat.AUTO,
+    ) -> None:
+        """content_format: how the chat template gets messages."""
         self.backend: Tokenizer = tokenizer.backend_tokenizer
         # A tokenizer.json may have both from its training. They would truncate or pad prompts.
         self.backend.no_truncation()
@@ -69,16 +79,16 @@ class ModelTokenizer:
         """The tokens for which the model has no embedding, with their ids. Text that needs one is refused."""
         self.longest_token_bytes = max((len(token.encode()) for token in vocabulary), default=1)
         """Size in UTF-8 of the longest entry of the vocabulary: input may have this many bytes for each token."""
-        self.has_chat_template = bool(tokenizer.chat_template)
+        self.chat_template = ChatTemplate(tokenizer, content_format) if tokenizer.chat_template else None
         added = self.backend.get_added_tokens_decoder()
         self._skipped_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._plain = PlainTokens(self.backend, self._skipped_ids)
         self._token_texts = TokenTexts(self.backend)
-        self._control = ControlTokens(self.backend, self._rendered_samples()) if self.has_chat_template else None
+        self._control = ControlTokens(self.backend, self.chat_template.samples()) if self.chat_template else None
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
 
     @classmethod
-    def load(cls, model: str) -> "ModelTokenizer":
+    def load(cls, model: str, content_format: ContentFormat = ContentFormat.AUTO) -> "ModelTokenizer":
         """Loads from a path, a hub id or a bundled name. Blocks for seconds. Raises ConfigError, naming --model."""
         source = resolve_model(model)
         try:
@@ -90,7 +100,7 @@ class ModelTokenizer:
             raise ConfigError("--model", f"{model!r} has no tokenizer that can be loaded: {first_line}") from error
         if not tokenizer.is_fast:
             raise ConfigError("--model", f"{model!r} has no tokenizer.json (a fast tokenizer)")
-        made = cls(tokenizer, int(config.vocab_size))
+        made = cls(tokenizer, int(config.vocab_size), content_format)
         if made.unknown_tokens:
             token, token_id = min(made.unknown_tokens.items(), key=lambda item: item[1])
             get_logger().warning(
@@ -101,6 +111,11 @@ class ModelTokenizer:
                 vocab_size=made.vocab_size,
             )
         return made
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be encoded."""
+        return self.chat_template is not None
 
     def close(self) -> None:
         """Ends the threads; texts in work are dropped."""
@@ -146,42 +161,46 @@ class ModelTokenizer:
 
     async def encode_chat(self, messages: Sequence[Turn], max_tokens: int, deadline_s: float) -> list[int]:
         """Token ids of a conversation, rendered with the chat template up to where the assistant speaks. Control tokens
-        in a message are plain text.
+        in a message or its role are plain text.
 
-        Raises as encode(), and InvalidArgument when there are more messages than tokens, when a role is no word, and
-        when the model has no template, or its template refuses the conversation.
+        Raises as encode(), and InvalidArgument when there are more messages and parts than tokens, when a role is too
+        long, when the model has no template, and as ChatTemplate.render().
         """
-        if not self.has_chat_template:
+        if self.chat_template is None:
             value = f"{len(messages)} messages"
             raise InvalidArgument("prompt.messages", value, "used with a model that has a chat template")
         if len(messages) > max_tokens:
             raise InvalidArgument("prompt.messages", f"{len(messages)} messages", f"at most {max_tokens} messages")
-        short = (
-            len(messages) <= _INLINE_MESSAGES
-            and sum(len(turn.role) + len(turn.content) for turn in messages) <= _INLINE_CHARACTERS
-        )
+        short = _is_short(messages)
         return await self._run(short, deadline_s, lambda: self._encode_chat(messages, max_tokens, deadline_s))
 
     def _encode_chat(self, messages: Sequence[Turn], max_tokens: int, deadline_s: float) -> list[int]:
+        assert self.chat_template is not None
         assert self._control is not None
-        turns: list[dict[str, str]] = []
-        size_bytes = 0
+        turns: list[RenderedTurn] = []
+        size_bytes = part_count = 0
         marked = False
         for number, turn in enumerate(messages):
             _check_time(deadline_s)
-            if not _ROLE.fullmatch(turn.role):
-                limit = f"a word of at most {MAX_ROLE_CHARACTERS} letters, digits, spaces, '_', '-' and '.'"
+            if len(turn.role) > MAX_ROLE_CHARACTERS:
+                limit = f"at most {MAX_ROLE_CHARACTERS} characters"
                 raise InvalidArgument(f"prompt.messages[{number}].role", turn.role, limit)
-            size_bytes += len(turn.content.encode())
+            part_count += len(turn.parts)
+            if part_count > max_tokens:
+                raise InvalidArgument("prompt.messages", f"{part_count} parts or more", f"at most {max_tokens} parts")
+            texts = list(turn.parts) or [turn.content]
+            size_bytes += sum(len(text.encode()) for text in texts)
             self._check_size("prompt.messages", size_bytes, max_tokens)
-            content, found = self._control.mark(turn.content)
+            (role, *contents), found = self._control.mark_all((turn.role, *texts))
             marked = marked or found
-            turns.append({"role": turn.role, "content": content})
+            turns.append(RenderedTurn(role, contents))
+        most_characters = max_tokens * self.longest_token_bytes * (_MARKED_CHARACTERS if marked else 1)
         try:
-            text = self._render(turns)
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            roles = [turn["role"] for turn in turns[:8]]
-            raise InvalidArgument("prompt.messages", roles, f"as the template wants: {error!s:.200}") from error
+            text = self.chat_template.render(turns, most_characters, deadline_s)
+        except MissingText as error:
+            turn, field = messages[error.number], f"prompt.messages[{error.number}].content"
+            limit = f"text that the model's chat template writes for role {turn.role!r}: the rendered prompt lacks it"
+            raise InvalidArgument(field, "\n".join(turn.parts) or turn.content, limit) from error
         _check_time(deadline_s)
         backend = self._control.backend if marked else self.backend
         # The template writes the special tokens itself.
@@ -194,19 +213,6 @@ class ModelTokenizer:
             limit = f"text of the model's own tokens, whose ids are below {self.vocab_size}"
             raise InvalidArgument(field, f"text with the token {self.backend.id_to_token(largest)!r}, {largest}", limit)
         return token_ids
-
-    def _render(self, turns: list[dict[str, str]]) -> str:
-        return str(self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-
-    def _rendered_samples(self) -> list[str]:
-        """What the template writes around turns of each usual role, as far as it knows the role."""
-        samples = []
-        for roles in (("user",), ("user", "assistant", "user"), ("system", "user")):
-            try:
-                samples.append(self._render([{"role": role, "content": "x"} for role in roles]))
-            except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError):
-                continue
-        return samples
 
     def _check_size(self, field: str, size_bytes: int, max_tokens: int) -> None:
         limit_bytes = max_tokens * self.longest_token_bytes
@@ -222,6 +228,14 @@ class ModelTokenizer:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
         except TimeoutError as error:
             raise DeadlineExceeded from error
+
+
+def _is_short(messages: Sequence[Turn]) -> bool:
+    """Whether a conversation may be encoded on the event loop."""
+    if len(messages) > _INLINE_MESSAGES or sum(len(turn.parts) for turn in messages) > _INLINE_MESSAGES:
+        return False
+    texts = [text for turn in messages for text in (turn.role, turn.content, *turn.parts)]
+    return sum(map(len, texts)) <= _INLINE_CHARACTERS
 
 
 def _check_time(deadline_s: float) -> None:

@@ -233,21 +233,31 @@ class Message(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """Who speaks: "system", "user" or "assistant" for most chat templates. A word: at most 64 letters, digits, spaces,
-    '_', '-' and '.'.
+    """Who speaks: "system", "user" or "assistant" for most chat templates, which decide what they take. At most 64
+    characters. Special tokens in it are plain text.
     """
     content: _builtins.str
-    """What is said. Special tokens in it are plain text."""
+    """What is said. Special tokens in it are plain text. A prompt that lacks it, as the chat template leaves it out, is
+    INVALID_ARGUMENT.
+    """
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What is said, in parts, in place of content. Chat templates that go over parts get them; for others they are joined
+        by line breaks.
+        """
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        parts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "parts", b"parts", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

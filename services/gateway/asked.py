@@ -386,8 +386,8 @@ def _message(value: Any, path: str) -> Message:
     if role is None:
         raise InvalidArgument(f"{path}.role", None, "a text")
     if isinstance(content, list):
-        parts = [_text_part(part, f"{path}.content[{number}]") for number, part in enumerate(content)]
-        content = "\n".join(parts)
+        parts = tuple(_text_part(part, f"{path}.content[{number}]") for number, part in enumerate(content))
+        return Message(role, parts)
     if not isinstance(content, str):
         raise InvalidArgument(f"{path}.content", content, "a text, or a list of text parts")
     return Message(role, content)

@@ -12,6 +12,7 @@ from kaveri.policy.placement import AnyPrefillPlacement, PlacementPolicy
 from kaveri.rpc.process import ALL_ADDRESSES, ServiceConfig
 from kaveri.security.posture import AN_API_KEY, ListeningPort
 from kaveri.security.settings import PublicSettings
+from kaveri.text.content_format import ContentFormat
 
 
 def address_text(text: str) -> str:
@@ -27,6 +28,11 @@ class RouterConfig(PublicSettings, ServiceConfig):
 
     model: str = setting(
         "model to serve: a path, a hub id or a bundled name; its tokenizer is loaded here", KAVERI_TINY, present
+    )
+    chat_template_content_format: ContentFormat = setting(  # noqa: RUF009 - it is a field
+        "how the chat template gets the content of messages: string, openai (a list of parts), or auto: as parts if it "
+        "goes over parts",
+        ContentFormat.AUTO,
     )
     served_model_name: str = setting("name under which the model is asked for; empty: the value of --model", "")
     public_port: int = setting(

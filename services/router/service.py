@@ -61,7 +61,7 @@ async def serve(config: RouterConfig, stopping: asyncio.Event) -> int:
         store = await stack.enter_async_context(open_store(config, stopping))
         if store is None:
             return 0
-        tokenizer = await asyncio.to_thread(ModelTokenizer.load, config.model)
+        tokenizer = await asyncio.to_thread(ModelTokenizer.load, config.model, config.chat_template_content_format)
         stack.callback(tokenizer.close)
         return await router_host(Router(config, store, tokenizer)).serve(stopping)
     return 0

@@ -27,7 +27,7 @@ WRONG_MESSAGES: list[Any] = [
     [{"role": "user"}],
     [{"content": "hi"}],
     [{"role": 1, "content": "hi"}],
-    [{"role": "user", "content": ["hi"]}],
+    [{"role": "user", "content": [7]}],
     [{"role": "user", "content": None}],
     [Message("user", 1)],  # type: ignore[arg-type]
     [Message(None, "hi")],  # type: ignore[arg-type]

@@ -86,7 +86,7 @@ async def test_an_answer_read_to_its_end_is_not_cancelled(service: InferenceDoub
 
 
 async def test_each_kind_of_prompt_arrives_as_its_own(service: InferenceDouble, target: str) -> None:
-    turns = [Message("system", "be short"), {"role": "user", "content": "hi"}]
+    turns = [Message("system", "be short"), {"role": "user", "content": "hi"}, Message("user", ["one", "two"])]
     async with AsyncClient(target) as client:
         await client.generate("text", params=FIVE, model="alphabet")
         await client.generate(prompt_token_ids=[3, 1, 2], params=FIVE)
@@ -97,7 +97,9 @@ async def test_each_kind_of_prompt_arrives_as_its_own(service: InferenceDouble, 
     assert [(turn.role, turn.content) for turn in messages.messages.messages] == [
         ("system", "be short"),
         ("user", "hi"),
+        ("user", ""),
     ]
+    assert list(messages.messages.messages[2].parts) == ["one", "two"]
     assert len({request.request_id for request in service.requests}) == 3
 
 

@@ -123,17 +123,29 @@ async def test_a_long_message_hides_its_control_tokens_wherever_they_stand() -> 
     tokenizer.close()
 
 
-@pytest.mark.parametrize("role", ["", "user\n", "<|im_start|>", "user<|im_end|>", " user", "a" * 65, "us|er", "<s>"])
-async def test_a_role_that_is_no_word_is_refused_by_name(tokenizer: ModelTokenizer, role: str) -> None:
+async def test_a_role_that_is_too_long_is_refused_by_name(tokenizer: ModelTokenizer) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        await encoded(tokenizer, [("user", "hi"), (role, "obey")])
+        await encoded(tokenizer, [("user", "hi"), ("a" * 65, "obey")])
     assert caught.value.field == "prompt.messages[1].role"
-    assert caught.value.value == role
 
 
-@pytest.mark.parametrize("role", ["user", "tool", "function", "a" * 64, "ipython", "Üser-2 b.c"])
-async def test_a_role_that_is_a_word_is_taken(tokenizer: ModelTokenizer, role: str) -> None:
+@pytest.mark.parametrize("role", ["user", "tool", "a" * 64, "Üser-2 b.c", "", "user (admin)", "user\n", " user"])
+async def test_a_role_that_the_template_takes_is_taken(tokenizer: ModelTokenizer, role: str) -> None:
     assert await encoded(tokenizer, [(role, "hi")])
+
+
+async def test_control_tokens_in_a_role_are_plain_text(
+    family: tuple[PreTrainedTokenizerFast, ModelTokenizer],
+) -> None:
+    plain, tokenizer = family
+    special = special_ids(plain)
+    if "only user and assistant" in plain.chat_template:
+        return
+    for name in [plain.convert_ids_to_tokens(number) for number in sorted(special)]:
+        found, expected = await encoded(tokenizer, [(f"x{name}", "hi")]), await encoded(tokenizer, [("xx", "hi")])
+        assert [number for number in found if number in special] == [
+            number for number in expected if number in special
+        ], name
 
 
 async def test_a_template_that_refuses_a_conversation_is_an_invalid_argument() -> None:

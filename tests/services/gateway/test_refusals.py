@@ -70,7 +70,7 @@ _LONG_CHAT = [{"role": "user", "content": "word " * 200}]
         ("chat/completions", {"messages": []}, "messages"),
         ("chat/completions", {"messages": [{"content": "x"}]}, "messages[0].role"),
         ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content"),
-        ("chat/completions", {"messages": [{"role": "!", "content": "x"}]}, "messages[0].role"),
+        ("chat/completions", {"messages": [{"role": "!" * 65, "content": "x"}]}, "messages[0].role"),
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},

@@ -5,7 +5,9 @@ import asyncio
 import grpc
 import pytest
 from grpc import aio
+from transformers import AutoTokenizer
 
+from kaveri.models import resolve_model
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
 from tests.services.router.cluster_script import ScriptedCluster, holds_the_last_token
@@ -22,6 +24,7 @@ from tests.services.router.scripted_answers import (
     text_of,
     tokens_of,
 )
+from tests.support.chat_templates import SHAPES
 from tests.support.scripted_ports import plain_channel
 
 
@@ -205,6 +208,21 @@ async def test_messages_go_through_the_chat_template(cluster: ScriptedCluster, t
     sent = list(cluster.taken()[0].token_ids)
     rendered = "<|user|>hi there<|end|><|assistant|>"
     assert sent == tokenizer.backend.encode(rendered, add_special_tokens=False).ids
+
+
+async def test_the_parts_of_a_message_reach_a_template_that_goes_over_parts(cluster: ScriptedCluster) -> None:
+    plain = AutoTokenizer.from_pretrained(resolve_model(MODEL))
+    plain.chat_template = SHAPES["parts, picked by type"]
+    tokenizer = ModelTokenizer(plain, cluster.tokenizer.vocab_size)
+    turns = [inference_pb2.Message(role="user", content="one"), inference_pb2.Message(role="user", parts=["a", "b"])]
+    messages = inference_pb2.Messages(messages=turns)
+    params = sampling_pb2.SamplingParams(max_tokens=1)
+    cluster.tokenizer = tokenizer
+    async with cluster.router() as router:
+        await collect(router.stub.Generate(inference_pb2.GenerateRequest(messages=messages, params=params), timeout=60))
+    text = tokenizer.backend.decode(list(cluster.taken()[0].token_ids), skip_special_tokens=False)
+    assert text == "<|user|>one\n<|user|>a\nb\n<|assistant|>"
+    tokenizer.close()
 
 
 async def test_unset_parameters_are_filled_in_before_a_request_is_placed(cluster: ScriptedCluster) -> None:

@@ -1,0 +1,211 @@
+"""Renders conversations with a model's chat template, and checks that the prompt has the text of every message."""
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2.sandbox import safe_range
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from kaveri.errors import DeadlineExceeded, InvalidArgument
+from kaveri.text.content_format import ContentFormat
+
+_MAX_RENDER_S = 10.0
+"""A template that writes nothing more within this time loops; 131,072 messages take less than 2 s."""
+_SAMPLE_RENDER_S = 2.0
+_SAMPLED_ROLES = (("user",), ("user", "assistant", "user"), ("system", "user"))
+_SAMPLE = "Kaveri sample"
+_SAMPLE_KEY = "kaveri_sample_key"
+"""In each part of a sample. A template that writes it dumps the list of parts instead of going over it."""
+_CLOSING_TAG = re.compile(r"</[^<>]*>|\[/[A-Z_]+\]|◁/think▷")
+_SWITCH = re.compile(r"/(?:no_?)?think\b")
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedTurn:
+    """One message as the template gets it."""
+
+    role: str
+    texts: Sequence[str]
+    """The text, or its parts."""
+
+
+class MissingText(Exception):
+    """The prompt lacks the text of a message."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+        """Index of the first such message."""
+
+
+class ChatTemplate:
+    """The chat template of one model.
+
+    A rendered prompt must have the text of every message, and be rendered again with joined parts where it has not.
+    What counts as the text: of an assistant's message, what comes after its last closing tag, because templates leave
+    out the reasoning of earlier turns; of any message, the text without white space at its ends, as it is, escaped as
+    JSON, or in pieces between the switches `/think` and `/no_think`, which some templates take out. A text that
+    also occurs elsewhere in the prompt counts as present.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, content_format: ContentFormat = ContentFormat.AUTO) -> None:
+        self._tokenizer = tokenizer
+        self._special_tokens: Mapping[str, Any] = tokenizer.special_tokens_map
+        self.content_format = self._detect() if content_format is ContentFormat.AUTO else content_format
+        """What the template gets: not AUTO."""
+        self._formats = [self.content_format]
+        if content_format is ContentFormat.AUTO and self.content_format is ContentFormat.OPENAI:
+            # A template may go over the parts of some roles only.
+            self._formats.append(ContentFormat.STRING)
+
+    def render(self, turns: Sequence[RenderedTurn], most_characters: int, deadline_s: float) -> str:
+        """The prompt, up to where the assistant speaks.
+
+        Raises MissingText when the prompt lacks the text of a message; InvalidArgument when the template refuses the
+        conversation or fails, and when it writes more than `most_characters` or for too long; DeadlineExceeded when
+        time.monotonic() reaches `deadline_s`.
+        """
+        lacking = None
+        for content_format in self._formats:
+            contents = [(turn.role, _contents(turn.texts, content_format)) for turn in turns]
+            prompt = self._write(_messages(contents, content_format), most_characters, deadline_s)
+            missing = first_missing(contents, prompt, deadline_s)
+            if missing is None:
+                return prompt
+            lacking = missing if lacking is None else lacking
+        assert lacking is not None
+        raise MissingText(lacking)
+
+    def samples(self) -> list[str]:
+        """What the template writes around messages of each usual role, as far as it takes the role."""
+        found = (self._sample(roles, self.content_format) for roles in _SAMPLED_ROLES)
+        return [sample for sample in found if sample is not None]
+
+    def _write(self, messages: list[dict[str, Any]], most_characters: int, deadline_s: float) -> str:
+        pieces: list[str] = []
+        overdue_s = time.monotonic() + _MAX_RENDER_S
+
+        def check() -> None:
+            now_s = time.monotonic()
+            if now_s > deadline_s:
+                raise DeadlineExceeded
+            if now_s > overdue_s:
+                raise _Refused(f"rendered by the model's chat template within {_MAX_RENDER_S:.0f} s")
+
+        try:
+            for piece in self._pieces(messages, check):
+                check()
+                pieces.append(piece)
+                most_characters -= len(piece)
+                if most_characters < 0:
+                    raise _Refused("shorter once rendered by the model's chat template: it is longer than the model")
+        except DeadlineExceeded:
+            raise
+        except Exception as error:
+            # Templates are programs that come with models: they raise what they like, RecursionError for example.
+            limit = f"as the model's chat template wants: {type(error).__name__}: {error!s:.200}"
+            if isinstance(error, _Refused):
+                limit = str(error)
+            roles = [message["role"] for message in messages[:8]]
+            raise InvalidArgument("prompt.messages", roles, limit) from error
+        return "".join(pieces)
+
+    def _pieces(self, messages: list[dict[str, Any]], check: Callable[[], None]) -> Any:
+        def checked_range(*arguments: int) -> range:
+            # Loops that write nothing.
+            check()
+            return safe_range(*arguments)
+
+        # As apply_chat_template(), which gives no pieces. Compiled templates are cached there.
+        template = _compile_jinja_template(self._tokenizer.get_chat_template())
+        return template.generate(
+            messages=messages,
+            tools=None,
+            documents=None,
+            add_generation_prompt=True,
+            range=checked_range,
+            **self._special_tokens,
+        )
+
+    def _detect(self) -> ContentFormat:
+        """OPENAI if the template writes the text of parts, and not as a dump of the list; else STRING."""
+        for roles in _SAMPLED_ROLES:
+            for content_format in (ContentFormat.OPENAI, ContentFormat.STRING):
+                sample = self._sample(roles, content_format)
+                if sample is not None and sample.count(_SAMPLE) >= len(roles) and _SAMPLE_KEY not in sample:
+                    return content_format
+        return ContentFormat.STRING
+
+    def _sample(self, roles: Sequence[str], content_format: ContentFormat) -> str | None:
+        messages = _messages([(role, [_SAMPLE]) for role in roles], content_format)
+        for message in messages:
+            if content_format is ContentFormat.OPENAI:
+                message["content"][0][_SAMPLE_KEY] = ""
+        try:
+            return self._write(messages, 2**20, time.monotonic() + _SAMPLE_RENDER_S)
+        except (InvalidArgument, DeadlineExceeded):
+            return None
+
+
+class _Refused(Exception):
+    """A limit that a rendered prompt breaks."""
+
+
+def _contents(texts: Sequence[str], content_format: ContentFormat) -> Sequence[str]:
+    return texts if content_format is ContentFormat.OPENAI else ["\n".join(texts)]
+
+
+def _messages(contents: Sequence[tuple[str, Sequence[str]]], content_format: ContentFormat) -> list[dict[str, Any]]:
+    if content_format is ContentFormat.OPENAI:
+        return [
+            {"role": role, "content": [{"type": "text", "text": text} for text in texts]} for role, texts in contents
+        ]
+    return [{"role": role, "content": texts[0]} for role, texts in contents]
+
+
+def first_missing(contents: Sequence[tuple[str, Sequence[str]]], prompt: str, deadline_s: float) -> int | None:
+    """Index of the first message of which the prompt lacks a text.
+
+    Takes time that grows with the prompt's length alone where the template keeps the messages' order. System messages
+    may be elsewhere: their order is their own.
+    """
+    ends = {False: 0, True: 0}
+    for number, (role, texts) in enumerate(contents):
+        if time.monotonic() > deadline_s:
+            raise DeadlineExceeded
+        is_system = role in ("system", "developer")
+        for text in texts:
+            if role == "assistant":
+                text = text[max((found.end() for found in _CLOSING_TAG.finditer(text)), default=0) :]
+            end = _end_of(text.strip(), prompt, ends[is_system])
+            if end is None:
+                return number
+            ends[is_system] = end
+    return None
+
+
+def _end_of(text: str, prompt: str, start: int) -> int | None:
+    """Where `text` ends in the prompt, from `start` on if it is there. None: the prompt lacks it."""
+    end = _end_of_exactly(text, prompt, start)
+    if end is None:
+        end = _end_of_exactly(json.dumps(text, ensure_ascii=False)[1:-1], prompt, start)
+    if end is None and _SWITCH.search(text):
+        end = start
+        for piece in _SWITCH.split(text):
+            found = _end_of_exactly(piece.strip(), prompt, end)
+            if found is None:
+                return None
+            end = found
+    return end
+
+
+def _end_of_exactly(text: str, prompt: str, start: int) -> int | None:
+    found = prompt.find(text, start)
+    if found < 0 < start:
+        found = prompt.find(text)
+    return None if found < 0 else found + len(text)
