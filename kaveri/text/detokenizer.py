@@ -40,14 +40,18 @@ class Detokenizer:
     ) -> None:
         """backend: shared with others. stop: texts that end the answer; the text is cut before the first match.
         min_tokens: a stop text that is complete with so many tokens is ignored, as in vLLM. skipped_ids: the special
-        tokens, which have no text. plain: spares the decoding of most tokens. known_characters: of the answer, in
-        which stop texts were looked for already: those that end there are not found again."""
+        tokens, which have no text; where one is itself a stop text, it ends the answer. plain: spares the decoding of
+        most tokens. known_characters: of the answer, in which stop texts were looked for already: those that end there
+        are not found again."""
         self._backend = backend
         self._plain = plain
         self._matcher = StopMatcher(stop, known_characters) if stop else None
         self._ignoring = min_tokens + 1 if min_tokens else 0
         """Tokens until one may complete a stop text, that one included."""
         self._skipped_ids = skipped_ids
+        ids = ((backend.token_to_id(text), text) for text in stop)
+        self._hidden_stops = {token_id: text for token_id, text in ids if token_id in skipped_ids}
+        """Stop texts that are special tokens, by id."""
         # Decoded together: [0, new) are sent, and are the context of the others     [new, end) are not sent, or not
         # completely
         self._window: list[int] = []
@@ -72,7 +76,7 @@ class Detokenizer:
             self._begin_with(token_id, plain)
             return self._scan(plain)
         if not self._has_text(token_id):
-            return ""
+            return self._flush_at_stop(token_id) if token_id in self._hidden_stops and not self._ignoring else ""
         self._window.append(token_id)
         piece = self._decided()
         return self._scan(piece) if piece else piece
@@ -95,6 +99,13 @@ class Detokenizer:
         if self._matcher is not None:
             other._matcher = self._matcher.copy()
         return other.flush()
+
+    def _flush_at_stop(self, token_id: int) -> str:
+        """The text held back, before a special token that is a stop text."""
+        rest = self.flush()
+        if not self.stopped:
+            self.stop_text = self._hidden_stops[token_id]
+        return rest
 
     def _begin_with(self, token_id: int, plain: str) -> None:
         """All text is decided up to this token, which is plain: what follows needs no other context."""

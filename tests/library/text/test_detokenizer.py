@@ -191,6 +191,9 @@ class Counting:
     def id_to_token(self, token_id: int) -> str | None:
         return self._backend.id_to_token(token_id)
 
+    def token_to_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
 
 @pytest.mark.parametrize("text", ["eos", "unknown id", "broken byte", "unfinished byte", "space", "word"])
 def test_the_work_per_token_is_bounded_whatever_is_repeated(family: ModelTokenizer, text: str) -> None:
@@ -258,3 +261,31 @@ def test_a_stop_text_that_is_complete_with_the_first_tokens_is_ignored(tokenizer
         assert decided.startswith(given), seed
     assert stopping.stopped == (expected is not None), seed
     assert given == (decided if expected is None else expected), seed
+
+
+@pytest.mark.parametrize("min_tokens", [0, 2, 3, 50])
+def test_a_special_token_that_is_a_stop_text_ends_the_answer_where_it_stands(
+    family: ModelTokenizer, min_tokens: int
+) -> None:
+    added = family.backend.get_added_tokens_decoder()
+    special, other = [number for number, token in sorted(added.items()) if token.special][-2:]
+    stop = added[special].content
+    hello = family.backend.encode("hello there", add_special_tokens=False).ids
+    # "there!" may begin with the last word, which is held back until then.
+    detokenizer = family.detokenizer([], ("never", stop, "there!"), min_tokens)
+    answer, count = [*hello, other, special, *hello, special], 0
+    text = ""
+    while not detokenizer.stopped and count < len(answer):
+        text += detokenizer.push(answer[count])
+        count += 1
+    ends = [number + 1 for number, token_id in enumerate(answer) if token_id == special and number + 1 > min_tokens]
+    assert count == (ends[0] if ends else len(answer))
+    assert detokenizer.stop_text == (stop if ends else None)
+    assert text + detokenizer.flush() == decoded(family, answer[:count])
+
+
+def test_a_stop_text_before_a_special_token_comes_first(llama2: ModelTokenizer) -> None:
+    answer = [*llama2.backend.encode("a b", add_special_tokens=False).ids, llama2.backend.token_to_id("</s>")]
+    detokenizer = llama2.detokenizer([], ("b", "</s>"))
+    assert "".join(detokenizer.push(token_id) for token_id in answer[:-1]) == "a "
+    assert detokenizer.stop_text == "b"
