@@ -85,6 +85,8 @@ class PromptToken:
     """What it stands for, alone: a part of a character is U+FFFD."""
     logprobs: Logprobs | None
     """None: it is the first one, before which nothing comes."""
+    raw_bytes: bytes = b""
+    """Its bytes where they are not those of the text in UTF-8; else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

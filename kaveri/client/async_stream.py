@@ -156,7 +156,10 @@ class AsyncStream:
 def _prompt_tokens(message: sampling_pb2.PromptLogprobs) -> tuple[PromptToken, ...]:
     return tuple(
         PromptToken(
-            token_id=token_id, text=entry.text, logprobs=logprobs_from_proto(entry) if message.first + place else None
+            token_id=token_id,
+            text=entry.text,
+            logprobs=logprobs_from_proto(entry) if message.first + place else None,
+            raw_bytes=entry.raw_bytes,
         )
         for place, (token_id, entry) in enumerate(zip(message.token_ids, message.logprobs, strict=True))
     )

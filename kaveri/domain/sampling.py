@@ -202,3 +202,9 @@ class Logprobs:
     """What this token stands for, alone: a part of a character is U+FFFD. Empty: not known here."""
     top_texts: tuple[str, ...] = field(default=(), compare=False)
     """The same for each of `top`, or nothing."""
+    raw_bytes: bytes = field(default=b"", compare=False)
+    """This token's bytes where they are not those of its text in UTF-8, as of a part of a character; else empty."""
+    top_raw_bytes: tuple[bytes, ...] = field(default=(), compare=False)
+    """The same for each of `top`, or nothing."""
+    text_offset: int = field(default=0, compare=False)
+    """Characters of the answer before the text of this token, or before the character that it is a part of."""

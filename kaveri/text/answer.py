@@ -38,6 +38,8 @@ class AnswerPart(NamedTuple):
     """One for each of them; None of position 0."""
     first_character: int = 0
     """Characters of the answer before the text."""
+    text_offsets: Sequence[int] = ()
+    """Of each token with logprobs: where its text begins, or its character's, in characters of the answer."""
 
 
 class Answer:
@@ -59,6 +61,8 @@ class Answer:
         self._text: deque[tuple[int, str]] = deque()
         """Pieces with the number of tokens that had come when each was decided."""
         self._logprobs: list[Any] = []
+        self._text_offsets: list[int] = []
+        """One for each of them."""
         self._skipped_characters = 0
         self._taken_characters = 0
         self.withholds_last = False
@@ -114,6 +118,7 @@ class Answer:
             self.token_ids.append(token_id)
             if logprobs:
                 self._logprobs.append(logprobs[position])
+                self._text_offsets.append(self._detokenizer.decided_characters)
             if position < text_count:
                 self._add_text(self._detokenizer.push(token_id))
                 if self._detokenizer.stopped:
@@ -156,8 +161,15 @@ class Answer:
         self._taken_characters += len(text)
         if not self._logprobs:
             return AnswerPart(index, token_ids, text, (), first_character=first_character)
-        part = AnswerPart(index, token_ids, text, self._logprobs[:count], first_character=first_character)
-        del self._logprobs[:count]
+        part = AnswerPart(
+            index,
+            token_ids,
+            text,
+            self._logprobs[:count],
+            first_character=first_character,
+            text_offsets=self._text_offsets[:count],
+        )
+        del self._logprobs[:count], self._text_offsets[:count]
         return part
 
     def _take_prompt(self) -> AnswerPart:

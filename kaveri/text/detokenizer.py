@@ -58,6 +58,8 @@ class Detokenizer:
         self._new = 0
         self._left = ""
         """The text of the window that was sent, or belongs to the prompt."""
+        self.decided_characters = 0
+        """Characters of the answer that are decided, with those that are held back for a stop text."""
         self.stop_text: str | None = None
         """The stop text that was found."""
         self._begin_after(prompt_token_ids)
@@ -166,6 +168,7 @@ class Detokenizer:
         return token_id not in self._skipped_ids and self._backend.id_to_token(token_id) is not None
 
     def _scan(self, piece: str) -> str:
+        self.decided_characters += len(piece)
         if self._matcher is None:
             return piece
         text, self.stop_text = self._matcher.push(piece, ignores=bool(self._ignoring))

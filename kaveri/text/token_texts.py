@@ -1,9 +1,21 @@
 """What single tokens stand for, as reports about tokens show them."""
 
+import re
+from typing import NamedTuple
+
 from tokenizers import Tokenizer
 
-_WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
-"""Stands for a space before a word in the vocabularies of SentencePiece."""
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class TokenPiece(NamedTuple):
+    """What a token adds to a text."""
+
+    text: str
+    """A part of a character is U+FFFD. Empty for an id without a token."""
+    raw_bytes: bytes
+    """Its bytes where they are not those of the text in UTF-8, else empty."""
 
 
 class TokenTexts:
@@ -12,19 +24,50 @@ class TokenTexts:
     def __init__(self, backend: Tokenizer) -> None:
         """backend: shared with others."""
         self._backend = backend
-        self._texts: dict[int, str] = {}
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        # Decoders leave out the space before the first word, so a token is decoded after another one.
+        self._before = backend.encode("a", add_special_tokens=False).ids[-1:]
+        self._text_before = str(backend.decode(self._before))
+        self._pieces: dict[int, TokenPiece] = {}
 
-    def text(self, token_id: int) -> str:
-        """The token's text, alone; a part of a character is U+FFFD. Empty for an id without a token."""
-        text = self._texts.get(token_id)
-        if text is None:
-            text = self._texts[token_id] = self._look_up(token_id)
-        return text
+    def piece(self, token_id: int) -> TokenPiece:
+        """What the token stands for, alone."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._look_up(token_id)
+        return piece
 
-    def _look_up(self, token_id: int) -> str:
+    def _look_up(self, token_id: int) -> TokenPiece:
         token = self._backend.id_to_token(token_id)
         if token is None:
-            return ""
-        text = str(self._backend.decode([token_id], skip_special_tokens=False))
-        # A decoder of SentencePiece leaves out the space before the first word.
-        return " " + text if token.startswith(_WORD_START) and not text.startswith(" ") else text
+            return TokenPiece("", b"")
+        if token_id in self._special_ids:
+            return TokenPiece(token, b"")
+        text = str(self._backend.decode([*self._before, token_id], skip_special_tokens=False))
+        if _REPLACEMENT in text or not text.startswith(self._text_before):
+            text = str(self._backend.decode([token_id], skip_special_tokens=False))
+        else:
+            text = text[len(self._text_before) :]
+        return TokenPiece(text, _bytes_of(token) if _REPLACEMENT in text else b"")
+
+
+def _bytes_of(token: str) -> bytes:
+    """The bytes that an entry of a vocabulary stands for; none if they are written in neither known way."""
+    if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
+        return bytes.fromhex(byte[1])
+    try:
+        return bytes(_BYTE_OF_LETTER[letter] for letter in token)
+    except KeyError:
+        return b""
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letters of byte-level vocabularies: printable ones of Latin-1 stand for their own byte, the others follow
+    from U+0100 on. GPT-2, encoder.py, bytes_to_unicode."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_OF_LETTER = _byte_letters()

@@ -19,7 +19,7 @@ from kaveri.text.content_format import ContentFormat
 from kaveri.text.control_tokens import ControlTokens
 from kaveri.text.detokenizer import Detokenizer
 from kaveri.text.plain_tokens import PlainTokens
-from kaveri.text.token_texts import TokenTexts
+from kaveri.text.token_texts import TokenPiece, TokenTexts
 
 ResultT = TypeVar("ResultT")
 _INLINE_CHARACTERS = 1_024
@@ -157,7 +157,11 @@ class ModelTokenizer:
 
     def token_text(self, token_id: int) -> str:
         """What a token stands for, alone; a part of a character is U+FFFD. Empty for an id without a token."""
-        return self._token_texts.text(token_id)
+        return self.token_piece(token_id).text
+
+    def token_piece(self, token_id: int) -> TokenPiece:
+        """The same with its bytes, where those are not the text's."""
+        return self._token_texts.piece(token_id)
 
     async def encode_chat(self, messages: Sequence[Turn], max_tokens: int, deadline_s: float) -> list[int]:
         """Token ids of a conversation, rendered with the chat template up to where the assistant speaks. Control tokens

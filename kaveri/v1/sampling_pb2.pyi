@@ -156,6 +156,7 @@ class TokenLogprob(_message.Message):
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    RAW_BYTES_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """Id in the model's vocabulary."""
     logprob: _builtins.float
@@ -164,16 +165,19 @@ class TokenLogprob(_message.Message):
     """What the token stands for, alone: a part of a character becomes U+FFFD. Set by routers, where
     GenerateRequest.token_texts is set.
     """
+    raw_bytes: _builtins.bytes
+    """The token's bytes where they are not those of text in UTF-8, as of a part of a character; else empty. Set with text."""
     def __init__(
         self,
         *,
         token_id: _builtins.int = ...,
         logprob: _builtins.float = ...,
         text: _builtins.str = ...,
+        raw_bytes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "raw_bytes", b"raw_bytes", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -188,10 +192,18 @@ class Logprobs(_message.Message):
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    RAW_BYTES_FIELD_NUMBER: _builtins.int
+    TEXT_OFFSET_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
     """Log-probability of the token that was drawn, or that the prompt has there."""
     text: _builtins.str
     """As TokenLogprob.text, of the token that was drawn, or that the prompt has there."""
+    raw_bytes: _builtins.bytes
+    """As TokenLogprob.raw_bytes, of that token."""
+    text_offset: _builtins.int
+    """Characters (Unicode code points) of the answer before the text of that token, or before the character that it is a
+    part of. Set by routers; 0 for tokens of the prompt.
+    """
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
         """The most likely tokens, the likeliest first; their number is SamplingParams.logprobs, or prompt_logprobs."""
@@ -202,10 +214,12 @@ class Logprobs(_message.Message):
         logprob: _builtins.float = ...,
         top: _abc.Iterable[Global___TokenLogprob] | None = ...,
         text: _builtins.str = ...,
+        raw_bytes: _builtins.bytes = ...,
+        text_offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "text", b"text", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "raw_bytes", b"raw_bytes", "text", b"text", "text_offset", b"text_offset", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

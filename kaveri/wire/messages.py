@@ -107,13 +107,16 @@ def prompt_logprobs_to_proto(first: int, entries: Iterable[Logprobs]) -> samplin
 
 
 def name_tokens(
-    token_ids: Sequence[int], reports: Iterable[sampling_pb2.Logprobs], token_text: Callable[[int], str]
+    token_ids: Sequence[int],
+    reports: Iterable[sampling_pb2.Logprobs],
+    token_piece: Callable[[int], tuple[str, bytes]],
 ) -> None:
-    """Writes what tokens stand for into their reports, one of each token."""
+    """Writes what tokens stand for into their reports, one of each token. token_piece: text, and bytes if they are not
+    the text's."""
     for token_id, report in zip(token_ids, reports, strict=False):
-        report.text = token_text(token_id)
+        report.text, report.raw_bytes = token_piece(token_id)
         for likely in report.top:
-            likely.text = token_text(likely.token_id)
+            likely.text, likely.raw_bytes = token_piece(likely.token_id)
 
 
 def logprobs_from_proto(message: sampling_pb2.Logprobs) -> Logprobs:
@@ -124,6 +127,9 @@ def logprobs_from_proto(message: sampling_pb2.Logprobs) -> Logprobs:
         tuple((entry.token_id, entry.logprob) for entry in top),
         message.text,
         texts if any(texts) else (),
+        message.raw_bytes,
+        tuple(entry.raw_bytes for entry in top) if any(texts) else (),
+        message.text_offset,
     )
 
 

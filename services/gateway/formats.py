@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from kaveri.client.answer import Chunk, PromptToken, Usage
 from kaveri.domain.sampling import Logprobs
 from services.gateway.asked import Asked, UsageEvents
-from services.gateway.shown_prompts import ShownPrompt
+from services.gateway.shown_prompts import PromptOffsets, ShownPrompt
 
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream that has not failed."""
@@ -89,8 +89,8 @@ class AnswerFormat:
         """Of the answers that have ended."""
         self._counts: dict[int, int] = {}
         """Tokens of each answer so far."""
-        self._offsets: dict[int, int] = {}
-        """Characters of the tokens that reports have named."""
+        self._offsets: dict[int, PromptOffsets] = {}
+        """Of the prompts that come before answers and are reported on."""
         self._gathered: dict[int, _Gathered] = {}
         """Of answers that are shown whole."""
         self._prompts: dict[int, list[PromptToken]] = {}
@@ -266,13 +266,14 @@ class CompletionFormat(AnswerFormat):
         return b'"text":' + text
 
     def _report(self, index: int, logprobs: Sequence[Logprobs], prompt: Sequence[PromptToken]) -> dict[str, object]:
+        text = self._shown_of(index).text
+        if prompt and index not in self._offsets:
+            self._offsets[index] = PromptOffsets(text)
+        offsets = [self._offsets[index].next(token.text, token.raw_bytes) for token in prompt]
+        offsets += [len(text) + entry.text_offset for entry in logprobs]
         tokens = [token.text for token in prompt] + [entry.text for entry in logprobs]
         # None: the prompt's first token, before which nothing comes.
         entries = [*(token.logprobs for token in prompt), *logprobs]
-        offsets = []
-        for text in tokens:
-            offsets.append(self._offsets.get(index, 0))
-            self._offsets[index] = offsets[-1] + len(text)
         return {
             "tokens": tokens,
             "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
@@ -297,7 +298,13 @@ class ChatFormat(AnswerFormat):
 
     def _report(self, index: int, logprobs: Sequence[Logprobs], prompt: Sequence[PromptToken]) -> dict[str, object]:
         content = [
-            {**_token(entry.text, entry.logprob), "top_logprobs": [_token(text, value) for text, value in _top(entry)]}
+            {
+                **_token(entry.text, entry.raw_bytes, entry.logprob),
+                "top_logprobs": [
+                    _token(text, raw_bytes, value)
+                    for (text, value), raw_bytes in zip(_top(entry), entry.top_raw_bytes, strict=False)
+                ],
+            }
             for entry in logprobs
         ]
         return {"content": content, "refusal": None}
@@ -319,8 +326,8 @@ def _ranked(logprob: float, rank: int | None, text: str) -> dict[str, object]:
     return {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
 
 
-def _token(text: str, logprob: float) -> dict[str, object]:
-    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+def _token(text: str, raw_bytes: bytes, logprob: float) -> dict[str, object]:
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(raw_bytes or text.encode())}
 
 
 def _top(entry: Logprobs) -> list[tuple[str, float]]:

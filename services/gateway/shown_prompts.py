@@ -8,6 +8,47 @@ from kaveri.client.async_client import AsyncClient
 from kaveri.errors import InvalidArgument
 from services.gateway.asked import Asked, Prompt, is_token_ids
 
+_LOOK_AHEAD_BYTES = 32
+"""How far a token's text may be from where it is expected: a tokenizer may have changed or dropped what is between."""
+
+
+class PromptOffsets:
+    """Finds where the tokens of a shown prompt begin in its text, one after another."""
+
+    def __init__(self, text: str) -> None:
+        self._bytes = text.encode()
+        self._position = 0
+        self._characters = 0
+        """Begun before the position."""
+        self._look_ahead_bytes = 0
+        """None for the first token: one that the tokenizer adds may occur later in the text."""
+
+    def next(self, text: str, raw_bytes: bytes) -> int:
+        """Characters before the next token, or before the character that it is a part of. A token that is not in the
+        text, as a first one that the tokenizer adds, begins where the one after it begins."""
+        token = raw_bytes or text.encode()
+        bare = token.removeprefix(b" ")
+        if self._position == 0 and self._bytes.startswith(bare) and not self._bytes.startswith(token):
+            # Tokenizers of words put a space before the first one.
+            token = bare
+        found = self._bytes.find(token, self._position, self._position + len(token) + self._look_ahead_bytes)
+        self._look_ahead_bytes = _LOOK_AHEAD_BYTES
+        if found >= 0:
+            self._move(found)
+        offset = self._characters - self._is_inside()
+        if found >= 0:
+            self._move(found + len(token))
+        return offset
+
+    def _is_inside(self) -> bool:
+        """Whether the position is within a character."""
+        return self._position < len(self._bytes) and self._bytes[self._position] & 0xC0 == 0x80
+
+    def _move(self, position: int) -> None:
+        passed = self._bytes[self._position : position]
+        self._characters += sum(byte & 0xC0 != 0x80 for byte in passed)
+        self._position = position
+
 
 @dataclass(frozen=True, slots=True)
 class ShownPrompt:

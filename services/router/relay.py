@@ -26,11 +26,11 @@ async def write_answer(
     context: ServicerContext,
     slow_reader_s: float,
     routers: Callable[[], list[str]] = list,
-    token_text: Callable[[int], str] | None = None,
+    token_piece: Callable[[int], tuple[str, bytes]] | None = None,
     address_of: Callable[[InstanceLife], str] = lambda decode: "",
 ) -> None:
     """Writes the entry's output until it has ended. routers: addresses that the client may re-attach through.
-    token_text: names the tokens of reports; None: they are not named. address_of: where clients can read a decode
+    token_piece: names the tokens of reports; None: they are not named. address_of: where clients can read a decode
     instance's tokens themselves; empty: not now.
 
     Raises the error that it ended with, and SlowReader when the client takes longer than `slow_reader_s` to read one
@@ -38,7 +38,7 @@ async def write_answer(
     sent away gets all output that is here first, and the addresses once more.
     """
     async with ReadLimit(slow_reader_s) as limit:
-        await _write(entry, context, limit, routers, token_text, address_of)
+        await _write(entry, context, limit, routers, token_piece, address_of)
 
 
 async def _write(
@@ -46,7 +46,7 @@ async def _write(
     context: ServicerContext,
     limit: ReadLimit,
     routers: Callable[[], list[str]],
-    token_text: Callable[[int], str] | None,
+    token_piece: Callable[[int], tuple[str, bytes]] | None,
     address_of: Callable[[InstanceLife], str],
 ) -> None:
     answer = entry.answer
@@ -61,10 +61,12 @@ async def _write(
         response = inference_pb2.GenerateResponse(index=part.first_index, token_ids=part.token_ids, text=part.text)
         if part.logprobs:
             response.logprobs.extend(part.logprobs)
-            if token_text is not None:
-                name_tokens(part.token_ids, response.logprobs, token_text)
+            for report, text_offset in zip(response.logprobs, part.text_offsets, strict=True):
+                report.text_offset = text_offset
+            if token_piece is not None:
+                name_tokens(part.token_ids, response.logprobs, token_piece)
         if part.prompt_logprobs:
-            _report_prompt(part, response, token_text)
+            _report_prompt(part, response, token_piece)
         ended = has_ended and not answer.has_output
         if is_first or (ended and error is not None):
             response.routers.extend(routers())
@@ -94,14 +96,14 @@ async def _write(
 
 
 def _report_prompt(
-    part: AnswerPart, response: inference_pb2.GenerateResponse, token_text: Callable[[int], str] | None
+    part: AnswerPart, response: inference_pb2.GenerateResponse, token_piece: Callable[[int], tuple[str, bytes]] | None
 ) -> None:
     report = response.prompt_logprobs
     report.first = part.first_position
     report.token_ids.extend(part.prompt_token_ids)
     report.logprobs.extend(sampling_pb2.Logprobs() if entry is None else entry for entry in part.prompt_logprobs)
-    if token_text is not None:
-        name_tokens(part.prompt_token_ids, report.logprobs, token_text)
+    if token_piece is not None:
+        name_tokens(part.prompt_token_ids, report.logprobs, token_piece)
 
 
 def _offer(

@@ -382,7 +382,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 router.workload.note_arrival(arrived_s)
             placing = router.placer.start(entry)
             try:
-                texts = router.tokenizer.token_text if request.token_texts else None
+                texts = router.tokenizer.token_piece if request.token_texts else None
                 addresses = partial(self._addresses, progress.is_public)
                 await write_answer(
                     entry, context, router.config.slow_reader_s, addresses, texts, router.placer.address_of

@@ -142,3 +142,35 @@ FAMILIES: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     "mistral": mistral,
     "gemma": gemma,
 }
+
+
+def unigram() -> Tokenizer:
+    """As T5's and XLM-R's."""
+    backend = Tokenizer(models.Unigram())
+    backend.normalizer = normalizers.NFKC()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    special = ["<unk>", "<s>", "</s>"]
+    trainer = trainers.UnigramTrainer(vocab_size=120, special_tokens=special, unk_token="<unk>", show_progress=False)
+    backend.train_from_iterator(_CORPUS, trainer)
+    return backend
+
+
+def word_piece() -> Tokenizer:
+    """As BERT's, without its cleaning of spaces before punctuation."""
+    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=False)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    special = ["[UNK]", "[CLS]", "[SEP]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=200, special_tokens=special, show_progress=False)
+    backend.train_from_iterator(_CORPUS, trainer)
+    return backend
+
+
+BACKENDS: dict[str, Callable[[], Tokenizer]] = {
+    **{name: lambda make=make: make().backend_tokenizer for name, make in FAMILIES.items()},  # type: ignore[misc]
+    "unigram": unigram,
+    "word piece": word_piece,
+}
+"""The tokenizers alone, and those of families without chats."""

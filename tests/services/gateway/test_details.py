@@ -81,6 +81,18 @@ async def test_echo_with_logprobs_reports_on_the_prompt_too(gateway: GatewayUnde
     assert plain["logprobs"]["tokens"] == texts[count:]
 
 
+async def test_the_offsets_of_a_prompt_count_characters_and_not_tokens_replacements(gateway: GatewayUnderTest) -> None:
+    prompt = "naïve 你好 🙂 end"
+    for stream in (False, True):
+        got = await gateway.complete(prompt=prompt, echo=True, logprobs=0, max_tokens=4, stream=stream)
+        choices = [event["choices"][0] for event in got.events] if stream else got.json["choices"]
+        text = "".join(choice["text"] for choice in choices)
+        reports = [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]
+        named = [each for report in reports for each in zip(report["tokens"], report["text_offset"], strict=True)]
+        assert any("\ufffd" in token for token, _ in named), "parts of characters"
+        assert all(text.startswith(token, offset) for token, offset in named if "\ufffd" not in token), named
+
+
 async def test_prompt_logprobs_are_shown_as_vllm_shows_them(gateway: GatewayUnderTest) -> None:
     ids = [300, 301, 302, 303]
     sdk = await gateway.sdk.generate(prompt_token_ids=ids, params=_params(max_tokens=5, prompt_logprobs=1))

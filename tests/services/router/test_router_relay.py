@@ -151,7 +151,11 @@ async def test_a_slow_reader_gets_a_long_answer_in_responses_of_a_bounded_size(
         assert len(responses) > 10
         assert tokens_of(responses) == answer(PROMPT, 400)
         assert text_of(responses) == router.router.tokenizer.backend.decode(answer(PROMPT, 400))
-        logprobs = [entry for response in responses for entry in response.logprobs]
+        logprobs = [each for response in responses for each in response.logprobs]
+        text_offsets = [each.text_offset for each in logprobs]
+        assert text_offsets == sorted(text_offsets)
+        for each in logprobs:
+            each.ClearField("text_offset")
         assert logprobs == [logprobs_at(index, 5) for index in range(400)]
         assert [bool(response.finish_reason) for response in responses] == [False] * (len(responses) - 1) + [True]
 
