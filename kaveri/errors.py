@@ -7,6 +7,7 @@ KaveriError
 ├── RequestNotFound       no such request is here: request_id, reason
 ├── NoCapacity            a queue or a pool is full now: role, retry_after_s
 ├── Unavailable           no instance can serve this now: retry_after_s
+│   └── EngineBroke       the instance's engine raised an exception in a step: suspect_until
 ├── Unauthenticated       the caller shows no key or certificate that is good here: reason
 ├── StaleAttempt          a newer attempt of the request is known: request_id, attempt, newest_attempt
 ├── DeadlineExceeded      the request's deadline has passed
@@ -15,7 +16,7 @@ KaveriError
 ├── Unsupported           this instance does not offer that: reason
 ├── LayoutMismatch        two KV pools cannot exchange blocks: field, ours, theirs
 ├── TransferFailed        a KV push ended without acceptance: reason
-├── EngineError           the engine failed: reason
+├── EngineError           the engine failed, on one request or as a whole: reason
 ├── InternalError         a bug in this process, written to its log: reason
 └── ConfigError           a setting is invalid; the process cannot start: field, reason
 
@@ -92,6 +93,16 @@ class Unavailable(KaveriError):
         self.retry_after_s = retry_after_s
 
 
+class EngineBroke(Unavailable):
+    """The instance's engine has raised an exception in a step, and ends. The request goes on elsewhere."""
+
+    def __init__(self, reason: str, suspect_until: int = 0) -> None:
+        """suspect_until: the request was in that step, and is a suspect until its answer has so many tokens. 0: it was
+        not, or another request was at fault."""
+        super().__init__(reason)
+        self.suspect_until = suspect_until
+
+
 class Unauthenticated(KaveriError):
     """The caller shows no key, or no certificate, that is good here."""
 
@@ -161,7 +172,8 @@ class TransferFailed(KaveriError):
 
 
 class EngineError(KaveriError):
-    """The engine failed; the process that hosts it should end."""
+    """The engine failed: as a whole, so that the process that hosts it should end; or on one request, which must not be
+    tried again."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"engine failed: {reason}")

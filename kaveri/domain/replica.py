@@ -68,6 +68,8 @@ class Resumption:
     """Tokens that the copy has, as its owner has said. 0: not known."""
     traceparent: str = ""
     """Of the span that what happens at the holder is below. Empty: the request is not traced."""
+    suspect_until: int = 0
+    """The request is a suspect until its answer has so many tokens: see kaveri.engine.contract.EngineRequest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ packs chunks and forms batches by itself, in the order in which the service subm
 the service, which submits late.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -63,6 +63,9 @@ class EngineRequest:
     """How many of token_ids were generated: the index, within the answer, of the next token."""
     params: SamplingParams
     """With max_tokens and seed set. max_tokens counts from the beginning of the answer."""
+    suspect_until: int = 0
+    """The request is a suspect until its answer has so many tokens: it was in a step that has raised an exception. A
+    step takes at most one suspect, and nothing beside it where the engine can help it. 0: it is no suspect."""
 
     @property
     def scores_prompt(self) -> bool:
@@ -280,6 +283,8 @@ class RequestFailed:
 
     key: EngineKey
     reason: str
+    is_final: bool = False
+    """Its own computation has raised an exception, and would on any other engine: it must not be placed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +292,9 @@ class EngineStopped:
     """The engine is broken and takes no more calls; the process should end. Sent at most once, as the last event."""
 
     reason: str
+    suspects: Mapping[EngineKey, int] | None = None
+    """A step has raised: its requests, each with its EngineRequest.suspect_until from now on. Empty when a suspect was
+    among them: RequestFailed has just ended that one, and the others are innocent. None: it broke outside of a step."""
 
 
 EngineEvent = (

@@ -29,15 +29,14 @@ class Outbox:
             self.put_count += 1
             self._events.append(event)
 
-    def close(self, last_event: EngineEvent | None = None) -> None:
-        """Takes no more events. With `last_event` what is queued still goes out, and that behind it; else nothing."""
+    def close(self, *last_events: EngineEvent) -> None:
+        """Takes no more events. With `last_events` what is queued still goes out, and those behind it; else nothing."""
         if self._closed:
             return
         self._closed = True
-        if last_event is None:
+        if not last_events:
             self._events.clear()
-        else:
-            self._events.append(last_event)
+        self._events.extend(last_events)
 
     def publish(self) -> None:
         """Hands everything queued to the listener in one call, unless another thread is at it: that one goes on."""

@@ -1,11 +1,12 @@
 """What the threads of an engine share, and the lock that guards it. Knows no request and no transfer."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from kaveri.engine.blame import StepMember, last_events
 from kaveri.engine.contract import EngineStats, EngineStopped
 from kaveri.engine.outbox import Outbox
 from kaveri.errors import EngineError
@@ -89,12 +90,14 @@ class Shared:
             self.outbox.close()
             self.work.notify()
 
-    def stop(self, reason: str) -> None:
-        """The engine is broken: every request is lost, and EngineStopped is the last event. Takes the lock."""
+    def stop(self, reason: str, members: Collection[StepMember] = ()) -> None:
+        """The engine is broken: every request is lost, and EngineStopped is the last event. Takes the lock.
+
+        members: the requests of the step that has raised; none: it broke outside of a step."""
         with self.lock:
             if self.broken is not None or self.closing:
                 return
-            self.outbox.close(EngineStopped(reason))
+            self.outbox.close(*(last_events(reason, members) if members else (EngineStopped(reason),)))
             self.broken = reason
             self.closing = True
             self.work.notify()

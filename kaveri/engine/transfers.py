@@ -29,7 +29,7 @@ from kaveri.engine.contract import (
 from kaveri.engine.kv_plane import Granted, KvPlane, PlaneEvent
 from kaveri.engine.pushes import first_token_of, ticket_refusal
 from kaveri.engine.shared import Shared
-from kaveri.errors import EngineError, InvalidArgument, KaveriError, RequestCancelled
+from kaveri.errors import EngineError, InvalidArgument, KaveriError, NoCapacity, RequestCancelled
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.receiver import TransferLanded, TransferMarked, TransferReleased
@@ -273,7 +273,9 @@ class Transfers(Generic[OwnerT]):
                 return
             awaited = self._take_awaited(owner)
             if awaited is None:
-                self._shared.outbox.put(RequestFailed(owner.key, str(error)))
+                self._shared.outbox.put(
+                    RequestFailed(owner.key, str(error), is_final=not isinstance(error, NoCapacity))
+                )
             self._account.end(owner)
         if awaited is not None:
             awaited.future.set_exception(error)

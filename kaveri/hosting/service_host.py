@@ -27,6 +27,8 @@ BROKEN_STATUS = 1
 """Exit status of a service that could not go on: its engine broke, or its work failed."""
 _STOP_GRACE_S = 1.0
 """Seconds for last messages to leave once nothing is in flight."""
+_LAST_WORD_S = 0.1
+"""Seconds for the errors of a service that broke to arrive."""
 
 
 class HostedService(Protocol):
@@ -138,6 +140,9 @@ class ServiceHost:
                     _log_posture(self._config)
                     status = await self._until_stopped(stopping, heartbeat)
                     await self._server.stop(_STOP_GRACE_S)
+                    if status:
+                        # Callers hear why their requests have ended before they hear that this instance has left.
+                        await asyncio.sleep(_LAST_WORD_S)
                     heartbeat.stop()
                     await beating
                     return status

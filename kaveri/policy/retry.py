@@ -30,6 +30,9 @@ class Setback(enum.Enum):
     """There was no connection: the instance knows nothing of the request."""
     LOST = "lost"
     """The instance had the request, and will not finish it."""
+    BROKEN = "broken"
+    """The instance had the request, and its engine has raised an exception. At most one of its requests is at fault,
+    and that one is found by its next attempt: none of them is counted."""
     REFUSED = "refused"
     """The holder of its replica does not go on with it. It is placed at once."""
 
@@ -115,6 +118,8 @@ def after_setback(
             after = replace(after, lost_attempts=state.lost_attempts + 1, pause_until_s=now_s + pause_s)
             if after.lost_attempts >= limits.max_attempts:
                 return None
+        case Setback.BROKEN:
+            after = replace(after, pause_until_s=now_s + pause_s)
     if at_fault is None:
         return after
     rest = _Rest(at_fault.incarnation, now_s + pause_s)

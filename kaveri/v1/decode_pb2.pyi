@@ -248,6 +248,7 @@ class ResumeRequest(_message.Message):
     MAY_PUSH_ON_FIELD_NUMBER: _builtins.int
     REPLICA_TOKENS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    SUSPECT_UNTIL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     session: _builtins.int
@@ -271,6 +272,8 @@ class ResumeRequest(_message.Message):
     counted yet. 0: not known.
     """
     traceparent: _builtins.str
+    """As in PrefillRequest."""
+    suspect_until: _builtins.int
     """As in PrefillRequest."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -301,10 +304,11 @@ class ResumeRequest(_message.Message):
         may_push_on: _builtins.bool = ...,
         replica_tokens: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        suspect_until: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params", "predicted_length", b"predicted_length"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "holder_incarnation", b"holder_incarnation", "may_push_on", b"may_push_on", "params", b"params", "predicted_length", b"predicted_length", "replica_tokens", b"replica_tokens", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "holder_incarnation", b"holder_incarnation", "may_push_on", b"may_push_on", "params", b"params", "predicted_length", b"predicted_length", "replica_tokens", b"replica_tokens", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "suspect_until", b"suspect_until", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -487,6 +491,7 @@ class ReserveRequest(_message.Message):
     RESERVATION_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PREFILL_INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    SUSPECT_UNTIL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, at most 128 bytes."""
     attempt: _builtins.int
@@ -513,6 +518,8 @@ class ReserveRequest(_message.Message):
     """As in PrefillRequest."""
     prefill_instance_id: _builtins.str
     """The prefill instance that asks. Empty: not known, as from one of a former version."""
+    suspect_until: _builtins.int
+    """As in PrefillRequest."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, followed by the tokens that earlier attempts have generated. Kept to recompute after a preemption."""
@@ -547,10 +554,11 @@ class ReserveRequest(_message.Message):
         reservation: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         prefill_instance_id: _builtins.str = ...,
+        suspect_until: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "params", b"params", "predicted_length", b"predicted_length"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "layout", b"layout", "params", b"params", "predicted_length", b"predicted_length", "prefill_instance_id", b"prefill_instance_id", "request_id", b"request_id", "reservation", b"reservation", "router_id", b"router_id", "secret", b"secret", "session", b"session", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "layout", b"layout", "params", b"params", "predicted_length", b"predicted_length", "prefill_instance_id", b"prefill_instance_id", "request_id", b"request_id", "reservation", b"reservation", "router_id", b"router_id", "secret", b"secret", "session", b"session", "suspect_until", b"suspect_until", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -796,6 +804,7 @@ class RequestTokens(_message.Message):
     REPLICA_FIELD_NUMBER: _builtins.int
     MOVED_FIELD_NUMBER: _builtins.int
     READ_HERE_FIELD_NUMBER: _builtins.int
+    ENGINE_FAULT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     attempt: _builtins.int
@@ -836,6 +845,10 @@ class RequestTokens(_message.Message):
     def replica(self) -> Global___Replica:
         """Where the request's copy is, when that or its size has changed. Unset: as it was."""
 
+    @_builtins.property
+    def engine_fault(self) -> Global___EngineFault:
+        """Set with error when the engine has raised an exception."""
+
     def __init__(
         self,
         *,
@@ -852,14 +865,43 @@ class RequestTokens(_message.Message):
         replica: Global___Replica | None = ...,
         moved: _builtins.bool = ...,
         read_here: _builtins.bool = ...,
+        engine_fault: Global___EngineFault | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica", "timing", b"timing"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine_fault", b"engine_fault", "replica", b"replica", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "moved", b"moved", "read_here", b"read_here", "replaced", b"replaced", "replica", b"replica", "request_id", b"request_id", "session", b"session", "timing", b"timing", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "engine_fault", b"engine_fault", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "moved", b"moved", "read_here", b"read_here", "replaced", b"replaced", "replica", b"replica", "request_id", b"request_id", "session", b"session", "timing", b"timing", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RequestTokens: _TypeAlias = RequestTokens  # noqa: Y015
+
+@_typing.final
+class EngineFault(_message.Message):
+    """What an exception of an engine means for one request that the engine had."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IS_FINAL_FIELD_NUMBER: _builtins.int
+    SUSPECT_UNTIL_FIELD_NUMBER: _builtins.int
+    is_final: _builtins.bool
+    """The request's own computation has raised: the router ends it, and places it nowhere."""
+    suspect_until: _builtins.int
+    """The request was in the step that raised, and is a suspect from now on: see PrefillRequest. 0: it was not in that
+    step, or another request was at fault.
+    """
+    def __init__(
+        self,
+        *,
+        is_final: _builtins.bool = ...,
+        suspect_until: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_final", b"is_final", "suspect_until", b"suspect_until"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineFault: _TypeAlias = EngineFault  # noqa: Y015
 
 @_typing.final
 class StreamAnswersRequest(_message.Message):

@@ -147,6 +147,7 @@ class OwnerHint(_message.Message):
     DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
     HOLDER_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     HOLDER_INCARNATION_FIELD_NUMBER: _builtins.int
+    SUSPECT_UNTIL_FIELD_NUMBER: _builtins.int
     prefill_instance_id: _builtins.str
     """The prefill instance, or the one that does both phases."""
     prefill_incarnation: _builtins.int
@@ -159,6 +160,8 @@ class OwnerHint(_message.Message):
     """The decode instance that holds a copy of the request's KV cache."""
     holder_incarnation: _builtins.int
     """Its life."""
+    suspect_until: _builtins.int
+    """As in PrefillRequest."""
     def __init__(
         self,
         *,
@@ -168,10 +171,11 @@ class OwnerHint(_message.Message):
         decode_incarnation: _builtins.int = ...,
         holder_instance_id: _builtins.str = ...,
         holder_incarnation: _builtins.int = ...,
+        suspect_until: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "decode_instance_id", b"decode_instance_id", "holder_incarnation", b"holder_incarnation", "holder_instance_id", b"holder_instance_id", "prefill_incarnation", b"prefill_incarnation", "prefill_instance_id", b"prefill_instance_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "decode_instance_id", b"decode_instance_id", "holder_incarnation", b"holder_incarnation", "holder_instance_id", b"holder_instance_id", "prefill_incarnation", b"prefill_incarnation", "prefill_instance_id", b"prefill_instance_id", "suspect_until", b"suspect_until"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

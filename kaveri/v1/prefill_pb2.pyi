@@ -391,6 +391,7 @@ class PrefillRequest(_message.Message):
     SECRET_FIELD_NUMBER: _builtins.int
     SILENT_DECODE_IDS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    SUSPECT_UNTIL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, at most 128 bytes."""
     attempt: _builtins.int
@@ -410,6 +411,11 @@ class PrefillRequest(_message.Message):
     """The client's secret, as in GenerateRequest. Unset: the request ends with its router."""
     traceparent: _builtins.str
     """The span that what happens here is below, as W3C's traceparent. Empty: the request is not traced."""
+    suspect_until: _builtins.int
+    """The request is a suspect until its answer has this many tokens: it was in a step that has raised an exception. An
+    engine computes at most one suspect in a step, and nothing beside it where it can. A step that raises with a suspect
+    in it is the fault of the suspect alone, which ends. 0: it is no suspect.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, followed by the tokens that earlier attempts have generated."""
@@ -435,10 +441,11 @@ class PrefillRequest(_message.Message):
         secret: _builtins.bytes = ...,
         silent_decode_ids: _abc.Iterable[_builtins.str] | None = ...,
         traceparent: _builtins.str = ...,
+        suspect_until: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "params", b"params", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "silent_decode_ids", b"silent_decode_ids", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "params", b"params", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "silent_decode_ids", b"silent_decode_ids", "suspect_until", b"suspect_until", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

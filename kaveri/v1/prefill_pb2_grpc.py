@@ -88,7 +88,9 @@ class PrefillServiceServicer(object):
         handed over as before and waits --orphan-grace-s for AttachPrefill. A router that gives a request up calls AbortPrefill.
         Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT (does not fit this engine, or no decode instance), ABORTED
         (a newer attempt is known), ALREADY_EXISTS (another request with this id, or another session, has replaced this
-        one), UNAVAILABLE (draining, its engine broke, or there is no decode instance with the same KV layout).
+        one), INTERNAL (the request's own computation has raised an exception: it must not be placed again), UNAVAILABLE
+        (draining, there is no decode instance with the same KV layout, or its engine broke: the error says whether the
+        request is a suspect, see PrefillRequest).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -40,7 +40,9 @@ class PrefillServiceStub:
     handed over as before and waits --orphan-grace-s for AttachPrefill. A router that gives a request up calls AbortPrefill.
     Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT (does not fit this engine, or no decode instance), ABORTED
     (a newer attempt is known), ALREADY_EXISTS (another request with this id, or another session, has replaced this
-    one), UNAVAILABLE (draining, its engine broke, or there is no decode instance with the same KV layout).
+    one), INTERNAL (the request's own computation has raised an exception: it must not be placed again), UNAVAILABLE
+    (draining, there is no decode instance with the same KV layout, or its engine broke: the error says whether the
+    request is a suspect, see PrefillRequest).
     """
     AttachPrefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.AttachPrefillRequest, _prefill_pb2.AttachPrefillResponse]
     """Makes the caller the router of a request that is here, or ended here less than --orphan-grace-s ago: `attached`
@@ -86,7 +88,9 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     handed over as before and waits --orphan-grace-s for AttachPrefill. A router that gives a request up calls AbortPrefill.
     Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT (does not fit this engine, or no decode instance), ABORTED
     (a newer attempt is known), ALREADY_EXISTS (another request with this id, or another session, has replaced this
-    one), UNAVAILABLE (draining, its engine broke, or there is no decode instance with the same KV layout).
+    one), INTERNAL (the request's own computation has raised an exception: it must not be placed again), UNAVAILABLE
+    (draining, there is no decode instance with the same KV layout, or its engine broke: the error says whether the
+    request is a suspect, see PrefillRequest).
     """
     AttachPrefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.AttachPrefillRequest, _prefill_pb2.AttachPrefillResponse]  # type: ignore[assignment]
     """Makes the caller the router of a request that is here, or ended here less than --orphan-grace-s ago: `attached`
@@ -135,7 +139,9 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         handed over as before and waits --orphan-grace-s for AttachPrefill. A router that gives a request up calls AbortPrefill.
         Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT (does not fit this engine, or no decode instance), ABORTED
         (a newer attempt is known), ALREADY_EXISTS (another request with this id, or another session, has replaced this
-        one), UNAVAILABLE (draining, its engine broke, or there is no decode instance with the same KV layout).
+        one), INTERNAL (the request's own computation has raised an exception: it must not be placed again), UNAVAILABLE
+        (draining, there is no decode instance with the same KV layout, or its engine broke: the error says whether the
+        request is a suspect, see PrefillRequest).
         """
 
     @_abc_1.abstractmethod

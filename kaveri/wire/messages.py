@@ -15,12 +15,12 @@ from kaveri.domain.view import (
     Role,
     ViewedInstance,
 )
-from kaveri.errors import InvalidArgument
+from kaveri.errors import EngineBroke, EngineError, InvalidArgument
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.layout.parts import PartPlace
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, TicketPart
 from kaveri.seconds import DAY_S, require_seconds
-from kaveri.v1 import cluster_pb2, kv_pb2, predictor_pb2, sampling_pb2
+from kaveri.v1 import cluster_pb2, decode_pb2, kv_pb2, predictor_pb2, sampling_pb2
 
 _OLDEST_HEARTBEAT_S = 365 * DAY_S
 """While the store is away no lease ends, however old the last heartbeat is."""
@@ -347,3 +347,14 @@ def broadcast_to_proto(broadcast: LoadBroadcast) -> cluster_pb2.LoadBroadcast:
         sequence_number=broadcast.sequence_number,
         instances=[status_to_proto(status) for status in broadcast.instances],
     )
+
+
+def fault_to_proto(fault: EngineError | EngineBroke) -> decode_pb2.EngineFault:
+    """What an exception of an engine means for a request; its text travels beside it."""
+    if isinstance(fault, EngineError):
+        return decode_pb2.EngineFault(is_final=True)
+    return decode_pb2.EngineFault(suspect_until=fault.suspect_until)
+
+
+def fault_from_proto(message: decode_pb2.EngineFault, reason: str) -> EngineError | EngineBroke:
+    return EngineError(reason) if message.is_final else EngineBroke(reason, message.suspect_until)

@@ -81,6 +81,7 @@ def resumption_to_proto(resumption: Resumption) -> decode_pb2.ResumeRequest:
         may_push_on=resumption.may_push_on,
         replica_tokens=resumption.replica_tokens,
         traceparent=resumption.traceparent,
+        suspect_until=resumption.suspect_until,
     )
 
 
@@ -102,6 +103,7 @@ def resumption_from_proto(message: decode_pb2.ResumeRequest) -> Resumption:
         message.may_push_on,
         message.replica_tokens,
         message.traceparent,
+        message.suspect_until,
     )
 
 

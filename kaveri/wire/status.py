@@ -18,6 +18,7 @@ from grpc import aio
 from kaveri.errors import (
     ConfigError,
     DeadlineExceeded,
+    EngineBroke,
     EngineError,
     InternalError,
     InvalidArgument,
@@ -54,6 +55,7 @@ _CODES: dict[type[KaveriError], grpc.StatusCode] = {
     RequestNotFound: grpc.StatusCode.NOT_FOUND,
     NoCapacity: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
+    EngineBroke: grpc.StatusCode.UNAVAILABLE,
     Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     StaleAttempt: grpc.StatusCode.ABORTED,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -226,6 +228,8 @@ def _rebuild(info: error_details_pb2.ErrorInfo) -> KaveriError:
         case "Unavailable":
             retry = facts.get("retry_after_s")
             return Unavailable(facts["reason"], _seconds(retry) if retry else None)
+        case "EngineBroke":
+            return EngineBroke(facts["reason"], int(facts["suspect_until"]))
         case "Unauthenticated":
             return Unauthenticated(facts["reason"])
         case "StaleAttempt":

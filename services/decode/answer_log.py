@@ -6,6 +6,7 @@ from kaveri.domain.owner import Owner
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason, Logprobs
 from kaveri.engine.contract import TokenStep
+from kaveri.errors import EngineBroke, EngineError
 from services.decode.lifecycle import RequestTimes
 
 
@@ -18,6 +19,13 @@ class End:
     error: str = ""
     replaced: bool = False
     moved: bool = False
+    fault: EngineError | EngineBroke | None = None
+    """Set with error when the engine has raised an exception."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the request must not be placed again."""
+        return isinstance(self.fault, EngineError)
 
 
 GOING_ON = End()

@@ -42,7 +42,7 @@ def attached_of(request: DecodeRequest, attachment: Attachment) -> tuple[Attache
             reason = f"it ended before its client's last tokens: {log.end.error}"
             raise RequestNotFound(request.request_id, reason) from refusal
         raise
-    if log.end.error and not log.end.moved and attachment.generated_count >= log.next_index:
+    if log.end.error and not (log.end.moved or log.end.is_final) and attachment.generated_count >= log.next_index:
         # To take it over would be a lost attempt.
         raise RequestNotFound(request.request_id, f"it ended, and its client has all of its tokens: {log.end.error}")
     next_index = max(attachment.generated_count, generated_count)

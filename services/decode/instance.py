@@ -11,6 +11,7 @@ from kaveri.domain.owner import Ownership
 from kaveri.domain.replica import ReplicaLocation, Resumption
 from kaveri.domain.sampling import Logprobs, SamplingParams
 from kaveri.domain.view import InstanceLoad
+from kaveri.engine.blame import error_of_failure, error_of_stop
 from kaveri.engine.contract import (
     DecodeEngine,
     EngineEvent,
@@ -115,6 +116,7 @@ class DecodeInstance:
         reservation: int = 0,
         traceparent: str = "",
         placed_by: str = "",
+        suspect_until: int = 0,
     ) -> Ticket:
         """Reserves room. With `waits` a request without room waits in line until it has room; otherwise it is refused.
 
@@ -122,7 +124,7 @@ class DecodeInstance:
         is another request with the same id. A newer attempt takes over the place in line of an older one.
         reservation: the number of this call within the attempt; an earlier call that comes late is stale.
         traceparent: of the span that what happens here is below; empty: it is not traced.
-        placed_by: the prefill instance that asks; empty: not known.
+        placed_by: the prefill instance that asks; empty: not known. suspect_until: see EngineRequest.
 
         timeout_s: what is left of the request's time; when it is over the request ends here. Raises Unavailable
         (draining, also while it waits), LayoutMismatch, StaleAttempt, NoCapacity, InvalidArgument (can never fit),
@@ -133,7 +135,8 @@ class DecodeInstance:
             raise draining()
         info = self._engine.info
         info.layout.require_mappable(layout)
-        engine_request = EngineRequest(EngineKey(request_id, next(self._serials)), token_ids, generated_count, params)
+        key = EngineKey(request_id, next(self._serials))
+        engine_request = EngineRequest(key, token_ids, generated_count, params, suspect_until)
         # Before it can get a place in line: it would wait there forever.
         info.require_servable(engine_request)
         needed_blocks = self._room.needed_blocks(len(token_ids))
@@ -157,7 +160,8 @@ class DecodeInstance:
             raise draining()
         request_id, token_ids = resumption.request_id, resumption.token_ids
         key = EngineKey(request_id, next(self._serials))
-        engine_request = EngineRequest(key, token_ids, resumption.generated_count, resumption.params)
+        params, suspect_until = resumption.params, resumption.suspect_until
+        engine_request = EngineRequest(key, token_ids, resumption.generated_count, params, suspect_until)
         self._engine.info.require_servable(engine_request)
         needed_blocks = self._room.needed_blocks(len(token_ids))
         self._end_former(request_id, resumption.ownership)
@@ -243,8 +247,11 @@ class DecodeInstance:
         for event in events:
             if isinstance(event, StepTokens):
                 self._step(event.steps)
+            elif isinstance(event, EngineStopped):
+                for each in list(self._requests):
+                    self._take(each, lifecycle.Broken(error_of_stop(event, each.key)))
             # Aborted requests may still be spoken of.
-            elif not isinstance(event, EngineStopped) and (request := self._requests.by_key(event.key)) is not None:
+            elif (request := self._requests.by_key(event.key)) is not None:
                 match event:
                     case Landed():
                         if event.first_token_id is not None and request.engine_request.params.logprobs is None:
@@ -259,7 +266,7 @@ class DecodeInstance:
                     case Preempted():
                         self._take(request, lifecycle.BlocksLost())
                     case RequestFailed():
-                        self._take(request, lifecycle.Broken(event.reason))
+                        self._take(request, lifecycle.Broken(error_of_failure(event)))
         self._engine_room.admit()
         for request in landed:
             if isinstance(request.state, Ready):
@@ -312,7 +319,7 @@ class DecodeInstance:
 
     def fail_all(self, reason: str) -> None:
         for request in list(self._requests):
-            self._take(request, lifecycle.Broken(reason))
+            self._take(request, lifecycle.Broken(Unavailable(reason)))
         self.owners.streams.close_all()
 
     def _step(self, steps: Sequence[TokenStep]) -> None:
@@ -459,8 +466,8 @@ class DecodeInstance:
                 self._room.line.refused(request.request_id)
             case lifecycle.AbortInEngine():
                 self._engine.abort(request.key)
-            case lifecycle.TellRouter(error, replaced, moved):
-                self.owners.streams.fail(request, error, replaced, moved)
+            case lifecycle.TellRouter(error, replaced, moved, fault):
+                self.owners.streams.fail(request, End(error=error, replaced=replaced, moved=moved, fault=fault))
                 self.owners.keep(request, now_s)
             case lifecycle.KeepTokens(error):
                 self.owners.streams.drop(request)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kaveri.errors import (
     DeadlineExceeded,
+    EngineBroke,
     EngineError,
     KaveriError,
     NoCapacity,
@@ -211,7 +212,8 @@ class Moved:
 class Broken:
     """The engine has failed it, or the instance ends."""
 
-    reason: str
+    error: EngineError | Unavailable
+    """EngineError: it must not be placed again."""
 
 
 Event = (
@@ -269,6 +271,8 @@ class TellRouter:
     """Another request with the same id has begun."""
     moved: bool = False
     """It is to be resumed from its copy."""
+    fault: EngineError | EngineBroke | None = None
+    """The engine has raised an exception."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,11 +424,11 @@ def _given_up(state: State, event: CallEnded | AbortAsked | RivalCame | TimeOver
             return _ended(state, DecodeOutcome.DEADLINE, DeadlineExceeded())
         case RouterLost():
             return _ended(state, DecodeOutcome.ROUTER_GONE, tell=TellRouter("its router was away for too long"))
-        case Broken(reason):
+        case Broken(error):
             # Not aborted once it has landed: the engine has ended it, or ends with this process. An abort would have
             # the holder drop the copy from which it can go on.
-            tell = TellRouter(reason)
-            return _ended(state, DecodeOutcome.FAILED, Unavailable(reason), reason, tell, aborts=not _has_landed(state))
+            tell = TellRouter(error.reason, fault=error if isinstance(error, EngineError | EngineBroke) else None)
+            return _ended(state, DecodeOutcome.FAILED, error, str(error), tell, aborts=not _has_landed(state))
 
 
 def _ended(

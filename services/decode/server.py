@@ -20,6 +20,7 @@ from kaveri.wire.attempts import (
     ownership_from_proto,
 )
 from kaveri.wire.messages import (
+    fault_to_proto,
     finish_to_proto,
     layout_from_proto,
     length_from_proto,
@@ -77,6 +78,7 @@ class DecodeServer(DecodeServiceServicer):
                 reservation=request.reservation,
                 traceparent=request.traceparent,
                 placed_by=request.prefill_instance_id,
+                suspect_until=request.suspect_until,
             )
         except KaveriError as error:
             await abort(context, error)
@@ -236,6 +238,8 @@ def _to_proto(gained: GainedTokens) -> decode_pb2.RequestTokens:
         message.error = end.error
         message.replaced = end.replaced
         message.moved = end.moved
+        if end.fault is not None:
+            message.engine_fault.CopyFrom(fault_to_proto(end.fault))
     if end.finish is not None:
         message.finish_reason = finish_to_proto(end.finish)
         if end.times is not None:

@@ -158,12 +158,9 @@ class TokenStreams:
         if stream is not None:
             stream.unsent[request] = None
 
-    def fail(self, request: DecodeRequest, reason: str, replaced: bool = False, moved: bool = False) -> None:
-        """Sends the router, behind the tokens gained, that the request cannot go on here.
-
-        replaced: the router must not place it again. moved: it is to be resumed from its copy.
-        """
-        request.log.end = End(error=reason, replaced=replaced, moved=moved)
+    def fail(self, request: DecodeRequest, end: End) -> None:
+        """Sends the router, behind the tokens gained, that the request cannot go on here. end: with an error."""
+        request.log.end = end
         if request.reader is not None:
             request.reader.changed()
         self.send(request)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kaveri.errors import (
     DeadlineExceeded,
+    EngineError,
     InvalidArgument,
     KaveriError,
     ModelNotFound,
@@ -68,6 +69,10 @@ def http_error_of(error: KaveriError, prompt_param: str = "prompt") -> HttpError
         case RequestCancelled():
             # Not one of the statuses that clients try again: the request was ended on purpose.
             return HttpError(499, str(error), "request_cancelled", "request_cancelled")
+        case EngineError():
+            # OpenAI's clients try other errors of a server again.
+            headers = [(b"x-should-retry", b"false")]
+            return HttpError(500, str(error), "server_error", "engine_failed", headers=headers)
         case _:
             return HttpError(500, str(error), "server_error", "internal_error")
 

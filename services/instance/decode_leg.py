@@ -197,7 +197,7 @@ async def _rest(stream: TokenStream) -> AsyncGenerator[DrawnTokens, None]:
         for gained in await stream.next_batch():
             end = gained.end
             if end.error:
-                raise RequestAlreadyExists(gained.request_id) if end.replaced else Unavailable(end.error)
+                raise RequestAlreadyExists(gained.request_id) if end.replaced else end.fault or Unavailable(end.error)
             if gained.token_ids or end.finish is not None:
                 yield DrawnTokens(gained.token_ids, gained.logprobs, end.finish)
             if end.finish is not None:

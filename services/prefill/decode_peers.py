@@ -65,6 +65,7 @@ class DecodePeers:
             reservation=reservation,
             traceparent=request.traceparent,
             prefill_instance_id=self._own_id,
+            suspect_until=request.engine_request.suspect_until,
         )
         answer_s = timeout_s if waits else min(timeout_s, _ANSWER_TIMEOUT_S)
         with self.channels.calling(DecodeServiceStub, target.record.address) as stub:

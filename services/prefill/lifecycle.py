@@ -13,6 +13,7 @@ import enum
 from dataclasses import dataclass, replace
 
 from kaveri.domain.length import TokenRange
+from kaveri.engine.blame import error_of_failure
 from kaveri.engine.contract import (
     FirstToken,
     KvPushed,
@@ -22,7 +23,7 @@ from kaveri.engine.contract import (
     PromptLogprobs,
     RequestFailed,
 )
-from kaveri.errors import KaveriError, Unavailable
+from kaveri.errors import KaveriError
 from kaveri.policy.place_search import PlaceSearch
 from kaveri.policy.prediction import PredictionOutcome, usable_length
 from services.prefill.requests import (
@@ -280,7 +281,7 @@ def step(state: State, event: Event, now_s: float) -> Step:
         case HoldOver():
             return _end(state, PrefillOutcome.RELEASED, now_s)
         case RequestFailed():
-            return _end(state, PrefillOutcome.FAILED, now_s, error=Unavailable(event.reason))
+            return _end(state, PrefillOutcome.FAILED, now_s, error=error_of_failure(event))
     match state, event:
         case AwaitingLength(), LengthAnswered():
             return Queued(terms, _answered(event)), (Do.ENQUEUE,)

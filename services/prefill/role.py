@@ -11,7 +11,8 @@ from kaveri.domain.length import known_length
 from kaveri.domain.owner import Ownership
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import InstanceLoad
-from kaveri.engine.contract import EngineEvent, EngineInfo, EngineKey, EngineRequest, PrefillEngine
+from kaveri.engine.blame import error_of_stop
+from kaveri.engine.contract import EngineEvent, EngineInfo, EngineKey, EngineRequest, EngineStopped, PrefillEngine
 from kaveri.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -137,14 +138,17 @@ class PrefillRole:
         silent_decode_ids: frozenset[str] = frozenset(),
         traceparent: str = "",
         destination: Destination = Destination.DECODE,
+        suspect_until: int = 0,
     ) -> PrefillRequest:
         """Queues one attempt; its router reads its outbox, and calls leave() in the end. The same request of an older
         owner is ended, and so is another request with the same id.
 
         timeout_s: what is left of the request's time; None: no deadline. silent_decode_ids: instances that it is placed
         on only when there is no other. traceparent: see PrefillRequest. destination: HERE is accepted while draining,
-        too, because it belongs to the decode side. Raises Unavailable (draining), StaleAttempt, RequestAlreadyExists
-        (a later session is known), NoCapacity (queue full) and InvalidArgument (does not fit this engine).
+        too, because it belongs to the decode side. suspect_until: see EngineRequest.
+
+        Raises Unavailable (draining), StaleAttempt, RequestAlreadyExists (a later session is known), NoCapacity (queue
+        full) and InvalidArgument (does not fit this engine).
         """
         if self._draining and destination is not Destination.HERE:
             raise _draining()
@@ -155,7 +159,7 @@ class PrefillRole:
             reason = f"{self._queue.max_waiting} requests are queued already"
             raise NoCapacity("prefill", retry_after_s=QUEUE_FULL_RETRY_S, reason=reason)
         key = EngineKey(request_id, next(self._serials))
-        sent = EngineRequest(key, token_ids, generated_count, params)
+        sent = EngineRequest(key, token_ids, generated_count, params, suspect_until)
         timeout_s = LONGEST_REQUEST_S if timeout_s is None else min(timeout_s, LONGEST_REQUEST_S)
         now_s = time.monotonic()
         room = self._engine.info.max_model_len - (len(token_ids) - generated_count)
@@ -250,6 +254,9 @@ class PrefillRole:
                 life = self._lives.get(event.key.request_id)
                 if life is not None and life.request.key == event.key:
                     self._happened(life.request, event)
+            elif isinstance(event, EngineStopped):
+                for life in list(self._lives.values()):
+                    self._happened(life.request, HandOverFailed(error_of_stop(event, life.request.key)))
         self._feed.submit()
 
     def load(self) -> InstanceLoad:

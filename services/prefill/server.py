@@ -138,6 +138,7 @@ class PrefillServer(PrefillServiceServicer):
             timeout_s=context.time_remaining(),
             silent_decode_ids=frozenset(message.silent_decode_ids),
             traceparent=message.traceparent,
+            suspect_until=message.suspect_until,
         )
         # Called however the RPC ends, also when it is cancelled while a message is on its way out, where a `finally`
         # in the generator would wait for the garbage collector. After a regular end it does nothing.

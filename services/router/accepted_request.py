@@ -7,6 +7,9 @@ from kaveri.domain.view import Phase
 from kaveri.errors import InvalidArgument
 from services.router.lifecycle_values import InstanceLife
 
+_MOST_AHEAD = 32
+"""Tokens of the last steps before an instance has ended, which its router may lack."""
+
 
 @dataclass(frozen=True, slots=True)
 class OwnerHint:
@@ -16,6 +19,8 @@ class OwnerHint:
     decode: InstanceLife | None = None
     holder: InstanceLife | None = None
     """Of the replica."""
+    suspect_until: int = 0
+    """As of Attempt."""
 
     def names_others_than(self, life: InstanceLife, phase: Phase) -> bool:
         """Whether this instance was not the last to have the request, in this phase."""
@@ -34,6 +39,12 @@ class AlreadyReceived:
     """Where the request is looked for first: the store's hint, if it has one."""
     told: OwnerHint = OwnerHint()
     """What the client was told last. The store may know less: it may have been away."""
+
+    @property
+    def suspect_until(self) -> int:
+        """As of Attempt. The store may not have heard of it yet, and a client must not name any number."""
+        named = max(self.owner.suspect_until, self.told.suspect_until)
+        return min(named, len(self.token_ids) + _MOST_AHEAD)
 
     def excuses(self, refusal: BaseException, life: InstanceLife, phase: Phase) -> bool:
         """Whether an instance refuses what the client has received because it is a former owner. One that was cut off

@@ -73,7 +73,8 @@ class Holders:
         if entry.owner_change is None:
             entry.note_loss("it was lost with the request's router", entry.accepted.received.owner.decode or NO_LIFE)
         first_index = len(entry.answer.token_ids)
-        over = entry.begin(ResumeAsked(Attempt(number, NO_LIFE, first_index, entry.accepted.most_tokens), holder))
+        attempt = Attempt(number, NO_LIFE, first_index, entry.accepted.most_tokens, suspect_until=entry.suspect_until)
+        over = entry.begin(ResumeAsked(attempt, holder))
         if over.done():
             return
         call = self._ask(entry, number, replica)
@@ -116,6 +117,7 @@ class Holders:
             # That many is what stands for a hint.
             replica_tokens=replica.token_count if replica.token_count < context_tokens else 0,
             traceparent=entry.traceparent,
+            suspect_until=entry.suspect_until,
         )
         address = self._store.view().instances[replica.holder_id].record.address
         stub = self._channels.stub(DecodeServiceStub, address)

@@ -257,8 +257,8 @@ def _sought(state: State, event: Sought) -> Step:
 
 def _not_found(state: State, event: NotFound) -> Step:
     match state:
-        case SeekingOwner(_, next_index):
-            return Unplaced(next_index), ()
+        case SeekingOwner(attempt, next_index):
+            return Unplaced(next_index, attempt.suspect_until), ()
         case _:
             raise impossible(state, event)
 

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
-from kaveri.errors import KaveriError, NoCapacity, Unavailable
+from kaveri.errors import EngineBroke, KaveriError, NoCapacity, Unavailable
 from kaveri.policy.retry import Setback
 from services.router.lifecycle_values import (
     Abort,
     Action,
+    Attempt,
     Decoding,
     Disown,
     Event,
@@ -44,7 +45,8 @@ def lost(
     """The attempt cannot go on. was_reached: whether the instance knows of it."""
     decode, leg = (None, PrefillLeg.WORKING) if isinstance(state, Prefilling) else (state.decode, leg_of(state))
     replica = state.replica if isinstance(state, Placed | Decoding) else None
-    now = Lost(state.attempt, state.next_index, error, _setback(error, was_reached), decode, leg, replica)
+    attempt = _with_suspicion(state.attempt, error)
+    now = Lost(attempt, state.next_index, error, _setback(error, was_reached), decode, leg, replica)
     if decode_has_ended:
         return now, (LeaveAttempt(), *withheld_by(state))
     if replica is not None:
@@ -55,9 +57,18 @@ def lost(
     return now, leaving(state)
 
 
+def _with_suspicion(attempt: Attempt, error: KaveriError) -> Attempt:
+    """The attempt with what the request is suspected of from now on."""
+    if isinstance(error, EngineBroke) and error.suspect_until > attempt.suspect_until:
+        return replace(attempt, suspect_until=error.suspect_until)
+    return attempt
+
+
 def _setback(error: KaveriError, was_reached: bool) -> Setback:
     if isinstance(error, NoCapacity):
         return Setback.FULL
+    if isinstance(error, EngineBroke):
+        return Setback.BROKEN
     return Setback.LOST if was_reached else Setback.UNREACHED
 
 

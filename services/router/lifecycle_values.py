@@ -38,6 +38,9 @@ class Attempt:
     """Most tokens of the whole answer. At most this many tokens are held."""
     taken_over: bool = False
     """It was begun in an earlier session: the decode instance sends its tokens elsewhere until it is attached."""
+    suspect_until: int = 0
+    """The request is a suspect until its answer has so many tokens: an engine has raised in a step with it. 0: it is
+    no suspect. After a loss: as of the next attempt."""
 
 
 class PrefillLeg(enum.Enum):
@@ -277,6 +280,8 @@ class Unplaced:
     """No instance has the request yet."""
 
     next_index: int = 0
+    suspect_until: int = 0
+    """As of Attempt."""
 
 
 @dataclass(frozen=True, slots=True)

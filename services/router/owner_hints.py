@@ -8,7 +8,7 @@ from services.router.lifecycle_values import InstanceLife
 
 
 def hint_to_proto(hint: OwnerHint) -> inference_pb2.OwnerHint:
-    message = inference_pb2.OwnerHint()
+    message = inference_pb2.OwnerHint(suspect_until=hint.suspect_until)
     if hint.prefill is not None:
         message.prefill_instance_id, message.prefill_incarnation = hint.prefill
     if hint.decode is not None:
@@ -23,6 +23,7 @@ def hint_from_proto(message: inference_pb2.OwnerHint) -> OwnerHint:
         _life(message.prefill_instance_id, message.prefill_incarnation),
         _life(message.decode_instance_id, message.decode_incarnation),
         _life(message.holder_instance_id, message.holder_incarnation),
+        message.suspect_until,
     )
 
 

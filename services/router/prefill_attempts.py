@@ -113,6 +113,7 @@ class PrefillAttempts:
             secret=accepted.secret,
             silent_decode_ids=sorted(self._feeds.silent_ids),
             traceparent=entry.traceparent,
+            suspect_until=attempt.suspect_until,
         )
         self.unconfirmed.add((entry.request_id, attempt.number), target, len(request.token_ids))
         now_s = time.monotonic()

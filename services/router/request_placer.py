@@ -11,6 +11,7 @@ from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance, phases_now
 from kaveri.errors import (
     DeadlineExceeded,
+    EngineError,
     InternalError,
     InvalidArgument,
     KaveriError,
@@ -58,7 +59,7 @@ from services.router.requests import RequestEntry
 from services.router.take_over import Found, Missing, TakeOver
 from services.router.token_feeds import TokenFeeds
 
-_HOPELESS = (InvalidArgument, LayoutMismatch, ModelNotFound, DeadlineExceeded, RequestAlreadyExists)
+_HOPELESS = (InvalidArgument, LayoutMismatch, ModelNotFound, DeadlineExceeded, RequestAlreadyExists, EngineError)
 """Errors that would meet the request anywhere else as well."""
 
 
@@ -274,7 +275,7 @@ class RequestPlacer:
             if isinstance(lost.error, RequestAlreadyExists):
                 raise lost.error
             return retry
-        if lost.setback is Setback.LOST:
+        if lost.setback in (Setback.LOST, Setback.BROKEN):
             entry.note_loss(str(lost.error), lost.decode or lost.attempt.prefill)
             metrics.LOST_ATTEMPTS.inc()
             get_logger().warning(
@@ -352,7 +353,8 @@ class RequestPlacer:
         """Runs one attempt until it is over."""
         record = target.record
         prefill = InstanceLife(record.instance_id, record.incarnation)
-        attempt = Attempt(number, prefill, len(entry.answer.token_ids), entry.accepted.most_tokens)
+        first_index, most_tokens = len(entry.answer.token_ids), entry.accepted.most_tokens
+        attempt = Attempt(number, prefill, first_index, most_tokens, suspect_until=entry.suspect_until)
         entry.note_recomputed(prefill)
         # One that does both phases will decode the request too: an abort or a broken stream misses no moment.
         over = entry.begin(Sent(attempt, prefill if Phase.DECODE in phases_now(target) else None))
@@ -367,7 +369,8 @@ class RequestPlacer:
         """
         most_tokens = entry.accepted.most_tokens
         self._numbers.note(entry.request_id, number, time.monotonic())
-        over = entry.begin(Sought(Attempt(number, NO_LIFE, len(entry.answer.token_ids), most_tokens)))
+        first_index, suspect_until = len(entry.answer.token_ids), entry.suspect_until
+        over = entry.begin(Sought(Attempt(number, NO_LIFE, first_index, most_tokens, suspect_until=suspect_until)))
         try:
             found = await self._takeover.find(entry, number, can_resume)
         finally:
@@ -386,7 +389,8 @@ class RequestPlacer:
             entry.adopt(found.attached.max_tokens)
             entry.note_owner(found.prefill, found.decode)
             first_index, most_tokens = found.attached.first_index, entry.accepted.most_tokens
-            attempt = Attempt(number, found.prefill, first_index, most_tokens, taken_over=found.decode is None)
+            is_at_prefill = found.decode is None
+            attempt = Attempt(number, found.prefill, first_index, most_tokens, is_at_prefill, suspect_until)
             entry.handle(TookOver(attempt, found.attached.token_ids, found.decode), time.monotonic())
             entry.note_holder()
             if found.steps is not None:
@@ -395,7 +399,7 @@ class RequestPlacer:
         if isinstance(entry.state, Lost):
             if isinstance(entry.state.error, _HOPELESS):
                 raise entry.state.error
-            if entry.state.setback is Setback.LOST:
+            if entry.state.setback in (Setback.LOST, Setback.BROKEN):
                 metrics.LOST_ATTEMPTS.inc()
                 entry.note_loss(str(entry.state.error), entry.state.decode or entry.state.attempt.prefill)
         if not isinstance(entry.state, Ended) and len(entry.answer.token_ids) >= entry.accepted.most_tokens:

@@ -95,7 +95,7 @@ class RequestEntry:
         self.accepted = accepted
         self.answer = answer
         self.timing = RequestTiming()
-        self.state: State = Unplaced(len(answer.token_ids))
+        self.state: State = Unplaced(len(answer.token_ids), accepted.received.suspect_until)
         self.begun_s = 0.0
         """time.monotonic() when the present attempt began here."""
         self.owner_news: OwnerHint | None = None
@@ -130,6 +130,13 @@ class RequestEntry:
         """The number of the present attempt, or of the last one; 0 when there was none."""
         attempt = None if isinstance(self.state, Unplaced) else self.state.attempt
         return 0 if attempt is None else attempt.number
+
+    @property
+    def suspect_until(self) -> int:
+        """As of the present attempt, or of the next one."""
+        if isinstance(self.state, Unplaced):
+            return self.state.suspect_until
+        return 0 if self.state.attempt is None else self.state.attempt.suspect_until
 
     @property
     def ended(self) -> bool:
@@ -261,7 +268,7 @@ class RequestEntry:
             self._end_owner_change()
 
     def _note_hint(self, hint: OwnerHint) -> None:
-        self._hint = self.owner_news = hint
+        self._hint = self.owner_news = hint = replace(hint, suspect_until=self.suspect_until)
         if self.accepted.secret:
             self._hint_changed(hint)
         self._wake()
@@ -280,6 +287,9 @@ class RequestEntry:
                 self._carry_out(action, now_s)
         if self.answer.stopped and not isinstance(self.state, _COMPLETE):
             self.handle(TextStopped(), now_s)
+        if isinstance(self.state, Lost) and self.suspect_until != self._hint.suspect_until:
+            # Before a later session is placed: it would end more instances.
+            self._note_hint(self._hint)
         if isinstance(self.state, Lost) and self._client_may_be_ahead(event):
             cause = str(self.state.error)
             self.note_loss(cause, self.state.decode or self.state.attempt.prefill)
@@ -427,7 +437,9 @@ class RequestEntry:
         if self.direct is not None and self.direct.is_read(self.attempt_number):
             # Tokens come from elsewhere, but who has the request only from here.
             return self.owner_news is not None
-        return self.answer.has_output
+        # A client that re-attaches must bring a suspicion along, or the request would end more instances.
+        has_suspicion = self.owner_news is not None and self.owner_news.suspect_until > 0
+        return self.answer.has_output or (has_suspicion and bool(self.answer.token_ids))
 
 
 def _early_end(life: InstanceLife) -> Unavailable:

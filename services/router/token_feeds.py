@@ -31,7 +31,7 @@ from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.attempts import attached_from_proto, attachment_to_proto, ownership_to_proto
-from kaveri.wire.messages import finish_from_proto
+from kaveri.wire.messages import fault_from_proto, finish_from_proto
 from kaveri.wire.replicas import replica_from_proto
 from kaveri.wire.status import error_of
 from services.router import metrics
@@ -431,6 +431,8 @@ def _event_of(life: InstanceLife, update: decode_pb2.RequestTokens) -> Tokens | 
     if update.moved:
         # No failure: nothing waits before the request is resumed.
         return GivenUp(update.attempt, life, NoCapacity("decode", 0.0, update.error))
+    if update.HasField("engine_fault"):
+        return GivenUp(update.attempt, life, fault_from_proto(update.engine_fault, update.error))
     if update.error or finish is FinishReason.CANCELLED:
         # Only this router cancels its requests: an instance that did has given the request up.
         reason = update.error or "gave the request up"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kaveri.testing.simulation import planted, planted_owners, planted_replicas
+from kaveri.testing.simulation import planted, planted_blame, planted_owners, planted_replicas
 from kaveri.testing.simulation.draw import draw_plan
 from kaveri.testing.simulation.planted_plans import PLANS
 from kaveri.testing.simulation.planting import PLANTED
@@ -39,7 +39,7 @@ def test_nothing_of_a_planted_bug_is_left(name: str) -> None:
             patched.append((owner, attribute, getattr(owner, attribute)))
             return replaced(owner, attribute, make)
 
-        for module in (planted, planted_replicas, planted_owners):
+        for module in (planted, planted_blame, planted_replicas, planted_owners):
             patching.setattr(module, "replaced", watched)
         with PLANTED[name].apply():
             assert all(getattr(owner, attribute) is not was for owner, attribute, was in patched)

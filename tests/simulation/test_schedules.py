@@ -39,6 +39,7 @@ FAULTS = {
     FaultKind.STUCK: Fault(kind=FaultKind.STUCK, at_s=0.3, target="decode-0", lasts_s=0.5),
     FaultKind.DAMAGE: Fault(kind=FaultKind.DAMAGE, at_s=0.0, target="prefill-0", other="decode-0", lasts_s=1.0),
     FaultKind.CLIENT: Fault(kind=FaultKind.CLIENT, at_s=0.3, target="client-0"),
+    FaultKind.DEATH: Fault(kind=FaultKind.DEATH, at_s=0.0, target="r3"),
     FaultKind.SWITCH: Fault(kind=FaultKind.SWITCH, at_s=0.3, target="prefill-1", other="decode", lasts_s=0.5),
 }
 

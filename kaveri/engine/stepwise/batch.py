@@ -14,13 +14,29 @@ class PlannedSlice(NamedTuple):
     token_count: int
 
 
-def form_step(running: Iterable[Sequence], prefilling: Iterable[Sequence], chunk_tokens: int) -> list[PlannedSlice]:
+def form_step(
+    running: Iterable[Sequence], prefilling: Iterable[Sequence], chunk_tokens: int, *, suspect_first: bool = True
+) -> list[PlannedSlice]:
     """One token of every running sequence that only lacks its newest, and a chunk of at most `chunk_tokens` beside.
 
     The chunk is filled in order, first with what preempted sequences recompute, then with prompts; several share a
     chunk, a long one is spread over several, and each sequence remembers how far it came (TetriInfer,
     arXiv 2401.11181, section 3.3.3). At most MAX_SCORED_TOKENS are of prompts whose log-probabilities are reported.
+
+    A suspect (EngineRequest.suspect_until) is computed alone: beside others it would be blamed for what one of them
+    does for the first time. suspect_first: the step is the first suspect's, if there is one; else the others'.
     """
+    running, prefilling = tuple(running), tuple(prefilling)
+    # Most have never been one.
+    suspects = [each for each in (*running, *prefilling) if each.suspect_until and each.is_suspect]
+    if suspects and suspect_first:
+        return _packed((), suspects[:1], chunk_tokens)
+    innocent = [each for each in running if each not in suspects] if suspects else running
+    planned = _packed(innocent, [each for each in prefilling if each not in suspects], chunk_tokens)
+    return planned or _packed((), suspects[:1], chunk_tokens)
+
+
+def _packed(running: Iterable[Sequence], prefilling: Iterable[Sequence], chunk_tokens: int) -> list[PlannedSlice]:
     planned: list[PlannedSlice] = []
     recomputing: list[Sequence] = []
     for sequence in running:

@@ -40,7 +40,7 @@ _CLOSE_TIMEOUT_S = 5.0
 
 class StepwiseEngine:
     """Both PrefillEngine and DecodeEngine (contract.py). RequestFailed means a bad hand-over, or that no token could
-    be drawn; whatever else goes wrong in a step stops the engine.
+    be drawn; whatever else goes wrong in a step stops the engine, which names the step's requests.
 
     total_blocks: blocks of each layer; the whole pool is allocated and touched here.
     chunk_tokens: most prompt tokens of a step, prompts and recomputation together.
@@ -110,6 +110,8 @@ class StepwiseEngine:
         copies = PoolCopyPlane(pool, slots_of(layout, replicas), transports)
         self._copier = CopierThread(layout, copies, self._shared, self._lifecycle, replicas, self._transfers.is_pushing)
         self._info = replace(info, kv_endpoints=self._transfers.endpoints)
+        # The step under way.
+        self._computing: list[PlannedSlice] = []
 
     # Both sides.
 
@@ -224,7 +226,7 @@ class StepwiseEngine:
         # Whatever a step raises, SystemExit too, the state of model and cache is unknown: no request may be left
         # waiting for tokens.
         except BaseException as error:
-            self._shared.stop(repr(error))
+            self._shared.stop(repr(error), self._lifecycle.members(self._computing))
             get_logger().exception("engine_failed", error=repr(error))
         finally:
             if self._shared.broken is not None:
@@ -243,6 +245,7 @@ class StepwiseEngine:
     def _step(self, planned: list[PlannedSlice]) -> None:
         advances = []
         batch = []
+        self._computing = planned
         for sequence, token_count in planned:
             batch.append(sequence.slice(token_count))
             if sequence.source is not None:
@@ -260,6 +263,7 @@ class StepwiseEngine:
         self._runner.completed([block for _, block_ids in mirrored for block in block_ids])
         with self._shared.lock:
             computed, unwanted = self._lifecycle.apply(planned, drawn, mirrored)
+        self._computing = []
         self._copier.wake()
         # No first token waits for the hand-over of its KV.
         if computed:

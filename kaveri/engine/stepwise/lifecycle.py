@@ -6,6 +6,7 @@ with threads (stepwise.py) and one that runs on a simulated clock share all deci
 
 from collections.abc import Callable, Iterable
 
+from kaveri.engine.blame import StepMember
 from kaveri.engine.contract import (
     EngineEvent,
     EngineInfo,
@@ -50,6 +51,8 @@ class Lifecycle:
         self._chunk_tokens = chunk_tokens
         self._put = put
         self._on_work = on_work
+        self._was_suspects = False
+        """Whether the last step was a suspect's."""
         self._account = Account(info.layout, info.total_blocks, max_batch, on_free=on_work)
 
     def open_prefill(self, request: EngineRequest) -> None:
@@ -201,13 +204,25 @@ class Lifecycle:
         """Forms the next step and marks its sequences; empty when there is nothing to do."""
         for sequence in self._account.residency.prepare_step():
             self._put(Preempted(sequence.key))
-        planned = form_step(self._account.residency.running, self._account.prefilling, self._chunk_tokens)
+        running, prefilling = self._account.residency.running, self._account.prefilling
+        planned = form_step(running, prefilling, self._chunk_tokens, suspect_first=not self._was_suspects)
+        # Suspects and others take turns.
+        self._was_suspects = any(sequence.is_suspect for sequence, _ in planned)
         for sequence, _ in planned:
             sequence.in_step = True
             if sequence.phase is SequencePhase.PREFILLING and not sequence.started:
                 sequence.started = True
                 self._put(PrefillStarted(sequence.key))
         return planned
+
+    @staticmethod
+    def members(planned: list[PlannedSlice]) -> list[StepMember]:
+        """The requests of a step that has raised, and are not done."""
+        return [
+            StepMember(sequence.key, sequence.draw_index, sequence.suspect_until)
+            for sequence, _ in planned
+            if not sequence.done
+        ]
 
     def apply(
         self,
@@ -235,17 +250,17 @@ class Lifecycle:
                     first = sequence.computed - token_count + 1
                     self._put(PromptLogprobs(sequence.key, first, token.entries))
                 token = token.drawn
+            if isinstance(token, NoToken):
+                if sequence.phase is SequencePhase.PREFILLING and sequence.transfer_id is not None:
+                    unwanted.append(sequence.transfer_id)
+                self._put(RequestFailed(sequence.key, token.reason, token.is_final))
+                self._account.end(sequence)
+                continue
             if sequence.pending > 0:
                 if sequence.phase is SequencePhase.PREFILLING:
                     self._put(PrefillProgress(sequence.key, sequence.computed))
                 continue
             assert token is not None, "the runner has drawn no token at the end of a sequence"
-            if isinstance(token, NoToken):
-                if sequence.phase is SequencePhase.PREFILLING and sequence.transfer_id is not None:
-                    unwanted.append(sequence.transfer_id)
-                self._put(RequestFailed(sequence.key, token.reason))
-                self._account.end(sequence)
-                continue
             index = sequence.draw_index
             sequence.token_ids.append(token.token_id)
             sequence.draw_index = index + 1

@@ -45,6 +45,8 @@ class NoToken:
     """No token could be drawn: the request cannot go on. Its neighbours in the batch are not affected."""
 
     reason: str
+    is_final: bool = False
+    """As of RequestFailed: an exception was raised for this slice alone."""
 
 
 NOT_FINITE = "the model's logits are NaN or infinite"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from kaveri.domain.sampling import SamplingParams
+from kaveri.engine.blame import is_suspect
 from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.engine.pushes import Source
 from kaveri.engine.stepwise.phase import SequencePhase
@@ -50,6 +51,8 @@ class Sequence:
     """How often it has given its blocks up."""
     done: bool = False
     """Ended. Its blocks are free as soon as neither a step nor a transfer can touch them."""
+    suspect_until: int = 0
+    """As of EngineRequest."""
     prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,12 +61,19 @@ class Sequence:
     @classmethod
     def of(cls, request: EngineRequest, phase: SequencePhase) -> "Sequence":
         """Copies what will grow; takes no blocks."""
-        return cls(request.key, request.params, list(request.token_ids), request.generated_count, phase)
+        sequence = cls(request.key, request.params, list(request.token_ids), request.generated_count, phase)
+        sequence.suspect_until = request.suspect_until
+        return sequence
 
     @property
     def pending(self) -> int:
         """Tokens whose KV is to be computed before the next one can be drawn; 1 for a decode step."""
         return len(self.token_ids) - self.computed
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether a step takes no other suspect beside it."""
+        return is_suspect(self.draw_index, self.suspect_until)
 
     @property
     def touched(self) -> bool:

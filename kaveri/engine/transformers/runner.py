@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kaveri.engine.stepwise.runner import Drawn, LayerListener, ScoredSlice, SequenceSlice
+from kaveri.engine.stepwise.runner import Drawn, LayerListener, NoToken, ScoredSlice, SequenceSlice
 from kaveri.engine.transformers.memory import PagedMemory
 from kaveri.engine.transformers.sampler import draw_tokens, score_tokens
 from kaveri.engine.transformers.step import pack
@@ -67,11 +67,8 @@ class TransformersRunner:
                 results[index] = token
         first = draw_count
         for index in step.scored_slices:
-            piece, last = batch[index], first + len(batch[index].scored_ids)
-            entries = score_tokens(logits[0, first:last], piece.scored_ids, piece.params.prompt_logprobs or 0)
-            token_or_none = results[index]
-            assert not isinstance(token_or_none, ScoredSlice)
-            results[index], first = ScoredSlice(entries, token_or_none), last
+            last = first + len(batch[index].scored_ids)
+            results[index], first = _scored(logits[0, first:last], batch[index], results[index]), last
         return results
 
     def completed(self, block_ids: Sequence[int]) -> None:
@@ -83,3 +80,13 @@ class TransformersRunner:
         """These blocks of the pool were written by a transfer; see ModelRunner."""
         assert self._memory is not None, "attach() comes first"
         self._memory.landed(block_ids)
+
+
+def _scored(logits: Tensor, piece: SequenceSlice, drawn: Drawn) -> Drawn:
+    """What a slice with scored_ids has given. Its request ends where that raises."""
+    assert not isinstance(drawn, ScoredSlice)
+    try:
+        entries = score_tokens(logits, piece.scored_ids, piece.params.prompt_logprobs or 0)
+    except Exception as error:
+        return NoToken(f"its prompt_logprobs raised {error!r}", is_final=True)
+    return ScoredSlice(entries, drawn)

@@ -16,6 +16,7 @@ from torch import Tensor
 from kaveri.domain.sampling import Logprobs, SamplingParams
 from kaveri.engine.stepwise.runner import NOT_FINITE, DrawnToken, NoToken, SequenceSlice
 from kaveri.engine.stopping import barred_token_ids
+from kaveri.telemetry.logs import get_logger
 
 _NO_EOS: frozenset[int] = frozenset()
 _SCORED_TOGETHER = 64
@@ -71,7 +72,30 @@ def draw_tokens(
 
     logits: [rows, vocabulary], any float dtype. slices: one per row; params, draw_index are read. A row's token depends
     on its own logits, params and draw_index alone. eos_token_ids: the model's; not drawn before min_tokens.
+
+    Where that raises, rows are drawn one by one, and those whose draw raises have no token. Raises when none of several
+    rows can be drawn: that is no fault of a row.
     """
+    try:
+        return _draw_together(logits, slices, eos_token_ids)
+    except Exception as error:
+        drawn = [_draw_alone(logits[row : row + 1], piece, eos_token_ids) for row, piece in enumerate(slices)]
+        if len(drawn) > 1 and all(isinstance(token, NoToken) and token.is_final for token in drawn):
+            raise
+        get_logger().warning("draw_failed", error=repr(error), rows=len(drawn))
+        return drawn
+
+
+def _draw_alone(logits: Tensor, piece: SequenceSlice, eos_token_ids: AbstractSet[int]) -> DrawnToken | NoToken:
+    try:
+        return _draw_together(logits, [piece], eos_token_ids)[0]
+    except Exception as error:
+        return NoToken(f"its draw raised {error!r}", is_final=True)
+
+
+def _draw_together(
+    logits: Tensor, slices: Sequence[SequenceSlice], eos_token_ids: AbstractSet[int]
+) -> list[DrawnToken | NoToken]:
     raw, logits = logits, _without_barred(logits, slices, eos_token_ids)
     # Not argmax, which takes four times as long in bfloat16 on a CPU. The maximum of a row with NaN is NaN.
     largest = logits.max(-1)

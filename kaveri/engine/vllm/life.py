@@ -298,6 +298,8 @@ class VllmFailed:
     """vLLM cannot go on with it."""
 
     reason: str
+    is_final: bool = False
+    """As of RequestFailed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,7 +395,7 @@ def _ended(state: State, event: NoLongerNeeded | VllmFailed | BlocksTaken) -> tu
         case (_, NoLongerNeeded()):
             return ended, ()
         case (Submitted() | VllmPrefilling() | Joining() | VllmRunning() | Evicted() | Leaving(), VllmFailed()):
-            return ended, (RequestFailed(facts.key, event.reason), *abort)
+            return ended, (RequestFailed(facts.key, event.reason, event.is_final), *abort)
         case (Submitted() | VllmPrefilling() | VllmComputed(), BlocksTaken()):
             return ended, (RequestFailed(facts.key, "vLLM took back the blocks that it was promised"), *abort)
         case (Joining() | VllmRunning() | Evicted() | Leaving(), BlocksTaken()):

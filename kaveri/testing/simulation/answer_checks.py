@@ -20,6 +20,8 @@ from kaveri.testing.simulation.plan import FaultKind
 from kaveri.testing.simulation.tokenizer import texts_of
 from kaveri.testing.simulation.world import World
 
+_MOST_ENDED = 2
+"""Instances that a request which raises may end: the second time it is a suspect, and to blame."""
 STALE_DRAWS_S = 1.0
 """An engine may draw for a request so long after its end, or after the last fault: time for an abort to arrive."""
 
@@ -62,6 +64,26 @@ def check_router_deaths(world: World) -> list[str]:
         f"{request_id} was computed {counts[request_id]} times, and only routers had ended"
         for request_id in dict.fromkeys(sent)
         if counts[request_id] > 2 and sent.count(request_id) == 1
+    ]
+
+
+def check_requests_of_death(world: World) -> list[str]:
+    """A request that raises in the forward pass ends two instances at most, and none of these requests gets past the
+    token at which it raises. Other faults may keep what an instance has said of it from its router: one more each. So
+    may other requests that raise: one more, as a step of an attempt that was lost to them may still be under way."""
+    deaths, others = world.draws.deaths, [fault for fault in world.plan.faults if fault.kind is not FaultKind.DEATH]
+    counts = Counter(run.key.request_id for run in world.draws.deadly_runs)
+    return [
+        *(
+            f"{request_id} has ended {count} instances"
+            for request_id, count in counts.items()
+            if count > _MOST_ENDED + len(others) + (len(deaths) > 1)
+        ),
+        *(
+            f"{outcome.request_id} has {len(outcome.token_ids)} tokens, and raises at token {death.at_index}"
+            for outcome in world.outcomes
+            if (death := deaths.get(outcome.request_id)) is not None and len(outcome.token_ids) > death.at_index
+        ),
     ]
 
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 
-from kaveri.errors import DeadlineExceeded, NoCapacity, RequestAlreadyExists, RequestCancelled, Unavailable
+from kaveri.errors import DeadlineExceeded, EngineError, NoCapacity, RequestAlreadyExists, RequestCancelled, Unavailable
 from kaveri.testing.simulation.answer_checks import (
     check_answers,
     check_attempts,
     check_kv,
+    check_requests_of_death,
     check_reservations,
     check_router_deaths,
     check_stale_draws,
@@ -67,6 +68,9 @@ def _unexplained(world: World, outcome: RequestOutcome) -> str | None:
             return None if outcome.cancelled_s is not None else "although its client did not cancel it"
         case RequestAlreadyExists():
             return None if _may_be_in_flight(world, outcome) else "although no living router has it"
+        case EngineError(reason=reason):
+            is_named = outcome.request_id in world.draws.deaths and repr(outcome.request_id) in reason
+            return None if is_named else "although it has raised no exception"
         case Unavailable(reason=reason) if any(found in reason for found in _NEVER_SENT):
             return "is of a response that no router may send"
         case Unavailable() | NoCapacity():
@@ -93,7 +97,7 @@ def _may_be_in_flight(world: World, outcome: RequestOutcome) -> bool:
 
 def is_survivable(plan: Plan) -> bool:
     """Whether no request may fail: nothing happens, or only to the store, or one fault at one of several instances."""
-    if all(fault.kind in _AT_THE_STORE for fault in plan.faults):
+    if all(fault.kind in (*_AT_THE_STORE, FaultKind.DEATH) for fault in plan.faults):
         return True
     return len(plan.faults) == 1 and _is_spare(plan, plan.faults[0])
 
@@ -112,6 +116,7 @@ CHECKS: tuple[Check, ...] = (
     errors_are_explained,
     check_answers,
     check_attempts,
+    check_requests_of_death,
     check_reservations,
     check_kv,
     check_stale_draws,

@@ -22,8 +22,8 @@ _TOKENIZER = make_tokenizer()
 VOCAB_SIZE = len(_TOKENIZER)
 LAST_TOKEN_ID = int(_TOKENIZER.convert_tokens_to_ids("a"))
 """Prompts end with a whole character, so that the text of an answer does not depend on its prompt."""
-_DRAWN_ELSEWHERE = (FaultKind.SWITCH, FaultKind.UNDRAIN, FaultKind.STUCK, FaultKind.DAMAGE)
-"""By _with_switches, _with_undrains and _with_losses."""
+_DRAWN_ELSEWHERE = (FaultKind.SWITCH, FaultKind.UNDRAIN, FaultKind.STUCK, FaultKind.DAMAGE, FaultKind.DEATH)
+"""By _with_switches, _with_undrains, _with_rare_faults and _with_deaths."""
 _WORDS = ("the", "hot", "band", "steps", "on", "a", "sand", "bed", "née", "漢", "😀", "habe", "not")
 
 
@@ -77,7 +77,9 @@ def draw_plan(seed: int, *, faults: bool = True) -> Plan:
         plan = _with_losses(plan, random.Random(f"losses {seed}"), faults=faults)
     plan = _with_predictor(plan, random.Random(f"predictor {seed}"), load_s, faults=faults)
     plan = _with_direct_clients(plan, random.Random(f"direct {seed}"))
-    return _with_rare_faults(plan, random.Random(f"rare {seed}")) if faults else plan
+    if not faults:
+        return plan
+    return _with_deaths(_with_rare_faults(plan, random.Random(f"rare {seed}")), random.Random(f"deaths {seed}"))
 
 
 def _replication(seed: int) -> dict[str, Any]:
@@ -175,6 +177,24 @@ def _with_rare_faults(plan: Plan, rng: random.Random) -> Plan:
             lasts_s = 0.0 if kind is FaultKind.RESET else lasts_s
             added = [Fault(kind=kind, at_s=at_s, target=decodes[0], other=rng.choice(others), lasts_s=lasts_s)]
     return replace(plan, faults=tuple(sorted((*plan.faults, *added), key=lambda fault: fault.at_s)))
+
+
+def _with_deaths(plan: Plan, rng: random.Random) -> Plan:
+    """The plan with requests that raise an exception wherever they are computed, in a quarter of all; in half of those
+    nothing else happens."""
+    if rng.random() < 0.75:
+        return plan
+    deaths = [
+        Fault(
+            kind=FaultKind.DEATH,
+            at_s=0.0,
+            target=request.request_id,
+            other=rng.choice(("forward", "forward", "draw")),
+            amount=float(rng.choice((0, rng.randrange(request.params.max_tokens or 1)))),
+        )
+        for request in rng.sample(plan.requests, rng.choice((1, 2, 5)))
+    ]
+    return replace(plan, faults=(*deaths, *(plan.faults if rng.random() < 0.5 else ())))
 
 
 def _of_a_pair(rng: random.Random, target: str, plan: Plan, at_s: float, lasts_s: float) -> Fault:

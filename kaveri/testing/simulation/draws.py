@@ -17,6 +17,15 @@ class DrawRun(NamedTuple):
     key: EngineKey
 
 
+class InjectedError(NamedTuple):
+    """Where a request raises an exception."""
+
+    at_index: int
+    """Of the token that is to be drawn, within the answer."""
+    in_draw: bool
+    """Else: in the forward pass."""
+
+
 class DrawRecord:
     """The draws of one schedule, shared by all its engines.
 
@@ -36,6 +45,10 @@ class DrawRecord:
         """Every run of which something was computed."""
         self.let_go: dict[str, int] = {}
         """Of requests that an engine has let go and no other has taken yet: tokens whose KV the holder has."""
+        self.deaths: dict[str, InjectedError] = {}
+        """Of the requests that raise, by request id."""
+        self.deadly_runs: list[DrawRun] = []
+        """Every run that has ended its engine."""
         self._runs: dict[tuple[str, int, int, int], list[DrawRun]] = {}
 
     def add(self, run: DrawRun, draw_index: int, chain: int, token_id: int) -> None:

@@ -27,7 +27,7 @@ from kaveri.engine.shared import Shared
 from kaveri.engine.stepwise.batch import PlannedSlice
 from kaveri.engine.stepwise.fake import FakeModel, StaleKv
 from kaveri.engine.stepwise.lifecycle import Lifecycle
-from kaveri.engine.stepwise.runner import Drawn, SequenceSlice
+from kaveri.engine.stepwise.runner import Drawn, NoToken, SequenceSlice
 from kaveri.engine.transfers import Transfers
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
@@ -42,6 +42,10 @@ from kaveri.testing.simulation.kv_wire import KvWire
 
 _STAGING_BLOCKS = 4
 _LOOK_EVERY_S = 0.1
+
+
+class RequestOfDeath(Exception):
+    """An injected fault: the forward pass raises wherever this request is computed."""
 
 
 class SimulatedEngine:
@@ -274,6 +278,10 @@ class SimulatedEngine:
             get_logger().exception("engine_failed", error=repr(error))
             self.fail(repr(error))
             return
+        except RequestOfDeath as error:
+            get_logger().exception("engine_failed", error=repr(error))
+            self._shared.stop(repr(error), self._lifecycle.members(planned))
+            return
         self._begin_step()
 
     def _step(self, planned: list[PlannedSlice]) -> None:
@@ -297,12 +305,19 @@ class SimulatedEngine:
 
     def _compute(self, key: EngineKey, part: SequenceSlice) -> Drawn:
         self.draws.computed[DrawRun(self.info.epoch, key)] = None
+        death = self.draws.deaths.get(key.request_id)
+        is_deadly = death is not None and death.at_index == part.draw_index
+        if death is not None and is_deadly and not death.in_draw:
+            self.draws.deadly_runs.append(DrawRun(self.info.epoch, key))
+            raise RequestOfDeath(f"an injected fault at token {death.at_index}")
         try:
             chain = self._memory.write(part)
         except StaleKv as error:
             raise StaleKv(f"{key}: {error}") from error
         if not part.draw:
             return self._memory.scored(part, None)
+        if is_deadly:
+            return NoToken("its draw raised an injected fault", is_final=True)
         run = DrawRun(self.info.epoch, key)
         salt = seed_salt(part.params) ^ (life_salt(run) if self._divergent else 0)
         drawn = self._memory.drawn(part, chain, salt)

@@ -10,6 +10,7 @@ from kaveri.domain.view import Phase
 from kaveri.errors import Unavailable
 from kaveri.hosting.engine_host import EngineHost
 from kaveri.hosting.service_host import ServiceHost
+from kaveri.testing.simulation.draws import InjectedError
 from kaveri.testing.simulation.fault_rows import FaultRows
 from kaveri.testing.simulation.plan import Fault, FaultKind
 from kaveri.testing.simulation.store import STORE_NAME
@@ -120,6 +121,8 @@ class Faults:
                 return self._damage(fault)
             case FaultKind.CLIENT:
                 return self._client(fault)
+            case FaultKind.DEATH:
+                return self._death(fault)
             case FaultKind.SWITCH:
                 return self._switch(fault)
 
@@ -240,6 +243,10 @@ class Faults:
             await self._wait_for_end(life)
         await asyncio.sleep(fault.lasts_s)
         world.start_again(fault.target)
+
+    async def _death(self, fault: Fault) -> None:
+        self._world.expected_errors = True
+        self._world.draws.deaths[fault.target] = InjectedError(int(fault.amount), fault.other == "draw")
 
     async def _damage(self, fault: Fault) -> None:
         network = self._world.network

@@ -56,6 +56,9 @@ class FaultKind(enum.StrEnum):
     """The next block of KV from target to other within `lasts_s` arrives damaged."""
     CLIENT = "client"
     """A client's process dies."""
+    DEATH = "death"
+    """The target, a request, raises an exception in each step that is to draw token `amount` of its answer. In its draw
+    where `other` is "draw"; else in the forward pass, which ends the instance: a new life begins soon after."""
     SWITCH = "switch"
     """The target, an engine, serves only the phase `other` for `lasts_s`, and then what it served before."""
 

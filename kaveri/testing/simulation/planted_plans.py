@@ -234,6 +234,25 @@ PLANS: dict[str, Plan] = {
         [_BEFORE, request("first", 0.35, max_tokens=20)],
         [_cut(FaultKind.CUT_ONE_WAY, "prefill-0", "router-0", 0.3, 17.0)],
     ),
+    "suspicion_forgotten": story(
+        cluster(prefills=2, decodes=2),
+        [_LONG],
+        [Fault(kind=FaultKind.DEATH, at_s=0.0, target="long", amount=9.0)],
+        max_model_len=320,
+    ),
+    "suspect_not_blamed": story(
+        cluster(prefills=2, decodes=2),
+        [_LONG],
+        [Fault(kind=FaultKind.DEATH, at_s=0.0, target="long", amount=9.0)],
+        max_model_len=320,
+    ),
+    "suspects_together": story(
+        # All are recomputed at one prefill instance.
+        cluster(decodes=2, step_s=0.02, chunk_tokens=128),
+        [*(request(f"r{number}", 0.02 * number, max_tokens=60) for number in range(12)), request("deadly", 0.2)],
+        [Fault(kind=FaultKind.DEATH, at_s=0.0, target="deadly", amount=5.0)],
+        max_model_len=320,
+    ),
     "earlier_attempt_repeated": story(
         cluster(),
         [request("long", max_tokens=200)],

@@ -182,7 +182,8 @@ class World:
 
     def _ended(self, life: Life) -> None:
         self.network.end_process(life.process)
-        if self.supervised:
+        deadly_epochs = {run.epoch for run in self.draws.deadly_runs}
+        if self.supervised or (life.engine is not None and life.engine.info.epoch in deadly_epochs):
             self.loop.schedule(self.loop.world, _START_AGAIN_S, self.start_again, life.name)
 
     def start_again(self, name: str) -> None:

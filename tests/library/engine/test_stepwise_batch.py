@@ -19,8 +19,10 @@ def _sequence(name: str, token_count: int, computed: int = 0) -> Sequence:
     )
 
 
-def _step(running: list[Sequence], prefilling: list[Sequence], chunk_tokens: int) -> list[tuple[str, int]]:
-    planned = form_step(running, prefilling, chunk_tokens)
+def _step(
+    running: list[Sequence], prefilling: list[Sequence], chunk_tokens: int, suspect_first: bool = True
+) -> list[tuple[str, int]]:
+    planned = form_step(running, prefilling, chunk_tokens, suspect_first=suspect_first)
     return [(sequence.key.request_id, token_count) for sequence, token_count in planned]
 
 
@@ -61,3 +63,25 @@ def test_decode_goes_on_beside_a_recomputation_that_fills_the_chunk() -> None:
 
 def test_nothing_to_do_is_an_empty_step() -> None:
     assert _step([], [], 32) == []
+
+
+def _suspect(name: str, token_count: int, computed: int = 0) -> Sequence:
+    sequence = _sequence(name, token_count, computed)
+    sequence.suspect_until = 1
+    return sequence
+
+
+def test_a_suspect_is_computed_alone_and_takes_turns_with_the_others() -> None:
+    running = [_sequence("a", 9, 8), _suspect("b", 9, 8), _suspect("c", 30, 10)]
+    prefilling = [_suspect("d", 4), _sequence("e", 4)]
+    assert _step(running, prefilling, 16) == [("b", 1)]
+    assert _step(running, prefilling, 16, suspect_first=False) == [("a", 1), ("e", 4)]
+    assert _step(running[2:], prefilling, 16) == [("c", 16)]
+    assert _step([], prefilling, 16) == [("d", 4)]
+    assert _step([], prefilling[:1], 16, suspect_first=False) == [("d", 4)]
+
+
+def test_a_request_that_has_passed_the_step_that_raised_is_no_suspect() -> None:
+    running = [_suspect("a", 9, 8), _suspect("b", 9, 8)]
+    running[0].draw_index = running[1].draw_index = 1
+    assert _step(running, [], 64) == [("a", 1), ("b", 1)]

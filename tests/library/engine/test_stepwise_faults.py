@@ -76,6 +76,58 @@ def test_error_of_the_runner_stops_the_engine_loudly(bench: StepwiseBench) -> No
     assert not decoded.of(Landed)
 
 
+def _broken_by(bench: StepwiseBench, *requests: EngineRequest) -> list[EngineEvent]:
+    """The events of an engine until it stops, which computes these prompts in one step."""
+    engine, events, stopped = bench.engine(_BrokenRunner(MODEL), receives=False), list[EngineEvent](), threading.Event()
+
+    def listen(news: Sequence[EngineEvent]) -> None:
+        events.extend(news)
+        if isinstance(events[-1], EngineStopped):
+            stopped.set()
+
+    for request in requests:
+        engine.prefill(request)
+    engine.start(listen)
+    assert stopped.wait(SOON_S)
+    return events
+
+
+def _of_death(name: str, suspect_until: int = 0) -> EngineRequest:
+    return EngineRequest(EngineKey(name, 1), (13, 1), 0, SamplingParams(max_tokens=9, seed=1), suspect_until)
+
+
+def test_a_step_that_raises_makes_each_of_its_requests_a_suspect(bench: StepwiseBench) -> None:
+    going_on = replace(make_stepwise_request("going-on", 4, 9), generated_count=3)
+    late = make_stepwise_request("late", 90, 9)
+    events = _broken_by(bench, _of_death("deadly"), going_on, late, make_stepwise_request("in-line", 5, 9))
+    assert not any(isinstance(event, RequestFailed) for event in events)
+    # The last one had no room in the chunk.
+    suspects = {EngineKey("deadly", 1): 1, going_on.key: 4, late.key: 1}
+    assert events[-1] == EngineStopped("RuntimeError('bad luck')", suspects)
+
+
+def test_a_step_that_raises_with_a_suspect_in_it_blames_the_suspect_alone(bench: StepwiseBench) -> None:
+    innocent = make_stepwise_request("innocent", 4, 9)
+    events = _broken_by(bench, innocent, _of_death("deadly", suspect_until=1))
+    failed = RequestFailed(EngineKey("deadly", 1), "RuntimeError('bad luck')", is_final=True)
+    assert events[-2:] == [failed, EngineStopped("RuntimeError('bad luck')", {})]
+
+
+def test_an_engine_that_breaks_outside_of_a_step_suspects_nobody(bench: StepwiseBench) -> None:
+    engine, last, stopped = bench.engine(receives=False), list[EngineEvent](), threading.Event()
+
+    def listen(news: Sequence[EngineEvent]) -> None:
+        if not isinstance(news[-1], EngineStopped):
+            raise RuntimeError("the listener is broken")
+        last.append(news[-1])
+        stopped.set()
+
+    engine.start(listen)
+    engine.prefill(make_stepwise_request("computed", 10, 5))
+    assert stopped.wait(SOON_S)
+    assert last == [EngineStopped("the listener raised RuntimeError('the listener is broken')")]
+
+
 class _NoTokenRunner(FakeRunner):
     """Draws no token behind `token_count` tokens of a prompt that begins with token 13."""
 

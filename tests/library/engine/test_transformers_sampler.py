@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.stepwise.runner import NOT_FINITE, DrawnToken, NoToken, SequenceSlice
+from kaveri.engine.transformers import sampler
 from kaveri.engine.transformers.sampler import draw_tokens, stream_state, waiting_times
 
 VOCAB_SIZE = 50
@@ -200,3 +201,32 @@ def test_tokens_that_would_end_an_answer_too_early_are_not_drawn_and_are_reporte
     assert any(token.token_id in barred for token in unbarred if isinstance(token, DrawnToken))
     ignoring = [row(index, **{**asked, "stop_token_ids": (), "ignore_eos": True}) for index in range(40)]
     assert draw_tokens(logits, ignoring, eos_token_ids) == unbarred
+
+
+def _raising(monkeypatch: pytest.MonkeyPatch, *seeds: int) -> None:
+    """The draw of a request with one of these seeds raises, alone or with others."""
+    race = sampler._race
+
+    def raises(logits: Tensor, slices: list[SequenceSlice]) -> Tensor:
+        if any(piece.params.seed in seeds for piece in slices):
+            raise IndexError("index 99 is out of bounds")
+        return race(logits, slices)
+
+    monkeypatch.setattr(sampler, "_race", raises)
+
+
+def test_a_draw_that_raises_ends_its_row_and_the_others_draw_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = random_logits(9, 5)
+    slices = [row(index, seed=index, logprobs=2) for index in range(5)]
+    whole = draw_tokens(logits, slices)
+    _raising(monkeypatch, 3)
+    drawn = draw_tokens(logits, slices)
+    assert [*drawn[:3], drawn[4]] == [*whole[:3], whole[4]]
+    assert drawn[3] == NoToken("its draw raised IndexError('index 99 is out of bounds')", is_final=True)
+    assert draw_tokens(logits[3:4], slices[3:4]) == [drawn[3]]
+
+
+def test_an_exception_that_every_row_meets_is_no_rows_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    _raising(monkeypatch, 0, 1, 2)
+    with pytest.raises(IndexError, match="index 99"):
+        draw_tokens(random_logits(9, 3), [row(index, seed=index) for index in range(3)])

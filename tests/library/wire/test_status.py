@@ -14,6 +14,7 @@ from kaveri import errors
 from kaveri.errors import (
     ConfigError,
     DeadlineExceeded,
+    EngineBroke,
     EngineError,
     InternalError,
     InvalidArgument,
@@ -47,6 +48,7 @@ EXAMPLES: list[KaveriError] = [
     Unauthenticated("this API key is unknown"),
     Unavailable("no decode instance is left"),
     Unavailable("draining", 1.5),
+    EngineBroke("the engine stopped", 7),
     StaleAttempt("request-1", 1, 3),
     SlowReader(30.0),
     DeadlineExceeded("the queue"),

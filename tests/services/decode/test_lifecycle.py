@@ -7,7 +7,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kaveri.errors import EngineError, InvalidArgument, NoCapacity, RequestAlreadyExists, StaleAttempt, Unavailable
+from kaveri.errors import (
+    EngineBroke,
+    EngineError,
+    InvalidArgument,
+    NoCapacity,
+    RequestAlreadyExists,
+    StaleAttempt,
+    Unavailable,
+)
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
 from services.decode import lifecycle
@@ -60,7 +68,7 @@ ENDS: tuple[Event, ...] = (
     *(RivalCame(rival, RequestAlreadyExists("a")) for rival in Rival),
     TimeOver(),
     RouterLost(),
-    Broken("broken"),
+    Broken(Unavailable("broken")),
 )
 EVENTS: tuple[Event, ...] = (
     RoomAsked(),
@@ -122,8 +130,15 @@ def test_a_router_hears_of_an_end_only_when_it_may_wait_for_tokens_in_vain(state
     assert told(state, RivalCame(Rival.NEWER_OWNER, FULL)) is None
     replaced = told(state, RivalCame(Rival.OTHER_REQUEST, FULL))
     assert (replaced is not None and replaced.replaced) == asked
-    assert (told(state, Broken("broken")) is not None) == asked
+    assert (told(state, Broken(Unavailable("broken"))) is not None) == asked
     assert (told(state, RouterLost()) is not None) == asked
+
+
+@pytest.mark.parametrize("error", [EngineError("request 'r': it raised"), EngineBroke("it raised", 4)])
+def test_a_router_hears_what_an_exception_of_the_engine_means_for_its_request(error: EngineError | EngineBroke) -> None:
+    heard = told(Running(1.0), Broken(error))
+    assert heard is not None
+    assert (heard.error, heard.fault) == (error.reason, error)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +254,7 @@ TestLife.settings = settings(max_examples=200, stateful_step_count=30, deadline=
 @pytest.mark.parametrize("state", STATES, ids=repr)
 def test_only_what_has_not_landed_is_aborted_when_its_engine_breaks(state: State) -> None:
     # An abort would have the holder drop the copy from which a landed request can go on.
-    _, actions = step(state, Broken("broken"), 1.0)
+    _, actions = step(state, Broken(Unavailable("broken")), 1.0)
     assert (AbortInEngine() in actions) == isinstance(state, Reserving | Reserved)
 
 

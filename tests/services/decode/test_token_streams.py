@@ -11,6 +11,7 @@ from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.engine.contract import EngineKey, EngineRequest, TokenStep
 from kaveri.errors import RequestAlreadyExists, StaleAttempt
 from kaveri.policy.growth import BatchMember
+from services.decode.answer_log import End
 from services.decode.lifecycle import InLine, RequestTimes
 from services.decode.requests import DecodeRequest, KnownAttempts
 from services.decode.token_streams import TokenStreams
@@ -179,7 +180,7 @@ async def test_a_failure_follows_the_tokens_that_were_gained() -> None:
     stream = streams.open("router")
     entry = request()
     gain(streams, entry, 1)
-    streams.fail(entry, "broken")
+    streams.fail(entry, End(error="broken"))
     (gained,) = await asyncio.wait_for(stream.next_batch(), WAIT_S)
     assert (gained.index, gained.token_ids, gained.end.error) == (1, [101], "broken")
 
@@ -199,7 +200,7 @@ async def test_a_failure_wakes_its_stream() -> None:
     stream = streams.open("router")
     waiting = asyncio.create_task(stream.next_batch())
     await asyncio.sleep(0)
-    streams.fail(request(), "another router has begun it", replaced=True)
+    streams.fail(request(), End(error="another router has begun it", replaced=True))
     (gained,) = await asyncio.wait_for(waiting, WAIT_S)
     assert (gained.end.error, gained.end.replaced) == ("another router has begun it", True)
 

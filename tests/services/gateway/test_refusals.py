@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kaveri.errors import InvalidArgument
+from kaveri.errors import EngineError, InvalidArgument
 from services.gateway.asked import read_chat, read_completion
 from services.gateway.body import MAX_DEPTH, parse_object
 from services.gateway.http_errors import HttpError, http_error_of
@@ -291,3 +291,11 @@ def test_reading_raises_nothing_but_kaveris_errors(read: Any) -> None:
             http_error_of(error).body()
 
     check()
+
+
+def test_a_request_that_the_engine_has_failed_on_is_not_tried_again() -> None:
+    refused = http_error_of(EngineError("request 'r': its draw raised IndexError('7')"))
+    assert (refused.status, refused.code) == (500, "engine_failed")
+    assert "'r'" in refused.message
+    # OpenAI's clients try any other error of a server again.
+    assert (b"x-should-retry", b"false") in refused.headers

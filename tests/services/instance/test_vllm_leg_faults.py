@@ -173,7 +173,7 @@ async def test_a_prompt_is_computed_again_where_what_has_landed_failed_before_it
     def handle_and_fail_the_first(events: Any) -> None:
         handle(events)
         for request in [] if failed.is_set() else list(decode.service.landed()):
-            decode.service._take(request, Broken("the engine has failed it"))
+            decode.service._take(request, Broken(Unavailable("the engine has failed it")))
             failed.set()
 
     decode.service.handle = handle_and_fail_the_first

@@ -11,6 +11,7 @@ import pytest
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import FinishReason
 from kaveri.engine.contract import (
+    EngineStopped,
     FirstToken,
     KvPushed,
     KvPushFailed,
@@ -20,6 +21,7 @@ from kaveri.engine.contract import (
 )
 from kaveri.errors import (
     DeadlineExceeded,
+    EngineBroke,
     EngineError,
     InvalidArgument,
     NoCapacity,
@@ -120,6 +122,24 @@ async def test_however_a_prompt_ends_the_next_one_is_let_in(end: Callable[[RoleW
     assert world.engine.submitted_ids == ["first"]
     end(world, first)
     await eventually(lambda: world.engine.submitted_ids[-1] == "next", 5.0)
+
+
+async def test_a_request_whose_own_computation_raises_ends_with_an_engine_error_that_names_it() -> None:
+    world = RoleWorld()
+    request = world.accept("first", 40)
+    world.role.handle([RequestFailed(request.key, "its draw raised", is_final=True)])
+    with pytest.raises(EngineError, match="'first': its draw raised"):
+        await told(request)
+
+
+async def test_only_the_requests_of_the_step_that_raised_are_suspects() -> None:
+    world = RoleWorld()
+    in_step, beside = world.accept("in-step", 4), world.accept("beside", 4)
+    world.role.handle([EngineStopped("it raised", {in_step.key: 1})])
+    for request, suspect_until in ((in_step, 1), (beside, 0)):
+        with pytest.raises(EngineBroke, match="it raised") as caught:
+            await told(request)
+        assert caught.value.suspect_until == suspect_until
 
 
 async def test_a_cancelled_prompt_that_waited_lets_the_one_behind_it_in() -> None:

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason
-from kaveri.errors import KaveriError, NoCapacity, Unavailable
+from kaveri.errors import EngineBroke, KaveriError, NoCapacity, Unavailable
 from kaveri.policy.retry import Setback
 from services.router.lifecycle import HAND_OVER_GRACE_S, step
 from services.router.lifecycle_values import (
@@ -202,6 +202,25 @@ def test_a_prefill_that_fails_before_it_has_named_a_place(
     assert isinstance(state, Lost)
     assert (state.setback, state.is_prefills_fault) == (setback, True)
     assert [action for action in actions if isinstance(action, Abort)] == aborts
+
+
+def test_a_request_that_was_in_a_step_that_raised_is_a_suspect_from_then_on() -> None:
+    state, _ = run(PrefillEnded(EngineBroke("raised", 5)))
+    assert isinstance(state, Lost)
+    assert (state.setback, state.attempt.suspect_until) == (Setback.BROKEN, 5)
+    again = replace(ATTEMPT, number=2, suspect_until=5)
+    # What another request has done says nothing of it.
+    state, _ = run(Sent(again), PrefillEnded(EngineBroke("raised")), state=state)
+    assert isinstance(state, Lost)
+    assert state.attempt.suspect_until == 5
+    state, _ = run(Sought(replace(again, number=3)), NotFound(), state=state)
+    assert state == Unplaced(0, 5)
+
+
+def test_a_decode_instance_whose_engine_raises_makes_its_request_a_suspect() -> None:
+    state, _ = run(DecodeNamed(ONE), FIRST, tokens(ONE, 1, 8), GivenUp(1, ONE, EngineBroke("raised", 3)))
+    assert isinstance(state, Lost)
+    assert (state.next_index, state.setback, state.attempt.suspect_until) == (2, Setback.BROKEN, 3)
 
 
 def test_prefill_may_die_once_the_answer_has_a_token_of_decode_and_not_before() -> None:
