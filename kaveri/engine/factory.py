@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import importlib.util
-import json
 import os
 import secrets
 import socket
@@ -14,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
 
+from kaveri.engine.checkpoint import read_config_json
 from kaveri.engine.contract import DecodeEngine, PrefillEngine
 from kaveri.engine.limits import SHORTEST_MODEL_LEN, has_gpu, require_device, require_memory, require_model_len
 from kaveri.engine.settings import DEFAULT_BLOCK_TOKENS, DEFAULT_CHUNK_TOKENS, ENGINES, EngineSettings
@@ -252,15 +252,13 @@ def transformers_runner(settings: EngineSettings) -> ModelRunner:
 
 def _served_vocab_size(model: str) -> int | None:
     """What the config.json of a model's folder says; None for a hub id, or a model without one. Raises ConfigError."""
-    path = Path(resolve_model(model)).expanduser() / "config.json"
+    folder = Path(resolve_model(model)).expanduser()
+    path = folder / "config.json"
     if not path.is_file():
         return None
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError("model", f"{path} cannot be read: {error}") from error
+    config = read_config_json(folder)
     # A model of text and images has the sizes of its text model in a part of its own.
-    parts = [config, config.get("text_config")] if isinstance(config, dict) else []
+    parts = [config, config.get("text_config")]
     for part in parts:
         if isinstance(part, dict) and "vocab_size" in part:
             vocab_size = part["vocab_size"]

@@ -138,7 +138,8 @@ class EngineSettings(MadeUpSettings):
         mask=hidden,
     )
     dtype: str = setting(
-        "element type: auto (the checkpoint's), float32, bfloat16 or float16",
+        "element type: auto (the checkpoint's, or float32 on a CPU without instructions for it), float32, bfloat16 or "
+        "float16",
         "auto",
         choices=("auto", "float32", "bfloat16", "float16"),
     )

@@ -93,14 +93,14 @@ class ModelTokenizer:
         source = resolve_model(model)
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)
-            config = AutoConfig.from_pretrained(source).get_text_config()
-        except (OSError, ValueError, KeyError, ImportError) as error:
+            vocab_size = int(AutoConfig.from_pretrained(source).get_text_config().vocab_size)
+        except Exception as error:  # whichever class: files of others are parsed there
             # The first line says what is wrong; the rest is advice about hub tokens and caches.
-            first_line = str(error).partition("\n")[0].rstrip(": ")
+            first_line = str(error).partition("\n")[0].rstrip(": ") or type(error).__name__
             raise ConfigError("--model", f"{model!r} has no tokenizer that can be loaded: {first_line}") from error
         if not tokenizer.is_fast:
             raise ConfigError("--model", f"{model!r} has no tokenizer.json (a fast tokenizer)")
-        made = cls(tokenizer, int(config.vocab_size), content_format)
+        made = cls(tokenizer, vocab_size, content_format)
         if made.unknown_tokens:
             token, token_id = min(made.unknown_tokens.items(), key=lambda item: item[1])
             get_logger().warning(

@@ -1,14 +1,16 @@
 """Loads a model of transformers and makes a runner of it, or says in one clear line why it cannot be served."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
+from kaveri.engine.checkpoint import quantization_method, read_config_json, refusal, stored_dtype
+from kaveri.engine.element_types import auto_dtype
 from kaveri.engine.limits import require_model_len
 from kaveri.engine.onednn import limit_primitive_cache
 from kaveri.engine.transformers.attention import ATTENTION_NAME, paged_attention
@@ -32,6 +34,7 @@ def load_runner(
     """Loads weights and makes them ready to run; takes seconds, and on a first use of a hub id the download's time.
 
     model: a folder, a hub id or a bundled name. dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+    On a CPU without instructions for the checkpoint's type "auto" is float32: see auto_dtype.
     device: "auto", "cpu" or "cuda[:index]". max_model_len: None for as many positions as the model was made for.
     Raises ConfigError.
     """
@@ -42,7 +45,8 @@ def load_runner(
     target = _torch_device(device)
     folder = local_folder(resolve_model(model))
     limit_primitive_cache()
-    loaded = _load(folder, "auto" if dtype == "auto" else TORCH_DTYPES[dtype])
+    values = read_config_json(folder)
+    loaded = _load(folder, values, _loaded_dtype(dtype, values, target.type == "cpu"))
     try:
         loaded = loaded.to(target)
     except torch.OutOfMemoryError as error:
@@ -122,13 +126,25 @@ def _hub_folder(model: str) -> Path:
         raise ConfigError("model", f"{model} is no folder here and cannot be had from the hub: {why:.200}") from error
 
 
-def _load(folder: Path, dtype: Any) -> Any:
+def _loaded_dtype(dtype: str, values: Mapping[str, Any], on_cpu: bool) -> Any:
+    """For from_pretrained. Of a quantized checkpoint the stored type is that of what is not quantized: it is kept."""
+    if dtype != "auto":
+        return TORCH_DTYPES[dtype]
+    stored = stored_dtype(values)
+    if stored is None or quantization_method(values) is not None:
+        return "auto"
+    return TORCH_DTYPES.get(auto_dtype(stored, on_cpu), "auto")
+
+
+def _load(folder: Path, values: Mapping[str, Any], dtype: Any) -> Any:
     logging.disable_progress_bar()
     weight_files(folder)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         if config.is_encoder_decoder:
             raise ConfigError("model", f"{folder} is an encoder-decoder; only decoder-only models are served")
+        # Read by from_pretrained too, whose error would not name the file.
+        read_generation_config(folder, config)
         model, findings = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
@@ -139,9 +155,10 @@ def _load(folder: Path, dtype: Any) -> Any:
             # Refused below: its own error refers to a report in the log.
             ignore_mismatched_sizes=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        why = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError("model", f"{folder} cannot be loaded: {why[0]:.200}") from error
+    except ConfigError:
+        raise
+    except Exception as error:  # whichever class: of a configuration's values, of a kernel's package that is missing
+        raise refusal(folder, values, error, "transformers") from error
     if findings["mismatched_keys"]:
         name, stored, expected = sorted(findings["mismatched_keys"])[0]
         reason = f"{folder} holds {name} in the shape {list(stored)}; config.json makes it {list(expected)}"

@@ -4,10 +4,13 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from kaveri.engine.checkpoint import quantization_method, read_config_json, refusal, stored_dtype
+from kaveri.engine.element_types import auto_dtype
 from kaveri.engine.onednn import limit_primitive_cache
 from kaveri.engine.settings import EngineSettings
 from kaveri.errors import ConfigError
@@ -114,6 +117,7 @@ def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
     limit_primitive_cache()
     # After the environment is set, which vLLM reads when it is imported.
     from vllm.config import KVTransferConfig
+    from vllm.platforms import current_platform
 
     from kaveri.engine.transformers.fingerprint import fingerprint
     from kaveri.engine.transformers.loading import local_folder
@@ -123,12 +127,13 @@ def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
 
     rank_count = engine_args.get("tensor_parallel_size", 1)
     folder = local_folder(resolve_model(settings.model))
+    values = read_config_json(folder)
     arguments: dict[str, Any] = {
         "enforce_eager": True,
         "disable_hybrid_kv_cache_manager": True,
         **engine_args,
         "model": str(folder),
-        "dtype": settings.dtype,
+        "dtype": vllm_dtype(settings.dtype, values, current_platform.is_cpu()),
         # -1: what the model was made for, or less when the cache holds less.
         "max_model_len": settings.max_model_len or -1,
         "kv_cache_memory_bytes": settings.kv_cache_memory,
@@ -152,7 +157,7 @@ def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
     }
     if settings.block_tokens is not None:
         arguments["block_size"] = settings.block_tokens
-    llm, ranks = _start(settings.model, arguments, rank_count)
+    llm, ranks = _start(folder, values, arguments, rank_count)
     config = llm.model_config
     ends_at = engine_args.get("generation_config", "auto")
     generation = read_generation_config(folder if ends_at in ("auto", "vllm") else ends_at, config.hf_config)
@@ -178,7 +183,21 @@ def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
     return core
 
 
-def _start(model: str, arguments: dict[str, Any], rank_count: int) -> "tuple[Any, Sequence[Rank]]":
+def vllm_dtype(dtype: str, values: Mapping[str, Any], on_cpu: bool) -> str:
+    """vLLM's option: `dtype` itself, or what auto_dtype makes of the type that vLLM would choose on this CPU.
+
+    values: of config.json. On CPUs vLLM computes float16 checkpoints in float16, all others in bfloat16.
+    """
+    if dtype != "auto" or quantization_method(values) is not None:
+        return dtype
+    chosen = "float16" if stored_dtype(values) == "float16" else "bfloat16"
+    computed = auto_dtype(chosen, on_cpu)
+    return "auto" if computed == chosen else computed
+
+
+def _start(
+    folder: Path, values: Mapping[str, Any], arguments: dict[str, Any], rank_count: int
+) -> "tuple[Any, Sequence[Rank]]":
     """vLLM's engine and its ranks. arguments: of EngineArgs. Raises ConfigError."""
     from vllm import EngineArgs, LLMEngine
 
@@ -193,8 +212,7 @@ def _start(model: str, arguments: dict[str, Any], rank_count: int) -> "tuple[Any
         try:
             llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except Exception as error:  # vLLM has no one class for what it cannot do
-            lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-            raise ConfigError("engine", f"vLLM cannot serve {model}: {lines[-1].strip():.300}") from error
+            raise refusal(folder, values, error, "vllm") from error
         if meeting is None:
             return llm, (_worker_side().plane,)
         try:

@@ -1,6 +1,5 @@
 """The loader: what it reads off a checkpoint, and that it refuses in one line what it cannot serve exactly."""
 
-import json
 import re
 import shutil
 import time
@@ -20,6 +19,7 @@ from kaveri.engine.transformers.runner import TransformersRunner
 from kaveri.errors import ConfigError
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.testing.engine_recorder import EngineRecorder
+from tests.support.broken_checkpoints import BROKEN, QUANTIZED, broken_copy, edit
 from tests.support.tiny_models import make_tiny_model
 
 
@@ -42,12 +42,6 @@ def refusal(folder: Path | str, **changes: Any) -> str:
     text = str(caught.value)
     assert "\n" not in text
     return text
-
-
-def edit(folder: Path, name: str, **changes: Any) -> None:
-    file = folder / name
-    content = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps(content | changes))
 
 
 @pytest.fixture
@@ -139,7 +133,38 @@ def test_model_of_another_kind_is_refused(copied: Path) -> None:
 def test_bundled_model_loads_by_its_name() -> None:
     runner = load("kaveri-tiny")
     assert runner.max_model_len >= 2048
-    assert runner.layout.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("has_bfloat16", "computed"), [(True, "bfloat16"), (False, "float32")])
+def test_auto_computes_in_float32_where_the_cpu_has_no_bfloat16(
+    has_bfloat16: bool, computed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": has_bfloat16, "amx_bf16": False})
+    runner = load("kaveri-tiny")
+    assert runner.layout.dtype == computed
+    assert {weight.dtype for weight in runner._model.parameters()} == {getattr(torch, computed)}
+    said = capsys.readouterr().out
+    assert said.count("dtype_widened") == (not has_bfloat16)
+    assert ("--dtype bfloat16" in said) == (not has_bfloat16)
+    assert load("kaveri-tiny", dtype="bfloat16").layout.dtype == "bfloat16"
+    assert "dtype_widened" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", QUANTIZED)
+def test_a_quantized_checkpoint_is_refused_with_its_method_and_what_to_use(
+    method: str, llama: Path, tmp_path: Path
+) -> None:
+    said = refusal(broken_copy(llama, tmp_path / "copy", method))
+    assert f"is quantized with {method}" in said
+    assert "use the checkpoint that is not quantized" in said
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_folder_that_is_no_whole_model_is_refused_in_one_line(fault: str, llama: Path, tmp_path: Path) -> None:
+    said = refusal(broken_copy(llama, tmp_path / "copy", fault))
+    assert str(tmp_path / "copy") in said
+    if "generation_config" in fault:
+        assert "generation_config.json" in said
 
 
 def test_what_is_no_model_is_refused(llama: Path, copied: Path, tmp_path: Path) -> None:
@@ -161,7 +186,7 @@ def test_broken_files_are_refused(copied: Path) -> None:
     (copied / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0garbage")
     assert "cannot be loaded" in refusal(copied)
     (copied / "config.json").write_text("{")
-    assert "cannot be loaded" in refusal(copied)
+    assert "config.json cannot be read" in refusal(copied)
 
 
 def test_checkpoint_with_missing_weights_is_refused(copied: Path) -> None:
