@@ -1,4 +1,4 @@
-"""What a model's generation_config says: the tokens that end an answer. Needs no torch."""
+"""What a model's generation_config says: the tokens that end an answer, and what is not used of it. Needs no torch."""
 
 import json
 from collections.abc import Mapping
@@ -6,14 +6,43 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 from transformers.utils import cached_file
 
 from kaveri.domain.sampling import whole_number
 from kaveri.errors import ConfigError
+from kaveri.models import resolve_model
 from kaveri.telemetry.logs import get_logger
 
 FILE_NAME = "generation_config.json"
+_SAMPLING: dict[str, tuple[Any, ...]] = {"temperature": (1.0,), "top_p": (1.0,), "top_k": (0, 50)}
+"""What changes answers that are drawn, with the values that change nothing; 50 is transformers' own default of top_k,
+which vLLM does not use either unless a file says so."""
+_ALWAYS: dict[str, tuple[Any, ...]] = {
+    "min_p": (0.0,),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "no_repeat_ngram_size": (0,),
+    "bad_words_ids": ([],),
+    "sequence_bias": ([], {}),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (),
+    "guidance_scale": (1.0,),
+    "penalty_alpha": (0.0,),
+    "num_beams": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "max_new_tokens": (),
+    "stop_strings": ([],),
+}
+"""What changes answers of transformers' generate or of vLLM, with the values that change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +70,29 @@ def read_generation_config(source: str | Path, config: Any) -> FoundGenerationCo
     if not isinstance(values, dict):
         raise ConfigError("--model", f"{path} holds a {type(values).__name__}; it must be a JSON object")
     return FoundGenerationConfig(str(path), {name: value for name, value in values.items() if value is not None})
+
+
+def unused_values(found: FoundGenerationConfig) -> dict[str, Any]:
+    """The values that would change answers of transformers' generate or of vLLM, and that Kaveri does not use. Pure."""
+    return {
+        name: value
+        for name, value in found.values.items()
+        if name in (known := _SAMPLING | _ALWAYS) and value not in known[name]
+    }
+
+
+def say_unused_values(model: str) -> None:
+    """Logs one line with the unused values of a path, a hub id or a bundled name, if there are any. Blocks. Raises
+    ConfigError, naming --model."""
+    source = resolve_model(model)
+    found = read_generation_config(source, AutoConfig.from_pretrained(source))
+    if unused := unused_values(found):
+        get_logger().warning(
+            "generation_config_unused",
+            file=found.origin,
+            values=unused,
+            advice="requests that are to be answered with them must give temperature, top_p and top_k themselves",
+        )
 
 
 def end_token_ids(found: FoundGenerationConfig, config: Any, vocab_size: int) -> frozenset[int]:

@@ -26,6 +26,7 @@ from kaveri.security.callers import make_callers
 from kaveri.security.settings import PUBLIC_PREFIX
 from kaveri.telemetry.discovery import set_discovery
 from kaveri.telemetry.logs import get_logger
+from kaveri.text.generation_config import say_unused_values
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.router import metrics
@@ -63,6 +64,7 @@ async def serve(config: RouterConfig, stopping: asyncio.Event) -> int:
             return 0
         tokenizer = await asyncio.to_thread(ModelTokenizer.load, config.model, config.chat_template_content_format)
         stack.callback(tokenizer.close)
+        await asyncio.to_thread(say_unused_values, config.model)
         return await router_host(Router(config, store, tokenizer)).serve(stopping)
     return 0
 

@@ -10,7 +10,13 @@ from transformers import AutoConfig
 
 from kaveri.errors import ConfigError
 from kaveri.models import resolve_model
-from kaveri.text.generation_config import end_token_ids, read_generation_config
+from kaveri.text.generation_config import (
+    FoundGenerationConfig,
+    end_token_ids,
+    read_generation_config,
+    say_unused_values,
+    unused_values,
+)
 from kaveri.text.model_files import read_model_files
 
 VOCAB_SIZE = 1536
@@ -70,3 +76,23 @@ def test_facts_for_other_gateways_hold_ids_of_tokens_only(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": -1, "bos_token_id": VOCAB_SIZE}))
     facts = read_model_files(str(folder)).facts
     assert (facts["eos_token_ids"], facts["pad_token_id"], facts["bos_token_id"]) == ([3], 0, 0)
+
+
+def test_values_that_would_change_answers_are_named_once_with_their_file(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 1.0, "repetition_penalty": 1.1, "min_p": 0}
+    (folder / "generation_config.json").write_text(json.dumps(values | {"eos_token_id": 2, "pad_token_id": 0}))
+    say_unused_values(str(folder))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "generation_config_unused" in line]
+    for said in ("generation_config.json", "'temperature': 0.6", "'top_k': 20", "'repetition_penalty': 1.1"):
+        assert said in line
+    for not_said in ("top_p':", "min_p", "do_sample", "eos_token_id"):
+        assert not_said not in line
+    say_unused_values("kaveri-tiny")
+    assert "generation_config_unused" not in capsys.readouterr().out
+
+
+def test_values_of_every_type_are_compared_without_an_error() -> None:
+    values = {"temperature": "hot", "bad_words_ids": [[3]], "suppress_tokens": [], "sequence_bias": {}, "foo": 3}
+    assert unused_values(FoundGenerationConfig("file", values)) == {"temperature": "hot", "bad_words_ids": [[3]]}
