@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kaveri.local.service_flags import ServiceFlags
     from kaveri.security.tls_files import TlsFiles
 
-_GATEWAY_PACKAGES = ("starlette", "uvicorn", "httptools")
+_GATEWAY_PACKAGES = ("starlette", "uvicorn", "h11")
 _GATEWAY_PORT = 8000
 _FILE_KEY = "kaveri.config"
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import importlib.metadata
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,10 +44,10 @@ from services.gateway.event_writer import EventWriter
 from services.gateway.formats import DONE, AnswerFormat, ChatFormat, CompletionFormat
 from services.gateway.http_errors import Headers, HttpError, http_error_of, refused_key, retry_headers
 from services.gateway.openapi import openapi_document
+from services.gateway.request_head import check_head, own_request_id
 from services.gateway.shown_prompts import show_prompts
 from services.gateway.tokenizing import detokenize, tokenize
 
-_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _HEALTH_TIMEOUT_S = 2.0
 _CLIENT_GONE_STATUS = 499
 """As nginx counts it; no client sees it."""
@@ -117,7 +116,8 @@ class Edge:
             await send(message)
 
         try:
-            state.request_id = _request_id(scope) or state.request_id
+            state.request_id = own_request_id(scope) or state.request_id
+            check_head(scope, self._door.config.max_header_bytes)
             await self._serve(scope, receive, send_named, state)
         except ClientGone:
             state.status = _CLIENT_GONE_STATUS
@@ -127,15 +127,15 @@ class Edge:
             await _send_error(_not_served(scope, error), send_named)
         except SlowReader as error:
             get_logger().warning("client_too_slow", request_id=state.request_id, slow_reader_s=error.limit_s)
-            scope[CONNECTION_KEY].abort()
+            scope["state"][CONNECTION_KEY].abort()
         except asyncio.CancelledError:
             # The gateway ends. The client sees its connection closed.
-            scope[CONNECTION_KEY].abort()
+            scope["state"][CONNECTION_KEY].abort()
             raise
         except Exception:
             get_logger().exception("request_failed_unexpectedly", request_id=state.request_id, path=state.path)
             if state.status:
-                scope[CONNECTION_KEY].abort()
+                scope["state"][CONNECTION_KEY].abort()
             else:
                 await _send_error(HttpError(500, "the gateway failed", "server_error", "internal_error"), send_named)
         finally:
@@ -398,17 +398,6 @@ async def _the_model(client: AsyncClient) -> ModelInfo:
     if len(models) != 1:
         raise ModelNotFound("", tuple(one.name for one in models))
     return models[0]
-
-
-def _request_id(scope: Scope) -> str | None:
-    """The client's own id. Raises HttpError."""
-    for name, value in scope["headers"]:
-        if name == b"x-request-id":
-            if not _REQUEST_ID.fullmatch(value):
-                message = "X-Request-ID must be 1 to 128 visible ASCII characters without spaces"
-                raise HttpError(400, message, code="invalid_value", param="X-Request-ID")
-            return str(value, "ascii")
-    return None
 
 
 async def send_body(status: int, parts: Sequence[bytes], headers: Headers, send: Send) -> None:

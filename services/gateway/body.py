@@ -96,6 +96,7 @@ class HeldBody:
         except TimeoutError as error:
             message = f"the request's body did not arrive within {within_s:g} s"
             raise HttpError(408, message, code="slow_request", headers=[(b"connection", b"close")]) from error
+        _check_coding(scope)
         return await self._budget.parse(data, make)
 
     async def _read(self, scope: Scope, receive: Receive, most_bytes: int) -> bytes:
@@ -190,6 +191,15 @@ def _too_deep() -> HttpError:
 def _too_large(most_bytes: int) -> HttpError:
     message = f"the request's body is larger than {most_bytes} bytes"
     return HttpError(413, message, code="request_too_large", headers=[(b"connection", b"close")])
+
+
+def _check_coding(scope: Scope) -> None:
+    """Raises HttpError for a body that is compressed."""
+    for name, value in scope["headers"]:
+        if name == b"content-encoding" and value.lower() != b"identity":
+            message = f"the body's Content-Encoding is {value.decode('latin-1'):.100}; send it as it is"
+            headers = [(b"accept-encoding", b"identity")]
+            raise HttpError(415, message, code="unsupported_content_encoding", headers=headers)
 
 
 def _refuse_constant(name: str) -> None:

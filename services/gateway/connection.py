@@ -1,24 +1,35 @@
-"""One HTTP connection: uvicorn's, with limits on what a client may send, how slowly, and how slowly it may read."""
+"""One HTTP connection: uvicorn's on h11, with limits on what a client may send and on how slowly it sends and reads."""
 
 import asyncio
+import socket
+import sys
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from http import HTTPStatus
+from typing import Any
 
-import httptools
+import h11
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from services.gateway.http_errors import HttpError, retry_headers
+from services.gateway.request_head import head_too_large
 
 CONNECTION_KEY = "kaveri.connection"
-"""Of an HTTP scope: its connection."""
+"""Of the `state` of an HTTP scope: its connection."""
+_SLICE_BYTES = 16 * 1024
+"""What is parsed at once: 20 ms of tiny chunks."""
 _RETRY_AFTER_S = 1.0
 _LINGER_S = 2.0
 _LINGER_BYTES = 2**20
 """What a refused client may send until it has read why."""
-_PHRASES = {400: "Bad Request", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
+_GONE_CHECK_S = 0.25
+"""A client that has left is noticed within this time and a round trip."""
+_FIRST_BYTE = b"H"
+"""Of every answer."""
+_EVENT_COMMENT = b":\n\n"
+"""Clients skip it in a stream of events."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +42,8 @@ class ConnectionLimits:
     slow_reader_s: float
 
 
-class _HeadTooLarge(Exception):
-    """Raised within the parser, which reports it as an error of its own."""
-
-
-class HttpConnection(HttpToolsProtocol):
-    """Owned by its transport. While a request is answered nothing more is read than that the client has gone: a request
-    that comes before the answer's end is dropped, and the connection ends with the answer."""
+class HttpConnection(H11Protocol):
+    """Owned by its transport. Requests that come before the answer to the last one wait in the parser."""
 
     def __init__(
         self,
@@ -47,32 +53,26 @@ class HttpConnection(HttpToolsProtocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+        super().__init__(config, server_state, {**app_state, CONNECTION_KEY: self}, _loop)
         self._limits = limits
+        self._unparsed = bytearray()
+        self._early_bytes = 0
+        """Of requests that wait."""
         self._timer: asyncio.TimerHandle | None = None
-        """Runs while the head of a request is awaited, and while the last bytes of a closed connection are read."""
-        self._head_bytes = 0
-        """Of the present request's line and headers."""
-        self._quiet_bytes = 0
-        """Read since the request began, or since the last piece of its body."""
-        self._has_progress = False
-        """Whether the last piece of data ended a head, or had a piece of a body."""
+        """Runs while the head of a request is awaited, and while a connection ends."""
         self._is_refused = False
-        """Whether nothing is read any more but what the client still sends."""
-        self._dropped_bytes = 0
-        """Of requests that came too early."""
+        """Whether nothing is parsed any more."""
+        self._has_eof = False
+        """Whether the client has closed its sending half."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self._limits.max_connections:
             message = f"more than {self._limits.max_connections} connections are open"
-            self._refuse(
-                HttpError(
-                    503, message, "service_unavailable", "too_many_connections", headers=retry_headers(_RETRY_AFTER_S)
-                )
-            )
+            headers = retry_headers(_RETRY_AFTER_S)
+            self._refuse(HttpError(503, message, "service_unavailable", "too_many_connections", headers=headers))
             return
-        self._begin_head()
+        self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -80,105 +80,116 @@ class HttpConnection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
-            return
-        if self._is_refused:
-            self._drop_refused(data)
-            return
-        if self._is_answering():
-            self._drop(data)
-            return
-        if self._timer is None and (self.cycle is None or self.cycle.response_complete):
-            self._begin_head()
-        self._has_progress = False
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # The request is answered as if it had not asked for another protocol.
-            self._unset_keepalive_if_required()
-            return
-        except httptools.HttpParserError as error:
-            if not self._is_answering():
-                self._refuse(_parse_error(error, self._limits))
-            return
-        self._unset_keepalive_if_required()
-        if not self._has_progress:
-            self._quiet_bytes += len(data)
-        if self._quiet_bytes > self._limits.max_header_bytes:
-            self._refuse(_too_large(self._limits))
+        is_parsing = bool(self._unparsed)
+        self._unparsed += data
+        if not is_parsing:
+            self._parse()
 
-    def on_message_begin(self) -> None:
-        self._head_bytes = self._quiet_bytes = 0
-        super().on_message_begin()
-        cast(dict[str, Any], self.scope)[CONNECTION_KEY] = self
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keeps the connection of a client that waits for an answer. TLS closes both halves at once."""
+        if not self._is_answering() or not self.transport.can_write_eof():
+            self._end_within(self._limits.slow_reader_s)
+            return False
+        self._has_eof = True
+        self._probe()
+        return True
 
-    def on_url(self, url: bytes) -> None:
-        self._count(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        # Also those after a body in chunks.
-        self._count(len(name) + len(value))
-        super().on_header(name, value)
-
-    def on_chunk_header(self) -> None:
-        """The parser's call."""
-        self._note_progress()
-
-    def on_headers_complete(self) -> None:
-        if self._is_answering():
-            self._drop(b"")
-            raise _HeadTooLarge
-        self._note_progress()
-        self._stop_timer()
-        super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        self._note_progress()
-        super().on_body(body)
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's call, while it handles an error of the parser."""
+        error = sys.exception()
+        assert isinstance(error, h11.RemoteProtocolError)
+        if error.error_status_hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
+            self._refuse(head_too_large(self._limits.max_header_bytes))
+        else:
+            message = f"this is not an HTTP request that is served here: {error!s:.200}"
+            self._refuse(HttpError(error.error_status_hint, message, code="invalid_http"))
 
     def on_response_complete(self) -> None:
+        self._early_bytes = 0
         super().on_response_complete()
-        self._close_within_limit()
+        if self._has_eof and not self._is_answering():
+            self.transport.close()
+        if self.transport.is_closing():
+            self._end_within(self._limits.slow_reader_s)
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._close_within_limit()
+        self._end_within(self._limits.slow_reader_s)
 
     def shutdown(self) -> None:
         super().shutdown()
-        self._close_within_limit()
+        if self.transport.is_closing():
+            self._end_within(self._limits.slow_reader_s)
 
     def abort(self) -> None:
         """Closes the connection at once; what was written and not sent is lost."""
         self.transport.abort()
 
+    def _parse(self) -> None:
+        """Parses one slice, and the rest in later turns of the event loop."""
+        data = bytes(self._unparsed[:_SLICE_BYTES])
+        del self._unparsed[:_SLICE_BYTES]
+        if not self.transport.is_closing():
+            self._receive(data)
+        if self._unparsed:
+            self.transport.pause_reading()
+            self.loop.call_soon(self._parse)
+        elif not self.flow.read_paused:
+            self.transport.resume_reading()
+
+    def _receive(self, data: bytes) -> None:
+        if self._is_refused or self._is_answering():
+            self._early_bytes += len(data)
+        if self._is_refused:
+            if self._early_bytes > _LINGER_BYTES:
+                self.transport.abort()
+            return
+        if self._is_answering() and self._early_bytes <= self._limits.max_header_bytes:
+            # uvicorn would stop reading, and not notice when the client leaves.
+            self.conn.receive_data(data)
+            return
+        if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
+            # RFC 9112, 2.2: old clients send an empty line behind a body.
+            data = data.lstrip(b"\r\n")
+            if not data:
+                return
+        if self._timer is None and (self.cycle is None or self.cycle.response_complete):
+            self._await_head()
+        last = self.cycle
+        super().data_received(data)
+        if self.cycle is not last and not self._is_refused:
+            self._stop_timer()
+
     def _is_answering(self) -> bool:
         """Whether a whole request has come that is not answered yet."""
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
 
-    def _note_progress(self) -> None:
-        self._has_progress = True
-        self._quiet_bytes = 0
+    def _probe(self) -> None:
+        """Writes what changes no answer. The kernel of a client that has closed both halves replies with a reset."""
+        if not self.cycle.response_started:
+            self.transport.write(_FIRST_BYTE)
+            self.cycle.transport = _BegunTransport(self.cycle)  # type: ignore[assignment]
+        elif not self.flow.write_paused:
+            # What has begun and is not complete is a stream of events.
+            self.transport.write(self.conn.send(h11.Data(data=_EVENT_COMMENT)))
+        self._check_gone()
 
-    def _drop(self, data: bytes) -> None:
-        self.cycle.keep_alive = False
-        self._dropped_bytes += len(data)
-        if self._dropped_bytes > self._limits.max_header_bytes:
+    def _check_gone(self) -> None:
+        # The event loop no longer looks at a connection whose end it has read.
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
+        elif self._is_answering():
+            self._stop_timer()
+            self._timer = self.loop.call_later(_GONE_CHECK_S, self._check_gone)
 
-    def _count(self, size_bytes: int) -> None:
-        self._head_bytes += size_bytes
-        if self._head_bytes > self._limits.max_header_bytes:
-            raise _HeadTooLarge
+    def _await_head(self) -> None:
+        # No answer when it does not come: it may be in the middle of one, and a client this slow is seldom honest.
+        self._end_within(self._limits.slow_sender_s)
 
-    def _begin_head(self) -> None:
+    def _end_within(self, limit_s: float) -> None:
+        """A closing connection ends when all is sent, which a client that does not read would never let happen."""
         self._stop_timer()
-        self._timer = self.loop.call_later(self._limits.slow_sender_s, self._end_head)
-
-    def _end_head(self) -> None:
-        # No answer: it may be in the middle of one, and a client this slow is seldom honest.
-        self.transport.abort()
+        self._timer = self.loop.call_later(limit_s, self.transport.abort)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -189,43 +200,46 @@ class HttpConnection(HttpToolsProtocol):
         """Answers what the parser could not, and closes once the client has, or after a while: closed at once, with
         data that was not read, the connection would be reset and the answer lost."""
         self._is_refused = True
-        body = error.body()
-        head = [f"HTTP/1.1 {error.status} {_PHRASES[error.status]}\r\n".encode()]
-        headers = [
-            *error.headers,
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
-        head += [name + b": " + value + b"\r\n" for name, value in headers]
-        self.transport.write(b"".join([*head, b"\r\n", body]))
-        if self.transport.can_write_eof():
-            # Not over TLS.
-            self.transport.write_eof()
-        self._stop_timer()
-        self._timer = self.loop.call_later(_LINGER_S, self.transport.abort)
-
-    def _drop_refused(self, data: bytes) -> None:
-        self._dropped_bytes += len(data)
-        if self._dropped_bytes > _LINGER_BYTES:
-            self.transport.abort()
-
-    def _close_within_limit(self) -> None:
-        """A closing connection ends when all is sent, which a client that does not read would never let happen."""
-        if self.transport.is_closing():
-            self._stop_timer()
-            self._timer = self.loop.call_later(self._limits.slow_reader_s, self.transport.abort)
+        if self.cycle is not None:
+            # Its body does not go on.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            if self.cycle.response_started:
+                self.transport.close()
+        if not self.transport.is_closing():
+            self.transport.write(_whole_response(error))
+            if self.transport.can_write_eof():
+                # Not over TLS.
+                self.transport.write_eof()
+        self._end_within(_LINGER_S)
 
 
-def _parse_error(error: httptools.HttpParserError, limits: ConnectionLimits) -> HttpError:
-    if isinstance(error.__context__, _HeadTooLarge):
-        return _too_large(limits)
-    return HttpError(400, "this is not an HTTP request", code="invalid_http")
+class _BegunTransport:
+    """Writes an answer whose first byte has been sent."""
+
+    def __init__(self, cycle: Any) -> None:
+        self._cycle = cycle
+        self._transport = cycle.transport
+
+    def write(self, data: bytes) -> None:
+        self._cycle.transport = self._transport
+        self._transport.write(data.removeprefix(_FIRST_BYTE))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
-def _too_large(limits: ConnectionLimits) -> HttpError:
-    message = f"the request's line and headers are larger than {limits.max_header_bytes} bytes"
-    return HttpError(431, message, code="headers_too_large")
+def _whole_response(error: HttpError) -> bytes:
+    body = error.body()
+    headers = [
+        *error.headers,
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+    ]
+    head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n".encode()]
+    head += [name + b": " + value + b"\r\n" for name, value in headers]
+    return b"".join([*head, b"\r\n", body])
 
 
 def connection_factory(limits: ConnectionLimits) -> Any:

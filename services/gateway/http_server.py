@@ -56,6 +56,7 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,
             timeout_keep_alive=idle_s,  # type: ignore[arg-type]
+            h11_max_incomplete_event_size=limits.max_header_bytes,
         )
         self._socket: socket.socket | None = None
         self._server: asyncio.Server | None = None

@@ -60,6 +60,12 @@ class GatewayUnderTest:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/v1"
 
+    @property
+    def connection(self) -> Any:
+        """The only one."""
+        (found,) = self.gateway.server.state.connections
+        return found
+
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection("127.0.0.1", self.port)
 
@@ -100,7 +106,8 @@ def request_bytes(method: str, path: str, body: bytes = b"", headers: dict[str, 
 async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
     """Status and headers of a response."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-    headers = dict(line.split(": ", 1) for line in head[1:] if line)
+    named = (line.split(": ", 1) for line in head[1:] if line)
+    headers = {name.lower(): value for name, value in named}
     return int(head[0].split(" ")[1]), headers
 
 

@@ -137,8 +137,8 @@ async def test_an_idle_connection_is_closed(cluster: ScriptedCluster) -> None:
         b"GET /health HTTP/1.1\r\nx: " + b"a" * 5000,
         b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 2000,
         b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\nhost: test\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n1;" + b"a" * 9000,
-        b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: " + b"a" * 9000,
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1;" + b"a" * 9000,
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: " + b"a" * 9000,
     ],
     ids=["one header", "many headers", "path", "chunk extension", "trailer"],
 )
@@ -154,7 +154,8 @@ async def test_endless_headers_are_431(cluster: ScriptedCluster, head: bytes) ->
 
 
 @pytest.mark.parametrize(
-    "data", [b"\x16\x03\x01\x02\x00\x01\x00", b"GET\r\n\r\n", b"nonsense " * 20, b"GET * HTTP/1.1\r\n\r\n"]
+    "data",
+    [b"\x16\x03\x01\x02\x00\x01\x00", b"GET\r\n\r\n", b"nonsense " * 20 + b"\r\n\r\n", b"GET * HTTP/1.1\r\n\r\n"],
 )
 async def test_what_is_not_http_is_400_and_the_end(gateway: GatewayUnderTest, data: bytes) -> None:
     reader, writer = await gateway.connect()
@@ -203,19 +204,6 @@ async def test_a_connection_too_many_is_503_and_the_others_go_on(cluster: Script
         assert (await gateway.ask("/version")).status == 200
         for _, writer in open_ones:
             writer.close()
-
-
-async def test_a_request_that_comes_before_the_last_ones_answer_is_dropped(
-    gateway: GatewayUnderTest, cluster: ScriptedCluster
-) -> None:
-    first = b'{"prompt": [300], "max_tokens": 5}'
-    plain = f"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {len(first)}\r\n\r\n".encode() + first
-    reader, writer = await gateway.connect()
-    writer.write(plain * 3)
-    assert (await read_answer(reader)).status == 200
-    assert await ended(reader) == b""
-    writer.close()
-    assert len(cluster.taken()) == 1
 
 
 async def test_small_writes_leave_at_once(gateway: GatewayUnderTest) -> None:

@@ -1,0 +1,257 @@
+"""HTTP as its RFCs have it: offers to upgrade, HTTP/1.0, half-closed connections, requests one after the other."""
+
+import asyncio
+import gzip
+import json
+
+import pytest
+
+from tests.services.gateway.conftest import (
+    WITHIN_S,
+    GatewayUnderTest,
+    HttpAnswer,
+    read_answer,
+    read_head,
+    request_bytes,
+)
+from tests.services.gateway.recorded_requests import OFFERS, PLAIN
+from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.scripted_answers import eventually
+
+_BODY = b'{"prompt": [300, 301, 302], "max_tokens": 20, "temperature": 0}'
+_STREAM = _BODY.replace(b"}", b', "stream": true}')
+_COMMENT = b":\n\n"
+_POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+def in_pieces(request: bytes, way: str) -> list[bytes]:
+    """The packets of a request."""
+    head_bytes = request.index(b"\r\n\r\n") + 4
+    if way == "one packet":
+        return [request]
+    if way == "body behind":
+        return [request[:head_bytes], request[head_bytes:]]
+    return [request[number : number + 1] for number in range(len(request))]
+
+
+def texts(answer: HttpAnswer) -> list[str]:
+    """The answers' texts, streamed or whole."""
+    if b"data: " in answer.body:
+        return ["".join(event["choices"][0]["text"] for event in answer.events)]
+    return [choice["text"] for choice in answer.json["choices"]]
+
+
+def without_chunks(body: bytes) -> bytes:
+    """A body that came in chunks."""
+    found = b""
+    while True:
+        size, _, body = body.partition(b"\r\n")
+        if not int(size, 16):
+            return found
+        found, body = found + body[: int(size, 16)], body[int(size, 16) + 2 :]
+
+
+async def read_to_end(reader: asyncio.StreamReader) -> HttpAnswer:
+    """A response that ends with its connection; takes chunks apart."""
+    async with asyncio.timeout(WITHIN_S):
+        status, headers = await read_head(reader)
+        body = await reader.read()
+    return HttpAnswer(status, headers, without_chunks(body) if "transfer-encoding" in headers else body)
+
+
+@pytest.mark.parametrize("way", ["one packet", "body behind", "byte by byte"])
+@pytest.mark.parametrize("client", [*OFFERS, *PLAIN])
+async def test_a_clients_bytes_get_an_answer_whatever_protocol_they_offer(
+    gateway: GatewayUnderTest, client: str, way: str
+) -> None:
+    expected = texts(await gateway.complete())
+    reader, writer = await gateway.connect()
+    # Twice: the connection stays usable, unless the client speaks HTTP/1.0.
+    for _ in range(1 if "1.0" in client else 2):
+        for piece in in_pieces({**OFFERS, **PLAIN}[client], way):
+            writer.write(piece)
+            await asyncio.sleep(0)
+        if "Expect" in client:
+            assert (await read_head(reader))[0] == 100
+        answer = await asyncio.wait_for(read_answer(reader), WITHIN_S)
+        assert (answer.status, texts(answer)) == (200, expected)
+    writer.close()
+
+
+async def test_a_stream_answers_an_offer_to_upgrade_and_its_client_is_missed_when_it_leaves(
+    gateway: GatewayUnderTest, cluster: ScriptedCluster
+) -> None:
+    request = OFFERS["Java 17, length"]
+    longer = request.replace(b'"temperature": 0}', b'"max_tokens": 8000}').replace(b"Length: 62", b"Length: 64")
+    assert len(longer) == len(request) + 2
+    cluster.decodes["decode-0"].pause_at = 5
+    _, writer = await gateway.connect()
+    writer.write(longer)
+    await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+    writer.close()
+    await eventually(lambda: not gateway.gateway.answering)
+    cluster.let_all_go()
+
+
+@pytest.mark.parametrize("connection", ["", "Connection: close\r\n", "Connection: keep-alive\r\n"])
+@pytest.mark.parametrize("body", [_BODY, _STREAM], ids=["whole", "streamed"])
+async def test_http_1_0_gets_no_chunks(gateway: GatewayUnderTest, body: bytes, connection: str) -> None:
+    expected = texts(await gateway.complete(max_tokens=20))
+    reader, writer = await gateway.connect()
+    head = f"POST /v1/completions HTTP/1.0\r\n{connection}Content-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    answer = await read_to_end(reader)
+    assert "transfer-encoding" not in answer.headers
+    assert answer.headers["connection"] == "close"
+    assert (answer.status, texts(answer)) == (200, expected)
+    writer.close()
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("when", ["before the first token", "between tokens", "at once"])
+@pytest.mark.parametrize("body", [_BODY, _STREAM], ids=["whole", "streamed"])
+async def test_a_client_that_has_closed_its_sending_half_gets_its_answer(
+    gateway: GatewayUnderTest, cluster: ScriptedCluster, body: bytes, when: str, version: str
+) -> None:
+    expected = texts(await gateway.complete(max_tokens=20))
+    prefill, decode = cluster.prefills["prefill-0"], cluster.decodes["decode-0"]
+    if when == "before the first token":
+        prefill.hold.add("first_token")
+    elif when == "between tokens":
+        decode.pause_at = 5
+    reader, writer = await gateway.connect()
+    writer.write(
+        f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    )
+    if when == "before the first token":
+        await eventually(lambda: bool(prefill.waiting_requests))
+    elif when == "between tokens":
+        await eventually(lambda: decode.is_paused)
+    writer.write_eof()
+    if when != "at once":
+        await eventually(lambda: gateway.connection._has_eof)
+        assert gateway.gateway.answering
+    cluster.let_all_go()
+    answer = await read_to_end(reader)
+    # One, between two events, shows whether the client is there.
+    answer.body = answer.body.replace(_COMMENT, b"", 1)
+    assert (answer.status, texts(answer)) == (200, expected)
+    writer.close()
+
+
+async def test_requests_that_come_early_are_answered_in_their_order(
+    gateway: GatewayUnderTest, cluster: ScriptedCluster
+) -> None:
+    cluster.decodes["decode-0"].pause_at = 5
+    reader, writer = await gateway.connect()
+    for count in (20, 1, 2):
+        body = json.dumps({"prompt": [300], "max_tokens": count, "temperature": 0}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await writer.drain()
+    await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+    writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+    writer.write_eof()
+    await eventually(lambda: gateway.connection._has_eof)
+    cluster.let_all_go()
+    for count in (20, 1, 2):
+        answer = await asyncio.wait_for(read_answer(reader), WITHIN_S)
+        assert answer.json["usage"]["completion_tokens"] == count
+    assert "version" in (await read_answer(reader)).json
+    assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_client_that_sends_early_requests_and_leaves_is_missed(
+    gateway: GatewayUnderTest, cluster: ScriptedCluster
+) -> None:
+    cluster.decodes["decode-0"].pause_at = 5
+    _, writer = await gateway.connect()
+    request = request_bytes("POST", "/v1/completions", _BODY).replace(b"connection: close\r\n", b"")
+    writer.write(request)
+    await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+    writer.write(request * 2)
+    await writer.drain()
+    writer.close()
+    await eventually(lambda: not gateway.gateway.answering)
+    cluster.let_all_go()
+
+
+async def test_a_request_without_its_rest_ends_with_its_connection(gateway: GatewayUnderTest) -> None:
+    for start in (b"POST /v1/comp", request_bytes("POST", "/v1/completions", _BODY)[:-3]):
+        reader, writer = await gateway.connect()
+        writer.write(start)
+        writer.write_eof()
+        assert await asyncio.wait_for(reader.read(), WITHIN_S) == b""
+        writer.close()
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "deflate, gzip"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+async def test_a_compressed_body_is_415(gateway: GatewayUnderTest, path: str, coding: str) -> None:
+    got = await gateway.ask(path, gzip.compress(_BODY), headers={"Content-Encoding": coding})
+    assert (got.status, got.error["code"]) == (415, "unsupported_content_encoding")
+    assert got.headers["accept-encoding"] == "identity"
+    assert coding in got.error["message"]
+    assert (await gateway.ask("/v1/completions", _BODY, headers={"Content-Encoding": "identity"})).status == 200
+
+
+@pytest.mark.parametrize("request_id", ["", "a" * 129, "with space", "ümlaut"])
+async def test_a_request_id_that_cannot_be_used_is_replaced(gateway: GatewayUnderTest, request_id: str) -> None:
+    got = await gateway.ask("/v1/completions", _BODY, headers={"X-Request-ID": request_id})
+    assert got.status == 200
+    assert got.headers["x-request-id"] not in ("", request_id)
+    assert (await gateway.ask("/version", headers={"X-Request-ID": "mine"})).headers["x-request-id"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("request_head", "status"),
+    [
+        (b"GET http://x/version HTTP/1.1\r\nHost: x\r\n\r\n", 200),
+        (b"GET /version HTTP/1.0\r\n\r\n", 200),
+        (b"HEAD /version HTTP/1.1\r\nHost: x\r\n\r\n", 200),
+        (b"\r\nGET /version HTTP/1.1\r\nHost: x\r\n\r\n", 200),
+        (b"GET /version HTTP/1.1\r\n\r\n", 400),
+        (b"GET /version HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", 400),
+        (b"GET /version HTTP/1.1\r\nHost : x\r\n\r\n", 400),
+        (_POST + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n", 400),
+        (_POST + b"Content-Length: -5\r\n\r\n", 400),
+        (_POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (_POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n", 501),
+        (_POST + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n", 400),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
+    ],
+)
+async def test_a_head_gets_the_status_that_the_rfcs_give_it(
+    gateway: GatewayUnderTest, request_head: bytes, status: int
+) -> None:
+    reader, writer = await gateway.connect()
+    writer.write(request_head)
+    found, headers = await asyncio.wait_for(read_head(reader), WITHIN_S)
+    assert found == status
+    if status != 200:
+        assert headers["connection"] == "close"
+        assert json.loads(await reader.readexactly(int(headers["content-length"])))["error"]["code"] == "invalid_http"
+    writer.close()
+
+
+async def test_a_body_of_tiny_chunks_is_parsed_in_turns(gateway: GatewayUnderTest) -> None:
+    """A megabyte of them may come at once, and takes the parser a second."""
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in b" " * 40_000 + _BODY) + b"0\r\n\r\n"
+    reader, writer = await gateway.connect()
+    writer.write(_POST + b"Transfer-Encoding: chunked\r\n\r\n")
+    await eventually(lambda: bool(gateway.gateway.server.state.connections) and gateway.connection.cycle is not None)
+    connection = gateway.connection
+    at_once: list[int] = []
+    receive = connection.conn.receive_data
+
+    def count(data: bytes) -> None:
+        at_once.append(len(data))
+        receive(data)
+
+    connection.conn.receive_data = count
+    writer.write(chunks)
+    assert (await asyncio.wait_for(read_answer(reader), WITHIN_S)).status == 200
+    assert sum(at_once) == len(chunks)
+    assert max(at_once) <= 16 * 1024
+    writer.close()
