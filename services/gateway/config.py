@@ -1,5 +1,6 @@
 """The gateway's settings; read from flags and KAVERI_* variables by kaveri.rpc.process."""
 
+import re
 from dataclasses import dataclass
 
 from kaveri.client.targets import check_targets
@@ -10,6 +11,7 @@ from kaveri.security.posture import AN_API_KEY, ListeningPort
 from kaveri.security.settings import PublicSettings
 
 DEFAULT_PORT = 8000
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@?#]+")
 
 
 def router_addresses(text: str) -> tuple[str, ...]:
@@ -20,6 +22,16 @@ def router_addresses(text: str) -> tuple[str, ...]:
         return check_targets([word.strip() for word in text.split(",")])
     except InvalidArgument as error:
         raise ValueError(f"is {error.value!r:.140}; write {error.limit}") from error
+
+
+def web_origins(text: str) -> tuple[str, ...]:
+    """For `setting`: "https://chat.example.com", several with commas between them, or "*"; empty: none. Raises
+    ValueError."""
+    origins = tuple(word.strip() for word in text.split(",")) if text.strip() else ()
+    for origin in origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ValueError(f"is {origin!r:.140}; write SCHEME://HOST[:PORT] as browsers send it, or *")
+    return origins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +81,12 @@ class GatewayConfig(PublicSettings, ServiceConfig):
         "routers want an API key",
         "auto",
         choices=("auto", "on", "off"),
+    )
+    cors_origin: tuple[str, ...] = setting(
+        "origins whose web pages may ask this gateway (CORS), SCHEME://HOST[:PORT] with commas between them; *: every "
+        "page. Empty: none",
+        (),
+        web_origins,
     )
     max_answers: int = setting("answers that one request may ask for: prompts times n", 256, least=1)
 

@@ -4,6 +4,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
 from kaveri.client.api_key import VARIABLE, find_api_key
 from kaveri.client.async_client import AsyncClient
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
@@ -79,7 +82,7 @@ class Gateway:
         )
         files = config.public_tls
         tls = None if files is None else WatchedTlsFiles(files, PUBLIC_PREFIX).server_context(("http/1.1",))
-        self.server = HttpServer(config.host, config.port, Edge(self), limits, config.idle_s, tls)
+        self.server = HttpServer(config.host, config.port, _application(self), limits, config.idle_s, tls)
 
     async def run(self) -> None:
         """Follows the routers that the cluster has, and the keys file, until cancelled."""
@@ -127,6 +130,20 @@ class Gateway:
     def fail_all(self, reason: str) -> None:
         for answers in tuple(self.answering):
             answers.fail(f"this gateway is ending: {reason}")
+
+
+def _application(gateway: Gateway) -> ASGIApp:
+    edge = Edge(gateway)
+    if not gateway.config.cors_origin:
+        return edge
+    return CORSMiddleware(
+        edge,
+        allow_origins=gateway.config.cors_origin,
+        allow_methods=("GET", "POST"),
+        # Browsers ask without a key what they may send with one.
+        allow_headers=("*",),
+        expose_headers=("x-request-id", "retry-after", "retry-after-ms"),
+    )
 
 
 def gateway_host(gateway: Gateway) -> ServiceHost:
