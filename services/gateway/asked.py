@@ -20,6 +20,8 @@ from services.gateway.fields import (
     Accepts,
     Fields,
     any_flag,
+    any_list,
+    any_object,
     any_text,
     check_items,
     check_object,
@@ -44,8 +46,8 @@ _HARMLESS: Mapping[str, Accepts] = {
     "frequency_penalty": number(0),
     "include_stop_str_in_output": one_of(False),
     "length_penalty": number(1),
-    "logit_bias": empty,
-    "metadata": empty,
+    "logit_bias": lambda value: type(value) is dict and all(map(number(0), value.values())),
+    "metadata": any_object,
     "min_p": number(0),
     "no_stop_trim": one_of(False),
     "presence_penalty": number(0),
@@ -56,6 +58,7 @@ _HARMLESS: Mapping[str, Accepts] = {
     "return_tokens_as_token_ids": one_of(False),
     "safety_identifier": any_text,
     "prompt_cache_key": any_text,
+    "prompt_cache_retention": any_text,
     "service_tier": one_of("auto", "default"),
     "skip_special_tokens": one_of(True),
     "spaces_between_special_tokens": any_flag,
@@ -99,27 +102,36 @@ _HARMLESS_OF_CHAT: Mapping[str, Accepts] = {
     "function_call": one_of("none"),
     "modalities": lambda value: value == ["text"],
     "parallel_tool_calls": any_flag,
+    "reasoning_effort": one_of("none"),
     "separate_reasoning": any_flag,
     "stream_reasoning": any_flag,
     "tool_choice": one_of("none", "auto"),
     "tools": empty,
+    # OpenAI's default.
+    "verbosity": one_of("medium"),
     **dict.fromkeys(
         (
             "audio",
             "chat_template",
             "mm_processor_kwargs",
             "prediction",
-            "reasoning_effort",
-            "verbosity",
             "web_search_options",
         ),
         lambda _value: False,
     ),
 }
+_HARMLESS_WITHOUT_TOOLS: Mapping[str, Accepts] = {
+    **_HARMLESS_OF_CHAT,
+    "functions": any_list,
+    "tools": any_list,
+}
+"""Where tool_choice, or function_call, is "none": the model is to call none of them."""
 _HARMLESS_OF_MESSAGE: Mapping[str, Accepts] = {
     "annotations": empty,
+    "name": any_text,
+    "refusal": empty,
     "tool_calls": empty,
-    **dict.fromkeys(("audio", "function_call", "name", "refusal", "tool_call_id"), lambda _value: False),
+    **dict.fromkeys(("audio", "function_call", "tool_call_id"), lambda _value: False),
 }
 
 
@@ -259,9 +271,10 @@ def read_chat(body: Mapping[str, Any], max_answers: int) -> Asked:
     top_logprobs = fields.whole("top_logprobs", 0, MAX_LOGPROBS)
     if top_logprobs and not wants_logprobs:
         raise InvalidArgument("top_logprobs", top_logprobs, "left out unless logprobs is true")
+    calls_none = "none" in (body.get("tool_choice"), body.get("function_call"))
     return _read_rest(
         fields,
-        _HARMLESS_OF_CHAT,
+        _HARMLESS_WITHOUT_TOOLS if calls_none else _HARMLESS_OF_CHAT,
         prompts=(messages,),
         n=n,
         echo=False,
@@ -385,6 +398,9 @@ def _message(value: Any, path: str) -> Message:
     fields.refuse_rest(_HARMLESS_OF_MESSAGE)
     if role is None:
         raise InvalidArgument(f"{path}.role", None, "a text")
+    if content is None and role == "assistant":
+        # OpenAI's answers have it, and come back in the history.
+        content = ""
     if isinstance(content, list):
         parts = tuple(_text_part(part, f"{path}.content[{number}]") for number, part in enumerate(content))
         return Message(role, parts)

@@ -1,6 +1,6 @@
 """The OpenAPI document of the HTTP API, at /openapi.json: what each path takes, with its limits, and what it answers.
 
-Parameters that are taken for compatibility, and change nothing, are left out: docs/doors.md names them. Pure.
+Of parameters that are taken for compatibility and change nothing, the common ones; docs/doors.md names more. Pure.
 """
 
 from typing import Any
@@ -38,17 +38,39 @@ def _whole(least: int, most: int) -> Schema:
 
 _STOP_TEXT: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_TEXT_BYTES}
 _STREAM_OPTIONS = _object({"include_usage": _FLAG, "continuous_usage_stats": _FLAG})
+_IGNORED: dict[str, Schema] = {
+    "metadata": {"type": "object"},
+    "user": _TEXT,
+    "safety_identifier": _TEXT,
+    "prompt_cache_key": _TEXT,
+    "store": {"const": False},
+    "frequency_penalty": {"const": 0},
+    "presence_penalty": {"const": 0},
+    "logit_bias": {"type": "object", "additionalProperties": {"const": 0}},
+}
+IGNORED_OF_CHAT: dict[str, Schema] = {
+    **_IGNORED,
+    "reasoning_effort": {"const": "none"},
+    "verbosity": {"const": "medium"},
+    "response_format": _object({"type": {"const": "text"}}, ("type",)),
+    "parallel_tool_calls": _FLAG,
+    "tool_choice": {"enum": ["none", "auto"]},
+    "tools": {"type": "array", "description": 'Empty, unless tool_choice is "none".'},
+}
+"""Taken, and changes nothing."""
 _MESSAGE = _object(
     {
         "role": _TEXT,
+        "name": {"type": "string", "description": "Taken, and not shown to the model."},
         "content": {
             "anyOf": [
                 _TEXT,
                 {"type": "array", "items": _object({"type": {"const": "text"}, "text": _TEXT}, ("type", "text"))},
-            ]
+            ],
+            "description": "Only an assistant's may be null, which is an empty text.",
         },
     },
-    ("role", "content"),
+    ("role",),
 )
 _MESSAGES: Schema = {"type": "array", "items": _MESSAGE, "minItems": 1}
 _GENERATING: dict[str, Schema] = {
@@ -75,6 +97,7 @@ COMPLETION = _object(
         "logprobs": _whole(0, MAX_LOGPROBS),
         "echo": _FLAG,
         "best_of": _whole(1, MAX_N),
+        **_IGNORED,
     },
     ("prompt",),
 )
@@ -85,6 +108,7 @@ CHAT = _object(
         "max_completion_tokens": {"type": "integer", "minimum": 1},
         "logprobs": _FLAG,
         "top_logprobs": _whole(0, MAX_LOGPROBS),
+        **IGNORED_OF_CHAT,
     },
     ("messages",),
 )
