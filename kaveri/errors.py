@@ -202,7 +202,10 @@ def _restored(kind: type[KaveriError], args: tuple[object, ...]) -> KaveriError:
 
 
 def _shown(value: object) -> str:
-    """The beginning of repr(value). A huge text or sequence costs no more than a small one."""
+    """The beginning of repr(value), with an ellipsis for the rest. A huge text or sequence costs no more than a small
+    one."""
+    cut = value
     if type(value) in (str, bytes, list, tuple):
-        value = cast(Sequence[object], value)[:_SHOWN_CHARACTERS]
-    return f"{value!r:.{_SHOWN_CHARACTERS}}"
+        cut = cast(Sequence[object], value)[:_SHOWN_CHARACTERS]
+    shown = f"{cut!r:.{_SHOWN_CHARACTERS + 1}}"
+    return shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + "..."

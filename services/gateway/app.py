@@ -42,7 +42,7 @@ from services.gateway.connection import CONNECTION_KEY
 from services.gateway.departure import UntilGone
 from services.gateway.event_writer import EventWriter
 from services.gateway.formats import DONE, AnswerFormat, ChatFormat, CompletionFormat
-from services.gateway.http_errors import Headers, HttpError, http_error_of, refused_key, retry_headers
+from services.gateway.http_errors import Headers, HttpError, http_error_of, is_too_long, refused_key, retry_headers
 from services.gateway.openapi import openapi_document
 from services.gateway.request_head import check_head, own_request_id
 from services.gateway.shown_prompts import show_prompts
@@ -210,6 +210,7 @@ class _Generate:
                 "draining",
                 headers=[*retry_headers(0.0), (b"connection", b"close")],
             )
+        asked: Asked | None = None
         try:
             with door.serving(), self._budget.hold(state.key_name) as body:
                 asked = await body.read(scope, receive, lambda values: self._read(values, door.config.max_answers))
@@ -219,7 +220,8 @@ class _Generate:
         except SlowReader:
             raise
         except KaveriError as error:
-            raise http_error_of(error, self._prompt_param) from error
+            length = 0 if asked is None or not is_too_long(error) else await _max_model_len(door.client, asked.model)
+            raise http_error_of(error, self._prompt_param, length) from error
 
     async def _answer(self, asked: Asked, body: HeldBody, state: HttpRequest, send: Send) -> None:
         client = self._door.client
@@ -350,6 +352,7 @@ def build_api(door: Door) -> Router:
         Route("/tokenize", _named("/tokenize", tokenizing), methods=["POST"]),
         Route("/detokenize", _named("/detokenize", tokenizing), methods=["POST"]),
         Route("/v1/models", _named("/v1/models", models), methods=["GET"]),
+        Route("/v1/models/", _named("/v1/models", models), methods=["GET"]),
         Route("/v1/models/{model:path}", _named("/v1/models", model), methods=["GET"]),
         Route("/health", _named("/health", health), methods=["GET"]),
         Route("/version", _named("/version", version), methods=["GET"]),
@@ -398,6 +401,14 @@ async def _the_model(client: AsyncClient) -> ModelInfo:
     if len(models) != 1:
         raise ModelNotFound("", tuple(one.name for one in models))
     return models[0]
+
+
+async def _max_model_len(client: AsyncClient, model: str | None) -> int:
+    """0: unknown now."""
+    try:
+        return (await (client.get_model(model) if model else _the_model(client))).max_model_len
+    except KaveriError:
+        return 0
 
 
 async def send_body(status: int, parts: Sequence[bytes], headers: Headers, send: Send) -> None:

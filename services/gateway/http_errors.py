@@ -1,7 +1,10 @@
 """Kaveri's errors as OpenAI's: HTTP status, headers and body, in this one place. Pure."""
 
+import ast
+import contextlib
 import json
 import math
+import re
 from dataclasses import dataclass, field
 
 from kaveri.errors import (
@@ -20,6 +23,8 @@ from kaveri.errors import (
 Headers = list[tuple[bytes, bytes]]
 _LENGTH_FIELDS = ("prompt", "prompt.text", "prompt.messages", "params.max_tokens", "message")
 """What a router complains about when prompt and answer do not fit into the model's length."""
+_SHOWN_CHARACTERS = 120
+_TOO_LONG = re.compile(r"at most \d+( tokens| bytes| messages|:)|within the size limits")
 _PARAM_OF_FIELD = {
     "prompt.text": "prompt",
     "prompt.token_ids": "prompt",
@@ -46,11 +51,21 @@ class HttpError(Exception):
         return json.dumps({"error": error}, separators=(",", ":")).encode()
 
 
-def http_error_of(error: KaveriError, prompt_param: str = "prompt") -> HttpError:
-    """The HTTP form of an error. prompt_param: the name that the prompt has in this request."""
+def is_too_long(error: KaveriError) -> bool:
+    """Whether prompt and answer do not fit into the model's length."""
+    return (
+        isinstance(error, InvalidArgument)
+        and error.field in _LENGTH_FIELDS
+        and _TOO_LONG.match(error.limit) is not None
+    )
+
+
+def http_error_of(error: KaveriError, prompt_param: str = "prompt", max_model_len: int = 0) -> HttpError:
+    """The HTTP form of an error. prompt_param: the name that the prompt has in this request. max_model_len: of the
+    model, where the error is_too_long(); 0: unknown."""
     match error:
         case InvalidArgument():
-            return _of_argument(error, prompt_param)
+            return _of_argument(error, prompt_param, max_model_len)
         case ModelNotFound():
             return HttpError(404, str(error), code="model_not_found", param="model")
         case RequestAlreadyExists():
@@ -91,13 +106,31 @@ def retry_headers(retry_after_s: float) -> Headers:
     ]
 
 
-def _of_argument(error: InvalidArgument, prompt_param: str) -> HttpError:
+def _of_argument(error: InvalidArgument, prompt_param: str, max_model_len: int) -> HttpError:
     field_name = error.field
-    is_length = field_name in _LENGTH_FIELDS and error.limit.startswith(("at most", "within the size limits"))
-    code = "context_length_exceeded" if is_length else "invalid_value"
     if field_name in ("prompt", "message"):
         param = prompt_param
     else:
         param = _PARAM_OF_FIELD.get(field_name, field_name.removeprefix("params."))
         param = param.removeprefix("prompt.") if param.startswith("prompt.messages[") else param
-    return HttpError(400, str(error).replace(field_name, param, 1), code=code, param=param)
+    message = f"{param} is {_shown(error.value)}; it must be {error.limit}"
+    if not is_too_long(error):
+        return HttpError(400, message, code="invalid_value", param=param)
+    if max_model_len:
+        # LiteLLM looks for the sentence, and LangChain for the code, which it no longer gets but in the message.
+        message = f"This model's maximum context length is {max_model_len} tokens (context_length_exceeded): {message}"
+    return HttpError(400, message, code="context_length_exceeded", param=param)
+
+
+def _shown(value: object) -> str:
+    """The beginning of a value as JSON; an ellipsis stands for the rest."""
+    if isinstance(value, str) and type(value) is not str:
+        # From a router, in Python's spelling.
+        text = str(value)
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            text = json.dumps(ast.literal_eval(text), ensure_ascii=False)
+    else:
+        # One more than is shown: a huge text or list costs no more than a small one.
+        cut = value[: _SHOWN_CHARACTERS + 1] if isinstance(value, str | list | tuple) else value
+        text = json.dumps(cut, ensure_ascii=False, default=repr)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."

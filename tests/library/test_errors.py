@@ -66,4 +66,7 @@ def test_messages_name_field_value_and_limit() -> None:
 
 def test_a_huge_value_makes_no_huge_message() -> None:
     for value in ("x" * 10**6, ["x" * 10**6], ["x"] * 10**6, list(range(10**6))):
-        assert len(str(InvalidArgument("prompt", value, "shorter"))) < 300
+        message = str(InvalidArgument("prompt", value, "shorter"))
+        assert len(message) < 300
+        assert message.endswith("...; it must be shorter")
+    assert str(InvalidArgument("prompt", "x" * 118, "shorter")) == f"prompt is '{'x' * 118}'; it must be shorter"

@@ -24,6 +24,14 @@ _LONG_CHAT = [{"role": "user", "content": "word " * 200}]
     ("path", "fields", "param"),
     [
         ("completions", {"logit_bias": {"5": 1}}, "logit_bias"),
+        ("completions", {"logit_bias": {"5": 0, "6": False}}, "logit_bias"),
+        ("completions", {"metadata": "x"}, "metadata"),
+        ("completions", {"reasoning_effort": "none"}, "reasoning_effort"),
+        ("chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
+        ("chat/completions", {"verbosity": "high"}, "verbosity"),
+        ("chat/completions", {"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools"),
+        ("chat/completions", {"tools": "x", "tool_choice": "none"}, "tools"),
+        ("chat/completions", {"tool_choice": "required"}, "tool_choice"),
         ("completions", {"presence_penalty": 0.5}, "presence_penalty"),
         ("completions", {"best_of": 3}, "best_of"),
         ("completions", {"suffix": "end"}, "suffix"),
@@ -117,6 +125,41 @@ async def test_values_that_change_nothing_are_taken(gateway: GatewayUnderTest) -
     assert got.json["choices"] == (await gateway.chat()).json["choices"]
 
 
+_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"metadata": {"trace": "x"}},
+        {"prompt_cache_retention": "24h"},
+        {"logit_bias": {"5": 0, "6": 0.0}},
+        {"reasoning_effort": "none"},
+        {"verbosity": "medium"},
+        {"tools": [_TOOL], "tool_choice": "none"},
+        {"functions": [_TOOL["function"]], "function_call": "none"},
+        {"messages": [{"role": "user", "content": "hello", "name": "ann", "refusal": None}]},
+    ],
+    ids="-".join,
+)
+async def test_a_value_that_stock_clients_send_and_that_changes_nothing_is_taken(
+    gateway: GatewayUnderTest, fields: dict[str, Any]
+) -> None:
+    got = await gateway.chat(**fields)
+    assert got.status == 200, got.body
+    assert got.json["choices"] == (await gateway.chat()).json["choices"]
+
+
+async def test_an_assistants_content_may_be_null_and_no_others(gateway: GatewayUnderTest) -> None:
+    first, last = {"role": "user", "content": "a"}, {"role": "user", "content": "b"}
+    empty = await gateway.chat(messages=[first, {"role": "assistant", "content": ""}, last])
+    for assistant in ({"role": "assistant", "content": None}, {"role": "assistant"}):
+        got = await gateway.chat(messages=[first, assistant, last])
+        assert (got.status, got.json["choices"]) == (200, empty.json["choices"])
+    got = await gateway.chat(messages=[{"role": "user", "content": None}])
+    assert (got.status, got.error["param"]) == (400, "messages[0].content")
+
+
 async def test_what_vllms_router_adds_to_a_request_is_taken(gateway: GatewayUnderTest) -> None:
     """As vllm-router 0.1.17 sends it on."""
     added = {"echo": False, "no_stop_trim": False, "skip_special_tokens": True, "return_hidden_states": False}
@@ -136,6 +179,52 @@ async def test_a_prompt_or_an_answer_that_is_too_long_is_refused_with_both_numbe
     assert (asked.status, asked.error["code"], asked.error["param"]) == (400, "context_length_exceeded", "max_tokens")
     chat = await gateway.chat(messages=[{"role": "user", "content": "word " * MAX_MODEL_LEN}])
     assert (chat.status, chat.error["code"], chat.error["param"]) == (400, "context_length_exceeded", "messages")
+
+
+@pytest.mark.parametrize("model", [None, "kaveri-tiny"])
+async def test_stock_clients_recognise_a_prompt_that_is_too_long(gateway: GatewayUnderTest, model: str | None) -> None:
+    """LiteLLM looks for the sentence in lower case; langchain-openai 1.7.4 for the code in the text of the exception,
+    into which openai 3 puts the message alone."""
+    long = [{"role": "user", "content": "word " * MAX_MODEL_LEN}]
+    answers = [
+        await gateway.chat(messages=long, model=model),
+        await gateway.chat(messages=long, model=model, stream=True),
+        await gateway.chat(max_tokens=MAX_MODEL_LEN, model=model),
+        await gateway.complete(prompt=[300] * MAX_MODEL_LEN, model=model),
+        await gateway.complete(prompt="word " * MAX_MODEL_LEN * 100, model=model),
+        await gateway.complete(max_tokens=MAX_MODEL_LEN, model=model),
+    ]
+    for got in answers:
+        assert (got.status, got.error["code"]) == (400, "context_length_exceeded"), got.body
+        sentence = f"this model's maximum context length is {MAX_MODEL_LEN} tokens"
+        assert sentence in got.error["message"].lower()
+        assert "it must be at most" in got.error["message"]
+    async with openai.AsyncOpenAI(base_url=gateway.url, api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.BadRequestError, match="context_length_exceeded"):
+            await client.completions.create(model="kaveri-tiny", prompt="word " * MAX_MODEL_LEN)
+
+
+async def test_too_many_answers_are_not_called_a_long_prompt(gateway: GatewayUnderTest) -> None:
+    got = await gateway.complete(prompt=["x"] * 129, n=2)
+    assert (got.status, got.error["code"], got.error["param"]) == (400, "invalid_value", "prompt")
+
+
+async def test_errors_show_values_as_json_and_what_is_left_out(gateway: GatewayUnderTest) -> None:
+    got = await gateway.complete(echo="yes", stream=None)
+    assert got.error["message"] == 'echo is "yes"; it must be true or false'
+    got = await gateway.complete(n=True)
+    assert got.error["message"].startswith("n is true; ")
+    got = await gateway.complete(stop_token_ids={"a": None, "b": "x" * 500})
+    shown = got.error["message"].partition("; it must")[0]
+    long = await gateway.complete(prompt=[300] * (MAX_MODEL_LEN + 3))
+    assert f'prompt is "{MAX_MODEL_LEN + 3} tokens"; it must' in long.error["message"]
+    assert shown.startswith('stop_token_ids is {"a": null, "b": "xxx')
+    assert shown.endswith("xxx...")
+
+
+async def test_the_list_of_models_has_a_slash_behind_it_too(gateway: GatewayUnderTest) -> None:
+    got = await gateway.ask("/v1/models/")
+    assert (got.status, got.json) == (200, (await gateway.ask("/v1/models")).json)
 
 
 async def test_an_unknown_model_or_path_or_method_is_told_apart(gateway: GatewayUnderTest) -> None:
