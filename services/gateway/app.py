@@ -110,6 +110,8 @@ class Edge:
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 state.status = message["status"]
+                has_length = any(name == b"content-length" for name, _ in message["headers"])
+                scope["state"][CONNECTION_KEY].sends_events = not has_length
                 date = formatdate(usegmt=True).encode()
                 named = [(b"date", date), (b"x-request-id", state.request_id.encode())]
                 message = {**message, "headers": [*message["headers"], *named]}
@@ -127,15 +129,15 @@ class Edge:
             await _send_error(_not_served(scope, error), send_named)
         except SlowReader as error:
             get_logger().warning("client_too_slow", request_id=state.request_id, slow_reader_s=error.limit_s)
-            scope["state"][CONNECTION_KEY].abort()
+            scope["state"][CONNECTION_KEY].transport.abort()
         except asyncio.CancelledError:
             # The gateway ends. The client sees its connection closed.
-            scope["state"][CONNECTION_KEY].abort()
+            scope["state"][CONNECTION_KEY].transport.abort()
             raise
         except Exception:
             get_logger().exception("request_failed_unexpectedly", request_id=state.request_id, path=state.path)
             if state.status:
-                scope["state"][CONNECTION_KEY].abort()
+                scope["state"][CONNECTION_KEY].transport.abort()
             else:
                 await _send_error(HttpError(500, "the gateway failed", "server_error", "internal_error"), send_named)
         finally:

@@ -64,6 +64,8 @@ class HttpConnection(H11Protocol):
         """Whether nothing is parsed any more."""
         self._has_eof = False
         """Whether the client has closed its sending half."""
+        self.sends_events = False
+        """Whether the answer that was begun last is a stream of events. Set by the application."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -72,7 +74,8 @@ class HttpConnection(H11Protocol):
             headers = retry_headers(_RETRY_AFTER_S)
             self._refuse(HttpError(503, message, "service_unavailable", "too_many_connections", headers=headers))
             return
-        self._await_head()
+        # No answer when no head comes: it may be in the middle of one, and a client this slow is seldom honest.
+        self._end_within(self._limits.slow_sender_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -87,12 +90,15 @@ class HttpConnection(H11Protocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keeps the connection of a client that waits for an answer. TLS closes both halves at once."""
-        if not self._is_answering() or not self.transport.can_write_eof():
+        if self._has_eof:
+            # Read again after a pause.
+            return True
+        self._has_eof = self._is_answering() and self.transport.can_write_eof()
+        if self._has_eof:
+            self._probe()
+        else:
             self._end_within(self._limits.slow_reader_s)
-            return False
-        self._has_eof = True
-        self._probe()
-        return True
+        return self._has_eof
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn's call, while it handles an error of the parser."""
@@ -117,13 +123,10 @@ class HttpConnection(H11Protocol):
         self._end_within(self._limits.slow_reader_s)
 
     def shutdown(self) -> None:
-        super().shutdown()
+        if not self._is_refused:
+            super().shutdown()
         if self.transport.is_closing():
             self._end_within(self._limits.slow_reader_s)
-
-    def abort(self) -> None:
-        """Closes the connection at once; what was written and not sent is lost."""
-        self.transport.abort()
 
     def _parse(self) -> None:
         """Parses one slice, and the rest in later turns of the event loop."""
@@ -131,7 +134,9 @@ class HttpConnection(H11Protocol):
         del self._unparsed[:_SLICE_BYTES]
         if not self.transport.is_closing():
             self._receive(data)
-        if self._unparsed:
+        if self.transport.is_closing():
+            self._unparsed.clear()
+        elif self._unparsed:
             self.transport.pause_reading()
             self.loop.call_soon(self._parse)
         elif not self.flow.read_paused:
@@ -154,7 +159,7 @@ class HttpConnection(H11Protocol):
             if not data:
                 return
         if self._timer is None and (self.cycle is None or self.cycle.response_complete):
-            self._await_head()
+            self._end_within(self._limits.slow_sender_s)
         last = self.cycle
         super().data_received(data)
         if self.cycle is not last and not self._is_refused:
@@ -169,8 +174,7 @@ class HttpConnection(H11Protocol):
         if not self.cycle.response_started:
             self.transport.write(_FIRST_BYTE)
             self.cycle.transport = _BegunTransport(self.cycle)  # type: ignore[assignment]
-        elif not self.flow.write_paused:
-            # What has begun and is not complete is a stream of events.
+        elif self.sends_events and not self.flow.write_paused:
             self.transport.write(self.conn.send(h11.Data(data=_EVENT_COMMENT)))
         self._check_gone()
 
@@ -181,10 +185,6 @@ class HttpConnection(H11Protocol):
         elif self._is_answering():
             self._stop_timer()
             self._timer = self.loop.call_later(_GONE_CHECK_S, self._check_gone)
-
-    def _await_head(self) -> None:
-        # No answer when it does not come: it may be in the middle of one, and a client this slow is seldom honest.
-        self._end_within(self._limits.slow_sender_s)
 
     def _end_within(self, limit_s: float) -> None:
         """A closing connection ends when all is sent, which a client that does not read would never let happen."""
@@ -200,14 +200,25 @@ class HttpConnection(H11Protocol):
         """Answers what the parser could not, and closes once the client has, or after a while: closed at once, with
         data that was not read, the connection would be reset and the answer lost."""
         self._is_refused = True
-        if self.cycle is not None:
+        if self.cycle is not None and self.cycle.more_body:
             # Its body does not go on.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-            if self.cycle.response_started:
-                self.transport.close()
-        if not self.transport.is_closing():
-            self.transport.write(_whole_response(error))
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            # Answered before its body was wrong.
+            self.transport.close()
+        else:
+            body = error.body()
+            headers = [
+                *error.headers,
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+                (b"connection", b"close"),
+            ]
+            reason = HTTPStatus(error.status).phrase
+            response = h11.Response(status_code=error.status, headers=headers, reason=reason)
+            events = (response, h11.Data(data=body), h11.EndOfMessage())
+            self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
             if self.transport.can_write_eof():
                 # Not over TLS.
                 self.transport.write_eof()
@@ -227,19 +238,6 @@ class _BegunTransport:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
-
-
-def _whole_response(error: HttpError) -> bytes:
-    body = error.body()
-    headers = [
-        *error.headers,
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"connection", b"close"),
-    ]
-    head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n".encode()]
-    head += [name + b": " + value + b"\r\n" for name, value in headers]
-    return b"".join([*head, b"\r\n", body])
 
 
 def connection_factory(limits: ConnectionLimits) -> Any:

@@ -235,6 +235,24 @@ async def test_a_head_gets_the_status_that_the_rfcs_give_it(
     writer.close()
 
 
+async def test_what_is_wrong_after_a_good_request_is_400(gateway: GatewayUnderTest) -> None:
+    reader, writer = await gateway.connect()
+    writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert (await asyncio.wait_for(read_answer(reader), WITHIN_S)).status == 200
+    writer.write(b"\0\r\n\r\n")
+    assert (await asyncio.wait_for(read_answer(reader), WITHIN_S)).status == 400
+    writer.close()
+
+
+async def test_a_body_that_goes_wrong_after_its_answer_ends_the_connection(gateway: GatewayUnderTest) -> None:
+    reader, writer = await gateway.connect()
+    writer.write(_POST.replace(b"completions", b"nope") + b"Transfer-Encoding: chunked\r\n\r\n")
+    assert (await asyncio.wait_for(read_answer(reader), WITHIN_S)).status == 404
+    writer.write(b"ZZ\r\n")
+    assert await asyncio.wait_for(reader.read(), WITHIN_S) == b""
+    writer.close()
+
+
 async def test_a_body_of_tiny_chunks_is_parsed_in_turns(gateway: GatewayUnderTest) -> None:
     """A megabyte of them may come at once, and takes the parser a second."""
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in b" " * 40_000 + _BODY) + b"0\r\n\r\n"
