@@ -66,6 +66,9 @@ class EngineRequest:
     suspect_until: int = 0
     """The request is a suspect until its answer has so many tokens: it was in a step that has raised an exception. A
     step takes at most one suspect, and nothing beside it where the engine can help it. 0: it is no suspect."""
+    stays: bool = False
+    """On the prefill side: the service means to adopt() and admit() it at its first token. An engine may draw a few
+    tokens before it does, and tells of them once the request is admitted."""
 
     @property
     def scores_prompt(self) -> bool:
@@ -136,6 +139,8 @@ class EngineStats:
     """A turn is under way, or due. An engine that is busy for long without a further turn is stuck."""
     longest_step_s: float = 0.0
     """Of the recent steps. 0: there was none."""
+    computed_tokens: int = 0
+    """Tokens that steps have computed so far; those that were computed again count each time."""
 
 
 @dataclass(frozen=True, slots=True)

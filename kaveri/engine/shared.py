@@ -37,6 +37,8 @@ class Shared:
         self.turn_count = 0
         """Turns that the engine thread has begun; it counts them itself, under the lock."""
         self.longest_step_s = 0.0
+        self.computed_tokens = 0
+        """Of all steps; the engine thread counts them, under the lock."""
         """Of the engine thread's recent steps; it writes this itself."""
         self.is_busy = False
         """The engine thread does not sleep, or has been woken."""
@@ -69,8 +71,14 @@ class Shared:
         self.is_busy = True
 
     def counted(self, stats: EngineStats) -> EngineStats:
-        """The statistics with the thread's turns. Under the lock."""
-        return replace(stats, turn_count=self.turn_count, is_busy=self.is_busy, longest_step_s=self.longest_step_s)
+        """The statistics with those of the thread's turns. Under the lock."""
+        return replace(
+            stats,
+            computed_tokens=self.computed_tokens,
+            turn_count=self.turn_count,
+            is_busy=self.is_busy,
+            longest_step_s=self.longest_step_s,
+        )
 
     def stepped(self, took_s: float) -> None:
         """Takes in how long a step took. For the engine thread."""

@@ -410,13 +410,60 @@ class EngineConformance:
             adopting = _Adopting(engine)
             recorder = EngineRecorder(on_event=adopting)
             engine.start(recorder)
-            requests = [make_request(engine, f"r{length}", length, 20) for length in (1, 16, 17, 40, 63)]
+            requests = [
+                replace(make_request(engine, f"r{length}-{stays}", length, 20), stays=stays)
+                for length in (1, 16, 17, 40, 63)
+                for stays in (False, True)
+            ]
             for request in requests:
                 engine.prefill(request)
             for request in requests:
                 recorder.wait_for_finish(request.key)
                 assert recorder.token_ids[request.key] == harness.answer(request.token_ids, 20), len(request.token_ids)
             wait_until_free(engine)
+            # No token of a prompt twice, and of each answer all but the last.
+            assert engine.stats().computed_tokens == sum(len(request.token_ids) + 19 for request in requests)
+
+    @pytest.mark.parametrize("tokens", [4, 20])
+    @pytest.mark.parametrize("then", ["adopted", "pushed", "aborted"])
+    def test_request_that_stays_tells_of_no_token_before_its_admission(
+        self, harness: EngineHarness, tokens: int, then: str
+    ) -> None:
+        with ExitStack() as stack:
+            make = partial(
+                harness.decode_engine, max_model_len=MAX_MODEL_LEN, chunk_tokens=CHUNK_TOKENS, total_blocks=40
+            )
+            engine, other = make(max_batch=4), make(max_batch=4)
+            recorder, moved = EngineRecorder(), EngineRecorder(admit_to=other)
+            for each, listener in ((engine, recorder), (other, moved)):
+                stack.callback(each.close)
+                each.start(listener)
+            # Both fill their blocks: the next token needs another one.
+            request = replace(make_request(engine, "r", 32, tokens), stays=True)
+            neighbour = replace(make_request(engine, "neighbour", 32, 30), stays=True)
+            for asked in (request, neighbour):
+                engine.prefill(asked)
+            for asked in (request, neighbour):
+                recorder.wait_for(FirstToken, asked.key)
+            engine.adopt(neighbour.key)
+            engine.admit(neighbour.key)
+            recorder.wait_for_finish(neighbour.key)
+            assert recorder.token_ids[neighbour.key] == harness.answer(neighbour.token_ids, 30)
+            (first,) = recorder.token_ids[request.key]
+            engine.check_integrity()
+            if then == "adopted":
+                engine.adopt(request.key)
+                engine.admit(request.key)
+                recorder.wait_for_finish(request.key)
+                assert recorder.token_ids[request.key] == harness.answer(request.token_ids, tokens)
+                assert engine.stats().computed_tokens == 32 + tokens - 1 + 32 + 29
+            elif then == "pushed":
+                engine.push_to(request.key, other.reserve(request, SOON_S, engine.info.layout).result(SOON_S))
+                moved.wait_for_finish(request.key)
+                assert [first, *moved.token_ids[request.key]] == harness.answer(request.token_ids, tokens)
+            else:
+                engine.abort(request.key)
+            wait_until_free(engine, other)
 
     def test_adoption_is_the_way_out_where_prompts_hold_the_blocks_that_answers_need(
         self, harness: EngineHarness
@@ -431,6 +478,7 @@ class EngineConformance:
             recorder = EngineRecorder(on_event=_Adopting(engine))
             engine.start(recorder)
             requests = [make_request(engine, f"r{i}", MAX_MODEL_LEN // 3, MAX_MODEL_LEN // 2) for i in range(5)]
+            requests = [replace(request, stays=number % 2 > 0) for number, request in enumerate(requests)]
             for request in requests:
                 when_there_is_room(partial(engine.prefill, request))
             for request in requests:

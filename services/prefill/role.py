@@ -159,7 +159,10 @@ class PrefillRole:
             reason = f"{self._queue.max_waiting} requests are queued already"
             raise NoCapacity("prefill", retry_after_s=QUEUE_FULL_RETRY_S, reason=reason)
         key = EngineKey(request_id, next(self._serials))
-        sent = EngineRequest(key, token_ids, generated_count, params, suspect_until)
+        stays = destination is Destination.HERE or (
+            destination is Destination.DECODE and self._hand_over.at_first_token
+        )
+        sent = EngineRequest(key, token_ids, generated_count, params, suspect_until, stays)
         timeout_s = LONGEST_REQUEST_S if timeout_s is None else min(timeout_s, LONGEST_REQUEST_S)
         now_s = time.monotonic()
         room = self._engine.info.max_model_len - (len(token_ids) - generated_count)

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -65,7 +65,7 @@ class LentCore(VllmCore):
         self._blocks = self._scheduler.kv_cache_manager.block_pool
         self._withheld = self._blocks.get_new_blocks(self._blocks.get_num_free_blocks() - total_blocks)
 
-    def step(self, batch_count: int) -> list[Any]:
+    def step(self, batch_count: int, held: Collection[Any] = ()) -> list[Any]:
         """As the core's, except the one that fails or hangs."""
         self._step_count += 1
         if self._step_count == self._fail_at_step:
@@ -74,7 +74,7 @@ class LentCore(VllmCore):
             threading.Event().wait()
         if self._pause_s:
             threading.Event().wait(self._pause_s)
-        return super().step(batch_count)
+        return super().step(batch_count, held)
 
     def reference_counts(self) -> dict[int, int]:
         """As the core's, without the blocks that the engine has not got."""

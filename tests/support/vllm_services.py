@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,9 +50,9 @@ class ShapedCore(LentCore):
         self._chunk_tokens = step_tokens
         self._step_s = step_s
 
-    def step(self, batch_count: int) -> list[Any]:
+    def step(self, batch_count: int, held: Collection[Any] = ()) -> list[Any]:
         """As the core's, and as slow as it was made."""
-        outputs = super().step(batch_count)
+        outputs = super().step(batch_count, held)
         if self._step_s and (outputs or self.running_count):
             threading.Event().wait(self._step_s)
         return outputs

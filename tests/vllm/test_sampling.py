@@ -39,8 +39,8 @@ def test_vllm_is_greedy_keeps_no_generator_and_writes_no_text() -> None:
         assert (params.temperature, params.seed, params.detokenize, params.stop) == (0.0, None, False, [])
 
 
-def test_prefill_draws_one_token_and_decode_what_is_left() -> None:
-    assert prefill_params(request(max_tokens=9), EOS).max_tokens == 1
+def test_a_request_of_vllm_may_draw_what_is_left_of_the_answer() -> None:
+    assert prefill_params(request(max_tokens=9), EOS).max_tokens == 9
     assert decode_params(request(max_tokens=9), EOS).max_tokens == 9
     assert decode_params(request(generated_count=3, max_tokens=9), EOS).max_tokens == 6
 

@@ -32,6 +32,8 @@ class RequestAdvance(NamedTuple):
     """A request is computed by a step."""
 
     entry: Entry
+    token_count: int
+    """Tokens that the step computes."""
     computed: int
     """Tokens whose KV it has behind the step."""
     block_ids: Sequence[int]
@@ -50,8 +52,8 @@ class StepHooks(Protocol):
         """A step begins: it has placed, computes, and has preempted these. Returns the prompts for the ranks to
         follow."""
 
-    def keeps_blocks(self, entry: Entry, token_id: int | None) -> bool:
-        """vLLM is done with a request, whose last token this is; whether its blocks are to be kept until we say."""
+    def keeps_blocks(self, entry: Entry) -> bool:
+        """vLLM is done with a request; whether its blocks are to be kept until we say."""
 
 
 def transfer_params(engine_id: str) -> dict[str, Any]:
@@ -152,7 +154,7 @@ class SchedulerSide:
                     if not is_prefill:
                         known = len(entry.owner.whole_block_ids)
                         self._completed_block_ids += block_ids[known : computed // self._block_tokens]
-                advances.append(RequestAdvance(entry, computed, block_ids))
+                advances.append(RequestAdvance(entry, token_count, computed, block_ids))
         entries = self._entries
         preempted = [entries[vllm_id] for vllm_id in scheduler_output.preempted_req_ids if vllm_id in entries]
         placements, self._placements = self._placements, []
@@ -163,7 +165,6 @@ class SchedulerSide:
         entry = self._entries.pop(request.request_id, None)
         if entry is None or self.hooks is None:
             return False
-        drawn = request.output_token_ids
-        kept = self.hooks.keeps_blocks(entry, drawn[-1] if len(drawn) else None)
+        kept = self.hooks.keeps_blocks(entry)
         entry.state = EntryKept()
         return kept

@@ -4,12 +4,15 @@ Not safe for threads: called by the thread that constructs the engine, then by t
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from kaveri.engine.vllm.connector import KaveriConnector
 from kaveri.engine.vllm.connector_scheduler import SchedulerSide, transfer_params
 from kaveri.engine.vllm.rank import Rank
+
+_PROMPT, _DECODING = 0, 1
+"""Priorities: where blocks run out, vLLM preempts the highest."""
 
 
 class VllmCore:
@@ -36,6 +39,7 @@ class VllmCore:
         # Stands for the time of arrival, by which vLLM orders requests of one priority.
         self._count = 0
         self._scheduler = llm.engine_core.engine_core.scheduler
+        self._seat_count = self._scheduler.max_num_active_reqs
         self._block_tokens = ranks[0].layout.block_tokens
         self._chunk_tokens = chunk_tokens
         connector = self._scheduler.get_kv_connector()
@@ -46,12 +50,12 @@ class VllmCore:
     def add(self, engine_id: str, token_ids: Sequence[int], params: Any, *, is_prefill: bool) -> None:
         """Queues a request. Raises whatever vLLM does when it refuses one.
 
-        Prompts are computed in the order of this call and before all else, and what they need is taken from others:
-        they were promised their blocks.
+        Prompts are computed in the order of this call, and what they need is taken from requests that decode: they were
+        promised their blocks.
         """
         params.extra_args = {**(params.extra_args or {}), **transfer_params(engine_id)}
         self._count += 1
-        priority = 0 if is_prefill else 1
+        priority = _PROMPT if is_prefill else _DECODING
         prompt = {"prompt_token_ids": list(token_ids)}
         self._llm.add_request(engine_id, prompt, params, arrival_time=float(self._count), priority=priority)
 
@@ -67,18 +71,35 @@ class VllmCore:
         request.update_block_hashes()
         self._scheduler.finished_recving_kv_req_ids.add(request.request_id)
 
+    def decode(self, request: Any) -> None:
+        """A computed prompt is decoded from the next step on, as the same request of vLLM. Like others that decode, it
+        can be preempted from now on. request: vLLM's own record of it."""
+        request.priority = _DECODING
+
     def abort(self, vllm_id: str) -> None:
         """Ends a request; the connector is asked whether its blocks are kept. Unknown ids are ignored."""
         self._llm.abort_request([vllm_id], internal=True)
 
-    def step(self, batch_count: int) -> list[Any]:
+    def step(self, batch_count: int, held: Collection[Any] = ()) -> list[Any]:
         """One step of the scheduler and, when it schedules anything, of the model; vLLM's RequestOutputs.
 
         batch_count: requests in the running batch. The step has room for a chunk and their tokens; vLLM's own limit has
         room for a full batch, and prompts would take what is empty of it.
+        held: vLLM's records of requests that it has begun and that keep their blocks, but are left out of this step.
         """
-        self._scheduler.max_num_scheduled_tokens = self._chunk_tokens + batch_count
-        outputs: list[Any] = self._llm.step()
+        scheduler = self._scheduler
+        scheduler.max_num_scheduled_tokens = self._chunk_tokens + batch_count
+        left_out = [request for request in scheduler.running if request in held]
+        computed = [request for request in scheduler.running if request not in held]
+        if scheduler.use_v2_model_runner:
+            # It keeps a slot for each of them.
+            scheduler.max_num_active_reqs = self._seat_count - len(left_out)
+        # Requests that decode before prompts that are under way, which would take all tokens of the step.
+        scheduler.running = sorted(computed, key=_is_prompt)
+        try:
+            outputs: list[Any] = self._llm.step()
+        finally:
+            scheduler.running = [*scheduler.running, *left_out]
         return outputs
 
     def undrawable(self, request: Any) -> bool:
@@ -127,3 +148,7 @@ class VllmCore:
             rank.shutdown()
         with contextlib.suppress(Exception):
             self._llm.engine_core.shutdown()
+
+
+def _is_prompt(request: Any) -> bool:
+    return bool(request.is_prefill_chunk)

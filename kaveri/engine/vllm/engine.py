@@ -3,9 +3,10 @@
 Owns the calls of the seam. Leaves computing, batching and blocks to vLLM (core), its thread to the driver, requests to
 requests, and KV to transfers and the ranks' ends of the data plane.
 
-What vLLM does not offer is made of what it does: a prompt is a request for one token, whose blocks are kept when it
-has ended until they are pushed; a reservation is a request that waits for its KV, its prompt followed by the token that
-prefill has yet to draw; vLLM learns that the KV is there when the service admits the request.
+What vLLM does not offer is made of what it does: a prompt is a request for the whole answer, which is left out of
+vLLM's steps behind its first token until it is adopted, when it goes on, or pushed, when it ends; a reservation is a
+request that waits for its KV, its prompt followed by the token that prefill has yet to draw; vLLM learns that the KV is
+there when the service admits the request.
 """
 
 import secrets

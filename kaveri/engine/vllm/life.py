@@ -3,7 +3,7 @@
     prefill   Submitted ── VllmPrefilling ── VllmComputed ── pushed
                                                   │ adopted
     decode    VllmReserved ─────── landed ───── Arrived ── Waiting ── Joining ── VllmRunning ⇄ Evicted
-    released  VllmRunning ── Leaving ── Left ── let go, or Returning ── Joining;   Arrived ⇄ Left
+    released  VllmRunning ── Leaving ── Left ── let go, or VllmRunning;   Arrived ⇄ Left
 
 Every state may become VllmEnded. An ended request causes no event; its blocks follow when no transfer touches them.
 What vLLM itself keeps for a request is an entry (request.py).
@@ -98,9 +98,11 @@ class VllmPrefilling(_Touched):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmComputed(_Touched):
-    """A prompt whose KV waits to be accepted elsewhere."""
+    """A prompt whose KV waits to be accepted elsewhere, or that waits to be adopted."""
 
     first_token_id: int
+    ahead: tuple[TokenStep, ...] = ()
+    """Tokens that were drawn before it was admitted, and are told then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +116,7 @@ class Arrived(_State):
 
     first_token_id: int | None
     """None for a resumed request, which draws its next token here."""
+    ahead: tuple[TokenStep, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +124,7 @@ class Waiting(_State):
     """Admitted; the running batch is full."""
 
     first_token_id: int | None
+    ahead: tuple[TokenStep, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,16 +158,9 @@ class Leaving(_State):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left(_State):
-    """vLLM computes it no more, and keeps its blocks."""
+    """vLLM does not compute it, and keeps its blocks."""
 
     former: "Arrived | Leaving"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Returning(_State):
-    """It goes on after all: vLLM is to be given it again."""
-
-    index: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,12 +180,15 @@ State = (
     | Evicted
     | Leaving
     | Left
-    | Returning
     | VllmEnded
 )
 OF_PREFILL = (Submitted, VllmPrefilling, VllmComputed)
 """States of the prefill side. The others, but VllmEnded, are of the decode side."""
-IN_BATCH = (Joining, VllmRunning, Evicted, Leaving, Returning)
+IN_BATCH = (Joining, VllmRunning, Evicted, Leaving)
+HELD = (VllmComputed, Arrived, Waiting, Left)
+"""States in which vLLM keeps a request's blocks and computes nothing for it, unless it may run ahead."""
+MAX_AHEAD = 8
+"""Tokens that a prompt which stays may draw before it is admitted: an admission takes a few steps of a fast model."""
 
 
 # Events.
@@ -225,12 +225,12 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The running batch has room for it, and vLLM has its KV."""
+    """The running batch has room for it, and vLLM goes on with the request that has its KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedAnew:
-    """The running batch has room for it, and vLLM is given it as another request."""
+    """The running batch has room for it. It gave its blocks up, so vLLM is given it as another request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ class BlocksAllocated:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """The step that begins computes it. block_count: that it has then, on the prefill side."""
+    """The step that begins computes it. block_count: that it has then, while it is a prompt."""
 
     block_count: int
 
@@ -352,8 +352,10 @@ def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
             return _with_transfer(state, event), ()
         case NoLongerNeeded() | VllmFailed() | BlocksTaken():
             return _ended(state, event)
-        case KvArrived() | AdoptedForDecode() | Admitted() | Joined() | JoinedAnew() | BlocksAllocated():
+        case KvArrived() | AdoptedForDecode() | Admitted() | BlocksAllocated():
             return _advanced(state, event), ()
+        case Joined() | JoinedAnew():
+            return _joined(state, event)
         case LeaveAsked() | LeftBatch() | WentOn():
             return _released(state, event)
         case BlocksGivenUp():
@@ -394,7 +396,18 @@ def _ended(state: State, event: NoLongerNeeded | VllmFailed | BlocksTaken) -> tu
             pass
         case (_, NoLongerNeeded()):
             return ended, ()
-        case (Submitted() | VllmPrefilling() | Joining() | VllmRunning() | Evicted() | Leaving(), VllmFailed()):
+        case (
+            Submitted()
+            | VllmPrefilling()
+            | VllmComputed()
+            | Arrived()
+            | Waiting()
+            | Joining()
+            | VllmRunning()
+            | Evicted()
+            | Leaving(),
+            VllmFailed(),
+        ):
             return ended, (RequestFailed(facts.key, event.reason, event.is_final), *abort)
         case (Submitted() | VllmPrefilling() | VllmComputed(), BlocksTaken()):
             return ended, (RequestFailed(facts.key, "vLLM took back the blocks that it was promised"), *abort)
@@ -403,10 +416,8 @@ def _ended(state: State, event: NoLongerNeeded | VllmFailed | BlocksTaken) -> tu
     raise _impossible(state, event)
 
 
-def _advanced(
-    state: State, event: KvArrived | AdoptedForDecode | Admitted | Joined | JoinedAnew | BlocksAllocated
-) -> State:
-    facts, prompt_tokens = state.facts, state.facts.prompt_tokens
+def _advanced(state: State, event: KvArrived | AdoptedForDecode | Admitted | BlocksAllocated) -> State:
+    facts = state.facts
     match state, event:
         case (VllmReserved(), BlocksAllocated()):
             return replace(state, promised=max(0, state.promised - event.block_count))
@@ -414,19 +425,34 @@ def _advanced(
             token_id, promised = event.first_token_id, state.promised
             return Arrived(facts=facts, computed=facts.landing_tokens, promised=promised, first_token_id=token_id)
         case (VllmComputed(open_id=None), AdoptedForDecode()):
-            token_id, promised = state.first_token_id, facts.next_block(prompt_tokens)
-            return Arrived(facts=facts, computed=prompt_tokens, promised=promised, first_token_id=token_id)
+            return Arrived(
+                facts=facts,
+                computed=state.computed,
+                promised=facts.next_block(state.computed),
+                first_token_id=state.first_token_id,
+                ahead=state.ahead,
+            )
         case (Arrived(), Admitted()):
-            token_id, computed, promised = state.first_token_id, state.computed, state.promised
-            return Waiting(facts=facts, computed=computed, promised=promised, first_token_id=token_id)
-        case (Waiting(), Joined()):
-            index, promised = _next_index(state), state.promised
-            return Joining(facts=facts, computed=state.computed, promised=promised, index=index)
-        case (Waiting(), JoinedAnew()):
-            return Joining(facts=facts, index=_next_index(state))
-        case (Returning(), JoinedAnew()):
-            return Joining(facts=facts, index=state.index)
+            return Waiting(
+                facts=facts,
+                computed=state.computed,
+                promised=state.promised,
+                first_token_id=state.first_token_id,
+                ahead=state.ahead,
+            )
     raise _impossible(state, event)
+
+
+def _joined(state: State, event: Joined | JoinedAnew) -> tuple[State, tuple[Action, ...]]:
+    if not isinstance(state, Waiting):
+        raise _impossible(state, event)
+    facts, ahead = state.facts, state.ahead
+    if ahead and ahead[-1].finish is not None:
+        return VllmEnded(facts=facts), ahead
+    index = facts.generated_count + (state.first_token_id is not None) + len(ahead)
+    if isinstance(event, JoinedAnew):
+        return Joining(facts=facts, index=index), ahead
+    return Joining(facts=facts, computed=state.computed, promised=state.promised, index=index), ahead
 
 
 def _released(state: State, event: LeaveAsked | LeftBatch | WentOn) -> tuple[State, tuple[Action, ...]]:
@@ -443,7 +469,8 @@ def _released(state: State, event: LeaveAsked | LeftBatch | WentOn) -> tuple[Sta
         case (Left(former=Arrived() as former), WentOn()):
             return former, ()
         case (Left(former=Leaving() as former), WentOn()):
-            return Returning(facts=facts, index=former.index), (Preempted(facts.key),)
+            promised = facts.next_block(computed)
+            return VllmRunning(facts=facts, computed=computed, promised=promised, index=former.index), ()
     raise _impossible(state, event)
 
 
@@ -461,6 +488,8 @@ def _scheduled(state: State, event: Scheduled) -> tuple[State, tuple[Action, ...
                 block_count=event.block_count,
             )
             return prefilling, started
+        case VllmComputed() | Arrived() | Waiting():
+            return replace(state, promised=0), ()
         case Joining() | VllmRunning() | Evicted():
             return VllmRunning(facts=facts, computed=state.computed, index=state.index), ()
         case Leaving():
@@ -474,6 +503,8 @@ def _stepped(state: State, event: Stepped) -> tuple[State, tuple[Action, ...]]:
         case VllmPrefilling():
             progress = (PrefillProgress(facts.key, computed),) if computed < facts.prompt_tokens else ()
             return replace(state, computed=computed), progress
+        case VllmComputed() | Arrived() | Waiting():
+            return replace(state, computed=computed, promised=facts.next_block(computed)), ()
         case VllmRunning():
             return VllmRunning(
                 facts=facts, computed=computed, promised=facts.next_block(computed), index=state.index
@@ -494,6 +525,10 @@ def _drawn(state: State, event: Drawn) -> tuple[State, tuple[Action, ...]]:
                 return VllmEnded(facts=facts, open_id=open_id), (first, *abort)
             computed = VllmComputed(facts=facts, computed=state.computed, open_id=open_id, first_token_id=token_id)
             return computed, (first, PassFirstToken(facts.engine_id, token_id))
+        case VllmComputed() | Arrived() | Waiting():
+            index = facts.generated_count + 1 + len(state.ahead)
+            token = TokenStep(facts.key, index, token_id, event.logprobs, finish)
+            return replace(state, ahead=(*state.ahead, token)), ()
         case VllmRunning():
             token = TokenStep(facts.key, state.index, token_id, event.logprobs, finish)
             if finish is not None:
@@ -511,10 +546,6 @@ def _drawn(state: State, event: Drawn) -> tuple[State, tuple[Action, ...]]:
 def _facts(engine_id: str, request: EngineRequest, layout: KvLayout) -> RequestFacts:
     prompt_tokens = len(request.token_ids)
     return RequestFacts(engine_id, request.key, prompt_tokens, request.generated_count, layout.block_tokens)
-
-
-def _next_index(state: Waiting) -> int:
-    return state.facts.generated_count + (state.first_token_id is not None)
 
 
 def _impossible(state: State, event: Event) -> AssertionError:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest, EngineStats, TokenStep
 from kaveri.engine.copier import BlockPlace
 from kaveri.engine.vllm.life import (
+    HELD,
     IN_BATCH,
+    MAX_AHEAD,
     OF_PREFILL,
     Admitted,
     AdoptedForDecode,
@@ -22,7 +24,6 @@ from kaveri.engine.vllm.life import (
     Leaving,
     Left,
     NoLongerNeeded,
-    Returning,
     State,
     Submitted,
     TransferEnded,
@@ -38,7 +39,7 @@ from kaveri.engine.vllm.life import (
     submitted,
 )
 from kaveri.engine.vllm.rank import AbortPush, PassFirstToken
-from kaveri.engine.vllm.request import AwaitingKv, VllmRequest
+from kaveri.engine.vllm.request import AwaitingKv, EntryComputing, VllmRequest
 from kaveri.errors import NoCapacity, RequestAlreadyExists
 from kaveri.kv.layout.layout import KvLayout
 
@@ -121,8 +122,6 @@ class Requests:
                 request.give_up_blocks()
             case WentOn():
                 request.tail_block_ids = None
-                if isinstance(request.state, Returning):
-                    request.give_up_blocks()
         if isinstance(request.state, VllmEnded) and not isinstance(before, VllmEnded):
             self._retire(request, before)
         rest: list[TokenStep | AbortPush | PassFirstToken] = []
@@ -138,12 +137,11 @@ class Requests:
         room = max_batch - self.running_count()
         return [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
 
-    def leave_entry(self, request: VllmRequest) -> VllmRequest | None:
-        """Parts a request from the blocks that vLLM keeps for it. Returns the ended stand-in that has them now."""
+    def leave_entry(self, request: VllmRequest) -> None:
+        """Parts a request from the blocks that vLLM keeps for it, as if it had ended."""
         left = request.leave_entry()
         if left is not None:
             self.ended.add(left)
-        return left
 
     def forget(self, request: VllmRequest) -> None:
         """vLLM has the blocks of an ended request back."""
@@ -155,12 +153,36 @@ class Requests:
         """Requests in the running batch, evicted ones included."""
         return sum(isinstance(request.state, IN_BATCH) for request in self.decodes.values())
 
-    def idle_count(self) -> int:
-        """Requests that vLLM counts as unfinished and can do nothing for: their KV is to come, or to be admitted."""
-        return sum(
+    def held(self, max_batch: int) -> list[VllmRequest]:
+        """Requests that vLLM has begun and is not to compute further now. The others of those that are not admitted
+        may run ahead: the batch has room for them, and no request can lose its blocks by it."""
+        begun = [
+            request
+            for request in self._live()
+            if isinstance(request.state, HELD)
+            and request.entry is not None
+            and isinstance(request.entry.state, EntryComputing)
+        ]
+        if not begun:
+            return []
+        seats = max_batch - self.running_count()
+        spare = self.unused_blocks - sum(request.state.promised for request in self._live())
+        held: list[VllmRequest] = []
+        for request in begun:
+            taken = request.state.facts.next_block(request.state.computed) - request.state.promised
+            if seats > 0 and spare >= taken and _may_run_ahead(request):
+                seats, spare = seats - 1, spare - taken
+            else:
+                held.append(request)
+        return held
+
+    def idle_count(self, max_batch: int) -> int:
+        """Requests that vLLM counts as unfinished and can do nothing for: their KV is to come, or they are held."""
+        awaiting = sum(
             request.entry is not None and isinstance(request.entry.state, AwaitingKv)
             for request in (*self.decodes.values(), *self.ended)
         )
+        return awaiting + len(self.held(max_batch))
 
     def clear(self, total_blocks: int) -> None:
         """vLLM has all blocks back and no transfer is open."""
@@ -314,13 +336,20 @@ class Requests:
     def _retire(self, request: VllmRequest, before: State) -> None:
         """It is done: no event of it follows. Its blocks follow when no transfer touches them."""
         del (self.prefills if isinstance(before, OF_PREFILL) else self.decodes)[request.key]
-        if isinstance(before, Waiting):
+        if isinstance(before, Waiting) and request in self.waiting:
             self.waiting.remove(request)
         self.ended.add(request)
         self._on_work()
 
     def _live(self) -> tuple[VllmRequest, ...]:
         return (*self.prefills.values(), *self.decodes.values())
+
+
+def _may_run_ahead(request: VllmRequest) -> bool:
+    match request.state:
+        case VllmComputed(open_id=None, ahead=ahead) | Arrived(ahead=ahead) | Waiting(ahead=ahead):
+            return request.request.stays and len(ahead) < MAX_AHEAD
+    return False
 
 
 def _new_id() -> str:

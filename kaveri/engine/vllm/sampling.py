@@ -20,11 +20,8 @@ _FINISH_REASONS = {
 
 
 def prefill_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> VllmSamplingParams:
-    """For a vLLM request over request.token_ids that draws one token.
-
-    vLLM ends it with "length" whatever the token is; what it means is for kaveri.engine.stopping to say.
-    """
-    params = _params(request, eos_token_ids, max_tokens=1, stop_token_ids=())
+    """For a prompt. Its answer may go on as the same request of vLLM."""
+    params = decode_params(request, eos_token_ids)
     if request.scores_prompt:
         params.prompt_logprobs = request.params.prompt_logprobs
         # Of what comes from the prefix cache nothing is computed, and so no log-probabilities.
@@ -40,19 +37,12 @@ def decode_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> Vllm
     params = request.params
     assert params.max_tokens is not None, "an EngineRequest says how many tokens it wants"
     stop_token_ids = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
-    left = max(1, params.max_tokens - request.generated_count)
-    return _params(request, eos_token_ids, max_tokens=left, stop_token_ids=stop_token_ids)
-
-
-def _params(
-    request: EngineRequest, eos_token_ids: frozenset[int], max_tokens: int, stop_token_ids: tuple[int, ...]
-) -> VllmSamplingParams:
     generated = request.generated_count
     draw = Draw(request.params, len(request.token_ids) - generated, generated, eos_token_ids)
     return VllmSamplingParams(
         # Greedy among what KeyedDraws leaves. It sees to min_tokens too: vLLM would count this placement's tokens.
         temperature=0.0,
-        max_tokens=max_tokens,
+        max_tokens=max(1, params.max_tokens - generated),
         # vLLM would add the ids of the checkpoint's generation config; ours are in stop_token_ids.
         ignore_eos=True,
         stop_token_ids=sorted(set(stop_token_ids)),

@@ -30,9 +30,10 @@ from kaveri.engine.vllm.life import (
     Left,
     LeftBatch,
     LeftOut,
-    Returning,
     Scheduled,
     Stepped,
+    Submitted,
+    VllmComputed,
     VllmEnded,
     VllmFailed,
     VllmPrefilling,
@@ -91,7 +92,7 @@ class Steps:
 
     def runnable_count(self) -> int:
         """Requests that the next step could compute something for. With the lock held."""
-        return self._core.unfinished_count - self._requests.idle_count()
+        return self._core.unfinished_count - self._requests.idle_count(self._max_batch)
 
     @property
     def has_reports(self) -> bool:
@@ -105,17 +106,19 @@ class Steps:
         """
         for request in added:
             self._add(request)
-        self._release_ended()
         left = self._take_leaving()
-        self._admit_waiting(stalled)
+        self._make_room(stalled)
+        self._release_ended()
+        self._admit_waiting()
         reporting = self.has_reports
         with self._shared.lock:
             runnable = self.runnable_count() > 0
+            held = {r.entry.record for r in self._requests.held(self._max_batch) if r.entry is not None}
             batch_count = self._requests.running_count()
         outputs: Sequence[Any] = ()
         self._advances = ()
         if reporting or runnable:
-            outputs = self._core.step(batch_count)
+            outputs = self._core.step(batch_count, held)
         advanced = bool(self._advances)
         with self._shared.lock:
             for request, block_ids in left:
@@ -155,9 +158,10 @@ class Steps:
             for entry in preempted:
                 if not entry.owner.done:
                     actions += self._requests.apply(entry.owner, BlocksTaken())
-            for entry, computed, block_ids in advances:
+            for entry, token_count, computed, block_ids in advances:
+                self._shared.computed_tokens += token_count
                 if not entry.owner.done:
-                    if isinstance(entry.owner.state, OF_PREFILL):
+                    if isinstance(entry.owner.state, Submitted | VllmPrefilling):
                         chunks.append(_chunk(entry.owner, computed, block_ids))
                     actions += self._requests.apply(entry.owner, Scheduled(len(block_ids)))
             for entry, _, block_count in placements:
@@ -173,15 +177,13 @@ class Steps:
         self._shared.outbox.publish()
         return chunks
 
-    def keeps_blocks(self, entry: Entry, token_id: int | None) -> bool:
+    def keeps_blocks(self, entry: Entry) -> bool:
         if isinstance(entry.state, AwaitingBlocks | AwaitingKv):
             # vLLM itself keeps those of a request that still waits for its KV.
             return False
         with self._shared.lock:
-            if entry.owner.transfer_id is not None or isinstance(entry.owner.state, Left):
-                return True
-            is_prompt = isinstance(entry.owner.state, VllmPrefilling)
-            return is_prompt and token_id is not None and self._finish(entry.owner, token_id) is None
+            # A prompt that ran ahead to the end of its answer may be pushed still.
+            return entry.owner.transfer_id is not None or isinstance(entry.owner.state, VllmComputed)
 
     # Before the step.
 
@@ -228,77 +230,70 @@ class Steps:
             self._plane.do(ForgetPrompt(request.engine_id))
 
     def _take_leaving(self) -> list[tuple[VllmRequest, Sequence[int]]]:
-        """Has vLLM compute no more of requests that are to be released, and keep their blocks; those that go on after
-        all are given to it again. Returns the former with their blocks, which can be read behind the next step."""
+        """Holds requests that are to be released. Returns them with their blocks, which can be read behind the next
+        step."""
         with self._shared.lock:
             decodes = tuple(self._requests.decodes.values())
             leaving = [request for request in decodes if isinstance(request.state, Leaving)]
             for request in leaving:
                 self._requests.apply(request, LeftBatch())
-            returning = [request for request in decodes if isinstance(request.state, Returning)]
-            for request in returning:
-                self._part(request)
-                self._requests.apply(request, JoinedAnew())
         left: list[tuple[VllmRequest, Sequence[int]]] = []
         for request in leaving:
             assert request.entry is not None, "vLLM has a request that it computes"
             computed = request.state.computed
             block_ids = self._core.blocks_of(request.entry.vllm_id)[: request.state.facts.block_count(computed)]
-            self._core.abort(request.entry.vllm_id)
-            # It may have ended, or gone on, just now: then vLLM has the blocks back.
-            if self._core.holds(request.entry.vllm_id):
+            # It may have ended, or gone on, just now.
+            if isinstance(request.state, Left):
                 self._core.scheduler_side.left(block_ids[len(request.whole_block_ids) :])
                 left.append((request, block_ids))
-        for request in returning:
-            given = request.request
-            token_ids = (*given.token_ids, *request.drawn)
-            generated_count = given.generated_count + len(request.drawn)
-            again = replace(given, token_ids=token_ids, generated_count=generated_count)
-            self._give(request, token_ids, decode_params(again, self._info.eos_token_ids))
         return left
 
-    def _admit_waiting(self, stalled: bool) -> None:
-        """Lets vLLM compute admitted requests, as far as the batch has room."""
-        joined: list[tuple[VllmRequest, Entry | None, int | None]] = []
+    def _make_room(self, stalled: bool) -> None:
+        """Takes blocks from requests that are not computed, where others wait for blocks."""
         with self._shared.lock:
             if self._requests.short_of_blocks:
                 self._give_up_adopted()
                 if stalled:
                     self._give_up_landed()
+
+    def _admit_waiting(self) -> None:
+        """Lets vLLM compute admitted requests, as far as the batch has room."""
+        joined: list[tuple[VllmRequest, int | None]] = []
+        with self._shared.lock:
             for request in self._requests.take_waiting(self._max_batch):
                 assert isinstance(request.state, Waiting), "only a waiting request joins"
                 first_token_id = request.state.first_token_id
-                entry = request.entry if _awaits_kv(request) else None
-                self._requests.apply(request, JoinedAnew() if entry is None else Joined())
-                if entry is None:
-                    self._part(request)
-                joined.append((request, entry, first_token_id))
-        for request, entry, first_token_id in joined:
-            if entry is not None and isinstance(entry.state, AwaitingKv):
+                for ahead in self._requests.apply(request, JoinedAnew() if request.entry is None else Joined()):
+                    # Each was drawn by a step of its own.
+                    self._put_tokens([ahead])
+                joined.append((request, first_token_id))
+        self._shared.outbox.publish()
+        for request, first_token_id in joined:
+            entry = request.entry
+            if request.done:
+                continue
+            if entry is None:
+                self._submit_again(request)
+            elif isinstance(entry.state, AwaitingKv):
                 self._core.scheduler_side.landed(entry.state.landing_blocks)
                 entry.state = EntryComputing()
                 self._core.begin_answer(entry.record, first_token_id)
             else:
-                self._submit_again(request, first_token_id)
+                self._core.decode(entry.record)
 
-    def _submit_again(self, request: VllmRequest, first_token_id: int | None) -> None:
-        """vLLM has ended a prompt with its first token, so what follows is another request to it.
-
-        It finds the prompt's blocks in vLLM's prefix cache: those in use are given back at the end of the very step
-        that places it.
-        """
-        given = request.request
-        if first_token_id is not None:
-            token_ids = (*given.token_ids, first_token_id)
-            given = replace(given, token_ids=token_ids, generated_count=given.generated_count + 1)
-        self._give(request, given.token_ids, decode_params(given, self._info.eos_token_ids))
+    def _submit_again(self, request: VllmRequest) -> None:
+        """Gives vLLM a request that gave its blocks up before it joined the batch."""
+        given, drawn = request.request, request.drawn
+        token_ids = (*given.token_ids, *drawn)
+        extended = replace(given, token_ids=token_ids, generated_count=given.generated_count + len(drawn))
+        self._give(request, token_ids, decode_params(extended, self._info.eos_token_ids))
 
     def _give_up_adopted(self) -> None:
         """Adopted requests that are not computed make room for those that were, and wait for blocks."""
         for request in self._requests.decodes.values():
             held_back = isinstance(request.state, Arrived | Waiting)
             if held_back and request.entry is not None and not _awaits_kv(request):
-                self._part(request)
+                self._requests.leave_entry(request)
                 self._requests.apply(request, BlocksGivenUp())
 
     def _give_up_landed(self) -> None:
@@ -309,19 +304,10 @@ class Steps:
         """
         for request in reversed(self._requests.decodes.values()):
             if isinstance(request.state, Arrived | Waiting) and _awaits_kv(request):
-                self._part(request)
+                self._requests.leave_entry(request)
                 self._requests.apply(request, BlocksGivenUp())
                 self._shared.wake()
                 return
-
-    def _part(self, request: VllmRequest) -> None:
-        """Parts a request from the blocks that vLLM keeps for it: vLLM takes them back."""
-        left = self._requests.leave_entry(request)
-        entry = left.entry if left is not None else None
-        # One that waits for its KV, as far as vLLM knows, is aborted with the others that have ended. vLLM fails when
-        # blocks are freed twice.
-        if entry is not None and isinstance(entry.state, EntryKept) and self._core.holds(entry.vllm_id):
-            self._core.scheduler_side.release(entry)
 
     # Behind the step.
 
@@ -339,26 +325,30 @@ class Steps:
                         request.whole_block_ids = tuple(advance.block_ids[: advance.computed // block_tokens])
             for output in outputs:
                 found = self._requests.by_id.get(output.request_id)
-                if found is not None and not isinstance(found.state, VllmEnded | Left | Returning):
+                if found is not None and not isinstance(found.state, VllmEnded):
                     outcome = self._outcome(found, output)
                     if isinstance(found.state, VllmPrefilling) and isinstance(outcome, Drawn):
                         for event in self._prompt_logprobs(found, output):
                             self._shared.outbox.put(event)
                     actions += apply(found, outcome)
-                    if isinstance(found.state, VllmRunning | Leaving) and output.finished:
+                    if output.finished and isinstance(outcome, Drawn) and outcome.finish is None:
                         actions += apply(found, VllmFailed(_ended_by_vllm(output)))
             for request in self._requests.decodes.values():
                 if isinstance(request.state, Joining) and _is_queued(request):
                     # Others must not take what it waits for.
                     actions += apply(request, LeftOut())
-            tokens = tuple(action for action in actions if isinstance(action, TokenStep))
-            if tokens:
-                self._shared.outbox.put(StepTokens(tokens))
+            self._put_tokens(actions)
             self._requests.unused_blocks = self._core.free_blocks
         # No first token waits for the hand-over of its KV.
         self._shared.outbox.publish()
         self._call_ranks(actions)
         self._on_stepped()
+
+    def _put_tokens(self, actions: Iterable[TokenStep | AbortPush | PassFirstToken]) -> None:
+        """With the lock held."""
+        tokens = tuple(action for action in actions if isinstance(action, TokenStep))
+        if tokens:
+            self._shared.outbox.put(StepTokens(tokens))
 
     def _outcome(self, request: VllmRequest, output: Any) -> Drawn | VllmFailed:
         """What the step drew for a request."""
@@ -380,9 +370,8 @@ class Steps:
 
     def _finish(self, request: VllmRequest, token_id: int) -> FinishReason | None:
         """Why the request ends with this token, its next; None when it goes on."""
-        state, first_index = request.state, request.request.generated_count
-        index = state.index if isinstance(state, VllmRunning | Leaving) else first_index
-        context_tokens = request.prompt_tokens + index - first_index + 1
+        index = request.request.generated_count + len(request.drawn)
+        context_tokens = request.prompt_tokens + len(request.drawn) + 1
         eos_token_ids, max_model_len = self._info.eos_token_ids, self._info.max_model_len
         return finish_reason(request.request.params, eos_token_ids, token_id, index, context_tokens, max_model_len)
 

@@ -293,6 +293,7 @@ class SimulatedEngine:
         self._pushes.begin_step(advances)
         drawn = [self._compute(sequence.key, sequence.slice(token_count)) for sequence, token_count in planned]
         self._pushes.end_step()
+        self._shared.computed_tokens += sum(token_count for _, token_count in planned)
         computed, unwanted = self._lifecycle.apply(planned, drawn, self._lifecycle.unmirrored_blocks(planned))
         self._wake_copier()
         # Decode tokens go out once the next step has its blocks: until then free_blocks counts those as free.

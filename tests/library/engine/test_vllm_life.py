@@ -42,7 +42,6 @@ from kaveri.engine.vllm.life import (
     LeftBatch,
     LeftOut,
     NoLongerNeeded,
-    Returning,
     Scheduled,
     State,
     Stepped,
@@ -94,16 +93,25 @@ _EVENTS: dict[type[Any], Event] = {
 _LEGAL: dict[type[Any], set[type[Any]]] = {
     Submitted: {TransferOpened, TransferEnded, Scheduled, BlocksTaken, VllmFailed, NoLongerNeeded},
     VllmPrefilling: {TransferOpened, TransferEnded, Scheduled, Stepped, Drawn, BlocksTaken, VllmFailed, NoLongerNeeded},
-    VllmComputed: {TransferOpened, TransferEnded, AdoptedForDecode, BlocksTaken, NoLongerNeeded},
+    VllmComputed: {
+        TransferOpened,
+        TransferEnded,
+        AdoptedForDecode,
+        Scheduled,
+        Stepped,
+        Drawn,
+        BlocksTaken,
+        VllmFailed,
+        NoLongerNeeded,
+    },
     VllmReserved: {TransferOpened, TransferEnded, BlocksAllocated, KvArrived, NoLongerNeeded},
-    Arrived: {Admitted, LeaveAsked, BlocksGivenUp, NoLongerNeeded},
-    Waiting: {Joined, JoinedAnew, BlocksGivenUp, NoLongerNeeded},
+    Arrived: {Admitted, LeaveAsked, Scheduled, Stepped, Drawn, BlocksGivenUp, VllmFailed, NoLongerNeeded},
+    Waiting: {Joined, JoinedAnew, Scheduled, Stepped, Drawn, BlocksGivenUp, VllmFailed, NoLongerNeeded},
     Joining: {Scheduled, LeftOut, BlocksTaken, VllmFailed, NoLongerNeeded},
     VllmRunning: {Scheduled, Stepped, Drawn, LeaveAsked, BlocksTaken, VllmFailed, NoLongerNeeded},
     Evicted: {Scheduled, BlocksTaken, VllmFailed, NoLongerNeeded},
     Leaving: {Scheduled, Stepped, Drawn, LeftBatch, WentOn, BlocksTaken, VllmFailed, NoLongerNeeded},
     Left: {WentOn, NoLongerNeeded},
-    Returning: {JoinedAnew, NoLongerNeeded},
     VllmEnded: {TransferEnded},
 }
 
@@ -137,6 +145,8 @@ class VllmLife(RuleBasedStateMachine):
         kinds = [kind for kind in _EVENTS if kind in legal and (is_end or kind not in _ENDS)] or [*legal]
         event = data.draw(st.sampled_from([_EVENTS[kind] for kind in kinds]))
         match event:
+            case Drawn() | Scheduled() | Stepped() if _has_drawn_all(self.state):
+                return
             case TransferOpened() if self.state.transfer_id is not None:
                 return
             case TransferEnded() if self.state.transfer_id is None:
@@ -155,25 +165,26 @@ class VllmLife(RuleBasedStateMachine):
         self.told += actions
 
     def check(self, before: State, event: Event, actions: list[Any]) -> None:
-        """The actions of each event; a push ends with its prompt."""
+        """The actions of each event; a push ends with its prompt, and what was drawn ahead is told at the admission."""
         is_prompt = isinstance(before, Submitted | VllmPrefilling | VllmComputed)
         abort = [AbortPush(before.transfer_id)] if is_prompt and before.transfer_id is not None else []
         key = before.facts.key
+        is_computing = isinstance(before, Submitted | VllmPrefilling)
         expected: list[Any] = []
         match event:
             case Scheduled() if isinstance(before, Submitted):
                 expected = [PrefillStarted(key)]
-            case Stepped(computed) if is_prompt and computed < before.facts.prompt_tokens:
+            case Stepped(computed) if is_computing and computed < before.facts.prompt_tokens:
                 expected = [PrefillProgress(key, computed)]
-            case Drawn(token_id, logprobs, finish) if is_prompt:
+            case Joined() | JoinedAnew():
+                assert isinstance(before, Waiting)
+                expected = list(before.ahead)
+            case Drawn(token_id, logprobs, finish) if is_computing:
                 rest = [PassFirstToken("kaveri-1", token_id)] if finish is None else abort
                 expected = [FirstToken(key, token_id, logprobs, finish), *rest]
-            case Drawn(token_id, logprobs, finish):
+            case Drawn(token_id, logprobs, finish) if not isinstance(before, VllmComputed | Arrived | Waiting):
                 index = sum(isinstance(each, TokenStep) for each in self.told)
                 expected = [TokenStep(key, _GENERATED + 1 + index, token_id, logprobs, finish)]
-            case WentOn() if isinstance(before, Left) and isinstance(before.former, Leaving):
-                # Its KV is computed again.
-                expected = [Preempted(key)]
             case BlocksGivenUp():
                 expected = [Preempted(key)]
             case BlocksTaken() if not is_prompt:
@@ -196,7 +207,7 @@ class VllmLife(RuleBasedStateMachine):
             case VllmRunning() | Joining():
                 assert state.transfer_id is None
             case Arrived() | Waiting():
-                assert (state.computed, state.transfer_id) in {(facts.prompt_tokens, None), (0, None)}
+                assert state.transfer_id is None
 
     @invariant()
     def tells_of_one_end_only(self) -> None:
@@ -204,6 +215,11 @@ class VllmLife(RuleBasedStateMachine):
         assert len(ends) <= 1
         if ends:
             assert isinstance(self.state, VllmEnded)
+
+
+def _has_drawn_all(state: State) -> bool:
+    ahead = getattr(state, "ahead", ())
+    return bool(ahead) and ahead[-1].finish is not None
 
 
 def _is_end(told: Any) -> bool:

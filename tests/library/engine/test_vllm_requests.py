@@ -1,15 +1,18 @@
 """Which requests hold or are promised vLLM's blocks, and which are in its running batch. None of it needs vLLM."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kaveri.domain.sampling import SamplingParams
-from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest
+from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest, TokenStep
 from kaveri.engine.vllm.life import (
+    MAX_AHEAD,
     BlocksAllocated,
     BlocksTaken,
     Drawn,
+    Joined,
     JoinedAnew,
     Joining,
     KvArrived,
@@ -17,7 +20,7 @@ from kaveri.engine.vllm.life import (
     Scheduled,
     Stepped,
 )
-from kaveri.engine.vllm.request import Entry, EntryKept, VllmRequest
+from kaveri.engine.vllm.request import Entry, EntryComputing, EntryKept, VllmRequest
 from kaveri.engine.vllm.requests import Requests
 from kaveri.errors import NoCapacity, RequestAlreadyExists
 from kaveri.kv.layout.layout import KvLayout
@@ -102,6 +105,40 @@ def test_an_adopted_prompt_keeps_room_for_its_next_token() -> None:
     table.check_integrity([])
 
 
+def _computed(table: _Table, name: str, *, stays: bool) -> VllmRequest:
+    """A prompt that fills its two blocks."""
+    request = table.open_prefill(replace(_request(name, 8), stays=stays))
+    record: Any = object()
+    request.entry = Entry(request, f"vllm-{name}", record, EntryComputing())
+    table.step(request, 8, block_count=2)
+    table.apply(request, Drawn(7, None, None))
+    return request
+
+
+def test_a_prompt_draws_ahead_while_it_stays_and_batch_and_blocks_have_room() -> None:
+    table = _Table(10)
+    staying, other = _computed(table, "staying", stays=True), _computed(table, "other", stays=False)
+    table.admitted("running")
+    table.fill_batch(8)
+    assert table.held(1) == [staying, other]
+    assert table.held(2) == [other]
+    # Three are promised: to a prompt of twelve tokens.
+    table.open_prefill(_request("prompt", 12))
+    for unused, held in ((3, [staying, other]), (4, [other])):
+        table.unused_blocks = unused
+        assert table.held(2) == held
+    for index in range(MAX_AHEAD):
+        assert table.held(2) == [other]
+        table.step(staying, 9 + index)
+        assert table.apply(staying, Drawn(7, None, None)) == []
+    assert table.held(2) == [staying, other], "it runs ahead without end"
+    table.adopt(staying.key)
+    table.admit(staying.key)
+    assert table.take_waiting(2) == [staying]
+    told = table.apply(staying, Joined())
+    assert [token.index for token in told if isinstance(token, TokenStep)] == [*range(1, 1 + MAX_AHEAD)]
+
+
 def test_nothing_new_is_taken_while_a_preempted_request_waits_for_blocks() -> None:
     table = _Table(10)
     evicted, left_out = table.admitted("a"), table.admitted("b")
@@ -149,9 +186,9 @@ def test_what_a_request_leaves_behind_is_known_until_vllm_has_it_back() -> None:
     record: Any = object()
     entry = Entry(request, "vllm-1", record, EntryKept())
     request.entry = entry
-    left = table.leave_entry(request)
-    assert left is not None
-    assert (request.entry, left.entry, entry.owner, left.done) == (None, entry, left, True)
+    table.leave_entry(request)
+    left = entry.owner
+    assert (request.entry, left.entry, left.done) == (None, entry, True)
     table.check_integrity(["vllm-1"])
     table.forget(left)
     with pytest.raises(AssertionError, match="vllm-1"):

@@ -20,6 +20,7 @@ from kaveri.engine.contract import (
     LandingFailed,
     Preempted,
     PrefillProgress,
+    StepTokens,
 )
 from kaveri.errors import EngineError, LayoutMismatch, NoCapacity, RequestCancelled
 from kaveri.kv.transfer.ticket import KvEndpoint
@@ -276,6 +277,29 @@ def test_growing_answers_never_take_the_blocks_of_a_prompt(bench: _VllmEngines, 
     assert recorder.of(Preempted), "there was room for all: the test has shown nothing"
     kinds = [type(event) for event in recorder.events if getattr(event, "key", None) == prompt.key]
     assert Preempted not in kinds[: kinds.index(FirstToken)]
+    wait_until_free(engine)
+
+
+def test_adopted_request_does_not_wait_for_a_prompt_that_is_under_way(
+    bench: _VllmEngines, reference: PlainTransformers
+) -> None:
+    recorder = EngineRecorder()
+    # What is asked while the prompt is under way is heard between two of its steps.
+    engine = bench.decode(recorder, pause_s=0.05)
+    request, prompt = make_request(engine, "r", 20, 12), make_request(engine, "prompt", 110, 2)
+    engine.prefill(request)
+    recorder.wait_for(FirstToken, request.key)
+    engine.prefill(prompt)
+    recorder.wait_for(PrefillProgress, prompt.key)
+    engine.adopt(request.key)
+    engine.admit(request.key)
+    recorder.wait_for(FirstToken, prompt.key)
+    before = recorder.events[: recorder.events.index(recorder.of(FirstToken, prompt.key)[0])]
+    drawn = [step for event in before if isinstance(event, StepTokens) for step in event.steps]
+    assert len([step for step in drawn if step.key == request.key]) >= 2
+    recorder.wait_for_finish(request.key)
+    assert recorder.token_ids[request.key] == reference.answer(request.token_ids, 12)
+    engine.abort(prompt.key)
     wait_until_free(engine)
 
 
