@@ -42,6 +42,7 @@ BENCHMARKS = (
     "serving.reserve_wait",
     "serving.end_to_end",
     "serving.end_to_end_vllm",
+    "serving.colocated",
     "serving.startup",
     "serving.predictor",
     "serving.prediction_modes",
@@ -64,6 +65,7 @@ NEED_DATA = ("papers.distserve", "papers.distserve_search", "papers.accellm")
 NEED_VLLM = (
     "engine.vllm",
     "serving.end_to_end_vllm",
+    "serving.colocated",
     "serving.recovery_vllm",
     "serving.replication_overhead_vllm",
 )
@@ -116,6 +118,10 @@ HEADLINES = (
     ("serving.end_to_end", "TTFT p50, stack / engine alone, concurrency 8"),
     ("serving.end_to_end_vllm", "output tokens/s, Kaveri / one vllm serve, concurrency 8"),
     ("serving.end_to_end_vllm", "TTFT p50, Kaveri / one vllm serve, concurrency 8"),
+    ("serving.colocated", "output tokens/s, Kaveri / vllm serve, 8 clients, cache on"),
+    ("serving.colocated", "output tokens/s, Kaveri / vllm serve, 8 clients, cache off"),
+    ("serving.colocated", "asked for (1.15 times) / TTFT p50, 8 clients, cache on"),
+    ("serving.colocated", "asked for (1.5 times) / worst gap, 8 clients, cache on"),
     ("serving.startup", "20 s / time until ready"),
     ("serving.predictor", "accuracy_200_over_majority"),
     ("serving.prediction_modes", "TTFT p50, parallel / off, concurrency 8"),

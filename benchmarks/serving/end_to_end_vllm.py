@@ -33,8 +33,7 @@ from benchmarks.serving.end_to_end import PHASES
 from benchmarks.support.engine_process import has_vllm
 from benchmarks.support.harness import Options, Report, run
 from benchmarks.support.vllm_server import VllmServer, serving
-from kaveri import AsyncClient, SamplingParams
-from kaveri.client import ServerTiming
+from kaveri import AsyncClient, SamplingParams, ServerTiming
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
 

