@@ -7,6 +7,9 @@ from typing import Any
 
 from kaveri.errors import ConfigError
 
+_PYDANTIC_LINK = "For further information visit"
+"""How the last line of a validation error begins."""
+
 
 def read_config_json(folder: Path) -> Mapping[str, Any]:
     """The values of a folder's config.json. Raises ConfigError."""
@@ -40,7 +43,8 @@ def quantization_method(values: Mapping[str, Any]) -> str | None:
 
 def refusal(folder: Path, values: Mapping[str, Any], error: Exception, engine: str) -> ConfigError:
     """What to tell the user when a library could not load a checkpoint: one sentence, with what to use instead."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    lines = [line.strip() for line in str(error).splitlines()]
+    lines = [line for line in lines if line and not line.startswith(_PYDANTIC_LINK)] or [type(error).__name__]
     # vLLM's errors are those of its validation: what is wrong comes last. Some of transformers take two lines.
     why = lines[-1] if engine == "vllm" else " ".join(lines[: 2 if lines[0].endswith(":") else 1])
     if isinstance(error, KeyError):

@@ -43,7 +43,9 @@ def test_the_text_models_own_values_come_first() -> None:
 
 
 def test_vllms_reason_is_its_last_line() -> None:
-    error = ValueError("1 validation error for ModelConfig\n  Value error, no such thing\n")
+    error = ValueError(
+        "1 validation error for ModelConfig\n  Value error, no such thing\n    For further information visit a link"
+    )
     assert "no such thing" in str(refusal(Path("m"), {}, error, "vllm"))
     quantized = {"quantization_config": {"quant_method": "gptq"}}
     assert "--engine vllm" not in str(refusal(Path("m"), quantized, error, "vllm"))
