@@ -39,6 +39,7 @@ BENCHMARKS = (
     "serving.rolling_restart",
     "serving.false_suspicion",
     "serving.huge_input",
+    "serving.limits",
     "serving.reserve_wait",
     "serving.end_to_end",
     "serving.end_to_end_vllm",
