@@ -97,6 +97,8 @@ class ModelTokenizer:
         except Exception as error:  # whichever class: files of others are parsed there
             # The first line says what is wrong; the rest is advice about hub tokens and caches.
             first_line = str(error).partition("\n")[0].rstrip(": ") or type(error).__name__
+            if first_line.endswith("one of"):
+                first_line = "its folder holds no tokenizer.json, and no files that one can be made of"
             raise ConfigError("--model", f"{model!r} has no tokenizer that can be loaded: {first_line}") from error
         if not tokenizer.is_fast:
             raise ConfigError("--model", f"{model!r} has no tokenizer.json (a fast tokenizer)")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kaveri.errors import InvalidArgument
+from kaveri.errors import ConfigError, InvalidArgument
 from kaveri.models import resolve_model
 from kaveri.text.tokenizer import ChatMessage, ModelTokenizer
 
@@ -53,3 +53,10 @@ def test_a_tokenizer_that_exceeds_the_model_is_named_once_at_load(
     assert len(tokenizer.unknown_tokens) == 536
     ModelTokenizer.load("kaveri-tiny").close()
     assert "tokenizer_exceeds_vocabulary" not in capsys.readouterr().out
+
+
+def test_a_model_without_tokenizer_files_is_refused_by_what_is_missing(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(resolve_model("kaveri-tiny"), tmp_path / "model"))
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"holds no tokenizer\.json"):
+        ModelTokenizer.load(str(folder))
