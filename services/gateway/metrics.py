@@ -2,6 +2,7 @@
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from kaveri.security.keys_file import KEYS_FILE_REFUSED  # noqa: F401 - one of these metrics
 from kaveri.telemetry.metrics import LATENCY_BUCKETS_S
 
 REQUESTS = Counter("kaveri_gateway_requests", "HTTP requests by path and status.", ["path", "status"])

@@ -15,7 +15,6 @@ from kaveri.engine.factory import build_engine
 from kaveri.engine.settings import EngineSettings
 from kaveri.hosting.metrics import BUILD_INFO, PhaseMetrics, register_engine_metrics
 from kaveri.hosting.policy_settings import FAULTS
-from kaveri.security.keys_file import KEYS_FILE_REFUSED
 from services.decode.metrics import DecodeMetrics
 from services.decode.replica_metrics import ReplicaMetrics
 from services.instance.leg_metrics import LegMetrics
@@ -60,8 +59,6 @@ def _registered() -> dict[str, set[Facts]]:
     for registry in of.values():
         registry.register(REFUSED_HEARTBEATS)
         registry.register(BUILD_INFO)
-    for role in ("router", "gateway"):
-        of[role].register(KEYS_FILE_REFUSED)
     for role in ("router", "prefill", "decode"):
         of[role].register(FAULTS)
     return {role: set(_facts(registry)) for role, registry in of.items()}

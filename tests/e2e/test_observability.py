@@ -183,8 +183,10 @@ async def test_every_panel_has_series_after_an_instance_was_lost_and_the_loss_ra
             for name, expr in (*_panels(), *_rules()):
                 if name not in FOR_RARE_EVENTS and not await observed.prometheus.values(expr):
                     yield f"{name}: {expr}"
-            if (await observed.prometheus.alerts())["KaveriAttemptsLost"] != "firing":
-                yield "KaveriAttemptsLost does not fire"
+            alerts = await observed.prometheus.alerts()
+            for name in ("KaveriAttemptsLost", "KaveriInstancesLost"):
+                if alerts[name] != "firing":
+                    yield f"{name} does not fire"
 
         await observed.until(missing)
     finally:
