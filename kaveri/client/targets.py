@@ -1,20 +1,17 @@
 """The routers that a client knows, and which of them it asks next. Pure."""
 
 import random
-import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 
+from kaveri.addresses import is_address
 from kaveri.client.request import check_name
 from kaveri.errors import InvalidArgument
 
 MAX_TARGETS = 64
 """Routers that a client knows, the caller's own and those that it has learned of."""
-_MAX_TARGET_CHARACTERS = 300
 _MIN_REST_S = 0.05
 _MAX_REST_S = 1.0
-_MAX_PORT = 65_535
-_ADDRESS = re.compile(r"(?P<host>[^\s:/\[\],]+|\[[0-9A-Fa-f:.%]+\]):(?P<port>[0-9]{1,5})")
 _SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:")
 """gRPC's own names, which are passed on as they are."""
 
@@ -40,14 +37,8 @@ def check_targets(target: object) -> tuple[str, ...]:
 def _checked(target: str) -> str:
     address = check_name("target", target)
     if not is_address(address) and not address.startswith(_SCHEMES):
-        raise InvalidArgument("target", address, 'a router\'s "host:port"')
+        raise InvalidArgument("target", address, 'a router\'s "host:port", an IPv6 host in brackets')
     return address
-
-
-def is_address(text: str) -> bool:
-    """Whether it is a "host:port" that can be connected to."""
-    match = _ADDRESS.fullmatch(text) if len(text) <= _MAX_TARGET_CHARACTERS else None
-    return match is not None and 0 < int(match["port"]) <= _MAX_PORT
 
 
 class Targets:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
 
+from kaveri.addresses import join_address
 from kaveri.engine.checkpoint import read_config_json
 from kaveri.engine.contract import DecodeEngine, PrefillEngine
 from kaveri.engine.limits import SHORTEST_MODEL_LEN, has_gpu, require_device, require_memory, require_model_len
@@ -322,7 +323,7 @@ def _spoken_as(name: str) -> tuple[str, bool]:
 
 def _listen_address(has_path: bool, settings: EngineSettings) -> str:
     if not has_path:
-        return f"{settings.kv_listen_host}:{settings.kv_port}"
+        return join_address(settings.kv_listen_host, settings.kv_port)
     return os.path.join(tempfile.gettempdir(), f"{_SOCKET_PREFIX}{os.getpid()}-{secrets.token_hex(4)}.sock")
 
 

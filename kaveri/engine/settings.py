@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from kaveri.addresses import host_text
 from kaveri.config.settings import MAX_PORT, hidden, present, setting, size_bytes
 from kaveri.engine.copier import ReplicaOptions
 from kaveri.engine.limits import SHORTEST_MODEL_LEN
@@ -178,7 +179,7 @@ class EngineSettings(MadeUpSettings):
     )
     kv_tls_key: str = setting("transport tls: its key, instead of --tls-key", "")
     kv_tls_ca: str = setting("transport tls: the authority, instead of --tls-ca", "")
-    kv_host: str = setting("address on which pushed KV is taken; empty: the value of --host", "")
+    kv_host: str = setting("address on which pushed KV is taken; empty: the value of --host", "", host_text)
     kv_port: int = setting("port on which pushed KV is taken; 0: a free one", 0, least=0, most=MAX_PORT)
     kv_credit_bytes: int = setting(
         "KV that all prefill instances together may have under way to this one: 128MiB or a number of bytes",
@@ -206,7 +207,7 @@ class EngineSettings(MadeUpSettings):
 
     @property
     def kv_listen_host(self) -> str:
-        """Where listeners for KV bind. "0.0.0.0": all interfaces."""
+        """Where listeners for KV bind. "::": all interfaces."""
         return self.kv_host or "127.0.0.1"
 
     @property

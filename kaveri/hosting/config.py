@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from kaveri.addresses import is_all_addresses
 from kaveri.config.settings import name_text, setting
 from kaveri.engine.settings import EngineSettings
 from kaveri.errors import ConfigError
 from kaveri.kv.transports import MOCK, PATH_NAMES, TLS
 from kaveri.policy.placement import HeavyThresholds
-from kaveri.rpc.process import ALL_ADDRESSES, ServiceConfig
+from kaveri.rpc.process import ServiceConfig
 from kaveri.security.posture import A_TICKET, ListeningPort
 from kaveri.security.tls_files import TlsFiles
 
@@ -92,7 +93,7 @@ class InstanceConfig(EngineSettings, ServiceConfig):
     @property
     def kv_advertise_host(self) -> str | None:
         # A --kv-host of its own is a network of its own for KV: tickets name it as it is.
-        return self.reached_host if self.kv_host in ("", *ALL_ADDRESSES) else None
+        return self.reached_host if not self.kv_host or is_all_addresses(self.kv_host) else None
 
 
 async def load_engine(settings: EngineSettings, stopping: asyncio.Event) -> "BuiltEngine | None":

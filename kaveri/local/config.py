@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from kaveri.addresses import is_all_addresses
 from kaveri.cluster.store import DEFAULT_CLUSTER
 from kaveri.config.services import ServiceKind, program_of, setting_sections, settings_types
 from kaveri.config.settings import MAX_PORT, read_settings
@@ -13,7 +14,6 @@ from kaveri.config.sources import CONFIG_VARIABLE, FILE_SUFFIX, flag_of, variabl
 from kaveri.errors import ConfigError
 from kaveri.local.service_flags import ROLES, names_of, roles_of, secrets_of
 from kaveri.models import KAVERI_TINY
-from kaveri.rpc.process import ALL_ADDRESSES
 from kaveri.security.posture import open_ports
 
 LOOPBACK = "127.0.0.1"
@@ -148,7 +148,7 @@ class StackConfig:
     @property
     def public_advertise_host(self) -> str:
         """Where this machine reaches the routers and the gateways."""
-        return LOOPBACK if self.host in ALL_ADDRESSES else self.host
+        return LOOPBACK if is_all_addresses(self.host) else self.host
 
 
 def service_command(config: StackConfig, role: ServiceKind, instance_id: str, port: int) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 import uvloop
 
+from kaveri.addresses import host_text, is_all_addresses, join_address
 from kaveri.cluster.store import DEFAULT_CLUSTER
 from kaveri.config.redis_url import shown
 from kaveri.config.services import setting_sections
@@ -31,8 +32,6 @@ from kaveri.telemetry.metrics import serve_metrics
 from kaveri.telemetry.readiness import before_ready, is_ready
 from kaveri.telemetry.tracing import close_tracing, configure_tracing
 
-ALL_ADDRESSES = ("0.0.0.0", "::", "[::]")
-"""Values of --host that are not addresses of a peer."""
 MAX_DRAIN_S = 7 * 86_400.0
 MAX_LEASE_S = 86_400.0
 MAX_REDIS_WAIT_S = 7 * 86_400.0
@@ -57,12 +56,13 @@ class ServiceConfig(TlsSettings):
     cluster_name: str = setting(
         "name of the cluster; clusters of other names can share a Redis", DEFAULT_CLUSTER, cluster_name_text
     )
-    host: str = setting("address to listen on", "127.0.0.1")
+    host: str = setting("address to listen on; '::' is all of IPv6 and IPv4", "127.0.0.1", host_text)
     port: int = setting("port to listen on; 0: a free one, found by others through Redis", 0, least=0, most=MAX_PORT)
     advertise_host: str = setting(
         "host name under which others reach this instance; empty: the value of --host, or this machine's name where "
         "--host is all addresses",
         "",
+        host_text,
     )
     redis_url: str = setting(
         "where the cluster's state is held; give a password by the variable or the file, not on the command line",
@@ -115,7 +115,7 @@ class ServiceConfig(TlsSettings):
     @property
     def reached_host(self) -> str:
         """The host name under which others reach this instance."""
-        return self.advertise_host or (socket.gethostname() if self.host in ALL_ADDRESSES else self.host)
+        return self.advertise_host or (socket.gethostname() if is_all_addresses(self.host) else self.host)
 
     @property
     def ports(self) -> tuple[ListeningPort, ...]:
@@ -130,7 +130,7 @@ class ServiceConfig(TlsSettings):
 
     def advertised_address(self, port: int) -> str:
         """Where others reach this instance, given the port it listens on."""
-        return f"{self.reached_host}:{port}"
+        return join_address(self.reached_host, port)
 
 
 ConfigT = TypeVar("ConfigT", bound=ServiceConfig)

@@ -1,7 +1,6 @@
 """Starts and stops a gRPC server with health and reflection; opens channels. The same for every service."""
 
 import errno
-import socket
 from collections.abc import Callable, Sequence
 
 from grpc import aio
@@ -9,6 +8,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from kaveri.addresses import bind_socket, join_address
 from kaveri.errors import ConfigError
 from kaveri.rpc.public_port import KeyCheck, PublicPort
 from kaveri.rpc.tls import RpcTls, process_tls
@@ -77,14 +77,14 @@ class RpcServer:
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
         # Asked of a plain socket first: gRPC says less in its error, and prints a line of its own.
         check_address(self._host, self._port, self._flag)
+        address = join_address(self._host, self._port)
         try:
-            address = f"{self._host}:{self._port}"
             if self._tls is None:
                 self.port = self._server.add_insecure_port(address)
             else:
                 self.port = self._server.add_secure_port(address, self._tls.server_credentials())
         except RuntimeError as error:
-            raise ConfigError(self._flag, f"cannot listen on {self._host}:{self._port}: {error}") from error
+            raise ConfigError(self._flag, f"cannot listen on {address}: {error}") from error
         await self._server.start()
 
     async def ready(self) -> None:
@@ -129,11 +129,7 @@ def check_address(host: str, port: int, port_flag: str = "--port") -> None:
     """Raises ConfigError, naming --host or the port's flag, when the address cannot be listened on now. port 0: any
     free one."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            # As gRPC does: connections that a former process left in TIME_WAIT are no obstacle.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        bind_socket(host, port).close()
     except OSError as error:
         flag = port_flag if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
-        raise ConfigError(flag, f"cannot listen on {host}:{port}: {error.strerror}") from error
+        raise ConfigError(flag, f"cannot listen on {join_address(host, port)}: {error.strerror}") from error

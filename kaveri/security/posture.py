@@ -4,6 +4,8 @@ import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kaveri.addresses import bare_host, join_address
+
 A_CERTIFICATE = "a certificate"
 AN_API_KEY = "an API key"
 A_TICKET = "a ticket of one push"
@@ -30,13 +32,13 @@ def open_ports(ports: Iterable[ListeningPort]) -> tuple[str, ...]:
         faults = [] if port.is_encrypted else ["not encrypted"]
         faults += [] if port.asks_for else ["everyone may call"]
         if faults and not is_loopback(port.host):
-            found.append(f"{port.flag} at {port.host}:{port.port or 'any'}: {', '.join(faults)}")
+            found.append(f"{port.flag} at {join_address(port.host, port.port or 'any')}: {', '.join(faults)}")
     return tuple(found)
 
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches it."""
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(bare_host(host)).is_loopback
     except ValueError:
         return host == "localhost"

@@ -17,6 +17,7 @@ from typing import Any
 from prometheus_client import REGISTRY, CollectorRegistry, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
 
+from kaveri.addresses import bind_socket, join_address
 from kaveri.errors import ConfigError
 from kaveri.telemetry.discovery import discovered
 from kaveri.telemetry.logs import get_logger
@@ -68,15 +69,14 @@ async def serve_metrics(
     try:
         server = await asyncio.start_server(
             site.connect,
-            host.strip("[]"),
-            port,
+            sock=bind_socket(host, port),
             limit=MAX_REQUEST_BYTES,
             ssl=tls,
             ssl_handshake_timeout=handshake_s,
         )
     except OSError as error:
         flag = "--metrics-port" if registry is not None else "--health-port"
-        raise ConfigError(flag, f"cannot listen on {host}:{port}: {error.strerror}") from error
+        raise ConfigError(flag, f"cannot listen on {join_address(host, port)}: {error.strerror}") from error
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ from typing import Any
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
+from kaveri.addresses import bind_socket, join_address
 from kaveri.errors import ConfigError
 from kaveri.rpc.server import check_address
 from kaveri.telemetry.readiness import set_ready
@@ -121,24 +122,18 @@ class HttpServer:
 
     def _bind(self) -> None:
         check_address(self._host, self._asked_port)
-        found = socket.getaddrinfo(self._host.strip("[]"), self.port or self._asked_port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, address = found[0]
-        listening = socket.socket(family, kind, protocol)
         try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening = bind_socket(self._host, self.port or self._asked_port)
             # Accepted connections inherit these. The event loop adds TCP_NODELAY.
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-            listening.bind(address)
             listening.setblocking(False)
         except OSError as error:
-            listening.close()
-            raise ConfigError(
-                "--port", f"cannot listen on {self._host}:{self._asked_port}: {error.strerror}"
-            ) from error
+            address = join_address(self._host, self._asked_port)
+            raise ConfigError("--port", f"cannot listen on {address}: {error.strerror}") from error
         self._socket = listening
         self.port = listening.getsockname()[1]
 

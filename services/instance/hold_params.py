@@ -8,7 +8,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from kaveri.client.targets import is_address
+from kaveri.addresses import is_address, join_address, split_address
 from kaveri.errors import InvalidArgument
 from services.prefill.holds import HOLD_ID_BYTES, HoldName
 
@@ -18,7 +18,7 @@ CONNECTOR = "NixlConnector"
 _MAX_CHARACTERS = 2_048
 _HEX_ID = re.compile(rf"[0-9a-f]{{{2 * HOLD_ID_BYTES}}}")
 _MAX_INCARNATION = 2**64
-_HOST = re.compile(r"[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]")
+_HOST = re.compile(r"[A-Za-z0-9._-]{1,253}|\[?[0-9A-Fa-f:.]{2,45}\]?")
 """A name or an address, and none of gRPC's other kinds of targets."""
 
 
@@ -38,13 +38,13 @@ class HoldAt:
 
 def write_hold(hold: HoldAt) -> str:
     """The JSON for the decode leg."""
-    host, _, port = hold.address.rpartition(":")
+    host, port = split_address(hold.address)
     params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_engine_id": hold.instance_id,
         "remote_host": host,
-        "remote_port": int(port),
+        "remote_port": port,
         # Text: not every reader of JSON keeps whole numbers above 2^53.
         "remote_incarnation": str(hold.name.incarnation),
         "remote_hold_id": hold.name.hold_id.hex(),
@@ -82,7 +82,7 @@ def read_hold(text: str) -> HoldWanted | HoldAt | None:
     host, port = _text(params, "remote_host"), params.get("remote_port")
     if not _HOST.fullmatch(host):
         raise _wrong("remote_host", host, "the name or the address of a prefill instance")
-    address = f"{host}:{port}"
+    address = join_address(host, port if type(port) is int else 0)
     if type(port) is not int or not is_address(address):
         raise _wrong("remote_port", address, "with remote_host, an address of a prefill instance")
     return HoldAt(instance_id, address, HoldName(int(incarnation), bytes.fromhex(hold_id)))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kaveri.addresses import address_text
 from kaveri.config.settings import setting
 from kaveri.hosting.config import InstanceConfig
 from kaveri.hosting.policy_settings import DECODE_PLACEMENTS, ORDERINGS
@@ -34,7 +35,7 @@ class PromptConfig(InstanceConfig):
         PredictionMode.PARALLEL,
     )
     prediction_budget_s: float = setting("sequential: seconds that a request waits for its prediction", 0.05, above=0)
-    predictor_address: str = setting("predictor to ask, host:port; empty: those found in the cluster", "")
+    predictor_address: str = setting("predictor to ask, host:port; empty: those found in the cluster", "", address_text)
     decode_placement: AnyDecodePlacement = setting(  # noqa: RUF009
         "how a decode instance is chosen: power-of-two, heavy-light, least-loaded, round-robin, random, imbalance "
         "(the worst case) or a plug-in",

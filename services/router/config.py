@@ -3,23 +3,16 @@
 import socket
 from dataclasses import dataclass
 
-from kaveri.client.targets import is_address
+from kaveri.addresses import address_text, host_text, is_all_addresses, join_address
 from kaveri.config.settings import MAX_PORT, present, setting
 from kaveri.errors import ConfigError
 from kaveri.hosting.policy_settings import PREFILL_PLACEMENTS
 from kaveri.models import KAVERI_TINY
 from kaveri.policy.placement import AnyPrefillPlacement, PlacementPolicy
-from kaveri.rpc.process import ALL_ADDRESSES, ServiceConfig
+from kaveri.rpc.process import ServiceConfig
 from kaveri.security.posture import AN_API_KEY, ListeningPort
 from kaveri.security.settings import PublicSettings
 from kaveri.text.content_format import ContentFormat
-
-
-def address_text(text: str) -> str:
-    """For `setting`: "host:port", or empty. Raises ValueError."""
-    if text and not is_address(text):
-        raise ValueError(f"is {text!r:.140}; write HOST:PORT")
-    return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +31,7 @@ class RouterConfig(PublicSettings, ServiceConfig):
     public_port: int = setting(
         "port for clients with API keys of --keys-file, which show no certificate; 0: none", 0, least=0, most=MAX_PORT
     )
-    public_host: str = setting("address to listen on with --public-port; empty: the value of --host", "")
+    public_host: str = setting("address to listen on with --public-port; empty: the value of --host", "", host_text)
     public_address: str = setting(
         "HOST:PORT under which these clients reach this router, or a load balancer of all routers; empty: this port at "
         "--public-host, or at this machine's name where that is all addresses, or without it at --advertise-host",
@@ -115,8 +108,9 @@ class RouterConfig(PublicSettings, ServiceConfig):
         """Where clients with API keys reach this router; empty: nowhere."""
         if not self.public_port:
             return ""
-        host = socket.gethostname() if self.public_host in ALL_ADDRESSES else self.public_host or self.reached_host
-        return self.public_address or f"{host}:{self.public_port}"
+        host = self.public_host or self.reached_host
+        host = socket.gethostname() if is_all_addresses(host) else host
+        return self.public_address or join_address(host, self.public_port)
 
     @property
     def model_name(self) -> str:

@@ -55,7 +55,7 @@ def test_the_services_read_all_that_the_chart_passes(name: str, instances: list[
         passed = [entry["name"] for entry in instance.container["env"]]
         assert {variable for variable in passed if variable.startswith("KAVERI_")} <= own | shared
         assert len(set(passed)) == len(passed)
-        assert instance.config.host == "0.0.0.0"
+        assert instance.config.host == "::"
         assert instance.config.instance_id == "kaveri-pod-1"
         assert instance.config.advertised_address(1) == "10.1.2.3:1"
         if not isinstance(instance.config, GatewayConfig):
@@ -96,7 +96,7 @@ def test_engines_take_kv_where_their_transports_can_listen(name: str, instances:
     for instance in instances:
         if isinstance(instance.config, EngineSettings):
             assert listen_endpoints(instance.config)
-            assert instance.config.kv_host == "0.0.0.0"
+            assert instance.config.kv_host == "::"
             # Pods share neither memory nor a folder. Nothing goes unencrypted where there are certificates.
             assert not {"shm", "unix"} & set(instance.config.kv_transports)
             assert ("tls" in instance.config.kv_transports) == secured
@@ -281,6 +281,6 @@ def test_redis_asks_for_the_password_of_the_secret(password: str, flags: list[st
         container["command"], env=environment, capture_output=True, text=True, check=True, timeout=60
     )
     words = ended.stdout.splitlines()
-    assert words[:4] == ["--bind", "0.0.0.0", "--protected-mode", "no"]
+    assert words[:5] == ["--bind", "*", "-::*", "--protected-mode", "no"]
     assert words[words.index("--save") + 1] == ""
     assert words[words.index("--dir") + 2 :] == flags

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from kaveri.addresses import join_address, split_address
+from kaveri.config.settings import MAX_PORT
 from kaveri.engine.kv_plane import Granted, PlaneEvent, PlaneListener
 from kaveri.engine.vllm.rank import (
     AbortCopy,
@@ -221,9 +223,9 @@ def rank_endpoint(endpoint: KvEndpoint, rank: int) -> KvEndpoint:
     if endpoint.transport in PATH_NAMES or endpoint.address.startswith("/"):
         stem, suffix = os.path.splitext(endpoint.address)
         return replace(endpoint, address=f"{stem}-{rank}{suffix}")
-    host, _, port = endpoint.address.rpartition(":")
-    if port == "0":
+    host, port = split_address(endpoint.address)
+    if port == 0:
         return endpoint
-    if int(port) + rank > 65535:
+    if port + rank > MAX_PORT:
         raise ConfigError("kv_port", f"is {port}, and rank {rank} needs a port so far behind it")
-    return replace(endpoint, address=f"{host}:{int(port) + rank}")
+    return replace(endpoint, address=join_address(host, port + rank))

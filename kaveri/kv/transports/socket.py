@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
+from kaveri.addresses import bind_socket, join_address, split_address
 from kaveri.errors import ConfigError
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import Digest
@@ -164,7 +165,7 @@ class SocketTransport:
 
     def _connect(self, address: str) -> socket.socket:
         if not self._is_unix:
-            return socket.create_connection(_host_and_port(address), self.connect_timeout_s)
+            return socket.create_connection(split_address(address), self.connect_timeout_s)
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.settimeout(self.connect_timeout_s)
@@ -175,14 +176,10 @@ class SocketTransport:
         return connection
 
     def _listen(self, address: str) -> tuple[socket.socket, UnixPath | None]:
-        host, port = ("", 0) if self._is_unix else _host_and_port(address)
-        family = socket.AF_UNIX if self._is_unix else socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.socket(family)
+        listening = socket.socket(socket.AF_UNIX) if self._is_unix else bind_socket(*split_address(address))
         try:
             if self._is_unix:
                 return listening, UnixPath(listening, address, _BACKLOG)
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((host, port))
             listening.listen(_BACKLOG)
         except BaseException:
             listening.close()
@@ -328,14 +325,6 @@ def _set_buffers(connected: socket.socket) -> None:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
 
 
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, separator, port = address.rpartition(":")
-    if not separator:
-        raise ValueError("write HOST:PORT")
-    return host.strip("[]"), int(port)
-
-
 def _address_of(listening: socket.socket, advertise_host: str | None) -> str:
     host, port = listening.getsockname()[:2]
-    host = advertise_host or host
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return join_address(advertise_host or host, port)

@@ -259,6 +259,15 @@ async def test_valkeys_scheme_names_the_same_database() -> None:
         await view_that(other, has("decode-0"))
 
 
+async def test_redis_at_an_ipv6_address_is_reached(tmp_path: Path) -> None:
+    port = free_port()
+    url = f"redis://[::1]:{port}/0"
+    server = _redis_with(tmp_path, "--port", str(port), "--bind", "::1")
+    async with server, RedisStore(url) as one, RedisStore(url) as other:
+        await one.heartbeat(DECODE, InstanceLoad())
+        await view_that(other, has("decode-0"))
+
+
 async def test_channels_that_are_taken_away_are_said_once_and_come_back() -> None:
     rules = _NEEDS.rules()
     async with (

@@ -234,6 +234,8 @@ def test_a_defect_is_shown_in_full(act: str) -> None:
         ({"host": "::"}, socket.gethostname()),
         ({"host": "0.0.0.0", "advertise_host": "router"}, "router"),
         ({"host": "192.0.2.7", "advertise_host": "router"}, "router"),
+        ({"host": "::", "advertise_host": "fd00::7"}, "[fd00::7]"),
+        ({"host": "[fd00::7]"}, "[fd00::7]"),
     ],
 )
 def test_others_are_told_an_address_that_can_be_reached(settings: dict[str, str], host: str) -> None:

@@ -98,7 +98,7 @@ spec:
             - name: KAVERI_ADVERTISE_HOST
               valueFrom: {fieldRef: {fieldPath: status.podIP}}
             - {name: KAVERI_CLUSTER_NAME, value: {{ $values.clusterName | quote }}}
-            - {name: KAVERI_HOST, value: "0.0.0.0"}
+            - {name: KAVERI_HOST, value: "::"}
             - {name: KAVERI_PORT, value: {{ get $port $role | quote }}}
             - {name: KAVERI_HEALTH_PORT, value: "9101"}
             {{- if $values.metrics.enabled }}
@@ -117,7 +117,7 @@ spec:
             {{- end }}
             {{- end }}
             {{- if $isEngine }}
-            - {name: KAVERI_KV_HOST, value: "0.0.0.0"}
+            - {name: KAVERI_KV_HOST, value: "::"}
             - {name: KAVERI_KV_PORT, value: {{ include "kaveri.kvPort" $root | quote }}}
             - {name: KAVERI_KV_TRANSPORTS, value: {{ include "kaveri.transports" $root | quote }}}
             # Copies of a request's KV go to instances on other nodes.

@@ -1,0 +1,86 @@
+"""Hosts, and addresses "host:port": read, written and listened on in one way everywhere.
+
+A host stands without brackets, in an address an IPv6 host stands within them: "::1" and "[::1]:50051".
+"""
+
+import errno
+import ipaddress
+import re
+import socket
+
+_MAX_PORT = 65_535
+_MAX_CHARACTERS = 300
+_ADDRESS = re.compile(r"(?P<host>[^\s:/\[\],]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-]+)?\]):(?P<port>[0-9]{1,5})")
+
+
+def bare_host(host: str) -> str:
+    """A host without the brackets that an IPv6 address may have."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def host_text(text: str) -> str:
+    """For `setting`: a host name or an address, in brackets or not, or none. Raises ValueError."""
+    host = bare_host(text)
+    if ":" in host or host != text:
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            raise ValueError(f"is {text!r:.140}; write a host name or an address, and the port apart") from None
+    return host
+
+
+def is_all_addresses(host: str) -> bool:
+    """Whether a host to listen on is not the address of a peer: "0.0.0.0" and "::"."""
+    try:
+        return ipaddress.ip_address(bare_host(host)).is_unspecified
+    except ValueError:
+        return False
+
+
+def join_address(host: str, port: int | str) -> str:
+    """ "host:port", an IPv6 host in brackets."""
+    host = bare_host(host)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host, without brackets, and port. Raises ValueError."""
+    host, separator, port = address.rpartition(":")
+    if not separator:
+        raise ValueError("write HOST:PORT")
+    return bare_host(host), int(port)
+
+
+def is_address(text: str) -> bool:
+    """Whether it is a "host:port" that can be connected to, an IPv6 host in brackets."""
+    match = _ADDRESS.fullmatch(text) if len(text) <= _MAX_CHARACTERS else None
+    return match is not None and 0 < int(match["port"]) <= _MAX_PORT
+
+
+def address_text(text: str) -> str:
+    """For `setting`: an address, or none. Raises ValueError."""
+    if text and not is_address(text):
+        raise ValueError(f"is {text!r:.140}; write HOST:PORT, an IPv6 host in brackets")
+    return text
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """A TCP socket that is bound and does not listen yet. "::" takes IPv4 too, and is "0.0.0.0" where the kernel has no
+    IPv6. Raises OSError."""
+    host = bare_host(host)
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        if error.errno != errno.EAFNOSUPPORT or host != "::":
+            raise
+        return bind_socket("0.0.0.0", port)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6 and is_all_addresses(host):
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        bound.bind(address)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
