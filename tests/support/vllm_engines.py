@@ -3,10 +3,14 @@
 import os
 import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from kaveri.engine.settings import EngineSettings
+from kaveri.engine.stepwise.runner import SequenceSlice
+from kaveri.engine.transformers import sampler
 from kaveri.engine.vllm.core import VllmCore
 from kaveri.engine.vllm.engine import VllmEngine
 from kaveri.engine.vllm.loading import load_core
@@ -33,12 +37,44 @@ def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
         fail_at_step: int | None = None,
         hang_at_step: int | None = None,
         pause_s: float = 0.0,
+        deadly_token: int | None = None,
+        deadly_seed: int | None = None,
     ) -> VllmEngine:
         spoken = None if transports is None else partial(make_transports, tuple(transports), None)
         lent = LentCore(core, total_blocks, fail_at_step, hang_at_step, pause_s)
+        if deadly_token is not None:
+            lent.plant(_in_forward_pass(core, deadly_token))
+        if deadly_seed is not None:
+            lent.plant(_in_draw(deadly_seed))
         return VllmEngine(lent, max_batch=max_batch, listen=listen, transports=spoken)
 
     return make
+
+
+def _in_forward_pass(core: VllmCore, deadly_token: int) -> AbstractContextManager[object]:
+    """The model raises in every step with a request whose prompt begins with this token."""
+    executor = core._llm.engine_core.engine_core.model_executor
+    execute, deadly = executor.execute_model, set[str]()
+
+    def raises(scheduled: Any, *arguments: Any, **named: Any) -> Any:
+        deadly.update(new.req_id for new in scheduled.scheduled_new_reqs if new.prompt_token_ids[0] == deadly_token)
+        if deadly & scheduled.num_scheduled_tokens.keys():
+            raise RuntimeError("a forward pass that raises")
+        return execute(scheduled, *arguments, **named)
+
+    return patch.object(executor, "execute_model", raises)
+
+
+def _in_draw(deadly_seed: int) -> AbstractContextManager[object]:
+    """The third draw of a request with this seed raises."""
+    race = sampler._race
+
+    def raises(logits: Any, slices: Sequence[SequenceSlice]) -> Any:
+        if any((piece.params.seed, piece.draw_index) == (deadly_seed, 2) for piece in slices):
+            raise IndexError("a draw that raises")
+        return race(logits, slices)
+
+    return patch.object(sampler, "_race", raises)
 
 
 class LentCore(VllmCore):
@@ -61,6 +97,7 @@ class LentCore(VllmCore):
         self._hang_at_step = hang_at_step
         self._pause_s = pause_s
         self._step_count = 0
+        self._planted = ExitStack()
         self._llm.reset_prefix_cache()
         self._blocks = self._scheduler.kv_cache_manager.block_pool
         self._withheld = self._blocks.get_new_blocks(self._blocks.get_num_free_blocks() - total_blocks)
@@ -82,8 +119,13 @@ class LentCore(VllmCore):
         counts = super().reference_counts()
         return {block: count for block, count in counts.items() if block not in withheld}
 
+    def plant(self, fault: AbstractContextManager[object]) -> None:
+        """A fault until the engine is closed."""
+        self._planted.enter_context(fault)
+
     def shutdown(self) -> None:
         """Gives the model back for the next engine."""
+        self._planted.close()
         self._vacate()
         self._blocks.free_blocks(self._withheld)
 

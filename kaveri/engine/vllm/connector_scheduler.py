@@ -1,6 +1,6 @@
 """The connector's side in vLLM's scheduler: vLLM's words for our requests, and back. Decides nothing by itself."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kaveri.engine.vllm.life import OF_PREFILL
@@ -59,6 +59,11 @@ class StepHooks(Protocol):
 def transfer_params(engine_id: str) -> dict[str, Any]:
     """What goes into vLLM's SamplingParams.extra_args, so that the hooks know a request for ours."""
     return {"kv_transfer_params": {_PARAM: engine_id}}
+
+
+def engine_id_of(extra_args: Mapping[str, Any]) -> str:
+    """The engine id that transfer_params() has put there; empty: none."""
+    return str(extra_args.get("kv_transfer_params", {}).get(_PARAM, ""))
 
 
 class SchedulerSide:

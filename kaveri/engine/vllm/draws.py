@@ -22,6 +22,9 @@ from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.stepwise.runner import DrawnToken, SequenceSlice
 from kaveri.engine.stopping import barred_token_ids
 from kaveri.engine.transformers.sampler import draw_tokens
+from kaveri.engine.vllm.connector_scheduler import engine_id_of
+from kaveri.engine.vllm.raised_draws import RAISED_DRAWS
+from kaveri.errors import EngineError
 
 _EXTRA_ARG = "kaveri"
 
@@ -38,6 +41,8 @@ class Draw:
     """Index within the answer of the first token that this placement draws."""
     eos_token_ids: frozenset[int] = frozenset()
     """The model's; read with min_tokens."""
+    engine_id: str = ""
+    """Where a draw that raises is told. Empty: another process draws, so the step raises."""
 
     @property
     def changes_logits(self) -> bool:
@@ -68,15 +73,16 @@ class Draw:
         }
 
     @classmethod
-    def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> "Draw | None":
-        """None: the request is not one of ours."""
+    def from_extra_args(cls, extra_args: Mapping[str, Any] | None, *, is_engines: bool = False) -> "Draw | None":
+        """None: the request is not one of ours. is_engines: whether the engine is in this process."""
         values = (extra_args or {}).get(_EXTRA_ARG)
         if values is None:
             return None
         names = ("temperature", "top_k", "top_p", "seed", "min_tokens", "stop_token_ids", "ignore_eos")
         params = SamplingParams(**{name: values[name] for name in names if name in values})
         eos_token_ids = frozenset(values.get("eos_token_ids", ()))
-        return cls(params, values["answer_start"], values["first_index"], eos_token_ids)
+        engine_id = engine_id_of(extra_args or {}) if is_engines else ""
+        return cls(params, values["answer_start"], values["first_index"], eos_token_ids, engine_id)
 
 
 class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
@@ -87,7 +93,9 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
     vLLM throws away what is drawn.
     """
 
-    def __init__(self, vllm_config: object, *_: object) -> None:
+    def __init__(self, vllm_config: Any, *_: object) -> None:
+        parallel = getattr(vllm_config, "parallel_config", None)
+        self._is_engines = parallel is not None and parallel.world_size == 1
         self._draws: dict[int, Draw] = {}
         # The older runner's: by row, the tokens drawn so far (vLLM's own list, which grows) and those before them.
         self._drawn: dict[int, tuple[list[int], int]] = {}
@@ -119,7 +127,7 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
             self._drop(row)
         for row, params, prompt_token_ids, output_token_ids in batch_update.added:
             self._drop(row)
-            draw = Draw.from_extra_args(params.extra_args)
+            draw = Draw.from_extra_args(params.extra_args, is_engines=self._is_engines)
             if draw is not None and draw.changes_logits:
                 self._draws[row] = draw
                 self._drawn[row] = output_token_ids, len(prompt_token_ids or ())
@@ -134,7 +142,7 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         """Whether the request's logits will be changed."""
         self._drop(req_idx)
-        draw = Draw.from_extra_args(sampling_params.extra_args)
+        draw = Draw.from_extra_args(sampling_params.extra_args, is_engines=self._is_engines)
         if draw is None or not draw.changes_logits:
             return False
         self._draws[req_idx] = draw
@@ -166,23 +174,40 @@ def keep_drawn(logits: Tensor, placed: Iterable[tuple[int, Draw, int]]) -> None:
 
     logits: [rows, vocabulary], floating point, changed in place. placed: row, request and index within the answer of
     the token that is due. A greedy row only loses the tokens that must not end its answer yet; one from which no token
-    can be drawn becomes NaN.
+    can be drawn becomes NaN. A request whose own draw raises is entered in RAISED_DRAWS, where its engine is in this
+    process; elsewhere that is raised.
     """
     # Before first_index it is a chunk that does not end its prompt: nothing is due.
     due = [each for each in placed if each[2] >= each[1].first_index]
     for row, draw, index in due:
-        barred = barred_token_ids(draw.params, draw.eos_token_ids, index)
-        if barred:
-            logits[row, torch.tensor(sorted(barred), device=logits.device)] = -torch.inf
+        try:
+            _bar(logits, row, draw, index)
+        except Exception as error:
+            _note_raised(draw, f"its draw raised {error!r}", error)
     sampled = [each for each in due if each[1].params.temperature > 0]
     if sampled:
         rows = torch.tensor([row for row, _, _ in sampled], device=logits.device)
         slices = [SequenceSlice((), 0, (), True, index, draw.params) for _, draw, index in sampled]
         drawn = draw_tokens(logits[rows], slices)
         logits.index_fill_(0, rows, -torch.inf)
-        for (row, _, _), token in zip(sampled, drawn, strict=True):
+        for (row, draw, _), token in zip(sampled, drawn, strict=True):
             if isinstance(token, DrawnToken):
                 logits[row, token.token_id] = 0.0
+            elif token.is_final:
+                _note_raised(draw, token.reason)
             else:
                 # vLLM counts these (VllmCore.undrawable), where the logits are float32 from the beginning.
                 logits[row] = torch.nan
+
+
+def _bar(logits: Tensor, row: int, draw: Draw, index: int) -> None:
+    barred = barred_token_ids(draw.params, draw.eos_token_ids, index)
+    if barred:
+        logits[row, torch.tensor(sorted(barred), device=logits.device)] = -torch.inf
+
+
+def _note_raised(draw: Draw, reason: str, cause: Exception | None = None) -> None:
+    """The engine ends the request behind the step, whatever token vLLM takes from its row."""
+    if not draw.engine_id:
+        raise EngineError(reason) from cause
+    RAISED_DRAWS[draw.engine_id] = reason

@@ -53,7 +53,7 @@ class Driver:
                         return
                     self._shared.woken = False
                     self._shared.turn_count += 1
-                    added, self._requests.added = self._requests.added, []
+                    added = self._requests.take_added()
                     checks, self._checks = self._checks, []
                 began_s = time.monotonic()
                 stalled = not self._steps.turn(added, stalled)
@@ -64,7 +64,7 @@ class Driver:
         # Whatever a step raises, SystemExit too, the state of model and cache is unknown: no request may be left
         # waiting for tokens.
         except BaseException as error:
-            self._shared.stop(repr(error))
+            self._shared.stop(repr(error), self._steps.members())
             get_logger().exception("engine_failed", error=repr(error))
         finally:
             if self._shared.broken is not None:

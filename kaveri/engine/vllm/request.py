@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kaveri.engine.blame import is_suspect
 from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.engine.vllm.life import State, VllmEnded, VllmReserved
 
@@ -58,6 +59,16 @@ class VllmRequest:
     @property
     def transfer_id(self) -> bytes | None:
         return self.state.transfer_id
+
+    @property
+    def draw_index(self) -> int:
+        """Index within the answer of the next token to draw."""
+        return self.request.generated_count + len(self.drawn)
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether vLLM computes no other suspect beside it."""
+        return not self.done and is_suspect(self.draw_index, self.request.suspect_until)
 
     def give_up_blocks(self) -> None:
         """Its blocks are others' from now on."""

@@ -31,6 +31,7 @@ from kaveri.engine.vllm.life import (
     VllmComputed,
     VllmEnded,
     VllmPrefilling,
+    VllmReserved,
     VllmRunning,
     Waiting,
     WentOn,
@@ -117,7 +118,11 @@ class Requests:
         request.state, actions = step(before, event)
         match event:
             case Drawn(token_id):
+                was_suspect = request.is_suspect
                 request.drawn.append(token_id)
+                if was_suspect and not request.is_suspect:
+                    # Another suspect may wait for its turn.
+                    self._on_work()
             case BlocksTaken() | BlocksGivenUp():
                 request.give_up_blocks()
             case WentOn():
@@ -135,7 +140,21 @@ class Requests:
     def take_waiting(self, max_batch: int) -> list[VllmRequest]:
         """The waiting requests that the running batch has room for, in order; the caller lets them join."""
         room = max_batch - self.running_count()
-        return [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
+        taken = _without_later_suspects(self.waiting, self._computes_suspect())[: max(0, room)]
+        for request in taken:
+            self.waiting.remove(request)
+        return taken
+
+    def take_added(self) -> list[VllmRequest]:
+        """The new requests that vLLM is to be given now. Of the prompts of suspects it computes one at a time."""
+        taken = _without_later_suspects(self.added, self._computes_suspect())
+        self.added = [request for request in self.added if request not in taken]
+        return taken
+
+    def _computes_suspect(self) -> bool:
+        """Whether vLLM has a suspect to compute."""
+        live = (request for request in self._live() if request.is_suspect and request not in self.added)
+        return any(isinstance(request.state, (Submitted, VllmPrefilling, *IN_BATCH)) for request in live)
 
     def leave_entry(self, request: VllmRequest) -> None:
         """Parts a request from the blocks that vLLM keeps for it, as if it had ended."""
@@ -348,8 +367,20 @@ class Requests:
 def _may_run_ahead(request: VllmRequest) -> bool:
     match request.state:
         case VllmComputed(open_id=None, ahead=ahead) | Arrived(ahead=ahead) | Waiting(ahead=ahead):
-            return request.request.stays and len(ahead) < MAX_AHEAD
+            return request.request.stays and len(ahead) < MAX_AHEAD and not request.is_suspect
     return False
+
+
+def _without_later_suspects(requests: Iterable[VllmRequest], has_suspect: bool) -> list[VllmRequest]:
+    """Leaves out the suspects that must wait for another one. A request that waits for its KV is not computed yet."""
+    taken: list[VllmRequest] = []
+    for request in requests:
+        if request.is_suspect and not isinstance(request.state, VllmReserved):
+            if has_suspect:
+                continue
+            has_suspect = True
+        taken.append(request)
+    return taken
 
 
 def _new_id() -> str:

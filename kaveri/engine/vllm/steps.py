@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from kaveri.domain.sampling import FinishReason
+from kaveri.engine.blame import StepMember
 from kaveri.engine.contract import EngineInfo, PromptLogprobs, StepTokens, TokenStep
 from kaveri.engine.shared import Shared
 from kaveri.engine.stepwise.runner import NOT_FINITE
@@ -42,6 +43,7 @@ from kaveri.engine.vllm.life import (
     Waiting,
 )
 from kaveri.engine.vllm.orders import PromptChunk
+from kaveri.engine.vllm.raised_draws import RAISED_DRAWS
 from kaveri.engine.vllm.rank import AbortPush, ForgetPrompt, PassFirstToken
 from kaveri.engine.vllm.request import (
     AwaitingBlocks,
@@ -124,12 +126,18 @@ class Steps:
             for request, block_ids in left:
                 self._requests.left(request, block_ids)
         self._apply_step(outputs)
+        self._advances = ()
         # Nothing waits for room inside vLLM: room would come when it is not needed any more.
         for request in added:
             unplaced = request.entry is None or isinstance(request.entry.state, AwaitingBlocks)
             if unplaced and isinstance(request.state, VllmReserved):
                 self._transfers.refuse(request, NoCapacity("decode", _RETRY_AFTER_S, "the blocks were taken meanwhile"))
         return reporting or advanced or bool(added)
+
+    def members(self) -> list[StepMember]:
+        """The requests of the step that has raised, and are not done; none outside of a step."""
+        owners = [advance.entry.owner for advance in self._advances]
+        return [StepMember(each.key, each.draw_index, each.request.suspect_until) for each in owners if not each.done]
 
     def check_integrity(self) -> None:
         """Asserts that vLLM's blocks and the requests agree. Between steps: on the engine thread, or when it is not
@@ -227,6 +235,7 @@ class Steps:
             for request in gone:
                 self._requests.forget(request)
         for request in gone:
+            RAISED_DRAWS.pop(request.engine_id, None)
             self._plane.do(ForgetPrompt(request.engine_id))
 
     def _take_leaving(self) -> list[tuple[VllmRequest, Sequence[int]]]:
@@ -355,6 +364,8 @@ class Steps:
         drawn = output.outputs[0]
         if not drawn.token_ids:
             return VllmFailed(_ended_by_vllm(output))
+        if (raised := RAISED_DRAWS.pop(request.engine_id, None)) is not None:
+            return VllmFailed(raised, is_final=True)
         if request.entry is not None and self._core.undrawable(request.entry.record):
             return VllmFailed(NOT_FINITE)
         token_id = drawn.token_ids[0]

@@ -194,3 +194,28 @@ def test_what_a_request_leaves_behind_is_known_until_vllm_has_it_back() -> None:
     with pytest.raises(AssertionError, match="vllm-1"):
         table.check_integrity(["vllm-1"])
     assert table.by_id[request.engine_id] is request
+
+
+def test_vllm_is_given_one_suspect_at_a_time() -> None:
+    table = _Table(100)
+
+    def suspect(name: str, until: int) -> EngineRequest:
+        return replace(_request(name, 3), suspect_until=until)
+
+    first, second = (table.open_prefill(suspect(name, 1)) for name in ("first", "second"))
+    other = table.open_prefill(_request("other", 3))
+    assert table.take_added() == [first, other]
+    assert table.take_added() == []
+    # A decode suspect lands, and waits for its turn as well.
+    table.open_decode(suspect("third", 9))
+    (third,) = table.take_added()
+    table.apply(third, BlocksAllocated(1))
+    table.apply(third, KvArrived(7))
+    table.admit(third.key)
+    assert table.fill_batch(8) == []
+    table.step(first, 3, block_count=1)
+    table.apply(first, Drawn(7, None, None))
+    assert table.take_added() == [second]
+    assert table.fill_batch(8) == []
+    table.end(second)
+    assert table.fill_batch(8) == [third]
