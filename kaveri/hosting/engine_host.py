@@ -12,7 +12,7 @@ from dataclasses import replace
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import InstanceLoad, InstanceState, Phase, Role
+from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Phase, Role
 from kaveri.engine.contract import Engine, EngineEvent, EngineStopped
 from kaveri.hosting.config import InstanceConfig
 from kaveri.hosting.engine_watch import LOOK_EVERY_S, EngineWatch
@@ -60,6 +60,11 @@ class EngineHost:
     def address(self) -> str:
         """Where others reach it; empty before it listens."""
         return self._service.address
+
+    @property
+    def record(self) -> InstanceRecord:
+        """What the cluster is told of this life."""
+        return self._service.record
 
     @property
     def started(self) -> asyncio.Event:

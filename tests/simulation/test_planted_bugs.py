@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kaveri.testing.simulation import planted, planted_blame, planted_owners, planted_replicas
+from kaveri.testing.simulation import planted, planted_blame, planted_lives, planted_owners, planted_replicas
 from kaveri.testing.simulation.draw import draw_plan
 from kaveri.testing.simulation.planted_plans import PLANS
 from kaveri.testing.simulation.planting import PLANTED
@@ -21,6 +21,9 @@ _IN_CI = (
     "retry_draws_another_seed",
     "retry_forgets_generated_tokens",
     "preempted_kv_counts_as_computed",
+    "stream_of_any_life",
+    "attached_at_any_life",
+    "overlap_appended_twice",
 )
 
 
@@ -39,7 +42,7 @@ def test_nothing_of_a_planted_bug_is_left(name: str) -> None:
             patched.append((owner, attribute, getattr(owner, attribute)))
             return replaced(owner, attribute, make)
 
-        for module in (planted, planted_blame, planted_replicas, planted_owners):
+        for module in (planted, planted_blame, planted_replicas, planted_owners, planted_lives):
             patching.setattr(module, "replaced", watched)
         with PLANTED[name].apply():
             assert all(getattr(owner, attribute) is not was for owner, attribute, was in patched)

@@ -51,6 +51,15 @@ def test_every_kind_of_fault_happens_and_is_survived(run: Run, kind: FaultKind) 
     assert result.counts["phase:rest"] == 1
 
 
+def test_an_instance_that_begins_at_anothers_address_is_not_taken_for_that_one(run: Run) -> None:
+    """Routers know the former owner of the address for a second more, and ask there."""
+    takes_over = Fault(kind=FaultKind.RESTART, at_s=0.3, target="decode-1", other="decode-0", lasts_s=0.05)
+    late = Fault(kind=FaultKind.CUT_ONE_WAY, at_s=0.25, target="store", other="router-0", lasts_s=1.0)
+    result = run(story(cluster(prefills=2, decodes=2), LOAD, [takes_over, late], divergent=True))
+    assert result.counts["phase:rest"] == 1
+    assert result.counts["outcome:length"] == len(LOAD) + 2
+
+
 def test_a_colocated_cluster_serves_through_the_death_of_an_instance(run: Run) -> None:
     kill = Fault(kind=FaultKind.KILL, at_s=0.3, target="colocated-0")
     result = run(story(cluster(prefills=0, decodes=0, colocated=2), LOAD, [kill]))

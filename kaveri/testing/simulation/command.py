@@ -183,7 +183,7 @@ def _planted(name: str | None) -> contextlib.AbstractContextManager[None]:
     from kaveri.testing.simulation.planting import PLANTED
 
     # They import every service.
-    for module in ("planted", "planted_blame", "planted_replicas", "planted_owners"):
+    for module in ("planted", "planted_blame", "planted_replicas", "planted_owners", "planted_lives"):
         importlib.import_module(f"kaveri.testing.simulation.{module}")
     return PLANTED[name].apply()
 

@@ -1,6 +1,7 @@
 """Draws a plan from a seed: its own set of faults, rates and sizes each time (swarm testing)."""
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -79,6 +80,7 @@ def draw_plan(seed: int, *, faults: bool = True) -> Plan:
     plan = _with_direct_clients(plan, random.Random(f"direct {seed}"))
     if not faults:
         return plan
+    plan = _with_former_lives(plan, random.Random(f"former lives {seed}"))
     return _with_deaths(_with_rare_faults(plan, random.Random(f"rare {seed}")), random.Random(f"deaths {seed}"))
 
 
@@ -101,13 +103,7 @@ def _with_losses(plan: Plan, rng: random.Random, *, faults: bool) -> Plan:
     owners = [instance for instance in plan.instances if instance.phases == (Phase.DECODE,)]
     added = tuple(replace(owners[0], name=f"decode-{number}") for number in range(len(owners), 3) if owners)
     instances = (*plan.instances, *added)
-    most_tokens = plan.max_model_len // 2
-    requests = tuple(
-        replace(request, params=_as_long(request.params, rng.randint(most_tokens // 2, most_tokens)))
-        if request.prompt and not request.read_pause_s and rng.random() < 0.4
-        else request
-        for request in plan.requests
-    )
+    plan = _with_long_answers(plan, rng)
     names = [instance.name for instance in instances if Phase.DECODE in instance.phases]
     lost = Fault(
         kind=rng.choice((FaultKind.KILL, FaultKind.RESTART, FaultKind.FREEZE, FaultKind.ISOLATE, FaultKind.ENGINE)),
@@ -118,7 +114,7 @@ def _with_losses(plan: Plan, rng: random.Random, *, faults: bool) -> Plan:
     all_faults = plan.faults
     if faults and rng.random() < 0.7:
         all_faults = tuple(sorted((*all_faults, lost), key=lambda fault: fault.at_s))
-    return replace(plan, instances=instances, requests=requests, faults=all_faults)
+    return replace(plan, instances=instances, faults=all_faults)
 
 
 def _with_predictor(plan: Plan, rng: random.Random, load_s: float, *, faults: bool) -> Plan:
@@ -195,6 +191,65 @@ def _with_deaths(plan: Plan, rng: random.Random) -> Plan:
         for request in rng.sample(plan.requests, rng.choice((1, 2, 5)))
     ]
     return replace(plan, faults=(*deaths, *(plan.faults if rng.random() < 0.5 else ())))
+
+
+def _with_former_lives(plan: Plan, rng: random.Random) -> Plan:
+    """The plan with an engine whose new life begins soon at an address that is known as another life's, in a quarter.
+
+    Routers learn of it late, because the store does not reach them; their streams, and their clients', break meanwhile,
+    so that they ask at that address; what prefill and the former life report comes late.
+    """
+    if rng.random() < 0.75:
+        return plan
+    decodes = [instance.name for instance in plan.serving(Phase.DECODE)]
+    engines = [instance.name for instance in plan.instances if instance.phases]
+    routers = [instance.name for instance in plan.routers]
+    target = rng.choice(decodes)
+    at_s, away_s, stale_s = rng.uniform(0.3, 2.0), rng.choice((0.02, 0.1, 0.4)), rng.choice((1.0, 3.0))
+    address_of = target if rng.random() < 0.6 else rng.choice(engines)
+    back_s = at_s + away_s + 0.3
+    added = [Fault(kind=FaultKind.RESTART, at_s=at_s, target=target, other=address_of, lasts_s=away_s)]
+    for router in routers:
+        if rng.random() < 0.8:
+            lasts_s = away_s + 0.5 + stale_s
+            kind = FaultKind.CUT_ONE_WAY
+            added.append(Fault(kind=kind, at_s=at_s - 0.05, target=STORE_NAME, other=router, lasts_s=lasts_s))
+        others = [rng.choice((*plan.clients, *plan.clients, target)) for _ in range(rng.choice((1, 2, 4)))]
+        added += [
+            Fault(kind=FaultKind.RESET, at_s=back_s + rng.uniform(-0.3, stale_s), target=other, other=router)
+            for other in others
+        ]
+    if rng.random() < 0.6:
+        # Routers then do not wait for the store before they look for a request.
+        added.append(Fault(kind=FaultKind.STORE_AWAY, at_s=back_s, lasts_s=stale_s))
+    if rng.random() < 0.5:
+        added += _late_and_repeated(rng, plan, rng.choice(routers))
+    return _with_long_answers(
+        replace(plan, faults=tuple(sorted((*plan.faults, *added), key=lambda fault: fault.at_s))), rng
+    )
+
+
+def _late_and_repeated(rng: random.Random, plan: Plan, router: str) -> Iterator[Fault]:
+    """A token stream that breaks again and again, a router that asks there late, and reports of placements that are
+    later still: tokens come before it is known whose they are, and once more after it was."""
+    decode = rng.choice(plan.serving(Phase.DECODE)).name
+    ways = [(router, decode), *((instance.name, router) for instance in plan.serving(Phase.PREFILL))]
+    for source, target in ways:
+        amount = rng.choice((0.02, 0.05, 0.2))
+        yield Fault(kind=FaultKind.SLOW, at_s=0.0, target=source, other=target, lasts_s=3.0, amount=amount)
+    for _ in range(rng.choice((2, 6))):
+        yield Fault(kind=FaultKind.RESET, at_s=rng.uniform(0.0, 2.5), target=decode, other=router)
+
+
+def _with_long_answers(plan: Plan, rng: random.Random) -> Plan:
+    most_tokens = plan.max_model_len // 2
+    requests = tuple(
+        replace(request, params=_as_long(request.params, rng.randint(most_tokens // 2, most_tokens)))
+        if request.prompt and not request.read_pause_s and rng.random() < 0.4
+        else request
+        for request in plan.requests
+    )
+    return replace(plan, requests=requests)
 
 
 def _of_a_pair(rng: random.Random, target: str, plan: Plan, at_s: float, lasts_s: float) -> Fault:

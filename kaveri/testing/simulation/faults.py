@@ -128,10 +128,13 @@ class Faults:
 
     async def _kill(self, fault: Fault) -> None:
         world = self._world
-        world.kill(fault.target)
+        names = dict.fromkeys((fault.target, *((fault.other,) if fault.other else ())))
+        for name in names:
+            world.kill(name)
         if fault.kind is FaultKind.RESTART:
             await asyncio.sleep(fault.lasts_s)
-            world.start_again(fault.target)
+            for name in names:
+                world.start_again(name, at=fault.other if name == fault.target else "")
 
     async def _freeze(self, fault: Fault) -> None:
         process = self._world.process_of(fault.target)

@@ -6,6 +6,7 @@ through pipes. A pipe keeps their order, as TCP does; a cut link holds them unti
 
 import itertools
 import random
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -102,6 +103,8 @@ class Network:
         """Those that stand, in the order in which they were made."""
         self.listeners: dict[str, Any] = {}
         """Servers by address."""
+        self.answered_by: weakref.WeakKeyDictionary[Any, SimulatedProcess] = weakref.WeakKeyDictionary()
+        """Who sent the message that a task read last."""
         self.open_calls: dict[Any, None] = {}
         """RPCs that a server has not ended."""
         self._ports = itertools.count(1)

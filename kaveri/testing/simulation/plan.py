@@ -21,7 +21,8 @@ class FaultKind(enum.StrEnum):
     KILL = "kill"
     """The target dies and stays away until the faults end."""
     RESTART = "restart"
-    """The target dies; a new life of the same name begins after `lasts_s`."""
+    """The target dies; a new life of the same name begins after `lasts_s`. With `other`, an engine: that one dies as
+    well, and the target's new life begins at its address; the target itself: at its own former address."""
     FREEZE = "freeze"
     """The target stands still for `lasts_s`."""
     CUT = "cut"

@@ -410,6 +410,8 @@ class _ClientCall:
         if self._messages:
             data = self._messages.popleft()
             self._consumed(len(data))
+            if self._connection is not None:
+                self._network.answered_by[asyncio.current_task()] = self._connection.server
             return self._deserialize(data)
         if self._error is not None:
             raise self._error

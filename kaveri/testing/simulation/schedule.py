@@ -6,6 +6,7 @@ and nothing is left of the old ones. Faults that heal by themselves would hide w
 """
 
 import asyncio
+import contextlib
 import gc
 import random
 import sys
@@ -30,6 +31,7 @@ from kaveri.testing.simulation.plan import Plan, ScheduledRequest
 from kaveri.testing.simulation.rest import extra_tasks, leftovers
 from kaveri.testing.simulation.tokenizer import make_tokenizer
 from kaveri.testing.simulation.trace import Trace
+from kaveri.testing.simulation.watched_lives import watched_lives
 from kaveri.testing.simulation.world import PROBER, World
 from kaveri.text.tokenizer import ModelTokenizer
 
@@ -90,8 +92,10 @@ def _simulate(plan: Plan, tokenizer: ModelTokenizer, checks: Sequence[Check], li
     trace = Trace(loop, lines)
     network = Network(loop, _branch(rng), trace, plan.link)
     violations: list[str] = []
-    with replaced_world(loop, network, _branch(rng)):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced_world(loop, network, _branch(rng)))
         world = World(plan, loop, network, trace, tokenizer, _branch(rng))
+        stack.enter_context(watched_lives(world))
         structlog.configure(
             processors=[_LogTap(world)],
             wrapper_class=structlog.make_filtering_bound_logger(20),
@@ -223,7 +227,7 @@ def _all_known(world: World) -> bool:
         view = life.router.store.view()
         if not view.store_connected or view.instances.keys() != records.keys():
             return False
-        if any(status.record.address != f"{name}:{records[name].port}" for name, status in view.instances.items()):
+        if any(status.record.address != records[name].address for name, status in view.instances.items()):
             return False
     return True
 

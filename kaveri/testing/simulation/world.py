@@ -49,6 +49,8 @@ class Life:
     planned: PlannedInstance
     process: SimulatedProcess
     stopping: asyncio.Event
+    host_name: str
+    """Of its address: the instance that had the address first."""
     port: int
     engine: SimulatedEngine | None = None
     host: EngineHost | None = None
@@ -64,6 +66,11 @@ class Life:
     def name(self) -> str:
         """Of the instance."""
         return self.planned.name
+
+    @property
+    def address(self) -> str:
+        """Where others call it."""
+        return f"{self.host_name}:{self.port}"
 
 
 class World:
@@ -137,20 +144,22 @@ class World:
             return self.lives[name].process
         return self.clients.get(name, self.store.process)
 
-    def start(self, name: str) -> Life:
-        """Begins a new life of an instance."""
+    def start(self, name: str, at: str = "") -> Life:
+        """Begins a new life of an instance. at: the instance whose last address it gets; empty: as it is drawn."""
         planned = next(instance for instance in self.plan.instances if instance.name == name)
         former = self.lives.get(name)
-        number, port = 1, 0
+        number, host_name, port = 1, name, 0
         if former is not None:
             assert former.ended, f"{name} lives"
             self.former.append(former)
-            # Half of them come back at their former address.
-            number, port = former.process.life + 1, former.port if self.rng.random() < 0.5 else 0
-            if planned.role is Role.ROUTER:
-                # Clients know routers by their addresses.
-                port = former.port
-        life = Life(planned, SimulatedProcess(name, number), asyncio.Event(), port or self.network.new_port())
+            number = former.process.life + 1
+            # Half of them come back at their former address. Clients know routers by their addresses.
+            if self.rng.random() < 0.5 or planned.role is Role.ROUTER:
+                host_name, port = former.host_name, former.port
+        if at:
+            host_name, port = self.lives[at].host_name, self.lives[at].port
+        port = port or self.network.new_port()
+        life = Life(planned, SimulatedProcess(name, number), asyncio.Event(), host_name, port)
         self.lives[name] = life
         self.trace.note("life", f"begins {life.process}")
         mains = {Role.ROUTER: self._router, Role.PREDICTOR: self._predictor, Role.ENGINE: self._instance}
@@ -186,17 +195,21 @@ class World:
         if self.supervised or (life.engine is not None and life.engine.info.epoch in deadly_epochs):
             self.loop.schedule(self.loop.world, _START_AGAIN_S, self.start_again, life.name)
 
-    def start_again(self, name: str) -> None:
-        """Begins a new life unless there is one."""
+    def start_again(self, name: str, at: str = "") -> None:
+        """As start(), unless it lives."""
         if self.lives[name].ended:
-            self.start(name)
+            self.start(name, at)
+
+    def life_of(self, process: SimulatedProcess) -> Life | None:
+        """The life that runs, or ran, in a process."""
+        return next((life for life in (*self.lives.values(), *self.former) if life.process is process), None)
 
     def _common(self, life: Life) -> dict[str, Any]:
         """Settings that every service has."""
         plan = self.plan
         return {
             "instance_id": life.name,
-            "host": life.name,
+            "host": life.host_name,
             "port": life.port,
             "model": MODEL_NAME,
             "drain_timeout_s": plan.drain_timeout_s,
