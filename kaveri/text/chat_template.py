@@ -88,6 +88,7 @@ class ChatTemplate:
 
     def _write(self, messages: list[dict[str, Any]], most_characters: int, deadline_s: float) -> str:
         pieces: list[str] = []
+        room = most_characters
         overdue_s = time.monotonic() + _MAX_RENDER_S
 
         def check() -> None:
@@ -101,9 +102,9 @@ class ChatTemplate:
             for piece in self._pieces(messages, check):
                 check()
                 pieces.append(piece)
-                most_characters -= len(piece)
-                if most_characters < 0:
-                    raise _Refused("shorter once rendered by the model's chat template: it is longer than the model")
+                room -= len(piece)
+                if room < 0:
+                    raise _Refused(f"at most {most_characters}: more characters of the model's chat template never fit")
         except DeadlineExceeded:
             raise
         except Exception as error:

@@ -8,8 +8,11 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from kaveri.errors import EngineError, InvalidArgument
+from kaveri.models import resolve_model
+from kaveri.text.tokenizer import ModelTokenizer
 from services.gateway.asked import read_chat, read_completion
 from services.gateway.body import MAX_DEPTH, parse_object
 from services.gateway.http_errors import HttpError, http_error_of
@@ -382,3 +385,26 @@ def test_a_request_that_the_engine_has_failed_on_is_not_tried_again() -> None:
     assert "'r'" in refused.message
     # OpenAI's clients try any other error of a server again.
     assert (b"x-should-retry", b"false") in refused.headers
+
+
+async def test_what_a_chat_template_does_to_a_conversation_is_said_by_the_messages_name(
+    cluster: ScriptedCluster,
+) -> None:
+    plain = AutoTokenizer.from_pretrained(resolve_model("kaveri-tiny"))
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+    users = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    nested = "{% macro again(m) %}{{ again(m) }}{% endmacro %}{{ again(messages) }}"
+    long = "{% for i in range(99999) %}{{ messages[0].content * 1000 }}{% endfor %}"
+    for template, param, code in (
+        (users, "messages[0].content", "invalid_value"),
+        (nested, "messages", "invalid_value"),
+        (long, "messages", "context_length_exceeded"),
+    ):
+        plain.chat_template = template
+        cluster.tokenizer = ModelTokenizer(plain, cluster.tokenizer.vocab_size)
+        async with run_gateway(cluster) as gateway:
+            for path in ("/v1/chat/completions", "/tokenize"):
+                got = await gateway.ask(path, {"model": "kaveri-tiny", "messages": turns})
+                assert (got.status, got.error["param"], got.error["code"]) == (400, param, code), got.body
+                assert "chat template" in got.error["message"]
+        cluster.tokenizer.close()
