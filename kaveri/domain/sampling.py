@@ -73,6 +73,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens, of which it may then have at most MAX_PROMPT_REPORT / (prompt_logprobs + 1).
     None: no report."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text. Stop texts are looked for in the text that is left; one that is a special
+    token ends the answer all the same."""
 
     def __post_init__(self) -> None:
         # A plain string is a common mistake; it must not become a tuple of its letters.
@@ -95,8 +98,9 @@ class SamplingParams:
         self._set("top_k", _whole("top_k", self.top_k, 0, _UINT32_MAX))
         if self.seed is not None:
             self._set("seed", _whole("seed", self.seed, 0, _UINT64_MAX))
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidArgument("params.ignore_eos", self.ignore_eos, "True or False")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgument(f"params.{name}", getattr(self, name), "True or False")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if count is not None:

@@ -118,9 +118,6 @@ def read_generate(request: Any, is_leg: bool = False) -> VllmAsked:
 
 def _read_params(params: Any) -> tuple[SamplingParams, int]:
     _refuse_rest(params, "sampling_params.", _HONOURED_PARAMS, _HARMLESS_PARAMS)
-    if params.stop and not params.skip_special_tokens:
-        limit = "true where stop is given: stop texts are looked for in text without special tokens"
-        raise InvalidArgument("sampling_params.skip_special_tokens", False, limit)
     if params.n > MAX_N:
         raise InvalidArgument("sampling_params.n", params.n, f"at most {MAX_N}")
     sampling = SamplingParams(
@@ -135,6 +132,7 @@ def _read_params(params: Any) -> tuple[SamplingParams, int]:
         stop_token_ids=tuple(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs if params.HasField("logprobs") else None,
+        skip_special_tokens=params.skip_special_tokens,
     )
     return sampling, params.n or 1
 

@@ -34,21 +34,22 @@ class Detokenizer:
         *,
         min_tokens: int = 0,
         prompt_token_ids: Sequence[int] = (),
-        skipped_ids: Collection[int] = (),
+        skipped_ids: Collection[int] | None = (),
         plain: PlainTokens | None = None,
         known_characters: int = 0,
     ) -> None:
         """backend: shared with others. stop: texts that end the answer; the text is cut before the first match.
         min_tokens: a stop text that is complete with so many tokens is ignored, as in vLLM. skipped_ids: the special
-        tokens, which have no text; where one is itself a stop text, it ends the answer. plain: spares the decoding of
-        most tokens. known_characters: of the answer, in which stop texts were looked for already: those that end there
-        are not found again."""
+        tokens, which have no text; where one is itself a stop text, it ends the answer; None: all tokens have text.
+        plain: spares the decoding of most tokens. known_characters: of the answer, in which stop texts were looked for
+        already: those that end there are not found again."""
         self._backend = backend
         self._plain = plain
         self._matcher = StopMatcher(stop, known_characters) if stop else None
         self._ignoring = min_tokens + 1 if min_tokens else 0
         """Tokens until one may complete a stop text, that one included."""
-        self._skipped_ids = skipped_ids
+        self._skips = skipped_ids is not None
+        self._skipped_ids = skipped_ids = skipped_ids or ()
         ids = ((backend.token_to_id(text), text) for text in stop)
         self._hidden_stops = {token_id: text for token_id, text in ids if token_id in skipped_ids}
         """Stop texts that are special tokens, by id."""
@@ -162,7 +163,7 @@ class Detokenizer:
         return self._decode(self._window)
 
     def _decode(self, token_ids: list[int]) -> str:
-        return str(self._backend.decode(token_ids, skip_special_tokens=True))
+        return str(self._backend.decode(token_ids, skip_special_tokens=self._skips))
 
     def _has_text(self, token_id: int) -> bool:
         return token_id not in self._skipped_ids and self._backend.id_to_token(token_id) is not None

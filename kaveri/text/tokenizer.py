@@ -124,7 +124,13 @@ class ModelTokenizer:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def detokenizer(
-        self, prompt_token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0, known_characters: int = 0
+        self,
+        prompt_token_ids: Sequence[int],
+        stop: Sequence[str],
+        min_tokens: int = 0,
+        known_characters: int = 0,
+        *,
+        skip_special_tokens: bool = True,
     ) -> Detokenizer:
         """Turns the answer to a prompt into text. min_tokens, known_characters: as for Detokenizer."""
         return Detokenizer(
@@ -132,7 +138,7 @@ class ModelTokenizer:
             stop,
             min_tokens=min_tokens,
             prompt_token_ids=prompt_token_ids,
-            skipped_ids=self._skipped_ids,
+            skipped_ids=self._skipped_ids if skip_special_tokens else None,
             plain=self._plain,
             known_characters=known_characters,
         )

@@ -74,6 +74,7 @@ def params_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
         logprobs=params.logprobs,
         min_tokens=params.min_tokens,
         prompt_logprobs=params.prompt_logprobs,
+        show_special_tokens=not params.skip_special_tokens,
     )
 
 
@@ -93,6 +94,7 @@ def params_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         min_tokens=message.min_tokens,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        skip_special_tokens=not message.show_special_tokens,
     )
 
 

@@ -29,7 +29,13 @@ class AnswerTokenizer(Protocol):
     """What readers need of the model's tokenizer."""
 
     def detokenizer(
-        self, prompt_token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0, known_characters: int = 0
+        self,
+        prompt_token_ids: Sequence[int],
+        stop: Sequence[str],
+        min_tokens: int = 0,
+        known_characters: int = 0,
+        *,
+        skip_special_tokens: bool = True,
     ) -> Detokenizer: ...
 
 
@@ -193,7 +199,11 @@ class AnswerReaders:
         stream, request, tokenizer = self._check(asked)
         params, prompt_ids = request.engine_request.params, request.engine_request.token_ids
         detokenizer = tokenizer.detokenizer(
-            prompt_ids[: prompt_tokens(request.engine_request)], params.stop, params.min_tokens, asked.characters
+            prompt_ids[: prompt_tokens(request.engine_request)],
+            params.stop,
+            params.min_tokens,
+            asked.characters,
+            skip_special_tokens=params.skip_special_tokens,
         )
         answer = Answer(detokenizer)
         await answer.go_on_after(asked.token_ids, asked.characters, params.stop_token_ids)

@@ -60,7 +60,6 @@ _HARMLESS: Mapping[str, Accepts] = {
     "prompt_cache_key": any_text,
     "prompt_cache_retention": any_text,
     "service_tier": one_of("auto", "default"),
-    "skip_special_tokens": one_of(True),
     "spaces_between_special_tokens": any_flag,
     "store": one_of(False),
     "use_beam_search": one_of(False),
@@ -305,6 +304,7 @@ def _read_rest(
     temperature, top_p, top_k = (fields.take(name) for name in ("temperature", "top_p", "top_k"))
     prompt_logprobs = _prompt_logprobs(fields, stream, logprobs if echo else None)
     stop, stop_token_ids, min_tokens = (fields.take(name) for name in ("stop", "stop_token_ids", "min_tokens"))
+    skip_special_tokens = fields.take("skip_special_tokens")
     if prompt_alone and min_tokens:
         raise InvalidArgument("min_tokens", min_tokens, "left out, or 0, where max_tokens is 0")
     params = SamplingParams(
@@ -318,6 +318,7 @@ def _read_rest(
         stop=() if stop is None else stop,
         stop_token_ids=() if stop_token_ids is None else stop_token_ids,
         ignore_eos=fields.flag("ignore_eos"),
+        skip_special_tokens=True if skip_special_tokens is None else skip_special_tokens,
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo and prompt_logprobs is None else prompt_logprobs,
     )

@@ -87,6 +87,7 @@ _GENERATING: dict[str, Schema] = {
     "stop": {"anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOP_TEXTS}]},
     "stop_token_ids": {"type": "array", "items": _COUNT, "maxItems": MAX_STOP_TOKEN_IDS},
     "ignore_eos": _FLAG,
+    "skip_special_tokens": _FLAG,
     "prompt_logprobs": _whole(0, MAX_LOGPROBS),
     "return_token_ids": _FLAG,
 }

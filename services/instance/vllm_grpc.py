@@ -315,7 +315,8 @@ class VllmLegServicer:
         if not params.stop:
             return None
         tokenizer = await self._loaded_tokenizer()
-        return StopTexts(tokenizer.detokenizer(token_ids, params.stop, params.min_tokens))
+        skips = params.skip_special_tokens
+        return StopTexts(tokenizer.detokenizer(token_ids, params.stop, params.min_tokens, skip_special_tokens=skips))
 
     async def Abort(self, request: Any, context: LegContext) -> Any:  # noqa: N802
         try:

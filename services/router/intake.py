@@ -129,7 +129,11 @@ class Intake:
         """The answer, behind what the client has of it. Raises InvalidArgument when it has less text."""
         received, params = accepted.received, accepted.params
         detokenizer = self._tokenizer.detokenizer(
-            accepted.prompt_token_ids, params.stop, params.min_tokens, received.characters
+            accepted.prompt_token_ids,
+            params.stop,
+            params.min_tokens,
+            received.characters,
+            skip_special_tokens=params.skip_special_tokens,
         )
         answer = Answer(detokenizer, accepted.reported_prompt)
         await answer.go_on_after(received.token_ids, received.characters, params.stop_token_ids)

@@ -71,6 +71,7 @@ PARAMS: dict[str, list[Any]] = {
     ],
     "stop_token_ids": [1, "12", b"12", None, {1}, {1: 2}, [1.0], ["1"], [True], [-1], [2**32], [1] * 65, object()],
     "ignore_eos": [1, 0, "yes", None, object()],
+    "skip_special_tokens": [1, 0, "yes", None, object()],
     "logprobs": ["1", 1.0, True, -1, 21, object()],
 }
 

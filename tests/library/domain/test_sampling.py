@@ -105,6 +105,7 @@ def test_the_wire_refuses_what_the_constructor_refuses() -> None:
         stop=st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=20), max_size=4).map(tuple),
         stop_token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=4).map(tuple),
         ignore_eos=st.booleans(),
+        skip_special_tokens=st.booleans(),
         logprobs=st.none() | st.integers(0, 20),
         min_tokens=st.sampled_from([0, 1]),
     )

@@ -289,3 +289,26 @@ def test_a_stop_text_before_a_special_token_comes_first(llama2: ModelTokenizer) 
     detokenizer = llama2.detokenizer([], ("b", "</s>"))
     assert "".join(detokenizer.push(token_id) for token_id in answer[:-1]) == "a "
     assert detokenizer.stop_text == "b"
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_special_tokens_are_part_of_the_text_where_they_are_shown(family: ModelTokenizer, seed: int) -> None:
+    rng, backend = random.Random(seed), family.backend
+    special = [number for number, token in backend.get_added_tokens_decoder().items() if token.special]
+    answer: list[int] = []
+    for _ in range(rng.randrange(2, 20)):
+        answer += backend.encode(rng.choice(WORDS), add_special_tokens=False).ids
+        answer += rng.choices(special, k=rng.randrange(3))
+    prompt = backend.encode("hello a").ids
+    shown = [str(backend.decode(ids, skip_special_tokens=False)) for ids in (prompt, prompt + answer)]
+    expected = shown[1].removeprefix(shown[0])
+    start = rng.randrange(len(expected))
+    stop = expected[start : start + rng.randrange(1, 30)]
+    for stops, end in (((), len(expected)), ((stop,), expected.index(stop))):
+        detokenizer = family.detokenizer(prompt, stops, skip_special_tokens=False)
+        text = ""
+        for token_id in answer:
+            text += detokenizer.push(token_id)
+            if detokenizer.stopped:
+                break
+        assert text + detokenizer.flush() == expected[:end], seed

@@ -4,12 +4,13 @@ import asyncio
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.engine.contract import EngineKey, EngineRequest, TokenStep
 from kaveri.errors import InvalidArgument, RequestNotFound, Unavailable, Unsupported
-from kaveri.models import KAVERI_TINY
+from kaveri.models import KAVERI_TINY, resolve_model
 from kaveri.policy.growth import BatchMember
 from kaveri.text.tokenizer import ModelTokenizer
 from services.decode.answer_log import READ_HERE_TOKENS
@@ -163,3 +164,25 @@ async def test_a_stop_text_ends_the_reading_and_the_router_hears_at_once(tokeniz
     (gained,) = await reading.routers()
     assert gained.token_ids == [FIRST + 1, FIRST + 2, FIRST + 3]
     assert not gained.read_here
+
+
+async def test_special_tokens_are_shown_to_a_reader_of_a_request_that_asked_for_them() -> None:
+    plain = AutoTokenizer.from_pretrained(resolve_model(KAVERI_TINY))
+    plain.add_special_tokens({"additional_special_tokens": [plain.convert_ids_to_tokens(FIRST + 2)]})
+    tokenizer = ModelTokenizer(plain, len(plain))
+    texts = {}
+    for skips in (True, False):
+        reading = AnswerReadHere(tokenizer, skip_special_tokens=skips)
+        stream = reading.readers.open(READER)
+        await reading.ask(characters=0)
+        await reading.routers()
+        for index in range(1, 4):
+            reading.draw(index)
+        texts[skips] = "".join([read.part.text for read in await reading.parts(stream)])
+    ids = [FIRST + 1, FIRST + 2, FIRST + 3]
+    for skips in (True, False):
+        whole = tokenizer.backend.decode([FIRST, *ids], skip_special_tokens=skips)
+        assert whole.endswith(texts[skips])
+    assert tokenizer.token_text(FIRST + 2) in texts[False]
+    assert tokenizer.token_text(FIRST + 2) not in texts[True]
+    tokenizer.close()

@@ -5,9 +5,13 @@ from typing import Any
 
 import openai
 import pytest
+from transformers import AutoTokenizer
 
 from kaveri import SamplingParams
-from tests.services.gateway.conftest import GatewayUnderTest
+from kaveri.models import resolve_model
+from kaveri.text.tokenizer import ModelTokenizer
+from tests.services.gateway.conftest import GatewayUnderTest, run_gateway
+from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import answer
 
 PROMPT = (300, 301, 302)
@@ -123,12 +127,14 @@ async def test_usage_counts_a_prompt_with_several_answers_once(gateway: GatewayU
 
 async def test_parameters_reach_the_router_as_the_sdk_would_send_them(gateway: GatewayUnderTest, cluster: Any) -> None:
     fields = {"top_p": 0.5, "top_k": 7, "seed": -1, "stop": "x", "stop_token_ids": [5], "ignore_eos": True}
+    fields["skip_special_tokens"] = False
     await gateway.complete(temperature=0.25, min_tokens=3, **fields)
     (request,) = cluster.taken()
     params = request.params
     assert params.min_tokens == 3
     assert (params.temperature, params.top_p, params.top_k) == (0.25, 0.5, 7)
     assert (params.seed, params.max_tokens, params.ignore_eos) == (2**64 - 1, 5, True)
+    assert params.show_special_tokens
     assert list(params.stop_token_ids) == [5]
 
 
@@ -166,3 +172,33 @@ async def test_health_version_and_metrics_answer_get_and_head(gateway: GatewayUn
     writer.write(b"HEAD /metrics HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n")
     assert (await reader.read()).startswith(b"HTTP/1.1 200 OK\r\n")
     writer.close()
+
+
+@pytest.mark.parametrize("skips", [True, False])
+async def test_a_stop_text_in_a_special_token_ends_the_answer_as_the_client_sees_it(
+    cluster: ScriptedCluster, skips: bool
+) -> None:
+    plain = AutoTokenizer.from_pretrained(resolve_model("kaveri-tiny"))
+    ids = answer(PROMPT, 20)
+    name = plain.convert_ids_to_tokens(ids[9])
+    plain.add_special_tokens({"additional_special_tokens": [name]})
+    cluster.tokenizer = tokenizer = ModelTokenizer(plain, cluster.tokenizer.vocab_size)
+    whole = tokenizer.backend.decode(ids, skip_special_tokens=skips)
+    before = tokenizer.backend.decode(ids[:9])
+    shown = tokenizer.token_text(ids[9])
+    async with run_gateway(cluster) as gateway:
+        for stop in (None, shown, before[-2:] + shown, "never"):
+            expected = whole
+            if stop is not None and stop in whole:
+                expected = whole[: whole.index(stop)]
+            elif stop == shown:
+                # Hidden, and found all the same.
+                expected = before
+            fields = {"max_tokens": 20, "stop": stop, "skip_special_tokens": skips, "return_token_ids": True}
+            (choice,) = (await gateway.complete(**fields)).json["choices"]
+            assert choice["text"] == expected, stop
+            assert choice["finish_reason"] == ("length" if expected == whole else "stop")
+            assert choice["token_ids"] == (ids if expected == whole else ids[:10])
+            events = (await gateway.complete(**fields, stream=True)).events
+            assert "".join(event["choices"][0]["text"] for event in events) == expected, stop
+    tokenizer.close()
