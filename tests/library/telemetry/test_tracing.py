@@ -91,7 +91,7 @@ def test_an_unknown_exporter_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_without_the_extra_the_error_names_what_to_install() -> None:
-    assert "pip install 'kaveri[otel]'" in _run(_WITHOUT_SDK, OTEL_TRACES_EXPORTER="otlp")
+    assert "[otel]'" in _run(_WITHOUT_SDK, OTEL_TRACES_EXPORTER="otlp")
 
 
 def test_the_console_shows_spans_with_service_and_instance() -> None:
