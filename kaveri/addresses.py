@@ -66,9 +66,9 @@ def address_text(text: str) -> str:
 
 def bind_socket(host: str, port: int) -> socket.socket:
     """A TCP socket that is bound and does not listen yet. "::" takes IPv4 too, and is "0.0.0.0" where the kernel has no
-    IPv6. Raises OSError."""
+    IPv6. Raises OSError, and OverflowError for what is no port."""
     host = bare_host(host)
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, kind, protocol, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     try:
         bound = socket.socket(family, kind, protocol)
     except OSError as error:
@@ -79,7 +79,8 @@ def bind_socket(host: str, port: int) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6 and is_all_addresses(host):
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        bound.bind(address)
+        # Here, since getaddrinfo() takes port 65536 for 0.
+        bound.bind((address[0], port, *address[2:]))
     except BaseException:
         bound.close()
         raise

@@ -82,3 +82,8 @@ def test_all_addresses_are_those_of_ipv4_where_the_kernel_has_no_ipv6(monkeypatc
         assert bound.getsockname()[0] == "0.0.0.0"
     with pytest.raises(OSError, match="not supported"):
         bind_socket("::1", 0)
+
+
+def test_a_port_beyond_the_last_is_refused() -> None:
+    with pytest.raises(OverflowError):
+        bind_socket("127.0.0.1", 65_536)
