@@ -207,11 +207,15 @@ def _taken(state: Placed | Decoding, event: Tokens, now_s: float) -> Step:
 
 
 def _held(state: SeekingOwner | Prefilling | Placed, event: Tokens | GivenUp) -> Step:
-    token_count = state.held.token_count + (len(event.token_ids) if isinstance(event, Tokens) else 1)
-    if token_count > state.attempt.most_tokens:
-        if isinstance(state, SeekingOwner):
+    own_count = len(event.token_ids) if isinstance(event, Tokens) else 1
+    token_count = state.held.token_count + own_count
+    if isinstance(state, SeekingOwner):
+        # Several that were asked may each send a whole answer.
+        same = held_of(tuple(held for held in state.held.events if held.source == event.source))
+        if same.token_count + own_count > state.attempt.most_tokens:
             # A gap, once the instance is known.
             return state, ()
+    elif token_count > state.attempt.most_tokens:
         return lost(state, Unavailable(f"decode instance {event.source.instance_id} sent tokens, and no placement"))
     return replace(state, held=HeldEvents((*state.held.events, event), token_count)), ()
 

@@ -539,7 +539,11 @@ class AnyOrder(RuleBasedStateMachine):
             held = self.state.held
             events = [event for event in held.events if not isinstance(event, ReplicaNamed)]
             weights = [len(event.token_ids) if isinstance(event, Tokens) else 1 for event in events]
-            assert sum(weights) == held.token_count <= MOST_TOKENS
+            assert sum(weights) == held.token_count
+            # While its owner is sought each instance may send a whole answer.
+            sources = [event.source for event in events]
+            for source in set(sources):
+                assert sum(w for w, of in zip(weights, sources, strict=True) if of == source) <= MOST_TOKENS
             named = [event.source for event in held.events if isinstance(event, ReplicaNamed)]
             assert len(set(named)) == len(named) <= MOST_TOKENS
             if isinstance(self.state, Placed):

@@ -264,6 +264,17 @@ def test_a_whole_answer_and_a_replica_may_come_before_the_answer_to_an_attach(re
     assert appended(actions) == list(range(received, 20))
 
 
+@pytest.mark.parametrize("first", [OWNER, HOLDER])
+def test_two_instances_may_send_a_whole_answer_before_the_answers_to_attach(first: InstanceLife) -> None:
+    """Both keep an answer of the request. Nothing comes once more from the one that is taken."""
+    instances = sorted((OWNER, HOLDER), key=lambda life: life != first)
+    answers = [drawn(2, life, 0, *range(20), finish=FinishReason.LENGTH) for life in instances]
+    taken = TookOver(Attempt(2, PREFILL, 0, 20), (), HOLDER)
+    state, actions = run(SeekingOwner(Attempt(2, NO_LIFE, 0, 20), 0), *answers, taken)
+    assert state == Ended(FinishReason.LENGTH, taken.attempt)
+    assert appended(actions) == list(range(20))
+
+
 def test_a_replica_leaves_room_for_all_tokens_of_a_place_that_is_named_late() -> None:
     foreign, own = ReplicaNamed(1, HOLDER, ReplicaLocation(*OWNER, 8)), ReplicaNamed(1, OWNER, REPLICA)
     rest = drawn(1, OWNER, 1, *range(1, 20), finish=FinishReason.LENGTH)
