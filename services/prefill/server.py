@@ -1,6 +1,6 @@
 """PrefillService over gRPC: messages to domain values and back, nothing else."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
 from grpc import aio
@@ -30,6 +30,7 @@ from services.prefill.requests import (
 )
 from services.prefill.role import PrefillRole
 
+_REPORTED_TOGETHER = 512
 SERVICE_NAME = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name
 
 
@@ -47,7 +48,7 @@ class PrefillServer(PrefillServiceServicer):
         try:
             outbox = self._accept(request, context)
             while unread := await outbox.take():
-                for progress in unread:
+                for progress in _in_parts(unread):
                     yield _to_proto(progress)
         except KaveriError as error:
             await abort(context, error)
@@ -65,7 +66,7 @@ class PrefillServer(PrefillServiceServicer):
         yield prefill_pb2.AttachPrefillResponse(progress=first)
         try:
             while unread := await outbox.take():
-                for progress in unread:
+                for progress in _in_parts(unread):
                     yield prefill_pb2.AttachPrefillResponse(progress=_to_proto(progress))
         except KaveriError as error:
             await abort(context, error)
@@ -151,6 +152,17 @@ def _name(message: prefill_pb2.HoldName) -> HoldName:
     if len(message.hold_id) != HOLD_ID_BYTES:
         raise InvalidArgument("hold.hold_id", f"{len(message.hold_id)} bytes long", f"{HOLD_ID_BYTES} bytes long")
     return HoldName(message.incarnation, message.hold_id)
+
+
+def _in_parts(reported: Iterable[Progress]) -> Iterator[Progress]:
+    """The same; a long report on a prompt is several, so that none takes the event loop for long."""
+    for progress in reported:
+        if isinstance(progress, PromptScored):
+            for start in range(0, len(progress.entries), _REPORTED_TOGETHER):
+                entries = progress.entries[start : start + _REPORTED_TOGETHER]
+                yield PromptScored(progress.first + start, entries)
+        else:
+            yield progress
 
 
 def _to_proto(progress: Progress) -> prefill_pb2.PrefillResponse:

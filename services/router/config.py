@@ -4,12 +4,14 @@ import socket
 from dataclasses import dataclass
 
 from kaveri.addresses import address_text, host_text, is_all_addresses, join_address
-from kaveri.config.settings import MAX_PORT, present, setting
+from kaveri.config.settings import MAX_PORT, present, setting, size_bytes
 from kaveri.errors import ConfigError
 from kaveri.hosting.policy_settings import PREFILL_PLACEMENTS
 from kaveri.models import KAVERI_TINY
+from kaveri.policy.byte_budget import KEY_SHARE
 from kaveri.policy.placement import AnyPrefillPlacement, PlacementPolicy
 from kaveri.rpc.process import ServiceConfig
+from kaveri.rpc.server import MAX_MESSAGE_BYTES
 from kaveri.security.posture import AN_API_KEY, ListeningPort
 from kaveri.security.settings import PublicSettings
 from kaveri.text.content_format import ContentFormat
@@ -44,6 +46,13 @@ class RouterConfig(PublicSettings, ServiceConfig):
         False,
     )
     max_requests: int = setting("requests in flight at once; more are refused with RESOURCE_EXHAUSTED", 1024, least=1)
+    max_bodies_bytes: int = setting(
+        "size of the requests in flight, as they came; more are refused with RESOURCE_EXHAUSTED, and past a quarter "
+        "those of one API key",
+        256 * 2**20,
+        size_bytes,
+        least=KEY_SHARE * MAX_MESSAGE_BYTES,
+    )
     max_reattaches_per_s: float = setting(
         "clients that may re-attach a second, after a burst of --max-requests; more are refused with "
         "RESOURCE_EXHAUSTED, and try again",

@@ -1,9 +1,11 @@
 """Checks a request's input against every limit and tokenizes it, before anything is spent on it."""
 
 import asyncio
+import contextlib
 import dataclasses
 import secrets
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from kaveri.domain.sampling import SamplingParams, check_prompt_report, check_token_ids
@@ -16,8 +18,9 @@ from kaveri.wire.attempts import check_secret, check_session
 from services.router.accepted_request import NOTHING_RECEIVED, AcceptedRequest, AlreadyReceived, OwnerHint
 from services.router.request_placer import RequestPlacer
 
-_SLICE_TOKENS = 65_536
-"""Token ids are copied and checked in slices, about a millisecond of the event loop each."""
+_SLICE_TOKENS = 16_384
+"""Token ids are copied and checked in slices, about a millisecond of the event loop each. Those of longer input take
+turns: many such requests at once would otherwise each take a slice of the same turn of the loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class Intake:
         self._model = model
         self._tokenizer = tokenizer
         self._placer = placer
+        self._turn = asyncio.Lock()
 
     def check_model(self, model: str) -> None:
         """Raises ModelNotFound unless `model` is empty or the one served."""
@@ -136,7 +140,8 @@ class Intake:
             skip_special_tokens=params.skip_special_tokens,
         )
         answer = Answer(detokenizer, accepted.reported_prompt)
-        await answer.go_on_after(received.token_ids, received.characters, params.stop_token_ids)
+        async with self._turn_of(len(received.token_ids)):
+            await answer.go_on_after(received.token_ids, received.characters, params.stop_token_ids)
         if missing := answer.missing_characters:
             limit = f"at most {received.characters - missing}: the {len(received.token_ids)} tokens have no more"
             raise InvalidArgument("received.characters", received.characters, limit)
@@ -168,13 +173,17 @@ class Intake:
             name = field.removesuffix("prompt.token_ids") or "prompt"
             raise InvalidArgument(name, f"{len(prompt)} tokens", f"at most {max_tokens} tokens")
         token_ids: list[int] = []
-        for start in range(0, len(prompt), _SLICE_TOKENS):
-            part = prompt[start : start + _SLICE_TOKENS]
-            check_token_ids(field, part, self._tokenizer.vocab_size)
-            token_ids += part
-            if len(token_ids) < len(prompt):
-                await asyncio.sleep(0)
+        async with self._turn_of(len(prompt)):
+            for start in range(0, len(prompt), _SLICE_TOKENS):
+                part = prompt[start : start + _SLICE_TOKENS]
+                check_token_ids(field, part, self._tokenizer.vocab_size)
+                token_ids += part
+                if len(token_ids) < len(prompt):
+                    await asyncio.sleep(0)
         return token_ids
+
+    def _turn_of(self, token_count: int) -> AbstractAsyncContextManager[object]:
+        return self._turn if token_count > _SLICE_TOKENS else contextlib.nullcontext()
 
 
 def _completed(params: SamplingParams, room: int) -> SamplingParams:

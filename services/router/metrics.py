@@ -8,6 +8,7 @@ from kaveri.telemetry.metrics import ANSWER_BUCKETS_S, LATENCY_BUCKETS_S, TOKEN_
 REQUESTS = Counter("kaveri_router_requests", "Requests that ended, by outcome.", ["outcome"])
 IN_FLIGHT = Gauge("kaveri_router_in_flight_requests", "Requests that were taken and have not ended.")
 UNREAD = Gauge("kaveri_router_unread_answers", "Ended requests whose slow client has not read the error yet.")
+BODY_BYTES = Gauge("kaveri_router_body_bytes", "Size of the requests in flight, as they came.")
 WAITING = Gauge("kaveri_router_waiting_requests", "Requests that no prefill instance takes now.")
 ATTEMPTS = Counter("kaveri_router_attempts", "Placements of requests on prefill instances.")
 LOST_ATTEMPTS = Counter("kaveri_router_lost_attempts", "Placements that failed; the request was placed again.")

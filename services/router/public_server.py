@@ -31,7 +31,7 @@ class PublicServicer(inference_pb2_grpc.InferenceServiceServicer):
             if request.request_id:
                 request.request_id = await _named(caller.key, request.request_id, context)
             request_id = request.request_id or f"{caller.key.name}/{new_request_id()}"
-            progress = GenerateProgress(request_id, is_public=True)
+            progress = GenerateProgress(request_id, caller.key.name)
             try:
                 await self._inner.generate(request, progress, context)
             finally:
@@ -62,14 +62,14 @@ class PublicServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, context: ServicerContext
     ) -> inference_pb2.TokenizeResponse:
-        async with self._admitted(context):
-            return await self._inner.Tokenize(request, context)
+        async with self._admitted(context) as caller:
+            return await self._inner.Tokenize(request, context, caller.key.name)
 
     async def Detokenize(  # noqa: N802
         self, request: inference_pb2.DetokenizeRequest, context: ServicerContext
     ) -> inference_pb2.DetokenizeResponse:
-        async with self._admitted(context):
-            return await self._inner.Detokenize(request, context)
+        async with self._admitted(context) as caller:
+            return await self._inner.Detokenize(request, context, caller.key.name)
 
     async def Beat(  # noqa: N802
         self, request: inference_pb2.BeatRequest, context: ServicerContext

@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from google.protobuf.message import Message
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.errors import InternalError, KaveriError, ModelNotFound, NoCapacity, SlowReader, Unavailable
+from kaveri.policy.byte_budget import ByteBudget
 from kaveri.policy.placement import max_model_len
 from kaveri.policy.rate_limit import RateLimit
 from kaveri.telemetry.logs import get_logger
@@ -61,6 +63,7 @@ class RouterParts(Protocol):
     claims: RequestClaims
     peers: RouterPeers
     table: RequestTable
+    bodies: ByteBudget
     placer: RequestPlacer
     recent: RecentRequests
     workload: RecentWorkload
@@ -73,9 +76,9 @@ class GenerateProgress:
     """How far one Generate has come."""
 
     request_id: str
+    key_name: str = ""
+    """Of the client's API key. Empty: it did not come through the public port."""
     entry: RequestEntry | None = None
-    is_public: bool = False
-    """Whether it came through the public port."""
     span: OpenSpan | None = None
     """Of the whole call. None: it is not traced."""
 
@@ -153,7 +156,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Answers the request. progress: has its id; the rest is filled in."""
         arrived_s = time.monotonic()
         try:
-            with self._noted(progress), _traced(progress, context, arrived_s):
+            with self._noted(progress), _traced(progress, context, arrived_s), self._held(request, progress.key_name):
                 await self._generate(request, progress, context, arrived_s)
         except SlowReader as error:
             metrics.REQUESTS.labels(outcome="slow_reader").inc()
@@ -190,6 +193,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             get_logger().exception("request_failed_unexpectedly", **progress.log_fields())
             reason = f"the router failed while it served request {progress.request_id!r:.140}"
             await abort(context, InternalError(reason))
+
+    @contextlib.contextmanager
+    def _held(self, request: Message, key_name: str) -> Iterator[None]:
+        """The request counts while the context lasts. Raises NoCapacity when there is no room for it."""
+        with self._router.bodies.hold(key_name) as held:
+            held.add(request.ByteSize())
+            yield
 
     @contextlib.contextmanager
     def _noted(self, progress: GenerateProgress) -> Iterator[None]:
@@ -257,23 +267,25 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.GetModelResponse(model=self._model())
 
     async def Tokenize(  # noqa: N802
-        self, request: inference_pb2.TokenizeRequest, context: ServicerContext
+        self, request: inference_pb2.TokenizeRequest, context: ServicerContext, key_name: str = ""
     ) -> inference_pb2.TokenizeResponse:
         try:
             self._router.intake.check_model(request.model)
             text = request.text if request.WhichOneof("prompt") == "text" else None
             prompt = Conversation(request.messages.messages) if request.HasField("messages") else text
-            token_ids, limit = await self._router.intake.tokenize(prompt, self.until_s(context))
+            with self._held(request, key_name):
+                token_ids, limit = await self._router.intake.tokenize(prompt, self.until_s(context))
         except KaveriError as error:
             await abort(context, error)
         return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=limit)
 
     async def Detokenize(  # noqa: N802
-        self, request: inference_pb2.DetokenizeRequest, context: ServicerContext
+        self, request: inference_pb2.DetokenizeRequest, context: ServicerContext, key_name: str = ""
     ) -> inference_pb2.DetokenizeResponse:
         try:
             self._router.intake.check_model(request.model)
-            text = await self._router.intake.detokenize(request.token_ids, self.until_s(context))
+            with self._held(request, key_name):
+                text = await self._router.intake.detokenize(request.token_ids, self.until_s(context))
         except KaveriError as error:
             await abort(context, error)
         return inference_pb2.DetokenizeResponse(text=text)
@@ -339,7 +351,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             secret=request.secret,
             received=_received(request),
             # Strangers know the public port alone.
-            direct=request.direct and not progress.is_public,
+            direct=request.direct and not progress.key_name,
         )
         check_sessions(offered, is_named=bool(request.request_id))
         if offered.session:
@@ -383,7 +395,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             placing = router.placer.start(entry)
             try:
                 texts = router.tokenizer.token_piece if request.token_texts else None
-                addresses = partial(self._addresses, progress.is_public)
+                addresses = partial(self._addresses, bool(progress.key_name))
                 await write_answer(
                     entry, context, router.config.slow_reader_s, addresses, texts, router.placer.address_of
                 )

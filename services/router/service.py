@@ -18,6 +18,7 @@ from kaveri.errors import Unavailable
 from kaveri.hosting.service_host import ServiceHost, new_incarnation, service_record
 from kaveri.hosting.store import open_store
 from kaveri.hosting.vllm_grpc_extra import require_vllm_grpc
+from kaveri.policy.byte_budget import ByteBudget
 from kaveri.rpc.channels import Channels
 from kaveri.rpc.public_port import PublicPort
 from kaveri.rpc.server import RpcServer
@@ -131,6 +132,7 @@ class Router:
         self._draining_since_s = 0.0
         self.channels = Channels()
         self.table = RequestTable(config.max_requests)
+        self.bodies = ByteBudget("router", config.max_bodies_bytes, metrics.BODY_BYTES.set)
         self.recent = RecentRequests(config.instance_id, self.table)
         self.workload = RecentWorkload(time.monotonic())
         relayed = metrics.RELAYED_TOKENS.inc

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kaveri.client.async_client import AsyncClient
 from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.errors import ConfigError, InvalidArgument, NoCapacity, Unauthenticated, Unavailable
+from kaveri.policy.byte_budget import ByteBudget
 from kaveri.security.api_keys import KeyLimits
 from kaveri.security.keys_file import add_key, revoke_key
 from kaveri.security.tls_files import TlsFiles
@@ -223,6 +224,37 @@ async def test_requests_in_flight_are_limited_and_cancel_is_always_possible(
         assert (await stream.collect()).finish_reason is FinishReason.CANCELLED
         decode.may_step.set()
         await client.generate(prompt_token_ids=[300, 301, 302], params=_FIVE)
+
+
+async def test_the_memory_of_requests_is_limited_for_each_key_and_for_all(
+    cluster: ScriptedCluster, keys_file: str
+) -> None:
+    greedy, other = (add_key(keys_file, name, KeyLimits()) for name in ("greedy", "other"))
+    decode = cluster.decodes["decode-0"]
+    decode.may_step.clear()
+    large = [300] * 600
+    async with (
+        _public_router(cluster, keys_file) as router,
+        router.client(greedy) as client,
+        router.client(other) as another,
+        AsyncClient(router.inner.address, timeout_s=WITHIN_S) as inner,
+    ):
+        router.inner.router.bodies = ByteBudget("router", 8_000)
+        streams = [each.stream(prompt_token_ids=large, params=_FIVE) for each in (client, another)]
+        for stream in streams:
+            await anext(stream)
+        with pytest.raises(NoCapacity, match=r"API key greedy.*--max-bodies-bytes") as refused:
+            await client.generate(prompt_token_ids=large, params=_FIVE)
+        assert refused.value.retry_after_s > 0
+        with pytest.raises(NoCapacity, match="API key greedy"):
+            await client.detokenize(large)
+        with pytest.raises(NoCapacity, match="all requests"):
+            await inner.tokenize("x" * 6_000)
+        decode.may_step.set()
+        for stream in streams:
+            assert (await stream.collect()).finish_reason is FinishReason.LENGTH
+        await eventually(lambda: not router.inner.router.table)
+        await client.generate(prompt_token_ids=large, params=_FIVE)
 
 
 async def test_a_key_neither_cancels_nor_collides_with_the_requests_of_others(
