@@ -35,6 +35,9 @@ class CountedSequence:
     )
     is_scored = False
     """Simulated requests ask for no log-probabilities of their prompts."""
+    suspect_until = 0
+    """Simulated steps raise nothing."""
+    is_suspect = False
 
     def __init__(self, number: int, owner: Any, tokens: int, remaining: int, phase: SequencePhase) -> None:
         """number: not used by any other sequence of the engine. owner: of the caller's. tokens: prompt and the answer
