@@ -34,6 +34,10 @@ def lacks(modules: str, extra: str) -> str:
 
 def require_modules(field: str, extra: str, *modules: str) -> None:
     """Raises ConfigError, about `field`, when one of the extra's modules cannot be found."""
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := missing_modules(*modules):
         raise ConfigError(field, lacks(", ".join(missing), extra))
+
+
+def missing_modules(*names: str) -> list[str]:
+    """The modules that cannot be imported here because their package is not installed."""
+    return [name for name in names if importlib.util.find_spec(name) is None]

@@ -266,7 +266,7 @@ def _attack(name: str, targets: Doors, result: "Connection[Cost, object]") -> No
 
 
 async def attack(name: str, targets: Doors) -> Cost:
-    """The case, in a process of its own."""
+    """Run one case in a child process."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_attack, args=(name, targets, theirs), daemon=True)

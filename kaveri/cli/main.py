@@ -54,7 +54,7 @@ class _ServiceEntry(ListedCommand):
         self._role = role
 
     def _find(self) -> Any:
-        return launcher(self._role, f"{self.help}; `kaveri {self.name} --help` lists its flags.")
+        return launcher(self._role, self.help or "")
 
 
 def _app_of(name: str | None, function: Callable[..., Any], settings: dict[str, Any]) -> typer.Typer:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import os
 import secrets
 import signal
@@ -30,7 +29,7 @@ from kaveri.config.sources import (
     variable_of,
 )
 from kaveri.errors import ConfigError
-from kaveri.extras import lacks
+from kaveri.extras import lacks, missing_modules
 from kaveri.models import KAVERI_TINY, bundled_predictor
 
 if TYPE_CHECKING:
@@ -226,7 +225,7 @@ def up(
 
 def _gateway_count(asked: int | None) -> int:
     """How many gateways to start. Raises ConfigError when some are asked for and cannot run here."""
-    missing = [name for name in _GATEWAY_PACKAGES if importlib.util.find_spec(name) is None]
+    missing = missing_modules(*_GATEWAY_PACKAGES)
     if not missing:
         return 1 if asked is None else asked
     reason = lacks(", ".join(missing), "gateway")

@@ -35,7 +35,7 @@ class ByteBudget:
     def take(self, size_bytes: int, held: "HeldBytes") -> None:
         """See HeldBytes.add."""
         key_name = held.key_name
-        # The key's own share first: it says more.
+        # Check the key's share first: its error names the key.
         limits = [("all requests", self._held_bytes, self._most_bytes)]
         if key_name:
             of_key = self._by_key.get(key_name, 0)

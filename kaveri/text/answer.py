@@ -87,7 +87,7 @@ class Answer:
 
     @property
     def missing_characters(self) -> int:
-        """How many of them its tokens do not have, also where text that is held back is released."""
+        """Characters that the client claims to have and that its tokens do not hold, text held back included."""
         undecided = "" if self.stopped else self._detokenizer.undecided
         return max(0, self._skipped_characters - len(undecided))
 

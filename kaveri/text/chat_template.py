@@ -31,7 +31,7 @@ class RenderedTurn:
 
     role: str
     texts: Sequence[str]
-    """The text, or its parts."""
+    """Content parts in order; a plain text is one part."""
 
 
 class MissingText(Exception):

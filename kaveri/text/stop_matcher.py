@@ -78,7 +78,10 @@ class StopMatcher:
 
 @lru_cache(_KEPT_TEXTS)
 def _borders(text: str) -> Sequence[int]:
-    """For each beginning of a text: the length of its longest proper end that is a beginning of the text too."""
+    """The failure function of Knuth, Morris and Pratt: for each prefix, the length of its longest border.
+
+    A border is a proper suffix that is also a prefix. One entry for each character of the text.
+    """
     borders = array("H", [0]) * len(text)
     length = 0
     for position in range(1, len(text)):

@@ -63,8 +63,10 @@ def _bytes_of(token: str) -> bytes:
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letters of byte-level vocabularies: printable ones of Latin-1 stand for their own byte, the others follow
-    from U+0100 on. GPT-2, encoder.py, bytes_to_unicode."""
+    """Letter to byte, in the vocabularies of byte-level BPE (GPT-2, encoder.py, bytes_to_unicode).
+
+    A printable character of Latin-1 is its own byte. The other bytes have letters from U+0100 on, in their order.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}

@@ -877,7 +877,7 @@ Global___RequestTokens: _TypeAlias = RequestTokens  # noqa: Y015
 
 @_typing.final
 class EngineFault(_message.Message):
-    """What an exception of an engine means for one request that the engine had."""
+    """Effect of an engine's exception on one of its requests."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -352,7 +352,7 @@ def broadcast_to_proto(broadcast: LoadBroadcast) -> cluster_pb2.LoadBroadcast:
 
 
 def fault_to_proto(fault: EngineError | EngineBroke) -> decode_pb2.EngineFault:
-    """What an exception of an engine means for a request; its text travels beside it."""
+    """Encode an engine's exception for one request; the error's text is not part of it."""
     if isinstance(fault, EngineError):
         return decode_pb2.EngineFault(is_final=True)
     return decode_pb2.EngineFault(suspect_until=fault.suspect_until)

@@ -120,7 +120,7 @@ class LentCore(VllmCore):
         return {block: count for block, count in counts.items() if block not in withheld}
 
     def plant(self, fault: AbstractContextManager[object]) -> None:
-        """A fault until the engine is closed."""
+        """A planted fault that lasts until the engine is closed."""
         self._planted.enter_context(fault)
 
     def shutdown(self) -> None:

@@ -165,7 +165,7 @@ class VllmLife(RuleBasedStateMachine):
         self.told += actions
 
     def check(self, before: State, event: Event, actions: list[Any]) -> None:
-        """The actions of each event; a push ends with its prompt, and what was drawn ahead is told at the admission."""
+        """Actions of each event. A push ends with its prompt; tokens drawn ahead are reported at admission."""
         is_prompt = isinstance(before, Submitted | VllmPrefilling | VllmComputed)
         abort = [AbortPush(before.transfer_id)] if is_prompt and before.transfer_id is not None else []
         key = before.facts.key

@@ -1,4 +1,4 @@
-"""What requests hold together is bounded, for all and for each API key, and given back when they end."""
+"""The bytes of all requests, and of each API key's, are bounded and released when requests end."""
 
 import pytest
 
