@@ -159,7 +159,7 @@ class TokenStreams:
             stream.unsent[request] = None
 
     def fail(self, request: DecodeRequest, end: End) -> None:
-        """Sends the router, behind the tokens gained, that the request cannot go on here. end: with an error."""
+        """Send the router the error that ends the request here, after its tokens. end: with an error."""
         request.log.end = end
         if request.reader is not None:
             request.reader.changed()

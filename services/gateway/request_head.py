@@ -1,4 +1,4 @@
-"""What the line and the headers of a request must be, beyond what the parser checks. Pure."""
+"""Checks a request's line and headers beyond what the HTTP parser does. Pure."""
 
 import re
 
@@ -10,8 +10,10 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 def check_head(scope: Scope, max_header_bytes: int) -> None:
-    """Makes a target with scheme and host one without. Raises HttpError, which closes the connection where the request
-    may end elsewhere for another program."""
+    """Strip scheme and host from an absolute target.
+
+    Raises HttpError. It closes the connection where peers could disagree about where the request ends.
+    """
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(name) + len(value) for name, value in headers)
     if size > max_header_bytes:

@@ -155,7 +155,7 @@ def _name(message: prefill_pb2.HoldName) -> HoldName:
 
 
 def _in_parts(reported: Iterable[Progress]) -> Iterator[Progress]:
-    """The same; a long report on a prompt is several, so that none takes the event loop for long."""
+    """Split long prompt reports, so that no single message blocks the event loop for long."""
     for progress in reported:
         if isinstance(progress, PromptScored):
             for start in range(0, len(progress.entries), _REPORTED_TOGETHER):

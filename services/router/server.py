@@ -196,7 +196,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     @contextlib.contextmanager
     def _held(self, request: Message, key_name: str) -> Iterator[None]:
-        """The request counts while the context lasts. Raises NoCapacity when there is no room for it."""
+        """Count the request's bytes while the context is open. Raises NoCapacity when the budget is full."""
         with self._router.bodies.hold(key_name) as held:
             held.add(request.ByteSize())
             yield
