@@ -1,33 +1,36 @@
 """Gives up on a client that does not read what it is sent."""
 
 import asyncio
-import time
 from types import TracebackType
 from typing import Self
 
 from kaveri.errors import SlowReader
 
+_LIMIT_TICKS = 10
+
 
 class ReadLimit:
-    """Of one answer. While the context lasts, a write may take `limit_s` seconds; the context is left with SlowReader
-    when one takes longer.
+    """Of one answer. While the context lasts, a write may take `limit_s` seconds, and a tenth more; the context is left
+    with SlowReader when one takes longer.
 
-    One timer for a whole answer: one for each write would cost more.
+    Only time counts in which the event loop runs: while it stands still it does not notice that the client has read. A
+    loop that stood still ticks once for it. One timer for a whole answer: one for each write would cost more.
     """
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._writing_since_s: float | None = None
+        self._ticks: int | None = None
+        """Since the write began. None: nothing is being written."""
         self._timeout = asyncio.timeout(None)
-        self._timer = asyncio.get_running_loop().call_later(limit_s, self._check)
+        self._wait_for_tick()
 
     def begin(self) -> None:
         """A write begins."""
-        self._writing_since_s = time.monotonic()
+        self._ticks = 0
 
     def end(self) -> None:
         """It is done."""
-        self._writing_since_s = None
+        self._ticks = None
 
     async def __aenter__(self) -> Self:
         await self._timeout.__aenter__()
@@ -44,11 +47,14 @@ class ReadLimit:
                 raise SlowReader(self._limit_s) from timeout
             raise
 
-    def _check(self) -> None:
-        loop = asyncio.get_running_loop()
-        since_s = self._writing_since_s
-        left_s = self._limit_s if since_s is None else since_s + self._limit_s - time.monotonic()
-        if left_s > 0:
-            self._timer = loop.call_later(left_s, self._check)
-        else:
-            self._timeout.reschedule(loop.time())
+    def _wait_for_tick(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._limit_s / _LIMIT_TICKS, self._tick)
+
+    def _tick(self) -> None:
+        if self._ticks is not None:
+            self._ticks += 1
+            # The first tick may come right after the beginning.
+            if self._ticks > _LIMIT_TICKS:
+                self._timeout.reschedule(asyncio.get_running_loop().time())
+                return
+        self._wait_for_tick()
