@@ -83,7 +83,7 @@ class RouterSpec:
 
     placement_policy: PlacementPolicy = PlacementPolicy.POWER_OF_TWO
     max_attempts: int = 8
-    unavailable_after_s: float = 10.0
+    unavailable_after_s: float = 120.0
     monitor_interval_s: float = 0.1
 
 

@@ -135,7 +135,7 @@ def read_spec(
         router=RouterSpec(
             placement_policy=router.one_of("placement_policy", PlacementPolicy.POWER_OF_TWO, PlacementPolicy),
             max_attempts=router.whole("max_attempts", 8),
-            unavailable_after_s=router.number("unavailable_after_s", 10.0),
+            unavailable_after_s=router.number("unavailable_after_s", 120.0),
             monitor_interval_s=router.number("monitor_interval_s", 0.1),
         ),
         link=prefill.read("kv_link", _link) if kv_link else None,

@@ -71,7 +71,10 @@ class RouterConfig(PublicSettings, ServiceConfig):
         "placements of one request that may be lost before it fails with its last error", 8, least=1
     )
     unavailable_after_s: float = setting(
-        "seconds that a request waits for an instance when there is none, or none that can be reached", 10.0, least=0
+        "seconds that a request waits for an instance when there is none, or none that can be reached; longer than an "
+        "engine takes to load and start again",
+        120.0,
+        least=0,
     )
     slow_reader_s: float = setting(
         "seconds that a client may take to read one response; then its request ends with ABORTED", 30.0, above=0

@@ -40,8 +40,7 @@ async def test_five_requests_of_death_beside_300_others(monkeypatch: pytest.Monk
     prompts = [tuple(rng.randrange(1, 250) for _ in range(rng.randint(4, 40))) for _ in range(20)]
     answers = await asyncio.to_thread(_answers, prompts)
     settings = {"engine": BUILDER, "dtype": "float32", "kv_cache_memory": "16MiB", "restart": True}
-    # Both prefill instances end at once, and take seconds to start.
-    settings["router_flags"] = ("--unavailable-after-s", "90")
+    # Both prefill instances end at once, and take seconds to start: requests wait for them.
     async with (
         run_cluster(prefill_count=2, decode_count=2, **settings) as cluster,
         AsyncClient(cluster.target) as client,

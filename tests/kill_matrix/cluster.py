@@ -68,8 +68,6 @@ def stack_settings(engine: str, metrics_port: int, *, over_links: bool) -> dict[
         "orphan_grace_s": str(ORPHAN_GRACE_S),
         # A call that a broken link delivers late leaves a reservation, whose abort was not delivered, until it expires.
         "reservation_ttl_s": "8",
-        # All instances of a role may be away for some seconds.
-        "router_flags": ("--unavailable-after-s", "60"),
     }
     if over_links:
         settings["kv_transports"] = "tcp"

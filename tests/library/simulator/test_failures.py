@@ -121,9 +121,9 @@ def test_without_any_decode_instance_requests_fail_and_say_so() -> None:
 
 def test_requests_wait_by_themselves_for_an_instance_and_not_one_after_the_other() -> None:
     deaths = [Death(instance_id=f"decode-{number}", at_s=0.0) for number in range(2)]
-    requests = [PlannedRequest(n, at_s, RequestLengths(10, 5)) for n, at_s in enumerate((0.0, 1.0, 2.0, 13.0, 14.0))]
-    run = simulate(spec_of(failures=dying(*deaths, repair_s=20.0)), requests).columns()
-    # Each may wait for ten seconds; by then the instances are back for the last two only.
+    requests = [PlannedRequest(n, at_s, RequestLengths(10, 5)) for n, at_s in enumerate((0.0, 1.0, 2.0, 123.0, 124.0))]
+    run = simulate(spec_of(failures=dying(*deaths, repair_s=130.0)), requests).columns()
+    # Each may wait for two minutes; by then the instances are back for the last two only.
     assert run.answered.tolist() == [False, False, False, True, True]
 
 

@@ -15,6 +15,7 @@ from grpc import aio
 from kaveri.errors import NoCapacity
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
+from services.router.config import RouterConfig
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import answer, ask, collect, eventually, tokens_of
 
@@ -248,3 +249,9 @@ async def test_a_request_that_ends_in_the_moment_in_which_it_gets_an_instance_is
     assert responses[-1].finish_reason == sampling_pb2.FINISH_REASON_CANCELLED
     assert sent(single) == 0
     assert not [line for line in lines if line["log_level"] == "error"]
+
+
+def test_requests_wait_longer_for_instances_than_engines_take_to_start() -> None:
+    """Else they fail while all instances of a phase start again. Their own deadlines end them before."""
+    config = RouterConfig()
+    assert 60 < config.unavailable_after_s < config.default_timeout_s
