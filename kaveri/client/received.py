@@ -1,5 +1,7 @@
 """What a client has received of one answer, over all its sessions: each token, character and the end exactly once."""
 
+from array import array
+
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import Unavailable
 from kaveri.v1 import inference_pb2, sampling_pb2
@@ -17,7 +19,8 @@ class Received:
         """Tokens of the prompt whose log-probabilities have come."""
         self._prompt_tokens = 1
         """Of the prompt, as the first response counts them; until then at least one."""
-        self.token_ids: list[int] = []
+        # Garbage collection goes over each item of a list, of all answers in one turn of the event loop.
+        self.token_ids: array[int] = array("I")
         self.characters = 0
         """Of text, in Unicode code points."""
         self.max_tokens = 0

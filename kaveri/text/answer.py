@@ -5,6 +5,7 @@ length.
 """
 
 import asyncio
+from array import array
 from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ below the largest message, so a wrong estimate does no harm."""
 _TOKEN_BYTES = 5
 _LOGPROB_BYTES = 24
 _CHARACTER_BYTES = 4
-_SLICE_TOKENS = 512
+SLICE_TOKENS = 512
 """Tokens that the client has are detokenized in slices, a millisecond of the event loop each, with models whose tokens
 are not plain ten."""
 
@@ -53,7 +54,8 @@ class Answer:
         """Positions of the prompt whose report has come. Of position 0 there is nothing to say."""
         self._prompt_logprobs: list[Any] = []
         """Of those that were not taken. Position 0 enters with what comes next: alone it is no output."""
-        self.token_ids: list[int] = []
+        # Garbage collection goes over each item of a list, of all answers in one turn of the event loop.
+        self.token_ids: array[int] = array("I")
         self.first_token_s: float | None = None
         self.last_token_s = 0.0
         self._detokenizer = detokenizer
@@ -72,7 +74,7 @@ class Answer:
         """Begins behind what the client has of earlier sessions: take() gives no more of it."""
         self._skipped_characters = self._taken_characters = characters
         for position, token_id in enumerate(token_ids):
-            if position % _SLICE_TOKENS == _SLICE_TOKENS - 1:
+            if position % SLICE_TOKENS == SLICE_TOKENS - 1:
                 await asyncio.sleep(0)
             self.token_ids.append(token_id)
             # A stop token is the last one, and has no text.
@@ -156,7 +158,7 @@ class Answer:
         index = self._taken_count
         count = self._fitting_count()
         self._taken_count += count
-        token_ids = self.token_ids[index : self._taken_count]
+        token_ids = self.token_ids[index : self._taken_count].tolist()
         first_character, text = self._taken_characters, self._take_text()
         self._taken_characters += len(text)
         if not self._logprobs:

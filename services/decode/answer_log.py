@@ -1,5 +1,6 @@
 """What a decode instance has drawn for one request, and how much of it its router has been sent. No I/O."""
 
+from array import array
 from dataclasses import dataclass, field
 
 from kaveri.domain.owner import Owner
@@ -57,7 +58,8 @@ class AnswerLog:
     first_index: int
     sent: int
     """Index of the next token to send."""
-    token_ids: list[int] = field(default_factory=list)
+    # Garbage collection goes over each item of a list, of all answers in one turn of the event loop.
+    token_ids: "array[int]" = field(default_factory=lambda: array("I"))
     logprobs: list[Logprobs] = field(default_factory=list)
     """One for each token, or none at all."""
     end: End = GOING_ON
@@ -126,7 +128,8 @@ class AnswerLog:
     def take(self, request_id: str, owner: Owner) -> GainedTokens:
         """What was not sent, which counts as sent from now on."""
         start = self.sent - self.first_index
-        gained = GainedTokens(request_id, owner, self.sent, self.token_ids[start:], self.logprobs[start:], self.end)
+        token_ids = self.token_ids[start:].tolist()
+        gained = GainedTokens(request_id, owner, self.sent, token_ids, self.logprobs[start:], self.end)
         # The copy of a request that has ended is gone, unless the request was moved to it.
         if not self.replica_sent and (self.end is GOING_ON or self.end.moved):
             gained.replica, self.replica_sent = self.replica, True

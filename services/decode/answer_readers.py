@@ -1,4 +1,4 @@
-"""Answers that callers read here themselves: one stream per caller, one batch per engine step.
+"""Answers that callers read here themselves: one stream per caller, small messages after each engine step.
 
 The request stays its router's. While a caller reads, the router gets the tokens in larger pieces (TokenStreams.gain),
 and all of them when the caller stops reading. A reader has its own text of the answer, made as routers make it, so that
@@ -6,13 +6,15 @@ a caller may change between the two at any token.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from hmac import compare_digest
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import InvalidArgument, RequestNotFound, Unavailable, Unsupported
-from kaveri.text.answer import Answer, AnswerPart
+from kaveri.text.answer import SLICE_TOKENS, Answer, AnswerPart
 from kaveri.text.detokenizer import Detokenizer
 from kaveri.wire.attempts import wrong_secret
 from services.decode.attaching import prompt_tokens
@@ -21,6 +23,10 @@ from services.decode.token_streams import BEAT_S
 
 MIN_READER_ID_CHARACTERS = 16
 MAX_READER_ID_CHARACTERS = 128
+_MOST_PARTS = 32
+_MOST_PART_TOKENS = 64
+"""Most parts of one message, and most tokens of a part. Decode makes the text of a message, and a caller takes the
+message in, in one turn of their event loops each. The rest follows in the next messages."""
 MAX_READERS = 1024
 """Callers that have a stream."""
 
@@ -86,26 +92,26 @@ class AnswerReader:
 
     def take(self) -> ReadPart:
         """What was not sent; the first part of it when that would be too large for a message."""
-        if not self._left:
-            self._pull()
+        has_rest = not self._left and self._pull(_MOST_PART_TOKENS)
         answer = self._answer
         part = answer.take()
         ended = self._left or answer.stopped or self.request.log.has_ended
-        if answer.has_output:
+        if answer.has_output or (has_rest and not answer.stopped):
             self._stream.add(self)
             ended = False
         return ReadPart(self.request.request_id, self._session, part, ended)
 
-    def _pull(self) -> None:
-        """Takes in what the request's log has gained."""
+    def _pull(self, most_tokens: int | None = None) -> bool:
+        """Takes in what the request's log has gained, at most so many tokens of it. Returns whether there are more."""
         log = self.request.log
         tokens = log.token_ids[self._next_index - log.first_index :]
         if log.end.finish is FinishReason.STOP:
             # The router sends it with the end. A caller that had it alone would re-attach behind the end of the answer.
             tokens = tokens[:-1]
-        if tokens:
-            self._next_index += len(tokens)
-            self._answer.append(tokens, (), None, 0.0)
+        if taken := tokens[:most_tokens]:
+            self._next_index += len(taken)
+            self._answer.append(taken, (), None, 0.0)
+        return len(taken) < len(tokens)
 
 
 class CallerStream:
@@ -129,7 +135,7 @@ class CallerStream:
         self._changed.set()
 
     async def next_batch(self, beat_s: float = BEAT_S) -> list[AnswerReader]:
-        """Takes the readers that have something; waits for some for `beat_s` seconds at most."""
+        """Takes the first of the readers that have something; waits for some for `beat_s` seconds at most."""
         if not (self._unsent or self.closed):
             self._changed.clear()
             beat = asyncio.get_running_loop().call_later(beat_s, self._changed.set)
@@ -137,7 +143,9 @@ class CallerStream:
                 await self._changed.wait()
             finally:
                 beat.cancel()
-        batch, self._unsent = list(self._unsent), {}
+        batch = list(islice(self._unsent, _MOST_PARTS))
+        for reader in batch:
+            del self._unsent[reader]
         return batch
 
 
@@ -159,6 +167,8 @@ class AnswerReaders:
         self._count_read = count_read
         self._streams: dict[str, CallerStream] = {}
         self._readers: dict[CallerStream, dict[DecodeRequest, AnswerReader]] = {}
+        self._turn = asyncio.Lock()
+        """Held while a caller's tokens are taken in that need several slices of the event loop."""
 
     @property
     def count(self) -> int:
@@ -206,7 +216,8 @@ class AnswerReaders:
             skip_special_tokens=params.skip_special_tokens,
         )
         answer = Answer(detokenizer)
-        await answer.go_on_after(asked.token_ids, asked.characters, params.stop_token_ids)
+        async with self._turn if len(asked.token_ids) > SLICE_TOKENS else contextlib.nullcontext():
+            await answer.go_on_after(asked.token_ids, asked.characters, params.stop_token_ids)
         # It may have left meanwhile.
         stream, request, _ = self._check(asked)
         if request.reader is not None:

@@ -1,8 +1,9 @@
 """The answers to one HTTP request: one stream of the SDK for each, read one by one or merged."""
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -10,24 +11,31 @@ from typing import Self
 from kaveri.client.answer import Chunk
 from kaveri.client.async_client import AsyncClient
 from kaveri.client.async_stream import AsyncStream
-from kaveri.client.request import pack_token_ids
+from kaveri.client.request import add_token_ids
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import RequestCancelled, SlowReader, Unavailable
+from kaveri.v1 import inference_pb2
 from kaveri.wire.attempts import CLIENTS_ID_SUFFIX_BYTES, MAX_CLIENTS_ID_BYTES
 from services.gateway.asked import Asked, is_token_ids
 
 Take = Callable[[int, Chunk], Awaitable[None]]
 _SENT_TOGETHER = 8
+_MERGED_CHUNKS = 32
+_SLICE_TOKENS = 16_384
+"""Token ids are checked and packed in slices, about a millisecond of the event loop each. Requests with more take
+turns: many of them at once would otherwise each take a slice of the same turn of the loop."""
 
 
 class Answers:
     """Asks a router for all answers at once. Leaving the context cancels those that have not ended, everywhere."""
 
-    def __init__(self, client: AsyncClient, asked: Asked, request_id: str) -> None:
-        """request_id: stands before the ids that routers get, so that it can be found in their logs."""
+    def __init__(self, client: AsyncClient, asked: Asked, request_id: str, turn: asyncio.Lock) -> None:
+        """request_id: stands before the ids that routers get, so that it can be found in their logs. turn: of all
+        requests of the event loop; a long one holds it while it is sent."""
         self.streams: list[AsyncStream] = []
         self._client = client
         self._asked = asked
+        self._turn = turn
         self._reported = [asyncio.Event() for _ in asked.prompts]
         """Of the reports on the prompts: whether all of it has come, for the answers that begin with it."""
         self._closed = False
@@ -42,7 +50,7 @@ class Answers:
             if number % n == 0:
                 text = prompt if isinstance(prompt, str) else None
                 # Checked once for all answers to it.
-                token_ids = pack_token_ids(prompt) if is_token_ids(prompt) else None  # type: ignore[arg-type]
+                token_ids = await _packed(prompt) if is_token_ids(prompt) else None  # type: ignore[arg-type]
             if number % _SENT_TOGETHER == _SENT_TOGETHER - 1:
                 await asyncio.sleep(0)
             if self._closed:
@@ -50,7 +58,7 @@ class Answers:
             self.streams.append(
                 self._client.stream(
                     text,
-                    prompt_token_ids=token_ids,
+                    prompt_token_ids=token_ids,  # type: ignore[arg-type]
                     messages=prompt if text is None and token_ids is None else None,  # type: ignore[arg-type]
                     params=params,
                     model=self._asked.model,
@@ -60,8 +68,10 @@ class Answers:
 
     async def __aenter__(self) -> Self:
         """Asks. Raises InvalidArgument, and Unavailable once closed."""
+        is_long = any(is_token_ids(prompt) and len(prompt) > _SLICE_TOKENS for prompt in self._asked.prompts)
         try:
-            await self._ask()
+            async with self._turn if is_long else contextlib.nullcontext():
+                await self._ask()
         except BaseException:
             self.close()
             raise
@@ -104,8 +114,9 @@ class Answers:
             if finish is None:
                 raise Unavailable(self._failure)
             return
-        # Full: the streams wait, and the routers join their tokens.
-        merged: asyncio.Queue[tuple[int, Chunk | BaseException | None]] = asyncio.Queue(len(self.streams))
+        # Full: the streams wait, and the routers join their tokens. The caller takes what it holds in one turn of the
+        # event loop.
+        merged: asyncio.Queue[tuple[int, Chunk | BaseException | None]] = asyncio.Queue(_MERGED_CHUNKS)
         pumps = [asyncio.create_task(self._pump(index, merged)) for index in range(len(self.streams))]
         try:
             left = len(pumps)
@@ -161,6 +172,15 @@ class Answers:
         finish = None if chunk.finish_reason is None else FinishReason.LENGTH
         usage = None if chunk.usage is None else replace(chunk.usage, completion_tokens=0)
         return replace(chunk, token_ids=(), text="", logprobs=(), finish_reason=finish, usage=usage)
+
+
+async def _packed(token_ids: Sequence[int]) -> inference_pb2.TokenIds:
+    packed = inference_pb2.TokenIds()
+    for start in range(0, len(token_ids), _SLICE_TOKENS):
+        add_token_ids(packed, token_ids[start : start + _SLICE_TOKENS])
+        if start:
+            await asyncio.sleep(0)
+    return packed
 
 
 def _check_not_cancelled(finish_reason: FinishReason | None, request_id: str) -> None:

@@ -190,12 +190,14 @@ class _Generate:
         door: Door,
         budget: BodyBudget,
         path: str,
+        turn: asyncio.Lock,
         read: Reader,
         make_format: type[AnswerFormat],
     ) -> None:
         self._door = door
         self._budget = budget
         self._path = path
+        self._turn = turn
         self._read = read
         self._make_format = make_format
         self._prompt_param = "prompt" if make_format is CompletionFormat else "messages"
@@ -235,7 +237,7 @@ class _Generate:
         made = self._make_format(asked, shown, state.request_id, model, int(time.time()))
         state.answers = len(asked.answers)
         metrics.IN_FLIGHT.inc(state.answers)
-        answers = Answers(client, asked, state.request_id)
+        answers = Answers(client, asked, state.request_id, self._turn)
         self._door.answering.add(answers)
         try:
             async with answers:
@@ -310,8 +312,9 @@ def build_api(door: Door) -> Router:
     """The paths."""
     config = door.config
     budget = BodyBudget(config.max_body_bytes, config.max_bodies_bytes, config.slow_sender_s)
-    completions = _Generate(door, budget, "/v1/completions", read_completion, CompletionFormat)
-    chat = _Generate(door, budget, "/v1/chat/completions", read_chat, ChatFormat)
+    turn = asyncio.Lock()
+    completions = _Generate(door, budget, "/v1/completions", turn, read_completion, CompletionFormat)
+    chat = _Generate(door, budget, "/v1/chat/completions", turn, read_chat, ChatFormat)
     rendering = asyncio.Lock()
 
     async def models(request: Request) -> Response:

@@ -4,8 +4,10 @@ An event is put together from bytes that are made once per answer: this is done 
 """
 
 import json
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from io import StringIO
 from json.encoder import encode_basestring_ascii
 from typing import Any, TypeVar
 
@@ -42,8 +44,9 @@ def _slices(items: Sequence[ItemT]) -> Iterator[Sequence[ItemT]]:
 class _Gathered:
     """One answer that is shown whole, so far. What is reported on its tokens is JSON already: that is smaller."""
 
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
+    # Garbage collection goes over each item of a list, of all answers in one turn of the event loop.
+    text: StringIO = field(default_factory=StringIO)
+    token_ids: "array[int]" = field(default_factory=lambda: array("I"))
     report: dict[str, list[bytes] | bytes] = field(default_factory=dict)
     """The fields of the report: the items of lists, or another value."""
     prompt_logprobs: list[bytes] = field(default_factory=list)
@@ -152,9 +155,9 @@ class AnswerFormat:
         is_first = index not in self._gathered
         gathered = self._gathered.setdefault(index, _Gathered())
         if chunk.text:
-            gathered.text.append(chunk.text)
+            gathered.text.write(chunk.text)
         if self._asked.return_token_ids:
-            gathered.token_ids += chunk.token_ids
+            gathered.token_ids.extend(chunk.token_ids)
         gathered.finish = chunk.finish_reason
         if chunk.usage is not None:
             self._usages[index] = chunk.usage
@@ -180,7 +183,7 @@ class AnswerFormat:
                 ids = encode(shown.token_ids)
             choice: dict[str, object] = {
                 "index": index,
-                **self._message(shown.text + "".join(gathered.text)),
+                **self._message(shown.text + gathered.text.getvalue()),
                 "finish_reason": gathered.finish,
             }
             parts = [b',"choices":[' if index == 0 else b",", encode(choice)[:-1], b',"logprobs":']
@@ -190,7 +193,7 @@ class AnswerFormat:
                 gathered.add_report(self._report(index, (), ()))
                 parts += gathered.report_parts()
             if self._asked.return_token_ids:
-                parts += [b',"token_ids":', encode(gathered.token_ids)]
+                parts += [b',"token_ids":', encode(gathered.token_ids.tolist())]
             if self._ids_beside_choices:
                 parts += self._about_prompt(of_prompt, ids)
             yield b"".join([*parts, b"}"])

@@ -79,7 +79,7 @@ async def test_a_report_goes_on_while_the_answer_is_read_at_a_decode_instance() 
         sources.end_session()
         await streams.close()
     assert received.prompt_count == len(PROMPT)
-    assert received.token_ids == [1]
+    assert list(received.token_ids) == [1]
 
 
 async def test_a_stream_that_is_closed_while_a_response_waits_ends_quietly() -> None:

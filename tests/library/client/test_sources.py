@@ -79,7 +79,7 @@ async def test_what_decode_sends_behind_the_end_of_a_cancelled_answer_is_dropped
     answer.decode_sends(_tokens(2, 67))
     answer.router_sends(None)
     assert await answer.next() is None
-    assert answer.received.token_ids == [65, 66]
+    assert list(answer.received.token_ids) == [65, 66]
     assert answer.received.is_complete
 
 

@@ -12,6 +12,7 @@ from kaveri.engine.contract import EngineKey, EngineRequest, TokenStep
 from kaveri.errors import InvalidArgument, RequestNotFound, Unavailable, Unsupported
 from kaveri.models import KAVERI_TINY, resolve_model
 from kaveri.policy.growth import BatchMember
+from kaveri.text.answer import Answer
 from kaveri.text.tokenizer import ModelTokenizer
 from services.decode.answer_log import READ_HERE_TOKENS
 from services.decode.answer_readers import AnswerAsked, AnswerReaders, CallerStream, ReadPart
@@ -36,13 +37,20 @@ class AnswerReadHere:
     """One request here, its router's stream and its caller's."""
 
     def __init__(self, tokenizer: ModelTokenizer | None, **params: Any) -> None:
-        engine_request = EngineRequest(EngineKey("a", 1), (70,) * 10, 0, SamplingParams(**params))
-        ownership = Ownership(Owner(2, 1), ROUTER, SECRET)
-        self.request = DecodeRequest(engine_request, ownership, 0.0, 60.0, BatchMember(10), InLine(stays=False))
+        self.params = params
+        self.requests: dict[str, DecodeRequest] = {}
+        self.request = self.add("a")
         self.streams = TokenStreams(10.0, lambda name: None, lambda name: [])
         self.router: TokenStream = self.streams.open(ROUTER)
         self.read_tokens = 0
-        self.readers = AnswerReaders({"a": self.request}.get, self.streams.note_reader, tokenizer, self._count)
+        self.readers = AnswerReaders(self.requests.get, self.streams.note_reader, tokenizer, self._count)
+
+    def add(self, request_id: str) -> DecodeRequest:
+        engine_request = EngineRequest(EngineKey(request_id, 1), (70,) * 10, 0, SamplingParams(**self.params))
+        ownership = Ownership(Owner(2, 1), ROUTER, SECRET)
+        request = DecodeRequest(engine_request, ownership, 0.0, 60.0, BatchMember(10), InLine(stays=False))
+        self.requests[request_id] = request
+        return request
 
     def _count(self, tokens: int) -> None:
         self.read_tokens += tokens
@@ -51,9 +59,10 @@ class AnswerReadHere:
         asked = AnswerAsked(READER, "a", 2, SECRET, [FIRST], 1)._replace(**changes)
         await self.readers.read(asked)
 
-    def draw(self, index: int, finish: FinishReason | None = None) -> None:
+    def draw(self, index: int, finish: FinishReason | None = None, request: DecodeRequest | None = None) -> None:
         times = RequestTimes(0.1, 0.2, 0) if finish is not None else None
-        self.streams.gain(self.request, TokenStep(self.request.key, index, FIRST + index, None, finish), times)
+        request = request or self.request
+        self.streams.gain(request, TokenStep(request.key, index, FIRST + index % 100, None, finish), times)
         self.streams.flush()
 
     async def parts(self, stream: CallerStream) -> list[ReadPart]:
@@ -186,3 +195,56 @@ async def test_special_tokens_are_shown_to_a_reader_of_a_request_that_asked_for_
     assert tokenizer.token_text(FIRST + 2) in texts[False]
     assert tokenizer.token_text(FIRST + 2) not in texts[True]
     tokenizer.close()
+
+
+async def test_what_is_made_and_read_at_once_is_bounded_for_any_number_of_answers_and_tokens(
+    tokenizer: ModelTokenizer,
+) -> None:
+    """A caller that falls behind gets the rest in later messages, of all answers in turn."""
+    reading = AnswerReadHere(tokenizer)
+    stream = reading.readers.open(READER)
+    names = [f"request-{number}" for number in range(100)]
+    for name in names:
+        request = reading.add(name)
+        await reading.ask(request_id=name)
+        for index in range(1, 201):
+            reading.draw(index, FinishReason.LENGTH if index == 200 else None, request)
+    gained: dict[str, list[int]] = {name: [] for name in names}
+    ended: list[str] = []
+    while len(ended) < len(names):
+        parts = await reading.parts(stream)
+        assert 0 < len(parts) <= 32
+        assert max(len(read.part.token_ids) for read in parts) <= 64
+        for read in parts:
+            assert read.part.first_index == 1 + len(gained[read.request_id])
+            gained[read.request_id] += read.part.token_ids
+            assert read.ended == (len(gained[read.request_id]) == 200)
+            ended += [read.request_id] if read.ended else []
+    assert ended == names
+    assert set(map(tuple, gained.values())) == {tuple(FIRST + index % 100 for index in range(1, 201))}
+
+
+async def test_callers_that_bring_many_tokens_take_turns(
+    tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    working, most = 0, 0
+    original = Answer.go_on_after
+
+    async def counted(self: Answer, *args: Any) -> None:
+        nonlocal working, most
+        working += 1
+        most = max(most, working)
+        await original(self, *args)
+        working -= 1
+
+    monkeypatch.setattr(Answer, "go_on_after", counted)
+    reading = AnswerReadHere(tokenizer)
+    reading.readers.open(READER)
+    received = [FIRST + index % 100 for index in range(2_001)]
+    for name in "bcdef":
+        request = reading.add(name)
+        for index in range(1, 2_001):
+            reading.draw(index, request=request)
+    asking = (reading.ask(request_id=name, token_ids=received, characters=0) for name in "bcdef")
+    await asyncio.wait_for(asyncio.gather(*asking), WAIT_S)
+    assert most == 1

@@ -1,5 +1,7 @@
 """What a slow router was not sent goes out in messages that gRPC takes, in order, nothing lost and nothing twice."""
 
+import pytest
+
 from kaveri.domain.owner import Owner
 from kaveri.domain.sampling import FinishReason, Logprobs
 from kaveri.rpc.server import MAX_MESSAGE_BYTES
@@ -25,9 +27,20 @@ def sizes(messages: list[list[GainedTokens]]) -> list[int]:
     ]
 
 
-def test_one_step_of_many_requests_is_one_message() -> None:
-    batch = [gained(str(number), 1, logprobs=True) for number in range(256)]
+def test_one_step_of_some_requests_is_one_message() -> None:
+    batch = [gained(str(number), 1) for number in range(32)]
     assert list(messages_of(batch)) == [batch]
+
+
+@pytest.mark.parametrize(("requests", "tokens"), [(256, 1), (256, 32), (256, 1_900), (1, 131_072)])
+def test_what_a_router_takes_in_at_once_is_bounded_for_any_number_of_requests_and_tokens(
+    requests: int, tokens: int
+) -> None:
+    batch = [gained(f"{number:032x}", tokens) for number in range(requests)]
+    messages = list(messages_of(batch))
+    assert max(len(message) for message in messages) <= 64
+    assert max(sum(len(entry.token_ids) for entry in message) for message in messages) <= 2_000
+    assert sum(len(entry.token_ids) for message in messages for entry in message) == requests * tokens
 
 
 def test_nothing_is_no_message() -> None:
@@ -35,7 +48,7 @@ def test_nothing_is_no_message() -> None:
 
 
 def test_many_entries_go_in_messages_far_below_the_limit() -> None:
-    batch = [gained(str(number), 100, logprobs=True) for number in range(500)]
+    batch = [gained(str(number), 2, logprobs=True) for number in range(500)]
     messages = list(messages_of(batch))
     assert [entry for entries in messages for entry in entries] == batch
     assert max(sizes(messages)) < MAX_MESSAGE_BYTES // 2

@@ -3,17 +3,22 @@
 import asyncio
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from kaveri.domain.sampling import MAX_COPIED_CHARACTERS, MAX_COPIED_TOKENS
+from kaveri.client.answer import Chunk
+from kaveri.client.async_client import AsyncClient
+from kaveri.client.async_stream import AsyncStream
+from kaveri.domain.sampling import MAX_COPIED_CHARACTERS, MAX_COPIED_TOKENS, FinishReason, SamplingParams
 from kaveri.security.api_keys import KeyLimits
 from kaveri.security.keys_file import add_key
 from kaveri.text.tokenizer import ModelTokenizer
-from services.gateway import body
+from kaveri.v1 import inference_pb2
+from services.gateway import answers, app, body
+from services.gateway.asked import Asked
 from services.gateway.body import MAX_FRACTIONS, MAX_NESTED, MAX_VALUES, parse_object
 from services.gateway.http_errors import HttpError
 from tests.services.gateway.conftest import GatewayUnderTest, run_gateway
@@ -115,6 +120,69 @@ async def test_a_large_body_is_read_on_a_thread(gateway: GatewayUnderTest, monke
         assert asked.status == 200
     assert threads[0] == threading.main_thread().name
     assert threads[1].startswith("body")
+
+
+async def test_long_prompts_of_many_connections_are_packed_in_slices_one_prompt_after_another(
+    gateway: GatewayUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one turn of the event loop packs the prompts of all of them."""
+    slices: list[tuple[int, int]] = []
+    original = answers.add_token_ids
+
+    def counted(message: inference_pb2.TokenIds, items: Sequence[int]) -> None:
+        slices.append((id(message), len(items)))
+        original(message, items)
+
+    monkeypatch.setattr(answers, "add_token_ids", counted)
+    monkeypatch.setattr(answers, "_SLICE_TOKENS", 10)
+    # All are ready to be packed before one is.
+    barrier = asyncio.Barrier(4)
+    original_shown = app.show_prompts
+
+    async def together(*args: Any) -> Any:
+        await barrier.wait()
+        return await original_shown(*args)
+
+    monkeypatch.setattr(app, "show_prompts", together)
+    prompts = [[300 + number] * 35 for number in range(4)]
+    asked = [gateway.ask("/v1/completions", {"prompt": prompt, "max_tokens": 3}) for prompt in prompts]
+    assert [each.status for each in await asyncio.gather(*asked)] == [200] * 4
+    assert [size for _, size in slices] == [10, 10, 10, 5] * 4
+    assert len({message for message, _ in slices[:4]}) == 1
+
+
+class ReadyStream:
+    """An answer all of whose chunks are there."""
+
+    request_id = "ready"
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        for index in range(10):
+            finish = FinishReason.LENGTH if index == 9 else None
+            yield Chunk(
+                index=index, token_ids=(300,), text="a", logprobs=(), finish_reason=finish, usage=None, timing=None
+            )
+
+
+async def test_one_turn_of_the_event_loop_takes_some_of_the_chunks_that_are_there() -> None:
+    """Else a gateway that has fallen behind takes one of each of its answers, however many there are."""
+    asked = Asked(model="m", prompts=((1,),), params=SamplingParams(), n=128, stream=True)
+    merged = answers.Answers(cast(AsyncClient, None), asked, "id", asyncio.Lock())
+    merged.streams = cast(list[AsyncStream], [ReadyStream() for _ in range(128)])
+    loop = asyncio.get_running_loop()
+    taken: list[int] = [0]
+
+    def next_turn() -> None:
+        nonlocal ticking
+        taken.append(0)
+        ticking = loop.call_soon(next_turn)
+
+    ticking = loop.call_soon(next_turn)
+    async for _ in merged.chunks():
+        taken[-1] += 1
+    ticking.cancel()
+    assert sum(taken) == 128 * 10
+    assert max(taken) <= 32
 
 
 async def test_a_key_that_holds_a_quarter_of_all_gets_503_and_the_others_go_on(

@@ -71,7 +71,7 @@ async def test_tokens_that_decode_sends_before_the_first_token_wait_for_it(clust
         await eventually(lambda: router.router.table.get("early") is not None)
         entry = router.router.table.get("early")
         await eventually(lambda: holds_the_last_token(entry))
-        assert entry.answer.token_ids == []
+        assert not entry.answer.token_ids
         assert not collecting.done()
         cluster.let_all_go()
         responses = await collecting
