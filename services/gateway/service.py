@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator, Iterator
 
 from starlette.middleware.cors import CORSMiddleware
@@ -28,10 +29,13 @@ from services.gateway.http_server import HttpServer
 from services.gateway.router_targets import router_targets, wait_for_routers
 
 _WATCH_TIMEOUT_S = 1.0
+_SWITCH_S = 0.001
 
 
 async def serve(config: GatewayConfig, stopping: asyncio.Event) -> int:
     """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
+    # The event loop waits so long for the interpreter after each turn while a thread parses bodies.
+    sys.setswitchinterval(_SWITCH_S)
     has_key = bool(config.routers and find_api_key(None))
     if config.direct == "on" and has_key:
         reason = f"on does not go with {VARIABLE}: the public ports that ask for it send all tokens themselves"
