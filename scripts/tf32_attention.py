@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from kaveri import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.stepwise.runner import SequenceSlice
 from kaveri.engine.transformers.sampler import draw_tokens
 from tests.support.tiny_models import make_tiny_model
@@ -65,14 +65,14 @@ class TiledAttention:
         return ((values.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
-def requests_of_the_test() -> list[tuple[list[int], SamplingParams]]:
+def requests_of_the_test() -> list[tuple[list[int], ResolvedParams]]:
     """Prompts and parameters as the test draws them."""
     rng = random.Random(2)
     prompts = [
         [rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (*LENGTHS, 400, 511, 512, 513, 777, 900, 1000)
     ]
     params = [
-        SamplingParams(
+        ResolvedParams(
             max_tokens=ANSWER_TOKENS,
             temperature=rng.choice([0.0, 0.7, 1.3]),
             top_k=rng.choice([0, 40]),
@@ -85,7 +85,7 @@ def requests_of_the_test() -> list[tuple[list[int], SamplingParams]]:
     return list(zip(prompts, params, strict=True))[: len(LENGTHS)]
 
 
-def drawn(logits: Tensor, params: SamplingParams) -> list[int]:
+def drawn(logits: Tensor, params: ResolvedParams) -> list[int]:
     """Of the rows of an answer."""
     slices = [SequenceSlice([1], 0, [0], True, index, params) for index in range(len(logits))]
     return [token.token_id for token in draw_tokens(logits, slices)]  # type: ignore[union-attr]

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.support.harness import Options, Report, run
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.stepwise.runner import SequenceSlice
 from kaveri.engine.transformers.loading import load_runner
 from kaveri.engine.transformers.memory import PagedMemory
@@ -77,7 +77,7 @@ def _chunks(report: Report, model: str, repeats: int) -> None:
             block_ids=range(runner.layout.block_count(tokens)),
             draw=True,
             draw_index=0,
-            params=SamplingParams(temperature=0.0),
+            params=ResolvedParams(temperature=0.0),
         )
         bare = _seconds(lambda piece=piece: runner.run([piece], None), repeats)  # type: ignore[misc]
         pushed = _seconds(lambda piece=piece: runner.run([piece], _ignore), repeats)  # type: ignore[misc]

@@ -22,7 +22,7 @@ from types import TracebackType
 import torch
 
 from benchmarks.support.harness import Options, Report, run
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import (
     EngineEvent,
     EngineKey,
@@ -84,7 +84,7 @@ class Lab:
     def request(self, prompt_tokens: int, answer_tokens: int = 1) -> EngineRequest:
         """Random ids: what they say does not matter, how many there are does."""
         token_ids = tuple(self._rng.randrange(3, self._vocab_size) for _ in range(prompt_tokens))
-        params = SamplingParams(max_tokens=answer_tokens, temperature=0, ignore_eos=True, seed=0)
+        params = ResolvedParams(max_tokens=answer_tokens, temperature=0, ignore_eos=True, seed=0)
         return EngineRequest(EngineKey(f"request {next(self._numbers)}", 1), token_ids, 0, params)
 
     def submit_together(self, requests: Sequence[EngineRequest]) -> float:

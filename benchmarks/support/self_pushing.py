@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import (
     EngineEvent,
     EngineKey,
@@ -89,7 +89,7 @@ class SelfPushingEngine:
 
     def answer(self, prompts: Sequence[list[int]], answer_tokens: int) -> PushedAnswers:
         """All prompts at once, greedily, past the end-of-sequence token."""
-        params = SamplingParams(max_tokens=answer_tokens, temperature=0.0, seed=0, ignore_eos=True)
+        params = ResolvedParams(max_tokens=answer_tokens, temperature=0.0, seed=0, ignore_eos=True)
         requests = [
             EngineRequest(EngineKey(f"request {index}", 1), tuple(prompt), 0, params)
             for index, prompt in enumerate(prompts)

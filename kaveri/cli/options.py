@@ -11,11 +11,16 @@ Target = Annotated[
     str, typer.Option(help="Router to ask, HOST:PORT; several with commas between them.", envvar="KAVERI_TARGET")
 ]
 Model = Annotated[str | None, typer.Option(help="Model to ask. Unset: the only one that is served.")]
-MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to generate. Unset: all that fit.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to generate. Unset: the model's, or all that fit.")]
 MinTokens = Annotated[int, typer.Option(help="Fewest tokens: the answer does not end before it has so many.")]
 Temperature = Annotated[float, typer.Option(help="Divides the logits. 0: the same answer every time.")]
-TopP = Annotated[float, typer.Option(help="Draw from the smallest set of tokens that reaches this probability.")]
-TopK = Annotated[int, typer.Option(help="Draw from this many most likely tokens. 0: all.")]
+TopP = Annotated[
+    float | None,
+    typer.Option(help="Draw from the smallest set of tokens that reaches this probability. Unset: the model's, or 1."),
+]
+TopK = Annotated[
+    int | None, typer.Option(help="Draw from this many most likely tokens. 0: all. Unset: the model's, or 0.")
+]
 Seed = Annotated[int | None, typer.Option(help="Makes draws repeatable. Unset: random.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer. May be given several times.")]
 KeyLimit = Annotated[int, typer.Option(help="Limit of this key. 0: none.")]

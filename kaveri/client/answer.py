@@ -1,8 +1,8 @@
 """What the SDK returns: pieces of an answer, the whole answer, and its timing. Values only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from kaveri.domain.sampling import FinishReason, Logprobs
+from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,3 +142,6 @@ class ModelInfo:
     """Whether `messages` can be used."""
     ready: bool
     """Whether a request would be accepted now."""
+    default_params: SamplingParams = field(default_factory=SamplingParams)
+    """What requests that leave them unset get: temperature, top_p, top_k and max_tokens, as far as the model's
+    generation_config has them."""

@@ -28,6 +28,7 @@ from kaveri.domain.sampling import SamplingParams
 from kaveri.rpc.tls import RpcTls
 from kaveri.security.tls_files import TlsFiles
 from kaveri.v1 import inference_pb2
+from kaveri.wire.messages import params_from_proto
 
 
 class AsyncClient:
@@ -256,4 +257,5 @@ def _model_info(message: inference_pb2.Model) -> ModelInfo:
         vocab_size=message.vocab_size,
         has_chat_template=message.has_chat_template,
         ready=message.ready,
+        default_params=params_from_proto(message.default_params),
     )

@@ -200,6 +200,9 @@ class Sessions:
 
     def _take(self, response: inference_pb2.GenerateResponse) -> None:
         self.received.take(response, self.call.target)
+        if response.HasField("resolved_params"):
+            # The router of a later session may have other defaults.
+            self._request.params.MergeFrom(response.resolved_params)
         self._may_be_taken = True
         self._cancel_left()
         self._routers.worked(self.call.target)

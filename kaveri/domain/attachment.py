@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kaveri.domain.owner import Ownership
+from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import InvalidArgument
 
 
@@ -29,7 +30,8 @@ class Attachment:
 class Attached:
     """What the new owner must know of the request."""
 
-    max_tokens: int
+    params: SamplingParams
+    """max_tokens, temperature, top_p and top_k as the request's first router has resolved them; no others."""
     first_index: int
     """Index of the token that prefill draws, or drew."""
     token_ids: tuple[int, ...] = ()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from kaveri.domain.length import TokenRange
 from kaveri.domain.owner import Ownership
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.kv.layout.layout import KvLayout
 
 
@@ -56,7 +56,7 @@ class Resumption:
     """Prompt, followed by the tokens that its router has."""
     generated_count: int
     """How many of token_ids were generated: the index of the next one."""
-    params: SamplingParams
+    params: ResolvedParams
     timeout_s: float
     """What is left until the request's deadline."""
     predicted_length: TokenRange | None

@@ -6,7 +6,8 @@ import numbers
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from kaveri.errors import InvalidArgument
 
@@ -30,6 +31,8 @@ _FLOAT32_MAX = 3.4028234e38
 """The wire's numbers: a larger one would arrive as infinity."""
 _FLOAT32_MIN = 1.4012984e-45
 """A smaller top_p would arrive as 0."""
+_WITH_DEFAULTS = ("max_tokens", "temperature", "top_p", "top_k")
+"""Those of which a model may have defaults."""
 _SEED_STEP = 0x9E3779B97F4A7C15
 """Odd, so that the seeds of one request differ; 2**64 divided by the golden ratio, so that they are far apart."""
 
@@ -50,16 +53,16 @@ class SamplingParams:
     """
 
     max_tokens: int | None = None
-    """Most tokens to generate, at least 1. None: all that the model's length leaves after the prompt."""
+    """Most tokens to generate, at least 1. None: the model's, or all that its length leaves after the prompt."""
     min_tokens: int = 0
     """The answer does not end before it has so many tokens, at most max_tokens. Tokens that would end it are not drawn
     until then, and stop texts that are complete by then are ignored."""
-    temperature: float = 1.0
-    """Divides the logits. 0 is greedy."""
-    top_p: float = 1.0
-    """Draw only from the smallest set of tokens whose probability reaches top_p, in (0, 1]."""
-    top_k: int = 0
-    """Draw only from the top_k most likely tokens. 0: all."""
+    temperature: float | None = None
+    """Divides the logits. 0 is greedy. None: the model's, as ModelInfo.default_params says, or 1."""
+    top_p: float | None = None
+    """Draw only from the smallest set of tokens whose probability reaches top_p, in (0, 1]. None: the model's, or 1."""
+    top_k: int | None = None
+    """Draw only from the top_k most likely tokens. 0: all. None: the model's, or 0."""
     seed: int | None = None
     """Keys the draws together with the token's index, in [0, 2**64). None: the router draws one."""
     stop: tuple[str, ...] = ()
@@ -93,9 +96,12 @@ class SamplingParams:
             self._set("max_tokens", _whole("max_tokens", self.max_tokens, 1, _UINT32_MAX))
         most = _UINT32_MAX if self.max_tokens is None else self.max_tokens
         self._set("min_tokens", _whole("min_tokens", self.min_tokens, 0, most))
-        self._set("temperature", _number("temperature", self.temperature, 0.0, _FLOAT32_MAX))
-        self._set("top_p", _number("top_p", self.top_p, _FLOAT32_MIN, 1.0))
-        self._set("top_k", _whole("top_k", self.top_k, 0, _UINT32_MAX))
+        if self.temperature is not None:
+            self._set("temperature", _number("temperature", self.temperature, 0.0, _FLOAT32_MAX))
+        if self.top_p is not None:
+            self._set("top_p", _number("top_p", self.top_p, _FLOAT32_MIN, 1.0))
+        if self.top_k is not None:
+            self._set("top_k", _whole("top_k", self.top_k, 0, _UINT32_MAX))
         if self.seed is not None:
             self._set("seed", _whole("seed", self.seed, 0, _UINT64_MAX))
         for name in ("ignore_eos", "skip_special_tokens"):
@@ -106,8 +112,34 @@ class SamplingParams:
             if count is not None:
                 self._set(name, _whole(name, count, 0, MAX_LOGPROBS))
 
+    def resolved(self, defaults: "SamplingParams | None" = None) -> "ResolvedParams":
+        """These parameters, completed by the `chosen` ones of `defaults`. Raises InvalidArgument when the default of
+        max_tokens is below min_tokens."""
+        given = {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
+        return ResolvedParams(**({} if defaults is None else defaults.chosen) | given)
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """max_tokens, temperature, top_p and top_k by name, without those that are None."""
+        return {name: value for name in _WITH_DEFAULTS if (value := getattr(self, name)) is not None}
+
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedParams(SamplingParams):
+    """How an engine draws tokens: the router has filled in the model's defaults."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "top_k"):
+            if getattr(self, name) is None:
+                raise InvalidArgument(f"params.{name}", None, "a number")
+        SamplingParams.__post_init__(self)
 
 
 def derived_seed(seed: int | None, number: int) -> int | None:

@@ -33,7 +33,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams, check_token_ids
+from kaveri.domain.sampling import FinishReason, Logprobs, ResolvedParams, check_token_ids
 from kaveri.errors import InvalidArgument
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
@@ -61,7 +61,7 @@ class EngineRequest:
     """Prompt, followed by the tokens that earlier attempts have generated. At least one."""
     generated_count: int
     """How many of token_ids were generated: the index, within the answer, of the next token."""
-    params: SamplingParams
+    params: ResolvedParams
     """With max_tokens and seed set. max_tokens counts from the beginning of the answer."""
     suspect_until: int = 0
     """The request is a suspect until its answer has so many tokens: it was in a step that has raised an exception. A
@@ -107,7 +107,7 @@ class EngineInfo:
         if max_tokens is not None and request.generated_count >= max_tokens:
             raise InvalidArgument("params.max_tokens", max_tokens, f"above the {request.generated_count} drawn already")
 
-    def require_known_ids(self, token_ids: Sequence[int], params: SamplingParams, field: str = "token_ids") -> None:
+    def require_known_ids(self, token_ids: Sequence[int], params: ResolvedParams, field: str = "token_ids") -> None:
         """Raises InvalidArgument for ids outside the vocabulary, of tokens and of those that end the answer."""
         check_token_ids(field, token_ids, self.vocab_size)
         check_token_ids("params.stop_token_ids", params.stop_token_ids, self.vocab_size)

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import (
     Engine,
     EngineEvent,
@@ -82,7 +82,7 @@ class Trial:
         token_id = 1 % info.vocab_size
         for prompt_tokens, answer_tokens in ((2, 2 if self._decodes else 1), (1, 1)):
             token_ids = (token_id,) * min(prompt_tokens, info.max_model_len - 1)
-            params = SamplingParams(max_tokens=answer_tokens, seed=0, ignore_eos=True)
+            params = ResolvedParams(max_tokens=answer_tokens, seed=0, ignore_eos=True)
             key = EngineKey(_NAME, prompt_tokens)
             self._running.add(key)
             try:

@@ -4,6 +4,7 @@ For all that serve it. Imported with --vllm-grpc only, for the package is an ext
 by the field's name, also fields of newer packages.
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,13 +16,13 @@ from grpc import aio
 from smg_grpc_proto import vllm_engine_pb2
 from smg_grpc_proto.generated import common_pb2
 
-from kaveri.domain.sampling import MAX_N, FinishReason, SamplingParams, derived_seed
+from kaveri.domain.sampling import MAX_N, FinishReason, ResolvedParams, SamplingParams, derived_seed
 from kaveri.errors import InvalidArgument, KaveriError, Unsupported
 from kaveri.rpc.server import MAX_MESSAGE_BYTES
 from kaveri.text.model_files import ModelFiles
 from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, check_request_id
-from kaveri.wire.messages import params_to_proto
+from kaveri.wire.messages import params_to_proto, shown_params
 
 _SERVICE = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
 SERVICE_NAME: str = _SERVICE.full_name
@@ -70,7 +71,8 @@ class VllmAsked:
     request_id: str
     """Empty: the caller gave none."""
     prompt: str | Sequence[int]
-    params: SamplingParams
+    params: ResolvedParams
+    """As vLLM's server of this protocol reads them: callers fill in the model's defaults, which GetModelInfo says."""
     n: int
     stream: bool
     kv_transfer: str = ""
@@ -116,11 +118,11 @@ def read_generate(request: Any, is_leg: bool = False) -> VllmAsked:
     return VllmAsked(request.request_id, prompt, params, n, request.stream, request.kv_transfer_params_json)
 
 
-def _read_params(params: Any) -> tuple[SamplingParams, int]:
+def _read_params(params: Any) -> tuple[ResolvedParams, int]:
     _refuse_rest(params, "sampling_params.", _HONOURED_PARAMS, _HARMLESS_PARAMS)
     if params.n > MAX_N:
         raise InvalidArgument("sampling_params.n", params.n, f"at most {MAX_N}")
-    sampling = SamplingParams(
+    sampling = ResolvedParams(
         max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
         min_tokens=params.min_tokens,
         temperature=params.temperature if params.HasField("temperature") else 1.0,
@@ -264,8 +266,18 @@ def read_abort(request: Any) -> tuple[str, ...]:
     return tuple(filter(None, dict.fromkeys(request.request_ids)))
 
 
-def model_info(model: str, name: str, limit: int, longest_prompt: int, vocab_size: int, files: ModelFiles) -> Any:
-    """A GetModelInfoResponse. name: under which the model is served. limit: tokens of prompt and answer together."""
+def model_info(
+    model: str,
+    name: str,
+    limit: int,
+    longest_prompt: int,
+    vocab_size: int,
+    files: ModelFiles,
+    defaults: SamplingParams,
+) -> Any:
+    """A GetModelInfoResponse. name: under which the model is served. limit: tokens of prompt and answer together.
+    defaults: with which callers are to complete their requests."""
+    drawing = {name: value for name, value in shown_params(defaults).items() if name != "max_tokens"}
     return vllm_engine_pb2.GetModelInfoResponse(
         model_path=model,
         tokenizer_path=model,
@@ -274,6 +286,7 @@ def model_info(model: str, name: str, limit: int, longest_prompt: int, vocab_siz
         max_context_length=limit,
         max_req_input_len=max(0, longest_prompt),
         vocab_size=vocab_size,
+        default_sampling_params_json=json.dumps(drawing, separators=(",", ":")) if drawing else "",
         **files.facts,
     )
 

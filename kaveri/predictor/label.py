@@ -12,7 +12,7 @@ from typing import IO
 
 from kaveri.client.answer import ModelInfo
 from kaveri.client.async_client import AsyncClient
-from kaveri.domain.sampling import FinishReason, SamplingParams
+from kaveri.domain.sampling import FinishReason, ResolvedParams
 from kaveri.errors import ConfigError, InvalidArgument, NoCapacity, RequestCancelled, Unavailable
 from kaveri.predictor.labels import Label, read_labels
 from kaveri.workload.prompts import RequestPrompt
@@ -58,7 +58,7 @@ async def label_prompts(
         done = _labelled_before(out, info)
         waiting = {prompt.digest: (number, prompt) for number, prompt in prompts if prompt.digest not in done}
         advance(len(prompts) - len(waiting))
-        run = _Run(client, info, SamplingParams(max_tokens=max_tokens, temperature=0.0), timeout_s, advance)
+        run = _Run(client, info, ResolvedParams(max_tokens=max_tokens, temperature=0.0), timeout_s, advance)
         with out.open("a", encoding="utf-8") as file:
             # All workers share one iterator, so at most one request per worker is in flight.
             source = iter(waiting.values())
@@ -79,7 +79,7 @@ class _Run:
         self,
         client: AsyncClient,
         info: ModelInfo,
-        params: SamplingParams,
+        params: ResolvedParams,
         timeout_s: float,
         advance: Callable[[int], None],
     ) -> None:

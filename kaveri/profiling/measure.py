@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.stepwise.runner import ModelRunner, SequenceSlice
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.latency.profile import DecodePoint, PrefillPoint, StepTimes
@@ -26,7 +26,7 @@ _ROUND_RUNS = 10
 noise."""
 _FILL_TOKENS = 512
 """Tokens of a step that computes the context that is copied; not measured."""
-_PARAMS = SamplingParams(max_tokens=1, seed=0)
+_PARAMS = ResolvedParams(max_tokens=1, seed=0)
 """A client's default parameters."""
 
 

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 import pytest
 
-from kaveri.domain.sampling import FinishReason, SamplingParams
+from kaveri.domain.sampling import FinishReason, ResolvedParams
 from kaveri.engine.contract import (
     MAX_SCORED_TOKENS,
     DecodeEngine,
@@ -159,7 +159,7 @@ def make_request(
     """A greedy request with a random prompt that depends on name and seed only."""
     rng = random.Random(f"{name}-{seed}")
     token_ids = tuple(rng.randrange(engine.info.vocab_size) for _ in range(prompt_tokens))
-    wanted = SamplingParams(
+    wanted = ResolvedParams(
         **{"max_tokens": max_tokens, "temperature": 0.0, "seed": 1, "ignore_eos": True} | params  # type: ignore[arg-type]
     )
     return EngineRequest(EngineKey(name, 1), token_ids, 0, wanted)

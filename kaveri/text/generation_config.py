@@ -1,24 +1,26 @@
-"""What a model's generation_config says: the tokens that end an answer, and what is not used of it. Needs no torch."""
+"""What a model's generation_config says: the tokens that end an answer, and how tokens are drawn where a request does
+not say it. Needs no torch."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
 from transformers.utils import cached_file
 
-from kaveri.domain.sampling import whole_number
-from kaveri.errors import ConfigError
+from kaveri.domain.sampling import SamplingParams, whole_number
+from kaveri.errors import ConfigError, InvalidArgument
 from kaveri.models import resolve_model
 from kaveri.telemetry.logs import get_logger
 
 FILE_NAME = "generation_config.json"
-_SAMPLING: dict[str, tuple[Any, ...]] = {"temperature": (1.0,), "top_p": (1.0,), "top_k": (0, 50)}
-"""What changes answers that are drawn, with the values that change nothing; 50 is transformers' own default of top_k,
-which vLLM does not use either unless a file says so."""
-_ALWAYS: dict[str, tuple[Any, ...]] = {
+AUTO, NONE = "auto", "none"
+"""Values of --generation-config that are no path."""
+_USED = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_new_tokens": "max_tokens"}
+"""The values that are used, with their names in SamplingParams. As vLLM's ModelConfig.get_diff_sampling_param."""
+_UNUSED: dict[str, tuple[Any, ...]] = {
     "min_p": (0.0,),
     "typical_p": (1.0,),
     "epsilon_cutoff": (0.0,),
@@ -39,10 +41,9 @@ _ALWAYS: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "min_length": (0,),
     "min_new_tokens": (0,),
-    "max_new_tokens": (),
     "stop_strings": ([],),
 }
-"""What changes answers of transformers' generate or of vLLM, with the values that change nothing."""
+"""What else changes answers of transformers' generate or of vLLM, with the values that change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,45 +55,88 @@ class FoundGenerationConfig:
     """Without those that are null."""
 
 
-def read_generation_config(source: str | Path, config: Any) -> FoundGenerationConfig:
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What requests get that leave parameters unset."""
+
+    params: SamplingParams = field(default_factory=SamplingParams)
+    """temperature, top_p, top_k and max_tokens, as far as the model has them; all else is unset."""
+    most_tokens: int | None = None
+    """Limit of every answer, whatever its request asks for. None: the model's length alone."""
+
+
+def read_generation_config(source: str | Path, config: Any = None) -> FoundGenerationConfig:
     """Of a model's folder or hub id. Without the file: what transformers makes of the model's own configuration.
 
-    config: the model's, as AutoConfig reads it. Raises ConfigError, naming --model.
+    config: the model's, as AutoConfig reads it; None: it is read if it is needed. Raises ConfigError, naming --model.
     """
     path = cached_file(str(source), FILE_NAME, _raise_exceptions_for_missing_entries=False)
     if path is None:
-        made = GenerationConfig.from_model_config(config).to_diff_dict()
+        whole = AutoConfig.from_pretrained(source) if config is None else config
+        made = GenerationConfig.from_model_config(whole).to_diff_dict()
         return FoundGenerationConfig(f"the config.json of {source}", made)
-    try:
-        values = json.loads(Path(path).read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError("--model", f"{path} cannot be read: {error!s:.200}") from error
-    if not isinstance(values, dict):
-        raise ConfigError("--model", f"{path} holds a {type(values).__name__}; it must be a JSON object")
-    return FoundGenerationConfig(str(path), {name: value for name, value in values.items() if value is not None})
+    return _read_file(Path(path), "--model")
+
+
+def read_sampling_defaults(given: str, model: str) -> SamplingDefaults:
+    """Reads the defaults for requests, and logs what it uses of them and what it does not. Blocks.
+
+    given: --generation-config: AUTO, NONE, or the path of another file or its folder, whose max_new_tokens also limits
+    every answer, as vLLM has it. model: a path, a hub id or a bundled name. Raises ConfigError, naming the flag.
+    """
+    if given == NONE:
+        return SamplingDefaults()
+    if given == AUTO:
+        found = read_generation_config(resolve_model(model))
+    else:
+        path = Path(given) / FILE_NAME if Path(given).is_dir() else Path(given)
+        if not path.is_file():
+            raise ConfigError(
+                "--generation-config", f"{path} is not a file; it must be auto, none, or a file or its folder"
+            )
+        found = _read_file(path, "--generation-config")
+    params = parse_defaults(found, "--model" if given == AUTO else "--generation-config")
+    if params.chosen:
+        get_logger().info("generation_config_used", file=found.origin, values=params.chosen)
+    if unused := unused_values(found):
+        advice = "answers are drawn without them; --generation-config none ignores the whole file"
+        get_logger().warning("generation_config_unused", file=found.origin, values=unused, advice=advice)
+    return SamplingDefaults(params, None if given == AUTO else params.max_tokens)
+
+
+def parse_defaults(found: FoundGenerationConfig, flag: str = "--model") -> SamplingParams:
+    """The values that requests get for what they leave unset; do_sample is ignored, as vLLM does. Pure. Raises
+    ConfigError, naming flag, file, key and value, for a value that no request may have."""
+    chosen: dict[str, Any] = {}
+    for key, name in _USED.items():
+        value = found.values.get(key)
+        if value is None:
+            continue
+        # vLLM's word for "all".
+        chosen[name] = 0 if (key, value) == ("top_k", -1) else value
+        try:
+            SamplingParams(**{name: chosen[name]})
+        except InvalidArgument as error:
+            advice = "--generation-config none ignores it" if flag == "--model" else "another file, or auto or none"
+            reason = f"{found.origin} has the {key} {value!r:.80}; it must be {error.limit} ({advice})"
+            raise ConfigError(flag, reason) from error
+    return SamplingParams(**chosen)
 
 
 def unused_values(found: FoundGenerationConfig) -> dict[str, Any]:
     """The values that would change answers of transformers' generate or of vLLM, and that Kaveri does not use. Pure."""
-    return {
-        name: value
-        for name, value in found.values.items()
-        if name in (known := _SAMPLING | _ALWAYS) and value not in known[name]
-    }
+    return {name: value for name, value in found.values.items() if name in _UNUSED and value not in _UNUSED[name]}
 
 
-def say_unused_values(model: str) -> None:
-    """Logs one line with the unused values of a path, a hub id or a bundled name, if there are any. Blocks. Raises
-    ConfigError, naming --model."""
-    source = resolve_model(model)
-    found = read_generation_config(source, AutoConfig.from_pretrained(source))
-    if unused := unused_values(found):
-        get_logger().warning(
-            "generation_config_unused",
-            file=found.origin,
-            values=unused,
-            advice="requests that are to be answered with them must give temperature, top_p and top_k themselves",
-        )
+def _read_file(path: Path, flag: str) -> FoundGenerationConfig:
+    """Raises ConfigError, naming the flag."""
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(flag, f"{path} cannot be read: {error!s:.200}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(flag, f"{path} holds a {type(values).__name__}; it must be a JSON object")
+    return FoundGenerationConfig(str(path), {name: value for name, value in values.items() if value is not None})
 
 
 def end_token_ids(found: FoundGenerationConfig, config: Any, vocab_size: int) -> frozenset[int]:

@@ -13,7 +13,7 @@ from transformers.utils import cached_file
 
 from kaveri.domain.sampling import whole_number
 from kaveri.models import resolve_model
-from kaveri.text.generation_config import parse_end_token_ids, read_generation_config
+from kaveri.text.generation_config import FoundGenerationConfig, parse_end_token_ids, read_generation_config
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -33,6 +33,7 @@ _TOKENIZER_FILES = (
 class ModelFiles:
     """What the model's own files say."""
 
+    generation: FoundGenerationConfig
     facts: Mapping[str, Any]
     """model_type, architectures, eos_token_ids, pad_token_id and bos_token_id; 0 for an id that the model has not."""
     archive: bytes
@@ -46,7 +47,8 @@ def read_model_files(model: str) -> ModelFiles:
     source = resolve_model(model)
     whole = AutoConfig.from_pretrained(source)
     config = whole.get_text_config()
-    ends, _, _ = parse_end_token_ids(read_generation_config(source, whole), whole, config.vocab_size)
+    generation = read_generation_config(source, whole)
+    ends, _, _ = parse_end_token_ids(generation, whole, config.vocab_size)
     facts = {
         "model_type": whole.model_type,
         "architectures": whole.architectures or (),
@@ -55,7 +57,7 @@ def read_model_files(model: str) -> ModelFiles:
         "bos_token_id": _known_id(config, "bos_token_id"),
     }
     archive = _archive(source)
-    return ModelFiles(facts, archive, hashlib.sha256(archive).hexdigest())
+    return ModelFiles(generation, facts, archive, hashlib.sha256(archive).hexdigest())
 
 
 def _known_id(config: Any, name: str) -> int:

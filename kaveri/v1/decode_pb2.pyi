@@ -419,6 +419,7 @@ class Attached(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     FIRST_INDEX_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    RESOLVED_PARAMS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """The request's SamplingParams.max_tokens: its first router has resolved it."""
     first_index: _builtins.int
@@ -427,16 +428,21 @@ class Attached(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens from generated_count to first_index: the client lacks them, and earlier placements have drawn them."""
 
+    @_builtins.property
+    def resolved_params(self) -> _sampling_pb2.SamplingParams:
+        """The request's temperature, top_p and top_k: its first router has resolved them. Unset by instances of a former version."""
+
     def __init__(
         self,
         *,
         max_tokens: _builtins.int = ...,
         first_index: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        resolved_params: _sampling_pb2.SamplingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["resolved_params", b"resolved_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_index", b"first_index", "max_tokens", b"max_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_index", b"first_index", "max_tokens", b"max_tokens", "resolved_params", b"resolved_params", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

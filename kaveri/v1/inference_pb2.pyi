@@ -290,6 +290,7 @@ class GenerateResponse(_message.Message):
     TOKENS_AT_FIELD_NUMBER: _builtins.int
     FIRST_CHARACTER_FIELD_NUMBER: _builtins.int
     INTERRUPTED_FIELD_NUMBER: _builtins.int
+    RESOLVED_PARAMS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, on the first response only."""
     index: _builtins.int
@@ -349,6 +350,12 @@ class GenerateResponse(_message.Message):
         So responses may repeat what the client has: it drops tokens by index, and text by first_character.
         """
 
+    @_builtins.property
+    def resolved_params(self) -> _sampling_pb2.SamplingParams:
+        """On the first response: temperature, top_p and top_k as they were resolved. A client that re-attaches gives them back in
+        GenerateRequest.params: another router may have other defaults.
+        """
+
     def __init__(
         self,
         *,
@@ -367,10 +374,11 @@ class GenerateResponse(_message.Message):
         tokens_at: Global___TokensAt | None = ...,
         first_character: _builtins.int = ...,
         interrupted: _builtins.bool = ...,
+        resolved_params: _sampling_pb2.SamplingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "prompt_logprobs", b"prompt_logprobs", "timing", b"timing", "tokens_at", b"tokens_at", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "prompt_logprobs", b"prompt_logprobs", "resolved_params", b"resolved_params", "timing", b"timing", "tokens_at", b"tokens_at", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_character", b"first_character", "index", b"index", "interrupted", b"interrupted", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "owner", b"owner", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "routers", b"routers", "text", b"text", "timing", b"timing", "token_ids", b"token_ids", "tokens_at", b"tokens_at", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_character", b"first_character", "index", b"index", "interrupted", b"interrupted", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "owner", b"owner", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "resolved_params", b"resolved_params", "routers", b"routers", "text", b"text", "timing", b"timing", "token_ids", b"token_ids", "tokens_at", b"tokens_at", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -674,6 +682,7 @@ class Model(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
+    DEFAULT_PARAMS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name to ask for it by."""
     max_model_len: _builtins.int
@@ -684,6 +693,12 @@ class Model(_message.Message):
     """Whether the model has a chat template, so that messages work."""
     ready: _builtins.bool
     """Whether a request would be taken now: at least one ready prefill and one ready decode instance."""
+    @_builtins.property
+    def default_params(self) -> _sampling_pb2.SamplingParams:
+        """What requests that leave them unset get: temperature, top_p, top_k and max_tokens, as far as the model's
+        generation_config has them.
+        """
+
     def __init__(
         self,
         *,
@@ -692,10 +707,11 @@ class Model(_message.Message):
         vocab_size: _builtins.int = ...,
         has_chat_template: _builtins.bool = ...,
         ready: _builtins.bool = ...,
+        default_params: _sampling_pb2.SamplingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["default_params", b"default_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_chat_template", b"has_chat_template", "max_model_len", b"max_model_len", "name", b"name", "ready", b"ready", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_params", b"default_params", "has_chat_template", b"has_chat_template", "max_model_len", b"max_model_len", "name", b"name", "ready", b"ready", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

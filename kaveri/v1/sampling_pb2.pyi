@@ -49,7 +49,9 @@ Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How to draw tokens and when to stop. Unset fields take the defaults named here."""
+    """How to draw tokens and when to stop. Unset fields take the defaults named here. Where it says "the model's", the router
+    fills in what the model's generation_config has (Model.default_params): instances get every such field set.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -66,13 +68,13 @@ class SamplingParams(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     SHOW_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Most tokens to generate, at least 1. Unset: all that the model's length leaves after the prompt."""
+    """Most tokens to generate, at least 1. Unset: the model's, or all that the model's length leaves after the prompt."""
     temperature: _builtins.float
-    """Divides the logits before drawing. 0 is greedy. Unset: 1.0."""
+    """Divides the logits before drawing. 0 is greedy. Unset: the model's, or 1.0."""
     top_p: _builtins.float
-    """Draw only from the smallest set of tokens whose probability reaches top_p, in (0, 1]. Unset: 1.0 (all)."""
+    """Draw only from the smallest set of tokens whose probability reaches top_p, in (0, 1]. Unset: the model's, or 1.0 (all)."""
     top_k: _builtins.int
-    """Draw only from the top_k most likely tokens. Unset or 0: all."""
+    """Draw only from the top_k most likely tokens. 0: all. Unset: the model's, or 0."""
     seed: _builtins.int
     """Keys the random draws together with the token's index, so that a request gives the same tokens on any
     instance. Unset: the router draws one at random. A client that wants to re-attach draws it itself.

@@ -1,12 +1,14 @@
 """What names an attempt of a request on the wire, and the limits of each name."""
 
 import re
+from dataclasses import replace
 from typing import Protocol
 
 from kaveri.domain.attachment import Attached, Attachment
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.errors import InvalidArgument
 from kaveri.v1 import decode_pb2
+from kaveri.wire.messages import drawing_to_proto, params_from_proto
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_CLIENTS_ID_BYTES = 96
@@ -129,12 +131,16 @@ def attachment_to_proto(attachment: Attachment) -> decode_pb2.AttachRequest:
 
 def attached_to_proto(attached: Attached) -> decode_pb2.Attached:
     return decode_pb2.Attached(
-        max_tokens=attached.max_tokens, first_index=attached.first_index, token_ids=attached.token_ids
+        max_tokens=attached.params.max_tokens or 0,
+        first_index=attached.first_index,
+        token_ids=attached.token_ids,
+        resolved_params=drawing_to_proto(attached.params),
     )
 
 
 def attached_from_proto(message: decode_pb2.Attached) -> Attached:
-    return Attached(message.max_tokens, message.first_index, tuple(message.token_ids))
+    params = replace(params_from_proto(message.resolved_params), max_tokens=message.max_tokens)
+    return Attached(params, message.first_index, tuple(message.token_ids))
 
 
 def _check_set(field: str, value: str) -> None:

@@ -1,9 +1,12 @@
 """Domain values <-> protobuf messages, for every value that crosses more than one contract. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from google.protobuf import json_format
 
 from kaveri.domain.length import TokenRange
-from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams, check_stop_counts
+from kaveri.domain.sampling import FinishReason, Logprobs, ResolvedParams, SamplingParams, check_stop_counts
 from kaveri.domain.view import (
     InstanceLoad,
     InstanceRecord,
@@ -48,6 +51,7 @@ _STATE_TO_PROTO = {
     InstanceState.DRAINING: cluster_pb2.INSTANCE_STATE_DRAINING,
 }
 _STATE_FROM_PROTO = {value: key for key, value in _STATE_TO_PROTO.items()}
+_OPTIONAL_PARAMS: Final = ("max_tokens", "temperature", "top_p", "top_k", "seed", "logprobs", "prompt_logprobs")
 
 
 def finish_to_proto(finish: FinishReason | None) -> sampling_pb2.FinishReason.ValueType:
@@ -79,23 +83,36 @@ def params_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
 
 
 def params_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
-    """Fills in the defaults. Raises InvalidArgument."""
+    """As a client sends them: what is unset is None. Raises InvalidArgument."""
+    return SamplingParams(**_params_values(message))
+
+
+def resolved_from_proto(message: sampling_pb2.SamplingParams) -> ResolvedParams:
+    """As a router sends them to instances. Raises InvalidArgument."""
+    return ResolvedParams(**_params_values(message))
+
+
+def drawing_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
+    """temperature, top_p and top_k alone."""
+    return sampling_pb2.SamplingParams(temperature=params.temperature, top_p=params.top_p, top_k=params.top_k)
+
+
+def shown_params(params: SamplingParams) -> dict[str, Any]:
+    """SamplingParams.chosen for people: 0.6 is 0.6, and not what became of it as one of the wire's numbers."""
+    message = sampling_pb2.SamplingParams(**params.chosen)
+    return json_format.MessageToDict(message, preserving_proto_field_name=True)
+
+
+def _params_values(message: sampling_pb2.SamplingParams) -> dict[str, Any]:
     # Before they are copied: a message has room for millions of them.
     check_stop_counts(len(message.stop), len(message.stop_token_ids))
-    return SamplingParams(
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
-        temperature=message.temperature if message.HasField("temperature") else 1.0,
-        top_p=message.top_p if message.HasField("top_p") else 1.0,
-        top_k=message.top_k,
-        seed=message.seed if message.HasField("seed") else None,
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        min_tokens=message.min_tokens,
-        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        skip_special_tokens=not message.show_special_tokens,
-    )
+    return {name: getattr(message, name) for name in _OPTIONAL_PARAMS if message.HasField(name)} | {
+        "stop": tuple(message.stop),
+        "stop_token_ids": tuple(message.stop_token_ids),
+        "ignore_eos": message.ignore_eos,
+        "min_tokens": message.min_tokens,
+        "skip_special_tokens": not message.show_special_tokens,
+    }
 
 
 def logprobs_to_proto(logprobs: Logprobs) -> sampling_pb2.Logprobs:

@@ -11,8 +11,8 @@ from kaveri.wire.messages import (
     layout_to_proto,
     length_from_proto,
     length_to_proto,
-    params_from_proto,
     params_to_proto,
+    resolved_from_proto,
 )
 
 
@@ -96,7 +96,7 @@ def resumption_from_proto(message: decode_pb2.ResumeRequest) -> Resumption:
         ownership,
         tuple(message.token_ids),
         message.generated_count,
-        params_from_proto(message.params),
+        resolved_from_proto(message.params),
         message.timeout_s,
         length_from_proto(message.predicted_length) if message.HasField("predicted_length") else None,
         message.holder_incarnation,

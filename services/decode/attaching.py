@@ -51,8 +51,7 @@ def attached_of(request: DecodeRequest, attachment: Attachment) -> tuple[Attache
     missing = generated[attachment.generated_count :]
     if missing and params.logprobs is not None:
         raise RequestNotFound(request.request_id, "the log-probabilities of earlier placements are not known here")
-    assert params.max_tokens is not None
-    return Attached(params.max_tokens, generated_count, missing), next_index
+    return Attached(params, generated_count, missing), next_index
 
 
 def prompt_tokens(request: EngineRequest) -> int:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from kaveri.domain.length import RangeEnd, TokenRange
 from kaveri.domain.owner import Ownership
 from kaveri.domain.replica import ReplicaLocation, Resumption
-from kaveri.domain.sampling import Logprobs, SamplingParams
+from kaveri.domain.sampling import Logprobs, ResolvedParams
 from kaveri.domain.view import InstanceLoad
 from kaveri.engine.blame import error_of_failure, error_of_stop
 from kaveri.engine.contract import (
@@ -108,7 +108,7 @@ class DecodeInstance:
         ownership: Ownership,
         token_ids: tuple[int, ...],
         generated_count: int,
-        params: SamplingParams,
+        params: ResolvedParams,
         timeout_s: float,
         layout: KvLayout,
         predicted_length: TokenRange | None = None,

@@ -25,7 +25,7 @@ from kaveri.wire.messages import (
     layout_from_proto,
     length_from_proto,
     logprobs_to_proto,
-    params_from_proto,
+    resolved_from_proto,
     ticket_to_proto,
 )
 from kaveri.wire.replicas import offer_from_proto, replica_to_proto, resumed_to_proto, resumption_from_proto
@@ -68,7 +68,7 @@ class DecodeServer(DecodeServiceServicer):
                 ownership=ownership,
                 token_ids=tuple(request.token_ids),
                 generated_count=request.generated_count,
-                params=params_from_proto(request.params),
+                params=resolved_from_proto(request.params),
                 timeout_s=request.timeout_s,
                 layout=layout_from_proto(request.layout),
                 predicted_length=(

@@ -33,6 +33,7 @@ from kaveri.errors import (
 from kaveri.security.callers import Callers
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import OpenSpan, calls_below, error_in_span, trace_fields, traceparent_of
+from kaveri.wire.messages import shown_params
 from services.gateway import metrics
 from services.gateway.answers import Answers
 from services.gateway.asked import Asked, UsageEvents, read_chat, read_completion
@@ -394,6 +395,7 @@ def _model_object(model: ModelInfo) -> dict[str, object]:
         "owned_by": "kaveri",
         "root": model.name,
         "max_model_len": model.max_model_len,
+        "default_sampling_params": shown_params(model.default_params),
     }
 
 

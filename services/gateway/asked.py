@@ -310,10 +310,10 @@ def _read_rest(
     params = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=0 if min_tokens is None else min_tokens,
-        temperature=1.0 if temperature is None else temperature,
-        top_p=1.0 if top_p is None else top_p,
+        temperature=temperature,
+        top_p=top_p,
         # vLLM's word for "all".
-        top_k=0 if top_k is None or top_k == -1 else top_k,
+        top_k=0 if top_k == -1 else top_k,
         seed=_seed(fields),
         stop=() if stop is None else stop,
         stop_token_ids=() if stop_token_ids is None else stop_token_ids,

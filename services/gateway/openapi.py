@@ -140,7 +140,18 @@ _ANSWER = _object(
     ("id", "object", "created", "model", "choices"),
     is_open=True,
 )
-_MODEL = _object({"id": _TEXT, "object": {"const": "model"}}, ("id", "object"), is_open=True)
+_MODEL = _object(
+    {
+        "id": _TEXT,
+        "object": {"const": "model"},
+        "default_sampling_params": {
+            "type": "object",
+            "description": "What requests get for temperature, top_p, top_k and max_tokens that they leave out.",
+        },
+    },
+    ("id", "object"),
+    is_open=True,
+)
 _MODELS = _object({"object": {"const": "list"}, "data": {"type": "array", "items": _MODEL}}, ("object", "data"))
 _TOKENS = _object(
     {"count": _COUNT, "max_model_len": _COUNT, "tokens": {"type": "array", "items": _COUNT}, "token_strs": _TEXTS},

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 
 from kaveri.domain.owner import Owner, Ownership
-from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams
+from kaveri.domain.sampling import FinishReason, Logprobs, ResolvedParams
 from kaveri.engine.contract import EngineInfo
 from kaveri.engine.stopping import barred_token_ids, finish_reason
 from kaveri.errors import (
@@ -35,7 +35,7 @@ class LegRequest:
 
     request_id: str
     token_ids: tuple[int, ...]
-    params: SamplingParams
+    params: ResolvedParams
     deadline_s: float
     """time.monotonic()'s."""
     hold: HoldAt | None

@@ -18,10 +18,11 @@ from grpc import aio
 from smg_grpc_proto import vllm_engine_pb2
 
 from kaveri.domain.owner import Owner, Ownership
-from kaveri.domain.sampling import FinishReason, SamplingParams, derived_seed
+from kaveri.domain.sampling import FinishReason, ResolvedParams, derived_seed
 from kaveri.domain.view import InstanceState, Phase
 from kaveri.engine.contract import EngineInfo
 from kaveri.errors import (
+    ConfigError,
     DeadlineExceeded,
     InvalidArgument,
     KaveriError,
@@ -47,6 +48,7 @@ from kaveri.hosting.vllm_grpc import (
     tokenizer_chunks,
 )
 from kaveri.telemetry.logs import get_logger
+from kaveri.text.generation_config import parse_defaults
 from kaveri.text.model_files import ModelFiles, read_model_files
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.wire.messages import logprobs_to_proto
@@ -263,7 +265,7 @@ class VllmLegServicer:
         return answers[0].result()
 
     async def _answer(
-        self, call: _LegCall, index: int, token_ids: tuple[int, ...], params: SamplingParams, hold: HoldAt | None
+        self, call: _LegCall, index: int, token_ids: tuple[int, ...], params: ResolvedParams, hold: HoldAt | None
     ) -> str:
         asked = call.asked
         seeded = replace(params, seed=derived_seed(params.seed, index))
@@ -283,7 +285,7 @@ class VllmLegServicer:
                     return shown.finish.value
         raise Unavailable("the answer has ended without a reason")
 
-    def _completed(self, params: SamplingParams, prompt_tokens: int) -> SamplingParams:
+    def _completed(self, params: ResolvedParams, prompt_tokens: int) -> ResolvedParams:
         """With max_tokens and seed set. Raises InvalidArgument when they do not fit the model."""
         limit = self._parts.info.max_model_len
         room = limit - prompt_tokens
@@ -311,7 +313,7 @@ class VllmLegServicer:
         info.require_known_ids(prompt, asked.params, "prompt")
         return tuple(prompt)
 
-    async def _stop_texts(self, token_ids: Sequence[int], params: SamplingParams) -> StopTexts | None:
+    async def _stop_texts(self, token_ids: Sequence[int], params: ResolvedParams) -> StopTexts | None:
         if not params.stop:
             return None
         tokenizer = await self._loaded_tokenizer()
@@ -340,7 +342,11 @@ class VllmLegServicer:
         files = await self._model_files()
         limit = info.max_model_len
         largest = min(limit - 1, info.total_blocks * info.layout.block_tokens)
-        return model_info(config.model, config.model_name, limit, largest, info.vocab_size, files)
+        try:
+            defaults = parse_defaults(files.generation)
+        except ConfigError as error:
+            await abort(context, error)
+        return model_info(config.model, config.model_name, limit, largest, info.vocab_size, files, defaults)
 
     async def GetServerInfo(self, request: Any, context: LegContext) -> Any:  # noqa: N802
         parts, load = self._parts, self._host().load()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kaveri.domain.attachment import Attached, Attachment, check_received
 from kaveri.domain.length import known_length
 from kaveri.domain.owner import Ownership
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.domain.view import InstanceLoad
 from kaveri.engine.blame import error_of_stop
 from kaveri.engine.contract import EngineEvent, EngineInfo, EngineKey, EngineRequest, EngineStopped, PrefillEngine
@@ -133,7 +133,7 @@ class PrefillRole:
         ownership: Ownership,
         token_ids: tuple[int, ...],
         generated_count: int,
-        params: SamplingParams,
+        params: ResolvedParams,
         timeout_s: float | None,
         silent_decode_ids: frozenset[str] = frozenset(),
         traceparent: str = "",
@@ -449,11 +449,10 @@ def _attached(request: PrefillRequest, attachment: Attachment) -> Attached:
     missing = generated[attachment.generated_count :]
     if missing and sent.params.logprobs is not None:
         raise RequestNotFound(request.request_id, "the log-probabilities of earlier placements are not known here")
-    assert sent.params.max_tokens is not None
-    return Attached(sent.params.max_tokens, sent.generated_count, missing)
+    return Attached(sent.params, sent.generated_count, missing)
 
 
-def _check_fit(info: EngineInfo, token_ids: tuple[int, ...], generated_count: int, params: SamplingParams) -> None:
+def _check_fit(info: EngineInfo, token_ids: tuple[int, ...], generated_count: int, params: ResolvedParams) -> None:
     if not token_ids or len(token_ids) >= info.max_model_len:
         limit = f"at least 1 and fewer than {info.max_model_len} tokens (prompt and answer share the model's length)"
         raise InvalidArgument("token_ids", f"{len(token_ids)} tokens", limit)

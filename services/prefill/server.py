@@ -13,8 +13,8 @@ from kaveri.wire.messages import (
     finish_to_proto,
     layout_to_proto,
     logprobs_to_proto,
-    params_from_proto,
     prompt_logprobs_to_proto,
+    resolved_from_proto,
     ticket_from_proto,
 )
 from kaveri.wire.status import abort
@@ -135,7 +135,7 @@ class PrefillServer(PrefillServiceServicer):
             ownership=check_ownership(message),
             token_ids=tuple(message.token_ids),
             generated_count=message.generated_count,
-            params=params_from_proto(message.params),
+            params=resolved_from_proto(message.params),
             timeout_s=context.time_remaining(),
             silent_decode_ids=frozenset(message.silent_decode_ids),
             traceparent=message.traceparent,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.domain.view import Phase
 from kaveri.errors import InvalidArgument
 from services.router.lifecycle_values import InstanceLife
@@ -64,7 +64,7 @@ class AcceptedRequest:
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
+    params: ResolvedParams
     """With max_tokens and seed set."""
     max_model_len: int
     arrived_s: float

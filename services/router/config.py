@@ -29,6 +29,13 @@ class RouterConfig(PublicSettings, ServiceConfig):
         "goes over parts",
         ContentFormat.AUTO,
     )
+    generation_config: str = setting(
+        "what requests get for a temperature, top_p, top_k or max_tokens that they leave unset: auto (the model's "
+        "generation_config.json, as vLLM uses it), none, or the path of another such file or its folder, whose "
+        "max_new_tokens also limits every answer",
+        "auto",
+        present,
+    )
     served_model_name: str = setting("name under which the model is asked for; empty: the value of --model", "")
     public_port: int = setting(
         "port for clients with API keys of --keys-file, which show no certificate; 0: none", 0, least=0, most=MAX_PORT

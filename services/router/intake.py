@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
-from kaveri.domain.sampling import SamplingParams, check_prompt_report, check_token_ids
+from kaveri.domain.sampling import ResolvedParams, SamplingParams, check_prompt_report, check_token_ids
 from kaveri.domain.view import ClusterView
 from kaveri.errors import InvalidArgument, ModelNotFound
 from kaveri.policy.placement import largest_prompt, max_model_len, missing_phases
 from kaveri.text.answer import Answer
+from kaveri.text.generation_config import SamplingDefaults
 from kaveri.text.tokenizer import ModelTokenizer, Turn
 from kaveri.wire.attempts import check_secret, check_session
 from services.router.accepted_request import NOTHING_RECEIVED, AcceptedRequest, AlreadyReceived, OwnerHint
@@ -68,10 +69,13 @@ class OfferedRequest:
 class Intake:
     """Turns offered requests into accepted ones."""
 
-    def __init__(self, model: str, tokenizer: ModelTokenizer, placer: RequestPlacer) -> None:
+    def __init__(
+        self, model: str, tokenizer: ModelTokenizer, placer: RequestPlacer, defaults: SamplingDefaults
+    ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._placer = placer
+        self._defaults = defaults
         self._turn = asyncio.Lock()
 
     def check_model(self, model: str) -> None:
@@ -99,12 +103,12 @@ class Intake:
             if tokens > room:
                 together = f"the prompt has {len(token_ids)} tokens, prompt and answer together at most {limit}"
                 raise InvalidArgument(f"params.{field}", tokens, f"at most {room}: {together}")
-        resolved = offered.received.max_tokens if offered.received is not None else 0
-        params = _completed(params, min(room, resolved or room))
+        resolved_tokens = offered.received.max_tokens if offered.received is not None else 0
+        resolved = self._resolved(params, room, resolved_tokens)
         return AcceptedRequest(
             request_id=offered.request_id,
             prompt_token_ids=tuple(token_ids),
-            params=params,
+            params=resolved,
             max_model_len=limit,
             arrived_s=offered.arrived_s,
             deadline_s=deadline_s,
@@ -112,7 +116,22 @@ class Intake:
             secret=offered.secret,
             # A caller shows the secret there.
             direct=offered.direct and bool(offered.secret),
-            received=await self._received(offered.received, min(room, params.max_tokens or room)),
+            received=await self._received(offered.received, min(room, resolved.max_tokens or room)),
+        )
+
+    def _resolved(self, params: SamplingParams, room: int, resolved_tokens: int) -> ResolvedParams:
+        """The parameters with the model's defaults, max_tokens and seed. resolved_tokens: max_tokens as an earlier
+        session's router has resolved it; 0: there was none."""
+        most_tokens = room
+        if resolved_tokens:
+            params = dataclasses.replace(params, max_tokens=min(resolved_tokens, params.max_tokens or resolved_tokens))
+        elif self._defaults.most_tokens is not None:
+            most_tokens = min(room, self._defaults.most_tokens)
+        resolved = params.resolved(self._defaults.params)
+        return dataclasses.replace(
+            resolved,
+            max_tokens=min(most_tokens, resolved.max_tokens or room),
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
         )
 
     async def tokenize(self, prompt: Prompt, deadline_s: float) -> tuple[list[int], int]:
@@ -184,17 +203,6 @@ class Intake:
 
     def _turn_of(self, token_count: int) -> AbstractAsyncContextManager[object]:
         return self._turn if token_count > _SLICE_TOKENS else contextlib.nullcontext()
-
-
-def _completed(params: SamplingParams, room: int) -> SamplingParams:
-    """The parameters with max_tokens and seed set."""
-    if params.max_tokens is not None and params.seed is not None:
-        return params
-    return dataclasses.replace(
-        params,
-        max_tokens=room if params.max_tokens is None else params.max_tokens,
-        seed=secrets.randbits(64) if params.seed is None else params.seed,
-    )
 
 
 def check_sessions(offered: OfferedRequest, *, is_named: bool) -> None:

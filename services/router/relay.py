@@ -11,7 +11,7 @@ from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import trace_fields
 from kaveri.text.answer import AnswerPart
 from kaveri.v1 import inference_pb2, sampling_pb2
-from kaveri.wire.messages import finish_to_proto, name_tokens
+from kaveri.wire.messages import drawing_to_proto, finish_to_proto, name_tokens
 from services.router import metrics
 from services.router.direct_reading import DirectReading
 from services.router.lifecycle_values import Ended, InstanceLife
@@ -74,6 +74,7 @@ async def _write(
             is_first = False
             response.request_id = entry.request_id
             response.max_tokens = entry.accepted.most_tokens
+            response.resolved_params.CopyFrom(drawing_to_proto(entry.accepted.params))
             response.usage.prompt_tokens = len(entry.accepted.prompt_token_ids)
         if entry.owner_news is not None:
             response.owner.CopyFrom(hint_to_proto(entry.owner_news))

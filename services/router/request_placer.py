@@ -386,7 +386,7 @@ class RequestPlacer:
         else:
             # It has no new owner after all, where the holder of a replica was asked before.
             entry.owner_change = None
-            entry.adopt(found.attached.max_tokens)
+            entry.adopt(found.attached.params)
             entry.note_owner(found.prefill, found.decode)
             first_index, most_tokens = found.attached.first_index, entry.accepted.most_tokens
             is_at_prefill = found.decode is None

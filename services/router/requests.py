@@ -13,7 +13,7 @@ from typing import Any
 
 from kaveri.domain.attachment import Attachment
 from kaveri.domain.owner import Owner, Ownership
-from kaveri.domain.sampling import FinishReason
+from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.errors import (
     DeadlineExceeded,
     KaveriError,
@@ -172,10 +172,9 @@ class RequestEntry:
             case _:
                 return None
 
-    def adopt(self, max_tokens: int) -> None:
-        """Takes the number of tokens that the request's first router has resolved."""
-        params = replace(self.accepted.params, max_tokens=max_tokens)
-        self.accepted = replace(self.accepted, params=params)
+    def adopt(self, resolved: SamplingParams) -> None:
+        """Takes the parameters that the request's first router has resolved."""
+        self.accepted = replace(self.accepted, params=replace(self.accepted.params, **resolved.chosen))
 
     def ownership(self, attempt: int, router_id: str) -> Ownership:
         """Under which an attempt has the request."""

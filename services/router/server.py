@@ -23,7 +23,7 @@ from kaveri.telemetry.tracing import OpenSpan, begin_span, error_in_span, is_tra
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, inference_pb2_grpc
 from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, check_request_id
-from kaveri.wire.messages import params_from_proto
+from kaveri.wire.messages import params_from_proto, params_to_proto
 from kaveri.wire.status import abort, status_of
 from services.router import metrics
 from services.router.accepted_request import NOTHING_RECEIVED, AcceptedRequest, OwnerHint
@@ -59,6 +59,7 @@ class RouterParts(Protocol):
     config: RouterConfig
     store: ClusterStore
     tokenizer: ModelTokenizer
+    default_params: SamplingParams
     intake: Intake
     claims: RequestClaims
     peers: RouterPeers
@@ -320,6 +321,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             vocab_size=router.tokenizer.vocab_size,
             has_chat_template=router.tokenizer.has_chat_template,
             ready=is_ready(view, router.config.model_name) and not router.draining,
+            default_params=params_to_proto(router.default_params),
         )
 
     async def _generate(

@@ -27,7 +27,7 @@ from kaveri.security.callers import make_callers
 from kaveri.security.settings import PUBLIC_PREFIX
 from kaveri.telemetry.discovery import set_discovery
 from kaveri.telemetry.logs import get_logger
-from kaveri.text.generation_config import say_unused_values
+from kaveri.text.generation_config import SamplingDefaults, read_sampling_defaults
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.router import metrics
@@ -65,8 +65,8 @@ async def serve(config: RouterConfig, stopping: asyncio.Event) -> int:
             return 0
         tokenizer = await asyncio.to_thread(ModelTokenizer.load, config.model, config.chat_template_content_format)
         stack.callback(tokenizer.close)
-        await asyncio.to_thread(say_unused_values, config.model)
-        return await router_host(Router(config, store, tokenizer)).serve(stopping)
+        defaults = await asyncio.to_thread(read_sampling_defaults, config.generation_config, config.model)
+        return await router_host(Router(config, store, tokenizer, defaults)).serve(stopping)
     return 0
 
 
@@ -119,8 +119,16 @@ def _public_server(config: RouterConfig, servicer: PublicServicer) -> RpcServer:
 class Router:
     """The HostedService of a router: its parts, wired."""
 
-    def __init__(self, config: RouterConfig, store: ClusterStore, tokenizer: ModelTokenizer) -> None:
-        """Raises ConfigError when the keys file of the public port cannot be read."""
+    def __init__(
+        self,
+        config: RouterConfig,
+        store: ClusterStore,
+        tokenizer: ModelTokenizer,
+        defaults: SamplingDefaults | None = None,
+    ) -> None:
+        """defaults: for requests, as --generation-config says; None: there are none. Raises ConfigError when the keys
+        file of the public port cannot be read."""
+        defaults = defaults or SamplingDefaults()
         self.incarnation = incarnation = new_incarnation()
         self.router_id = f"{config.instance_id}.{incarnation:016x}"
         # With it anyone can take over the token streams: the cluster view shows the rest, so a part is secret.
@@ -128,6 +136,7 @@ class Router:
         self.config = config
         self.store = store
         self.tokenizer = tokenizer
+        self.default_params = defaults.params
         self.draining = False
         self._draining_since_s = 0.0
         self.channels = Channels()
@@ -155,7 +164,7 @@ class Router:
             rng=random.Random(incarnation),
         )
         self.monitor = Monitor(store, self.router_id, config.monitor_interval_s)
-        self.intake = Intake(config.model_name, tokenizer, self.placer)
+        self.intake = Intake(config.model_name, tokenizer, self.placer, defaults)
         self.callers = make_callers(config.keys_file, config.redis_url, config.cluster_name)
         """Of the public port, and of operators; None: there are no API keys."""
         self._serving = asyncio.Event()

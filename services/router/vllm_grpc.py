@@ -198,7 +198,8 @@ class VllmEngineServicer:
         files = await self._model_files()
         limit, largest = max_model_len(view, name), largest_prompt(view, name)
         longest = min(limit - 1, limit if largest is None else largest)
-        return model_info(router.config.model, name, limit, longest, router.tokenizer.vocab_size, files)
+        vocab_size, defaults = router.tokenizer.vocab_size, router.default_params
+        return model_info(router.config.model, name, limit, longest, vocab_size, files, defaults)
 
     async def GetServerInfo(self, request: Any, context: ServicerContext) -> Any:  # noqa: N802
         return vllm_engine_pb2.GetServerInfoResponse(

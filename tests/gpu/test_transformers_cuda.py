@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.stepwise.runner import SequenceSlice
 from kaveri.engine.transformers.loading import load_runner
 from kaveri.engine.transformers.memory import PagedMemory
@@ -73,7 +73,7 @@ def test_the_device_draws_the_tokens_that_the_host_draws() -> None:
             [0],
             True,
             rng.randrange(100),
-            SamplingParams(
+            ResolvedParams(
                 temperature=rng.choice([0.0, 0.7, 1.3]),
                 top_k=rng.choice([0, 40]),
                 top_p=rng.choice([1.0, 0.9]),

@@ -9,6 +9,7 @@ from grpc import aio
 
 from kaveri.models import KAVERI_TINY
 from kaveri.rpc.server import open_channel
+from kaveri.text.generation_config import read_sampling_defaults
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.v1.inference_pb2_grpc import InferenceServiceStub
@@ -108,7 +109,8 @@ class SessionRouters:
                 **settings,
             }
         )
-        router = self.by_name[name] = Router(config, await self.cluster.store(), self.tokenizer)
+        defaults = read_sampling_defaults(config.generation_config, config.model)
+        router = self.by_name[name] = Router(config, await self.cluster.store(), self.tokenizer, defaults)
         host = router_host(router)
         self._serving[name] = asyncio.create_task(host.serve(asyncio.Event()))
         await asyncio.wait_for(host.started.wait(), WAIT_S)

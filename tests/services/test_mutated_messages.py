@@ -18,7 +18,7 @@ from grpc import aio
 
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import ReplicaOffer, Resumption
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams, SamplingParams
 from kaveri.v1 import decode_pb2, inference_pb2, prefill_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.v1.inference_pb2_grpc import InferenceServiceStub
@@ -159,7 +159,7 @@ class Attack:
 
     def _resume(self) -> Message:
         request_id, ownership = self._ownership()
-        params = SamplingParams(max_tokens=10, seed=0)
+        params = ResolvedParams(max_tokens=10, seed=0)
         incarnation = self._rng.choice(self._incarnations)
         resumption = Resumption(request_id, ownership, tuple(prompt(2, 30)), 2, params, 5.0, None, incarnation)
         return resumption_to_proto(resumption)

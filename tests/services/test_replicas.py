@@ -15,7 +15,7 @@ from grpc import aio
 from kaveri.domain.length import TokenRange
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import ReplicaOffer, Resumption
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.domain.view import ReplicaCounts
 from kaveri.errors import NoCapacity
 from kaveri.v1 import decode_pb2
@@ -69,7 +69,7 @@ class Owned:
             Ownership(Owner(0, 2), ROUTER),
             (*self.prompt, *answer),
             len(answer),
-            SamplingParams(max_tokens=len(self.expected), seed=0),
+            ResolvedParams(max_tokens=len(self.expected), seed=0),
             60.0,
             None,
             self.replica.holder_incarnation,
@@ -454,7 +454,7 @@ async def test_a_draining_owner_lets_the_next_request_go_when_the_one_before_goe
         Ownership(Owner(0, 2), ROUTER),
         (*prompt(5, 50), *gained),
         len(gained),
-        SamplingParams(max_tokens=450, seed=0),
+        ResolvedParams(max_tokens=450, seed=0),
         60.0,
         None,
         router.last[first, 1].replica.holder_incarnation,
@@ -522,7 +522,7 @@ async def refusal(holder: Any, message: Any) -> grpc.StatusCode:
 async def test_a_holder_refuses_what_it_cannot_hold_by_name(cluster: Any) -> None:
     off = await cluster.decode("decode-0")
     assert await refusal(off, offer(off, "a")) is grpc.StatusCode.FAILED_PRECONDITION
-    resumption = Resumption("a", Ownership(Owner(0, 1), ROUTER), (1, 2), 1, SamplingParams(), 1.0, None, 1)
+    resumption = Resumption("a", Ownership(Owner(0, 1), ROUTER), (1, 2), 1, ResolvedParams(), 1.0, None, 1)
     with pytest.raises(aio.AioRpcError) as caught:
         await DecodeServiceStub(off.channel).Resume(resumption_to_proto(resumption), timeout=60)
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
@@ -582,7 +582,7 @@ async def test_colocated_instances_hold_one_anothers_copies(cluster: Any, by_han
     assert router.replicas["a", 1].holder_id == "colocated-1"
     gained = router.tokens["a", 1]
     answer = [call.get("first_token").token_id, *(gained[index] for index in sorted(gained))]
-    params = SamplingParams(max_tokens=200, seed=0)
+    params = ResolvedParams(max_tokens=200, seed=0)
     resumption = Resumption(
         "a",
         Ownership(Owner(0, 2), ROUTER),

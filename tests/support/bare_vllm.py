@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineKey, EngineRequest
 
 _MOST_S = 300.0
@@ -20,7 +20,7 @@ _MOST_S = 300.0
 def bare_vllm_answers(
     model: Path | str,
     prompts: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
+    params: Sequence[ResolvedParams],
     **engine_args: Any,
 ) -> list[tuple[int, ...]]:
     """The answers, all prompts in flight at once. Takes seconds, most of them to start vLLM.
@@ -76,7 +76,7 @@ def _answer(asked: dict[str, Any]) -> list[list[int]]:
     }
     llm = LLMEngine.from_engine_args(EngineArgs(model=asked["model"], logits_processors=[KeyedDraws], **arguments))
     for number, (prompt, values) in enumerate(zip(asked["prompts"], asked["params"], strict=True)):
-        request = EngineRequest(EngineKey(str(number), 1), tuple(prompt), 0, SamplingParams(**values))
+        request = EngineRequest(EngineKey(str(number), 1), tuple(prompt), 0, ResolvedParams(**values))
         llm.add_request(str(number), {"prompt_token_ids": prompt}, decode_params(request, frozenset()))
     answers: list[list[int]] = [[] for _ in asked["prompts"]]
     while llm.has_unfinished_requests():

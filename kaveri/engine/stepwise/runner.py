@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kaveri.domain.sampling import Logprobs, SamplingParams
+from kaveri.domain.sampling import Logprobs, ResolvedParams
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 
@@ -26,7 +26,7 @@ class SequenceSlice:
     """Draw the token after the last position. False for a chunk that does not end its prompt."""
     draw_index: int
     """Index within the answer of the token to draw; keys the random number together with params.seed."""
-    params: SamplingParams
+    params: ResolvedParams
     scored_ids: Sequence[int] = ()
     """The tokens behind the slice's first positions, whose log-probabilities are wanted: one for each position, without
     the last one of a prompt. Empty: none are."""

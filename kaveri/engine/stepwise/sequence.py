@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.blame import is_suspect
 from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.engine.pushes import Source
@@ -18,7 +18,7 @@ class Sequence:
     """
 
     key: EngineKey
-    params: SamplingParams
+    params: ResolvedParams
     token_ids: list[int]
     """Prompt and every token drawn so far; grows in place."""
     draw_index: int

@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch import Tensor
 
-from kaveri.domain.sampling import Logprobs, SamplingParams
+from kaveri.domain.sampling import Logprobs, ResolvedParams
 from kaveri.engine.stepwise.runner import NOT_FINITE, DrawnToken, NoToken, SequenceSlice
 from kaveri.engine.stopping import barred_token_ids
 from kaveri.telemetry.logs import get_logger
@@ -126,7 +126,7 @@ def _without_barred(logits: Tensor, slices: Sequence[SequenceSlice], eos_token_i
     return logits.index_put((rows, columns), logits.new_tensor(-torch.inf))
 
 
-def _filters(params: SamplingParams) -> bool:
+def _filters(params: ResolvedParams) -> bool:
     return params.top_k > 0 or params.top_p < 1
 
 

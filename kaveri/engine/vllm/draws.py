@@ -18,7 +18,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as BatchLogitsProces
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotLogitsProcessor
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.stepwise.runner import DrawnToken, SequenceSlice
 from kaveri.engine.stopping import barred_token_ids
 from kaveri.engine.transformers.sampler import draw_tokens
@@ -33,7 +33,7 @@ _EXTRA_ARG = "kaveri"
 class Draw:
     """What the draws of one request depend on, beside the logits. Travels in vLLM's SamplingParams.extra_args."""
 
-    params: SamplingParams
+    params: ResolvedParams
     """temperature, top_k, top_p and seed are read, and with min_tokens stop_token_ids and ignore_eos."""
     answer_start: int
     """Tokens before the answer: the index of a drawn token is what precedes it less these."""
@@ -79,7 +79,7 @@ class Draw:
         if values is None:
             return None
         names = ("temperature", "top_k", "top_p", "seed", "min_tokens", "stop_token_ids", "ignore_eos")
-        params = SamplingParams(**{name: values[name] for name in names if name in values})
+        params = ResolvedParams(**{name: values[name] for name in names if name in values})
         eos_token_ids = frozenset(values.get("eos_token_ids", ()))
         engine_id = engine_id_of(extra_args or {}) if is_engines else ""
         return cls(params, values["answer_start"], values["first_index"], eos_token_ids, engine_id)

@@ -323,6 +323,8 @@ def _request(
         logprobs=rng.choice((0, 2)) if rng.random() < 0.1 else None,
         prompt_logprobs=own.choice((0, 2)) if own.random() < 0.2 else None,
     )
+    if own.random() < 0.2:
+        params = replace(params, temperature=None)
     short = rng.random() < 0.04
     return ScheduledRequest(
         request_id=request_id,

@@ -1,9 +1,11 @@
 """Keeps every token that the engines of a simulated cluster drew, and the KV that it was drawn on."""
 
+import struct
+import zlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineKey
 
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
@@ -68,9 +70,13 @@ class DrawRecord:
         return tuple(self._runs.get((request_id, draw_index, chain, token_id), ()))
 
 
-def seed_salt(params: SamplingParams) -> int:
-    """What a draw depends on beside the tokens before it: nothing where it is greedy, else the seed."""
-    return ((params.seed or 0) + 1) * _GOLDEN & _MASK if params.temperature > 0 else 0
+def seed_salt(params: ResolvedParams) -> int:
+    """What a draw depends on beside the tokens before it: nothing where it is greedy, else the seed and the parameters
+    that a router may have filled in."""
+    if params.temperature == 0:
+        return 0
+    shape = zlib.crc32(struct.pack("<ffI", params.temperature, params.top_p, params.top_k))
+    return (((params.seed or 0) + 1) * _GOLDEN ^ shape << 32) & _MASK
 
 
 def life_salt(run: DrawRun) -> int:

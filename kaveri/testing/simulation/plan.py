@@ -113,6 +113,13 @@ INSTANCE_KINDS: Mapping[str, tuple[Role, tuple[Phase, ...]]] = {
 """By the first part of their names."""
 
 
+ROUTER_DEFAULTS: Mapping[str, SamplingParams] = {
+    "router-0": SamplingParams(temperature=0.7, top_k=20),
+    "router-1": SamplingParams(temperature=0.0),
+}
+"""By router: what it fills in, as if each had a --generation-config of its own. Others fill in nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledRequest:
     """One request of one client."""

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from kaveri.client.sessions import Sessions
+from kaveri.domain.sampling import SamplingParams
 from kaveri.testing.simulation.planting import planted, replaced
 from services.router.accepted_request import AlreadyReceived
 from services.router.direct_reading import DirectReading
@@ -45,4 +47,33 @@ def direct_answers_offered_too_early() -> Iterator[None]:
 def former_owners_believed() -> Iterator[None]:
     """What a former owner says of a client's tokens is the client's error."""
     with replaced(AlreadyReceived, "excuses", lambda _: lambda *_: False):
+        yield
+
+
+@planted
+def defaults_left_behind() -> Iterator[None]:
+    """A client re-attaches without the sampling parameters that its first router has resolved."""
+
+    def make(original: Any) -> Any:
+        def take(self: Any, response: Any) -> None:
+            response.ClearField("resolved_params")
+            original(self, response)
+
+        return take
+
+    with replaced(Sessions, "_take", make):
+        yield
+
+
+@planted
+def defaults_of_a_found_request_ignored() -> Iterator[None]:
+    """A router that takes a request over keeps its own sampling defaults for the next attempt."""
+
+    def make(original: Any) -> Any:
+        def adopt(self: Any, resolved: Any) -> None:
+            original(self, SamplingParams(max_tokens=resolved.max_tokens))
+
+        return adopt
+
+    with replaced(RequestEntry, "adopt", make):
         yield

@@ -160,6 +160,23 @@ PLANS: dict[str, Plan] = {
             Fault(kind=FaultKind.RESTART, at_s=1.0, target="decode-0", lasts_s=0.1),
         ],
     ),
+    "defaults_left_behind": story(
+        cluster(routers=2, step_s=0.05),
+        [replace(request("a"), params=SamplingParams(max_tokens=60, seed=5, ignore_eos=True))],
+        [
+            Fault(kind=FaultKind.KILL, at_s=1.0, target="router-0"),
+            Fault(kind=FaultKind.RESTART, at_s=1.0, target="decode-0", lasts_s=0.1),
+            Fault(kind=FaultKind.RESTART, at_s=1.0, target="prefill-0", lasts_s=0.1),
+        ],
+    ),
+    "defaults_of_a_found_request_ignored": story(
+        cluster(routers=2, step_s=0.1, chunk_tokens=16),
+        [replace(request("a", prompt_tokens=120), params=SamplingParams(max_tokens=60, seed=5, ignore_eos=True))],
+        [
+            Fault(kind=FaultKind.KILL, at_s=0.4, target="router-0"),
+            Fault(kind=FaultKind.RESTART, at_s=4.0, target="decode-0", lasts_s=0.1),
+        ],
+    ),
     "abort_ignores_sessions": story(
         cluster(routers=2, step_s=0.05),
         [request("a", max_tokens=100)],

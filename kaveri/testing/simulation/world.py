@@ -10,6 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kaveri.cluster.store import ViewSource
+from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import Phase, Role
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
@@ -22,11 +23,12 @@ from kaveri.testing.simulation.kv_network import NetworkWire
 from kaveri.testing.simulation.loop import SimulatedLoop, SimulatedProcess, process_of
 from kaveri.testing.simulation.network import Network
 from kaveri.testing.simulation.outcomes import RequestOutcome
-from kaveri.testing.simulation.plan import Plan, PlannedInstance
+from kaveri.testing.simulation.plan import ROUTER_DEFAULTS, Plan, PlannedInstance
 from kaveri.testing.simulation.predictor import SimulatedPredictor, SimulatedWorker
 from kaveri.testing.simulation.replicas import SimulatedReplicas
 from kaveri.testing.simulation.store import SimulatedStore, SimulatedStoreServer
 from kaveri.testing.simulation.trace import Trace
+from kaveri.text.generation_config import SamplingDefaults
 from kaveri.text.tokenizer import ModelTokenizer
 from services.instance.config import PhasesConfig
 from services.instance.service import instance_host
@@ -226,7 +228,8 @@ class World:
         )
 
         async with SimulatedStore(self.store) as store:
-            life.router = Router(config, store, self.tokenizer)
+            defaults = SamplingDefaults(ROUTER_DEFAULTS.get(life.name, SamplingParams()))
+            life.router = Router(config, store, self.tokenizer, defaults)
             life.serving = router_host(life.router)
             await life.serving.serve(life.stopping)
 

@@ -49,9 +49,9 @@ STREAM: dict[str, list[Any]] = {
 }
 PARAMS: dict[str, list[Any]] = {
     "max_tokens": ["1", 1.0, [1], True, 0, -1, 2**32, object()],
-    "temperature": ["1", [1], True, None, -0.1, float("nan"), float("inf"), 1e39, 10**400, 1j, object()],
-    "top_p": ["1", [1], True, None, 0, -1, 1.1, float("nan"), 1e-50, object()],
-    "top_k": ["1", 1.0, True, None, -1, 2**32, object()],
+    "temperature": ["1", [1], True, -0.1, float("nan"), float("inf"), 1e39, 10**400, 1j, object()],
+    "top_p": ["1", [1], True, 0, -1, 1.1, float("nan"), 1e-50, object()],
+    "top_k": ["1", 1.0, True, -1, 2**32, object()],
     "seed": ["1", 1.0, True, -1, 2**64, object()],
     "stop": [
         1,

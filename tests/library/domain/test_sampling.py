@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams, SamplingParams
 from kaveri.errors import InvalidArgument
 from kaveri.v1 import sampling_pb2
-from kaveri.wire.messages import params_from_proto, params_to_proto
+from kaveri.wire.messages import params_from_proto, params_to_proto, resolved_from_proto, shown_params
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,39 @@ def test_one_stop_text_and_lists_become_tuples() -> None:
     assert hash(SamplingParams(stop_token_ids=ids)) == hash(SamplingParams(stop_token_ids=(1, 2)))
 
 
-def test_an_unset_message_means_the_defaults() -> None:
-    assert params_from_proto(sampling_pb2.SamplingParams()) == SamplingParams()
+def test_an_unset_message_means_nothing_chosen_for_routers_and_neutral_values_for_instances() -> None:
+    empty = sampling_pb2.SamplingParams()
+    assert params_from_proto(empty) == SamplingParams()
+    assert resolved_from_proto(empty) == ResolvedParams(temperature=1.0, top_p=1.0, top_k=0)
+
+
+def test_what_is_not_chosen_is_the_defaults_and_all_else_stays() -> None:
+    defaults = SamplingParams(max_tokens=9, temperature=0.5, top_k=20, seed=3, stop=("x",), ignore_eos=True)
+    assert SamplingParams(seed=7, stop=("a",), logprobs=2).resolved(defaults) == ResolvedParams(
+        max_tokens=9, temperature=0.5, top_p=1.0, top_k=20, seed=7, stop=("a",), logprobs=2
+    )
+    given = SamplingParams(max_tokens=4, temperature=0.0, top_p=1.0, top_k=0)
+    assert given.resolved(defaults).chosen == given.chosen
+    assert SamplingParams().resolved() == ResolvedParams()
+
+
+def test_a_default_length_below_min_tokens_is_refused_by_name() -> None:
+    with pytest.raises(InvalidArgument, match=r"params.min_tokens is 5; .*\[0, 4\]"):
+        SamplingParams(min_tokens=5).resolved(SamplingParams(max_tokens=4))
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k"])
+def test_resolved_parameters_lack_nothing_that_a_draw_needs(name: str) -> None:
+    unset: Any = {name: None}
+    with pytest.raises(InvalidArgument) as caught:
+        ResolvedParams(**unset)
+    assert caught.value.field == f"params.{name}"
+
+
+@pytest.mark.parametrize("value", [0.6, 0.7, 0.95, 1.0, 0.0, 1.3])
+def test_people_see_the_numbers_of_the_file_and_not_those_of_the_wire(value: float) -> None:
+    arrived = params_from_proto(params_to_proto(SamplingParams(temperature=value, top_k=0)))
+    assert shown_params(arrived) == {"temperature": value, "top_k": 0}
 
 
 def test_the_wire_refuses_what_the_constructor_refuses() -> None:
@@ -98,9 +129,9 @@ def test_the_wire_refuses_what_the_constructor_refuses() -> None:
         SamplingParams,
         max_tokens=st.none() | st.integers(1, 2**32 - 1),
         # 32 bits wide, as on the wire.
-        temperature=st.floats(0, 100, width=32),
-        top_p=st.floats(0, 1, width=32, exclude_min=True),
-        top_k=st.integers(0, 2**32 - 1),
+        temperature=st.none() | st.floats(0, 100, width=32),
+        top_p=st.none() | st.floats(0, 1, width=32, exclude_min=True),
+        top_k=st.none() | st.integers(0, 2**32 - 1),
         seed=st.none() | st.integers(0, 2**64 - 1),
         stop=st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=20), max_size=4).map(tuple),
         stop_token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=4).map(tuple),

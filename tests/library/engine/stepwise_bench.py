@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import (
     EngineKey,
     EngineRequest,
@@ -89,7 +89,7 @@ class StepwiseBench:
 
 def make_stepwise_request(name: str, prompt_tokens: int, max_tokens: int, **params: object) -> EngineRequest:
     token_ids = tuple(random.Random(name).randrange(1, 1000) for _ in range(prompt_tokens))
-    wanted = SamplingParams(**{"max_tokens": max_tokens, "seed": 1} | params)
+    wanted = ResolvedParams(**{"max_tokens": max_tokens, "seed": 1} | params)
     return EngineRequest(EngineKey(name, 1), token_ids, 0, wanted)
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner, StaleKv
 from kaveri.engine.stepwise.runner import SequenceSlice
 from kaveri.errors import ConfigError
 from kaveri.kv.tiers.pool import KvPool
 
-_PARAMS = SamplingParams(max_tokens=100, seed=1)
+_PARAMS = ResolvedParams(max_tokens=100, seed=1)
 _BLOCKS = 40
 
 
@@ -82,7 +82,7 @@ def test_end_of_sequence_comes_as_often_as_asked_for() -> None:
 
 def test_logprobs_are_given_to_those_who_ask() -> None:
     runner, _ = _attached(FakeModel())
-    asked = SamplingParams(max_tokens=5, logprobs=2)
+    asked = ResolvedParams(max_tokens=5, logprobs=2)
     drawn = runner.run([SequenceSlice([4], 0, [0], True, 0, asked), SequenceSlice([4], 0, [1], True, 0, _PARAMS)], None)
     assert drawn[0] is not None
     assert drawn[1] is not None

@@ -1,6 +1,6 @@
 """What goes into one step, and in which order."""
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineKey
 from kaveri.engine.stepwise.batch import form_step
 from kaveri.engine.stepwise.phase import SequencePhase
@@ -10,7 +10,7 @@ from kaveri.engine.stepwise.sequence import Sequence
 def _sequence(name: str, token_count: int, computed: int = 0) -> Sequence:
     return Sequence(
         EngineKey(name, 1),
-        SamplingParams(),
+        ResolvedParams(),
         [1] * token_count,
         0,
         SequencePhase.RUNNING,

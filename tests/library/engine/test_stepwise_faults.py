@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import (
     EngineEvent,
     EngineKey,
@@ -54,7 +54,7 @@ def test_error_of_the_runner_stops_the_engine_loudly(bench: StepwiseBench) -> No
     prefilled, decoded = start_recording(prefill), start_recording(decode)
     computed, unlucky = (
         make_stepwise_request("computed", 10, 5),
-        EngineRequest(EngineKey("u", 1), (13, 1), 0, SamplingParams()),
+        EngineRequest(EngineKey("u", 1), (13, 1), 0, ResolvedParams()),
     )
     prefill.prefill(computed)
     prefilled.wait_for(FirstToken, computed.key)
@@ -93,7 +93,7 @@ def _broken_by(bench: StepwiseBench, *requests: EngineRequest) -> list[EngineEve
 
 
 def _of_death(name: str, suspect_until: int = 0) -> EngineRequest:
-    return EngineRequest(EngineKey(name, 1), (13, 1), 0, SamplingParams(max_tokens=9, seed=1), suspect_until)
+    return EngineRequest(EngineKey(name, 1), (13, 1), 0, ResolvedParams(max_tokens=9, seed=1), suspect_until)
 
 
 def test_a_step_that_raises_makes_each_of_its_requests_a_suspect(bench: StepwiseBench) -> None:

@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineKey
 from kaveri.engine.stepwise.batch import form_step
 from kaveri.engine.stepwise.phase import SequencePhase
@@ -37,7 +37,7 @@ class _Pool:
     def reserve(self, prompt_tokens: int, answer_tokens: int) -> Sequence:
         if self.residency.short_of_blocks:
             raise NoCapacity("decode", 0.1)
-        params = SamplingParams(max_tokens=answer_tokens)
+        params = ResolvedParams(max_tokens=answer_tokens)
         sequence = Sequence(
             EngineKey(f"r{next(self._names)}", 1), params, [0] * prompt_tokens, 0, SequencePhase.RESERVED
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.factory import build_engine, timed_runner
 from kaveri.engine.settings import EngineSettings
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
@@ -18,7 +18,7 @@ from kaveri.kv.tiers.pool import KvPool
 from kaveri.latency.model import bundled_latency_models, load_latency_model
 from services.instance.config import PrefillConfig
 
-_PARAMS = SamplingParams(max_tokens=100, seed=1)
+_PARAMS = ResolvedParams(max_tokens=100, seed=1)
 _DOCUMENT = {
     "name": "made-up",
     "source": "this test",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kaveri.domain.sampling import Logprobs, SamplingParams
+from kaveri.domain.sampling import Logprobs, ResolvedParams
 from kaveri.engine.stepwise.runner import LayerListener, ScoredSlice, SequenceSlice
 from kaveri.engine.transformers.loading import load_runner
 from kaveri.engine.transformers.memory import PagedMemory
@@ -26,7 +26,7 @@ BLOCK_TOKENS = 16
 BLOCK_COUNT = 160
 CHUNK_TOKENS = 32
 VOCAB_SIZE = 320
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = ResolvedParams(temperature=0.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,7 +54,7 @@ class RunSequence:
     """One sequence that the driver below runs, with the blocks it holds."""
 
     prompt: list[int]
-    params: SamplingParams = GREEDY
+    params: ResolvedParams = GREEDY
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     answer: list[int] = field(default_factory=list)
@@ -178,7 +178,7 @@ def test_prompt_logprobs_equal_a_plain_forward_pass_however_prompts_are_cut(
     folder = model_folders[architecture]
     driver = BatchDriver(new_runner(folder, device), seed=3)
     reference = PlainTransformers(folder, device=device)
-    asking = SamplingParams(temperature=0.0, prompt_logprobs=3)
+    asking = ResolvedParams(temperature=0.0, prompt_logprobs=3)
     for prompt in prompts(15, [1, 2, 17, 70]):
         scored, plain = RunSequence(prompt, asking), RunSequence(prompts(16, [40])[0])
         driver.hold(scored, 1)
@@ -217,7 +217,7 @@ def test_bundled_model_gives_the_tokens_of_generate_in_float32(device: str) -> N
 def test_half_precision_runs_and_its_logits_stay_near_float32(
     device: str, dtype: str, model_folders: dict[str, Path]
 ) -> None:
-    asking = SamplingParams(temperature=0.0, logprobs=1)
+    asking = ResolvedParams(temperature=0.0, logprobs=1)
     exact, rounded = (
         BatchDriver(new_runner(model_folders["llama"], device, name), seed=1) for name in ("float32", dtype)
     )
@@ -237,7 +237,7 @@ def test_sequence_recomputed_after_preemption_goes_on_with_the_same_tokens(
     device: str, model_folders: dict[str, Path]
 ) -> None:
     driver = BatchDriver(new_runner(model_folders["qwen3"], device), seed=4)
-    for params in (GREEDY, SamplingParams(temperature=0.9, top_p=0.95, seed=77)):
+    for params in (GREEDY, ResolvedParams(temperature=0.9, top_p=0.95, seed=77)):
         (prompt,) = prompts(10, [50])
         whole = RunSequence(prompt, params)
         driver.hold(whole, 30)
@@ -251,9 +251,9 @@ def test_sequence_recomputed_after_preemption_goes_on_with_the_same_tokens(
 def test_sampled_tokens_depend_on_the_seed_and_not_on_the_batch(device: str, model_folders: dict[str, Path]) -> None:
     driver = BatchDriver(new_runner(model_folders["llama"], device), seed=4)
     params = [
-        SamplingParams(temperature=1.0, seed=1),
-        SamplingParams(temperature=0.7, top_p=0.9, seed=2),
-        SamplingParams(temperature=1.3, top_k=12, seed=3),
+        ResolvedParams(temperature=1.0, seed=1),
+        ResolvedParams(temperature=0.7, top_p=0.9, seed=2),
+        ResolvedParams(temperature=1.3, top_k=12, seed=3),
         GREEDY,
     ]
     together = [RunSequence(prompt, entry) for prompt, entry in zip(prompts(11, [7, 20, 41, 9]), params, strict=True)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest, FirstToken
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.transformers.fingerprint import fingerprint
@@ -74,7 +74,7 @@ def test_ends_that_no_token_has_change_nothing_as_in_generate(copied: Path) -> N
         engine = StepwiseEngine(load(copied), 64, chunk_tokens=16)
         recorder = EngineRecorder(on_event=lambda event, engine=engine: _decode(engine, event))
         engine.start(recorder)
-        params = SamplingParams(max_tokens=12, min_tokens=12, temperature=0, seed=0)
+        params = ResolvedParams(max_tokens=12, min_tokens=12, temperature=0, seed=0)
         engine.prefill(request := EngineRequest(EngineKey("one", 0), prompt, 0, params))
         recorder.wait_for_finish(request.key)
         engine.close()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.stepwise.runner import NOT_FINITE, DrawnToken, NoToken, SequenceSlice
 from kaveri.engine.transformers import sampler
 from kaveri.engine.transformers.sampler import draw_tokens, stream_state, waiting_times
@@ -17,7 +17,7 @@ VOCAB_SIZE = 50
 
 
 def row(draw_index: int = 0, **params: object) -> SequenceSlice:
-    return SequenceSlice([1], 0, [0], True, draw_index, SamplingParams(**params))  # type: ignore[arg-type]
+    return SequenceSlice([1], 0, [0], True, draw_index, ResolvedParams(**params))  # type: ignore[arg-type]
 
 
 def random_logits(seed: int, count: int) -> Tensor:

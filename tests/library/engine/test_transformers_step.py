@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.stepwise.runner import SequenceSlice
 from kaveri.engine.transformers.step import pack
 from kaveri.kv.layout.layout import KvLayout
@@ -15,7 +15,7 @@ LAYOUT = KvLayout("model", layer_count=3, block_tokens=16, kv_head_count=8, head
 
 def decoding(context_tokens: int) -> SequenceSlice:
     block_ids = range(LAYOUT.block_count(context_tokens))
-    return SequenceSlice([1], context_tokens - 1, block_ids, True, 0, SamplingParams())
+    return SequenceSlice([1], context_tokens - 1, block_ids, True, 0, ResolvedParams())
 
 
 class SlowCopy:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kaveri.domain.sampling import FinishReason, SamplingParams
+from kaveri.domain.sampling import FinishReason, ResolvedParams
 from kaveri.engine.contract import (
     EngineKey,
     EngineRequest,
@@ -120,7 +120,7 @@ _ENDS = {NoLongerNeeded, VllmFailed, BlocksTaken}
 
 
 def _request(prompt_tokens: int) -> EngineRequest:
-    return EngineRequest(EngineKey("r", 1), (0,) * prompt_tokens, _GENERATED, SamplingParams(max_tokens=50, seed=0))
+    return EngineRequest(EngineKey("r", 1), (0,) * prompt_tokens, _GENERATED, ResolvedParams(max_tokens=50, seed=0))
 
 
 class VllmLife(RuleBasedStateMachine):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest, TokenStep
 from kaveri.engine.vllm.life import (
     MAX_AHEAD,
@@ -54,7 +54,7 @@ class _Table(Requests):
 
 
 def _request(name: str, prompt_tokens: int) -> EngineRequest:
-    return EngineRequest(EngineKey(name, 1), (0,) * prompt_tokens, 0, SamplingParams(max_tokens=5, seed=0))
+    return EngineRequest(EngineKey(name, 1), (0,) * prompt_tokens, 0, ResolvedParams(max_tokens=5, seed=0))
 
 
 def test_what_was_promised_between_two_steps_is_promised_to_no_other() -> None:

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Sequence
 
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.domain.view import InstanceLoad, Phase
 from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest
 from kaveri.engine.stepwise.engine import StepwiseEngine
@@ -65,7 +65,7 @@ async def test_instance_whose_role_loses_an_event_fails_its_requests_and_leaves(
         )
         serving = asyncio.create_task(host.serve(asyncio.Event()))
         await asyncio.wait_for(host.started.wait(), SOON_S)
-        engine.prefill(EngineRequest(EngineKey("a", 1), (1, 2, 3), 0, SamplingParams(max_tokens=1, seed=0)))
+        engine.prefill(EngineRequest(EngineKey("a", 1), (1, 2, 3), 0, ResolvedParams(max_tokens=1, seed=0)))
         assert await asyncio.wait_for(serving, SOON_S) == BROKEN_STATUS
         assert "LookupError" in role.failed_with
         assert "prefill-0" not in store.view().instances
@@ -95,7 +95,7 @@ async def test_instance_whose_engine_makes_no_step_any_more_fails_its_requests_a
     role, runner = CountingRole(), StuckRunner()
     engine = StepwiseEngine(runner, 1024)
     config = InstanceConfig(instance_id="prefill-0", engine="fake", stuck_after_s=0.5)
-    params = SamplingParams(max_tokens=1, seed=0)
+    params = ResolvedParams(max_tokens=1, seed=0)
     async with MemoryStore(MemoryCluster()) as store:
         host = EngineHost(
             config,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineKey, EngineRequest, FirstToken, Landed, PrefillProgress
 from kaveri.engine.stepwise.fake import FakeModel, StaleKv
 from kaveri.engine.stepwise.runner import SequenceSlice
@@ -17,7 +17,7 @@ from kaveri.testing.simulation.kv_memory import KvMemory
 from kaveri.testing.simulation.kv_wire import LoopWire
 
 _MODEL = FakeModel(layer_count=1, block_tokens=4, max_model_len=64)
-_PARAMS = SamplingParams(max_tokens=20, temperature=0.0, seed=1)
+_PARAMS = ResolvedParams(max_tokens=20, temperature=0.0, seed=1)
 
 
 def _slice(token_ids: list[int], start: int, block_ids: list[int]) -> SequenceSlice:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.engine.stepwise.runner import SequenceSlice
 from kaveri.errors import InvalidArgument
@@ -33,7 +33,7 @@ class _MarkedPair:
     def __init__(self) -> None:
         wire = LoopWire()
         self.owned, self.held = KvMemory(_MODEL, 8), KvMemory(_MODEL, 8)
-        params = SamplingParams(max_tokens=20, temperature=0.0, seed=1)
+        params = ResolvedParams(max_tokens=20, temperature=0.0, seed=1)
         self.owned.write(SequenceSlice(list(range(1, 15)), 0, _SOURCE, True, 0, params))
         self.pushed: list[PushEvent] = []
         self.landed: list[TransferEvent] = []

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import (
     EngineInfo,
     EngineKey,
@@ -125,5 +125,5 @@ class ReferenceEngine:
 
 
 def _request(number: int, prompt_tokens: int, answer_tokens: int) -> EngineRequest:
-    params = SamplingParams(max_tokens=answer_tokens, ignore_eos=True, seed=0)
+    params = ResolvedParams(max_tokens=answer_tokens, ignore_eos=True, seed=0)
     return EngineRequest(EngineKey(str(number), 1), (1,) * prompt_tokens, 0, params)

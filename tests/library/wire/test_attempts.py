@@ -6,6 +6,7 @@ import pytest
 
 from kaveri.domain.attachment import Attached, Attachment
 from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import InvalidArgument
 from kaveri.wire.attempts import (
     attached_from_proto,
@@ -21,7 +22,7 @@ ATTACHMENT = Attachment("r", Ownership(Owner(2, 3), "router-1", bytes(16)), (1, 
 def test_what_a_new_owner_shows_and_gets_survives_the_wire() -> None:
     for attachment in (ATTACHMENT, replace(ATTACHMENT, landed=True)):
         assert attachment_from_proto(attachment_to_proto(attachment)) == attachment
-    attached = Attached(20, 2, (5, 6))
+    attached = Attached(SamplingParams(max_tokens=20, temperature=0.5, top_p=0.75, top_k=3), 2, (5, 6))
     assert attached_from_proto(attached_to_proto(attached)) == attached
 
 

@@ -7,7 +7,7 @@ import pytest
 from kaveri.domain.length import TokenRange
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import ReplicaLocation, ReplicaOffer, Resumed, Resumption
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceStatus, ReplicaCounts, Role
 from kaveri.errors import InvalidArgument
 from kaveri.kv.layout.layout import KvLayout
@@ -27,7 +27,7 @@ from kaveri.wire.replicas import (
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 OWNERSHIP = Ownership(Owner(2, 3), "router-1", bytes(range(16)))
 OFFER = ReplicaOffer("r", OWNERSHIP, "decode-0", 2**63 - 1, LAYOUT, 9, 30.0)
-PARAMS = SamplingParams(max_tokens=20, seed=7)
+PARAMS = ResolvedParams(max_tokens=20, seed=7)
 RESUMPTION = Resumption("r", OWNERSHIP, (1, 2, 3, 4), 2, PARAMS, 30.0, TokenRange(8, 16), 2**63 - 1)
 
 

@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry
 
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import ReplicaLocation
-from kaveri.domain.sampling import FinishReason, SamplingParams
+from kaveri.domain.sampling import FinishReason, ResolvedParams
 from kaveri.engine.contract import EngineKey, EngineRequest, TokenStep
 from kaveri.policy.growth import BatchMember
 from services.decode.answer_log import AnswerLog, End
@@ -60,7 +60,7 @@ def test_a_resumed_request_draws_its_next_token_here() -> None:
 @pytest.mark.parametrize(("state", "has_message"), [(Running(0.0), False), (Ready(0.0), True)])
 async def test_news_of_a_copy_needs_a_message_only_while_no_tokens_come(state: State, has_message: bool) -> None:
     owners = RequestOwners(10.0, lambda name: None, DecodeMetrics(CollectorRegistry()))
-    engine_request = EngineRequest(EngineKey("r", 1), (1,) * 10, 0, SamplingParams())
+    engine_request = EngineRequest(EngineKey("r", 1), (1,) * 10, 0, ResolvedParams())
     request = DecodeRequest(engine_request, Ownership(OWNER, "router"), 0.0, 60.0, BatchMember(10), state)
     stream = owners.open_stream("router", ())
     owners.tell_replica(request, ReplicaLocation("d1", 1, 16))

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from kaveri.domain.owner import Owner, Ownership
-from kaveri.domain.sampling import FinishReason, SamplingParams
+from kaveri.domain.sampling import FinishReason, ResolvedParams
 from kaveri.engine.contract import EngineKey, EngineRequest, TokenStep
 from kaveri.errors import InvalidArgument, RequestNotFound, Unavailable, Unsupported
 from kaveri.models import KAVERI_TINY, resolve_model
@@ -46,7 +46,7 @@ class AnswerReadHere:
         self.readers = AnswerReaders(self.requests.get, self.streams.note_reader, tokenizer, self._count)
 
     def add(self, request_id: str) -> DecodeRequest:
-        engine_request = EngineRequest(EngineKey(request_id, 1), (70,) * 10, 0, SamplingParams(**self.params))
+        engine_request = EngineRequest(EngineKey(request_id, 1), (70,) * 10, 0, ResolvedParams(**self.params))
         ownership = Ownership(Owner(2, 1), ROUTER, SECRET)
         request = DecodeRequest(engine_request, ownership, 0.0, 60.0, BatchMember(10), InLine(stays=False))
         self.requests[request_id] = request

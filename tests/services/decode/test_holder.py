@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import ReplicaLocation, ReplicaOffer, Resumption
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.domain.view import ClusterView
 from kaveri.errors import InvalidArgument, NoCapacity, RequestAlreadyExists, StaleAttempt, Unavailable
 from kaveri.kv.layout.layout import KvLayout
@@ -203,7 +203,7 @@ async def test_a_copy_that_was_pushed_on_is_dropped_soon(store: Store) -> None:
     metrics = ReplicaMetrics(CollectorRegistry())
     holder = ReplicaHolder(FullInstance(), store, 7, 60.0, lambda *_: True, metrics, PushingForwarder())  # type: ignore[arg-type]
     holder.open(offer(1))
-    params = SamplingParams(max_tokens=20, seed=0)
+    params = ResolvedParams(max_tokens=20, seed=0)
     resumption = Resumption("r", owned(0, 2), TOKENS, 2, params, 60.0, None, 7, may_push_on=True)
     async with asyncio.timeout(5), holder._tasks:
         await holder.resume(resumption)
@@ -238,7 +238,7 @@ async def test_a_holder_that_drains_pushes_its_copies_on_and_waits_for_no_longer
     assert not holder.is_idle
     with pytest.raises(Unavailable):
         holder.open(replace(offer(2), request_id="other"))
-    params = SamplingParams(max_tokens=20, seed=0)
+    params = ResolvedParams(max_tokens=20, seed=0)
     resumption = Resumption("r", owned(0, 2), TOKENS, 2, params, 60.0, None, 7, may_push_on=True)
     async with asyncio.timeout(5), holder._tasks:
         assert (await holder.resume(resumption)).replica == ReplicaLocation("d2", 1, 8)
@@ -262,7 +262,7 @@ async def test_a_copy_that_was_pushed_on_stays_the_newer_owners_that_goes_on_fro
     async with asyncio.timeout(5), holder._tasks:
         resumes, taken = [], []
         for session, attempt in ((0, 2), (1, 1)):
-            params = SamplingParams(max_tokens=20, seed=0)
+            params = ResolvedParams(max_tokens=20, seed=0)
             resumption = Resumption("r", owned(session, attempt), TOKENS, 2, params, 60.0, None, 7, may_push_on=True)
             resumes.append(asyncio.ensure_future(holder.resume(resumption)))
             taken.append(await pushes.get())

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kaveri.domain.owner import Owner, Ownership
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.domain.view import ClusterView
 from kaveri.engine.contract import EngineKey, EngineRequest, LetGo
 from kaveri.policy.growth import BatchMember
@@ -64,7 +64,7 @@ class Bench:
             self.closed.append(holder)
 
         monkeypatch.setattr(self.replicator, "_close", close)
-        engine_request = EngineRequest(KEY, (1, 2, 3), 0, SamplingParams(max_tokens=20, seed=0))
+        engine_request = EngineRequest(KEY, (1, 2, 3), 0, ResolvedParams(max_tokens=20, seed=0))
         ownership = Ownership(Owner(0, 1), "router-0", bytes(16))
         self.request = DecodeRequest(engine_request, ownership, 0.0, 60.0, BatchMember(3, 20), Ready(0.0))
         self.replicator._owned[KEY] = _Owned(self.request, Moving(HOLDER, 0, 0), ownership)

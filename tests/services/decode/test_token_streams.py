@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kaveri.domain.owner import Owner, Ownership
-from kaveri.domain.sampling import FinishReason, SamplingParams
+from kaveri.domain.sampling import FinishReason, ResolvedParams
 from kaveri.engine.contract import EngineKey, EngineRequest, TokenStep
 from kaveri.errors import RequestAlreadyExists, StaleAttempt
 from kaveri.policy.growth import BatchMember
@@ -20,7 +20,7 @@ WAIT_S = 60.0
 
 
 def request(request_id: str = "a", router_id: str = "router") -> DecodeRequest:
-    engine_request = EngineRequest(EngineKey(request_id, 1), (1,) * 10, 0, SamplingParams())
+    engine_request = EngineRequest(EngineKey(request_id, 1), (1,) * 10, 0, ResolvedParams())
     ownership = Ownership(Owner(0, 1), router_id)
     return DecodeRequest(engine_request, ownership, 0.0, 60.0, BatchMember(10), InLine(stays=False))
 

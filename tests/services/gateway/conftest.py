@@ -136,11 +136,11 @@ async def cluster(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
 
 @contextlib.asynccontextmanager
 async def run_gateway(
-    cluster: ScriptedCluster, router_max_requests: int = 1024, **settings: Any
+    cluster: ScriptedCluster, router_max_requests: int = 1024, generation_config: str = "auto", **settings: Any
 ) -> AsyncIterator[GatewayUnderTest]:
     """A gateway of this cluster, with one router; checks that nothing leaked."""
     async with (
-        cluster.router(max_requests=router_max_requests) as router,
+        cluster.router(max_requests=router_max_requests, generation_config=generation_config) as router,
         MemoryStore(cluster.cluster) as store,
         AsyncClient(router.address) as sdk,
     ):

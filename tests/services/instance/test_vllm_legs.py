@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,7 +14,7 @@ from grpc import aio
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from kaveri.domain.view import InstanceState, Phase
-from kaveri.models import KAVERI_TINY
+from kaveri.models import KAVERI_TINY, resolve_model
 from kaveri.v1 import prefill_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from services.instance.hold_params import HoldAt, write_hold
@@ -483,3 +485,22 @@ async def test_gateways_are_shown_the_form_that_they_know(legs: Legs) -> None:
         with pytest.raises(aio.AioRpcError) as refused:
             await stub(instance).Embed(vllm_engine_pb2.EmbedRequest(), timeout=DEADLINE_S)
         assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_gateways_are_told_the_sampling_defaults_of_the_models_file(
+    cluster: InProcessCluster, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(resolve_model(KAVERI_TINY), tmp_path / "model")
+    told = []
+    for number, values in enumerate(({"temperature": 0.6, "top_k": 20, "max_new_tokens": 9, "min_p": 0.1}, {})):
+        (folder / "generation_config.json").write_text(json.dumps(values))
+        instance = await cluster.prefill(f"prefill-{number}", vllm_grpc=True, model=str(folder))
+        info = await stub(instance).GetModelInfo(vllm_engine_pb2.GetModelInfoRequest(), timeout=DEADLINE_S)
+        told.append(info.default_sampling_params_json)
+    assert told == ['{"temperature":0.6,"top_k":20}', ""]
+    (folder / "generation_config.json").write_text('{"temperature": "hot"}')
+    instance = await cluster.prefill("prefill-2", vllm_grpc=True, model=str(folder))
+    with pytest.raises(aio.AioRpcError) as refused:
+        await stub(instance).GetModelInfo(vllm_engine_pb2.GetModelInfoRequest(), timeout=DEADLINE_S)
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "temperature 'hot'" in (refused.value.details() or "")

@@ -11,7 +11,7 @@ from grpc import aio
 from prometheus_client import CollectorRegistry
 
 from kaveri.cluster.memory_store import MemoryStore
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Phase, Role
 from kaveri.engine.contract import EngineEvent, EngineInfo, EngineKey, EngineRequest, EngineStats
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity
@@ -224,9 +224,9 @@ class ScriptedDecodePeer(decode_pb2_grpc.DecodeServiceServicer):
             self._server = None
 
 
-def params(max_tokens: int = 50, **more: Any) -> SamplingParams:
+def params(max_tokens: int = 50, **more: Any) -> ResolvedParams:
     """As routers send them."""
-    return SamplingParams(max_tokens=max_tokens, seed=0, **more)
+    return ResolvedParams(max_tokens=max_tokens, seed=0, **more)
 
 
 def no_predictions(metrics: PrefillMetrics) -> LengthForecaster:

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from kaveri.domain.owner import Owner, Ownership
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.errors import InvalidArgument, NoCapacity
 from kaveri.policy.ordering import OrderingPolicy
@@ -45,7 +45,7 @@ class Feed:
     def add(self, number: int, token_count: int) -> PrefillRequest:
         """A request that waits."""
         key = EngineKey(f"r{number}", number)
-        sent = EngineRequest(key, (1,) * token_count, 0, SamplingParams(max_tokens=2, seed=0))
+        sent = EngineRequest(key, (1,) * token_count, 0, ResolvedParams(max_tokens=2, seed=0))
         request = PrefillRequest(Ownership(Owner(0, 1), "router"), sent, 1.0, self._reported)
         self.queue.hold(request)
         self.queue.release(request)

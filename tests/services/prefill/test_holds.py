@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kaveri.domain.owner import Owner, Ownership
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineKey, EngineRequest, KvPushFailed
 from kaveri.errors import Unavailable
 from services.prefill.holds import HoldName, Holds
@@ -29,7 +29,7 @@ class HoldBench:
         )
         self.holds = Holds(engine, 1, 60.0, 1.0, 8, PrefillMetrics(CollectorRegistry()))
         self.reports: list[HandOverReport] = []
-        engine_request = EngineRequest(KEY, (1, 2, 3), 0, SamplingParams(max_tokens=2, seed=0))
+        engine_request = EngineRequest(KEY, (1, 2, 3), 0, ResolvedParams(max_tokens=2, seed=0))
         ownership = Ownership(Owner(0, 1), "leg-0")
         self.request = PrefillRequest(ownership, engine_request, 60.0, lambda _, report: self.reports.append(report))
         self.holds.begin(self.request)

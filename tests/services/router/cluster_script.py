@@ -15,6 +15,7 @@ from kaveri.domain.view import BOTH_PHASES, InstanceLoad, InstanceRecord, Instan
 from kaveri.hosting.service_host import ServiceHost
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.rpc.server import RpcServer, open_channel
+from kaveri.text.generation_config import read_sampling_defaults
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import (
     decode_pb2_grpc,
@@ -237,7 +238,8 @@ async def _run_router(
     config: RouterConfig, store: MemoryStore, tokenizer: ModelTokenizer
 ) -> AsyncIterator[RouterUnderTest]:
     """A router that takes requests; at the end it has left the cluster."""
-    router, stopping = Router(config, store, tokenizer), asyncio.Event()
+    defaults = read_sampling_defaults(config.generation_config, config.model)
+    router, stopping = Router(config, store, tokenizer, defaults), asyncio.Event()
     host = router_host(router)
     serving = asyncio.create_task(host.serve(stopping))
     started = asyncio.create_task(host.started.wait())

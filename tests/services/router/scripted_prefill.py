@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 
 from kaveri.domain.attachment import Attached
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.errors import KaveriError, RequestNotFound, Unavailable
 from kaveri.v1 import (
     prefill_pb2,
@@ -110,7 +111,7 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         if decode is None:
             await abort(context, RequestNotFound(request.attach.request_id))
             return
-        attached = attached_to_proto(Attached(max_tokens=20, first_index=0))
+        attached = attached_to_proto(Attached(ResolvedParams(max_tokens=20, temperature=0.0), first_index=0))
         yield prefill_pb2.AttachPrefillResponse(progress=prefill_pb2.PrefillResponse(attached=attached))
         placed = _placed(decode.instance_id, decode.incarnation)
         yield prefill_pb2.AttachPrefillResponse(progress=prefill_pb2.PrefillResponse(placed=placed))

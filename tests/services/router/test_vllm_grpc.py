@@ -3,9 +3,11 @@
 import asyncio
 import hashlib
 import io
+import json
 import sys
 import zipfile
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -240,6 +242,22 @@ async def test_the_model_is_described(door: EngineDoor) -> None:
     assert (info.max_context_length, info.max_req_input_len, info.vocab_size) == (8192, 8191, 1536)
     assert (info.model_type, list(info.architectures)) == ("llama", ["LlamaForCausalLM"])
     assert (list(info.eos_token_ids), info.bos_token_id) == ([2], 1)
+    assert info.default_sampling_params_json == ""
+
+
+async def test_callers_are_told_the_models_defaults_and_complete_their_requests_themselves(
+    cluster: ScriptedCluster, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_new_tokens": 30}))
+    async with open_door(cluster, generation_config=str(path)) as door:
+        info = await door.stub.GetModelInfo(vllm_engine_pb2.GetModelInfoRequest(), timeout=WITHIN_S)
+        assert info.default_sampling_params_json == '{"temperature":0.6,"top_p":0.95,"top_k":20}'
+        request = asks()
+        request.sampling_params.ClearField("temperature")
+        await door.ask(request)
+        (sent,) = cluster.taken()
+        assert (sent.params.temperature, sent.params.top_p, sent.params.top_k) == (1.0, 1.0, 0)
 
 
 async def test_the_loads_of_all_instances_are_one_schedulers(tokenizer: ModelTokenizer) -> None:

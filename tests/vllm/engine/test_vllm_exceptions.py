@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest, EngineStopped, FirstToken, RequestFailed
 from kaveri.testing.engine_conformance import make_request
 from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
@@ -71,7 +71,7 @@ def _broken_by(prefills: Any, *requests: EngineRequest) -> list[EngineEvent]:
 
 
 def _request(name: str, first_token: int, suspect_until: int = 0) -> EngineRequest:
-    params = SamplingParams(max_tokens=9, temperature=0.0, seed=1, ignore_eos=True)
+    params = ResolvedParams(max_tokens=9, temperature=0.0, seed=1, ignore_eos=True)
     return EngineRequest(EngineKey(name, 1), (first_token, 3, 1, 4, 1, 5, 9, 2), 0, params, suspect_until)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest, FirstToken, RequestFailed
 from kaveri.errors import ConfigError
 from kaveri.hosting.trial import Trial
@@ -121,7 +121,7 @@ def test_ends_that_no_token_has_change_nothing_as_in_generate(load: Any, tmp_pat
 
     recorder = EngineRecorder(on_event=adopt)
     engine.start(recorder)
-    params = SamplingParams(max_tokens=8, min_tokens=8, temperature=0, seed=0)
+    params = ResolvedParams(max_tokens=8, min_tokens=8, temperature=0, seed=0)
     request = EngineRequest(EngineKey("one", 0), _PROMPT, 0, params)
     engine.prefill(request)
     recorder.wait_for_finish(request.key)
