@@ -244,9 +244,11 @@ class DecodeInstance:
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
         landed: list[DecodeRequest] = []
+        token_counts: list[int] = []
         for event in events:
             if isinstance(event, StepTokens):
                 self._step(event.steps)
+                token_counts.append(len(event.steps))
             elif isinstance(event, EngineStopped):
                 for each in list(self._requests):
                     self._take(each, lifecycle.Broken(error_of_stop(event, each.key)))
@@ -267,6 +269,8 @@ class DecodeInstance:
                         self._take(request, lifecycle.BlocksLost())
                     case RequestFailed():
                         self._take(request, lifecycle.Broken(error_of_failure(event)))
+        if token_counts:
+            self._metrics.count_steps(token_counts, time.monotonic(), self._room.batch.running_count)
         self._engine_room.admit()
         for request in landed:
             if isinstance(request.state, Ready):
@@ -344,7 +348,6 @@ class DecodeInstance:
                 request.spans.note(report, now_s)
             self._report(request, report, now_s)
         self._room.batch.step(drawn)
-        self._metrics.count_step(len(steps), now_s, self._room.batch.running_count)
 
     def _times(self, request: DecodeRequest, times: lifecycle.RequestTimes | None) -> lifecycle.RequestTimes | None:
         if times is None or request.resumed is None:

@@ -1,5 +1,7 @@
 """The Prometheus metrics of an instance's decode phase."""
 
+from collections.abc import Sequence
+
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from kaveri.telemetry.metrics import ANSWER_BUCKETS_S, LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
@@ -73,12 +75,16 @@ class DecodeMetrics:
         )
         self._last_step_s: float | None = None
 
-    def count_step(self, token_count: int, now_s: float, running_count: int) -> None:
-        """A step has brought so many tokens, one for each request; so many requests go on."""
-        if self._last_step_s is not None:
-            self.step_seconds.observe(now_s - self._last_step_s)
-        self.step_requests.observe(token_count)
-        self.tokens.inc(token_count)
+    def count_steps(self, token_counts: Sequence[int], now_s: float, running_count: int) -> None:
+        """Count steps whose tokens came together, as equally long ones.
+
+        token_counts: tokens of each step, one per request; at least one step. running_count: requests that go on.
+        """
+        for token_count in token_counts:
+            if self._last_step_s is not None:
+                self.step_seconds.observe((now_s - self._last_step_s) / len(token_counts))
+            self.step_requests.observe(token_count)
+        self.tokens.inc(sum(token_counts))
         self._last_step_s = now_s if running_count else None
 
     def count_end(self, report: NoteEnd) -> None:
