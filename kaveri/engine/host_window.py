@@ -5,6 +5,7 @@ with an H100, where its bus takes 52.
 """
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,18 @@ def host_window(memory: npt.NDArray[np.uint8], device: torch.device, owner: obje
 def in_words(blocks: Tensor) -> Tensor:
     """[..., bytes], uint8, as int64 where the bytes of a block allow it: kernels copy element by element."""
     return blocks.view(torch.int64) if blocks.shape[-1] % 8 == 0 else blocks
+
+
+def copy_blocks(source: Tensor, target: Tensor, block_ids: Sequence[int]) -> None:
+    """Copies blocks of all layers, and waits for the device.
+
+    source, target: [layer_count, block_count, ...], of one dtype and size. One may be a window on the host's memory.
+    """
+    ids = torch.tensor(block_ids)
+    taken = source.index_select(1, ids.to(source.device))
+    target.index_copy_(1, ids.to(target.device), taken.to(target.device))
+    if taken.is_cuda:
+        torch.cuda.current_stream(taken.device).synchronize()
 
 
 class _Pages:

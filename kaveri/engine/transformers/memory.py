@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kaveri.engine.host_window import host_window, in_words
+from kaveri.engine.host_window import copy_blocks, host_window, in_words
 from kaveri.kv.tiers.pool import KvPool
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -94,17 +94,9 @@ class PagedMemory:
     def mirror_all(self, block_ids: Sequence[int]) -> None:
         """Brings blocks of all layers down to the pool and waits. Nothing to do where the pool itself is used."""
         if self._host is not None and block_ids:
-            self._copy(self._words, self._host if self._window is None else self._window, block_ids)
+            copy_blocks(self._words, self._host if self._window is None else self._window, block_ids)
 
     def landed(self, block_ids: Sequence[int]) -> None:
         """Takes blocks of all layers up from the pool and waits. Nothing to do where the pool itself is used."""
         if self._host is not None and block_ids:
-            self._copy(self._host if self._window is None else self._window, self._words, block_ids)
-
-    @staticmethod
-    def _copy(source: Tensor, target: Tensor, block_ids: Sequence[int]) -> None:
-        ids = torch.tensor(block_ids)
-        taken = source.index_select(1, ids.to(source.device))
-        target.index_copy_(1, ids.to(target.device), taken.to(target.device))
-        if taken.is_cuda:
-            torch.cuda.current_stream(taken.device).synchronize()
+            copy_blocks(self._host if self._window is None else self._window, self._words, block_ids)

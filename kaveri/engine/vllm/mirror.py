@@ -1,7 +1,8 @@
 """A copy in host memory of a KV cache that lies on a device: what is pushed goes out of it, what lands comes in by it.
 
 Block i of the pool stands for block i of the cache. Copies wait for the device: what a chunk has computed is copied
-behind the whole chunk, so a push overlaps with the chunks that follow, not with the layers of its own.
+behind the whole chunk, so a push overlaps with the chunks that follow, not with the layers of its own. They go through
+a window on the pool (host_window.py), or through ordinary memory where there is none.
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kaveri.engine.host_window import copy_blocks, host_window, in_words
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 
@@ -21,20 +23,19 @@ class Mirror:
 
     def __init__(self, layout: KvLayout, cache: Tensor) -> None:
         self.pool = KvPool(layout, cache.shape[1])
-        self._cache = cache
-        self._host = torch.from_numpy(self.pool.memory)
+        window = host_window(self.pool.memory, cache.device, self)
+        self._host = in_words(torch.from_numpy(self.pool.memory) if window is None else window)
+        self._cache = in_words(cache)
 
     def take_out(self, block_ids: Sequence[int]) -> None:
         """Copies blocks of all layers from the cache; what was computed into them before is in the copy."""
         if block_ids:
-            blocks = torch.tensor(block_ids)
-            self._host[:, blocks] = self._cache[:, blocks.to(self._cache.device)].cpu()
+            copy_blocks(self._cache, self._host, block_ids)
 
     def bring_in(self, block_ids: Sequence[int]) -> None:
         """Copies blocks of all layers to the cache; when it returns whatever reads them finds them there."""
         if block_ids:
-            blocks = torch.tensor(block_ids)
-            self._cache[:, blocks.to(self._cache.device)] = self._host[:, blocks].to(self._cache.device)
+            copy_blocks(self._host, self._cache, block_ids)
             if self._cache.is_cuda:
                 # vLLM computes on a stream of its own choosing.
                 torch.cuda.synchronize(self._cache.device)
