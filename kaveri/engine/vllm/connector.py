@@ -50,8 +50,9 @@ class KaveriConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """True: within a full CUDA graph save_kv_layer would not be called."""
-        return True
+        """False: within a full CUDA graph save_kv_layer is not called, but on a device nothing waits for it. KV is
+        copied behind the step (Mirror)."""
+        return False
 
     # The scheduler's.
 
