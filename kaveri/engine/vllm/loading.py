@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _PREFILLS_AT_ONCE = 64
 """Most prompts that one step packs; vLLM keeps buffers for each."""
+_LEAST_FREE_SHARE = 0.01
+"""Of a GPU's memory, for an engine to start on it: several instances may share one."""
 _OURS = {
     "async_scheduling": "blocks are accounted for step by step",
     "block_size": "set block_tokens",
@@ -131,6 +133,8 @@ def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
     arguments: dict[str, Any] = {
         "enforce_eager": True,
         "disable_hybrid_kv_cache_manager": True,
+        # vLLM refuses to start on a GPU with less than this share free, although the cache has a size of its own.
+        "gpu_memory_utilization": _LEAST_FREE_SHARE,
         **engine_args,
         "model": str(folder),
         "dtype": vllm_dtype(settings.dtype, values, current_platform.is_cpu()),
