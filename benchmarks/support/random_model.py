@@ -2,7 +2,7 @@
 
     python -m benchmarks.support.random_model /tmp/llama-3.2-1b-random --device cuda
 
-Times do not depend on the weights; what is drawn is noise.
+Times do not depend on the weights; what is drawn is noise. Its tokenizer is one of bytes.
 """
 
 import argparse
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tests.support.tiny_models import make_byte_tokenizer
 
 _SHAPES = {
     "llama-3.2-1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
@@ -42,6 +44,7 @@ def main() -> None:
     with torch.device(given.device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(given.folder)
+    make_byte_tokenizer(given.folder, config.vocab_size, config.eos_token_id)
 
 
 if __name__ == "__main__":

@@ -84,11 +84,12 @@ def make_tiny_model(
                 torch.nn.init.normal_(weight, std=0.12 if "embed" not in name and "wte" not in name else 0.5)
     model.save_pretrained(folder)
     if tokenizer:
-        _make_byte_tokenizer(folder, vocab_size, eos_token_id)
+        make_byte_tokenizer(folder, vocab_size, eos_token_id)
     return folder
 
 
-def _make_byte_tokenizer(folder: Path, vocab_size: int, eos_token_id: int | None) -> None:
+def make_byte_tokenizer(folder: Path, vocab_size: int, eos_token_id: int | None) -> None:
+    """Writes a byte-level tokenizer whose ids [0, 256) are bytes, and whose others are written as numbers."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
