@@ -102,7 +102,7 @@ def run(name: str, measure: Callable[[Options, Report], None], description: str 
     parser.add_argument("--quick", action="store_true", help="end within a minute")
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--model", default="kaveri-tiny", help="path, hub id or bundled name")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="of the benchmarks in engine/")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="of engine/ and serving.colocated")
     parser.add_argument("--data", type=Path, help="folder of published data, of the benchmarks that read some")
     parser.add_argument(
         "--program", action="append", default=[], type=_program, metavar="NAME=PATH", help="measured beside ours"
