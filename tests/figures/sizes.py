@@ -1,0 +1,169 @@
+"""Sizes of the tree, read from its files: lines, calls between services, attributes, bodies, circles, words."""
+
+import ast
+import graphlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_CLIENT_SERVICES = frozenset({"InferenceService", "ClusterService", "LengthPredictorService"})
+"""Services whose calls do not count: clients' and the predictor's contracts."""
+_GENERATED = ("kaveri", "v1")
+
+
+def product_files() -> list[Path]:
+    """Python files of the product; generated ones are left out."""
+    return [path for room in ("kaveri", "services") for path in _python_files(room) if not _is_generated(path)]
+
+
+def product_lines() -> Mapping[str, int]:
+    """Lines of the product by room, such as "kaveri/engine", the largest first."""
+    return dict(Counter(_by_room(product_files())).most_common())
+
+
+def test_lines() -> int:
+    """Lines of the tests, without those of the simulated cluster."""
+    return sum(_line_count(path) for path in _python_files("tests") if "simulation" not in path.parts)
+
+
+def file_lines() -> list[int]:
+    """Lines of each file of the product, ascending."""
+    return sorted(_line_count(path) for path in product_files())
+
+
+def instance_rpcs() -> list[str]:
+    """Calls of all services that instances and routers offer one another: "PrefillService.Prefill"."""
+    found = []
+    for path in sorted((ROOT / "protos").rglob("*.proto")):
+        service = ""
+        for line in path.read_text().splitlines():
+            if opened := re.match(r"service (\w+)", line):
+                service = opened[1]
+            elif (called := re.match(r"\s+rpc (\w+)", line)) and service not in _CLIENT_SERVICES:
+                found.append(f"{service}.{called[1]}")
+    return found
+
+
+def attribute_counts() -> Mapping[str, int]:
+    """Class, as "file:name", to the number of attributes that its body or its methods give to each object."""
+    found = {}
+    for path in product_files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not _is_enumeration(node):
+                found[f"{path.relative_to(ROOT)}:{node.name}"] = len(set(_attributes(node)))
+    return found
+
+
+def body_lines() -> Mapping[str, int]:
+    """Function, as "file:name", to the lines of its body without its docstring."""
+    found = {}
+    for path in product_files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found[f"{path.relative_to(ROOT)}:{node.name}"] = _body_lines(node)
+    return found
+
+
+@dataclass(frozen=True)
+class Circles:
+    """Circles of imports, one each as the names in it: of files, and of rooms."""
+
+    files: Sequence[str]
+    rooms: Sequence[str]
+
+    @property
+    def count(self) -> int:
+        """Number of circles that were found; at most one of each kind."""
+        return len(self.files) + len(self.rooms)
+
+
+def circles() -> Circles:
+    """Circles in imports, those by a module's name in a string included."""
+    modules = {_module_of(path): path for path in product_files()}
+    graph = {module: set(_imports(path, modules)) - {module} for module, path in modules.items()}
+    rooms: dict[str, set[str]] = {}
+    for module, imported in graph.items():
+        room = _room_of(module)
+        rooms.setdefault(room, set()).update(_room_of(name) for name in imported if _room_of(name) != room)
+    return Circles(_circle(graph), _circle(rooms))
+
+
+def words(name: str) -> int:
+    """Words of a document, as `wc -w` counts them."""
+    return len((ROOT / name).read_text().split())
+
+
+def percentile(values: Sequence[int], share: float) -> int:
+    """The smallest of ascending values that `share` of them do not exceed."""
+    return values[max(0, -(-int(share * 100) * len(values) // 100) - 1)]
+
+
+def _python_files(room: str) -> list[Path]:
+    return sorted((ROOT / room).rglob("*.py"))
+
+
+def _is_generated(path: Path) -> bool:
+    return path.relative_to(ROOT).parts[:2] == _GENERATED
+
+
+def _line_count(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def _by_room(paths: Sequence[Path]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for path in paths:
+        parts = path.relative_to(ROOT).parts
+        found["/".join(parts[:2]) if len(parts) > 2 else parts[0]] += _line_count(path)
+    return dict(found)
+
+
+def _is_enumeration(node: ast.ClassDef) -> bool:
+    return any("Enum" in ast.unparse(base) for base in node.bases)
+
+
+def _attributes(node: ast.ClassDef) -> Iterator[str]:
+    for statement in node.body:
+        # Fields of dataclasses and protocols' attributes.
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            if "ClassVar" not in ast.unparse(statement.annotation):
+                yield statement.target.id
+        elif isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            for inner in ast.walk(statement):
+                if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
+                    owner = inner.value
+                    if isinstance(owner, ast.Name) and owner.id == "self":
+                        yield inner.attr
+
+
+def _body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
+    return (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def _module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _room_of(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def _imports(path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            named = {f"{node.module}.{name.name}" for name in node.names} & modules.keys()
+            yield from named or {node.module} & modules.keys()
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            yield from {argument.value for argument in node.args if isinstance(argument, ast.Constant)} & modules.keys()
+
+
+def _circle(graph: Mapping[str, set[str]]) -> Sequence[str]:
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return [" -> ".join(error.args[1])]
+    return []
