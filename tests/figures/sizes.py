@@ -158,7 +158,8 @@ def _imports(path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
             named = {f"{node.module}.{name.name}" for name in node.names} & modules.keys()
             yield from named or {node.module} & modules.keys()
         elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
-            yield from {argument.value for argument in node.args if isinstance(argument, ast.Constant)} & modules.keys()
+            strings = (argument.value for argument in node.args if isinstance(argument, ast.Constant))
+            yield from (name for name in strings if isinstance(name, str) and name in modules)
 
 
 def _circle(graph: Mapping[str, set[str]]) -> Sequence[str]:

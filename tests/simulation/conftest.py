@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kaveri.testing.simulation.plan import Plan
-from kaveri.testing.simulation.schedule import ScheduleResult, run_schedule, simulated_tokenizer
 from kaveri.text.tokenizer import ModelTokenizer
+from tests.simulation.cluster.plan import Plan
+from tests.simulation.cluster.schedule import ScheduleResult, run_schedule, simulated_tokenizer
 
 Run = Callable[[Plan], ScheduleResult]
 

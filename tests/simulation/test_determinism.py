@@ -4,15 +4,15 @@ import os
 import subprocess
 import sys
 
-from kaveri.testing.simulation.draw import draw_plan
-from kaveri.testing.simulation.schedule import run_schedule
 from kaveri.text.tokenizer import ModelTokenizer
+from tests.simulation.cluster.draw import draw_plan
+from tests.simulation.cluster.schedule import run_schedule
 
 SEEDS = range(500, 505)
 
 
 def _hashes_elsewhere(hash_seed: str) -> dict[int, str]:
-    command = [sys.executable, "-m", "kaveri.testing.simulation", "--hashes"]
+    command = [sys.executable, "-m", "tests.simulation.cluster", "--hashes"]
     command += ["--seed", str(SEEDS.start), "--count", str(len(SEEDS)), "--stop-after", str(len(SEEDS))]
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
     printed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False).stdout

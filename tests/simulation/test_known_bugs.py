@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kaveri.testing.simulation.directed import cluster, request, story
-from kaveri.testing.simulation.plan import Fault, FaultKind, Plan
-from kaveri.testing.simulation.schedule import ScheduleResult
+from tests.simulation.cluster.directed import cluster, request, story
+from tests.simulation.cluster.plan import Fault, FaultKind, Plan
+from tests.simulation.cluster.schedule import ScheduleResult
 
 Run = Callable[[Plan], ScheduleResult]
 

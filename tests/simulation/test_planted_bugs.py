@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from kaveri.testing.simulation import planted, planted_blame, planted_lives, planted_owners, planted_replicas
-from kaveri.testing.simulation.draw import draw_plan
-from kaveri.testing.simulation.planted_plans import PLANS
-from kaveri.testing.simulation.planting import PLANTED
-from kaveri.testing.simulation.schedule import run_schedule
 from kaveri.text.tokenizer import ModelTokenizer
+from tests.simulation.cluster import planted, planted_blame, planted_lives, planted_owners, planted_replicas
+from tests.simulation.cluster.draw import draw_plan
+from tests.simulation.cluster.planted_plans import PLANS
+from tests.simulation.cluster.planting import PLANTED
+from tests.simulation.cluster.schedule import run_schedule
 
 _TABLE: list[dict[str, Any]] = json.loads(
     (Path(__file__).resolve().parents[2] / "docs" / "planted_bugs.json").read_text()

@@ -9,11 +9,11 @@ import pytest
 from kaveri.domain.replica import Resumption
 from kaveri.errors import NoCapacity
 from kaveri.policy.replication import ReplicationMode
-from kaveri.testing.simulation.directed import cluster, request, story
-from kaveri.testing.simulation.plan import Fault, FaultKind, Plan
-from kaveri.testing.simulation.schedule import ScheduleResult, run_schedule
 from kaveri.text.tokenizer import ModelTokenizer
 from services.decode.instance import DecodeInstance
+from tests.simulation.cluster.directed import cluster, request, story
+from tests.simulation.cluster.plan import Fault, FaultKind, Plan
+from tests.simulation.cluster.schedule import ScheduleResult, run_schedule
 
 BLOCK_TOKENS = 16
 _WHOLE = "log info replica_held request_id=moved"

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from kaveri.policy.replication import ReplicationMode
-from kaveri.testing.simulation.directed import cluster, request, story
-from kaveri.testing.simulation.plan import Fault, FaultKind, Plan, PlannedInstance, ScheduledRequest
-from kaveri.testing.simulation.schedule import ScheduleResult
+from tests.simulation.cluster.directed import cluster, request, story
+from tests.simulation.cluster.plan import Fault, FaultKind, Plan, PlannedInstance, ScheduledRequest
+from tests.simulation.cluster.schedule import ScheduleResult
 
 Run = Callable[[Plan], ScheduleResult]
 

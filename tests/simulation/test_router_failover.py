@@ -2,10 +2,10 @@
 
 import pytest
 
-from kaveri.testing.simulation.directed import CLIENT, cluster, request, story
-from kaveri.testing.simulation.plan import Fault, FaultKind
-from kaveri.testing.simulation.schedule import run_schedule
 from kaveri.text.tokenizer import ModelTokenizer
+from tests.simulation.cluster.directed import CLIENT, cluster, request, story
+from tests.simulation.cluster.plan import Fault, FaultKind
+from tests.simulation.cluster.schedule import run_schedule
 
 _PHASES = {
     "before its prompt is sent": "start /kaveri.v1.InferenceService/Generate",

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from kaveri.policy.prediction import PredictionMode
-from kaveri.testing.simulation.directed import cluster, request, story
-from kaveri.testing.simulation.draw import draw_plan
-from kaveri.testing.simulation.loop import SimulatedLoop, SimulatedProcess
-from kaveri.testing.simulation.plan import Fault, FaultKind, Plan
-from kaveri.testing.simulation.schedule import ScheduleResult, run_schedule
 from kaveri.text.tokenizer import ModelTokenizer
+from tests.simulation.cluster.directed import cluster, request, story
+from tests.simulation.cluster.draw import draw_plan
+from tests.simulation.cluster.loop import SimulatedLoop, SimulatedProcess
+from tests.simulation.cluster.plan import Fault, FaultKind, Plan
+from tests.simulation.cluster.schedule import ScheduleResult, run_schedule
 
 Run = Callable[[Plan], ScheduleResult]
 

@@ -11,11 +11,11 @@ from kaveri.policy.replication import ReplicationMode
 from kaveri.simulator.failures import Death, FailureSpec
 from kaveri.simulator.simulate import Simulation
 from kaveri.simulator.spec import ClusterSpec, CopySpec, DecodeSpec, PoolSpec, PrefillSpec
-from kaveri.testing.simulation.directed import cluster, request, story
-from kaveri.testing.simulation.plan import Fault, FaultKind
-from kaveri.testing.simulation.schedule import run_schedule
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.workload.requests import PlannedRequest, RequestLengths
+from tests.simulation.cluster.directed import cluster, request, story
+from tests.simulation.cluster.plan import Fault, FaultKind
+from tests.simulation.cluster.schedule import run_schedule
 
 BLOCK_TOKENS = 16
 STEP_S = 0.02

@@ -8,10 +8,10 @@ from kaveri.client.answer import Chunk, Usage
 from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.engine.contract import EngineKey
 from kaveri.engine.stepwise.fake import FakeModel
-from kaveri.testing.simulation.answer_checks import AnswerChecker, expected_answer
-from kaveri.testing.simulation.draws import DrawRecord, DrawRun, life_salt
-from kaveri.testing.simulation.outcomes import RequestOutcome
-from kaveri.testing.simulation.tokenizer import EOS_TOKEN_ID, make_tokenizer, texts_of
+from tests.simulation.cluster.answer_checks import AnswerChecker, expected_answer
+from tests.simulation.cluster.draws import DrawRecord, DrawRun, life_salt
+from tests.simulation.cluster.outcomes import RequestOutcome
+from tests.simulation.cluster.tokenizer import EOS_TOKEN_ID, make_tokenizer, texts_of
 
 _TOKENIZER = make_tokenizer()
 _BACKEND = _TOKENIZER.backend_tokenizer

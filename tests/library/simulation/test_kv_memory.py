@@ -12,9 +12,9 @@ from kaveri.engine.stepwise.fake import FakeModel, StaleKv
 from kaveri.engine.stepwise.runner import SequenceSlice
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.engine_recorder import EngineRecorder
-from kaveri.testing.simulation.engine import SimulatedEngine
-from kaveri.testing.simulation.kv_memory import KvMemory
-from kaveri.testing.simulation.kv_wire import LoopWire
+from tests.simulation.cluster.engine import SimulatedEngine
+from tests.simulation.cluster.kv_memory import KvMemory
+from tests.simulation.cluster.kv_wire import LoopWire
 
 _MODEL = FakeModel(layer_count=1, block_tokens=4, max_model_len=64)
 _PARAMS = ResolvedParams(max_tokens=20, temperature=0.0, seed=1)

@@ -21,11 +21,11 @@ from kaveri.testing.engine_endings import EndingConformance
 from kaveri.testing.engine_release import ReleaseConformance
 from kaveri.testing.engine_replication import ReplicationConformance
 from kaveri.testing.engine_resumption import ResumptionConformance
-from kaveri.testing.simulation.engine import SimulatedEngine
-from kaveri.testing.simulation.kv_memory import KvMemory
-from kaveri.testing.simulation.kv_receiver import SimulatedReceiver
-from kaveri.testing.simulation.kv_sender import SimulatedSender
-from kaveri.testing.simulation.kv_wire import LoopWire
+from tests.simulation.cluster.engine import SimulatedEngine
+from tests.simulation.cluster.kv_memory import KvMemory
+from tests.simulation.cluster.kv_receiver import SimulatedReceiver
+from tests.simulation.cluster.kv_sender import SimulatedSender
+from tests.simulation.cluster.kv_wire import LoopWire
 
 ResultT = TypeVar("ResultT")
 _STEP_S = 5e-4

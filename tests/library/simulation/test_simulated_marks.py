@@ -12,10 +12,10 @@ from kaveri.errors import InvalidArgument
 from kaveri.kv.transfer.receiver import TransferEvent, TransferLanded, TransferMarked, TransferReleased
 from kaveri.kv.transfer.sender import PushAccepted, PushEvent, PushExtended, PushFailed, PushMarked
 from kaveri.kv.transfer.ticket import Ticket
-from kaveri.testing.simulation.kv_memory import KvMemory
-from kaveri.testing.simulation.kv_receiver import SimulatedReceiver
-from kaveri.testing.simulation.kv_sender import SimulatedSender
-from kaveri.testing.simulation.kv_wire import LoopWire
+from tests.simulation.cluster.kv_memory import KvMemory
+from tests.simulation.cluster.kv_receiver import SimulatedReceiver
+from tests.simulation.cluster.kv_sender import SimulatedSender
+from tests.simulation.cluster.kv_wire import LoopWire
 
 _MODEL = FakeModel(layer_count=1, block_tokens=4, max_model_len=64)
 _SOURCE = [7, 3, 5, 1]

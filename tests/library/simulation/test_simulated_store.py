@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from kaveri.cluster.store import ViewSource
-from kaveri.testing.simulation.entropy import replaced_world
-from kaveri.testing.simulation.loop import SimulatedLoop, SimulatedProcess
-from kaveri.testing.simulation.network import LinkQuality, Network
-from kaveri.testing.simulation.store import SimulatedStore, SimulatedStoreServer
-from kaveri.testing.simulation.trace import Trace
 from kaveri.testing.store_conformance import StoreConformance
+from tests.simulation.cluster.entropy import replaced_world
+from tests.simulation.cluster.loop import SimulatedLoop, SimulatedProcess
+from tests.simulation.cluster.network import LinkQuality, Network
+from tests.simulation.cluster.store import SimulatedStore, SimulatedStoreServer
+from tests.simulation.cluster.trace import Trace
 
 _QUICK = LinkQuality(delay_s=0.0005, jitter_s=0.001)
 

@@ -1,0 +1,343 @@
+"""An engine on an asyncio loop, without threads: its steps are timers, so simulated time and seeds decide everything.
+
+Requests, blocks, batches and transfers are the stepwise engine's own code (kaveri/engine/stepwise_*.py, transfers.py).
+Only the clock, the pool (kv_memory.py) and the transfers (kv_sender.py, kv_receiver.py) are simulated.
+"""
+
+import asyncio
+import contextvars
+import random
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+
+from kaveri.engine.contract import (
+    EngineEvent,
+    EngineInfo,
+    EngineKey,
+    EngineListener,
+    EngineRequest,
+    EngineStats,
+    LetGo,
+)
+from kaveri.engine.copier import Copier
+from kaveri.engine.kv_plane import Granted, PlaneEvent, PoolPlane
+from kaveri.engine.shared import Shared
+from kaveri.engine.stepwise.batch import PlannedSlice
+from kaveri.engine.stepwise.fake import FakeModel, StaleKv
+from kaveri.engine.stepwise.lifecycle import Lifecycle
+from kaveri.engine.stepwise.runner import Drawn, NoToken, SequenceSlice
+from kaveri.engine.transfers import Transfers
+from kaveri.errors import ConfigError
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.transfer.flow import KvFlow
+from kaveri.kv.transfer.ticket import Ticket
+from kaveri.telemetry.logs import get_logger
+from tests.simulation.cluster.draws import DrawRecord, DrawRun, life_salt, seed_salt
+from tests.simulation.cluster.kv_memory import KvMemory
+from tests.simulation.cluster.kv_receiver import SimulatedReceiver
+from tests.simulation.cluster.kv_sender import SimulatedSender
+from tests.simulation.cluster.kv_wire import KvWire
+
+_STAGING_BLOCKS = 4
+_LOOK_EVERY_S = 0.1
+
+
+class RequestOfDeath(Exception):
+    """An injected fault: the forward pass raises wherever this request is computed."""
+
+
+class SimulatedEngine:
+    """Both PrefillEngine and DecodeEngine (contract.py), on the running asyncio loop, for its thread only.
+
+    Constructed within its simulated process: timers and callbacks run in the context of the constructor's caller.
+    model: must have one layer. Greedy tokens follow FakeModel.answer(); with a temperature they depend on the seed too.
+    wire: the KV network. rng: of this life of the engine alone; also gives its epoch.
+    step_s: mean seconds of a step; each takes from half of it to one and a half.
+    divergent: every life draws other tokens from the same prefix, and so does every request of it.
+    draws: keeps what is drawn; None: nothing does.
+    Raises ConfigError as StepwiseEngine does.
+    """
+
+    def __init__(
+        self,
+        model: FakeModel,
+        *,
+        wire: KvWire,
+        rng: random.Random,
+        block_count: int,
+        chunk_tokens: int,
+        max_batch: int,
+        step_s: float,
+        divergent: bool = False,
+        draws: DrawRecord | None = None,
+    ) -> None:
+        layout = model.layout
+        if layout.layer_count != 1:
+            raise ConfigError("layer_count", f"is {layout.layer_count}; a simulated engine has 1")
+        if layout.block_count(model.max_model_len) > block_count:
+            raise ConfigError("max_model_len", f"{model.max_model_len} tokens do not fit into {block_count} blocks")
+        self.draws = draws if draws is not None else DrawRecord()
+        self._rng = rng
+        self._step_s = step_s
+        self._divergent = divergent
+        self._context = contextvars.copy_context()
+        self._memory = KvMemory(model, block_count)
+        info = EngineInfo(
+            engine="simulated",
+            layout=layout,
+            total_blocks=block_count,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=frozenset({model.eos_token_id}),
+            epoch=rng.getrandbits(63),
+            kv_endpoints=(),
+            can_replicate=True,
+        )
+        self._shared = Shared(on_stopped=self._end)
+        self._outbox = self._shared.outbox
+        self._lifecycle = Lifecycle(info, chunk_tokens, max_batch, self._outbox.put, on_work=self._wake)
+        now_s = asyncio.get_running_loop().time
+        self._transfers = Transfers(info, self._shared, self._lifecycle, now_s=now_s, token_bytes=rng.randbytes)
+        make_receiver = partial(SimulatedReceiver, self._memory, layout, wire, info.epoch, report=self.draws.report)
+        make_sender = partial(SimulatedSender, self._memory, layout, wire)
+        plane = PoolPlane(layout, make_sender, make_receiver, self._hear)
+        self._transfers.attach(plane)
+        self._pushes = plane.pushes
+        staging = KvMemory(model, _STAGING_BLOCKS)
+        self._copier = Copier(
+            layout,
+            _STAGING_BLOCKS,
+            self._shared,
+            self._lifecycle,
+            lambda block_id, slot: staging.put(slot, self._memory.get(block_id)),
+            partial(SimulatedSender, staging, layout, wire),
+            on_work=self._wake_copier,
+            now_s=now_s,
+        )
+        # When the copier looks for something to do next; None: nothing has changed.
+        self._next_copy: asyncio.TimerHandle | None = None
+        self.info = replace(info, kv_endpoints=self._transfers.endpoints)
+        self.longest_ticket_s = 0.0
+        """Of all tickets granted."""
+        # Tickets that wait for the engine's next look at its commands.
+        self._granted: set[asyncio.TimerHandle] = set()
+        self._stalled = False
+        # The step that comes next or is under way; None: there is nothing to do.
+        self._next: asyncio.Handle | None = None
+
+    # Both sides.
+
+    def start(self, listener: EngineListener) -> None:
+        def recorded(events: Sequence[EngineEvent]) -> None:
+            for event in events:
+                if isinstance(event, LetGo):
+                    self.draws.let_go[event.key.request_id] = event.token_count
+            listener(events)
+
+        self._outbox.listener = recorded
+        self._wake()
+
+    def close(self) -> None:
+        self._shared.close()
+        self._end()
+
+    def stall(self) -> None:
+        """An injected fault: the engine makes no step until go_on()."""
+        self._stalled = True
+
+    def go_on(self) -> None:
+        """Ends stall()."""
+        self._stalled = False
+        if self._next is not None and not self._shared.closing:
+            self._next = asyncio.get_running_loop().call_soon(self._begin_step, context=self._context)
+
+    def fail(self, reason: str) -> None:
+        """An injected fault: the engine breaks, every request is lost, and EngineStopped is the last event."""
+        self._shared.stop(reason)
+
+    def stats(self) -> EngineStats:
+        self._shared.is_busy = self._next is not None
+        return self._shared.counted(self._lifecycle.stats())
+
+    def kv_flow(self) -> KvFlow:
+        return self._transfers.flow()
+
+    def abort(self, key: EngineKey) -> None:
+        self._transfers.abort(key)
+        self._wake_copier()
+        self._outbox.publish()
+
+    def check_integrity(self) -> None:
+        self._lifecycle.check_integrity()
+        self._copier.check_integrity()
+
+    # The prefill side.
+
+    def prefill(self, request: EngineRequest) -> None:
+        self.info.require_servable(request)
+        self._shared.require_alive()
+        self._lifecycle.open_prefill(request)
+
+    def push_to(self, key: EngineKey, ticket: Ticket) -> None:
+        self._transfers.push_to(key, ticket)
+
+    # The decode side.
+
+    def reserve(
+        self,
+        request: EngineRequest,
+        expires_in_s: float,
+        source: KvLayout | None = None,
+        held_tokens: int | None = None,
+    ) -> "Future[Ticket]":
+        """As the contract. The future is done within a step's time."""
+        self.longest_ticket_s = max(self.longest_ticket_s, expires_in_s)
+        self.draws.let_go.pop(request.key.request_id, None)
+        sequence, granted = self._transfers.reserve(request, expires_in_s, source, held_tokens)
+        if sequence is not None:
+            self._transfers.grant(sequence, self._lifecycle.landing_blocks(sequence))
+        return granted
+
+    def adopt(self, key: EngineKey) -> None:
+        self._shared.require_alive()
+        self._lifecycle.adopt(key)
+        self._outbox.publish()
+
+    def admit(self, key: EngineKey) -> None:
+        self._shared.require_alive()
+        self._lifecycle.admit(key)
+
+    def replicate(self, key: EngineKey, ticket: Ticket) -> None:
+        self._copier.replicate(key, ticket)
+
+    def release(self, key: EngineKey, timeout_s: float) -> None:
+        self._copier.release(key, timeout_s)
+
+    def _wake_copier(self) -> None:
+        if self._shared.closing or not self._copier.has_copies:
+            return
+        loop = asyncio.get_running_loop()
+        if self._next_copy is not None and self._next_copy.when() > loop.time() + self._step_s:
+            # It only looks at time limits.
+            self._next_copy.cancel()
+            self._next_copy = None
+        if self._next_copy is None:
+            delay_s = self._rng.random() * self._step_s
+            self._next_copy = loop.call_later(delay_s, self._copy, context=self._context)
+
+    def _copy(self) -> None:
+        self._next_copy = None
+        while not self._shared.closing and self._copier.advance():
+            pass
+        self._outbox.publish()
+        if self._next_copy is None and not self._shared.closing and self._copier.is_releasing:
+            # Its time limits pass without an event.
+            loop = asyncio.get_running_loop()
+            self._next_copy = loop.call_later(_LOOK_EVERY_S, self._copy, context=self._context)
+
+    def _hear(self, event: PlaneEvent) -> None:
+        """The engine reports a ticket when it next reads its commands."""
+        if isinstance(event, Granted):
+            delay_s = self._rng.random() * self._step_s
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(delay_s, self._transfers.hear, event, context=self._context)
+            self._granted = {each for each in self._granted if each.when() > loop.time()} | {timer}
+        else:
+            self._transfers.hear(event)
+
+    # Steps.
+
+    def _wake(self) -> None:
+        if self._next is None and not self._shared.closing and self._outbox.listener is not None:
+            self._next = asyncio.get_running_loop().call_soon(self._begin_step, context=self._context)
+
+    def _begin_step(self) -> None:
+        if self._shared.closing or self._stalled:
+            return
+        self._shared.turn_count += 1
+        planned = self._lifecycle.plan()
+        for sequence, _ in self._lifecycle.last_blocks():
+            self._lifecycle.stopped(sequence)
+            self._wake_copier()
+        if planned:
+            step_s = self._step_s * (0.5 + self._rng.random())
+            self._shared.stepped(step_s)
+            loop = asyncio.get_running_loop()
+            self._next = loop.call_later(step_s, self._end_step, planned, context=self._context)
+        else:
+            self._next = None
+        self._outbox.publish()
+
+    def _end_step(self, planned: list[PlannedSlice]) -> None:
+        try:
+            self._step(planned)
+        except StaleKv as error:
+            self.draws.report(f"engine {self.info.epoch:x} at {asyncio.get_running_loop().time():.6f}: {error}")
+            get_logger().exception("engine_failed", error=repr(error))
+            self.fail(repr(error))
+            return
+        except RequestOfDeath as error:
+            get_logger().exception("engine_failed", error=repr(error))
+            self._shared.stop(repr(error), self._lifecycle.members(planned))
+            return
+        self._begin_step()
+
+    def _step(self, planned: list[PlannedSlice]) -> None:
+        advances = [
+            (sequence.source, sequence.computed + token_count)
+            for sequence, token_count in planned
+            if sequence.source is not None
+        ]
+        self._pushes.begin_step(advances)
+        drawn = [self._compute(sequence.key, sequence.slice(token_count)) for sequence, token_count in planned]
+        self._pushes.end_step()
+        self._shared.computed_tokens += sum(token_count for _, token_count in planned)
+        computed, unwanted = self._lifecycle.apply(planned, drawn, self._lifecycle.unmirrored_blocks(planned))
+        self._wake_copier()
+        # Decode tokens go out once the next step has its blocks: until then free_blocks counts those as free.
+        if computed:
+            self._outbox.publish()
+        for source, first_token_id in computed:
+            self._pushes.hand_over(source, first_token_id)
+        for transfer_id in unwanted:
+            self._transfers.abort_push(transfer_id)
+
+    def _compute(self, key: EngineKey, part: SequenceSlice) -> Drawn:
+        self.draws.computed[DrawRun(self.info.epoch, key)] = None
+        death = self.draws.deaths.get(key.request_id)
+        is_deadly = death is not None and death.at_index == part.draw_index
+        if death is not None and is_deadly and not death.in_draw:
+            self.draws.deadly_runs.append(DrawRun(self.info.epoch, key))
+            raise RequestOfDeath(f"an injected fault at token {death.at_index}")
+        try:
+            chain = self._memory.write(part)
+        except StaleKv as error:
+            raise StaleKv(f"{key}: {error}") from error
+        if not part.draw:
+            return self._memory.scored(part, None)
+        if is_deadly:
+            return NoToken("its draw raised an injected fault", is_final=True)
+        run = DrawRun(self.info.epoch, key)
+        salt = seed_salt(part.params) ^ (life_salt(run) if self._divergent else 0)
+        drawn = self._memory.drawn(part, chain, salt)
+        self.draws.add(run, part.draw_index, chain, drawn.token_id)
+        return self._memory.scored(part, drawn)
+
+    # The end.
+
+    def _end(self) -> None:
+        """Nothing runs and nothing is under way afterwards. Idempotent."""
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+        if self._next_copy is not None:
+            self._next_copy.cancel()
+            self._next_copy = None
+        for timer in self._granted:
+            timer.cancel()
+        self._copier.close()
+        self._transfers.close()
+        self._transfers.forget()
+        self._lifecycle.clear()

@@ -1,0 +1,29 @@
+"""Planted bugs of what an exception of an engine is put down to: see planted.py."""
+
+from collections.abc import Iterator
+
+from kaveri.engine import blame
+from kaveri.engine.stepwise.sequence import Sequence
+from services.router import lifecycle_losses
+from tests.simulation.cluster.planting import planted, replaced
+
+
+@planted
+def suspicion_forgotten() -> Iterator[None]:
+    """The router does not say, with the next attempt, that an engine has raised in a step with the request."""
+    with replaced(lifecycle_losses, "_with_suspicion", lambda _: lambda attempt, _: attempt):
+        yield
+
+
+@planted
+def suspect_not_blamed() -> Iterator[None]:
+    """An engine that raises in a step with a suspect takes all of its requests for suspects."""
+    with replaced(blame, "is_suspect", lambda _: lambda *_: False):
+        yield
+
+
+@planted
+def suspects_together() -> Iterator[None]:
+    """A step takes suspects together with others."""
+    with replaced(Sequence, "is_suspect", lambda _: False):
+        yield

@@ -1,0 +1,79 @@
+"""Planted bugs of who has a request, and who had it: see planted.py."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from kaveri.client.sessions import Sessions
+from kaveri.domain.sampling import SamplingParams
+from services.router.accepted_request import AlreadyReceived
+from services.router.direct_reading import DirectReading
+from services.router.lifecycle_values import Placed
+from services.router.requests import RequestEntry
+from tests.simulation.cluster.planting import planted, replaced
+
+
+@planted
+def earlier_attempt_repeated() -> Iterator[None]:
+    """A router that opens a stream of prefill again takes what prefill keeps of any attempt of the request."""
+
+    def make(original: Any) -> Any:
+        def attachment(self: Any, attempt: int, router_id: str, *, same_owner: bool = False, **others: Any) -> Any:
+            return original(self, attempt, router_id, **others)
+
+        return attachment
+
+    with replaced(RequestEntry, "attachment", make):
+        yield
+
+
+@planted
+def direct_answers_offered_too_early() -> Iterator[None]:
+    """A client reads at a decode instance that prefill may still replace by another one."""
+
+    def make(original: Any) -> Any:
+        def offer(self: Any, state: Any) -> Any:
+            is_placed = isinstance(state, Placed) and state.next_index > state.attempt.first_index
+            if is_placed and state.attempt.number > self._offered:
+                return state.decode
+            return original(self, state)
+
+        return offer
+
+    with replaced(DirectReading, "offer", make):
+        yield
+
+
+@planted
+def former_owners_believed() -> Iterator[None]:
+    """What a former owner says of a client's tokens is the client's error."""
+    with replaced(AlreadyReceived, "excuses", lambda _: lambda *_: False):
+        yield
+
+
+@planted
+def defaults_left_behind() -> Iterator[None]:
+    """A client re-attaches without the sampling parameters that its first router has resolved."""
+
+    def make(original: Any) -> Any:
+        def take(self: Any, response: Any) -> None:
+            response.ClearField("resolved_params")
+            original(self, response)
+
+        return take
+
+    with replaced(Sessions, "_take", make):
+        yield
+
+
+@planted
+def defaults_of_a_found_request_ignored() -> Iterator[None]:
+    """A router that takes a request over keeps its own sampling defaults for the next attempt."""
+
+    def make(original: Any) -> Any:
+        def adopt(self: Any, resolved: Any) -> None:
+            original(self, SamplingParams(max_tokens=resolved.max_tokens))
+
+        return adopt
+
+    with replaced(RequestEntry, "adopt", make):
+        yield
