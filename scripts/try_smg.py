@@ -1,10 +1,9 @@
 """Puts a stock smg, from PyPI, in front of a router of a local cluster, and asks it what docs/doors.md says it answers.
 
 `python scripts/try_smg.py --smg PATH` uses an smg that is installed; without it, one is installed into a temporary
-environment (a wheel of 37 MB). With `--pd` smg chooses the prefill and the decode instance itself, and no router is
-asked. With `--tls CERT KEY CA` the cluster asks for certificates; smg's gRPC client speaks no TLS, so it goes through
-proxies that show this one (docs/operations.md says how to make the files). Prints a line for each check. Exits 1 when
-one fails.
+environment (a wheel of 37 MB). With `--tls CERT KEY CA` the cluster asks for certificates; smg's gRPC client speaks no
+TLS, so it goes through proxies that show this one (docs/operations.md says how to make the files). Prints a line for
+each check. Exits 1 when one fails.
 """
 
 import argparse
@@ -177,15 +176,13 @@ async def main() -> int:
     """Exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smg", type=Path, help="an smg that is installed")
-    parser.add_argument("--pd", action="store_true", help="smg chooses the prefill and the decode instance itself")
     parser.add_argument("--tls", nargs=3, metavar=("CERT", "KEY", "CA"), help="files of the cluster")
     given = parser.parse_args()
     files = None
     if given.tls:
         files = TlsFiles(*given.tls, "kaveri")
         use_tls(RpcTls(files))
-    flags = ("--vllm-grpc",)
-    settings = {"prefill_flags": flags, "decode_flags": flags} if given.pd else {"router_flags": flags}
+    settings: dict[str, Any] = {"router_flags": ("--vllm-grpc",)}
     if files is not None:
         settings |= {"tls_cert": files.certificate, "tls_key": files.key, "tls_ca": files.authority}
     config = StackConfig.of(
@@ -195,22 +192,10 @@ async def main() -> int:
         command = given.smg or installed_smg(Path(name) / "venv")
         print(_version(command))
         async with LocalStack(config, report=print) as stack:
-
-            def url_of(name: str) -> str:
-                address = stack.view().instances[name].record.address
-                return f"grpc://{proxies.enter_context(showing_certificate(address, files))}"
-
-            workers = ["--worker-urls", url_of("router-0")]
-            if given.pd:
-                workers = ["--pd-disaggregation", "--prefill", url_of("prefill-0"), "--decode", url_of("decode-0")]
+            address = stack.view().instances["router-0"].record.address
+            workers = ["--worker-urls", f"grpc://{proxies.enter_context(showing_certificate(address, files))}"]
             with running_smg(command, workers, Path(name)) as url:
                 wrong = await check(url, stack.target)
-            if given.pd:
-                log = stack.process("prefill-0").log_path.read_text()
-                pushed = [line for line in log.splitlines() if "hold_ended" in line and "pushed" in line]
-                print(f"{len(pushed)} holds were pushed")
-                if len(pushed) < 2 * len(PROMPTS):
-                    wrong.append("holds were pushed")
     print(f"{len(wrong)} checks failed" if wrong else "all checks passed")
     return 1 if wrong else 0
 

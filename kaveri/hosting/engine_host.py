@@ -6,7 +6,7 @@ waits for the other.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from grpc import aio
@@ -34,9 +34,8 @@ class EngineHost:
         service_names: Sequence[str],
         register: Callable[[aio.Server], None],
         incarnation: int,
-        close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """close: ends what the calls have used, once none is under way. The other arguments are ServiceHost's."""
+        """The arguments behind `engine` are ServiceHost's."""
         info = engine.info
         record = replace(
             service_record(config, Role.ENGINE, config.model_name, incarnation),
@@ -50,7 +49,6 @@ class EngineHost:
         self._engine = engine
         self._stuck_after_s = config.stuck_after_s
         self._phases = phases
-        self._close = close
         self._service = ServiceHost(config, store, record, phases, service_names, register)
         phases.on_change = self._service.beat_now
         self._trial: Trial | None = None
@@ -109,8 +107,6 @@ class EngineHost:
                 return await self._service.serve(stopping)
             finally:
                 watching.cancel()
-                if self._close is not None:
-                    await self._close()
         finally:
             await asyncio.to_thread(self._engine.close)
 

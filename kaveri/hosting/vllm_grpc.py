@@ -1,6 +1,6 @@
 """Messages of the field's gRPC, `vllm.grpc.engine.VllmEngine` of the package smg-grpc-proto: read, checked, written.
 
-For all that serve it. Imported with --vllm-grpc only, for the package is an extra. What Kaveri cannot honour is refused
+Imported with --vllm-grpc only, for the package is an extra. What Kaveri cannot honour is refused
 by the field's name, also fields of newer packages.
 """
 
@@ -75,8 +75,6 @@ class VllmAsked:
     """As vLLM's server of this protocol reads them: callers fill in the model's defaults, which GetModelInfo says."""
     n: int
     stream: bool
-    kv_transfer: str = ""
-    """What a leg of a disaggregated request says of its KV: a JSON object. Empty: nothing."""
 
     def request(self, index: int, prompt: str | Sequence[int]) -> inference_pb2.GenerateRequest:
         """Of one of the answers."""
@@ -96,11 +94,9 @@ class VllmAsked:
         return request_id if self.n == 1 else f"{request_id}-{index}"
 
 
-def read_generate(request: Any, is_leg: bool = False) -> VllmAsked:
-    """request: a GenerateRequest of vllm.grpc.engine. is_leg: whether kv_transfer_params_json is honoured. Raises
-    InvalidArgument; see renamed()."""
-    honoured = _HONOURED_FIELDS | {"kv_transfer_params_json"} if is_leg else _HONOURED_FIELDS
-    _refuse_rest(request, "", honoured, _HARMLESS_FIELDS)
+def read_generate(request: Any) -> VllmAsked:
+    """request: a GenerateRequest of vllm.grpc.engine. Raises InvalidArgument; see renamed()."""
+    _refuse_rest(request, "", _HONOURED_FIELDS, _HARMLESS_FIELDS)
     prompt: str | Sequence[int]
     match request.WhichOneof("input"):
         case "tokenized":
@@ -115,7 +111,7 @@ def read_generate(request: Any, is_leg: bool = False) -> VllmAsked:
     if n > 1 and len(request.request_id.encode()) > MAX_REQUEST_ID_BYTES - len(f"-{n}"):
         limit = f"at most {MAX_REQUEST_ID_BYTES - len(f'-{n}')} bytes long where n is {n}"
         raise InvalidArgument("request_id", request.request_id, limit)
-    return VllmAsked(request.request_id, prompt, params, n, request.stream, request.kv_transfer_params_json)
+    return VllmAsked(request.request_id, prompt, params, n, request.stream)
 
 
 def _read_params(params: Any) -> tuple[ResolvedParams, int]:
@@ -203,15 +199,13 @@ class AnswerMessages:
             self._last.output_logprobs.MergeFrom(report)
         return message
 
-    def complete(self, finish: FinishReason, stop_text: str | None = None, kv_transfer: str = "") -> Any:
-        """The last message. stop_text: the one that has ended the answer. kv_transfer: for the next leg. Raises
-        InvalidArgument when an answer that is not streamed is too large."""
+    def complete(self, finish: FinishReason, stop_text: str | None = None) -> Any:
+        """The last message. stop_text: the one that has ended the answer. Raises InvalidArgument when an answer that is
+        not streamed is too large."""
         last = self._last
         last.finish_reason = _FINISH_REASONS[finish]
         last.prompt_tokens = self._prompt_tokens
         last.completion_tokens = len(last.output_ids)
-        if kv_transfer:
-            last.kv_transfer_params_json = kv_transfer
         if finish is FinishReason.STOP:
             if stop_text is not None:
                 last.matched_stop_str = stop_text

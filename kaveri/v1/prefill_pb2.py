@@ -23,63 +23,46 @@ _sym_db = _symbol_database.Default()
 
 
 from kaveri.v1 import decode_pb2 as kaveri_dot_v1_dot_decode__pb2
-from kaveri.v1 import kv_pb2 as kaveri_dot_v1_dot_kv__pb2
 from kaveri.v1 import sampling_pb2 as kaveri_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kaveri/v1/prefill.proto\x12\tkaveri.v1\x1a\x16kaveri/v1/decode.proto\x1a\x12kaveri/v1/kv.proto\x1a\x18kaveri/v1/sampling.proto\"0\n\x08HoldName\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x0f\n\x07hold_id\x18\x02 \x01(\x0c\"N\n\x12ResolveHoldRequest\x12!\n\x04hold\x18\x01 \x01(\x0b\x32\x13.kaveri.v1.HoldName\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\"\x8f\x01\n\x13ResolveHoldResponse\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12%\n\x08logprobs\x18\x02 \x01(\x0b\x32\x13.kaveri.v1.Logprobs\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.kaveri.v1.KvLayout\x12\x14\n\x0c\x65xpires_in_s\x18\x04 \x01(\x01\"\x8f\x01\n\x0fPushHoldRequest\x12!\n\x04hold\x18\x01 \x01(\x0b\x32\x13.kaveri.v1.HoldName\x12!\n\x06ticket\x18\x02 \x01(\x0b\x32\x11.kaveri.v1.Ticket\x12\x1a\n\x12\x64\x65\x63ode_instance_id\x18\x03 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x04 \x01(\x04\"\x12\n\x10PushHoldResponse\"7\n\x12ReleaseHoldRequest\x12!\n\x04hold\x18\x01 \x01(\x0b\x32\x13.kaveri.v1.HoldName\"\x15\n\x13ReleaseHoldResponse\"\x14\n\x12\x42\x65\x61tPrefillRequest\"\x15\n\x13\x42\x65\x61tPrefillResponse\"=\n\x13\x41\x62ortPrefillRequest\x12&\n\x08\x61ttempts\x18\x01 \x03(\x0b\x32\x14.kaveri.v1.AttemptId\"\x16\n\x14\x41\x62ortPrefillResponse\"@\n\x16GiveBackPrefillRequest\x12&\n\x08\x61ttempts\x18\x01 \x03(\x0b\x32\x14.kaveri.v1.AttemptId\"\x19\n\x17GiveBackPrefillResponse\"@\n\x14\x41ttachPrefillRequest\x12(\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x18.kaveri.v1.AttachRequest\"E\n\x15\x41ttachPrefillResponse\x12,\n\x08progress\x18\x01 \x01(\x0b\x32\x1a.kaveri.v1.PrefillResponse\"\x8b\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x17\n\x0fgenerated_count\x18\x05 \x01(\r\x12)\n\x06params\x18\x06 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\x12\x0f\n\x07session\x18\x07 \x01(\r\x12\x0e\n\x06secret\x18\x08 \x01(\x0c\x12\x19\n\x11silent_decode_ids\x18\t \x03(\t\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x15\n\rsuspect_until\x18\x0b \x01(\r\"\xbd\x02\n\x0fPrefillResponse\x12,\n\x07started\x18\x01 \x01(\x0b\x32\x19.kaveri.v1.PrefillStartedH\x00\x12*\n\x06placed\x18\x02 \x01(\x0b\x32\x18.kaveri.v1.PrefillPlacedH\x00\x12\x33\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x1c.kaveri.v1.PrefillFirstTokenH\x00\x12\x33\n\x0bhanded_over\x18\x04 \x01(\x0b\x32\x1c.kaveri.v1.PrefillHandedOverH\x00\x12\'\n\x08\x61ttached\x18\x05 \x01(\x0b\x32\x13.kaveri.v1.AttachedH\x00\x12\x34\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x19.kaveri.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"!\n\x0ePrefillStarted\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\"M\n\rPrefillPlaced\x12\x1a\n\x12\x64\x65\x63ode_instance_id\x18\x01 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x02 \x01(\x04J\x04\x08\x03\x10\x04\"\x8f\x01\n\x11PrefillFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12%\n\x08logprobs\x18\x02 \x01(\x0b\x32\x13.kaveri.v1.Logprobs\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.kaveri.v1.FinishReason\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\"e\n\x11PrefillHandedOver\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x15\n\rkv_transfer_s\x18\x02 \x01(\x01\x12\x11\n\tkv_tail_s\x18\x03 \x01(\x01\x12\x14\n\x0ckv_transport\x18\x04 \x01(\t2\x84\x05\n\x0ePrefillService\x12\x42\n\x07Prefill\x12\x19.kaveri.v1.PrefillRequest\x1a\x1a.kaveri.v1.PrefillResponse0\x01\x12T\n\rAttachPrefill\x12\x1f.kaveri.v1.AttachPrefillRequest\x1a .kaveri.v1.AttachPrefillResponse0\x01\x12O\n\x0c\x41\x62ortPrefill\x12\x1e.kaveri.v1.AbortPrefillRequest\x1a\x1f.kaveri.v1.AbortPrefillResponse\x12X\n\x0fGiveBackPrefill\x12!.kaveri.v1.GiveBackPrefillRequest\x1a\".kaveri.v1.GiveBackPrefillResponse\x12L\n\x0b\x42\x65\x61tPrefill\x12\x1d.kaveri.v1.BeatPrefillRequest\x1a\x1e.kaveri.v1.BeatPrefillResponse\x12L\n\x0bResolveHold\x12\x1d.kaveri.v1.ResolveHoldRequest\x1a\x1e.kaveri.v1.ResolveHoldResponse\x12\x43\n\x08PushHold\x12\x1a.kaveri.v1.PushHoldRequest\x1a\x1b.kaveri.v1.PushHoldResponse\x12L\n\x0bReleaseHold\x12\x1d.kaveri.v1.ReleaseHoldRequest\x1a\x1e.kaveri.v1.ReleaseHoldResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kaveri/v1/prefill.proto\x12\tkaveri.v1\x1a\x16kaveri/v1/decode.proto\x1a\x18kaveri/v1/sampling.proto\"\x14\n\x12\x42\x65\x61tPrefillRequest\"\x15\n\x13\x42\x65\x61tPrefillResponse\"=\n\x13\x41\x62ortPrefillRequest\x12&\n\x08\x61ttempts\x18\x01 \x03(\x0b\x32\x14.kaveri.v1.AttemptId\"\x16\n\x14\x41\x62ortPrefillResponse\"@\n\x16GiveBackPrefillRequest\x12&\n\x08\x61ttempts\x18\x01 \x03(\x0b\x32\x14.kaveri.v1.AttemptId\"\x19\n\x17GiveBackPrefillResponse\"@\n\x14\x41ttachPrefillRequest\x12(\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x18.kaveri.v1.AttachRequest\"E\n\x15\x41ttachPrefillResponse\x12,\n\x08progress\x18\x01 \x01(\x0b\x32\x1a.kaveri.v1.PrefillResponse\"\x8b\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x17\n\x0fgenerated_count\x18\x05 \x01(\r\x12)\n\x06params\x18\x06 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\x12\x0f\n\x07session\x18\x07 \x01(\r\x12\x0e\n\x06secret\x18\x08 \x01(\x0c\x12\x19\n\x11silent_decode_ids\x18\t \x03(\t\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x15\n\rsuspect_until\x18\x0b \x01(\r\"\xbd\x02\n\x0fPrefillResponse\x12,\n\x07started\x18\x01 \x01(\x0b\x32\x19.kaveri.v1.PrefillStartedH\x00\x12*\n\x06placed\x18\x02 \x01(\x0b\x32\x18.kaveri.v1.PrefillPlacedH\x00\x12\x33\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x1c.kaveri.v1.PrefillFirstTokenH\x00\x12\x33\n\x0bhanded_over\x18\x04 \x01(\x0b\x32\x1c.kaveri.v1.PrefillHandedOverH\x00\x12\'\n\x08\x61ttached\x18\x05 \x01(\x0b\x32\x13.kaveri.v1.AttachedH\x00\x12\x34\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x19.kaveri.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"!\n\x0ePrefillStarted\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\"M\n\rPrefillPlaced\x12\x1a\n\x12\x64\x65\x63ode_instance_id\x18\x01 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x02 \x01(\x04J\x04\x08\x03\x10\x04\"\x8f\x01\n\x11PrefillFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12%\n\x08logprobs\x18\x02 \x01(\x0b\x32\x13.kaveri.v1.Logprobs\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.kaveri.v1.FinishReason\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\"e\n\x11PrefillHandedOver\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x15\n\rkv_transfer_s\x18\x02 \x01(\x01\x12\x11\n\tkv_tail_s\x18\x03 \x01(\x01\x12\x14\n\x0ckv_transport\x18\x04 \x01(\t2\xa3\x03\n\x0ePrefillService\x12\x42\n\x07Prefill\x12\x19.kaveri.v1.PrefillRequest\x1a\x1a.kaveri.v1.PrefillResponse0\x01\x12T\n\rAttachPrefill\x12\x1f.kaveri.v1.AttachPrefillRequest\x1a .kaveri.v1.AttachPrefillResponse0\x01\x12O\n\x0c\x41\x62ortPrefill\x12\x1e.kaveri.v1.AbortPrefillRequest\x1a\x1f.kaveri.v1.AbortPrefillResponse\x12X\n\x0fGiveBackPrefill\x12!.kaveri.v1.GiveBackPrefillRequest\x1a\".kaveri.v1.GiveBackPrefillResponse\x12L\n\x0b\x42\x65\x61tPrefill\x12\x1d.kaveri.v1.BeatPrefillRequest\x1a\x1e.kaveri.v1.BeatPrefillResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kaveri.v1.prefill_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RESOLVEHOLDREQUEST'].fields_by_name['token_ids']._loaded_options = None
-  _globals['_RESOLVEHOLDREQUEST'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_PREFILLREQUEST'].fields_by_name['token_ids']._loaded_options = None
   _globals['_PREFILLREQUEST'].fields_by_name['token_ids']._serialized_options = b'\020\001'
-  _globals['_HOLDNAME']._serialized_start=108
-  _globals['_HOLDNAME']._serialized_end=156
-  _globals['_RESOLVEHOLDREQUEST']._serialized_start=158
-  _globals['_RESOLVEHOLDREQUEST']._serialized_end=236
-  _globals['_RESOLVEHOLDRESPONSE']._serialized_start=239
-  _globals['_RESOLVEHOLDRESPONSE']._serialized_end=382
-  _globals['_PUSHHOLDREQUEST']._serialized_start=385
-  _globals['_PUSHHOLDREQUEST']._serialized_end=528
-  _globals['_PUSHHOLDRESPONSE']._serialized_start=530
-  _globals['_PUSHHOLDRESPONSE']._serialized_end=548
-  _globals['_RELEASEHOLDREQUEST']._serialized_start=550
-  _globals['_RELEASEHOLDREQUEST']._serialized_end=605
-  _globals['_RELEASEHOLDRESPONSE']._serialized_start=607
-  _globals['_RELEASEHOLDRESPONSE']._serialized_end=628
-  _globals['_BEATPREFILLREQUEST']._serialized_start=630
-  _globals['_BEATPREFILLREQUEST']._serialized_end=650
-  _globals['_BEATPREFILLRESPONSE']._serialized_start=652
-  _globals['_BEATPREFILLRESPONSE']._serialized_end=673
-  _globals['_ABORTPREFILLREQUEST']._serialized_start=675
-  _globals['_ABORTPREFILLREQUEST']._serialized_end=736
-  _globals['_ABORTPREFILLRESPONSE']._serialized_start=738
-  _globals['_ABORTPREFILLRESPONSE']._serialized_end=760
-  _globals['_GIVEBACKPREFILLREQUEST']._serialized_start=762
-  _globals['_GIVEBACKPREFILLREQUEST']._serialized_end=826
-  _globals['_GIVEBACKPREFILLRESPONSE']._serialized_start=828
-  _globals['_GIVEBACKPREFILLRESPONSE']._serialized_end=853
-  _globals['_ATTACHPREFILLREQUEST']._serialized_start=855
-  _globals['_ATTACHPREFILLREQUEST']._serialized_end=919
-  _globals['_ATTACHPREFILLRESPONSE']._serialized_start=921
-  _globals['_ATTACHPREFILLRESPONSE']._serialized_end=990
-  _globals['_PREFILLREQUEST']._serialized_start=993
-  _globals['_PREFILLREQUEST']._serialized_end=1260
-  _globals['_PREFILLRESPONSE']._serialized_start=1263
-  _globals['_PREFILLRESPONSE']._serialized_end=1580
-  _globals['_PREFILLSTARTED']._serialized_start=1582
-  _globals['_PREFILLSTARTED']._serialized_end=1615
-  _globals['_PREFILLPLACED']._serialized_start=1617
-  _globals['_PREFILLPLACED']._serialized_end=1694
-  _globals['_PREFILLFIRSTTOKEN']._serialized_start=1697
-  _globals['_PREFILLFIRSTTOKEN']._serialized_end=1840
-  _globals['_PREFILLHANDEDOVER']._serialized_start=1842
-  _globals['_PREFILLHANDEDOVER']._serialized_end=1943
-  _globals['_PREFILLSERVICE']._serialized_start=1946
-  _globals['_PREFILLSERVICE']._serialized_end=2590
+  _globals['_BEATPREFILLREQUEST']._serialized_start=88
+  _globals['_BEATPREFILLREQUEST']._serialized_end=108
+  _globals['_BEATPREFILLRESPONSE']._serialized_start=110
+  _globals['_BEATPREFILLRESPONSE']._serialized_end=131
+  _globals['_ABORTPREFILLREQUEST']._serialized_start=133
+  _globals['_ABORTPREFILLREQUEST']._serialized_end=194
+  _globals['_ABORTPREFILLRESPONSE']._serialized_start=196
+  _globals['_ABORTPREFILLRESPONSE']._serialized_end=218
+  _globals['_GIVEBACKPREFILLREQUEST']._serialized_start=220
+  _globals['_GIVEBACKPREFILLREQUEST']._serialized_end=284
+  _globals['_GIVEBACKPREFILLRESPONSE']._serialized_start=286
+  _globals['_GIVEBACKPREFILLRESPONSE']._serialized_end=311
+  _globals['_ATTACHPREFILLREQUEST']._serialized_start=313
+  _globals['_ATTACHPREFILLREQUEST']._serialized_end=377
+  _globals['_ATTACHPREFILLRESPONSE']._serialized_start=379
+  _globals['_ATTACHPREFILLRESPONSE']._serialized_end=448
+  _globals['_PREFILLREQUEST']._serialized_start=451
+  _globals['_PREFILLREQUEST']._serialized_end=718
+  _globals['_PREFILLRESPONSE']._serialized_start=721
+  _globals['_PREFILLRESPONSE']._serialized_end=1038
+  _globals['_PREFILLSTARTED']._serialized_start=1040
+  _globals['_PREFILLSTARTED']._serialized_end=1073
+  _globals['_PREFILLPLACED']._serialized_start=1075
+  _globals['_PREFILLPLACED']._serialized_end=1152
+  _globals['_PREFILLFIRSTTOKEN']._serialized_start=1155
+  _globals['_PREFILLFIRSTTOKEN']._serialized_end=1298
+  _globals['_PREFILLHANDEDOVER']._serialized_start=1300
+  _globals['_PREFILLHANDEDOVER']._serialized_end=1401
+  _globals['_PREFILLSERVICE']._serialized_start=1404
+  _globals['_PREFILLSERVICE']._serialized_end=1823
 # @@protoc_insertion_point(module_scope)

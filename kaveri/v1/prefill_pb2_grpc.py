@@ -60,21 +60,6 @@ class PrefillServiceStub(object):
                 request_serializer=kaveri_dot_v1_dot_prefill__pb2.BeatPrefillRequest.SerializeToString,
                 response_deserializer=kaveri_dot_v1_dot_prefill__pb2.BeatPrefillResponse.FromString,
                 _registered_method=True)
-        self.ResolveHold = channel.unary_unary(
-                '/kaveri.v1.PrefillService/ResolveHold',
-                request_serializer=kaveri_dot_v1_dot_prefill__pb2.ResolveHoldRequest.SerializeToString,
-                response_deserializer=kaveri_dot_v1_dot_prefill__pb2.ResolveHoldResponse.FromString,
-                _registered_method=True)
-        self.PushHold = channel.unary_unary(
-                '/kaveri.v1.PrefillService/PushHold',
-                request_serializer=kaveri_dot_v1_dot_prefill__pb2.PushHoldRequest.SerializeToString,
-                response_deserializer=kaveri_dot_v1_dot_prefill__pb2.PushHoldResponse.FromString,
-                _registered_method=True)
-        self.ReleaseHold = channel.unary_unary(
-                '/kaveri.v1.PrefillService/ReleaseHold',
-                request_serializer=kaveri_dot_v1_dot_prefill__pb2.ReleaseHoldRequest.SerializeToString,
-                response_deserializer=kaveri_dot_v1_dot_prefill__pb2.ReleaseHoldResponse.FromString,
-                _registered_method=True)
 
 
 class PrefillServiceServicer(object):
@@ -132,31 +117,6 @@ class PrefillServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ResolveHold(self, request, context):
-        """Describes a hold: a prompt whose KV stays here until it is pushed, given up, or older than --hold-ttl-s. Only
-        instances with --vllm-grpc hold prompts. Errors: NOT_FOUND (it is not here, and why: it was pushed, given up or too
-        old, or belonged to a former life of this instance), INVALID_ARGUMENT (the prompt is another one).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def PushHold(self, request, context):
-        """Pushes a hold's KV to the ticket's blocks, and answers when the receiver has accepted it: the hold has ended then.
-        Errors: those of ResolveHold, UNAVAILABLE (the push failed: the hold stays), ALREADY_EXISTS (it is being pushed),
-        INVALID_ARGUMENT (the ticket does not fit). The end of the RPC gives the hold up.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ReleaseHold(self, request, context):
-        """Gives a hold up, which frees its KV. Unknown ones are ignored, and so are holds that are being pushed.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -184,21 +144,6 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.BeatPrefill,
                     request_deserializer=kaveri_dot_v1_dot_prefill__pb2.BeatPrefillRequest.FromString,
                     response_serializer=kaveri_dot_v1_dot_prefill__pb2.BeatPrefillResponse.SerializeToString,
-            ),
-            'ResolveHold': grpc.unary_unary_rpc_method_handler(
-                    servicer.ResolveHold,
-                    request_deserializer=kaveri_dot_v1_dot_prefill__pb2.ResolveHoldRequest.FromString,
-                    response_serializer=kaveri_dot_v1_dot_prefill__pb2.ResolveHoldResponse.SerializeToString,
-            ),
-            'PushHold': grpc.unary_unary_rpc_method_handler(
-                    servicer.PushHold,
-                    request_deserializer=kaveri_dot_v1_dot_prefill__pb2.PushHoldRequest.FromString,
-                    response_serializer=kaveri_dot_v1_dot_prefill__pb2.PushHoldResponse.SerializeToString,
-            ),
-            'ReleaseHold': grpc.unary_unary_rpc_method_handler(
-                    servicer.ReleaseHold,
-                    request_deserializer=kaveri_dot_v1_dot_prefill__pb2.ReleaseHoldRequest.FromString,
-                    response_serializer=kaveri_dot_v1_dot_prefill__pb2.ReleaseHoldResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -337,87 +282,6 @@ class PrefillService(object):
             '/kaveri.v1.PrefillService/BeatPrefill',
             kaveri_dot_v1_dot_prefill__pb2.BeatPrefillRequest.SerializeToString,
             kaveri_dot_v1_dot_prefill__pb2.BeatPrefillResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ResolveHold(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kaveri.v1.PrefillService/ResolveHold',
-            kaveri_dot_v1_dot_prefill__pb2.ResolveHoldRequest.SerializeToString,
-            kaveri_dot_v1_dot_prefill__pb2.ResolveHoldResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def PushHold(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kaveri.v1.PrefillService/PushHold',
-            kaveri_dot_v1_dot_prefill__pb2.PushHoldRequest.SerializeToString,
-            kaveri_dot_v1_dot_prefill__pb2.PushHoldResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ReleaseHold(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kaveri.v1.PrefillService/ReleaseHold',
-            kaveri_dot_v1_dot_prefill__pb2.ReleaseHoldRequest.SerializeToString,
-            kaveri_dot_v1_dot_prefill__pb2.ReleaseHoldResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -63,18 +63,6 @@ class PrefillServiceStub:
     """Answers at once. A router that waits for reports asks several times a second: an instance that does not answer hangs
     or is cut off, and what it has goes elsewhere.
     """
-    ResolveHold: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.ResolveHoldRequest, _prefill_pb2.ResolveHoldResponse]
-    """Describes a hold: a prompt whose KV stays here until it is pushed, given up, or older than --hold-ttl-s. Only
-    instances with --vllm-grpc hold prompts. Errors: NOT_FOUND (it is not here, and why: it was pushed, given up or too
-    old, or belonged to a former life of this instance), INVALID_ARGUMENT (the prompt is another one).
-    """
-    PushHold: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.PushHoldRequest, _prefill_pb2.PushHoldResponse]
-    """Pushes a hold's KV to the ticket's blocks, and answers when the receiver has accepted it: the hold has ended then.
-    Errors: those of ResolveHold, UNAVAILABLE (the push failed: the hold stays), ALREADY_EXISTS (it is being pushed),
-    INVALID_ARGUMENT (the ticket does not fit). The end of the RPC gives the hold up.
-    """
-    ReleaseHold: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.ReleaseHoldRequest, _prefill_pb2.ReleaseHoldResponse]
-    """Gives a hold up, which frees its KV. Unknown ones are ignored, and so are holds that are being pushed."""
 
 @_typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
@@ -111,18 +99,6 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """Answers at once. A router that waits for reports asks several times a second: an instance that does not answer hangs
     or is cut off, and what it has goes elsewhere.
     """
-    ResolveHold: _aio.UnaryUnaryMultiCallable[_prefill_pb2.ResolveHoldRequest, _prefill_pb2.ResolveHoldResponse]  # type: ignore[assignment]
-    """Describes a hold: a prompt whose KV stays here until it is pushed, given up, or older than --hold-ttl-s. Only
-    instances with --vllm-grpc hold prompts. Errors: NOT_FOUND (it is not here, and why: it was pushed, given up or too
-    old, or belonged to a former life of this instance), INVALID_ARGUMENT (the prompt is another one).
-    """
-    PushHold: _aio.UnaryUnaryMultiCallable[_prefill_pb2.PushHoldRequest, _prefill_pb2.PushHoldResponse]  # type: ignore[assignment]
-    """Pushes a hold's KV to the ticket's blocks, and answers when the receiver has accepted it: the hold has ended then.
-    Errors: those of ResolveHold, UNAVAILABLE (the push failed: the hold stays), ALREADY_EXISTS (it is being pushed),
-    INVALID_ARGUMENT (the ticket does not fit). The end of the RPC gives the hold up.
-    """
-    ReleaseHold: _aio.UnaryUnaryMultiCallable[_prefill_pb2.ReleaseHoldRequest, _prefill_pb2.ReleaseHoldResponse]  # type: ignore[assignment]
-    """Gives a hold up, which frees its KV. Unknown ones are ignored, and so are holds that are being pushed."""
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
     """Computes prompts and pushes their KV cache to a decode instance of its choice."""
@@ -186,35 +162,5 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         """Answers at once. A router that waits for reports asks several times a second: an instance that does not answer hangs
         or is cut off, and what it has goes elsewhere.
         """
-
-    @_abc_1.abstractmethod
-    def ResolveHold(
-        self,
-        request: _prefill_pb2.ResolveHoldRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_prefill_pb2.ResolveHoldResponse, _abc.Awaitable[_prefill_pb2.ResolveHoldResponse]]:
-        """Describes a hold: a prompt whose KV stays here until it is pushed, given up, or older than --hold-ttl-s. Only
-        instances with --vllm-grpc hold prompts. Errors: NOT_FOUND (it is not here, and why: it was pushed, given up or too
-        old, or belonged to a former life of this instance), INVALID_ARGUMENT (the prompt is another one).
-        """
-
-    @_abc_1.abstractmethod
-    def PushHold(
-        self,
-        request: _prefill_pb2.PushHoldRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_prefill_pb2.PushHoldResponse, _abc.Awaitable[_prefill_pb2.PushHoldResponse]]:
-        """Pushes a hold's KV to the ticket's blocks, and answers when the receiver has accepted it: the hold has ended then.
-        Errors: those of ResolveHold, UNAVAILABLE (the push failed: the hold stays), ALREADY_EXISTS (it is being pushed),
-        INVALID_ARGUMENT (the ticket does not fit). The end of the RPC gives the hold up.
-        """
-
-    @_abc_1.abstractmethod
-    def ReleaseHold(
-        self,
-        request: _prefill_pb2.ReleaseHoldRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_prefill_pb2.ReleaseHoldResponse, _abc.Awaitable[_prefill_pb2.ReleaseHoldResponse]]:
-        """Gives a hold up, which frees its KV. Unknown ones are ignored, and so are holds that are being pushed."""
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -141,8 +141,6 @@ class RequestOwners:
 
     def keep(self, request: DecodeRequest, now_s: float) -> None:
         """Keeps the answer of a request that has ended, for a router that attaches it."""
-        if self.streams.is_for_call(request.router_id):
-            return
         token_count = len(request.engine_request.token_ids) + len(request.log.token_ids)
         self._kept.add(request.request_id, request, kept_bytes(token_count, request.log.logprobs), now_s)
 

@@ -204,21 +204,16 @@ class Replicator:
         await self._channels.retain(view.addresses())
 
     def _is_worth_a_copy(self, request: DecodeRequest) -> bool:
-        if self._instance.owners.streams.is_for_call(request.router_id):
-            # No router would resume it.
-            return False
         return self._settings.rules.is_worth_a_copy(request.context_tokens, request.rest_tokens)
 
     def _moves(self, request: DecodeRequest) -> bool:
-        """Whether the request is to go on elsewhere. One whose router has no token stream waits for that here. One that
-        a call reads here ends here."""
+        """Whether the request is to go on elsewhere. One whose router has no token stream waits for that here."""
         rest_tokens, state = request.rest_tokens, request.state
         is_ending = rest_tokens is not None and rest_tokens < _LEAST_REST_TOKENS
         # Its router must have a token of this instance: before that, prefill is in it as well. One that was preempted
         # has nothing to let go.
         has_begun = isinstance(state, Running) and state.drawn > 0 and state.holds_blocks
-        streams, router_id = self._instance.owners.streams, request.router_id
-        has_router = streams.has(router_id) and not streams.is_for_call(router_id)
+        has_router = self._instance.owners.streams.has(request.router_id)
         return self._draining and has_begun and not is_ending and has_router
 
     def _move_some(self) -> None:

@@ -19,10 +19,8 @@ BEAT_S = 0.1
 class TokenStream:
     """One router's subscription, and what waits for it. For one reader."""
 
-    def __init__(self, router_id: str, is_for_call: bool = False) -> None:
-        """is_for_call: it is read by one call here, as open_for_call() says."""
+    def __init__(self, router_id: str) -> None:
         self.router_id = router_id
-        self.is_for_call = is_for_call
         self.unsent: dict[DecodeRequest, None] = {}
         """Ordered: the requests that have something for the router."""
         self.notices: list[GainedTokens] = []
@@ -87,20 +85,6 @@ class TokenStreams:
         """Whether the router has a stream."""
         return router_id in self._streams
 
-    def is_for_call(self, router_id: str) -> bool:
-        """Whether open_for_call() has given the router its stream: its requests cannot go on elsewhere."""
-        stream = self._streams.get(router_id)
-        return stream is not None and stream.is_for_call
-
-    def open_for_call(self, router_id: str) -> TokenStream:
-        """A stream for one call that is answered here, before its request comes. The call is in place of a router: it
-        resumes and attaches nothing, and ends its request before it closes the stream, so it has no grace."""
-        assert router_id not in self._streams
-        stream = self._streams[router_id] = TokenStream(router_id, is_for_call=True)
-        if self._closed:
-            self._end(stream)
-        return stream
-
     def open(self, router_id: str) -> TokenStream:
         """A stream for the router. An older one of the same router ends; what it has not sent goes here."""
         self._end_grace(router_id)
@@ -121,8 +105,7 @@ class TokenStreams:
         """The stream is broken or cancelled. Unless a newer one has replaced it, its router's grace begins."""
         if self._streams.get(stream.router_id) is stream:
             del self._streams[stream.router_id]
-            if not stream.is_for_call:
-                self.expect(stream.router_id)
+            self.expect(stream.router_id)
 
     def close_all(self) -> None:
         """Ends every stream once it has sent what it has, and those that come as well."""

@@ -1,4 +1,4 @@
-"""The hand-over of an instance that can serve both phases: to its own decode side, to other instances, or to a hold."""
+"""The hand-over of an instance that can serve both phases: to its own decode side, or to other instances."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,20 +6,15 @@ from collections.abc import Callable
 from kaveri.engine.contract import KvPushFailed
 from services.instance.adoption import Adoption
 from services.prefill.decode_placer import DecodePlacer
-from services.prefill.hand_over import HandOver
-from services.prefill.holds import Holds
-from services.prefill.requests import Destination, PrefillRequest
+from services.prefill.requests import PrefillRequest
 
 
 class HereOrElsewhere:
     """The HandOver that adopts while the instance decodes, and pushes otherwise. For one event loop."""
 
-    def __init__(
-        self, adoption: Adoption, decode_placer: DecodePlacer, holds: Holds, decodes_here: Callable[[], bool]
-    ) -> None:
+    def __init__(self, adoption: Adoption, decode_placer: DecodePlacer, decodes_here: Callable[[], bool]) -> None:
         self._adoption = adoption
         self._decode_placer = decode_placer
-        self._holds = holds
         self._decodes_here = decodes_here
 
     @property
@@ -30,25 +25,15 @@ class HereOrElsewhere:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._adoption.run())
             tasks.create_task(self._decode_placer.run())
-            tasks.create_task(self._holds.run())
 
     def begin(self, request: PrefillRequest) -> None:
         """A request that came while the instance did not decode is pushed: its first token may not be drawn yet."""
         adopts = request.placed_at_first_token and self._decodes_here()
-        match request.destination:
-            case Destination.HOLD:
-                self._holds.begin(request)
-            case Destination.DECODE if not adopts:
-                self._decode_placer.begin(request)
-            case _:
-                self._adoption.begin(request)
+        (self._adoption if adopts else self._decode_placer).begin(request)
 
     def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:
-        self._pusher(request).push_failed(request, event)
+        self._decode_placer.push_failed(request, event)
 
     def end(self, request: PrefillRequest, handed_over: bool) -> None:
-        # Both know only those that they have begun.
-        self._pusher(request).end(request, handed_over)
-
-    def _pusher(self, request: PrefillRequest) -> HandOver:
-        return self._holds if request.destination is Destination.HOLD else self._decode_placer
+        # It knows only those that it has begun.
+        self._decode_placer.end(request, handed_over)

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import random
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from grpc import aio
@@ -19,7 +18,6 @@ from kaveri.hosting.metrics import PhaseMetrics, register_engine_metrics
 from kaveri.hosting.served_phases import ServedPhases
 from kaveri.hosting.service_host import new_incarnation
 from kaveri.hosting.store import open_store
-from kaveri.hosting.vllm_grpc_extra import require_vllm_grpc
 from kaveri.kv.replicas.store import ReplicaStore
 from kaveri.policy.prompt_queue import PromptQueue
 from kaveri.telemetry.logs import get_logger
@@ -31,16 +29,12 @@ from services.decode.metrics import DecodeMetrics
 from services.decode.replicated import open_replicas, with_replicas
 from services.instance.adoption import Adoption
 from services.instance.config import PhasesConfig
-from services.instance.decode_leg import DecodeLegs
 from services.instance.decode_server import PhasesDecodeServer
 from services.instance.hand_over import HereOrElsewhere
-from services.instance.hold_peers import HoldPeers
-from services.instance.leg_metrics import LegMetrics
 from services.instance.room import PromptRoom
 from services.prefill import server as prefill_server
 from services.prefill.decode_placer import DecodePlacer
 from services.prefill.forecaster import LengthForecaster
-from services.prefill.holds import Holds
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.requests import PrefillRequest
 from services.prefill.role import PrefillRole
@@ -51,9 +45,6 @@ if TYPE_CHECKING:
 
 async def serve(config: PhasesConfig, stopping: asyncio.Event) -> int:
     """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
-    if config.vllm_grpc:
-        # Before anything is waited for.
-        require_vllm_grpc()
     async with open_store(config, stopping, ViewSource.BROADCASTS) as store:
         if store is None:
             return 0
@@ -101,7 +92,6 @@ def instance_host(
     replicas: where it holds copies of other instances' requests; None: it neither holds copies nor has any.
     tokenizer: for answers that callers read here; None: they cannot.
     """
-    vllm_grpc = _vllm_grpc() if config.vllm_grpc else None
     incarnation, serials = new_incarnation(), itertools.count(1)
     register_engine_metrics(engine, registry, config.model_name)
     decode = DecodeInstance(
@@ -128,8 +118,6 @@ def instance_host(
         own_id=config.instance_id,
     )
 
-    holds = Holds(engine, incarnation, config.hold_ttl_s, config.hold_share, config.max_queue, metrics)
-
     def decodes_here() -> bool:
         return phases.is_ordered(Phase.DECODE)
 
@@ -138,7 +126,7 @@ def instance_host(
         PromptQueue[PrefillRequest](
             config.prefill_policy, config.chunk_tokens, config.max_queue, config.prefill_sched_batch
         ),
-        HereOrElsewhere(Adoption(config.instance_id, incarnation, decode), decode_placer, holds, decodes_here),
+        HereOrElsewhere(Adoption(config.instance_id, incarnation, decode), decode_placer, decodes_here),
         LengthForecaster.configured(config, store, metrics, rng),
         metrics,
         orphan_grace_s=config.orphan_grace_s,
@@ -150,28 +138,10 @@ def instance_host(
     phases.on_loads = PhaseMetrics(config.model_name, registry).note
 
     names = [prefill_server.SERVICE_NAME, decode_server.SERVICE_NAME]
-    if vllm_grpc is not None:
-        names.append(vllm_grpc.SERVICE_NAME)
-
-    peers = HoldPeers(config.instance_id, incarnation, store.view)
 
     def register(server: aio.Server) -> None:
-        add_PrefillServiceServicer_to_server(prefill_server.PrefillServer(prefill, holds), server)
+        add_PrefillServiceServicer_to_server(prefill_server.PrefillServer(prefill), server)
         decode_service = PhasesDecodeServer(prefill, decode, phases, incarnation, holder)
         add_DecodeServiceServicer_to_server(decode_service, server)
-        if vllm_grpc is not None:
-            leg_metrics = LegMetrics(registry)
-            legs = DecodeLegs(engine.info, prefill, decode, peers, leg_metrics)
-            parts = vllm_grpc.LegParts(config, engine.info, phases, prefill, holds, legs, leg_metrics, tokenizer)
-            vllm_grpc.VllmLegServicer(parts, lambda: host).register(server)
 
-    host = EngineHost(config, engine, store, phases, names, register, incarnation, peers.close)
-    return host
-
-
-def _vllm_grpc() -> ModuleType:
-    """The adapter. Raises ConfigError where its extra is not installed, or does not fit gRPC or protobuf here."""
-    require_vllm_grpc()
-    from services.instance import vllm_grpc
-
-    return vllm_grpc
+    return EngineHost(config, engine, store, phases, names, register, incarnation)

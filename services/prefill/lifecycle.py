@@ -31,7 +31,6 @@ from services.prefill.requests import (
     FirstTokenDrawn,
     HandedOver,
     HandOverFailed,
-    HoldOver,
     Progress,
     PromptScored,
     RoomReserved,
@@ -157,8 +156,6 @@ class PrefillOutcome(enum.StrEnum):
     """Replaced by a newer attempt or by another router's request."""
     GIVEN_BACK = "given_back"
     """To its router, because the instance drains and had not begun it."""
-    RELEASED = "released"
-    """It was held, and no decode instance has its KV."""
     FAILED = "failed"
 
 
@@ -173,7 +170,7 @@ Alive = AwaitingLength | Queued | ComputingPrompt | Placing | Pushing
 State = Alive | EndedAtPrefill
 
 
-# The events: the engine's, the hand-over's (RoomReserved, Adopted, HandOverFailed, HoldOver), and these.
+# The events: the engine's, the hand-over's (RoomReserved, Adopted, HandOverFailed), and these.
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +190,7 @@ class EndRequested:
 
 EngineReport = PrefillStarted | PrefillProgress | PromptLogprobs | FirstToken | KvPushed | KvPushFailed | RequestFailed
 """The engine's events that concern this side of a request."""
-Event = EngineReport | LengthAnswered | RoomReserved | Adopted | HandOverFailed | HoldOver | EndRequested
+Event = EngineReport | LengthAnswered | RoomReserved | Adopted | HandOverFailed | EndRequested
 
 
 # The actions.
@@ -278,8 +275,6 @@ def step(state: State, event: Event, now_s: float) -> Step:
             return _end(state, event.outcome, now_s, error=event.error)
         case HandOverFailed():
             return _end(state, PrefillOutcome.FAILED, now_s, error=event.error)
-        case HoldOver():
-            return _end(state, PrefillOutcome.RELEASED, now_s)
         case RequestFailed():
             return _end(state, PrefillOutcome.FAILED, now_s, error=error_of_failure(event))
     match state, event:

@@ -66,23 +66,6 @@ class PrefillMetrics:
         self.orphans = Gauge(
             "kaveri_prefill_orphans", "Requests that go on without a router that reads about them.", registry=registry
         )
-        self.holds = Gauge(
-            "kaveri_prefill_holds", "Computed prompts whose KV is held until decode asks for it.", registry=registry
-        )
-        self.hold_blocks = Gauge(
-            "kaveri_prefill_hold_blocks", "KV blocks of holds, and of prompts that are to be held.", registry=registry
-        )
-        self.hold_line = Gauge(
-            "kaveri_prefill_hold_line_requests",
-            "Prompts that wait for a part of the share for holds.",
-            registry=registry,
-        )
-        self.hold_ends = Counter(
-            "kaveri_prefill_hold_ends",
-            "Holds by outcome: pushed, expired, released, aborted, failed.",
-            ["outcome"],
-            registry=registry,
-        )
         self.attaches = Counter(
             "kaveri_prefill_attaches", "Requests that were given to a later session.", registry=registry
         )

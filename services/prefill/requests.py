@@ -1,7 +1,6 @@
 """One request on its way through a prefill instance, and what its router hears of it. No I/O."""
 
 import asyncio
-import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -73,24 +72,8 @@ class HandOverFailed:
     error: KaveriError
 
 
-@dataclass(frozen=True, slots=True)
-class HoldOver:
-    """Its KV is held no longer, and was not pushed."""
-
-
-HandOverReport = RoomReserved | Adopted | HandOverFailed | HoldOver
+HandOverReport = RoomReserved | Adopted | HandOverFailed
 """What a hand-over reports about a request. RoomReserved: room is reserved and the push has begun."""
-
-
-class Destination(enum.Enum):
-    """What takes a request on once it is computed."""
-
-    DECODE = enum.auto()
-    """A decode instance, or this one while it decodes."""
-    HERE = enum.auto()
-    """This instance, whether or not it computes prompts for others."""
-    HOLD = enum.auto()
-    """The decode instance that will ask for it."""
 
 
 _Kind = type[Progress] | int
@@ -171,7 +154,6 @@ class PrefillRequest:
     """Decode instances that its router hears nothing from."""
     traceparent: str = ""
     """Of the span that what happens here is below. Empty: it is not traced."""
-    destination: Destination = Destination.DECODE
     reservation_count: int = 0
     """Reserve calls so far, at any instance."""
     placed_at_first_token: bool = False

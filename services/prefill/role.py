@@ -59,7 +59,6 @@ from services.prefill.lifecycle import (
 )
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.requests import (
-    Destination,
     FirstTokenDrawn,
     HandedOver,
     HandOverFailed,
@@ -137,20 +136,18 @@ class PrefillRole:
         timeout_s: float | None,
         silent_decode_ids: frozenset[str] = frozenset(),
         traceparent: str = "",
-        destination: Destination = Destination.DECODE,
         suspect_until: int = 0,
     ) -> PrefillRequest:
         """Queues one attempt; its router reads its outbox, and calls leave() in the end. The same request of an older
         owner is ended, and so is another request with the same id.
 
         timeout_s: what is left of the request's time; None: no deadline. silent_decode_ids: instances that it is placed
-        on only when there is no other. traceparent: see PrefillRequest. destination: HERE is accepted while draining,
-        too, because it belongs to the decode side. suspect_until: see EngineRequest.
+        on only when there is no other. traceparent: see PrefillRequest. suspect_until: see EngineRequest.
 
         Raises Unavailable (draining), StaleAttempt, RequestAlreadyExists (a later session is known), NoCapacity (queue
         full) and InvalidArgument (does not fit this engine).
         """
-        if self._draining and destination is not Destination.HERE:
+        if self._draining:
             raise _draining()
         _check_fit(self._engine.info, token_ids, generated_count, params)
         self._replace(request_id, ownership)
@@ -159,16 +156,13 @@ class PrefillRole:
             reason = f"{self._queue.max_waiting} requests are queued already"
             raise NoCapacity("prefill", retry_after_s=QUEUE_FULL_RETRY_S, reason=reason)
         key = EngineKey(request_id, next(self._serials))
-        stays = destination is Destination.HERE or (
-            destination is Destination.DECODE and self._hand_over.at_first_token
-        )
-        sent = EngineRequest(key, token_ids, generated_count, params, suspect_until, stays)
+        sent = EngineRequest(key, token_ids, generated_count, params, suspect_until, self._hand_over.at_first_token)
         timeout_s = LONGEST_REQUEST_S if timeout_s is None else min(timeout_s, LONGEST_REQUEST_S)
         now_s = time.monotonic()
         room = self._engine.info.max_model_len - (len(token_ids) - generated_count)
         deadline_s, length = now_s + timeout_s, known_length(params, max(1, room))
         request = PrefillRequest(ownership, sent, deadline_s, self._happened, length, silent_decode_ids)
-        request.traceparent, request.destination = traceparent, destination
+        request.traceparent = traceparent
         self._begin(request, now_s, timeout_s)
         return request
 
@@ -284,8 +278,7 @@ class PrefillRole:
 
     @property
     def is_idle(self) -> bool:
-        # What is computed for the decode side alone does not make this a phase that is served.
-        return all(life.request.destination is Destination.HERE for life in self._lives.values())
+        return not self._lives
 
     async def wait_idle(self) -> None:
         await self._idle.wait()
@@ -313,8 +306,7 @@ class PrefillRole:
         info, sent = self._engine.info, request.engine_request
         assert sent.params.max_tokens is not None
         more = draws_more(request.token_count, sent.generated_count, sent.params.max_tokens, info.max_model_len)
-        at_first_token = self._hand_over.at_first_token or request.destination is not Destination.DECODE
-        request.placed_at_first_token = at_first_token
+        at_first_token = request.placed_at_first_token = self._hand_over.at_first_token
         terms = Terms(
             arrived_s=now_s,
             token_count=request.token_count,
@@ -325,7 +317,7 @@ class PrefillRole:
         )
         self._queue.hold(request)
         question = None
-        if more and request.predicted_length is None and request.destination is not Destination.HOLD:
+        if more and request.predicted_length is None:
             question = self._forecaster.ask(
                 sent.token_ids[: request.prompt_tokens],
                 lambda length: self._happened(request, LengthAnswered(length)),

@@ -5,20 +5,17 @@ from typing import Any
 
 from grpc import aio
 
-from kaveri.errors import InvalidArgument, KaveriError, Unsupported
+from kaveri.errors import KaveriError
 from kaveri.v1 import prefill_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceServicer
 from kaveri.wire.attempts import attached_to_proto, attachment_from_proto, check_ownership, ownership_from_proto
 from kaveri.wire.messages import (
     finish_to_proto,
-    layout_to_proto,
     logprobs_to_proto,
     prompt_logprobs_to_proto,
     resolved_from_proto,
-    ticket_from_proto,
 )
 from kaveri.wire.status import abort
-from services.prefill.holds import HOLD_ID_BYTES, HoldName, Holds
 from services.prefill.requests import (
     FirstTokenDrawn,
     HandedOver,
@@ -37,10 +34,8 @@ SERVICE_NAME = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_na
 class PrefillServer(PrefillServiceServicer):
     """Answers for one PrefillRole."""
 
-    def __init__(self, role: PrefillRole, holds: Holds | None = None) -> None:
-        """holds: None where nothing is held."""
+    def __init__(self, role: PrefillRole) -> None:
         self._role = role
-        self._holds = holds
 
     async def Prefill(  # noqa: N802
         self, request: prefill_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]
@@ -90,45 +85,6 @@ class PrefillServer(PrefillServiceServicer):
     ) -> prefill_pb2.BeatPrefillResponse:
         return prefill_pb2.BeatPrefillResponse()
 
-    async def ResolveHold(  # noqa: N802
-        self, request: prefill_pb2.ResolveHoldRequest, context: aio.ServicerContext[Any, Any]
-    ) -> prefill_pb2.ResolveHoldResponse:
-        try:
-            held = self._require_holds().resolve(_name(request.hold), tuple(request.token_ids))
-        except KaveriError as error:
-            await abort(context, error)
-        token_id, logprobs = held.first_token
-        return prefill_pb2.ResolveHoldResponse(
-            first_token_id=token_id,
-            logprobs=logprobs_to_proto(logprobs) if logprobs is not None else None,
-            layout=layout_to_proto(held.layout),
-            expires_in_s=held.expires_in_s,
-        )
-
-    async def PushHold(  # noqa: N802
-        self, request: prefill_pb2.PushHoldRequest, context: aio.ServicerContext[Any, Any]
-    ) -> prefill_pb2.PushHoldResponse:
-        try:
-            placed = RoomReserved(request.decode_instance_id, request.decode_incarnation)
-            await self._require_holds().push(_name(request.hold), ticket_from_proto(request.ticket), placed)
-        except KaveriError as error:
-            await abort(context, error)
-        return prefill_pb2.PushHoldResponse()
-
-    async def ReleaseHold(  # noqa: N802
-        self, request: prefill_pb2.ReleaseHoldRequest, context: aio.ServicerContext[Any, Any]
-    ) -> prefill_pb2.ReleaseHoldResponse:
-        try:
-            self._require_holds().release(_name(request.hold))
-        except KaveriError as error:
-            await abort(context, error)
-        return prefill_pb2.ReleaseHoldResponse()
-
-    def _require_holds(self) -> Holds:
-        if self._holds is None:
-            raise Unsupported("nothing is held here")
-        return self._holds
-
     def _accept(self, message: prefill_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]) -> ProgressOutbox:
         accepted = self._role.accept(
             request_id=message.request_id,
@@ -146,12 +102,6 @@ class PrefillServer(PrefillServiceServicer):
         outbox = accepted.outbox
         context.add_done_callback(lambda _: self._role.leave(accepted, outbox))  # type: ignore[arg-type]
         return outbox
-
-
-def _name(message: prefill_pb2.HoldName) -> HoldName:
-    if len(message.hold_id) != HOLD_ID_BYTES:
-        raise InvalidArgument("hold.hold_id", f"{len(message.hold_id)} bytes long", f"{HOLD_ID_BYTES} bytes long")
-    return HoldName(message.incarnation, message.hold_id)
 
 
 def _in_parts(reported: Iterable[Progress]) -> Iterator[Progress]:

@@ -17,7 +17,6 @@ from kaveri.hosting.metrics import BUILD_INFO, PhaseMetrics, register_engine_met
 from kaveri.hosting.policy_settings import FAULTS
 from services.decode.metrics import DecodeMetrics
 from services.decode.replica_metrics import ReplicaMetrics
-from services.instance.leg_metrics import LegMetrics
 from services.predictor.metrics import PredictorMetrics
 from services.prefill.metrics import PrefillMetrics
 
@@ -46,7 +45,6 @@ def _registered() -> dict[str, set[Facts]]:
         for role in ("prefill", "decode"):
             register_engine_metrics(engine, of[role], "tiny")
             PhaseMetrics("tiny", of[role])
-            LegMetrics(of[role])
         PredictorMetrics(of["predictor"])
     finally:
         engine.close()

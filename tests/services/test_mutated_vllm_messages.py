@@ -19,13 +19,10 @@ from tests.services.mutations import Mutator
 from tests.services.session_client import WAIT_S, SessionRouters, prompt
 
 MESSAGES = 3_000
-LEG_MESSAGES = 1_500
 TOGETHER = 16
 CALL_TIMEOUT_S = 0.5
 NOT_FOR_CALLERS = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
 ANSWER_TOKENS = 60
-MARK = '{"do_remote_decode":true,"do_remote_prefill":false}'
-"""What smg says on a prefill leg."""
 
 
 def _generate(rng: random.Random, request_id: str) -> Any:
@@ -137,71 +134,5 @@ async def test_mutated_messages_to_the_fields_grpc_are_refused_and_leave_nothing
         finally:
             attacking = False
             await routers.close()
-    errors = [entry for entry in logs if entry["log_level"] in ("error", "critical")]
-    assert not errors, errors[:5]
-
-
-class LegAttack(EngineAttack):
-    """Mutated calls to a prefill and a decode instance. What one says of the KV comes to the other, also damaged."""
-
-    def __init__(self, rng: random.Random, prefill: Any, decode: Any) -> None:
-        super().__init__(rng, decode)
-        self._legs = (prefill, decode)
-        self._said = [MARK]
-
-    async def _send(self, number: int) -> None:
-        request_id = f"attacked-{number if self._rng.random() < 0.5 else number % 8}"
-        if self._rng.random() < 0.1:
-            for leg in self._legs:
-                await leg.Abort(vllm_engine_pb2.AbortRequest(request_ids=[request_id]), timeout=WAIT_S)
-            return
-        message = _generate(self._rng, request_id)
-        is_prefill = self._rng.random() < 0.5
-        if is_prefill:
-            del message.sampling_params.stop[:]
-            message.sampling_params.n = message.sampling_params.max_tokens = 1
-        said = MARK if is_prefill and self._rng.random() < 0.9 else self._rng.choice(self._said)
-        if self._rng.random() < 0.3:
-            place = self._rng.randrange(len(said))
-            said = (
-                said[:place] + self._rng.choice(('"', "{", "9", "", "\\ud800", "null", "[" * 100)) + said[place + 1 :]
-            )
-        if self._rng.random() < 0.9:
-            message.kv_transfer_params_json = said
-        if self._rng.random() < 0.4:
-            message = self._mutator.mutated(message)
-        leg = "prefill" if is_prefill else "decode"
-        call = self._legs[not is_prefill].Generate(message, timeout=CALL_TIMEOUT_S)
-        try:
-            response = await call.read()
-            if response is not aio.EOF and response.complete.kv_transfer_params_json:
-                self._said.append(response.complete.kv_transfer_params_json)
-            call.cancel()
-            self.answers[f"{leg} OK"] += 1
-        except aio.AioRpcError as error:
-            self.answers[f"{leg} {error.code().name}"] += 1
-            if error.code() in NOT_FOR_CALLERS:
-                self.wrong.append(f"{leg}: {error.code().name} {error.details()} for {str(message)[:300]}")
-
-
-@pytest.mark.timeout(300)
-async def test_mutated_messages_to_legs_are_refused_and_leave_nothing(cluster: Any, by_hand: Any) -> None:
-    seed = random.randrange(2**30)
-    print(f"seed {seed}")
-    cluster.needs_fake_engines("thousands of calls at the fake engine's speed")
-    settings = {"model": "kaveri-tiny", "vllm_grpc": True}
-    prefill = await cluster.prefill(hold_ttl_s=0.5, **settings)
-    decode = await cluster.decode(fake_step_s=0.002, **settings)
-    with structlog.testing.capture_logs() as logs:
-        legs = [vllm_engine_pb2_grpc.VllmEngineStub(each.channel) for each in (prefill, decode)]
-        attack = LegAttack(random.Random(seed), *legs)
-        await attack.run(LEG_MESSAGES)
-        print(sorted(attack.answers.items()))
-        assert not attack.wrong, attack.wrong[:5]
-        for answer in ("prefill OK", "decode OK", "prefill INVALID_ARGUMENT", "decode INVALID_ARGUMENT"):
-            assert attack.answers[answer], answer
-        await by_hand.eventually(lambda: not prefill.metric("kaveri_prefill_holds"), "all holds expire")
-        assert prefill.metric("kaveri_prefill_hold_ends_total", outcome="pushed")
-        await cluster.all_free(within_s=60)
     errors = [entry for entry in logs if entry["log_level"] in ("error", "critical")]
     assert not errors, errors[:5]

@@ -1,6 +1,6 @@
 """Asks the same greedy prompts of every door of a cluster, whole and streamed: the answers are those that the SDK had.
 
-The doors: vllm.grpc.engine on a router and over legs, and the SDK and a gateway that read tokens at decode instances.
+The doors: vllm.grpc.engine on a router, and the SDK and a gateway that read tokens at decode instances.
 """
 
 import asyncio
@@ -14,7 +14,6 @@ import openai
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from kaveri import AsyncClient, Completion, SamplingParams
-from kaveri.domain.view import Role
 from tests.support.local_cluster import LocalCluster
 from tests.support.metrics_pages import read_page, sum_of
 from tests.support.redis_fixture import free_port
@@ -24,16 +23,13 @@ WITHIN_S = 100.0
 _MAX_TOKENS = 24
 _VOCAB_SIZE = 1_536
 _GREEDY = SamplingParams(temperature=0, max_tokens=_MAX_TOKENS)
-_HELD = '{"do_remote_decode":true,"do_remote_prefill":false}'
-_LEGS_AT_ONCE = 32
 _WORDS = ("Count", "Spell", "from", "to", "turtle", "lamp", "a", "the", "near", "1", "9", "12", "umbrella", "kite", "?")
 
 
 def door_settings() -> dict[str, Any]:
     """Of run_cluster(): the bundled model in float32 behind every door."""
-    flags = ("--vllm-grpc",)
-    settings: dict[str, Any] = {"router_flags": flags, "prefill_flags": flags, "decode_flags": flags}
-    settings |= {"gateway_count": 1, "gateway_flags": ("--direct", "on"), "metrics_port": free_port()}
+    settings: dict[str, Any] = {"router_flags": ("--vllm-grpc",), "gateway_count": 1}
+    settings |= {"gateway_flags": ("--direct", "on"), "metrics_port": free_port()}
     return settings | {"model": "kaveri-tiny", "dtype": "float32", "start_timeout_s": 300.0}
 
 
@@ -52,8 +48,8 @@ class AskedDoors:
     cluster: LocalCluster
     prompts: Sequence[str | list[int]]
     answers: Sequence[Completion]
-    stubs: dict[str, Any]
-    """Of VllmEngine at each process, by instance id."""
+    engine: Any
+    """A stub of VllmEngine at the router."""
 
     @property
     def expected(self) -> list[tuple[int, ...]]:
@@ -63,7 +59,7 @@ class AskedDoors:
     async def check_router(self) -> None:
         """VllmEngine on the router."""
         for stream in (False, True):
-            asking = (ask(self.stubs["router-0"], prompt, stream) for prompt in self.prompts)
+            asking = (ask(self.engine, prompt, stream) for prompt in self.prompts)
             assert await asyncio.gather(*asking) == self.expected, f"stream={stream}"
 
     async def check_direct(self) -> None:
@@ -92,40 +88,14 @@ class AskedDoors:
                 assert streamed == expected[start : start + half], "HTTP, streamed"
         assert await read_tokens(self.cluster) > after
 
-    async def check_legs(self) -> None:
-        """VllmEngine over both legs. Ends prefill-0."""
-        turns = asyncio.Semaphore(_LEGS_AT_ONCE)
-        prefills, decodes = ([name for name in sorted(self.stubs) if name.startswith(role)] for role in ("pre", "dec"))
-
-        async def over_both(number: int, stream: bool) -> tuple[int, ...]:
-            async with turns:
-                kv = await _hold(self.stubs[prefills[number % len(prefills)]], self.prompts[number])
-                decode = self.stubs[decodes[number // 2 % len(decodes)]]
-                return await ask(decode, self.prompts[number], stream, kv)
-
-        for stream in (False, True):
-            got = await asyncio.gather(*(over_both(number, stream) for number in range(len(self.prompts))))
-            assert got == self.expected, f"over both legs, stream={stream}"
-        assert "hold_lost" not in "".join(map(self.cluster.log_text, decodes)), "KV was pushed"
-        held = [await _hold(self.stubs["prefill-0"], prompt) for prompt in self.prompts[:4]]
-        await self.cluster.kill("prefill-0")
-        asking = (ask(self.stubs["decode-0"], prompt, True, kv) for prompt, kv in zip(self.prompts, held, strict=False))
-        assert [await answer for answer in asking] == self.expected[:4], "computed by the decode instance"
-        assert self.cluster.log_text("decode-0").count("hold_lost") == 4
-
 
 @contextlib.asynccontextmanager
 async def asked_doors(cluster: LocalCluster) -> AsyncIterator[AskedDoors]:
     """Asks all prompts by the SDK."""
-    async with AsyncClient(cluster.target, timeout_s=WITHIN_S) as client, contextlib.AsyncExitStack() as channels:
+    async with AsyncClient(cluster.target, timeout_s=WITHIN_S) as client, plain_channel(cluster.target) as channel:
         prompts = make_prompts()
         answers = await asyncio.gather(*(client.generate(**_given(prompt), params=_GREEDY) for prompt in prompts))
-        stubs: dict[str, Any] = {}
-        for name, status in cluster.view().instances.items():
-            if status.record.role is not Role.GATEWAY:
-                channel = await channels.enter_async_context(plain_channel(status.record.address))
-                stubs[name] = vllm_engine_pb2_grpc.VllmEngineStub(channel)
-        doors = AskedDoors(cluster, prompts, answers, stubs)
+        doors = AskedDoors(cluster, prompts, answers, vllm_engine_pb2_grpc.VllmEngineStub(channel))
         assert len(set(doors.expected)) > 50, "the answers differ from one another"
         yield doors
 
@@ -138,28 +108,22 @@ async def read_tokens(cluster: LocalCluster) -> float:
     return sum(sum_of("kaveri_decode_read_tokens_total", page) for page in pages)
 
 
-async def ask(stub: Any, prompt: str | list[int], stream: bool, kv: str | None = None) -> tuple[int, ...]:
-    """The tokens that VllmEngine answers. kv: what prefill said of the KV that it holds."""
-    responses = [each async for each in stub.Generate(_request(prompt, stream, kv=kv), timeout=WITHIN_S)]
+async def ask(stub: Any, prompt: str | list[int], stream: bool) -> tuple[int, ...]:
+    """The tokens that VllmEngine answers."""
+    responses = [each async for each in stub.Generate(_request(prompt, stream), timeout=WITHIN_S)]
     if stream:
         return tuple(token_id for response in responses for token_id in response.chunk.token_ids)
     (response,) = responses
     return tuple(response.complete.output_ids)
 
 
-async def _hold(prefill: Any, prompt: str | list[int]) -> str:
-    """The prefill leg, as smg sends it. Returns what it says of the KV."""
-    (response,) = [each async for each in prefill.Generate(_request(prompt, False, 1, _HELD), timeout=WITHIN_S)]
-    return str(response.complete.kv_transfer_params_json)
-
-
 def _given(prompt: str | list[int]) -> dict[str, Any]:
     return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
 
 
-def _request(prompt: str | list[int], stream: bool, max_tokens: int = _MAX_TOKENS, kv: str | None = None) -> Any:
-    params = vllm_engine_pb2.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=max_tokens == 1)
-    made = vllm_engine_pb2.GenerateRequest(sampling_params=params, stream=stream, kv_transfer_params_json=kv)
+def _request(prompt: str | list[int], stream: bool) -> Any:
+    params = vllm_engine_pb2.SamplingParams(temperature=0, max_tokens=_MAX_TOKENS)
+    made = vllm_engine_pb2.GenerateRequest(sampling_params=params, stream=stream)
     if isinstance(prompt, str):
         made.text = prompt
     else:

@@ -28,9 +28,7 @@ class EmptyInstance:
     """Has no request any more; all routers have token streams."""
 
     def __init__(self) -> None:
-        self.owners = SimpleNamespace(
-            streams=SimpleNamespace(has=lambda router_id: True, is_for_call=lambda router_id: False)
-        )
+        self.owners = SimpleNamespace(streams=SimpleNamespace(has=lambda router_id: True))
         self.moved: list[DecodeRequest] = []
 
     def landed(self) -> tuple[()]:
