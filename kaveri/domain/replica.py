@@ -17,8 +17,6 @@ class ReplicaLocation:
     holder_incarnation: int
     token_count: int
     """Tokens, from the first one of the prompt on, whose KV the holder has verified."""
-    was_pushed_on: bool = False
-    """A holder without room has pushed it to this one. It is not pushed on again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +60,6 @@ class Resumption:
     predicted_length: TokenRange | None
     holder_incarnation: int
     """The life of the holder that the copy was pushed to."""
-    may_push_on: bool = False
-    """Whether a holder without room may push the copy on, and say where it is."""
     replica_tokens: int = 0
     """Tokens that the copy has, as its owner has said. 0: not known."""
     traceparent: str = ""
@@ -79,5 +75,3 @@ class Resumed:
     incarnation: int
     held_tokens: int
     """Tokens whose KV came from the copy; the rest is computed again."""
-    replica: ReplicaLocation | None = None
-    """Set when the request does not go on there: its copy was pushed on to this holder."""

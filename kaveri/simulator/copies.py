@@ -14,7 +14,7 @@ from kaveri.domain.view import ClusterView, InstanceRecord, ViewedInstance
 from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.errors import KaveriError, NoCapacity
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.policy.replication import CopyRules, ReplicationMode, choose_holder, copy_bytes, has_room_to_run
+from kaveri.policy.replication import CopyRules, choose_holder, copy_bytes
 from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.simulator.attempt import SimulatedAttempt
@@ -31,10 +31,6 @@ _MOST_ASKED = 32
 _REST_S = 1.0
 """A holder that cannot be reached is not asked again for so long."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _DOUBLINGS = 0.1, 5.0, 6
-_PUSH_ON_TIMEOUT_S = 1.5
-_PUSHED_ON_KEPT_S = 3.0
-"""A copy that was pushed on is kept for so long, for a router that asks again."""
-_MOST_PUSHED_ON = 8
 
 
 class OwnedRequest:
@@ -101,10 +97,6 @@ class OwnedCopies:
         self._sent_until_s = 0.0
         self._unsent_blocks = 0.0
         """Part of the next block."""
-        # Copies that are pushed on.
-        self._pushed_bytes: UnconfirmedWork[int] = UnconfirmedWork()
-        self._pushed_blocks: UnconfirmedWork[int] = UnconfirmedWork()
-        self._pushing_count = 0
         self.is_dead = False
 
     def follow(self, attempt: SimulatedAttempt, sequence: CountedSequence) -> None:
@@ -150,58 +142,6 @@ class OwnedCopies:
         self._line.remove(owned)
         owned.held, owned.former = None, held
         self._pause(owned)
-
-    def push_on(
-        self, held: HeldKv, attempt: SimulatedAttempt, answer: Callable[[ReplicaLocation | None], object]
-    ) -> None:
-        """Pushes a copy from here to an instance that has room for it and to run its request. answer: called with where
-        it is; None: there is none."""
-        if self._pushing_count >= _MOST_PUSHED_ON or not held.sent_blocks:
-            answer(None)
-            return
-        token_count = held.sent_blocks * self._layout.block_tokens
-        needed_bytes = copy_bytes(self._layout, token_count)
-        needed_blocks = self._layout.block_count(attempt.token_count + 1)
-        self._pushed_bytes.retain(self.view)
-        self._pushed_blocks.retain(self.view)
-
-        def is_fit(instance: ViewedInstance) -> bool:
-            return has_room_to_run(instance, needed_blocks, self._pushed_blocks)
-
-        target = choose_holder(
-            ReplicationMode.SPREAD, self.view, self._record, needed_bytes, self._pushed_bytes, self._rng, is_fit=is_fit
-        )
-        holder = None if target is None else self.holders.get(target.record.instance_id)
-        if target is None or holder is None:
-            answer(None)
-            return
-        self._pushed_bytes.add(held.number, target, needed_bytes)
-        self._pushed_blocks.add(held.number, target, needed_blocks)
-        copy = holder.open(self, held.number, token_count)
-        push_s = held.sent_blocks / self._blocks_per_s if self._blocks_per_s else 0.0
-        if not isinstance(copy, HeldKv):
-            answer(None)
-            return
-        if push_s > _PUSH_ON_TIMEOUT_S:
-            holder.drop(copy)
-            answer(None)
-            return
-        self._pushing_count += 1
-        record = target.record
-
-        def pushed(_: None) -> None:
-            self._pushing_count -= 1
-            is_there = not copy.is_gone and not self.is_dead
-            if not is_there:
-                holder.drop(copy)
-            else:
-                copy.sent_blocks = held.sent_blocks
-                holder.shut(copy, _PUSHED_ON_KEPT_S)
-                self._timeline.after(_PUSHED_ON_KEPT_S, held.holder.drop, held)
-            location = ReplicaLocation(record.instance_id, record.incarnation, token_count, was_pushed_on=True)
-            answer(location if is_there else None)
-
-        self._timeline.after(2 * self._hop_s + push_s, pushed)
 
     # Holders.
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from kaveri.domain.length import RangeEnd
-from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.view import InstanceRecord
 from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.errors import InvalidArgument
@@ -71,7 +70,7 @@ class InstanceCopies:
         replica, held = attempt.replica, self.held.find(attempt.request.number)
         assert replica is not None
         if self.is_dead or held is None or replica.holder_incarnation != self.record.incarnation:
-            self._refuse(attempt, None)
+            self._refuse(attempt)
             return
         if held.is_growing:
             self.held.shut(held)
@@ -81,10 +80,8 @@ class InstanceCopies:
             self._resuming[attempt] = None
             resumed = (attempt, sequence, held_tokens)
             self._timeline.after(self._spec.overheads.push_tail_s, self._land, resumed)
-        elif held_tokens and not replica.was_pushed_on:
-            self.owned.push_on(held, attempt, lambda pushed_on: self._refuse(attempt, pushed_on))
         else:
-            self._refuse(attempt, None)
+            self._refuse(attempt)
 
     def die(self) -> None:
         """The process is killed."""
@@ -113,11 +110,8 @@ class InstanceCopies:
         self._router.resumed(attempt, held_tokens)
         self.owned.follow(attempt, sequence)
 
-    def _refuse(self, attempt: SimulatedAttempt, pushed_on: ReplicaLocation | None) -> None:
-        self._timeline.after(self._spec.overheads.hop_s, self._refused, (attempt, pushed_on))
-
-    def _refused(self, refused: tuple[SimulatedAttempt, ReplicaLocation | None]) -> None:
-        self._router.not_resumed(*refused)
+    def _refuse(self, attempt: SimulatedAttempt) -> None:
+        self._timeline.after(self._spec.overheads.hop_s, self._router.not_resumed, attempt)
 
 
 class _ResumeRoom(NamedTuple):

@@ -130,12 +130,12 @@ class HeldCopies:
             self.shut(held)
             held.owner.copy_lost(held)
 
-    def shut(self, held: HeldKv, kept_s: float | None = None) -> None:
-        """Its owner adds nothing more. It is kept for so long, or for the grace time."""
+    def shut(self, held: HeldKv) -> None:
+        """Its owner adds nothing more. It is kept for the grace time."""
         held.is_growing = False
         held.starved_since_s = math.inf
         self._starved.pop(held, None)
-        self._timeline.after(self._spec.orphan_grace_s if kept_s is None else kept_s, self.drop, held)
+        self._timeline.after(self._spec.orphan_grace_s, self.drop, held)
 
     def find(self, number: int) -> HeldKv | None:
         """The copy of a request."""

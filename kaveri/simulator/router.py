@@ -227,11 +227,11 @@ class SimulatedRouter:
         assert attempt.request.losses is not None
         attempt.request.losses.resumed(attempt.token_count, held_tokens)
 
-    def not_resumed(self, attempt: SimulatedAttempt, pushed_on: ReplicaLocation | None) -> None:
-        """The holder of its copy does not go on with it. pushed_on: where the copy is now, if it was pushed on."""
+    def not_resumed(self, attempt: SimulatedAttempt) -> None:
+        """The holder of its copy does not go on with it."""
         attempt.is_over = True
         attempt.request.attempt_count -= 1
-        attempt.replica = pushed_on
+        attempt.replica = None
         self._set_back(attempt, Setback.REFUSED, None, NoCapacity("decode", 0.0))
 
     def resume_lost(self, attempt: SimulatedAttempt) -> None:

@@ -2,7 +2,6 @@
 
 from typing import Protocol
 
-from kaveri.domain.replica import ReplicaLocation
 from kaveri.errors import KaveriError, NoCapacity
 from kaveri.simulator.attempt import SimulatedAttempt
 from kaveri.simulator.table import RunTable
@@ -43,8 +42,8 @@ class RouterSide(Protocol):
     def resumed(self, attempt: SimulatedAttempt, held_tokens: int) -> None:
         """It goes on where its copy is, of the KV of so many tokens."""
 
-    def not_resumed(self, attempt: SimulatedAttempt, pushed_on: ReplicaLocation | None) -> None:
-        """The holder of its copy does not go on with it. pushed_on: where the copy is now, if it was pushed on."""
+    def not_resumed(self, attempt: SimulatedAttempt) -> None:
+        """The holder of its copy does not go on with it."""
 
     def resume_lost(self, attempt: SimulatedAttempt) -> None:
         """The holder of its copy has died before it went on."""

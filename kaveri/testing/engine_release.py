@@ -4,7 +4,6 @@ The holder is a ReplicaStore. That it has all KV is proved by going on from it. 
 request stands still.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from kaveri.engine.contract import (
     ReplicaEnded,
     StepTokens,
 )
-from kaveri.errors import InvalidArgument, TransferFailed
 from kaveri.kv.replicas.store import ReplicaGrew, ReplicaOrphaned
 from kaveri.testing.engine_conformance import MAX_MODEL_LEN, Pair, make_request, running_pair
 from kaveri.testing.engine_recorder import SOON_S, wait_until_free
@@ -126,53 +124,6 @@ class ReleaseConformance:
             assert let_go, "all have finished before they were released"
             assert not pair.decoded.of(ReleaseFailed)
             wait_until_free(pair.prefill, pair.decode, target.decode)
-
-    @pytest.mark.parametrize("is_released", [True, False])
-    def test_replica_that_is_pushed_on_is_as_good_as_before(
-        self, harness: ReplicationHarness, is_released: bool
-    ) -> None:
-        with running_pair(harness, admit=False) as pair, open_holder(harness, pair) as first:
-            block_tokens = pair.decode.info.layout.block_tokens
-            request = make_request(pair.prefill, "r", 3 * block_tokens + 2, 24)
-            _begin(pair, first, request)
-            _wait_until_held(pair, first, request.key, 3 * block_tokens)
-            if is_released:
-                drawn = _release(pair, first, request)
-            else:
-                first.store.seal(replica_key(request.key))
-                drawn = _drawn(pair, request.key)
-            with open_holder(harness, pair) as second:
-                key, held = replica_key(request.key), first.store.token_ids(replica_key(request.key))
-                ticket = second.store.open(key, first.store.layout, len(held), 60.0)
-                first.store.push_on(key, ticket).result(SOON_S)
-                second.wait_for(ReplicaOrphaned, request.key)
-                assert second.store.token_ids(key) == held
-                first.store.drop(key)
-                pair.decode.abort(request.key)
-                with running_pair(harness) as target:
-                    second.resume(target, request, drawn)
-                    target.decoded.wait_for_finish(request.key)
-                    assert drawn + target.decoded.token_ids[request.key] == harness.answer(request.token_ids, 24)
-
-    def test_push_on_refuses_tickets_that_do_not_fit(self, harness: ReplicationHarness) -> None:
-        with (
-            running_pair(harness, admit=False) as pair,
-            open_holder(harness, pair) as first,
-            open_holder(harness, pair) as second,
-        ):
-            layout = pair.decode.info.layout
-            request = make_request(pair.prefill, "r", 3 * layout.block_tokens + 2, 40)
-            _begin(pair, first, request)
-            _wait_until_held(pair, first, request.key, 3 * layout.block_tokens)
-            key = replica_key(request.key)
-            small = second.store.open(key, first.store.layout, layout.block_tokens, 60.0)
-            for ticket, field in ((replace(small, is_open=False), "ticket.is_open"), (small, "ticket.block_ids")):
-                with pytest.raises(InvalidArgument) as raised:
-                    first.store.push_on(key, ticket).result(SOON_S)
-                assert raised.value.field == field
-            with pytest.raises(TransferFailed):
-                first.store.push_on(replica_key(EngineKey("unknown", 1)), small).result(SOON_S)
-            first.store.check_integrity()
 
     def test_others_run_on_while_a_request_is_released(self, harness: ReplicationHarness) -> None:
         with running_pair(harness, admit=False) as pair, open_holder(harness, pair) as holder:

@@ -245,7 +245,6 @@ class ResumeRequest(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     PREDICTED_LENGTH_FIELD_NUMBER: _builtins.int
     HOLDER_INCARNATION_FIELD_NUMBER: _builtins.int
-    MAY_PUSH_ON_FIELD_NUMBER: _builtins.int
     REPLICA_TOKENS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SUSPECT_UNTIL_FIELD_NUMBER: _builtins.int
@@ -265,8 +264,6 @@ class ResumeRequest(_message.Message):
     """Seconds that are left until the request's deadline."""
     holder_incarnation: _builtins.int
     """The life of the holder that the copy was pushed to. A later life has no copy."""
-    may_push_on: _builtins.bool
-    """Whether the holder may answer with `replica`: without room to run the request it then pushes the copy on."""
     replica_tokens: _builtins.int
     """Tokens that the copy has, as its owner has told the caller. The holder waits a moment for what has arrived and is not
     counted yet. 0: not known.
@@ -301,14 +298,13 @@ class ResumeRequest(_message.Message):
         timeout_s: _builtins.float = ...,
         predicted_length: _predictor_pb2.PredictedLength | None = ...,
         holder_incarnation: _builtins.int = ...,
-        may_push_on: _builtins.bool = ...,
         replica_tokens: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         suspect_until: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params", "predicted_length", b"predicted_length"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "holder_incarnation", b"holder_incarnation", "may_push_on", b"may_push_on", "params", b"params", "predicted_length", b"predicted_length", "replica_tokens", b"replica_tokens", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "suspect_until", b"suspect_until", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "holder_incarnation", b"holder_incarnation", "params", b"params", "predicted_length", b"predicted_length", "replica_tokens", b"replica_tokens", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "suspect_until", b"suspect_until", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -322,25 +318,19 @@ class ResumeResponse(_message.Message):
 
     INCARNATION_FIELD_NUMBER: _builtins.int
     HELD_TOKENS_FIELD_NUMBER: _builtins.int
-    REPLICA_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """The life of the holder."""
     held_tokens: _builtins.int
     """Tokens whose KV came from the copy. The rest of token_ids is computed again."""
-    @_builtins.property
-    def replica(self) -> Global___Replica:
-        """Set when there is no room here: the request does not go on, and the copy is at this holder now, which had room."""
-
     def __init__(
         self,
         *,
         incarnation: _builtins.int = ...,
         held_tokens: _builtins.int = ...,
-        replica: Global___Replica | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_tokens", b"held_tokens", "incarnation", b"incarnation", "replica", b"replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_tokens", b"held_tokens", "incarnation", b"incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,7 +1,5 @@
 """What owners, holders and routers say to one another of replicas: domain values <-> messages. Pure."""
 
-from dataclasses import replace
-
 from kaveri.domain.replica import ReplicaLocation, ReplicaOffer, Resumed, Resumption
 from kaveri.errors import InvalidArgument
 from kaveri.v1 import decode_pb2
@@ -78,7 +76,6 @@ def resumption_to_proto(resumption: Resumption) -> decode_pb2.ResumeRequest:
         timeout_s=resumption.timeout_s,
         predicted_length=length_to_proto(predicted) if predicted is not None else None,
         holder_incarnation=resumption.holder_incarnation,
-        may_push_on=resumption.may_push_on,
         replica_tokens=resumption.replica_tokens,
         traceparent=resumption.traceparent,
         suspect_until=resumption.suspect_until,
@@ -100,7 +97,6 @@ def resumption_from_proto(message: decode_pb2.ResumeRequest) -> Resumption:
         message.timeout_s,
         length_from_proto(message.predicted_length) if message.HasField("predicted_length") else None,
         message.holder_incarnation,
-        message.may_push_on,
         message.replica_tokens,
         message.traceparent,
         message.suspect_until,
@@ -108,13 +104,11 @@ def resumption_from_proto(message: decode_pb2.ResumeRequest) -> Resumption:
 
 
 def resumed_to_proto(resumed: Resumed) -> decode_pb2.ResumeResponse:
-    replica = replica_to_proto(resumed.replica) if resumed.replica is not None else None
-    return decode_pb2.ResumeResponse(incarnation=resumed.incarnation, held_tokens=resumed.held_tokens, replica=replica)
+    return decode_pb2.ResumeResponse(incarnation=resumed.incarnation, held_tokens=resumed.held_tokens)
 
 
 def resumed_from_proto(message: decode_pb2.ResumeResponse) -> Resumed:
-    replica = replace(replica_from_proto(message.replica), was_pushed_on=True) if message.HasField("replica") else None
-    return Resumed(message.incarnation, message.held_tokens, replica)
+    return Resumed(message.incarnation, message.held_tokens)
 
 
 def _check_timeout(timeout_s: float) -> None:

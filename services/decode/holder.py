@@ -33,7 +33,6 @@ from kaveri.policy.replication import HeldCopy, copy_bytes, drop_first
 from kaveri.telemetry.logs import get_logger
 from kaveri.wire.attempts import wrong_secret
 from services.decode import holding
-from services.decode.forwarder import ReplicaForwarder
 from services.decode.holding import BeingResumed, Complete, Growing, Holding, usable_tokens
 from services.decode.instance import DecodeInstance
 from services.decode.replica_metrics import ReplicaMetrics
@@ -98,11 +97,9 @@ class ReplicaHolder:
         orphan_grace_s: float,
         is_there: Callable[[str, int], bool],
         metrics: ReplicaMetrics,
-        forwarder: ReplicaForwarder | None = None,
     ) -> None:
         """store: its owner is the holder from now on. orphan_grace_s: seconds that a copy is kept after its owner was
-        lost. is_there: whether the cluster has an instance of this id and incarnation. forwarder: None: a request
-        without room here is refused."""
+        lost. is_there: whether the cluster has an instance of this id and incarnation."""
         self._instance = instance
         self._incarnation = incarnation
         self._orphan_grace_s = orphan_grace_s
@@ -117,7 +114,6 @@ class ReplicaHolder:
         self._idle = asyncio.Event()
         self._idle.set()
         self._store = store
-        self._forwarder = forwarder
         metrics.watch(store)
 
     async def run(self) -> None:
@@ -130,8 +126,6 @@ class ReplicaHolder:
                     self._drop_expired(time.monotonic())
         finally:
             self._held.clear()
-            if self._forwarder is not None:
-                await self._forwarder.close()
             await asyncio.to_thread(self._store.close)
 
     def open(self, offer: ReplicaOffer) -> Ticket:
@@ -358,16 +352,7 @@ class ReplicaHolder:
         try:
             await self._seal(held, resumption)
             held_tokens = usable_tokens(self._store.token_ids(held.key), resumption, held.offer.layout.block_tokens)
-            try:
-                request, ticket = await self._instance.reserve_resumed(resumption, held_tokens)
-            except (NoCapacity, Unavailable):
-                # No room, or this instance drains.
-                if self._forwarder is None or not resumption.may_push_on:
-                    raise
-                replica = await self._forwarder.push_on(held.key, held.offer, len(resumption.token_ids))
-                self._metrics.resumes.labels("pushed_on").inc()
-                self._take(held, holding.PushedOn(resumption.ownership))
-                return Resumed(self._incarnation, 0, replica)
+            request, ticket = await self._instance.reserve_resumed(resumption, held_tokens)
             await self._land(held, request, ticket)
         except BaseException:
             self._take(held, holding.ResumeFailed(resumption.ownership))

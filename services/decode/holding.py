@@ -109,13 +109,6 @@ class ResumeFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class PushedOn:
-    """It was pushed to another instance, where the owner goes on. The router may ask again, if the answer is lost."""
-
-    ownership: Ownership
-
-
-@dataclass(frozen=True, slots=True)
 class ResumeLanded:
     """The request has landed here, and needs it no more."""
 
@@ -130,16 +123,7 @@ class Unwanted:
 
 
 HoldingEvent = (
-    OwnerLost
-    | OwnerGaveUp
-    | BlockMissed
-    | HolderDrains
-    | Looked
-    | ResumeBegun
-    | ResumeFailed
-    | PushedOn
-    | ResumeLanded
-    | Unwanted
+    OwnerLost | OwnerGaveUp | BlockMissed | HolderDrains | Looked | ResumeBegun | ResumeFailed | ResumeLanded | Unwanted
 )
 
 # ---- actions ----
@@ -200,8 +184,6 @@ def step(state: Holding, event: HoldingEvent, now_s: float, grace_s: float) -> H
             return BeingResumed(ownership), ()
         case ResumeFailed(ownership), BeingResumed(present) if ownership == present:
             return Orphan(now_s + grace_s), ()
-        case PushedOn(ownership), BeingResumed(present) if ownership == present:
-            return Complete(now_s + min(ENDED_S, grace_s)), (TellLeft(),)
         case ResumeLanded(ownership), BeingResumed(present) if ownership == present:
             return _gone("resumed")
         case _:

@@ -152,12 +152,10 @@ class DecodeInstance:
 
     async def reserve_resumed(self, resumption: Resumption, held_tokens: int) -> tuple[DecodeRequest, Ticket]:
         """Reserves room, ahead of all that wait in line, for a request of which a copy brings `held_tokens`. It is
-        admitted ahead of the others, too.
+        admitted ahead of the others, too. It is taken while draining, as its copy is here already.
 
         Raises as reserve() without `waits`. Cancelled, it leaves nothing reserved.
         """
-        if self._engine_room.is_draining:
-            raise draining()
         request_id, token_ids = resumption.request_id, resumption.token_ids
         key = EngineKey(request_id, next(self._serials))
         params, suspect_until = resumption.params, resumption.suspect_until

@@ -59,7 +59,7 @@ class ReplicaMetrics:
         )
         self.resumes = Counter(
             "kaveri_resumes",
-            "Calls of Resume, by outcome: resumed, pushed_on, not_found, no_room, invalid or refused.",
+            "Calls of Resume, by outcome: resumed, not_found, no_room, invalid or refused.",
             ["outcome"],
             registry=registry,
         )

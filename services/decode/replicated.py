@@ -21,7 +21,6 @@ from kaveri.kv.replicas.store import ReplicaStore
 from kaveri.policy.replication import CopyRules, ReplicationMode
 from kaveri.telemetry.logs import get_logger
 from services.decode.config import BatchConfig
-from services.decode.forwarder import ReplicaForwarder
 from services.decode.holder import ReplicaHolder
 from services.decode.instance import DecodeInstance
 from services.decode.replica_metrics import ReplicaMetrics
@@ -118,13 +117,12 @@ def with_replicas(
         failure_domain=config.failure_domain,
     )
     settings = ReplicationSettings(config.replication, CopyRules(config.replica_min_tokens))
-    forwarder = ReplicaForwarder(replicas, store, own, rng)
 
     def is_there(instance_id: str, life: int) -> bool:
         status = store.view().instances.get(instance_id)
         return status is not None and status.record.incarnation == life
 
-    holder = ReplicaHolder(instance, replicas, incarnation, config.orphan_grace_s, is_there, metrics, forwarder)
+    holder = ReplicaHolder(instance, replicas, incarnation, config.orphan_grace_s, is_there, metrics)
     replicator = Replicator(engine, instance, store, own, settings, rng, metrics)
     return ReplicatedDecode(instance, holder, replicator), holder
 

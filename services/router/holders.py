@@ -113,7 +113,6 @@ class Holders:
             timeout_s=left_s,
             predicted_length=None,
             holder_incarnation=replica.holder_incarnation,
-            may_push_on=not replica.was_pushed_on,
             # That many is what stands for a hint.
             replica_tokens=replica.token_count if replica.token_count < context_tokens else 0,
             traceparent=entry.traceparent,
@@ -132,11 +131,8 @@ def _take(entry: RequestEntry, holder: InstanceLife, first_index: int, answer: R
     if isinstance(answer, Resumed) and answer.incarnation != holder.incarnation:
         restarted = Unavailable(f"decode instance {holder.instance_id} has restarted")
         answer = ResumeRefused(restarted, may_have_begun=False)
-    elif isinstance(answer, Resumed) and answer.replica is not None:
-        error = NoCapacity("decode", 0.0, f"{holder.instance_id} has pushed the replica to {answer.replica.holder_id}")
-        answer = ResumeRefused(error, may_have_begun=False, replica=answer.replica)
     if isinstance(answer, ResumeRefused):
-        outcome = _outcome_of(answer.error) if answer.replica is None else "pushed_on"
+        outcome = _outcome_of(answer.error)
         metrics.RESUMES.labels(outcome=outcome).inc()
         get_logger().info(
             "resume_refused",

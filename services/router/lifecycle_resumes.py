@@ -86,7 +86,7 @@ def resume_refused(state: State, event: ResumeRefused) -> Step:
     """The holder does not go on, or has not answered."""
     match state:
         case Resuming(attempt, next_index, decode):
-            now = Lost(attempt, next_index, event.error, Setback.REFUSED, decode, PrefillLeg.COMPLETE, event.replica)
+            now = Lost(attempt, next_index, event.error, Setback.REFUSED, decode, PrefillLeg.COMPLETE)
             if event.may_have_begun:
                 return now, leaving(state)
             return now, (LeaveAttempt(), *state.withheld)

@@ -127,8 +127,6 @@ class ResumeRefused:
     error: KaveriError
     may_have_begun: bool
     """Whether it may go on with it all the same."""
-    replica: ReplicaLocation | None = None
-    """Where it has pushed the replica on to: it has no room."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ REATTACHES = Counter(
 RESUMES = Counter(
     "kaveri_router_resumes",
     "Requests whose decode instance was lost and whose replica's holder was asked to go on, by outcome: resumed, "
-    "pushed_on, not_found, no_room, unavailable or refused. All but the first two are computed again.",
+    "not_found, no_room, unavailable or refused. All but the first are computed again.",
     ["outcome"],
 )
 STALL_S = Histogram(
@@ -46,7 +46,7 @@ MONITOR_TAKEOVERS = Counter("kaveri_monitor_takeovers", "Times that this router 
 _RARE = (
     (REQUESTS, ("unavailable", "resource_exhausted", "deadline_exceeded", "internal")),
     (REATTACHES, ("taken_over", "placed_again", "owner_lost")),
-    (RESUMES, ("resumed", "pushed_on", "not_found", "no_room", "unavailable", "refused")),
+    (RESUMES, ("resumed", "not_found", "no_room", "unavailable", "refused")),
     (STALL_S, ("resumed", "recomputed")),
 )
 for _metric, _outcomes in _RARE:

@@ -17,7 +17,6 @@ from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import ReplicaOffer, Resumption
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.domain.view import ReplicaCounts
-from kaveri.errors import NoCapacity
 from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.messages import layout_to_proto
@@ -466,44 +465,6 @@ async def test_a_draining_owner_lets_the_next_request_go_when_the_one_before_goe
     for decode in (owner, holder):
         for name in ("a", "b"):
             await by_hand.abort(decode, name, attempt=3)
-
-
-async def test_a_holder_without_room_pushes_the_copy_on_and_names_where_it_is(
-    cluster: Any, by_hand: Any, begin: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    owned = await begin(max_tokens=300)
-    third = await cluster.decode("decode-2", **REPLICATED)
-    await owned.router.subscribe(third)
-
-    async def is_full(*args: Any) -> Any:
-        raise NoCapacity("decode", 0.1, "the pool is full")
-
-    monkeypatch.setattr(owned.holder.service._instance, "reserve_resumed", is_full)
-    message = owned.message()
-    with pytest.raises(aio.AioRpcError) as caught:
-        await owned.resume(message)
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, "the caller does not know of pushed-on copies"
-    message.may_push_on = True
-    forwarder = owned.holder.service._holder._forwarder
-    await by_hand.eventually(lambda: "decode-2" in forwarder._store.view().instances, "the holder knows the third")
-    answered = await owned.resume(message)
-    assert answered.held_tokens == 0
-    assert answered.replica.holder_id == third.instance_id
-    assert answered.replica.token_count % owned.holder.engine.info.layout.block_tokens == 0
-    message.attempt, message.may_push_on = 3, False
-    message.holder_incarnation = answered.replica.holder_incarnation
-    message.replica_tokens = answered.replica.token_count
-    resumed = await DecodeServiceStub(third.channel).Resume(message, timeout=30)
-    # The owner has drawn on meanwhile.
-    block_tokens = third.engine.info.layout.block_tokens
-    usable = (len(message.token_ids) - 1) // block_tokens * block_tokens
-    assert resumed.held_tokens == min(answered.replica.token_count, usable)
-    await by_hand.eventually(lambda: owned.router.finished("a", 3), "it ends at the third")
-    gained = owned.router.tokens["a", 3]
-    assert [gained[index] for index in sorted(gained)] == owned.expected[message.generated_count :]
-    await by_hand.abort(owned.owner, "a")
-    await cluster.all_free()
-    await nothing_is_held(cluster, by_hand)
 
 
 def offer(holder: Any, request_id: str, token_count: int = 50, attempt: int = 1, router_id: str = ROUTER) -> Any:

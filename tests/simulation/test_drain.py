@@ -216,5 +216,5 @@ def test_a_request_whose_owner_dies_while_its_holder_drains_is_not_computed_agai
     )
     result = run(plan)
     assert _lines(result, "decode-1", "replica_held", "request_id=moved", "owner_id=decode-0"), "another one owned it"
-    assert _lines(result, "decode-1", "replica_pushed_on", "request_id=moved")
+    assert _lines(result, "decode-1", "request_resumed", "request_id=moved")
     assert len(_lines(result, "request_ended", "outcome=handed_over")) == 2 + 2, "a prompt was computed twice"

@@ -120,39 +120,7 @@ def test_no_request_waits_for_a_lost_holder_and_it_is_replaced(tokenizer: ModelT
         assert len(held) == 2, "no other one was found"
 
 
-@pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.FREEZE])
-def test_a_holder_without_room_pushes_the_copy_on_and_the_answer_goes_on_there(
-    tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch, kind: FaultKind
-) -> None:
-    owner, holder = owner_of(tokenizer, decodes=3)
-    reserve_resumed, refused = DecodeInstance.reserve_resumed, []
-
-    async def is_full_at_first(self: DecodeInstance, resumption: Resumption, held_tokens: int) -> Any:
-        if not refused:
-            refused.append(held_tokens)
-            raise NoCapacity("decode", 0.1, "the pool is full")
-        return await reserve_resumed(self, resumption, held_tokens)
-
-    monkeypatch.setattr(DecodeInstance, "reserve_resumed", is_full_at_first)
-    result = run(
-        replicated([Fault(kind=kind, after=_WHOLE, at_s=1.0, target=owner, lasts_s=5.0)], decodes=3), tokenizer
-    )
-    assert prompts_of(result) == 1
-    ((held, recomputed),) = resumed(result)
-    assert held == refused[0]
-    assert recomputed <= 2 * BLOCK_TOKENS
-    (pushed,) = [line for line in result.lines if "replica_pushed_on request_id=moved" in line]
-    assert pushed.split()[1].startswith(holder)
-    target = pushed.partition("holder_id=")[2].split()[0]
-    assert target not in (owner, holder)
-    assert [
-        line
-        for line in result.lines
-        if "request_resumed request_id=moved" in line and line.split()[1].startswith(target)
-    ]
-
-
-def test_a_request_that_no_instance_has_room_for_is_computed_again(
+def test_a_request_that_its_holder_has_no_room_for_is_computed_again(
     tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, _ = owner_of(tokenizer, decodes=3)
@@ -164,7 +132,6 @@ def test_a_request_that_no_instance_has_room_for_is_computed_again(
     result = run(replicated([Fault(kind=FaultKind.KILL, after=_WHOLE, at_s=1.0, target=owner)], decodes=3), tokenizer)
     assert not resumed(result)
     assert prompts_of(result) == 2
-    assert len([line for line in result.lines if "replica_pushed_on" in line]) == 1, "a copy is pushed on once"
 
 
 def test_when_owner_and_holder_die_the_prompt_is_computed_again(tokenizer: ModelTokenizer) -> None:

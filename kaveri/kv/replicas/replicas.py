@@ -5,13 +5,13 @@ Moves no byte: a receiver takes the owners' pushes into the pool, and a sender p
 
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
 from kaveri.errors import InvalidArgument, KaveriError, LayoutMismatch, NoCapacity, TransferFailed
 from kaveri.kv.layout.layout import HEADS_FIRST, KvLayout
-from kaveri.kv.replicas.notes import NOTE_TOKENS_MAX, noted_tokens, token_note
+from kaveri.kv.replicas.notes import noted_tokens
 from kaveri.kv.replicas.replica import Dropped, Kept, Receiving, Replica, Sealed
 from kaveri.kv.replicas.store import (
     ReplicaDropped,
@@ -153,54 +153,6 @@ class Replicas:
             self._receiver.revoke(revoked)
 
     def push(self, key: ReplicaKey, ticket: Ticket) -> "Future[None]":
-        def write(block_ids: Sequence[int], token_ids: Sequence[int]) -> None:
-            first = first_source_block(ticket, self._layout)
-            pushed = block_ids[first : self._layout.block_count(ticket.token_count)]
-            if pushed:
-                self._sender.write_layers(ticket.transfer_id, range(self._layout.layer_count), 0, pushed)
-            self._sender.finish(ticket.transfer_id, b"")
-
-        def check(held_tokens: int) -> None:
-            if not 1 <= ticket.token_count <= held_tokens:
-                raise InvalidArgument("ticket.token_count", ticket.token_count, f"1 to the {held_tokens} held here")
-            pushed_count = ticket.layout.block_count(ticket.token_count) - ticket.first_block
-            if len(ticket.block_ids) != pushed_count:
-                raise InvalidArgument("ticket.block_ids", len(ticket.block_ids), f"{pushed_count} blocks")
-
-        return self._push(key, ticket, check, write)
-
-    def push_on(self, key: ReplicaKey, ticket: Ticket) -> "Future[None]":
-        def write(block_ids: Sequence[int], token_ids: Sequence[int]) -> None:
-            transfer_id, block_tokens = ticket.transfer_id, self._layout.block_tokens
-            layers, whole = range(self._layout.layer_count), len(token_ids) // block_tokens
-            for first in range(0, whole, NOTE_TOKENS_MAX // block_tokens):
-                end = min(whole, first + NOTE_TOKENS_MAX // block_tokens)
-                self._sender.write_layers(transfer_id, layers, first, block_ids[first:end])
-                self._sender.mark(transfer_id, end, token_note(token_ids[first * block_tokens : end * block_tokens]))
-            if tail := token_ids[whole * block_tokens :]:
-                self._sender.write_layers(transfer_id, layers, whole, block_ids[whole : whole + 1])
-            self._sender.finish(transfer_id, token_note(tail))
-
-        def check(held_tokens: int) -> None:
-            if not ticket.is_open:
-                raise InvalidArgument("ticket.is_open", ticket.is_open, "true: a replica grows")
-            if not held_tokens:
-                raise TransferFailed("the replica has no token")
-            block_count = self._layout.block_count(held_tokens)
-            if len(ticket.block_ids) < block_count:
-                raise InvalidArgument("ticket.block_ids", len(ticket.block_ids), f"at least {block_count} blocks")
-
-        return self._push(key, ticket, check, write)
-
-    def _push(
-        self,
-        key: ReplicaKey,
-        ticket: Ticket,
-        check: Callable[[int], None],
-        write: Callable[[Sequence[int], Sequence[int]], None],
-    ) -> "Future[None]":
-        """check: raises InvalidArgument for a ticket that so many held tokens do not fit. write: queues the replica's
-        blocks, of these tokens, and finishes the push."""
         accepted: Future[None] = Future()
         accepted.set_running_or_notify_cancel()
         try:
@@ -209,13 +161,13 @@ class Replicas:
                 replica = self._replicas.get(key)
                 if replica is None:
                     raise TransferFailed("the replica is gone")
-                token_ids = tuple(replica.token_ids)
-                check(len(token_ids))
+                _check_fit(ticket, len(replica.token_ids))
                 if ticket.transfer_id in self._pushes:
                     raise InvalidArgument("ticket", ticket.transfer_id.hex(), "used once")
                 replica.reading.add(ticket.transfer_id)
                 self._pushes[ticket.transfer_id] = replica, accepted
-                block_ids = replica.block_ids[: self._layout.block_count(len(token_ids))]
+                first = first_source_block(ticket, self._layout)
+                pushed = replica.block_ids[first : self._layout.block_count(ticket.token_count)]
         except KaveriError as error:
             accepted.set_exception(error)
             return accepted
@@ -224,7 +176,9 @@ class Replicas:
         except KaveriError as error:
             self._end_push(ticket.transfer_id, error)
             return accepted
-        write(block_ids, token_ids)
+        if pushed:
+            self._sender.write_layers(ticket.transfer_id, range(self._layout.layer_count), 0, pushed)
+        self._sender.finish(ticket.transfer_id, b"")
         with self._lock:
             is_dropped = isinstance(replica.state, Dropped)
         # The drop came before the sender knew of the push, and was ignored there.
@@ -429,3 +383,12 @@ class Replicas:
                 self._allocator.release_last(replica, wanted)
         self._starved.pop(replica, None)
         return True
+
+
+def _check_fit(ticket: Ticket, held_tokens: int) -> None:
+    """Raises InvalidArgument for a ticket that a replica of `held_tokens` tokens cannot fill."""
+    if not 1 <= ticket.token_count <= held_tokens:
+        raise InvalidArgument("ticket.token_count", ticket.token_count, f"1 to the {held_tokens} held here")
+    pushed_count = ticket.layout.block_count(ticket.token_count) - ticket.first_block
+    if len(ticket.block_ids) != pushed_count:
+        raise InvalidArgument("ticket.block_ids", len(ticket.block_ids), f"{pushed_count} blocks")

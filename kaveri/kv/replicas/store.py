@@ -126,12 +126,6 @@ class ReplicaStore(Protocol):
         replica may be pushed again, and may be dropped meanwhile: the push fails then.
         """
 
-    def push_on(self, key: ReplicaKey, ticket: Ticket) -> "Future[None]":
-        """Pushes all tokens below the watermark to another store's open ticket, with marks and the tail.
-
-        As push(), but it fails with InvalidArgument for a ticket that is not open, or of fewer blocks.
-        """
-
     def drop(self, key: ReplicaKey) -> None:
         """Frees the replica, as soon as no transfer can touch its blocks any more. No event of it follows."""
 

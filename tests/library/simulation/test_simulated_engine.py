@@ -144,9 +144,6 @@ class _ReplicasOnThread:
     def push(self, key: ReplicaKey, ticket: Ticket) -> "Future[None]":
         return self._thread.call(lambda: self._store.push(key, ticket))
 
-    def push_on(self, key: ReplicaKey, ticket: Ticket) -> "Future[None]":
-        return self._thread.call(lambda: self._store.push_on(key, ticket))
-
     def drop(self, key: ReplicaKey) -> None:
         self._thread.call(lambda: self._store.drop(key))
 

@@ -22,7 +22,6 @@ from services.decode.holding import (
     Orphan,
     OwnerGaveUp,
     OwnerLost,
-    PushedOn,
     ResumeBegun,
     ResumeFailed,
     ResumeLanded,
@@ -92,11 +91,7 @@ def test_a_resume_that_fails_leaves_the_copy_for_another_one() -> None:
     assert after(ResumeBegun(OWNER), ResumeFailed(OWNER)) == (Orphan(GRACE_S), [])
 
 
-def test_a_copy_that_was_pushed_on_is_kept_for_a_router_that_asks_again() -> None:
-    assert after(ResumeBegun(OWNER), PushedOn(OWNER)) == (Complete(ENDED_S), [TellLeft()])
-
-
-@pytest.mark.parametrize("late", [ResumeFailed(OWNER), PushedOn(OWNER), ResumeLanded(OWNER)])
+@pytest.mark.parametrize("late", [ResumeFailed(OWNER), ResumeLanded(OWNER)])
 def test_a_newer_owner_that_resumes_is_not_disturbed_by_the_end_of_an_older_resume(late: HoldingEvent) -> None:
     assert after(ResumeBegun(OWNER), ResumeBegun(NEWER), late) == (BeingResumed(NEWER), [])
 
@@ -106,7 +101,7 @@ def test_the_former_owner_changes_nothing_once_the_copy_is_resumed(late: Holding
     assert after(ResumeBegun(OWNER), late) == (BeingResumed(OWNER), [])
 
 
-RESUMES = [ResumeBegun, ResumeFailed, PushedOn, ResumeLanded]
+RESUMES = [ResumeBegun, ResumeFailed, ResumeLanded]
 EVENTS = st.one_of(
     st.sampled_from([LOST, OwnerGaveUp(), BlockMissed(), Unwanted("closed")]),
     st.builds(HolderDrains, st.sampled_from([0, 16])),

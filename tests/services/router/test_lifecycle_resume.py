@@ -152,13 +152,6 @@ def test_a_refused_resume_is_placed_again_and_costs_no_attempt(
     assert run(state, Sent(THIRD)) == (Prefilling(THIRD, 3), [])
 
 
-def test_a_replica_that_was_pushed_on_is_resumed_where_it_is_and_the_former_owner_is_ended() -> None:
-    error, other = NoCapacity("decode", 0.0), ReplicaLocation("decode-2", 13, 32, was_pushed_on=True)
-    state, actions = run(resuming(), ResumeRefused(error, may_have_begun=False, replica=other))
-    assert state == Lost(SECOND, 3, error, Setback.REFUSED, HOLDER, PrefillLeg.COMPLETE, other)
-    assert (actions[0], aborts(actions)) == (LeaveAttempt(), [END_OF_OWNER])
-
-
 def test_the_death_of_the_holder_while_it_is_asked_loses_the_attempt() -> None:
     state, actions = run(resuming(), DecodeLost(GONE))
     assert state == Lost(SECOND, 3, GONE, Setback.LOST, HOLDER, PrefillLeg.COMPLETE)
