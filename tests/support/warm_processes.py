@@ -1,14 +1,15 @@
-"""Service processes that start without importing vLLM: copies, by fork, of one process that has imported it.
+"""Service processes that start without importing anything: copies, by fork, of one process that has imported it all.
 
 A copy is in all else the process that LocalStack starts: a pid that can be signalled and stopped, a log file, and an
 end when the test's process ends. It is a child of the process it was copied from, which tells how it ended.
 
-    with warm_vllm_processes():
-        async with run_cluster(engine="vllm"): ...
+    with warm_processes():
+        async with run_cluster(): ...
 """
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import select
@@ -17,13 +18,17 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 from unittest import mock
 
 from kaveri.local import leash
 from kaveri.local.process import ChildProcess
 
-_WARMED = ("vllm", "kaveri.engine.vllm.loading", "services.instance.service")
+_DOORS = ("-torch", "services.router.service", "services.gateway.service")
+"""Routers hide torch before they import anything."""
+_INSTANCES = ("services.instance.service", "kaveri.engine.transformers.loading")
+_VLLM = ("vllm", "kaveri.engine.vllm.loading", "services.instance.service")
 _WARM_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """A process with threads cannot be copied by fork."""
 _RUN = "kaveri.config.run_service"
@@ -32,33 +37,44 @@ _START_TIMEOUT_S = 120.0
 
 
 @contextlib.contextmanager
-def warm_vllm_processes() -> Iterator[None]:
-    """While the context lasts, LocalStack's services with --engine vllm are copies of one that has imported it."""
-    started: list[_WarmProcess] = []
+def warm_processes() -> Iterator[None]:
+    """While the context lasts, LocalStack's services are copies of processes that have imported what they need: one for
+    routers and gateways, one for instances, one for instances on vLLM. Predictors start as always."""
+    started: dict[tuple[str, ...], _WarmProcess] = {}
     start_cold = ChildProcess.start
 
     def start(
         name: str, command: Sequence[str], log_path: Path, environment: Mapping[str, str] | None = None
     ) -> ChildProcess:
-        if _RUN not in command or "--engine" not in command or command[command.index("--engine") + 1] != "vllm":
+        modules = _modules_of(command)
+        if not modules:
             return start_cold(name, command, log_path, environment)
-        if not started:
-            started.append(_WarmProcess())
-        return ChildProcess(name, started[0].copy(command, log_path, environment), log_path)  # type: ignore[arg-type]
+        if modules not in started:
+            started[modules] = _WarmProcess(modules)
+        return ChildProcess(name, started[modules].copy(command, log_path, environment), log_path)  # type: ignore[arg-type]
 
     with mock.patch.object(ChildProcess, "start", staticmethod(start)):
         try:
             yield
         finally:
-            for process in started:
+            for process in started.values():
                 process.close()
+
+
+def _modules_of(command: Sequence[str]) -> tuple[str, ...]:
+    """What to import before the copy; nothing where a process is no service or rarely started."""
+    service = command[command.index(_RUN) + 1] if _RUN in command else ""
+    if service == "services.instance":
+        return _VLLM if ("--engine", "vllm") in itertools.pairwise(command) else _INSTANCES
+    return _DOORS if service in ("services.router", "services.gateway") else ()
 
 
 class _WarmProcess:
     """The process that was imported into, seen from the tests' process. It dies with that one."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), sys.executable, "-P", "-m", __name__]
+    def __init__(self, modules: Sequence[str]) -> None:
+        leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid())]
+        command = [*leashed, sys.executable, "-P", "-m", __name__, *modules]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | _WARM_ENVIRONMENT
         )
@@ -135,8 +151,11 @@ class _WarmCopy:
 def _serve() -> None:
     """The warm process: one thread, which reads orders, copies itself, and says when copies end."""
 
-    for module in _WARMED:
-        importlib.import_module(module)
+    for module in sys.argv[1:]:
+        if module == "-torch":
+            cast(dict[str, ModuleType | None], sys.modules)["torch"] = None
+        else:
+            importlib.import_module(module)
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
@@ -186,6 +205,7 @@ def _start_copy(order: dict[str, Any]) -> int:
             os.dup2(source, target)
         os.environ.clear()
         os.environ.update(order["environment"])
+        sys.path[:0] = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
         sys.argv = [order["module"], *order["arguments"]]
         main = importlib.import_module(f"{order['module']}.__main__").main
         status = main()

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.warm_processes import warm_vllm_processes
+from tests.support.warm_processes import warm_processes
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm_processes() -> Iterator[None]:
+def warm_services() -> Iterator[None]:
     """Importing vLLM takes most of an instance's start: it is done once for all of them."""
-    with warm_vllm_processes():
+    with warm_processes():
         yield
