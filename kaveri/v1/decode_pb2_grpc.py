@@ -180,9 +180,9 @@ class DecodeServiceServicer(object):
         """Goes on here with a request whose owner was lost, from the copy that this instance holds. The copy takes no more
         bytes of its former owner from now on. What it lacks of token_ids is computed here. Returns once the request has
         landed; its tokens go to the caller's StreamTokens from index `generated_count` on. The same owner may ask again.
-        Without room here the copy is pushed on, where the caller allows that. Errors: NOT_FOUND (no copy of it is here, or not in this life of the instance), INVALID_ARGUMENT (the secret or the
+        Errors: NOT_FOUND (no copy of it is here, or not in this life of the instance), INVALID_ARGUMENT (the secret or the
         tokens are not those of the request), ABORTED or ALREADY_EXISTS (a newer owner is known), RESOURCE_EXHAUSTED (no
-        room in the engine), FAILED_PRECONDITION (replicas are off here), UNAVAILABLE (draining, or its engine failed).
+        room in the engine), FAILED_PRECONDITION (replicas are off here), UNAVAILABLE (its engine failed).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

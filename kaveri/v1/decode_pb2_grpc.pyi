@@ -90,9 +90,9 @@ class DecodeServiceStub:
     """Goes on here with a request whose owner was lost, from the copy that this instance holds. The copy takes no more
     bytes of its former owner from now on. What it lacks of token_ids is computed here. Returns once the request has
     landed; its tokens go to the caller's StreamTokens from index `generated_count` on. The same owner may ask again.
-    Without room here the copy is pushed on, where the caller allows that. Errors: NOT_FOUND (no copy of it is here, or not in this life of the instance), INVALID_ARGUMENT (the secret or the
+    Errors: NOT_FOUND (no copy of it is here, or not in this life of the instance), INVALID_ARGUMENT (the secret or the
     tokens are not those of the request), ABORTED or ALREADY_EXISTS (a newer owner is known), RESOURCE_EXHAUSTED (no
-    room in the engine), FAILED_PRECONDITION (replicas are off here), UNAVAILABLE (draining, or its engine failed).
+    room in the engine), FAILED_PRECONDITION (replicas are off here), UNAVAILABLE (its engine failed).
     """
     AwaitResumed: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AwaitResumedRequest, _decode_pb2.AwaitResumedResponse]
     """Returns once no request is to go on from a copy here: it goes on, or the copy is gone. An owner that drains asks for
@@ -162,9 +162,9 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     """Goes on here with a request whose owner was lost, from the copy that this instance holds. The copy takes no more
     bytes of its former owner from now on. What it lacks of token_ids is computed here. Returns once the request has
     landed; its tokens go to the caller's StreamTokens from index `generated_count` on. The same owner may ask again.
-    Without room here the copy is pushed on, where the caller allows that. Errors: NOT_FOUND (no copy of it is here, or not in this life of the instance), INVALID_ARGUMENT (the secret or the
+    Errors: NOT_FOUND (no copy of it is here, or not in this life of the instance), INVALID_ARGUMENT (the secret or the
     tokens are not those of the request), ABORTED or ALREADY_EXISTS (a newer owner is known), RESOURCE_EXHAUSTED (no
-    room in the engine), FAILED_PRECONDITION (replicas are off here), UNAVAILABLE (draining, or its engine failed).
+    room in the engine), FAILED_PRECONDITION (replicas are off here), UNAVAILABLE (its engine failed).
     """
     AwaitResumed: _aio.UnaryUnaryMultiCallable[_decode_pb2.AwaitResumedRequest, _decode_pb2.AwaitResumedResponse]  # type: ignore[assignment]
     """Returns once no request is to go on from a copy here: it goes on, or the copy is gone. An owner that drains asks for
@@ -285,9 +285,9 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         """Goes on here with a request whose owner was lost, from the copy that this instance holds. The copy takes no more
         bytes of its former owner from now on. What it lacks of token_ids is computed here. Returns once the request has
         landed; its tokens go to the caller's StreamTokens from index `generated_count` on. The same owner may ask again.
-        Without room here the copy is pushed on, where the caller allows that. Errors: NOT_FOUND (no copy of it is here, or not in this life of the instance), INVALID_ARGUMENT (the secret or the
+        Errors: NOT_FOUND (no copy of it is here, or not in this life of the instance), INVALID_ARGUMENT (the secret or the
         tokens are not those of the request), ABORTED or ALREADY_EXISTS (a newer owner is known), RESOURCE_EXHAUSTED (no
-        room in the engine), FAILED_PRECONDITION (replicas are off here), UNAVAILABLE (draining, or its engine failed).
+        room in the engine), FAILED_PRECONDITION (replicas are off here), UNAVAILABLE (its engine failed).
         """
 
     @_abc_1.abstractmethod

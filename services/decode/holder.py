@@ -168,12 +168,10 @@ class ReplicaHolder:
     async def resume(self, resumption: Resumption) -> Resumed:
         """Goes on here with a request, from its copy. Returns once it has landed. Idempotent for one owner.
 
-        Without room here the copy is pushed on, where the router allows that, and the request is to be resumed there.
-
         It goes on however this call ends; its router ends it by an abort.
 
         Raises RequestNotFound, InvalidArgument (another secret, other tokens, an owner that is not newer), StaleAttempt
-        and RequestAlreadyExists (a newer owner is known), NoCapacity, Unavailable (the instance drains). The copy is
+        and RequestAlreadyExists (a newer owner is known), NoCapacity. The copy is
         kept then.
         """
         try:
@@ -227,7 +225,7 @@ class ReplicaHolder:
 
     def drain(self) -> None:
         """Takes no copies any more, and shuts those that are here to their owners, which look for other holders. Until
-        wait_idle() has returned, requests are resumed from them: they are pushed on."""
+        wait_idle() has returned, requests are resumed from them."""
         self._draining = True
         for held in list(self._held.values()):
             self._take(held, holding.HolderDrains(self._store.watermark(held.key)))
