@@ -330,17 +330,18 @@ async def test_a_holder_that_drains_is_replaced(cluster: Any, by_hand: Any, begi
     await nothing_is_held(cluster, by_hand)
 
 
-async def test_a_draining_holder_takes_no_copy_and_resumes_nothing(cluster: Any, by_hand: Any, begin: Any) -> None:
+async def test_a_draining_holder_takes_no_copy_and_resumes_from_those_it_has(
+    cluster: Any, by_hand: Any, begin: Any
+) -> None:
     owned = await begin(max_tokens=400)
     message = owned.message()
     owned.holder.service.drain()
-    with pytest.raises(aio.AioRpcError) as caught:
-        await owned.resume(message)
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert (await owned.resume(message)).held_tokens
     with pytest.raises(aio.AioRpcError) as caught:
         await DecodeServiceStub(owned.holder.channel).OpenReplica(offer(owned.holder, "b"), timeout=60)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    await by_hand.abort(owned.owner, "a")
+    for decode in (owned.owner, owned.holder):
+        await by_hand.abort(decode, "a", attempt=message.attempt)
 
 
 async def test_a_draining_owner_lets_its_request_go_and_the_holder_computes_nothing_again(
