@@ -1,4 +1,4 @@
-"""What the README tells a new user to type works as printed, on the bundled model."""
+"""What the README and docs/index.md tell a new user to type works as printed, on the bundled model."""
 
 import re
 import shlex
@@ -10,7 +10,9 @@ import pytest
 
 from tests.support.local_cluster import run_cluster
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+FIRST_STEPS = (ROOT / "docs" / "index.md").read_text()
 PRINTED_TARGET = "127.0.0.1:50051"
 KAVERI = str(Path(sys.executable).parent / "kaveri")
 
@@ -31,17 +33,18 @@ async def test_the_example_and_the_commands_work_as_printed() -> None:
         assert "10, 11, 12" in shown
         assert re.search(r" stop \d+\n", shown)
         assert re.search(r"0\.\d{3} s to the first token, [1-9]\d* bytes of KV pushed", shown)
-        assert "10, 11, 12" in _run([KAVERI, *_printed("kaveri generate "), "--target", cluster.target])
+        for page in (README, FIRST_STEPS):
+            assert "10, 11, 12" in _run([KAVERI, *_printed("kaveri generate ", page), "--target", cluster.target])
         assert _run([KAVERI, "chat", "--target", cluster.target], "Count from 1 to 12:\n").strip()
         assert "decode-0" in _run([KAVERI, "status", "--target", cluster.target])
-        assert "20 of 20" in _run([KAVERI, *_printed("kaveri bench "), "--target", cluster.target])
+        assert "20 of 20" in _run([KAVERI, *_printed("kaveri bench ", FIRST_STEPS), "--target", cluster.target])
 
 
 def test_the_first_plan_works_as_printed() -> None:
-    assert "kaveri plan: opt-13b on " in _run([KAVERI, *_printed("kaveri plan ")])
+    assert "kaveri plan: opt-13b on " in _run([KAVERI, *_printed("kaveri plan ", FIRST_STEPS)])
 
 
-def _printed(command: str) -> list[str]:
-    """The arguments of a command of the README."""
-    line = next(line for line in README.splitlines() if line.startswith(command))
+def _printed(command: str, page: str) -> list[str]:
+    """Arguments of a command as a page prints it."""
+    line = next(line for line in page.splitlines() if line.startswith(command))
     return shlex.split(line, comments=True)[1:]
