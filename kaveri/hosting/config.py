@@ -143,6 +143,10 @@ def _build_engine(settings: EngineSettings) -> "BuiltEngine":
         # Found out before torch is imported, which takes seconds.
         raise ConfigError("model", f"{model} is no folder")
     # Imported here, as --help and `kaveri config show` need the settings alone.
+    if settings.engine == "vllm":
+        from kaveri.engine.own_process import OwnProcessEngine
+
+        return OwnProcessEngine(settings)
     from kaveri.engine.factory import build_engine
 
     return build_engine(settings)

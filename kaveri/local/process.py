@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kaveri.local import leash
+from kaveri import leash
 
 _KILLED_WITHIN_S = 10.0
 _TAIL_BYTES = 16_384

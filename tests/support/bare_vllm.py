@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from kaveri.domain.sampling import ResolvedParams
+from kaveri.domain.sampling import ResolvedParams, SamplingParams
 from kaveri.engine.contract import EngineKey, EngineRequest
 
 _MOST_S = 300.0
@@ -20,7 +20,7 @@ _MOST_S = 300.0
 def bare_vllm_answers(
     model: Path | str,
     prompts: Sequence[Sequence[int]],
-    params: Sequence[ResolvedParams],
+    params: Sequence[SamplingParams],
     **engine_args: Any,
 ) -> list[tuple[int, ...]]:
     """The answers, all prompts in flight at once. Takes seconds, most of them to start vLLM.
@@ -30,7 +30,7 @@ def bare_vllm_answers(
     asked = {
         "model": str(model),
         "prompts": [list(prompt) for prompt in prompts],
-        "params": [asdict(each) for each in params],
+        "params": [asdict(each.resolved()) for each in params],
         "engine_args": engine_args,
     }
     context = multiprocessing.get_context("forkserver")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -53,12 +54,12 @@ class LocalCluster:
         await self.stack.process(name).kill()
 
     def freeze(self, name: str) -> None:
-        """SIGSTOP: it stands still, and its peers' connections stay open."""
-        self.stack.process(name).send_signal(signal.SIGSTOP)
+        """SIGSTOP, to the process of its engine too: it stands still, and its peers' connections stay open."""
+        os.killpg(self.stack.process(name).pid, signal.SIGSTOP)
 
     def thaw(self, name: str) -> None:
         """Ends freeze()."""
-        self.stack.process(name).send_signal(signal.SIGCONT)
+        os.killpg(self.stack.process(name).pid, signal.SIGCONT)
 
     async def stop(self, name: str, grace_s: float = 10.0) -> int:
         """SIGTERM: it drains. Returns its exit status. It stays stopped until restart()."""

@@ -14,15 +14,18 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 from unittest import mock
 
-from kaveri.local import leash
+from kaveri import leash
+from kaveri.engine import own_process, own_process_server
 from kaveri.local.process import ChildProcess
 
 _DOORS = ("-torch", "services.router.service", "services.gateway.service")
@@ -206,6 +209,8 @@ def _start_copy(order: dict[str, Any]) -> int:
         os.environ.clear()
         os.environ.update(order["environment"])
         sys.path[:0] = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+        if ("--engine", "vllm") in itertools.pairwise(order["arguments"]):
+            _fork_engine()
         sys.argv = [order["module"], *order["arguments"]]
         main = importlib.import_module(f"{order['module']}.__main__").main
         status = main()
@@ -215,6 +220,36 @@ def _start_copy(order: dict[str, Any]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _fork_engine() -> None:
+    """Has the service take a copy of this process for that of its engine: it need not import vLLM again."""
+    ours, theirs = socket.socketpair()
+    parent_pid = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        leash.fasten(parent_pid)
+        with contextlib.suppress(EOFError, OSError):
+            own_process_server.serve(Connection(theirs.detach()))
+        sys.stderr.flush()
+        os._exit(0)
+    theirs.close()
+    connection: Connection[Any, Any] = Connection(ours.detach())
+    own_process.start_process = lambda: (connection, _EngineCopy(pid))  # type: ignore[assignment]
+
+
+class _EngineCopy:
+    """An own_process.Process."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    def wait(self, timeout: float | None = None) -> int:
+        return os.waitpid(self._pid, 0)[1]
+
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

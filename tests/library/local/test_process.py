@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kaveri.local import leash
+from kaveri import leash
 from kaveri.local.process import ChildProcess
 
 _PYTHON = (sys.executable, "-I", "-S", "-u", "-c")

@@ -1,0 +1,227 @@
+"""An engine in a process of its own: its steps share no interpreter lock with the service's event loop and gRPC.
+
+vLLM computes with Python between its kernels, so beside an event loop that writes a message per step it loses a fifth
+of its tokens per second. The other end of the connection is own_process_server.py.
+"""
+
+import contextlib
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as AnswerTimeout
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from kaveri import leash
+from kaveri.engine.contract import (
+    EngineInfo,
+    EngineKey,
+    EngineListener,
+    EngineRequest,
+    EngineStats,
+    EngineStopped,
+)
+from kaveri.engine.settings import EngineSettings
+from kaveri.errors import ConfigError, EngineError
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.transfer.flow import KvFlow
+from kaveri.kv.transfer.ticket import Ticket
+from kaveri.telemetry.logs import log_settings
+
+_ANSWER_TIMEOUT_S = 10.0
+"""A call that is not answered for so long fails: the process stands still."""
+_INTEGRITY_TIMEOUT_S = 60.0
+_CLOSE_TIMEOUT_S = 15.0
+"""Longer than an engine takes to close."""
+
+
+class Process(Protocol):
+    """The part of subprocess.Popen that is used here."""
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+def start_process() -> tuple["Connection[Any, Any]", Process]:
+    """Start the process and return a connection to it. It dies with the thread that calls this."""
+    ours, theirs = socket.socketpair()
+    leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid())]
+    command = [*leashed, sys.executable, "-P", "-m", "kaveri.engine.own_process_server", str(theirs.fileno())]
+    with theirs:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
+    return Connection(ours.detach()), process
+
+
+class OwnProcessEngine:
+    """PrefillEngine and DecodeEngine of another process, which ends with this one.
+
+    Calls are carried out in order. Those that can be refused (prefill, push_to, replicate) wait for the answer, a
+    fraction of a millisecond; no other call waits. Statistics are those of the last message.
+    """
+
+    info: EngineInfo
+    _connection: "Connection[Any, Any]"
+    _snapshot: tuple[EngineStats, KvFlow]
+
+    def __init__(self, settings: EngineSettings) -> None:
+        """Loads the engine; takes seconds or minutes. Raises ConfigError as build_engine does."""
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._answers: dict[int, Future[Any]] = {}
+        self._listener: EngineListener | None = None
+        self._is_over = self._closing = False
+        opened: Future[EngineInfo] = Future()
+        # It starts the process, too: the kernel ends a process whose parent thread has ended.
+        self._thread = threading.Thread(target=self._run, args=(settings, opened), name="engine-process", daemon=True)
+        self._thread.start()
+        self.info = opened.result()
+
+    def start(self, listener: EngineListener) -> None:
+        self._listener = listener
+        if self._is_over:
+            listener([_stopped()])
+        else:
+            self._tell("start")
+
+    def close(self) -> None:
+        if not self._closing:
+            self._closing = True
+            with contextlib.suppress(EngineError):
+                self._answer("close", timeout_s=_CLOSE_TIMEOUT_S)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def stats(self) -> EngineStats:
+        return self._snapshot[0]
+
+    def kv_flow(self) -> KvFlow:
+        return self._snapshot[1]
+
+    def check_integrity(self) -> None:
+        self._answer("check_integrity", timeout_s=_INTEGRITY_TIMEOUT_S)
+
+    def prefill(self, request: EngineRequest) -> None:
+        self._answer("prefill", request)
+
+    def push_to(self, key: EngineKey, ticket: Ticket) -> None:
+        self._answer("push_to", key, ticket)
+
+    def reserve(
+        self,
+        request: EngineRequest,
+        expires_in_s: float,
+        source: KvLayout | None = None,
+        held_tokens: int | None = None,
+    ) -> "Future[Ticket]":
+        return self._ask("reserve", request, expires_in_s, source, held_tokens)
+
+    def adopt(self, key: EngineKey) -> None:
+        self._tell("adopt", key)
+
+    def admit(self, key: EngineKey) -> None:
+        self._tell("admit", key)
+
+    def replicate(self, key: EngineKey, ticket: Ticket) -> None:
+        self._answer("replicate", key, ticket)
+
+    def release(self, key: EngineKey, timeout_s: float) -> None:
+        self._tell("release", key, timeout_s)
+
+    def abort(self, key: EngineKey) -> None:
+        with contextlib.suppress(EngineError):
+            self._tell("abort", key)
+
+    def _tell(self, method: str, *arguments: object) -> None:
+        """Calls without an answer. Raises EngineError once the process has ended."""
+        self._send((None, method, arguments))
+
+    def _ask(self, method: str, *arguments: object) -> "Future[Any]":
+        answer: Future[Any] = Future()
+        answer.set_running_or_notify_cancel()
+        number = next(self._numbers)
+        with self._lock:
+            self._answers[number] = answer
+            is_over = self._is_over
+        try:
+            if is_over:
+                raise _ended()
+            self._send((number, method, arguments))
+        except EngineError as error:
+            if self._answers.pop(number, None) is not None:
+                answer.set_exception(error)
+        return answer
+
+    def _answer(self, method: str, *arguments: object, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
+        try:
+            return self._ask(method, *arguments).result(timeout_s)
+        except AnswerTimeout as error:
+            raise EngineError(f"its process has not answered {method} for {timeout_s:g} s") from error
+
+    def _send(self, message: object) -> None:
+        try:
+            with self._lock:
+                self._connection.send(message)
+        except OSError as error:
+            raise _ended() from error
+
+    def _run(self, settings: EngineSettings, opened: "Future[EngineInfo]") -> None:
+        """Start the process and read what it sends until it ends."""
+        try:
+            self._connection, process = start_process()
+            self._connection.send((settings, log_settings()))
+            outcome = self._connection.recv()
+        except (EOFError, OSError) as error:
+            opened.set_exception(ConfigError("engine", f"its process has ended while it was loaded: {error!r}"))
+            return
+        if isinstance(outcome, ConfigError):
+            process.wait()
+            opened.set_exception(outcome)
+            return
+        info, self._snapshot = outcome
+        opened.set_result(info)
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._take(*self._connection.recv())
+        self._end(process)
+
+    def _take(self, number: int | None, result: Any, error: BaseException | None, snapshot: Any) -> None:
+        if snapshot is not None:
+            self._snapshot = snapshot
+        if number is not None:
+            with self._lock:
+                answer = self._answers.pop(number)
+            if error is None:
+                answer.set_result(result)
+            else:
+                answer.set_exception(error)
+        elif result:
+            assert self._listener is not None, "events come after start()"
+            self._listener(result)
+
+    def _end(self, process: Process) -> None:
+        with self._lock:
+            self._is_over = True
+            answers = tuple(self._answers.values())
+            self._answers.clear()
+        for answer in answers:
+            answer.set_exception(_ended())
+        if self._listener is not None and not self._closing:
+            self._listener([_stopped()])
+        # It has closed the connection, or cannot be reached any more.
+        try:
+            process.wait(_CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _ended() -> EngineError:
+    return EngineError("its process has ended")
+
+
+def _stopped() -> EngineStopped:
+    return EngineStopped("its process has ended")

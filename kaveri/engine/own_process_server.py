@@ -1,0 +1,120 @@
+"""The process of an engine that own_process.py starts: builds the engine, carries out calls, sends its events.
+
+Messages to the service: (number, result, error, snapshot). number: the call's; None: `result` holds events. snapshot:
+(EngineStats, KvFlow) now; None: as before. It ends when the connection does.
+"""
+
+import gc
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from kaveri.config.services import find_services
+from kaveri.engine.contract import EngineEvent
+from kaveri.errors import ConfigError
+from kaveri.telemetry.logs import configure_logs, get_logger
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+_IDLE_S = 0.25
+"""Statistics that changed without an event are sent after so long."""
+_SWITCH_INTERVAL_S = 0.0005
+"""A call waits for the engine's thread this long at most, as long as that one runs Python."""
+
+
+class EngineServer:
+    """Carries out calls on one engine, in order."""
+
+    def __init__(self, connection: "Connection[Any, Any]", engine: Any) -> None:
+        self._connection = connection
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._sent_stats = engine.stats()
+
+    def serve(self) -> None:
+        """Works until `close` was called or the connection has ended."""
+        while True:
+            if not self._connection.poll(_IDLE_S):
+                if self._engine.stats() != self._sent_stats:
+                    self._send(None, ())
+                continue
+            number, method, arguments = self._connection.recv()
+            if method == "start":
+                self._engine.start(partial(self._send, None))
+            elif method == "reserve":
+                self._engine.reserve(*arguments).add_done_callback(partial(self._answer_reserve, number))
+            else:
+                self._call(number, method, arguments)
+                if method == "close":
+                    return
+
+    def _call(self, number: int | None, method: str, arguments: Sequence[object]) -> None:
+        result, error = None, None
+        try:
+            result = getattr(self._engine, method)(*arguments)
+        except Exception as raised:
+            # Of a call without an answer: the engine has stopped, and EngineStopped says so.
+            error = raised
+        if number is not None:
+            self._send(number, result, error)
+
+    def _answer_reserve(self, number: int, done: "Future[Any]") -> None:
+        error = done.exception()
+        self._send(number, None if error is not None else done.result(), error)
+
+    def _send(
+        self, number: int | None, result: Sequence[EngineEvent] | Any, error: BaseException | None = None
+    ) -> None:
+        stats = self._engine.stats()
+        with self._lock:
+            self._sent_stats = stats
+            self._connection.send((number, result, error, (stats, self._engine.kv_flow())))
+
+
+def serve(connection: "Connection[Any, Any]") -> None:
+    """Build the engine of the settings that come first, and serve it."""
+    # Signals to the whole process group are the service's: it closes the engine.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    find_services()
+    settings, logs = connection.recv()
+    if logs is not None:
+        configure_logs(logs.service, logs.instance_id, logs.level)
+    from kaveri.engine.factory import build_engine
+
+    try:
+        engine = build_engine(settings)
+    except ConfigError as error:
+        connection.send(error)
+        return
+    except BaseException as error:
+        get_logger().exception("engine_not_built")
+        connection.send(ConfigError("engine", f"ended while it was loaded: {error!r}"))
+        return
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    gc.collect()
+    gc.freeze()
+    connection.send((engine.info, (engine.stats(), engine.kv_flow())))
+    EngineServer(connection, engine).serve()
+
+
+def main() -> None:
+    """Serve the connection that the first argument names by its file descriptor."""
+    try:
+        serve(Connection(int(sys.argv[1])))
+    except (EOFError, OSError):
+        # The service has gone.
+        os._exit(1)
+    # Threads of libraries do not keep the process.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
