@@ -9,36 +9,36 @@ from kaveri.policy.plugins import BatchAdmission, Guarded, RunningBatch, admitte
 
 
 class AdmissionPolicy(enum.StrEnum):
-    """When a landed request joins the running batch."""
+    """Rule that admits landed requests to the running batch."""
 
     GREEDY = "greedy"
-    """As long as there are seats."""
+    """Admit while there are seats."""
     RESERVE_STATIC = "reserve-static"
-    """When there are blocks for the rest of every answer in the batch."""
+    """Admit while free blocks cover the rest of every answer in the batch."""
     RESERVE_DYNAMIC = "reserve-dynamic"
-    """When there are blocks until the first answer of the batch ends."""
+    """Admit while free blocks suffice until the first answer of the batch ends."""
 
 
 AnyAdmission = AdmissionPolicy | Guarded[BatchAdmission]
-"""No blocks are kept for what a plug-in admits. Where it fails, greedy decides."""
+"""A plug-in reserves no blocks. Greedy decides when it fails."""
 
 
 def admitted_count(
     policy: AnyAdmission, batch: BatchGrowth, landed: Iterable[BatchMember], seats: int, free_blocks: int
 ) -> int:
-    """How many of the `landed` requests to admit now, from the first in the order of their landing on: none overtakes
-    one that must wait.
+    """Return how many `landed` requests to admit now, in landing order; none overtakes one that must wait.
 
-    The policies of TetriInfer (arXiv 2401.11181, section 3.4). All need a seat in the batch. Greedy asks for no more,
-    and growth that does not fit is found by preemption. Reserve-static admits a request when the free blocks suffice
-    for the batch and it to grow to their predicted ends; what was admitted earlier keeps what it has not grown by yet.
-    Reserve-dynamic wants blocks only for what they all grow by until the first of them is predicted to end, which then
-    frees its own. An empty batch takes the first whatever is predicted, so that a wrong prediction blocks nothing.
+    The policies of TetriInfer (arXiv 2401.11181, section 3.4). All need a seat in the batch. Greedy requires nothing
+    else; growth that does not fit is resolved by preemption. Reserve-static admits a request when the free blocks
+    suffice for the batch and the request to grow to their predicted ends; requests admitted earlier keep the blocks
+    reserved for their growth. Reserve-dynamic reserves blocks only for the growth of all until the first is predicted
+    to end, which then frees its own. An empty batch takes the first request regardless of predictions, so a wrong
+    prediction blocks nothing.
 
-    For a request without a prediction, or one that has outlived it, nothing is kept but its next token (static), and it
-    never is the first to end (dynamic). When all are unknown and none is preempted, both policies are greedy.
+    A request without a prediction, or one that has outlived it, reserves only its next token (static), and never counts
+    as the first to end (dynamic). When all are unknown and none is preempted, both policies are greedy.
 
-    batch: what runs; the same when this returns. Greedy does not look at it. seats: left in the batch.
+    batch: the running batch; unchanged on return. Not read by greedy. seats: free seats in the batch.
     """
     joined: list[int] = []
     count = 0
@@ -47,7 +47,7 @@ def admitted_count(
         return _admitted_by_plugin(policy, batch, tuple(first_landed), seats, free_blocks)
     for member in first_landed:
         if policy is not AdmissionPolicy.GREEDY:
-            # Below the numbers of those that run.
+            # Numbers below those of running requests.
             joined.append(-1 - count)
             batch.add(joined[-1], member)
             if kept_blocks(policy, batch) > free_blocks and len(batch) > 1:
@@ -59,10 +59,10 @@ def admitted_count(
 
 
 def kept_blocks(policy: AnyAdmission, batch: BatchGrowth) -> int:
-    """Free blocks that the batch is predicted to grow by, and that no new reservation may take.
+    """Free blocks reserved for the predicted growth of the batch; new reservations may not take them.
 
-    Without it reservations would take what admitted_count has kept. batch: what runs, or when nothing does the one that
-    will run first. 0 under greedy and with a plug-in, and when all lengths are unknown and none is preempted.
+    Protects what admitted_count has reserved. batch: the running batch, or the request that will run first when nothing
+    runs. 0 under greedy and with a plug-in, and when all lengths are unknown and none is preempted.
     """
     match policy:
         case AdmissionPolicy.GREEDY:

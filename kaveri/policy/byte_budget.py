@@ -1,4 +1,4 @@
-"""Bounds the bytes that all requests of a process hold together, and those of each API key."""
+"""Limits the bytes held by all requests of a process, and by the requests of each API key."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -6,26 +6,27 @@ from collections.abc import Callable, Iterator
 from kaveri.errors import InvalidArgument, NoCapacity
 
 KEY_SHARE = 4
-"""A key's requests may hold a quarter of all, so that no key takes the room of all others."""
+"""A key's requests may hold at most 1/KEY_SHARE of the budget, so no key starves the others."""
 _RETRY_AFTER_S = 1.0
 
 
 class ByteBudget:
-    """The bytes of all requests. For one event loop."""
+    """Byte budget of all requests. Not thread-safe: for one event loop."""
 
     def __init__(self, role: str, most_bytes: int, changed: Callable[[int], object] = lambda held_bytes: None) -> None:
-        """role: of the process, for errors. most_bytes: the value of --max-bodies-bytes. changed: called with what is
-        held."""
+        """role: the process's role, for errors. most_bytes: the value of --max-bodies-bytes. changed: called with the
+        total held bytes."""
         self._role = role
         self._most_bytes = most_bytes
         self._changed = changed
         self._held_bytes = 0
         self._by_key: dict[str, int] = {}
-        """Keys that hold nothing are not in it."""
+        """Held bytes by key name; keys that hold nothing are absent."""
 
     @contextlib.contextmanager
     def hold(self, key_name: str = "") -> Iterator["HeldBytes"]:
-        """What one request holds while the context lasts; nothing at first. key_name: of its API key; empty: none."""
+        """Account for one request's bytes until the context ends; starts at zero. key_name: its API key; empty:
+        none."""
         held = HeldBytes(self, key_name)
         try:
             yield held
@@ -60,7 +61,7 @@ class ByteBudget:
 
 
 class HeldBytes:
-    """What one request holds; see ByteBudget.hold."""
+    """Bytes held by one request; see ByteBudget.hold."""
 
     def __init__(self, budget: ByteBudget, key_name: str) -> None:
         self.size_bytes = 0
@@ -68,6 +69,6 @@ class HeldBytes:
         self._budget = budget
 
     def add(self, size_bytes: int) -> None:
-        """Counts what else the request holds. Raises NoCapacity when there is no room now, and InvalidArgument when
-        there never is."""
+        """Add to the request's bytes. Raises NoCapacity if the budget is used up now, InvalidArgument if the request
+        can never fit."""
         self._budget.take(size_bytes, self)

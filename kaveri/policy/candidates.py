@@ -1,4 +1,4 @@
-"""Draws instances from those that take a request, at a cost that does not grow with the cluster. Pure."""
+"""Draws instances that accept a request, at a cost that does not grow with the cluster. Pure."""
 
 import random
 from collections.abc import Callable, Collection, Sequence
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from kaveri.domain.view import ViewedInstance
 
 _MOST_DRAWS = 48
-"""Draws at random before the whole cluster is looked at: the cost of a choice while most instances are full."""
+"""Max random draws before a scan of the whole cluster; bounds the cost of a choice while most instances are full."""
 _DRAWS_OF_EACH = 4
-"""Of a small cluster fewer: looking at all of its instances costs less than many draws."""
+"""Max draws per instance. Scanning a small cluster costs less than many draws."""
 
 LoadKey = tuple[float, ...]
 Load = Callable[[ViewedInstance], LoadKey]
 Takes = Callable[[ViewedInstance], bool]
-# These have names because an annotation inside a function is computed at every call of the function.
+# Named here because an annotation inside a function is evaluated at every call.
 
 
 @dataclass(slots=True)
 class Candidates:
-    """The `ready` instances that take a request. Those to avoid are candidates only when there are no others.
+    """The `ready` instances that accept a request. Instances to avoid are candidates only if there are no others.
 
-    Every draw is uniform over the candidates: an instance drawn from all ready ones, again and again until it is a
-    candidate, is each of them with the same probability.
+    Every draw is uniform over the candidates: redrawing from all ready instances until one is a candidate (rejection
+    sampling) gives each the same probability.
     """
 
     ready: Sequence[ViewedInstance]
@@ -42,7 +42,7 @@ class Candidates:
         return found or next(iter(self.all()), None)
 
     def in_turn(self, turn: int) -> ViewedInstance | None:
-        """The candidate whose turn it is."""
+        """The candidate at position `turn`, round-robin."""
         if not self.ready:
             return None
         found = self.ready[turn % len(self.ready)]
@@ -61,10 +61,10 @@ class Candidates:
         return rng.choice(candidates) if candidates else None
 
     def better_of_two(self, load: Load, rng: random.Random, wanted: Takes | None = None) -> ViewedInstance | None:
-        """Of two candidates at random the one with the lower `load`; the only one when there is no other.
+        """Return the less loaded of two random candidates; the only candidate if there is one.
 
-        wanted: when given, the two are drawn from the candidates that it accepts, if there are any. It must accept no
-        instance that does not take the request.
+        wanted: if given, draw the two from the candidates that it accepts, if any. It must accept only instances that
+        take the request.
         """
         ready, avoid, fits = self.ready, self.avoid, wanted or self.takes
         first: ViewedInstance | None = None
@@ -76,7 +76,7 @@ class Candidates:
             if first is None:
                 first = found
             else:
-                # The pair is in random order, so ties fall evenly.
+                # The pair is in random order, so ties are broken evenly.
                 return found if load(found) < load(first) else first
         candidates = self.all()
         if wanted is not None:

@@ -1,4 +1,4 @@
-"""What a decode instance's batch takes in next, and the blocks that it keeps for that. Pure: no clock, no I/O."""
+"""Chooses which requests join a decode instance's batch, and how many blocks to reserve. Pure: no clock, no I/O."""
 
 from collections.abc import Collection
 
@@ -7,27 +7,27 @@ from kaveri.policy.admission import AdmissionPolicy, AnyAdmission, admitted_coun
 from kaveri.policy.growth import BatchGrowth, BatchMember
 
 UNLANDED_KEEPS_S = 2.0
-"""How long blocks are kept for the growth of an answer whose KV has not landed: longer than most pushes take."""
+"""How long to reserve blocks for an answer whose KV has not landed; longer than most pushes take."""
 
 _COUNTED = BatchMember(0)
-"""Of a batch whose members are only counted."""
+"""Placeholder for the members of a batch that are only counted."""
 
 
 class DecodeBatch:
-    """The requests of one decode instance from their reservation to their end, named by numbers of the caller's choice,
-    from 1 on. Reserved ones are expected, landed ones are ready, admitted ones run."""
+    """The requests of one decode instance, from reservation to end. The caller numbers them, from 1 on. Reserved
+    requests are expected, landed ones ready, admitted ones running."""
 
     def __init__(self, policy: AnyAdmission, block_tokens: int, max_batch: int) -> None:
         """max_batch: most requests that one step can carry."""
         self._policy = policy
         self.keeps_blocks = policy is not AdmissionPolicy.GREEDY
-        """Whether the policy keeps blocks for requests that are here. Does not change."""
+        """True if the policy reserves blocks for present requests. Constant."""
         self._block_tokens = block_tokens
         self._max_batch = max_batch
         self._expected: dict[int, tuple[BatchMember, float]] = {}
         self._ready: dict[int, BatchMember] = {}
         self._running = BatchGrowth(block_tokens)
-        """Greedy keeps nothing, and only asks how many there are: their tokens are not followed."""
+        """Running requests. Under greedy only their count is valid: their tokens are not tracked."""
 
     @property
     def running_count(self) -> int:
@@ -40,11 +40,11 @@ class DecodeBatch:
         return len(self._ready)
 
     def expect(self, number: int, member: BatchMember, now_s: float) -> None:
-        """Room is asked for or taken; the KV will come."""
+        """Add a request whose room was requested or granted, and whose KV will follow."""
         self._expected[number] = (member, now_s)
 
     def land(self, number: int, *, first: bool = False) -> None:
-        """The KV of an expected request is here. first: it is admitted before all that are ready."""
+        """Mark an expected request's KV as landed. first: admit it before all ready requests."""
         member = self._expected.pop(number)[0]
         if first:
             self._ready = {number: member, **self._ready}
@@ -52,45 +52,45 @@ class DecodeBatch:
             self._ready[number] = member
 
     def admit(self, number: int) -> None:
-        """A ready request joins the running ones."""
+        """Move a ready request to the running ones."""
         member = self._ready.pop(number)
         self._running.add(number, member if self.keeps_blocks else _COUNTED)
 
     def preempt(self, number: int) -> None:
-        """A ready or running request has lost its blocks."""
+        """Record that a ready or running request has lost its blocks."""
         if number in self._ready:
             self._ready[number] = self._ready[number]._replace(holds_blocks=False)
         self._running.preempt(number)
 
     def step(self, drawn: set[int]) -> None:
-        """The running requests `drawn` have drawn one token each, the others none."""
+        """Record one step: the running requests in `drawn` sampled one token each, the others none."""
         if self.keeps_blocks:
             self._running.step(drawn)
 
     def run(self, steps: int, resting: Collection[int] = ()) -> None:
-        """As `steps` calls of step(), in each of which all running requests draw but those `resting`. No other one may
-        be preempted."""
+        """Record `steps` steps in which all running requests except `resting` sample a token. No other request may be
+        preempted."""
         if self.keeps_blocks:
             self._running.run(steps, resting)
 
     def leave(self, number: int) -> None:
-        """The request has ended, or has no room after all. Idempotent."""
+        """Remove a request that ended or got no room. Idempotent."""
         self._expected.pop(number, None)
         self._ready.pop(number, None)
         self._running.remove(number)
 
     def admissible(self, free_blocks: int) -> tuple[int, ...]:
-        """The ready requests to admit now, in the order of their landing."""
+        """Ready requests to admit now, in landing order."""
         seats = self._max_batch - len(self._running)
         count = admitted_count(self._policy, self._running, self._ready.values(), seats, free_blocks)
         return tuple(self._ready)[:count]
 
     def kept_blocks(self, now_s: float, coming: BatchMember | None = None) -> int:
-        """Free blocks that the policy keeps for what is here; nothing new may take them.
+        """Free blocks reserved for the requests here; new requests may not take them.
 
-        When nothing runs they are kept for the request that is expected to run first: one that is ready, else the
-        oldest one expected that has been so for less than UNLANDED_KEEPS_S. A push that stands still keeps nothing from
-        others for longer. coming: the request that will be adopted next. It runs first when there is no other.
+        When nothing runs, they are reserved for the request that is expected to run first: a ready one, else the oldest
+        expected one younger than UNLANDED_KEEPS_S, so that a stalled push blocks others no longer than that. coming:
+        the request to be adopted next; it runs first if there is no other.
         """
         if not self.keeps_blocks:
             return 0
@@ -113,7 +113,7 @@ class DecodeBatch:
 def expected_answer(
     predicted: TokenRange | None, prompt_tokens: int, max_tokens: int | None, max_model_len: int
 ) -> TokenRange | None:
-    """A predicted length of an answer, cut to what the request and the model allow. None: unknown."""
+    """Clamp a predicted answer length to the limits of the request and the model. None: unknown."""
     if predicted is None:
         return None
     most_tokens = max_model_len - prompt_tokens
@@ -123,8 +123,8 @@ def expected_answer(
 
 
 def member_of(token_count: int, generated_count: int, expected: TokenRange | None, end: RangeEnd) -> BatchMember:
-    """What a request counts as when it comes. token_count: tokens whose KV is pushed, of which `generated_count` are of
-    the answer. expected: tokens of the whole answer. end: of the range, the one that counts."""
-    # Prefill drew the first one of this attempt.
+    """Batch member for a new request. token_count: tokens whose KV is pushed, including `generated_count` answer
+    tokens. expected: tokens of the whole answer. end: which end of the range to use."""
+    # Prefill sampled the first token of this attempt.
     remaining = expected.after(generated_count + 1) if expected is not None else None
     return BatchMember(token_count, remaining.at(end) if remaining is not None else 0)

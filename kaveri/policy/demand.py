@@ -1,4 +1,4 @@
-"""What a request asks of a decode instance. A value."""
+"""Resources that a request needs on a decode instance. A value."""
 
 from typing import NamedTuple
 
@@ -6,13 +6,14 @@ from kaveri.kv.layout.layout import KvLayout
 
 
 class Demand(NamedTuple):
-    """What a request asks of a decode instance."""
+    """Resources that a request needs on a decode instance."""
 
     tokens: int
     """Tokens to reserve room for: those whose KV is pushed, and the next one."""
     predicted: int = 0
-    """Fewest tokens that it is predicted to end with. 0: unknown."""
+    """Lower bound of the predicted final token count. 0: unknown."""
     heavy: bool = False
-    """Long in decode (HeavyThresholds)."""
+    """True if its decode is long (HeavyThresholds)."""
     layout: KvLayout | None = None
-    """Of the pool that pushes its KV: only instances onto whose layout it can be mapped are chosen. None: any."""
+    """Layout of the pool that pushes its KV; only instances whose layout it can be mapped onto are chosen. None:
+    any."""

@@ -1,4 +1,4 @@
-"""How many blocks a batch will want beyond those that it holds. Pure: no clock, no I/O."""
+"""Computes how many more blocks a running batch will need. Pure: no clock, no I/O."""
 
 import heapq
 from collections.abc import Collection
@@ -10,32 +10,32 @@ _SPARE_ENDS = 64
 
 
 class BatchMember(NamedTuple):
-    """A request that decodes, or would if it were admitted."""
+    """A request in the decode batch, or a candidate for it."""
 
     context_tokens: int
-    """Tokens whose KV it holds, or must compute again when it was preempted."""
+    """Tokens whose KV it holds, or must recompute after a preemption."""
     remaining_tokens: int = 0
-    """Tokens that it will still draw, as predicted. 0: unknown, or it has outlived its prediction."""
+    """Predicted number of tokens still to sample. 0: unknown, or it has outlived its prediction."""
     holds_blocks: bool = True
-    """It holds the blocks of its context and of its next token. False: it was preempted, and holds none."""
+    """True if it holds the blocks of its context and next token. False: it was preempted, and holds none."""
 
 
 @dataclass(slots=True)
 class _Holder:
-    """A member that holds its blocks. It draws one token in each step, so what is kept does not change by a step."""
+    """A member that holds its blocks. It samples one token per step, so the stored values do not change."""
 
     offset_tokens: int
-    """Its context, less the steps so far."""
+    """Its context, minus the steps so far."""
     end_step: int
-    """The step in which it is predicted to end. 0: unknown."""
+    """Predicted last step. 0: unknown."""
 
 
 class BatchGrowth:
-    """The growth of one batch, kept up to date while the batch runs: neither a step nor a question looks at every
-    member. Members are named by numbers of the caller's choice.
+    """Block growth of one batch, tracked incrementally: neither a step nor a query visits every member. The caller
+    numbers the members.
 
     In a block of B tokens at most B different contexts need another block next, so members are counted by their
-    context's remainder, and a question looks at B numbers.
+    context's remainder, and a query visits B counters.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -43,20 +43,20 @@ class BatchGrowth:
         self._steps = 0
         self._holders: dict[int, _Holder] = {}
         self._preempted: dict[int, BatchMember] = {}
-        # Holders by (context - steps) modulo the block's tokens: all of them, and those with a predicted end.
+        # Holders by (context - steps) mod block_tokens: all of them, and those with a predicted end.
         self._counts = [0] * block_tokens
         self._counts_with_end = [0] * block_tokens
-        # Blocks that the holders with a predicted end want until then.
+        # Blocks that the holders with a predicted end will need until then.
         self._wanted_to_end = 0
-        # (end_step, number), least first. Entries of members that have left are skipped when they are found.
+        # Min-heap of (end_step, number). Stale entries of members that left are skipped on access.
         self._ends: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
-        """Members of the batch."""
+        """Number of members."""
         return len(self._holders) + len(self._preempted)
 
     def add(self, number: int, member: BatchMember) -> None:
-        """The member joins the batch. No other member may have its number."""
+        """Add a member. Its number must be unused."""
         if not member.holds_blocks:
             self._preempted[number] = member
             return
@@ -68,30 +68,30 @@ class BatchGrowth:
             self._count_end(holder, 1)
             heapq.heappush(self._ends, (holder.end_step, number))
             if len(self._ends) > 2 * len(self._holders) + _SPARE_ENDS:
-                # A member that has left and come back may have left the same entry twice.
+                # A member that left and came back may leave duplicate entries.
                 self._ends = [*dict.fromkeys(end for end in self._ends if self._is_current(end))]
                 heapq.heapify(self._ends)
 
     def remove(self, number: int) -> None:
-        """The member leaves the batch. Unknown ones are ignored."""
+        """Remove a member; no-op if unknown."""
         if self._preempted.pop(number, None) is None and number in self._holders:
             self._take(number)
 
     def preempt(self, number: int) -> None:
-        """The member has lost its blocks. Unknown ones are ignored."""
+        """Record that a member has lost its blocks; no-op if unknown."""
         if number in self._holders:
             self._preempted[number] = self._take(number)._replace(holds_blocks=False)
 
     def step(self, drawn: AbstractSet[int]) -> None:
-        """The members `drawn` have drawn one token each, the others none. A preempted member that draws holds its
-        blocks again. Unknown ones are ignored."""
+        """Record one step: the members in `drawn` sampled one token each, the others none. A preempted member that
+        samples holds its blocks again. Unknown members are ignored."""
         resumed: dict[int, BatchMember] = {}
         still: dict[int, BatchMember] = {}
         if drawn != self._holders.keys():
             resumed = {number: member for number, member in self._preempted.items() if number in drawn}
             still = {number: self._take(number) for number in self._holders.keys() - drawn}
         self._steps += 1
-        # These have filled a block, and took the next one.
+        # These filled a block and took the next one.
         self._wanted_to_end -= self._counts_with_end[-self._steps % self._block_tokens]
         self._drop_ends_reached()
         for number, member in resumed.items():
@@ -102,12 +102,12 @@ class BatchGrowth:
             self.add(number, member)
 
     def run(self, steps: int, resting: Collection[int] = ()) -> None:
-        """As `steps` calls of step(), in each of which every member draws but those `resting`. No other member may be
+        """Record `steps` steps in which all members except `resting` sample a token. No other member may be
         preempted."""
         still = {number: self._take(number) for number in resting if number in self._holders}
         size, last_step = self._block_tokens, self._steps + steps
         while self._steps < last_step:
-            # Up to the next predicted end the members with one do not change.
+            # Members with a predicted end do not change before the next such end.
             stop = max(self._steps + 1, min(last_step, self._ends[0][0])) if self._ends else last_step
             whole, rest = divmod(stop - self._steps, size)
             if whole:
@@ -120,20 +120,19 @@ class BatchGrowth:
             self.add(number, still[number])
 
     def until_all_end(self) -> int:
-        """Blocks that the batch will want until every member has ended as predicted. For a member with an unknown end
-        the next token counts."""
+        """Blocks needed until every member has ended as predicted. A member with an unknown end counts its next token
+        only."""
         preempted = self._preempted.values()
         return self._wanted_to_end + sum(
             self._blocks(member.context_tokens + max(1, member.remaining_tokens)) for member in preempted
         )
 
     def until_first_ends(self) -> int:
-        """Blocks that the batch will want until the first member ends as predicted. When all ends are unknown the next
-        token counts."""
+        """Blocks needed until the first member ends as predicted. If all ends are unknown, the next token counts."""
         steps = self._steps_to_first_end()
         total = sum(self._blocks(member.context_tokens + steps) for member in self._preempted.values())
         size, shift = self._block_tokens, self._steps
-        # With r tokens in its last block, a member that draws k tokens begins (r + k - 1) // B more blocks beyond the
+        # With r tokens in its last block, a member that samples k tokens begins (r + k - 1) // B more blocks beyond the
         # one that it has for its next token.
         for offset, count in enumerate(self._counts):
             if count:
@@ -141,7 +140,7 @@ class BatchGrowth:
         return total
 
     def _drop_ends_reached(self) -> None:
-        """From now on the ends of members that have outlived their predictions are unknown."""
+        """Treat the ends of members that have outlived their predictions as unknown."""
         while self._ends and self._ends[0][0] <= self._steps:
             end = heapq.heappop(self._ends)
             if self._is_current(end):
@@ -166,7 +165,7 @@ class BatchGrowth:
         return BatchMember(holder.offset_tokens + self._steps, left)
 
     def _count_end(self, holder: _Holder, sign: int) -> None:
-        """Counts the holder among those with a predicted end (1), or no longer (-1)."""
+        """Add the holder to (1) or remove it from (-1) those with a predicted end."""
         context_tokens = holder.offset_tokens + self._steps
         end_tokens = holder.offset_tokens + holder.end_step
         self._counts_with_end[holder.offset_tokens % self._block_tokens] += sign

@@ -12,22 +12,22 @@ DEFAULT_SCHEDULING_BATCH = 16
 
 
 class OrderingPolicy(enum.StrEnum):
-    """In which order waiting prompts are computed."""
+    """Order in which waiting prompts are computed."""
 
     FCFS = "fcfs"
     """First come, first served."""
     SJF = "sjf"
-    """Shortest job first: the least mean wait."""
+    """Shortest job first; minimizes the mean wait."""
     LJF = "ljf"
     """Longest job first."""
 
 
 AnyOrdering = OrderingPolicy | Guarded[PromptOrder]
-"""Where a plug-in fails, the first to come is the first."""
+"""A failing plug-in is replaced by FCFS."""
 
 
 class Prompt(Protocol):
-    """One prompt in the queue. Hashed and compared."""
+    """A prompt in the queue. Hashable, comparable."""
 
     @property
     def token_count(self) -> int:
@@ -38,7 +38,7 @@ AnyPrompt = TypeVar("AnyPrompt", bound=Prompt)
 
 
 def order_prompts(policy: AnyOrdering, waiting: Sequence[AnyPrompt]) -> list[AnyPrompt]:
-    """One scheduling batch, given in the order of arrival, in the order in which it goes to the engine.
+    """Order one scheduling batch, given in order of arrival, for the engine.
 
     Prompts of equal length keep the order of arrival.
     """
@@ -55,15 +55,15 @@ def order_prompts(policy: AnyOrdering, waiting: Sequence[AnyPrompt]) -> list[Any
 
 
 class PromptSchedule(Generic[AnyPrompt]):
-    """A raw queue in the order of arrival, and before it a scheduled queue: one batch in the policy's order.
+    """A raw queue in order of arrival, feeding a scheduled queue: one batch in the policy's order.
 
-    The next batch is taken from the raw queue when the scheduled queue is empty and a prompt is wanted, so it holds all
-    that wait by then, up to its size (TetriInfer, arXiv 2401.11181, section 3.3.1). No prompt starves: it is overtaken
-    by at most `scheduling_batch - 1` prompts that came after it, those of its own batch.
+    The next batch moves from the raw queue when the scheduled queue is empty and a prompt is needed, so it holds all
+    that wait by then, up to its size (TetriInfer, arXiv 2401.11181, section 3.3.1). No prompt starves: at most
+    `scheduling_batch - 1` later prompts, those of its own batch, overtake it.
     """
 
     def __init__(self, policy: AnyOrdering, scheduling_batch: int = DEFAULT_SCHEDULING_BATCH) -> None:
-        """scheduling_batch: most prompts that are ordered together, at least 1; 1 is FCFS whatever the policy."""
+        """scheduling_batch: max prompts ordered together, at least 1; with 1 every policy is FCFS."""
         assert scheduling_batch >= 1, scheduling_batch
         self._policy = policy
         self._scheduling_batch = scheduling_batch
@@ -71,18 +71,18 @@ class PromptSchedule(Generic[AnyPrompt]):
         self._scheduled: dict[AnyPrompt, None] = {}
 
     def __len__(self) -> int:
-        """Prompts that wait, in either queue."""
+        """Waiting prompts in both queues."""
         return len(self._raw) + len(self._scheduled)
 
     def __contains__(self, prompt: object) -> bool:
         return prompt in self._raw or prompt in self._scheduled
 
     def add(self, prompt: AnyPrompt) -> None:
-        """Lets the prompt wait, behind all that are here."""
+        """Append a prompt to the queue."""
         self._raw[prompt] = None
 
     def head(self) -> AnyPrompt | None:
-        """The prompt to compute next, which stays the head until it is removed; None when none waits."""
+        """Next prompt to compute, unchanged until it is removed; None if none waits."""
         if not self._scheduled and self._raw:
             batch = list(islice(self._raw, self._scheduling_batch))
             for prompt in batch:
@@ -94,5 +94,5 @@ class PromptSchedule(Generic[AnyPrompt]):
         return next(iter(self._scheduled)) if self._scheduled else None
 
     def remove(self, prompt: AnyPrompt) -> None:
-        """Takes out a prompt that is here: it is computed, or not wanted any more."""
+        """Remove a prompt that was computed or is no longer needed."""
         del (self._scheduled if prompt in self._scheduled else self._raw)[prompt]

@@ -23,7 +23,7 @@ from kaveri.policy.unconfirmed import KeyT, UnconfirmedWork
 
 
 class PlacementPolicy(enum.StrEnum):
-    """How a prefill instance is chosen."""
+    """Policy for choosing a prefill instance."""
 
     POWER_OF_TWO = "power-of-two"
     LEAST_LOADED = "least-loaded"
@@ -32,37 +32,37 @@ class PlacementPolicy(enum.StrEnum):
 
 
 class DecodePlacementPolicy(enum.StrEnum):
-    """How a decode instance is chosen among those with room."""
+    """Policy for choosing among decode instances with room."""
 
     POWER_OF_TWO = "power-of-two"
-    """Of two at random the one with fewer requests."""
+    """The one of two random instances with fewer requests."""
     HEAVY_LIGHT = "heavy-light"
-    """Of two at random, with room for the predicted answer: a heavy request goes to the one with fewer heavy requests
-    to each light one, a light request to the one with fewer requests."""
+    """Draws two random instances with room for the predicted answer: a heavy request takes the one with the lower ratio
+    of heavy to light requests, a light request the one with fewer requests."""
     LEAST_LOADED = "least-loaded"
     ROUND_ROBIN = "round-robin"
     RANDOM = "random"
     IMBALANCE = "imbalance"
-    """All heavy requests to the first one: the worst case, to compare with."""
+    """All heavy requests to the first instance: the worst case, for comparison."""
 
 
 AnyPrefillPlacement = PlacementPolicy | Guarded[PrefillPlacement]
 AnyDecodePlacement = DecodePlacementPolicy | Guarded[DecodePlacement]
-"""A plug-in is shown every instance that takes the request, so its cost grows with the cluster. Where it fails, power
-of two choices decides."""
+"""A plug-in receives every instance that accepts the request, so its cost grows with the cluster. If it fails, power of
+two choices decides."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeavyThresholds:
-    """What makes a request heavy in decode; TetriInfer's limits (section 5.1)."""
+    """Limits above which a request is heavy in decode (TetriInfer, section 5.1)."""
 
     output_tokens: int = 128
     prompt_tokens: int = 512
 
     def is_heavy(self, predicted_length: TokenRange | None, prompt_tokens: int) -> bool:
-        """Whether it is predicted to draw more than `output_tokens`, counted at the range's lower end.
+        """Return True if the predicted length, at the range's lower end, exceeds `output_tokens`.
 
-        Where nothing is predicted, whether the KV that every step reads for it is long from the beginning.
+        Without a prediction: True if the prompt's KV, which every step reads, exceeds `prompt_tokens`.
         """
         if predicted_length is not None:
             return predicted_length.low > self.output_tokens
@@ -82,18 +82,17 @@ def choose_prefill(
     avoid: Collection[str] = (),
     exclude: Collection[str] = (),
 ) -> ViewedInstance | None:
-    """The ready instance of `model` that prefills, to send a request to, or None when none takes one now.
+    """Choose the ready prefill instance of `model` to send a request to; None if none accepts one now.
 
     Load is the prompt tokens that wait there: as of the last heartbeat, plus those `unconfirmed`. An instance whose
-    queue is full, with the requests that no heartbeat shows yet, takes none.
-    turn: rises by one with each choice; used by round-robin. avoid: instance ids taken only when nothing else is left.
-    exclude: instance ids that are not taken.
+    queue is full, counting unconfirmed requests, is skipped. turn: rises by one with each choice; used by round-robin.
+    avoid: instance ids, taken only as a last resort. exclude: instance ids that are never taken.
     """
 
     def load(instance: ViewedInstance) -> LoadKey:
         load = instance.load
         waiting_tokens = load.queued_prefill_tokens + unconfirmed.at(instance).amount
-        # Requests break ties, so that a burst of short prompts spreads as well.
+        # The request count breaks ties, so that a burst of short prompts spreads as well.
         return waiting_tokens, load.running_requests + load.waiting_requests
 
     def takes_one_more(instance: ViewedInstance) -> bool:
@@ -120,7 +119,7 @@ def choose_prefill(
 
 
 def missing_phases(view: ClusterView, model: str) -> tuple[Phase, ...]:
-    """The phases without which no request for `model` can be served now."""
+    """The phases that `model` lacks to serve any request now."""
     return view.derive(("missing phases", model), _missing_phases, view, model)
 
 
@@ -134,15 +133,15 @@ def choose_decode(
     turn: int = 0,
     avoid: Collection[str] = (),
 ) -> ViewedInstance | None:
-    """The ready decode instance of `model` to reserve room on, or None when none has it now.
+    """Choose the ready decode instance of `model` to reserve room on; None if none has room now.
 
-    Load is the requests there, then their tokens of context. `unconfirmed` counts the blocks of placements that no
-    heartbeat shows yet: as taken, and themselves as requests.
-    turn: rises by one with each choice; used by round-robin. avoid: taken only when nothing else has room.
+    Load is the requests there, then their context tokens. `unconfirmed` counts placements that no heartbeat shows yet,
+    both as requests and as taken blocks. turn: rises by one with each choice; used by round-robin. avoid: taken only
+    when nothing else has room.
 
     Heavy-light is TetriInfer's algorithm (section 3.3.4): it draws two instances that have room for the predicted
-    tokens, if there are any, else for the needed ones. A heavy request takes the one with the lower ratio of heavy to
-    light requests, load breaking ties, so that heavy ones are spread evenly; a light one takes the less loaded.
+    tokens, if any, else for the needed ones. A heavy request takes the one with the lower ratio of heavy to light
+    requests, with load as the tie-breaker, which spreads heavy ones evenly; a light one takes the less loaded.
     """
 
     def load(instance: ViewedInstance) -> LoadKey:
@@ -150,7 +149,7 @@ def choose_decode(
         return load.running_requests + load.waiting_requests + sent.count, load.context_tokens
 
     def heavy_share(instance: ViewedInstance) -> LoadKey:
-        # The share of heavy ones orders instances as their ratio to light ones does, and is 0 where there is nothing.
+        # heavy / all orders instances as heavy / light does, and is 0 where there is nothing.
         load, sent = instance.load, unconfirmed.at(instance)
         heavy_requests = load.heavy_requests + sent.heavy_count
         requests = load.heavy_requests + load.light_requests + sent.count
@@ -168,7 +167,7 @@ def choose_decode(
         case DecodePlacementPolicy.POWER_OF_TWO:
             return candidates.better_of_two(load, rng)
         case DecodePlacementPolicy.HEAVY_LIGHT:
-            # Light ones go by load. By the heavy share, which each of them lowers, all would go to one instance.
+            # Light requests go by load. By the heavy share, which each of them lowers, all would go to one instance.
             wanted = room_for(max(demand.tokens, demand.predicted))
             return candidates.better_of_two(heavy_share if demand.heavy else load, rng, wanted)
         case DecodePlacementPolicy.LEAST_LOADED:
@@ -192,8 +191,8 @@ def choose_line(
     unconfirmed: UnconfirmedWork[KeyT],
     avoid: Collection[str] = (),
 ) -> ViewedInstance | None:
-    """The ready decode instance of `model` to wait at when none has room: of those whose pool is large enough, the one
-    where the fewest requests wait, unconfirmed ones included, and of these the one with the most room. None: there is
+    """Choose the ready decode instance of `model` to wait at when none has room: among those whose pool is large
+    enough, the one with the fewest waiting requests (unconfirmed ones included), then the most room. None if there is
     none.
 
     The parameters are those of choose_decode. Instances to avoid are never chosen.
@@ -213,22 +212,22 @@ def choose_line(
 
 
 def largest_prompt(view: ClusterView, model: str, layout: KvLayout | None = None) -> int | None:
-    """Most tokens that some instance can decode a token after, with its whole pool. None: one does not say, or there is
+    """Longest prompt in tokens that some instance's whole pool can decode a token after. None if unknown or there is
     none.
 
-    Instances that drain or serve the other phase now count as well: one of their size may be about to come back.
-    layout: when given, only instances to which KV of that layout can be pushed.
+    Instances that drain or serve the other phase now count as well: they may come back. layout: if given, only
+    instances that can receive KV of that layout.
     """
     return view.derive(("largest_prompt", model, layout), _largest_prompt, view, model, layout)
 
 
 def max_model_len(view: ClusterView, model: str) -> int:
-    """Most tokens of prompt and answer that every instance with an engine takes; 0 when there is none."""
+    """Max tokens of prompt plus answer accepted by every instance with an engine; 0 if there is none."""
     return view.derive(("max_model_len", model), _max_model_len, view, model)
 
 
 def blocks_there(instance: ViewedInstance, token_count: int) -> int:
-    """Blocks of that instance which so many tokens take; one for each where it has not said how large they are."""
+    """Blocks that `token_count` tokens take on an instance; token_count if its block size is unknown."""
     layout = instance.record.layout
     return token_count if layout is None else -(-token_count // layout.block_tokens)
 
@@ -238,7 +237,7 @@ def _prompt_takers(view: ClusterView, model: str) -> tuple[ViewedInstance, ...]:
 
 
 def _find_prompt_takers(view: ClusterView, model: str) -> tuple[ViewedInstance, ...]:
-    """The ready instances that prefill: all of them, or those that decode as well while no instance takes pushes."""
+    """The ready instances that prefill; while no instance accepts pushes, only those that decode as well."""
     ready = view.ready(Phase.PREFILL, model)
     if any(takes_pushes(instance) for instance in view.ready(Phase.DECODE, model)):
         return ready
@@ -246,9 +245,9 @@ def _find_prompt_takers(view: ClusterView, model: str) -> tuple[ViewedInstance, 
 
 
 def _takers_of_pushes(view: ClusterView, model: str, demand: Demand) -> tuple[ViewedInstance, ...]:
-    """The ready decode instances into whose pools the KV can be pushed, as far as layouts tell."""
-    # By identity: every request of a prefill instance names the same object. The value holds it, so no other object
-    # gets its id.
+    """The ready decode instances whose pools can receive the KV, as far as layouts are known."""
+    # Keyed by identity: all requests of a prefill instance share one object. The value holds it, so its id is not
+    # reused.
     layout = demand.layout
     return view.derive(("takers of pushes", model, id(layout)), _find_takers, view, model, layout)[1]
 

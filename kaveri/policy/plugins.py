@@ -1,4 +1,4 @@
-"""Policies of other packages: what each is asked, and what it must answer. Pure: no clock, no I/O.
+"""Extension points for policies of other packages: their inputs and required answers. Pure: no clock, no I/O.
 
 A plug-in is a class without arguments that extends one of these, or an instance of it. It is called on the event loop
 of its service, so it must not wait. The service asks it through Guarded, which never raises: what the plug-in raises,
@@ -21,76 +21,76 @@ _MOST_SHOWN = 200
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An instance that takes what is to be placed: it is ready, fits, and has room."""
+    """An eligible instance: ready, compatible, and with room."""
 
     instance: ViewedInstance
-    """Its record, and its load as of its last heartbeat."""
+    """Its record and the load of its last heartbeat."""
     sent_count: int
-    """Requests that the asker has sent there and the load does not show yet."""
+    """Requests that the caller has sent there and that the load does not show yet."""
     sent_amount: int
-    """What these take: tokens of prompts, blocks of KV, or bytes of copies, as in the question."""
+    """Amount of those requests: prompt tokens, KV blocks or bytes of copies, depending on the question."""
 
     @property
     def instance_id(self) -> str:
-        """What a policy answers to choose this one."""
+        """Id by which a policy chooses this option."""
         return self.instance.record.instance_id
 
 
 @dataclass(frozen=True, slots=True)
 class RunningBatch:
-    """What a decode instance runs, when landed requests wait to join. Frozen."""
+    """A decode instance's running batch at the time landed requests wait to join. Frozen."""
 
     request_count: int
     seats: int
-    """Requests that may join."""
+    """Number of requests that may join."""
     free_blocks: int
     blocks_to_first_end: int
-    """That the batch will want beyond those that it holds, until the first of its answers is predicted to end."""
+    """Blocks that the batch still needs until the first of its answers is predicted to end."""
     blocks_to_all_ends: int
-    """The same, until all of them are."""
+    """Blocks that the batch still needs until all of its answers are predicted to end."""
 
 
 class PrefillPlacement(ABC):
-    """For --placement-policy: which prefill instance a router sends a request to."""
+    """Chooses the prefill instance for a router's request (--placement-policy)."""
 
     @abstractmethod
     def choose(self, options: Sequence[Option], rng: random.Random) -> str:
-        """The id of one of the options, of which there is at least one. sent_amount: tokens of prompts."""
+        """Return the id of one of the options, of which there is at least one. sent_amount: prompt tokens."""
 
 
 class DecodePlacement(ABC):
-    """For --decode-placement: which decode instance a prefill instance asks for room."""
+    """Chooses the decode instance that a prefill instance asks for room (--decode-placement)."""
 
     @abstractmethod
     def choose(self, options: Sequence[Option], demand: Demand, rng: random.Random) -> str:
-        """The id of one of the options, of which there is at least one. sent_amount: blocks."""
+        """Return the id of one of the options, of which there is at least one. sent_amount: blocks."""
 
 
 class PromptOrder(ABC):
-    """For --prefill-policy: in which order the prompts of one scheduling batch are computed."""
+    """Orders the prompts of one scheduling batch (--prefill-policy)."""
 
     @abstractmethod
     def order(self, token_counts: Sequence[int]) -> Sequence[int]:
-        """Every index of `token_counts` once, the prompt to compute first before the others. token_counts: of prompts,
-        in the order of their arrival."""
+        """Return every index of `token_counts` once, in the order of computation. token_counts: of prompts, in order of
+        arrival."""
 
 
 class BatchAdmission(ABC):
-    """For --decode-policy: how many landed requests join the running batch."""
+    """Decides how many landed requests join the running batch (--decode-policy)."""
 
     @abstractmethod
     def admit(self, batch: RunningBatch, landed: Sequence[BatchMember]) -> int:
-        """How many of `landed`, from the first on: 0 to len(landed), and at least 1 when nothing runs. landed: at
-        least one, at most batch.seats, in the order of their landing."""
+        """Return how many of `landed` join, counted from the first: 0 to len(landed), and at least 1 when nothing runs.
+        landed: 1 to batch.seats members, in landing order."""
 
 
 class HolderPlacement(ABC):
-    """For --replication: which decode instance holds the copy of a request's KV."""
+    """Chooses the decode instance that holds a copy of a request's KV (--replication)."""
 
     @abstractmethod
     def choose(self, options: Sequence[Option], owner: InstanceRecord, needed_bytes: int, rng: random.Random) -> str:
-        """The id of one of the options, of which there is at least one. owner: the instance that decodes the request.
-        needed_bytes: of the copy. sent_amount: bytes of copies."""
+        """Return the id of one of the options, of which there is at least one. owner: the instance that decodes the
+        request. needed_bytes: size of the copy. sent_amount: bytes of copies."""
 
 
 PluginT = TypeVar("PluginT", PrefillPlacement, DecodePlacement, PromptOrder, BatchAdmission, HolderPlacement)
@@ -98,19 +98,19 @@ AnswerT = TypeVar("AnswerT")
 
 
 class _BadAnswer(Exception):
-    """Against the contract."""
+    """An answer that violates the plug-in's contract."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Guarded(Generic[PluginT]):
-    """A plug-in that cannot fail its caller."""
+    """Wraps a plug-in so that its failures never reach the caller."""
 
     plugin: PluginT
     report: Callable[[str], None]
-    """Gets what the plug-in did wrong, each time. Must not raise."""
+    """Called with a description of each fault of the plug-in. Must not raise."""
 
     def ask(self, question: Callable[[PluginT], object], check: Callable[[object], AnswerT]) -> AnswerT | None:
-        """The checked answer. None: the plug-in raised, or check() did; the caller's default decides."""
+        """Return the checked answer; None if the plug-in or check() raised, so that the caller's default decides."""
         try:
             return check(question(self.plugin))
         except _BadAnswer as error:
@@ -126,7 +126,7 @@ def chosen_by(
     unconfirmed: UnconfirmedWork[KeyT],
     question: Callable[[PluginT, Sequence[Option]], object],
 ) -> ViewedInstance | None:
-    """The instance whose id the plug-in answers. None: there are no instances, or its answer is none of them."""
+    """The instance that the plug-in chose; None if there are no instances, or its answer is invalid."""
     if not instances:
         return None
     options = tuple(
@@ -144,7 +144,7 @@ def chosen_by(
 
 
 def order_by(policy: Guarded[PromptOrder], token_counts: Sequence[int]) -> Sequence[int] | None:
-    """The indexes of `token_counts` in the plug-in's order; None: its answer is none."""
+    """The indexes of `token_counts` in the plug-in's order; None if its answer is not a permutation."""
 
     def check(answer: object) -> Sequence[int]:
         indexes = list(answer) if isinstance(answer, Sequence) else []
@@ -157,7 +157,8 @@ def order_by(policy: Guarded[PromptOrder], token_counts: Sequence[int]) -> Seque
 
 
 def admitted_by(policy: Guarded[BatchAdmission], batch: RunningBatch, landed: Sequence[BatchMember]) -> int | None:
-    """How many of `landed` the plug-in admits; None: its answer is no such number. landed: see BatchAdmission."""
+    """Number of `landed` requests that the plug-in admits; None if its answer is invalid. landed: see
+    BatchAdmission."""
     least = 0 if batch.request_count else 1
 
     def check(answer: object) -> int:
@@ -169,7 +170,7 @@ def admitted_by(policy: Guarded[BatchAdmission], batch: RunningBatch, landed: Se
 
 
 def _shown(value: object, show: Callable[[object], str] = repr) -> str:
-    """A plug-in's object may fail to describe itself."""
+    """Describe a plug-in's object, whose own repr may raise."""
     try:
         return show(value)[:_MOST_SHOWN]
     except Exception:

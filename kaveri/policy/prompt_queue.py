@@ -1,4 +1,4 @@
-"""Which prompt an engine is given, and when. Pure: no clock, no I/O.
+"""Decides which prompt to submit to the engine, and when. Pure: no clock, no I/O.
 
 An engine computes in the order of submission, so an order is final once submitted. Prompts are submitted late: the
 engine has about two chunks of work, one that it computes and one so that it never idles.
@@ -22,9 +22,9 @@ class PromptQueue(Generic[AnyPrompt]):
         max_waiting: int,
         scheduling_batch: int = DEFAULT_SCHEDULING_BATCH,
     ) -> None:
-        """chunk_tokens: that the engine computes in one step. max_waiting: prompts that are held or waiting.
+        """chunk_tokens: tokens computed per engine step. max_waiting: max held or waiting prompts.
 
-        scheduling_batch: most prompts that the policy orders together.
+        scheduling_batch: max prompts that the policy orders together.
         """
         self.chunk_tokens = chunk_tokens
         self._ahead_tokens = _CHUNKS_AHEAD * chunk_tokens
@@ -33,45 +33,45 @@ class PromptQueue(Generic[AnyPrompt]):
         self._held: set[AnyPrompt] = set()
         self._waiting_tokens = 0
         self._computing: dict[AnyPrompt, int] = {}
-        """With the tokens that are left to compute."""
+        """Remaining tokens of each computing prompt."""
         self._computing_tokens = 0
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens that are not computed yet."""
+        """Tokens not computed yet."""
         return self._waiting_tokens + self._computing_tokens
 
     @property
     def room(self) -> int:
-        """Prompts that fit before the queue is full."""
+        """Number of prompts that fit before the queue is full."""
         room = self.max_waiting - len(self._held) - len(self._schedule)
         return room if room > 0 else 0
 
     @property
     def computing(self) -> Collection[AnyPrompt]:
-        """Prompts that the engine has, the earliest submitted first."""
+        """Prompts submitted to the engine, oldest first."""
         return self._computing.keys()
 
     def hold(self, prompt: AnyPrompt) -> None:
-        """Keeps a place for a prompt that does not wait for the engine yet. There must be room."""
+        """Reserve a place for a prompt that does not wait for the engine yet. There must be room."""
         assert self.room, "the queue is full"
         self._held.add(prompt)
         self._waiting_tokens += prompt.token_count
 
     def release(self, prompt: AnyPrompt) -> None:
-        """Lets a held prompt wait, behind all that wait already."""
+        """Move a held prompt to the end of the waiting ones."""
         self._held.remove(prompt)
         self._schedule.add(prompt)
 
     def next(self) -> AnyPrompt | None:
-        """The prompt that the engine should be given now; None: it has enough work, or none waits.
+        """The next prompt to submit; None if the engine has enough work or no prompt waits.
 
-        It stays the next one until submitted() or remove(), so no prompt overtakes one that finds no blocks.
+        It stays the next one until submitted() or remove(), so no prompt overtakes one that lacks blocks.
         """
         return self._schedule.head() if self._computing_tokens < self._ahead_tokens else None
 
     def submitted(self, prompt: AnyPrompt) -> None:
-        """The engine has the waiting prompt now."""
+        """Record that the waiting prompt was submitted to the engine."""
         token_count = prompt.token_count
         self._schedule.remove(prompt)
         self._waiting_tokens -= token_count
@@ -79,7 +79,7 @@ class PromptQueue(Generic[AnyPrompt]):
         self._computing_tokens += token_count
 
     def advance(self, prompt: AnyPrompt, computed_tokens: int) -> None:
-        """The engine has computed the first `computed_tokens` of the prompt. A computed prompt leaves the queue."""
+        """Record that the first `computed_tokens` of the prompt are computed. A finished prompt leaves the queue."""
         left_tokens, computing = prompt.token_count - computed_tokens, self._computing
         self._computing_tokens += left_tokens - computing[prompt]
         if left_tokens:
@@ -88,7 +88,7 @@ class PromptQueue(Generic[AnyPrompt]):
             del computing[prompt]
 
     def remove(self, prompt: AnyPrompt) -> None:
-        """Forgets a prompt that is here. The engine is not told."""
+        """Remove a prompt from the queue. The engine is not informed."""
         if prompt in self._computing:
             self._computing_tokens -= self._computing.pop(prompt)
             return

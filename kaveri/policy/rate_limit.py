@@ -1,18 +1,18 @@
-"""How often something may happen. Pure: no clock, no I/O."""
+"""Token bucket. Pure: no clock, no I/O."""
 
 
 class RateLimit:
-    """At most `burst` at once, and `per_s` a second after that."""
+    """Token bucket: `burst` tokens at first, refilled at `per_s` tokens per second."""
 
     def __init__(self, per_s: float, burst: int, now_s: float) -> None:
-        """now_s: of a clock that never goes back."""
+        """now_s: of a monotonic clock."""
         self._per_s = per_s
         self._burst = burst
         self._left = float(burst)
         self._at_s = now_s
 
     def wait_s(self, now_s: float) -> float:
-        """Takes one, and returns 0; or takes none, and returns the seconds until there is one."""
+        """Take a token and return 0, or take none and return the seconds until one is available."""
         self._left = min(self._burst, self._left + (now_s - self._at_s) * self._per_s)
         self._at_s = now_s
         if self._left < 1:

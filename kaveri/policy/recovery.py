@@ -1,8 +1,8 @@
-"""Whether a request whose decode instance was lost is resumed from its replica, or computed again. Pure.
+"""Decides whether a request that lost its decode instance resumes from its replica or is recomputed. Pure.
 
-Costs are counted in prompt tokens that an idle prefill instance computes. A token that the replica lacks is computed by
-the holder between the steps of what runs there, so it costs more than one at a prefill instance. One that the replica
-has is only copied.
+Costs are in units of a prompt token computed by an idle prefill instance. A token missing from the replica is computed
+by the holder between the steps of its own requests, so it costs more than at a prefill instance. A token in the replica
+is only copied.
 """
 
 from dataclasses import dataclass
@@ -13,33 +13,33 @@ from kaveri.domain.view import ClusterView, Phase, phases_now
 
 @dataclass(frozen=True, slots=True)
 class RecoveryCosts:
-    """Of one token, relative to one of a prompt."""
+    """Costs per token, relative to a prompt token."""
 
     lacking: float = 2.0
-    """One that the replica lacks."""
+    """Cost of a token missing from the replica."""
     held: float = 0.01
-    """One that it has."""
+    """Cost of a token in the replica."""
 
 
 DEFAULT_COSTS = RecoveryCosts()
 _MOST_QUEUES = 48
-"""Prefill queues that are looked at: the cost of a decision must not grow with the cluster."""
+"""Max prefill queues examined; keeps the cost of a decision independent of the cluster's size."""
 
 
 def is_worth_a_resume(
     replica: ReplicaLocation, context_tokens: int, view: ClusterView, model: str, costs: RecoveryCosts = DEFAULT_COSTS
 ) -> bool:
-    """Whether the holder of the replica is to go on with the request. False: it is placed on a prefill instance.
+    """Return True if the replica's holder should resume the request; False if a prefill instance should recompute it.
 
-    context_tokens: of prompt and answer together. Whether the holder has room is the holder's to say.
+    context_tokens: of prompt and answer together. The holder itself decides whether it has room.
     """
     holder = view.instances.get(replica.holder_id)
     if holder is None or holder.record.incarnation != replica.holder_incarnation or holder.record.model != model:
         return False
-    # One that drains pushes the replica on.
+    # A draining holder may resume the request; its drain moves it afterwards.
     if Phase.DECODE not in phases_now(holder):
         return False
-    # The last token has no KV yet, in whatever way the request goes on.
+    # The last token never has KV yet.
     held = min(replica.token_count, context_tokens - 1)
     if held <= 0:
         return False

@@ -1,4 +1,4 @@
-"""Who holds copies of whose KV cache, which requests are worth one, what a full holder drops. Pure: no clock, no I/O.
+"""Chooses holders of KV copies, requests worth a copy, and copies that a full holder drops. Pure: no clock, no I/O.
 
     pair    instances in the order of their ids, two by two, hold each other's (AcceLLM, section 4.1.2)
     ring    each one's are held by the next in the order of ids (DéjàVu, section 4.2.3)
@@ -23,38 +23,39 @@ from kaveri.policy.plugins import Guarded, HolderPlacement, chosen_by
 from kaveri.policy.unconfirmed import KeyT, UnconfirmedWork
 
 _MOST_STEPS = 16
-"""Instances that ring looks at before it gives up."""
+"""Max instances that ring visits."""
 _USED_STEPS = 16
-"""Shares of used memory are compared in steps of this part, so that among similar ones the load decides."""
+"""Used memory is compared in steps of 1/_USED_STEPS, so that load decides between similar instances."""
 _WORTH_RATIO = 2
-"""A copy is dropped only for one of at least so many times its tokens."""
+"""A copy is dropped only for one with at least this many times its tokens."""
 
 
 class ReplicationMode(enum.StrEnum):
-    """Where copies of KV go."""
+    """Placement of KV copies."""
 
     OFF = "off"
-    """Nowhere."""
+    """No copies."""
     PAIR = "pair"
     RING = "ring"
     SPREAD = "spread"
 
 
 AnyReplication = ReplicationMode | Guarded[HolderPlacement]
-"""A plug-in is shown all holders that SPREAD would draw from. Where it fails, SPREAD decides."""
+"""A plug-in chooses from all holders that SPREAD would draw from. If it fails, SPREAD decides."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRules:
-    """Which requests are worth a copy."""
+    """Rules for which requests get a copy."""
 
     min_context_tokens: int = 256
-    """A shorter context is computed again as fast as it is resumed."""
+    """Below this, recomputing is as fast as resuming."""
     min_rest_tokens: int = 16
-    """An answer that ends sooner is over before its copy is whole."""
+    """Below this, the answer ends before its copy is complete."""
 
     def is_worth_a_copy(self, context_tokens: int, rest_tokens: int | None) -> bool:
-        """context_tokens: prompt and answer so far. rest_tokens: most that are still to come, as far as known."""
+        """context_tokens: of prompt and answer so far. rest_tokens: upper bound on remaining tokens; None if
+        unknown."""
         is_ending = rest_tokens is not None and rest_tokens < self.min_rest_tokens
         return context_tokens >= self.min_context_tokens and not is_ending
 
@@ -69,10 +70,10 @@ def choose_holder(
     avoid: Collection[str] = (),
     is_fit: Callable[[ViewedInstance], bool] = lambda _: True,
 ) -> ViewedInstance | None:
-    """The instance to hold a copy of `needed_bytes` of one of the owner's requests, or None when there is none now.
+    """Choose the instance to hold a copy of `needed_bytes` of one of the owner's requests; None if there is none now.
 
-    It is ready, serves the same model with the same layout, has so much memory for copies free beside what is
-    `unconfirmed`, and is never the owner. avoid: ids of instances that are not taken. is_fit: what else it must be.
+    Candidates are ready, serve the same model with the same layout, have enough free memory for copies after
+    `unconfirmed`, and are not the owner. avoid: instance ids that are not taken. is_fit: additional condition.
     """
     if mode is ReplicationMode.OFF or owner.layout is None:
         return None
@@ -114,19 +115,19 @@ def choose_holder(
 
 
 def copy_bytes(layout: KvLayout, token_count: int, ahead: int = 1) -> int:
-    """Of the copy of so many tokens: its whole blocks, and those that it grows into soon."""
+    """Size of a copy of `token_count` tokens: its whole blocks, plus `ahead` blocks for growth."""
     return (token_count // layout.block_tokens + ahead) * layout.layer_count * layout.block_bytes
 
 
 def has_room_to_run(instance: ViewedInstance, needed_blocks: int, unconfirmed: UnconfirmedWork[KeyT]) -> bool:
-    """Whether the instance would resume a request of so many blocks now, beside what is `unconfirmed`."""
-    # Each request that runs there may take a block before the next heartbeat.
+    """Return True if the instance has room to resume a request of `needed_blocks` now, after `unconfirmed`."""
+    # Each running request may take a block before the next heartbeat.
     free_blocks = instance.load.free_blocks - instance.load.running_requests - unconfirmed.at(instance).amount
     return instance.load.state is InstanceState.READY and free_blocks >= needed_blocks
 
 
 class HeldCopy(NamedTuple, Generic[KeyT]):
-    """What a holder knows of a copy."""
+    """A holder's record of a copy."""
 
     key: KeyT
     token_count: int
@@ -136,10 +137,10 @@ class HeldCopy(NamedTuple, Generic[KeyT]):
 def drop_first(
     copies: Iterable[HeldCopy[KeyT]], token_count: int, free_bytes: int, needed_bytes: int
 ) -> list[KeyT] | None:
-    """The copies that a full holder drops for one of a request of `token_count` tokens: those that are the cheapest to
-    compute again, the shortest. None: it has no room for that one, and drops nothing.
+    """Choose the copies that a full holder drops for a request of `token_count` tokens: the shortest, which are the
+    cheapest to recompute. None if dropping cannot make enough room.
 
-    copies: those that may be dropped, so none whose owner is lost.
+    copies: the droppable ones, so none whose owner is lost.
     """
     dropped: list[KeyT] = []
     shortest = [(copy.token_count, number, copy) for number, copy in enumerate(copies)]
@@ -155,14 +156,14 @@ def drop_first(
 
 @dataclass(frozen=True, slots=True)
 class _Holders:
-    """The ready instances of one model and layout that hold copies."""
+    """The ready holders of copies of one model and layout."""
 
     ready: tuple[ViewedInstance, ...]
-    """In the order of their ids."""
+    """Ordered by id."""
     ids: tuple[str, ...]
 
     def partner_of(self, instance_id: str) -> tuple[ViewedInstance, ...]:
-        """The other one of its pair, if any. The last of an odd number takes the one before it."""
+        """The other instance of its pair, if any. The last of an odd number is paired with the one before it."""
         place = bisect.bisect_left(self.ids, instance_id)
         if place == len(self.ids) or self.ids[place] != instance_id:
             return ()
@@ -170,14 +171,14 @@ class _Holders:
         return (self.ready[partner],) if partner >= 0 else ()
 
     def after(self, instance_id: str) -> Iterable[ViewedInstance]:
-        """Those that follow it in the ring, itself left out."""
+        """Up to _MOST_STEPS instances that follow it in the ring; a short ring ends with the instance itself."""
         first = bisect.bisect_right(self.ids, instance_id)
         for step in range(min(_MOST_STEPS, len(self.ids))):
             yield self.ready[(first + step) % len(self.ids)]
 
 
 def _holders(view: ClusterView, model: str, layout: KvLayout) -> _Holders:
-    # By identity, as kaveri.policy.placement does: an owner names one object. The value holds it.
+    # Keyed by identity, as in kaveri.policy.placement. The value holds the object.
     return view.derive(("holders", model, id(layout)), _find_holders, view, model, layout)[1]
 
 
@@ -191,7 +192,7 @@ def _find_holders(view: ClusterView, model: str, layout: KvLayout) -> tuple[KvLa
 
 
 def _holders_elsewhere(view: ClusterView, owner: InstanceRecord, holders: _Holders) -> tuple[ViewedInstance, ...]:
-    """The holders of other failure domains. All of them where the owner's is not known."""
+    """The holders in other failure domains; all of them if the owner's domain is unknown."""
     domain = owner.failure_domain
     if not domain:
         return holders.ready

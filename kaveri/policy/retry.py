@@ -1,10 +1,10 @@
-"""When a request goes to a prefill instance again after one has failed it, and to which. Pure: no clock, no I/O.
+"""Decides when and where a request is retried after a failed placement at prefill. Pure: no clock, no I/O.
 
-An instance that has failed a request rests for it: it is asked again after a pause that doubles, or at once when it has
-begun a new life. Other instances may be asked meanwhile. Only what an instance took counts as an attempt. A full queue
-is waited for until the request's deadline, an instance that cannot be reached until a time limit.
+An instance that failed a request rests for it: it is retried after a pause that doubles, or at once when it has a new
+incarnation. Other instances may be tried meanwhile. Only accepted placements count as attempts. A full queue is waited
+for until the request's deadline, an unreachable instance until a time limit.
 
-A push to a decode instance that failed is not the router's to repeat: see services/prefill/decode_placer.py.
+The router does not repeat a failed push to a decode instance: see services/prefill/decode_placer.py.
 """
 
 import enum
@@ -16,35 +16,35 @@ from kaveri.domain.view import ClusterView, InstanceRecord
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 1.0
 LONGEST_RETRY_AFTER_S = 5.0
-"""Of the delay that an instance asks for; a longer one, or one that is no number, is taken for this."""
+"""Max retry delay honoured; longer or invalid ones count as this."""
 _DOUBLINGS = 6
-"""Of the first pause, until it is longer than the longest."""
+"""Doublings of the first pause until it reaches the maximum."""
 
 
 class Setback(enum.Enum):
-    """How a placement failed."""
+    """Reason why a placement failed."""
 
     FULL = "full"
     """The instance refused the request: its queue is full."""
     UNREACHED = "unreached"
-    """There was no connection: the instance knows nothing of the request."""
+    """No connection: the instance does not know the request."""
     LOST = "lost"
-    """The instance had the request, and will not finish it."""
+    """The instance had the request, and cannot finish it."""
     BROKEN = "broken"
-    """The instance had the request, and its engine has raised an exception. At most one of its requests is at fault,
-    and that one is found by its next attempt: none of them is counted."""
+    """The instance had the request, and its engine raised an exception. At most one of its requests is at fault, which
+    its next attempt reveals: none is counted."""
     REFUSED = "refused"
-    """The holder of its replica does not go on with it. It is placed at once."""
+    """The holder of its replica declined to resume it. It is placed at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryLimits:
-    """Of one request."""
+    """Limits on one request's retries."""
 
     max_attempts: int
-    """Placements that may be lost, at least 1."""
+    """Lost placements after which the request fails; at least 1."""
     unavailable_after_s: float
-    """Seconds for which instances that cannot be reached are asked again."""
+    """Seconds for which unreachable instances are retried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +55,21 @@ class _Rest:
 
 @dataclass(frozen=True, slots=True)
 class RetryState:
-    """What has happened to one request so far. Times are seconds of one clock of the caller's."""
+    """Placement history of one request. Times are seconds of one clock of the caller's."""
 
     lost_attempts: int = 0
     pause_until_s: float = 0.0
-    """The request goes nowhere before."""
+    """The request is not placed before this time."""
     _failures: int = 0
-    """In a row; they double the pauses."""
+    """Failures other than a full queue; each doubles the pauses."""
     _unreached: int = 0
-    """In a row."""
+    """Consecutive placements without a connection."""
     _unreached_since_s: float = 0.0
-    """When the first of those failed."""
+    """Time of the first of those."""
     _rests: Mapping[str, _Rest] = field(default_factory=dict)
 
     def resting(self, view: ClusterView, now_s: float) -> dict[str, float]:
-        """The instances of `view` that are not to be asked now, each with the time at which its rest ends."""
+        """The instances of `view` to avoid now, with the time at which each rest ends."""
         return {
             instance_id: rest.until_s
             for instance_id, rest in self._rests.items()
@@ -77,7 +77,7 @@ class RetryState:
         }
 
     def failed(self, view: ClusterView) -> frozenset[str]:
-        """The instances of `view` that have failed the request in their present life: taken when no other is left."""
+        """The instances of `view` whose current incarnation failed the request; used only as a last resort."""
         return frozenset(name for name, rest in self._rests.items() if _is_same_life(view, name, rest))
 
 
@@ -90,14 +90,13 @@ def after_setback(
     jitter: float,
     retry_after_s: float = 0.0,
 ) -> RetryState | None:
-    """What holds after a failed placement; None when the request fails now, with the error of that placement.
+    """Return the state after a failed placement; None if the request fails now with that placement's error.
 
-    at_fault: the prefill instance, unless it had done its part. jitter: random, in [0, 1). retry_after_s: what a full
-    instance asked for; it rests for at least that long, for at most one and a half times that.
+    at_fault: the prefill instance, unless it had done its part. jitter: random, in [0, 1). retry_after_s: requested by
+    a full instance; it rests for 1 to 1.5 times as long.
 
-    A full queue never ends a request. Instances that cannot be reached end it when that happened at least
-    `max_attempts` times in a row and the first time is `unavailable_after_s` ago. A refusal of a holder changes
-    nothing.
+    A full queue never ends a request. Unreachable instances end it after at least `max_attempts` consecutive failures
+    whose first is `unavailable_after_s` ago. A refusal by a holder changes nothing.
     """
     if setback is Setback.REFUSED:
         return state
@@ -106,7 +105,7 @@ def after_setback(
     after = replace(state, _failures=failures, _unreached=0)
     match setback:
         case Setback.FULL:
-            # Nothing is wrong with the instance: the pauses of other failures do not grow by it.
+            # A full instance is healthy: pauses for other failures do not grow.
             pause_s = max(FIRST_PAUSE_S, bounded_retry_s(retry_after_s)) * (1 + jitter / 2)
             after = replace(after, _failures=state._failures)
         case Setback.UNREACHED:
@@ -127,7 +126,7 @@ def after_setback(
 
 
 def bounded_retry_s(retry_after_s: float) -> float:
-    """A delay that another process asks for, as far as it is followed. One that is no time counts as the longest."""
+    """Clamp a retry delay requested by another process. An invalid one counts as the longest."""
     return retry_after_s if 0 <= retry_after_s <= LONGEST_RETRY_AFTER_S else LONGEST_RETRY_AFTER_S
 
 

@@ -1,4 +1,4 @@
-"""Where a computed prompt looks for room on decode instances, and where it waits for room. Pure: no clock, no I/O."""
+"""Decides where a computed prompt asks for room on decode instances, and where it waits. Pure: no clock, no I/O."""
 
 import random
 from collections.abc import Collection, Mapping, Set
@@ -21,20 +21,20 @@ from kaveri.policy.unconfirmed import KeyT, UnconfirmedWork
 
 
 class Seeker(NamedTuple, Generic[KeyT]):
-    """A request that looks for room, and what it has found so far."""
+    """A request that searches for room, and its state."""
 
     key: KeyT
     token_count: int
-    """Tokens whose KV is pushed."""
+    """Number of tokens whose KV is pushed."""
     predicted_tokens: int = 0
-    """Fewest tokens that it is predicted to end with."""
+    """Lower bound of the predicted final token count."""
     heavy: bool = False
     waits_at: str | None = None
-    """The decode instance at which it waits in line."""
+    """Id of the decode instance where it waits in line."""
     unfit: Mapping[str, KaveriError] = MappingProxyType({})
-    """By instance id: why that one can never take it."""
+    """Permanent refusals by instance id."""
     silent: Set[str] = frozenset()
-    """Instances that may be dead: it waits there when there is no other."""
+    """Ids of instances that may be dead; it waits there only as a last resort."""
 
 
 class Ask(NamedTuple):
@@ -42,9 +42,9 @@ class Ask(NamedTuple):
 
     target: ViewedInstance
     waits: bool
-    """Whether to wait there in line. A request waits at one instance, and keeps that place while it asks others."""
+    """True to wait there in line. A request waits at one instance, and keeps that place while it asks others."""
     shows_room: bool
-    """Whether the view shows enough room there."""
+    """True if the view shows enough room there."""
 
 
 _NONE: Set[str] = frozenset()
@@ -52,45 +52,45 @@ _NONE: Set[str] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class StopWaiting:
-    """Give the place in line up: its instance takes no requests now."""
+    """Give up the place in line: its instance takes no requests now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hopeless:
-    """No instance can ever take the request."""
+    """Final verdict: no instance can ever take the request."""
 
     error: KaveriError
 
 
 @dataclass(frozen=True, slots=True)
 class NoInstance:
-    """There is no decode instance that takes this KV."""
+    """Verdict: the cluster has no decode instance that can receive this KV."""
 
     reason: str
 
 
 class RoomSearch(Generic[KeyT]):
-    """The choices of one prefill instance.
+    """Chooses decode instances for the requests of one prefill instance.
 
-    A request asks an instance that shows room, else the one that choose_line() names, and waits there. While it waits
-    it asks others that show room, one at a time and without waiting; it takes the first room that it gets.
+    A request asks an instance that shows room, else the one that choose_line() names, where it waits. While it waits it
+    asks others that show room, one at a time and without waiting; it takes the first room granted.
     """
 
     def __init__(self, model: str, layout: KvLayout, policy: AnyDecodePlacement, rng: random.Random) -> None:
-        """layout: of the pool that is pushed from."""
+        """layout: of the pool that KV is pushed from."""
         self._model = model
         self._layout = layout
         self._policy = policy
         self._rng = rng
         self._turn = 0
-        # In blocks.
+        # Amounts are blocks.
         self._unconfirmed: UnconfirmedWork[KeyT] = UnconfirmedWork()
         self._resting_until_s: dict[str, float] = {}
 
     def look(
         self, seeker: Seeker[KeyT], view: ClusterView, now_s: float
     ) -> Ask | StopWaiting | Hopeless | NoInstance | None:
-        """What the request does next. None: nothing, before the view changes or a rest ends.
+        """The request's next action; None if there is none before the view changes or a rest ends.
 
         The room of an Ask counts as taken until a heartbeat shows it or forget() is called, so that no two requests
         count on the same room.
@@ -121,23 +121,23 @@ class RoomSearch(Generic[KeyT]):
         return self._why_none(seeker, view)
 
     def forget(self, key: KeyT, instance_id: str) -> None:
-        """The request has no room at that instance and asks for none. Idempotent."""
+        """Forget a request's Ask at an instance: it has no room there and asks for none. Idempotent."""
         self._unconfirmed.remove(key, instance_id)
 
     def retain(self, view: ClusterView) -> None:
-        """Forgets what was asked of instances that have left."""
+        """Forget the Asks at instances that have left."""
         self._unconfirmed.retain(view)
 
     def rest(self, instance_id: str, until_s: float) -> None:
-        """No request asks that instance before then."""
+        """Ask that instance for nothing before `until_s`."""
         self._resting_until_s[instance_id] = until_s
 
     def next_rest_ends_s(self) -> float | None:
-        """When to look again, though the view does not change. None: no instance rests."""
+        """Time at which the next rest ends; None if no instance rests."""
         return min(self._resting_until_s.values(), default=None)
 
     def unconfirmed_count(self) -> int:
-        """Asks whose room counts as taken here."""
+        """Number of Asks whose room counts as taken here."""
         return len(self._unconfirmed)
 
     def _ask(self, seeker: Seeker[KeyT], target: ViewedInstance, shows_room: bool) -> Ask:

@@ -1,4 +1,4 @@
-"""What a chooser has sent to instances and their heartbeats do not show yet. Pure: no clock, no I/O."""
+"""Counts work sent to instances that their heartbeats do not show yet. Pure: no clock, no I/O."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,32 +11,32 @@ KeyT = TypeVar("KeyT")
 
 @dataclass(slots=True)
 class Unconfirmed:
-    """Sums over the pieces of one instance that its last heartbeat does not show yet."""
+    """Totals of one instance's unconfirmed pieces."""
 
     count: int = 0
     amount: int = 0
-    """Tokens of prompts, or blocks: as the chooser counts."""
+    """Prompt tokens, KV blocks or bytes, as the caller counts."""
     heavy_count: int = 0
 
 
 NOTHING = Unconfirmed()
-"""Of an instance to which nothing was sent. Never changed."""
+"""Totals of an instance that was sent nothing. Never mutated."""
 
 
 _Piece = tuple[int, bool]
-"""Its amount, and whether it is heavy."""
+"""(amount, is heavy)"""
 
 
 @dataclass(slots=True)
 class _Sent(Generic[KeyT]):
-    """What was sent to one life of an instance."""
+    """Pieces sent to one incarnation of an instance."""
 
     incarnation: int
     sums: Unconfirmed = field(default_factory=Unconfirmed)
     by_heartbeat: dict[int, dict[KeyT, _Piece]] = field(default_factory=dict)
-    """The pieces by the number of the last heartbeat that was known when they were sent."""
+    """The pieces by the last heartbeat number known when they were sent."""
     confirmed_by: float = math.inf
-    """The first heartbeat that shows some of them."""
+    """Number of the first heartbeat that confirms some of them."""
 
     def add(self, heartbeat: int, key: KeyT, piece: _Piece) -> None:
         pieces = self.by_heartbeat.get(heartbeat)
@@ -51,7 +51,7 @@ class _Sent(Generic[KeyT]):
         sums.heavy_count += piece[1]
 
     def confirm(self, newest: int) -> None:
-        """Takes out what heartbeat `newest` shows."""
+        """Remove the pieces that heartbeat `newest` confirms."""
         for heartbeat in [sent for sent in self.by_heartbeat if newest >= sent + 2]:
             for piece in self.by_heartbeat.pop(heartbeat).values():
                 self.take(piece)
@@ -65,17 +65,17 @@ class _Sent(Generic[KeyT]):
 
 
 class UnconfirmedWork(Generic[KeyT]):
-    """What one chooser has sent, with running sums: asking costs the same however much was sent.
+    """Work sent by one chooser, with running totals: a lookup costs the same however much was sent.
 
-    A piece counts until it is removed, until the second heartbeat after it was sent (the first may have been made while
-    the piece was on its way), or until the instance starts a new life. The caller names pieces by its own keys.
+    A piece counts until it is removed, until the second heartbeat after it was sent (the first may predate its
+    arrival), or until the instance has a new incarnation. The caller supplies the keys of pieces.
     """
 
     def __init__(self) -> None:
         self._sent: dict[str, _Sent[KeyT]] = {}
 
     def add(self, key: KeyT, target: ViewedInstance, amount: int, heavy: bool = False) -> None:
-        """Counts a piece for `target`, as the view shows it now. A piece of the same key is replaced."""
+        """Count a piece for `target`, as the view shows it now; replaces a piece of the same key."""
         record = target.record
         self.remove(key, record.instance_id)
         sent = self._sent.get(record.instance_id)
@@ -84,7 +84,7 @@ class UnconfirmedWork(Generic[KeyT]):
         sent.add(target.load.sequence_number, key, (amount, heavy))
 
     def remove(self, key: KeyT, instance_id: str) -> None:
-        """Stops counting a piece: it was begun, refused or dropped. Unknown pieces are ignored."""
+        """Remove a piece that was begun, refused or dropped. Unknown pieces are ignored."""
         sent = self._sent.get(instance_id)
         if sent is None:
             return
@@ -99,16 +99,16 @@ class UnconfirmedWork(Generic[KeyT]):
             del self._sent[instance_id]
 
     def retain(self, view: ClusterView) -> None:
-        """Forgets what was sent to instances that are not in the view. at() does it for those that began a new life."""
+        """Forget the pieces of instances that are not in the view. at() does so for new incarnations."""
         if not all(map(view.instances.__contains__, self._sent)):
             self._sent = {name: sent for name, sent in self._sent.items() if name in view.instances}
 
     def __len__(self) -> int:
-        """Pieces that were neither removed nor found confirmed."""
+        """Number of pieces neither removed nor found confirmed."""
         return sum(sent.sums.count for sent in self._sent.values())
 
     def at(self, instance: ViewedInstance) -> Unconfirmed:
-        """The sums for an instance, to be read at once: they change with the next call."""
+        """The totals for an instance. Read them at once: they change with the next call."""
         if not self._sent:
             return NOTHING
         instance_id = instance.record.instance_id

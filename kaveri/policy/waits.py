@@ -1,21 +1,21 @@
-"""How long the services wait before they look again for something that was not there. Pure.
+"""Poll intervals and patience of the services. Pure.
 
 Only for what comes without an event. Everything else wakes its waiters at once.
 """
 
 PREFILL_LOOK_S = 1.0
-"""A router, between two looks for a prefill instance that takes a request."""
+"""Router poll interval while no prefill instance accepts a request."""
 QUEUE_FULL_RETRY_S = 0.5
-"""What a prefill instance with a full queue asks of routers."""
+"""Retry delay that a prefill instance with a full queue sends to routers."""
 PROMPT_BLOCKS_RETRY_S = 0.02
-"""Blocks of an aborted request come back without an event, once no transfer can touch them: look again after this."""
+"""Poll interval for blocks of aborted requests, which become free without an event once no transfer can touch them."""
 ROOM_PATIENCE_S = 0.1
-"""A decode instance that showed room has so long to answer before others are asked as well."""
+"""Time for a decode instance that showed room to answer before others are asked as well."""
 ROOM_REST_WHEN_FAILED_S = 0.5
-"""A decode instance is left alone for this time after a push to it failed, or it could not be reached."""
+"""Rest of a decode instance after a failed push or connection."""
 ROOM_LOOK_S = 0.25
-"""A prefill instance, between two looks at a view that does not change."""
+"""Poll interval of a prefill instance while its view does not change."""
 NO_DECODE_INSTANCE_S = 2.0
-"""A request fails when there was no decode instance at all for this long; its router may know of others."""
+"""A request fails after this long without any decode instance; its router may know of others."""
 LINE_LOOK_S = 0.002
-"""Blocks of aborted requests come free without an event: while requests wait, free blocks are looked at this often."""
+"""Poll interval for free blocks while requests wait: blocks of aborted requests become free without an event."""
