@@ -1,6 +1,6 @@
-"""One answer as it grows: its tokens, their text, and what its client has not taken yet.
+"""One answer as it grows: its tokens, their text, and the output that its client has not taken yet.
 
-Tokens that the client has not taken yet are joined in its next response, so what waits is bounded by the answer's own
+Output that the client has not taken is coalesced into its next response, so the backlog is bounded by the answer's own
 length.
 """
 
@@ -14,14 +14,14 @@ from kaveri.domain.sampling import FinishReason
 from kaveri.text.detokenizer import Detokenizer
 
 MAX_OUTPUT_BYTES = 2**18
-"""Of one response, by an estimate from above: what a reader makes of it at once takes some milliseconds, and it is far
-below the largest message, so a wrong estimate does no harm."""
+"""Max bytes of one response, by a conservative estimate. A reader processes that much in a few milliseconds, and it is
+far below the message limit, so an underestimate is harmless."""
 _TOKEN_BYTES = 5
 _LOGPROB_BYTES = 24
 _CHARACTER_BYTES = 4
 SLICE_TOKENS = 512
-"""Tokens that the client has are detokenized in slices, a millisecond of the event loop each, with models whose tokens
-are not plain ten."""
+"""Batch size when detokenizing tokens that the client already has; with models whose tokens are not plain ten, a
+millisecond of the event loop each."""
 
 
 class AnswerPart(NamedTuple):
@@ -33,80 +33,84 @@ class AnswerPart(NamedTuple):
     text: str
     logprobs: Sequence[Any]
     first_position: int = 0
-    """Of the first of the prompt's tokens that are reported on."""
+    """Position of the first reported prompt token."""
     prompt_token_ids: Sequence[int] = ()
     prompt_logprobs: Sequence[Any] = ()
-    """One for each of them; None of position 0."""
+    """One entry per reported prompt token; None for position 0."""
     first_character: int = 0
-    """Characters of the answer before the text."""
+    """Offset of `text` in the answer, in characters."""
     text_offsets: Sequence[int] = ()
-    """Of each token with logprobs: where its text begins, or its character's, in characters of the answer."""
+    """For each token with logprobs, the offset of its text (or of the character that it is part of) in the answer, in
+    characters."""
 
 
 class Answer:
     """The answer over all attempts. Tokens are appended in order, each once."""
 
     def __init__(self, detokenizer: Detokenizer, reported_prompt: Sequence[int] = ()) -> None:
-        """detokenizer: of the request's prompt and stop texts. reported_prompt: the prompt's tokens, when a report on
-        them is wanted."""
+        """detokenizer: for the request's prompt and stop texts. reported_prompt: the prompt's tokens, if prompt
+        logprobs are requested."""
         self._prompt = reported_prompt
         self._reported_count = min(1, len(reported_prompt))
-        """Positions of the prompt whose report has come. Of position 0 there is nothing to say."""
+        """Prompt positions whose logprobs have arrived. Position 0 never has any."""
         self._prompt_logprobs: list[Any] = []
-        """Of those that were not taken. Position 0 enters with what comes next: alone it is no output."""
-        # Garbage collection goes over each item of a list, of all answers in one turn of the event loop.
+        """Prompt logprobs not taken yet. Position 0 is added with the next entries: alone it is no output."""
+        # An array, because garbage collection visits each item of a list, for all answers in one turn of the event
+        # loop.
         self.token_ids: array[int] = array("I")
         self.first_token_s: float | None = None
         self.last_token_s = 0.0
         self._detokenizer = detokenizer
         self._taken_count = 0
         self._text: deque[tuple[int, str]] = deque()
-        """Pieces with the number of tokens that had come when each was decided."""
+        """Text pieces, each with the number of tokens received when it was decided."""
         self._logprobs: list[Any] = []
         self._text_offsets: list[int] = []
-        """One for each of them."""
+        """Text offset of each entry of `_logprobs`."""
         self._skipped_characters = 0
         self._taken_characters = 0
         self.withholds_last = False
-        """Whether take() keeps the last token back. It then comes with the end of the answer."""
+        """True if take() holds the last token back until the end of the answer."""
 
     async def go_on_after(self, token_ids: Sequence[int], characters: int, stop_token_ids: Collection[int]) -> None:
-        """Begins behind what the client has of earlier sessions: take() gives no more of it."""
+        """Resume after the tokens and characters that the client received in earlier sessions; take() does not return
+        them again."""
         self._skipped_characters = self._taken_characters = characters
         for position, token_id in enumerate(token_ids):
             if position % SLICE_TOKENS == SLICE_TOKENS - 1:
                 await asyncio.sleep(0)
             self.token_ids.append(token_id)
-            # A stop token is the last one, and has no text.
+            # A stop token is always last and has no text.
             if not self.stopped and not (position + 1 == len(token_ids) and token_id in stop_token_ids):
                 self._add_text(self._detokenizer.push(token_id))
         self._taken_count = len(self.token_ids)
 
     @property
     def unreceived_characters(self) -> int:
-        """How many characters that the client has are not decided here yet."""
+        """Number of characters that the client has and that are not decided here yet."""
         return self._skipped_characters
 
     @property
     def missing_characters(self) -> int:
-        """Characters that the client claims to have and that its tokens do not hold, text held back included."""
+        """Number of characters that the client claims to have beyond the text of its tokens, which includes text held
+        back."""
         undecided = "" if self.stopped else self._detokenizer.undecided
         return max(0, self._skipped_characters - len(undecided))
 
     @property
     def stopped(self) -> bool:
-        """Whether the text has met a stop text. Nothing is appended any more."""
+        """True once the text has reached a stop text. Nothing is appended afterwards."""
         return self._detokenizer.stopped
 
     @property
     def stop_text(self) -> str | None:
-        """The stop text that the text has met."""
+        """The stop text that the text has reached, if any."""
         return self._detokenizer.stop_text
 
     def append(
         self, token_ids: Sequence[int], logprobs: Sequence[Any], finish: FinishReason | None, now_s: float
     ) -> None:
-        """Takes the next tokens, up to the one whose text completes a stop text. finish: they end the answer."""
+        """Append tokens, up to the one whose text completes a stop text. finish: set if they end the answer."""
         if self._detokenizer.stopped:
             return
         if len(self._prompt) == 1 and token_ids and not self.token_ids:
@@ -114,7 +118,7 @@ class Answer:
         self.last_token_s = now_s
         if self.first_token_s is None:
             self.first_token_s = now_s
-        # The stop token is part of the answer's tokens and logprobs, not of its text, like with vLLM.
+        # As in vLLM, the stop token is part of the answer's tokens and logprobs, but not of its text.
         text_count = len(token_ids) - (finish is FinishReason.STOP)
         for position, token_id in enumerate(token_ids):
             self.token_ids.append(token_id)
@@ -127,7 +131,7 @@ class Answer:
                     return
 
     def append_prompt(self, first: int, entries: Sequence[Any]) -> None:
-        """Takes what is said of the prompt's positions from `first` on; drops those that it has already."""
+        """Append logprobs of the prompt's positions from `first` on; skips positions already received."""
         seen = self._reported_count - first
         if self.lacks_prompt and seen >= 0:
             new = entries[seen : seen + len(self._prompt) - self._reported_count]
@@ -138,21 +142,21 @@ class Answer:
 
     @property
     def lacks_prompt(self) -> bool:
-        """Whether a part of the report on the prompt is still to come."""
+        """True while logprobs of the prompt are still missing."""
         return self._reported_count < len(self._prompt)
 
     def flush(self) -> None:
-        """Releases the text that is held back: no more tokens come."""
+        """Release the text held back; no more tokens follow."""
         self._add_text(self._detokenizer.flush())
 
     @property
     def has_output(self) -> bool:
-        """Whether take() has something."""
+        """True if take() has output."""
         ready = len(self.token_ids) - self.withholds_last
         return self._taken_count < ready or self._has_text(ready) or bool(self._prompt_logprobs)
 
     def take(self) -> AnswerPart:
-        """What was not taken yet; the first part of it when that would be too large for a response."""
+        """Take the pending output, or its first part if it exceeds one response."""
         if self._prompt_logprobs:
             return self._take_prompt()
         index = self._taken_count
@@ -175,7 +179,7 @@ class Answer:
         return part
 
     def _take_prompt(self) -> AnswerPart:
-        """A part of the report on the prompt. The first token comes behind all of it."""
+        """Take part of the prompt's logprobs. The first token comes after all of them."""
         first = self._reported_count - len(self._prompt_logprobs)
         room, count = MAX_OUTPUT_BYTES // 2, 0
         for entry in self._prompt_logprobs:
@@ -188,7 +192,7 @@ class Answer:
         return AnswerPart(self._taken_count, [], "", (), first, self._prompt[first : first + len(entries)], entries)
 
     def _fitting_count(self) -> int:
-        """How many of the tokens that were not taken fit into a response, with their logprobs."""
+        """Number of pending tokens that fit into a response, with their logprobs."""
         untaken = len(self.token_ids) - self.withholds_last - self._taken_count
         room = MAX_OUTPUT_BYTES // 2
         if not self._logprobs:
@@ -203,7 +207,7 @@ class Answer:
         return bool(self._text) and self._text[0][0] <= token_count
 
     def _take_text(self) -> str:
-        """The text of the tokens that were taken, as far as it fits into a response."""
+        """Take the text of the taken tokens, as far as it fits into a response."""
         pieces: list[str] = []
         room = MAX_OUTPUT_BYTES // 2 // _CHARACTER_BYTES
         while room > 0 and self._has_text(self._taken_count):

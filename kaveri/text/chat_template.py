@@ -1,4 +1,4 @@
-"""Renders conversations with a model's chat template, and checks that the prompt has the text of every message."""
+"""Renders conversations with a model's chat template, and checks that the prompt contains the text of every message."""
 
 import json
 import re
@@ -15,19 +15,19 @@ from kaveri.errors import DeadlineExceeded, InvalidArgument
 from kaveri.text.content_format import ContentFormat
 
 _MAX_RENDER_S = 10.0
-"""A template that writes nothing more within this time loops; 131,072 messages take less than 2 s."""
+"""Max rendering time: a slower template is in a loop; 131,072 messages take less than 2 s."""
 _SAMPLE_RENDER_S = 2.0
 _SAMPLED_ROLES = (("user",), ("user", "assistant", "user"), ("system", "user"))
 _SAMPLE = "Kaveri sample"
 _SAMPLE_KEY = "kaveri_sample_key"
-"""In each part of a sample. A template that writes it dumps the list of parts instead of going over it."""
+"""Marker in each part of a sample. A template that writes it dumps the list of parts instead of iterating over it."""
 _CLOSING_TAG = re.compile(r"</[^<>]*>|\[/[A-Z_]+\]|◁/think▷")
 _SWITCH = re.compile(r"/(?:no_?)?think\b")
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedTurn:
-    """One message as the template gets it."""
+    """A message as passed to the template."""
 
     role: str
     texts: Sequence[str]
@@ -35,7 +35,7 @@ class RenderedTurn:
 
 
 class MissingText(Exception):
-    """The prompt lacks the text of a message."""
+    """A message whose text is missing from the prompt."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -46,25 +46,25 @@ class MissingText(Exception):
 class ChatTemplate:
     """The chat template of one model.
 
-    A rendered prompt must have the text of every message, and be rendered again with joined parts where it has not.
-    What counts as the text: of an assistant's message, what comes after its last closing tag, because templates leave
-    out the reasoning of earlier turns; of any message, the text without white space at its ends, as it is, escaped as
-    JSON, or in pieces between the switches `/think` and `/no_think`, which some templates take out. A text that
-    also occurs elsewhere in the prompt counts as present.
+    A rendered prompt must contain the text of every message; otherwise it is rendered again with joined parts. The text
+    of an assistant's message is what follows its last closing tag, because templates leave out the reasoning of earlier
+    turns. A text is present if it occurs stripped of surrounding white space, as it is, escaped as JSON, or in pieces
+    between the switches `/think` and `/no_think`, which some templates remove. A text that also occurs elsewhere in the
+    prompt counts as present.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, content_format: ContentFormat = ContentFormat.AUTO) -> None:
         self._tokenizer = tokenizer
         self._special_tokens: Mapping[str, Any] = tokenizer.special_tokens_map
         self.content_format = self._detect() if content_format is ContentFormat.AUTO else content_format
-        """What the template gets: not AUTO."""
+        """Format in which the template receives content; never AUTO."""
         self._formats = [self.content_format]
         if content_format is ContentFormat.AUTO and self.content_format is ContentFormat.OPENAI:
-            # A template may go over the parts of some roles only.
+            # A template may iterate over the parts of some roles only.
             self._formats.append(ContentFormat.STRING)
 
     def render(self, turns: Sequence[RenderedTurn], most_characters: int, deadline_s: float) -> str:
-        """The prompt, up to where the assistant speaks.
+        """Render the prompt, up to the start of the assistant's turn.
 
         Raises MissingText when the prompt lacks the text of a message; InvalidArgument when the template refuses the
         conversation or fails, and when it writes more than `most_characters` or for too long; DeadlineExceeded when
@@ -82,7 +82,7 @@ class ChatTemplate:
         raise MissingText(lacking)
 
     def samples(self) -> list[str]:
-        """What the template writes around messages of each usual role, as far as it takes the role."""
+        """Render a sample turn of each usual role that the template accepts."""
         found = (self._sample(roles, self.content_format) for roles in _SAMPLED_ROLES)
         return [sample for sample in found if sample is not None]
 
@@ -108,7 +108,7 @@ class ChatTemplate:
         except DeadlineExceeded:
             raise
         except Exception as error:
-            # Templates are programs that come with models: they raise what they like, RecursionError for example.
+            # Templates are programs supplied with models: they may raise anything, RecursionError for example.
             limit = f"as the model's chat template wants: {type(error).__name__}: {error!s:.200}"
             if isinstance(error, _Refused):
                 limit = str(error)
@@ -118,7 +118,7 @@ class ChatTemplate:
 
     def _pieces(self, messages: list[dict[str, Any]], check: Callable[[], None]) -> Any:
         def checked_range(*arguments: int) -> range:
-            # Loops that write nothing.
+            # Checks the deadline in loops that write nothing.
             check()
             return safe_range(*arguments)
 
@@ -134,7 +134,7 @@ class ChatTemplate:
         )
 
     def _detect(self) -> ContentFormat:
-        """OPENAI if the template writes the text of parts, and not as a dump of the list; else STRING."""
+        """Return OPENAI if the template writes the text of parts, and not as a dump of the list; else STRING."""
         for roles in _SAMPLED_ROLES:
             for content_format in (ContentFormat.OPENAI, ContentFormat.STRING):
                 sample = self._sample(roles, content_format)
@@ -154,7 +154,7 @@ class ChatTemplate:
 
 
 class _Refused(Exception):
-    """A limit that a rendered prompt breaks."""
+    """Raised when rendering exceeds a limit."""
 
 
 def _contents(texts: Sequence[str], content_format: ContentFormat) -> Sequence[str]:
@@ -170,10 +170,10 @@ def _messages(contents: Sequence[tuple[str, Sequence[str]]], content_format: Con
 
 
 def first_missing(contents: Sequence[tuple[str, Sequence[str]]], prompt: str, deadline_s: float) -> int | None:
-    """Index of the first message of which the prompt lacks a text.
+    """Index of the first message with a text missing from the prompt; None if all are present.
 
-    Takes time that grows with the prompt's length alone where the template keeps the messages' order. System messages
-    may be elsewhere: their order is their own.
+    Linear in the prompt's length if the template keeps the messages' order. System messages may move: their order is
+    checked separately.
     """
     ends = {False: 0, True: 0}
     for number, (role, texts) in enumerate(contents):
@@ -191,7 +191,7 @@ def first_missing(contents: Sequence[tuple[str, Sequence[str]]], prompt: str, de
 
 
 def _end_of(text: str, prompt: str, start: int) -> int | None:
-    """Where `text` ends in the prompt, from `start` on if it is there. None: the prompt lacks it."""
+    """End of `text` in the prompt, searched from `start` first; None if missing."""
     end = _end_of_exactly(text, prompt, start)
     if end is None:
         end = _end_of_exactly(json.dumps(text, ensure_ascii=False)[1:-1], prompt, start)

@@ -1,14 +1,14 @@
-"""How chat templates get the content of messages."""
+"""Formats in which chat templates receive the content of messages."""
 
 import enum
 
 
 class ContentFormat(enum.StrEnum):
-    """How a template gets the content of a message; the names are vLLM's."""
+    """Format of a message's content in a template; the names are vLLM's."""
 
     AUTO = "auto"
-    """As parts if the template goes over parts, else as a text."""
+    """OPENAI if the template iterates over parts, else STRING."""
     STRING = "string"
-    """As a text; parts are joined by line breaks."""
+    """One text; parts are joined by line breaks."""
     OPENAI = "openai"
-    """As a list of text parts."""
+    """A list of text parts."""

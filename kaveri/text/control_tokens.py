@@ -1,4 +1,4 @@
-"""Keeps text that looks like a control token from becoming one, so a message cannot start another role's turn."""
+"""Prevents text that looks like a control token from becoming one, so a message cannot start another role's turn."""
 
 import json
 import re
@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from tokenizers import AddedToken, Tokenizer, normalizers
 
 _SLICE_CHARACTERS = 65_536
-"""Text is searched in slices: one search holds the interpreter for a few milliseconds at most."""
+"""Text is searched in slices: one search holds the GIL for a few milliseconds at most."""
 
 
 class ControlTokens:
-    """The control tokens of one model, and a tokenizer that reads their text as plain text where it is marked.
+    """The control tokens of one model, with a tokenizer that encodes marked ones as plain text.
 
     Control tokens are the special tokens, and the added tokens that the chat template writes around turns.
     """
@@ -29,20 +29,20 @@ class ControlTokens:
         if any(token.normalized for token in added.values() if token.content in control):
             self._normalizer = backend.normalizer
         self.backend = _without_marker(backend, control, self._marker)
-        """Encodes as the original does, but removes markers after it has looked for control tokens."""
+        """Tokenizer that encodes as the original does, but removes markers after the search for control tokens."""
 
     def mark_all(self, texts: Iterable[str]) -> tuple[list[str], bool]:
-        """mark() for several texts: whether any of them has control tokens."""
+        """Mark several texts; the flag is True if any of them has control tokens."""
         marked = [self.mark(text) for text in texts]
         return [text for text, _ in marked], any(found for _, found in marked)
 
     def mark(self, text: str) -> tuple[str, bool]:
-        """Puts a marker into each control token of `text`. Returns the text and whether it has any; then encode with
+        """Insert a marker into each control token of `text`. Returns the text and whether it has any; encode it with
         `backend`."""
         pieces: list[str] = []
         taken = 0
         for position in self._positions(text):
-            # After the first character of the token, so an overlapping token is found and broken as well.
+            # Inserted after the token's first character, so that overlapping tokens are found and broken as well.
             pieces += text[taken : position + 1], self._marker
             taken = position + 1
         if pieces:
@@ -67,7 +67,7 @@ class ControlTokens:
 
 
 def _is_written(token: str, rendered: Iterable[str]) -> bool:
-    """Whether the template writes an added token. Words and white space are always text."""
+    """Return True if the template writes an added token. Words and white space always count as text."""
     return not token.isspace() and not token.isalnum() and any(token in text for text in rendered)
 
 
@@ -84,8 +84,8 @@ def _without_marker(backend: Tokenizer, control: set[str], marker: str) -> Token
 
 
 def _alternatives(words: Iterable[str]) -> str:
-    """A regular expression for the words, or their shortest beginnings among the words, that branches per letter:
-    as quick with thousands of words as with one."""
+    """Return a regular expression that matches the words, or their shortest prefixes among the words, branching per
+    letter: as fast for thousands of words as for one."""
     branches: dict[str, set[str]] = {}
     for word in words:
         branches.setdefault(word[0], set()).add(word[1:])

@@ -1,4 +1,4 @@
-"""Turns one answer's token ids into text as they come, and finds stop texts across token boundaries."""
+"""Converts one answer's token ids to text incrementally, and finds stop texts across token boundaries."""
 
 import copy
 from collections.abc import Collection, Sequence
@@ -9,9 +9,9 @@ from kaveri.text.plain_tokens import PlainTokens
 from kaveri.text.stop_matcher import StopMatcher
 
 _UNDECIDED_TOKENS = 8
-"""Tokens that may wait for the end of a character. The longest character has four bytes, so four tokens."""
+"""Max tokens that wait for the end of a character. A character has at most four bytes, so four tokens."""
 _CONTEXT_TOKENS = 4
-"""Tokens kept as context where text is cut off between undecodable bytes; for a prompt, this many or a few more."""
+"""Context tokens kept when text is cut between undecodable bytes; for a prompt, this many or a few more."""
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -39,10 +39,10 @@ class Detokenizer:
         known_characters: int = 0,
     ) -> None:
         """backend: shared with others. stop: texts that end the answer; the text is cut before the first match.
-        min_tokens: a stop text that is complete with so many tokens is ignored, as in vLLM. skipped_ids: the special
-        tokens, which have no text; where one is itself a stop text, it ends the answer; None: all tokens have text.
-        plain: spares the decoding of most tokens. known_characters: of the answer, in which stop texts were looked for
-        already: those that end there are not found again."""
+        min_tokens: a stop text completed within this many tokens is ignored, as in vLLM. skipped_ids: the special
+        tokens, which have no text; one that is itself a stop text ends the answer; None: all tokens have text. plain:
+        avoids the decoding of most tokens. known_characters: length of the answer's prefix already searched; stop texts
+        that end in it are not found again."""
         self._backend = backend
         self._plain = plain
         self._matcher = StopMatcher(stop, known_characters) if stop else None
@@ -53,25 +53,24 @@ class Detokenizer:
         ids = ((backend.token_to_id(text), text) for text in stop)
         self._hidden_stops = {token_id: text for token_id, text in ids if token_id in skipped_ids}
         """Stop texts that are special tokens, by id."""
-        # Decoded together: [0, new) are sent, and are the context of the others     [new, end) are not sent, or not
-        # completely
+        # Decoded together: [0, new) is sent, and is the context of the rest; [new, end) is unsent, at least in part.
         self._window: list[int] = []
         self._new = 0
         self._left = ""
-        """The text of the window that was sent, or belongs to the prompt."""
+        """Text of the window that was sent, or belongs to the prompt."""
         self.decided_characters = 0
-        """Characters of the answer that are decided, with those that are held back for a stop text."""
+        """Number of decided characters, including those held back for a stop text."""
         self.stop_text: str | None = None
-        """The stop text that was found."""
+        """The stop text found, if any."""
         self._begin_after(prompt_token_ids)
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop text was found; nothing more may be pushed."""
+        """True once a stop text was found; push() must not be called afterwards."""
         return self.stop_text is not None
 
     def push(self, token_id: int) -> str:
-        """Adds the next token and returns the text that is decided now, often empty."""
+        """Append a token and return the newly decided text, often empty."""
         if self._ignoring:
             self._ignoring -= 1
         plain = self._plain.text(token_id) if self._plain is not None else None
@@ -85,7 +84,7 @@ class Detokenizer:
         return self._scan(piece) if piece else piece
 
     def flush(self) -> str:
-        """The text held back, at the end of the answer."""
+        """Return the text held back, at the end of the answer."""
         if self.stopped:
             return ""
         rest = ""
@@ -104,14 +103,14 @@ class Detokenizer:
         return other.flush()
 
     def _flush_at_stop(self, token_id: int) -> str:
-        """The text held back, before a special token that is a stop text."""
+        """Return the text held back, before a special token that is a stop text."""
         rest = self.flush()
         if not self.stopped:
             self.stop_text = self._hidden_stops[token_id]
         return rest
 
     def _begin_with(self, token_id: int, plain: str) -> None:
-        """All text is decided up to this token, which is plain: what follows needs no other context."""
+        """Restart the window at a plain token, before which all text is decided: no other context is needed."""
         self._window, self._new, self._left = [token_id], 1, plain
 
     def _begin_after(self, prompt_token_ids: Sequence[int]) -> None:
@@ -127,13 +126,13 @@ class Detokenizer:
         for count in range(_CONTEXT_TOKENS, 2 * _CONTEXT_TOKENS):
             window = tail[-count:]
             text = self._decode(window)
-            # A context that begins inside a character would corrupt the text after it.
+            # A context that starts inside a character would corrupt the text after it.
             if not text.startswith(_REPLACEMENT):
                 self._window, self._new, self._left = window, len(window), text
                 return
 
     def _decided(self) -> str:
-        """The newly decided text of the window. Sent text becomes context; older context is dropped."""
+        """Return the newly decided text of the window. Sent text becomes context; older context is dropped."""
         overdue = len(self._window) - self._new > _UNDECIDED_TOKENS
         text = self._decode(self._window)
         if not overdue and (text.endswith(_REPLACEMENT) or text == self._left):
@@ -143,7 +142,7 @@ class Detokenizer:
             return ""
         left = self._left
         if text.endswith(_REPLACEMENT):
-            # Only the end can still change.
+            # Only the tail can still change.
             self._window = self._window[-_CONTEXT_TOKENS:]
             self._new = 1
             self._left = self._decode(self._window)
@@ -156,7 +155,8 @@ class Detokenizer:
         return text[len(left) :]
 
     def _continued(self, text: str) -> str:
-        """`text`, the window's, if it still begins with the sent text. Otherwise the new tokens start a window."""
+        """Return `text`, the window's, if it still starts with the sent text. Otherwise the new tokens start a
+        window."""
         if text.startswith(self._left):
             return text
         self._window, self._new, self._left = self._window[self._new :], 0, ""

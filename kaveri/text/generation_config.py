@@ -1,5 +1,4 @@
-"""What a model's generation_config says: the tokens that end an answer, and how tokens are drawn where a request does
-not say it. Needs no torch."""
+"""Reads a model's generation_config: the tokens that end an answer, and sampling defaults. Needs no torch."""
 
 import json
 from collections.abc import Mapping
@@ -17,9 +16,9 @@ from kaveri.telemetry.logs import get_logger
 
 FILE_NAME = "generation_config.json"
 AUTO, NONE = "auto", "none"
-"""Values of --generation-config that are no path."""
+"""Values of --generation-config other than a path."""
 _USED = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_new_tokens": "max_tokens"}
-"""The values that are used, with their names in SamplingParams. As vLLM's ModelConfig.get_diff_sampling_param."""
+"""Supported keys, with their names in SamplingParams. As vLLM's ModelConfig.get_diff_sampling_param."""
 _UNUSED: dict[str, tuple[Any, ...]] = {
     "min_p": (0.0,),
     "typical_p": (1.0,),
@@ -43,32 +42,33 @@ _UNUSED: dict[str, tuple[Any, ...]] = {
     "min_new_tokens": (0,),
     "stop_strings": ([],),
 }
-"""What else changes answers of transformers' generate or of vLLM, with the values that change nothing."""
+"""Unsupported keys that change answers in transformers' generate or in vLLM, with their neutral values."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundGenerationConfig:
-    """The values of one model, and the file that they were read from."""
+    """The values of one model, and the file that they come from."""
 
     origin: str
     values: Mapping[str, Any]
-    """Without those that are null."""
+    """Values without nulls."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What requests get that leave parameters unset."""
+    """Defaults for parameters that requests leave unset."""
 
     params: SamplingParams = field(default_factory=SamplingParams)
-    """temperature, top_p, top_k and max_tokens, as far as the model has them; all else is unset."""
+    """temperature, top_p, top_k and max_tokens, where the model sets them; all else is unset."""
     most_tokens: int | None = None
-    """Limit of every answer, whatever its request asks for. None: the model's length alone."""
+    """Upper limit of every answer, overriding its request. None: the model's length alone."""
 
 
 def read_generation_config(source: str | Path, config: Any = None) -> FoundGenerationConfig:
-    """Of a model's folder or hub id. Without the file: what transformers makes of the model's own configuration.
+    """Read the generation_config of a model's folder or hub id. Without the file: transformers' defaults for the
+    model's configuration.
 
-    config: the model's, as AutoConfig reads it; None: it is read if it is needed. Raises ConfigError, naming --model.
+    config: the model's, as AutoConfig reads it; None: read on demand. Raises ConfigError, naming --model.
     """
     path = cached_file(str(source), FILE_NAME, _raise_exceptions_for_missing_entries=False)
     if path is None:
@@ -79,10 +79,10 @@ def read_generation_config(source: str | Path, config: Any = None) -> FoundGener
 
 
 def read_sampling_defaults(given: str, model: str) -> SamplingDefaults:
-    """Reads the defaults for requests, and logs what it uses of them and what it does not. Blocks.
+    """Read the request defaults, and log which values are used and which are not. Blocks.
 
     given: --generation-config: AUTO, NONE, or the path of another file or its folder, whose max_new_tokens also limits
-    every answer, as vLLM has it. model: a path, a hub id or a bundled name. Raises ConfigError, naming the flag.
+    every answer, as in vLLM. model: a path, a hub id or a bundled name. Raises ConfigError, naming the flag.
     """
     if given == NONE:
         return SamplingDefaults()
@@ -105,14 +105,14 @@ def read_sampling_defaults(given: str, model: str) -> SamplingDefaults:
 
 
 def parse_defaults(found: FoundGenerationConfig, flag: str = "--model") -> SamplingParams:
-    """The values that requests get for what they leave unset; do_sample is ignored, as vLLM does. Pure. Raises
-    ConfigError, naming flag, file, key and value, for a value that no request may have."""
+    """Return the defaults for unset parameters; do_sample is ignored, as in vLLM. Pure. Raises ConfigError, naming
+    flag, file, key and value, for a value that no request may have."""
     chosen: dict[str, Any] = {}
     for key, name in _USED.items():
         value = found.values.get(key)
         if value is None:
             continue
-        # vLLM's word for "all".
+        # vLLM's value for "all".
         chosen[name] = 0 if (key, value) == ("top_k", -1) else value
         try:
             SamplingParams(**{name: chosen[name]})
@@ -124,7 +124,7 @@ def parse_defaults(found: FoundGenerationConfig, flag: str = "--model") -> Sampl
 
 
 def unused_values(found: FoundGenerationConfig) -> dict[str, Any]:
-    """The values that would change answers of transformers' generate or of vLLM, and that Kaveri does not use. Pure."""
+    """Values that change answers in transformers' generate or in vLLM, and that Kaveri ignores. Pure."""
     return {name: value for name, value in found.values.items() if name in _UNUSED and value not in _UNUSED[name]}
 
 
@@ -140,10 +140,10 @@ def _read_file(path: Path, flag: str) -> FoundGenerationConfig:
 
 
 def end_token_ids(found: FoundGenerationConfig, config: Any, vocab_size: int) -> frozenset[int]:
-    """The ids that end an answer: generation_config's, else the text model's configuration's.
+    """Token ids that end an answer: generation_config's, else the text model's configuration's.
 
-    Ids outside [0, vocab_size) are dropped with a line in the log: no token can be one of them, and transformers'
-    generate goes on as if they were not there. Raises ConfigError for a value that holds no ids.
+    Ids outside [0, vocab_size) are dropped with a line in the log: no token can have them, and transformers' generate
+    ignores them. Raises ConfigError for a value that holds no ids.
     """
     ids, undrawable, origin = parse_end_token_ids(found, config, vocab_size)
     if undrawable:
@@ -156,7 +156,7 @@ def end_token_ids(found: FoundGenerationConfig, config: Any, vocab_size: int) ->
 def parse_end_token_ids(
     found: FoundGenerationConfig, config: Any, vocab_size: int
 ) -> tuple[frozenset[int], list[int], str]:
-    """As end_token_ids: the ids below vocab_size, the others, and the file that has them. Pure."""
+    """Return the ids below vocab_size, the others, and their file; see end_token_ids. Pure."""
     value, origin = found.values.get("eos_token_id"), found.origin
     if value is None:
         value, origin = getattr(config.get_text_config(), "eos_token_id", None), "config.json"

@@ -1,4 +1,4 @@
-"""What a model's own files say of it, and those of its tokenizer as one archive, for clients that tokenize."""
+"""Reads a model's own facts, and its tokenizer files as one archive for clients that tokenize."""
 
 import hashlib
 import io
@@ -31,19 +31,19 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What the model's own files say."""
+    """Facts and tokenizer archive of one model."""
 
     generation: FoundGenerationConfig
     facts: Mapping[str, Any]
-    """model_type, architectures, eos_token_ids, pad_token_id and bos_token_id; 0 for an id that the model has not."""
+    """model_type, architectures, eos_token_ids, pad_token_id and bos_token_id; 0 for a missing id."""
     archive: bytes
-    """The tokenizer's files as a zip file, the same for the same files; empty when there are none."""
+    """The tokenizer's files as a reproducible zip file; empty if there are none."""
     sha256: str
-    """Of the archive, in hexadecimal."""
+    """Hexadecimal digest of the archive."""
 
 
 def read_model_files(model: str) -> ModelFiles:
-    """Of a path, a hub id or a bundled name. Blocks."""
+    """Read the files of a path, a hub id or a bundled name. Blocks."""
     source = resolve_model(model)
     whole = AutoConfig.from_pretrained(source)
     config = whole.get_text_config()
@@ -71,7 +71,7 @@ def _archive(source: str) -> bytes:
         for name in _TOKENIZER_FILES:
             path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
             if path is not None:
-                # Without the file's time.
+                # Omit the file's time, so that the archive is reproducible.
                 archive.writestr(zipfile.ZipInfo(name), Path(path).read_bytes(), zipfile.ZIP_DEFLATED)
         is_empty = not archive.namelist()
     return b"" if is_empty else written.getvalue()

@@ -1,4 +1,4 @@
-"""The text of tokens that stand for the same text wherever they stand."""
+"""Text of tokens that is independent of their context."""
 
 from collections.abc import Collection
 
@@ -6,10 +6,10 @@ from tokenizers import Tokenizer, decoders
 
 
 class PlainTokens:
-    """Tokens of ASCII text, of a tokenizer that joins the bytes of its tokens and changes nothing (a byte-level one).
+    """Tokens of ASCII text in a byte-level tokenizer, which concatenates the bytes of its tokens unchanged.
 
-    For other tokenizers no token is plain: some leave out a first space, or join a token to the one before it.
-    Remembers each token once it was asked for.
+    For other tokenizers no token is plain: some drop a leading space, or join a token to the one before it. Each token
+    is cached on first use.
     """
 
     def __init__(self, backend: Tokenizer, skipped_ids: Collection[int]) -> None:
@@ -20,7 +20,7 @@ class PlainTokens:
         self._texts: dict[int, str | None] = {}
 
     def text(self, token_id: int) -> str | None:
-        """The token's text, at least one character; None: it is not plain."""
+        """The token's text, at least one character; None if it is not plain."""
         try:
             return self._texts[token_id]
         except KeyError:

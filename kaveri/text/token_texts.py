@@ -1,4 +1,4 @@
-"""What single tokens stand for, as reports about tokens show them."""
+"""Text of single tokens, as shown in reports about tokens."""
 
 import re
 from typing import NamedTuple
@@ -10,29 +10,29 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenPiece(NamedTuple):
-    """What a token adds to a text."""
+    """Text and bytes of one token."""
 
     text: str
-    """A part of a character is U+FFFD. Empty for an id without a token."""
+    """Text; part of a character is U+FFFD. Empty for an id without a token."""
     raw_bytes: bytes
-    """Its bytes where they are not those of the text in UTF-8, else empty."""
+    """The token's bytes if they differ from the text in UTF-8, else empty."""
 
 
 class TokenTexts:
-    """Remembers each token once it was asked for; so it holds at most the vocabulary."""
+    """Cache of token pieces; holds at most the vocabulary."""
 
     def __init__(self, backend: Tokenizer) -> None:
         """backend: shared with others."""
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        # Decoders leave out the space before the first word, so a token is decoded after another one.
+        # Decoders drop the space before the first word, so a token is decoded after another one.
         self._before = backend.encode("a", add_special_tokens=False).ids[-1:]
         self._text_before = str(backend.decode(self._before))
         self._pieces: dict[int, TokenPiece] = {}
 
     def piece(self, token_id: int) -> TokenPiece:
-        """What the token stands for, alone."""
+        """Text and bytes of the token alone."""
         piece = self._pieces.get(token_id)
         if piece is None:
             piece = self._pieces[token_id] = self._look_up(token_id)
@@ -53,7 +53,7 @@ class TokenTexts:
 
 
 def _bytes_of(token: str) -> bytes:
-    """The bytes that an entry of a vocabulary stands for; none if they are written in neither known way."""
+    """Bytes that a vocabulary entry stands for; empty if it is written in neither known way."""
     if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
         return bytes.fromhex(byte[1])
     try:
@@ -65,7 +65,7 @@ def _bytes_of(token: str) -> bytes:
 def _byte_letters() -> dict[str, int]:
     """Letter to byte, in the vocabularies of byte-level BPE (GPT-2, encoder.py, bytes_to_unicode).
 
-    A printable character of Latin-1 is its own byte. The other bytes have letters from U+0100 on, in their order.
+    A printable Latin-1 character is its own byte. The other bytes have letters from U+0100 on, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -1,4 +1,4 @@
-"""Turns text and conversations into token ids with the model's own tokenizer. Needs no torch."""
+"""Converts text and conversations to token ids with the model's own tokenizer. Needs no torch."""
 
 import asyncio
 import time
@@ -23,11 +23,11 @@ from kaveri.text.token_texts import TokenPiece, TokenTexts
 
 ResultT = TypeVar("ResultT")
 _INLINE_CHARACTERS = 1_024
-"""Shorter prompts are tokenized on the event loop: it takes less than a millisecond."""
+"""Max length of prompts tokenized on the event loop, in less than a millisecond."""
 _INLINE_MESSAGES = 16
 MAX_ROLE_CHARACTERS = 64
 _MARKED_CHARACTERS = 9
-"""Most characters that marking makes of one."""
+"""Max length of one character after marking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class ChatMessage:
     role: str
     content: str = ""
     parts: Sequence[str] = ()
-    """The content in parts, instead."""
+    """The content in parts, as an alternative."""
 
 
 class Turn(Protocol):
-    """What a conversation consists of: a ChatMessage, or a message of the wire."""
+    """A turn of a conversation: a ChatMessage, or a protobuf message."""
 
     @property
     def role(self) -> str: ...
@@ -67,18 +67,18 @@ class ModelTokenizer:
         vocab_size: int,
         content_format: ContentFormat = ContentFormat.AUTO,
     ) -> None:
-        """content_format: how the chat template gets messages."""
+        """content_format: format in which the chat template receives messages."""
         self.backend: Tokenizer = tokenizer.backend_tokenizer
-        # A tokenizer.json may have both from its training. They would truncate or pad prompts.
+        # A tokenizer.json may keep both settings from its training. They would truncate or pad prompts.
         self.backend.no_truncation()
         self.backend.no_padding()
         self.vocab_size = vocab_size
         """Size of the model's vocabulary, which may be padded beyond the tokenizer's."""
         vocabulary = self.backend.get_vocab()
         self.unknown_tokens = {token: token_id for token, token_id in vocabulary.items() if token_id >= vocab_size}
-        """The tokens for which the model has no embedding, with their ids. Text that needs one is refused."""
+        """Tokens without an embedding in the model, with their ids. Text that needs one is refused."""
         self.longest_token_bytes = max((len(token.encode()) for token in vocabulary), default=1)
-        """Size in UTF-8 of the longest entry of the vocabulary: input may have this many bytes for each token."""
+        """UTF-8 size of the longest vocabulary entry: the input limit in bytes per token."""
         self.chat_template = ChatTemplate(tokenizer, content_format) if tokenizer.chat_template else None
         added = self.backend.get_added_tokens_decoder()
         self._skipped_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -89,13 +89,13 @@ class ModelTokenizer:
 
     @classmethod
     def load(cls, model: str, content_format: ContentFormat = ContentFormat.AUTO) -> "ModelTokenizer":
-        """Loads from a path, a hub id or a bundled name. Blocks for seconds. Raises ConfigError, naming --model."""
+        """Load from a path, a hub id or a bundled name. Blocks for seconds. Raises ConfigError, naming --model."""
         source = resolve_model(model)
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)
             vocab_size = int(AutoConfig.from_pretrained(source).get_text_config().vocab_size)
-        except Exception as error:  # whichever class: files of others are parsed there
-            # The first line says what is wrong; the rest is advice about hub tokens and caches.
+        except Exception as error:  # any exception type: files of others are parsed here
+            # The first line states the error; the rest is advice about hub tokens and caches.
             first_line = str(error).partition("\n")[0].rstrip(": ") or type(error).__name__
             if first_line.endswith("one of"):
                 first_line = "its folder holds no tokenizer.json, and no files that one can be made of"
@@ -116,11 +116,11 @@ class ModelTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether conversations can be encoded."""
+        """True if conversations can be encoded."""
         return self.chat_template is not None
 
     def close(self) -> None:
-        """Ends the threads; texts in work are dropped."""
+        """Stop the threads; unfinished texts are dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def detokenizer(
@@ -132,7 +132,7 @@ class ModelTokenizer:
         *,
         skip_special_tokens: bool = True,
     ) -> Detokenizer:
-        """Turns the answer to a prompt into text. min_tokens, known_characters: as for Detokenizer."""
+        """Return a detokenizer for the answer to a prompt. min_tokens, known_characters: as for Detokenizer."""
         return Detokenizer(
             self.backend,
             stop,
@@ -144,8 +144,8 @@ class ModelTokenizer:
         )
 
     async def encode(self, text: str, max_tokens: int, deadline_s: float) -> list[int]:
-        """Token ids of a raw prompt, with the special tokens that the model's tokenizer adds by itself. Special tokens
-        in the text are special tokens.
+        """Encode a raw prompt, with the special tokens that the model's tokenizer adds by itself. Special tokens in the
+        text are special tokens.
 
         Raises InvalidArgument when there are more than `max_tokens`, or more bytes than that many tokens may have, and
         for a token that the model does not have; DeadlineExceeded when time.monotonic() reaches `deadline_s`.
@@ -156,7 +156,7 @@ class ModelTokenizer:
         return self._known("prompt.text", ids)
 
     async def decode(self, token_ids: Sequence[int], deadline_s: float) -> str:
-        """The text of token ids, with special tokens. Raises InvalidArgument for ids outside the vocabulary, and
+        """Decode token ids, including special tokens. Raises InvalidArgument for ids outside the vocabulary, and
         DeadlineExceeded as encode()."""
         check_token_ids("token_ids", token_ids, self.vocab_size)
         ids = list(token_ids)
@@ -164,16 +164,16 @@ class ModelTokenizer:
         return await self._run(short, deadline_s, lambda: str(self.backend.decode(ids, skip_special_tokens=False)))
 
     def token_text(self, token_id: int) -> str:
-        """What a token stands for, alone; a part of a character is U+FFFD. Empty for an id without a token."""
+        """Text of a single token; part of a character is U+FFFD. Empty for an id without a token."""
         return self.token_piece(token_id).text
 
     def token_piece(self, token_id: int) -> TokenPiece:
-        """The same with its bytes, where those are not the text's."""
+        """Text of a single token, with its bytes if they differ from the text."""
         return self._token_texts.piece(token_id)
 
     async def encode_chat(self, messages: Sequence[Turn], max_tokens: int, deadline_s: float) -> list[int]:
-        """Token ids of a conversation, rendered with the chat template up to where the assistant speaks. Control tokens
-        in a message or its role are plain text.
+        """Encode a conversation, rendered with the chat template up to the start of the assistant's turn. Control
+        tokens in a message or its role are plain text.
 
         Raises as encode(), and InvalidArgument when there are more messages and parts than tokens, when a role is too
         long, when the model has no template, and as ChatTemplate.render().
@@ -215,12 +215,12 @@ class ModelTokenizer:
             raise InvalidArgument(field, "\n".join(turn.parts) or turn.content, limit) from error
         _check_time(deadline_s)
         backend = self._control.backend if marked else self.backend
-        # The template writes the special tokens itself.
+        # The template itself writes the special tokens.
         token_ids = _ids(backend, text, max_tokens, add_special_tokens=False)
         return self._known("prompt.messages", token_ids)
 
     def _known(self, field: str, token_ids: list[int]) -> list[int]:
-        """The ids themselves. Raises InvalidArgument for one that the model does not have."""
+        """Return the ids unchanged. Raises InvalidArgument for one that the model does not have."""
         if self.unknown_tokens and (largest := max(token_ids, default=0)) >= self.vocab_size:
             limit = f"text of the model's own tokens, whose ids are below {self.vocab_size}"
             raise InvalidArgument(field, f"text with the token {self.backend.id_to_token(largest)!r}, {largest}", limit)
@@ -243,7 +243,7 @@ class ModelTokenizer:
 
 
 def _is_short(messages: Sequence[Turn]) -> bool:
-    """Whether a conversation may be encoded on the event loop."""
+    """Return True if a conversation may be encoded on the event loop."""
     if len(messages) > _INLINE_MESSAGES or sum(len(turn.parts) for turn in messages) > _INLINE_MESSAGES:
         return False
     texts = [text for turn in messages for text in (turn.role, turn.content, *turn.parts)]
@@ -251,13 +251,13 @@ def _is_short(messages: Sequence[Turn]) -> bool:
 
 
 def _check_time(deadline_s: float) -> None:
-    """Raises DeadlineExceeded, for work that no caller waits for any more."""
+    """Raise DeadlineExceeded once no caller waits for the work."""
     if time.monotonic() > deadline_s:
         raise DeadlineExceeded
 
 
 def _ids(backend: Tokenizer, text: str, max_tokens: int, *, add_special_tokens: bool) -> list[int]:
-    # The batch call releases the interpreter, encode() does not; the fast one keeps nothing that is slow to free.
+    # The batch call releases the GIL, encode() does not; the fast variant keeps nothing that is slow to free.
     (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     if len(encoding) > max_tokens:
         raise InvalidArgument("prompt", f"{len(encoding)} tokens", f"at most {max_tokens} tokens")
