@@ -1,1 +1,1 @@
-"""Who is in the cluster: leases, heartbeats, the view, and the table of requests in flight."""
+"""Cluster state: leases, heartbeats, the view, and the table of requests in flight."""

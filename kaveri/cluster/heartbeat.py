@@ -1,4 +1,4 @@
-"""Keeps an instance registered: heartbeats with its load at a steady pace, and at once when something changed."""
+"""Keeps an instance registered: heartbeats with its load at a steady interval, and at once after a change."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,16 +10,16 @@ from kaveri.errors import ConfigError
 from kaveri.telemetry.logs import get_logger
 
 _MIN_PAUSE_S = 0.01
-"""Between two heartbeats, however often beat_now() is called: at most a hundred a second."""
+"""Min interval between heartbeats, regardless of beat_now(): at most a hundred a second."""
 
 
 class Heartbeat:
-    """The heartbeats of one instance's life. For one event loop."""
+    """Sends the heartbeats of one incarnation. Not thread-safe: for one event loop."""
 
     def __init__(
         self, store: ClusterStore, record: InstanceRecord, load: Callable[[], InstanceLoad], interval_s: float = 0.1
     ) -> None:
-        """load: says how busy the instance is now; its sequence_number is filled in here."""
+        """load: returns the current load; its sequence_number is filled in here."""
         self._store = store
         self._record = record
         self._load = load
@@ -29,10 +29,10 @@ class Heartbeat:
         self._stopping = False
 
     async def run(self) -> None:
-        """Registers the instance and keeps it registered until stop(); then deregisters it and returns.
+        """Register the instance and keep it registered until stop(); then deregister it and return.
 
-        Cancelled, it leaves the lease to run out. Raises ConfigError when another process has registered under the same
-        instance id: of two lives the older one ends, also when it only was frozen for a while.
+        If cancelled, the lease expires by itself. Raises ConfigError when another process has registered under the same
+        instance id: the older incarnation ends, even if it was only frozen for a while.
         """
         while not self._stopping:
             self._due.clear()
@@ -46,11 +46,11 @@ class Heartbeat:
         await self._store.deregister(self._record)
 
     def beat_now(self) -> None:
-        """Asks for a heartbeat at once: the load changed in a way that others should know. Cheap; call it freely."""
+        """Request a heartbeat at once, after a load change that others should know. Cheap; may be called often."""
         self._due.set()
 
     def stop(self) -> None:
-        """Asks run() to deregister the instance and return."""
+        """Ask run() to deregister the instance and return."""
         self._stopping = True
         self._due.set()
 

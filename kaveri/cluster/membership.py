@@ -1,10 +1,10 @@
-"""What one process knows of the cluster: the instances it has heard of, and their leases on a clock of its own.
+"""One process's knowledge of the cluster: the instances, and their leases on a local clock.
 
-That clock counts only time in which the store was heard: it stands still while the store is away, and while this
-process does not run (a stalled event loop, a stopped process), because heartbeats then wait unread. Wall clocks of
-different machines are never compared.
+That clock advances only while the store is reachable: it stops while the store is away, and while this process does not
+run (a stalled event loop, a stopped process), because heartbeats then wait unread. Wall clocks of different machines
+are never compared.
 
-Pure: time comes from the caller's clock, and waiting for a change is view_changes.py's.
+Pure: time comes from the caller's clock; view_changes.py waits for changes.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,24 +14,24 @@ from kaveri.domain.running_clock import RunningClock
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, ViewedInstance
 
 MAX_TICK_S = 0.25
-"""Most seconds that one tick adds to the leases' clock: stores tick more often than this when all is well."""
+"""Max seconds by which one tick advances the leases' clock; stores normally tick more often."""
 
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """One life of an instance, as views show it. Only its Membership changes it."""
+    """One incarnation of an instance, as views show it. Mutated only by its Membership."""
 
     record: InstanceRecord
     clock: Callable[[], float]
-    """The process's."""
+    """The process's clock."""
     load: InstanceLoad
-    """As views show it."""
+    """Load as views show it."""
     sequence_number: int
-    """Of its last heartbeat."""
+    """Sequence number of its last heartbeat."""
     heard_at_s: float
-    """On the process's clock."""
+    """Arrival of its last heartbeat, on the process's clock."""
     lease_end_s: float
-    """On the leases' clock."""
+    """End of its lease, on the leases' clock."""
 
     @property
     def heartbeat_age_s(self) -> float:
@@ -40,10 +40,10 @@ class Member:
 
 
 class Membership:
-    """The members whose leases hold. A store feeds it."""
+    """The members with a valid lease. Fed by a store."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """clock: seconds that never go back."""
+        """clock: monotonic seconds."""
         self._clock = clock
         self._leases = RunningClock(clock(), MAX_TICK_S)
         self._members: dict[str, Member] = {}
@@ -55,11 +55,11 @@ class Membership:
 
     @property
     def connected(self) -> bool:
-        """Whether the store can be reached and takes heartbeats, as far as known."""
+        """True if the store is reachable and accepts heartbeats, as far as known."""
         return self._connected
 
     def record_of(self, instance_id: str, incarnation: int) -> InstanceRecord | None:
-        """The record of that life, when it is a member: records do not change, so they are read once."""
+        """Record of that incarnation, if it is a member: records are immutable, so each is parsed once."""
         member = self._members.get(instance_id)
         return member.record if member is not None and member.record.incarnation == incarnation else None
 
@@ -70,9 +70,9 @@ class Membership:
         remaining_s: float | None = None,
         heartbeat_age_s: float | None = None,
     ) -> None:
-        """Takes in a heartbeat. remaining_s: what is left of its lease; None: all of it.
+        """Process a heartbeat. remaining_s: rest of its lease; None: the full lease.
 
-        heartbeat_age_s: seconds since it was made; None: what its lease has lost.
+        heartbeat_age_s: seconds since it was made; None: the elapsed part of its lease.
         """
         remaining_s = record.lease_ttl_s if remaining_s is None else min(remaining_s, record.lease_ttl_s)
         if heartbeat_age_s is None:
@@ -95,24 +95,24 @@ class Membership:
         self.on_change()
 
     def forget(self, instance_id: str, incarnation: int) -> None:
-        """Takes in that this life has ended. Another life of the instance stays."""
+        """Remove this incarnation; another one of the instance stays."""
         if self.record_of(instance_id, incarnation) is not None:
             self._remove([instance_id])
 
     def tick(self) -> None:
-        """Takes in that the store was just heard: time passes, and leases end, unless the store is lost."""
+        """Advance the leases' clock after contact with the store and expire leases; no-op while the store is lost."""
         if not self._connected:
             return
         self._leases.tick(self._clock())
         self._end_leases()
 
     def store_lost(self) -> None:
-        """The store is away, or refuses heartbeats: time stands still."""
+        """Stop the leases' clock: the store is away, or refuses heartbeats."""
         if self._connected:
             self._set_connected(False)
 
     def store_returned(self) -> None:
-        """The store is back, perhaps without its state: every member has one lease time to show up."""
+        """Restart the leases' clock. The store may have lost its state, so every member has one lease time to renew."""
         if self._connected:
             return
         self._leases.skip(self._clock())
@@ -121,8 +121,8 @@ class Membership:
         self._set_connected(True)
 
     def view(self) -> ClusterView:
-        """The members now: the same object until an instance comes, goes, drains, grows or serves other phases, or the
-        store is lost or returns."""
+        """The current members: the same object until an instance comes, goes, drains, grows or serves other phases, or
+        the store is lost or returns."""
         if not self._is_view_current:
             instances: Mapping[str, ViewedInstance] = dict(self._members)
             self._view = ClusterView(instances, self._connected)
@@ -146,12 +146,12 @@ class Membership:
         self.on_change()
 
     def _shown(self, load: InstanceLoad, former: Member) -> InstanceLoad:
-        """What the view shows of a heartbeat that is not older than the former one of the same life."""
+        """Load to show for a heartbeat that is not older than the `former` one of the same incarnation."""
         return load
 
 
 def _fixed(load: InstanceLoad) -> tuple[object, ...]:
-    """What stays the same within one view."""
+    """The part of a load that is constant within one view."""
     phases = load.phases, load.ending_phases, load.phase_order
     return load.state, load.total_blocks, load.replica_total_bytes, *phases
 

@@ -1,4 +1,4 @@
-"""The cluster's state in the memory of one process, for tests. Held to the same conformance suite as redis_store."""
+"""In-memory cluster state of one process, for tests. Passes the same conformance suite as redis_store."""
 
 import asyncio
 import itertools
@@ -33,7 +33,7 @@ class _Leader:
 
 
 class MemoryCluster:
-    """The state that several MemoryStore objects share. For one event loop."""
+    """State shared by several MemoryStore objects. Not thread-safe: for one event loop."""
 
     def __init__(self) -> None:
         self._registration_numbers = itertools.count()
@@ -48,17 +48,17 @@ class MemoryCluster:
         self._refuses_heartbeats = False
 
     def refuse_heartbeats(self, refuses: bool) -> None:
-        """Lets heartbeats be refused, and nothing else be entered, as by a Redis without memory; False ends it."""
+        """Refuse heartbeats and writes, as a Redis without memory does; False stops it."""
         self._refuses_heartbeats = refuses
 
     def take_away(self) -> None:
-        """Lets every store find the state unreachable, as when Redis dies."""
+        """Make the state unreachable for every store, as when Redis dies."""
         self._away = True
         for membership in self._members:
             membership.store_lost()
 
     def bring_back(self, *, empty: bool = False) -> None:
-        """Ends take_away(). empty: what was held is gone, as when Redis was restarted."""
+        """Undo take_away(). empty: the state is lost, as when Redis was restarted."""
         self._away = False
         if empty:
             self._held.clear()
@@ -68,24 +68,24 @@ class MemoryCluster:
             membership.store_returned()
 
     def join(self, membership: Membership) -> None:
-        """Loads the state into a new member and pushes every change to it from now on."""
+        """Load the state into a new member, and push every later change to it."""
         self._members.append(membership)
         self._hear_heartbeats(membership)
 
     def leave(self, membership: Membership) -> None:
-        """Ends join()."""
+        """Undo join()."""
         self._members.remove(membership)
         if membership in self._hears_heartbeats:
             self._hears_heartbeats.remove(membership)
 
     def tick(self, membership: Membership) -> None:
-        """Lets time pass for a member, and lets it hear what it should while a leader is heard, or is not."""
+        """Advance a member's clock, and make it follow heartbeats unless it receives a leader's broadcasts."""
         if not isinstance(membership, MonitoredMembership) or membership.is_silent():
             self.follow_heartbeats(membership)
             membership.tick()
 
     def follow_heartbeats(self, membership: Membership) -> None:
-        """Lets a member hear every heartbeat, from the present state on. Nothing to do when it does already."""
+        """Make a member receive every heartbeat, from the current state on. Idempotent."""
         if membership not in self._hears_heartbeats:
             self._hear_heartbeats(membership)
 
@@ -98,12 +98,12 @@ class MemoryCluster:
 
     @property
     def away(self) -> bool:
-        """Whether the state cannot be reached."""
+        """True if the state cannot be reached."""
         return self._away
 
     @property
     def lost(self) -> bool:
-        """Whether the state cannot be reached, or takes nothing in."""
+        """True if the state cannot be reached, or refuses writes."""
         return self._away or self._refuses_heartbeats
 
     @property
@@ -138,7 +138,7 @@ class MemoryCluster:
                 membership.forget(record.instance_id, record.incarnation)
 
     def is_registered(self, instance_id: str, incarnation: int) -> bool:
-        """Whether that life's lease holds."""
+        """Return True if that incarnation's lease is valid."""
         held = self._held.get(instance_id)
         return held is not None and held.record.incarnation == incarnation and held.expires_at_s > time.monotonic()
 
@@ -173,29 +173,29 @@ class MemoryCluster:
         return True
 
     def request(self, request_id: str) -> RequestClaim | None:
-        """The claim of a request id."""
+        """Return the claim of a request id."""
         record, expires_at_s = self._requests.get(request_id, (None, 0.0))
         if expires_at_s > time.monotonic():
             return record
-        # For good: a clock that jumps back must not bring it back.
+        # Delete it for good: a clock that jumps back must not revive it.
         self._requests.pop(request_id, None)
         return None
 
     def put_request(self, claim: RequestClaim, ttl_s: float) -> None:
-        """Enters or replaces a claim."""
+        """Insert or replace a claim."""
         self._requests[claim.request_id] = (claim, time.monotonic() + ttl_s)
 
     def update_request(self, claim: RequestClaim) -> None:
-        """Replaces a claim that is held by one that equals it, with another hint."""
+        """Replace an equal claim with one that has another hint."""
         if self.request(claim.request_id) == claim:
             self._requests[claim.request_id] = (claim, self._requests[claim.request_id][1])
 
     def remove_request(self, request_id: str) -> None:
-        """Ends a claim."""
+        """Remove a claim."""
         del self._requests[request_id]
 
     def request_ids(self) -> tuple[str, ...]:
-        """All claimed ids, expired ones too."""
+        """All claimed ids, including expired ones."""
         return tuple(self._requests)
 
 

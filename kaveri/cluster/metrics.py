@@ -1,4 +1,4 @@
-"""The metrics of a process's part in the cluster, whatever its service."""
+"""Metrics of a process's cluster membership, for every service."""
 
 from prometheus_client import Counter
 

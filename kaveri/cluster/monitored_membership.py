@@ -1,9 +1,9 @@
-"""The members of the cluster as the cluster monitor's broadcasts name them.
+"""Cluster members according to the cluster monitor's broadcasts.
 
-From TetriInfer's cluster monitor (arXiv 2401.11181, section 3.2). An instance in a broadcast keeps its lease; one that
-is missing is gone. A lease runs only while a leader is heard: without one, no instance is lost. A new
-leader may briefly know less than its predecessor (a router that started just when the store lost its state), so
-instances that only the predecessor named stay for one lease.
+From TetriInfer's cluster monitor (arXiv 2401.11181, section 3.2). An instance in a broadcast keeps its lease; a missing
+one is removed. Leases run only while a leader broadcasts: without one, no instance is lost. A new leader may briefly
+know less than its predecessor (a router that started just when the store lost its state), so instances that only the
+predecessor named stay for one lease.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,12 @@ from kaveri.cluster.membership import Member, Membership
 from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast, is_broadcast
 
 SILENT_AFTER_S = 2.0
-"""Seconds without a broadcast after which heartbeats are followed instead: longer than another router takes to lead."""
+"""Seconds without a broadcast after which heartbeats are followed instead; longer than a new leader's election
+takes."""
 
 
 class MonitoredMembership(Membership):
-    """The instances that are broadcast, fed by broadcasts, and by heartbeats while is_silent()."""
+    """Members that are broadcast, fed by broadcasts, and by heartbeats while is_silent()."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(clock)
@@ -27,15 +28,15 @@ class MonitoredMembership(Membership):
 
     @property
     def fencing_token(self) -> int:
-        """The greatest one heard; 0 before the first broadcast."""
+        """Greatest fencing token received; 0 before the first broadcast."""
         return self._newest[0]
 
     def is_silent(self) -> bool:
-        """Whether no leader has been heard for so long that heartbeats are to be followed."""
+        """Return True if no broadcast arrived for SILENT_AFTER_S, so that heartbeats should be followed."""
         return self._clock() - self._broadcast_at_s > SILENT_AFTER_S
 
     def take_in(self, broadcast: LoadBroadcast) -> bool:
-        """Takes in a broadcast. False: it is of a leader that has been replaced, or older than the last one."""
+        """Process a broadcast. Return False if it is from a deposed leader, or older than the last one."""
         number = broadcast.fencing_token, broadcast.sequence_number
         if number <= self._newest:
             return False
@@ -44,8 +45,8 @@ class MonitoredMembership(Membership):
         self._broadcast_at_s = self._clock()
         ended = self._named if same_leader else {}
         self._named = {status.record.instance_id: status.record.incarnation for status in broadcast.instances}
-        # Leases end after the renewals: the time since the last broadcast does not count against the instances that
-        # this one names.
+        # Leases end after the renewals: the time since the last broadcast does not count against the instances named
+        # here.
         self._leases.tick(self._clock())
         for status in broadcast.instances:
             self.learn(status.record, status.load, heartbeat_age_s=status.heartbeat_age_s)
@@ -62,20 +63,20 @@ class MonitoredMembership(Membership):
         remaining_s: float | None = None,
         heartbeat_age_s: float | None = None,
     ) -> None:
-        """See Membership.learn. Instances that are not broadcast are ignored, and forgotten when they were."""
+        """See Membership.learn. Instances that are no longer broadcast are removed, others of that kind ignored."""
         if is_broadcast(InstanceStatus(record, load)):
             super().learn(record, load, remaining_s, heartbeat_age_s)
         else:
             self.forget(record.instance_id, record.incarnation)
 
     def store_lost(self) -> None:
-        """See Membership.store_lost. A leader must be heard again."""
+        """See Membership.store_lost. Broadcasts count only after the next one arrives."""
         self._broadcast_at_s = -float("inf")
         super().store_lost()
 
     def _shown(self, load: InstanceLoad, former: Member) -> InstanceLoad:
-        # Counted as heard: between two broadcasts an instance makes many heartbeats. A caller that waits for the second
-        # one after having sent something there (kaveri.policy.unconfirmed.UnconfirmedWork) would take all of them for
-        # later than that, though the first broadcast that arrives may tell what was before it.
+        # Counts broadcasts instead of heartbeats: an instance makes many heartbeats between two broadcasts. A caller
+        # that waits for the second one after a send (kaveri.policy.unconfirmed.UnconfirmedWork) would otherwise accept
+        # the first broadcast, whose content may predate the send.
         heard = former.load.sequence_number + (load.sequence_number > former.sequence_number)
         return replace(load, sequence_number=heard)

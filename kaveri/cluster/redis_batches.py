@@ -1,4 +1,4 @@
-"""Sends Redis commands that are asked for at about the same time together: one write and one read for all of them."""
+"""Batches concurrent Redis commands: one write and one read for all of them."""
 
 import asyncio
 import contextlib
@@ -11,14 +11,14 @@ from redis.exceptions import ResponseError
 
 _BATCH_COUNT = 200
 _CLOSED = "handler is closed"
-"""Part of what uvloop says of a write to a connection that was closed a moment ago."""
+"""Part of uvloop's error for a write to a connection closed a moment ago."""
 
 Command = tuple[bytes | str | int, ...]
 
 
 @contextlib.contextmanager
 def closed_as_lost() -> Iterator[None]:
-    """Raises redis.exceptions.ConnectionError for a write to a closed connection, where uvloop raises RuntimeError."""
+    """Raise redis.exceptions.ConnectionError for a write to a closed connection, where uvloop raises RuntimeError."""
     try:
         yield
     except RuntimeError as error:
@@ -28,15 +28,15 @@ def closed_as_lost() -> Iterator[None]:
 
 
 class CommandBatches:
-    """One batch is under way at a time; commands that come meanwhile form the next one, and run after it, in order.
+    """Runs one batch at a time; commands that arrive meanwhile form the next batch, in order.
 
-    It keeps one connection of the pool. The client's own methods would borrow one for every command and make a task to
-    limit each write and each read, at several times the cost. What waits is bounded by the callers, each of which waits
-    for its own answer.
+    It keeps one connection of the pool. The client's own methods would borrow one for every command and create a task
+    to limit each write and each read, at several times the cost. The backlog is bounded by the callers, each of which
+    waits for its own answer.
     """
 
     def __init__(self, pool: ConnectionPool, answer_timeout_s: float) -> None:
-        """answer_timeout_s: of each answer."""
+        """answer_timeout_s: timeout of each answer."""
         self._pool = pool
         self._answer_timeout_s = answer_timeout_s
         self._connection: Connection | None = None
@@ -44,7 +44,8 @@ class CommandBatches:
         self._sending: asyncio.Task[None] | None = None
 
     async def execute(self, *command: bytes | str | int) -> Any:
-        """The answer to a command. Raises what the client raises. A caller that is cancelled does not stop it."""
+        """Run a command and return its answer. Raises what the client raises. Cancelling the caller does not stop
+        it."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((command, answer))
         if self._sending is None:
@@ -52,7 +53,7 @@ class CommandBatches:
         return await answer
 
     async def close(self) -> None:
-        """Waits for the batch that is under way, then drops the rest. Its time is limited by the time-outs."""
+        """Wait for the running batch, then drop the rest. Bounded by the timeouts."""
         if self._sending is not None:
             await asyncio.wait({self._sending})
         if self._connection is not None:
@@ -64,7 +65,7 @@ class CommandBatches:
                 batch, self._waiting = self._waiting[:_BATCH_COUNT], self._waiting[_BATCH_COUNT:]
                 try:
                     answers = await self._answers([command for command, _ in batch])
-                except Exception as error:  # Each caller gets it.
+                except Exception as error:  # Every caller receives the error.
                     answers = [error] * len(batch)
                 for (_, future), answer in zip(batch, answers, strict=True):
                     if future.done():
@@ -80,10 +81,10 @@ class CommandBatches:
         connection = self._connection
         if connection is None:
             connection = self._connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
-            # The time-out below is cheaper than the connection's own.
+            # The timeout below is cheaper than the connection's own.
             connection.socket_timeout = None
         elif connection.is_connected and await _is_broken(connection):
-            # Redis has closed it since the last batch.
+            # Redis closed the connection since the last batch.
             await connection.disconnect(nowait=True)
         loop = asyncio.get_running_loop()
         answers: list[Any] = []
@@ -100,7 +101,7 @@ class CommandBatches:
 
 
 async def _is_broken(connection: Connection) -> bool:
-    """Whether there is anything to read while no answer is due: the end of the stream, say."""
+    """Return True if there is data to read while no answer is due, such as the end of the stream."""
     try:
         return bool(await connection.can_read())
     except NotConnected:

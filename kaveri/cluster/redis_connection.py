@@ -1,4 +1,4 @@
-"""Opens the connections to Redis, with their limits."""
+"""Opens connections to Redis, with their limits."""
 
 import asyncio
 import time
@@ -16,7 +16,8 @@ from kaveri.telemetry.logs import get_logger
 
 _CONNECT_TIMEOUT_S = 0.7
 ANSWER_TIMEOUT_S = 0.9
-"""Of each answer: what takes several may take longer, so that a distant Redis is slow and not lost."""
+"""Timeout of each answer. A request with several answers may take longer, so that a distant Redis is slow but not
+lost."""
 FIRST_ANSWER_TIMEOUT_S = 3.0
 _REPORT_EVERY_S = 5.0
 _MAX_CONNECTIONS = 16
@@ -24,10 +25,9 @@ _PAUSE_S = 0.25
 
 
 async def connect(url: str, needs: RedisNeeds, wait_s: float = FIRST_ANSWER_TIMEOUT_S) -> Redis:
-    """A client whose user has all permissions that are needed. Raises ConfigError when Redis does not answer within
-    `wait_s` seconds, within FIRST_ANSWER_TIMEOUT_S when it answers and refuses for now, and at once when it lacks a
-    permission or is in cluster mode. Writes a line to the log every 5 s meanwhile.
-    """
+    """Connect a client whose user has all needed permissions. Raises ConfigError when Redis does not answer within
+    `wait_s` seconds, within FIRST_ANSWER_TIMEOUT_S when it answers but refuses for now, and at once when it lacks a
+    permission or is in cluster mode. Logs a line every 5 s meanwhile."""
     try:
         pool = BlockingConnectionPool.from_url(
             client_url(url),
@@ -70,14 +70,14 @@ async def connect(url: str, needs: RedisNeeds, wait_s: float = FIRST_ANSWER_TIME
 
 
 async def _check_kind(client: Redis, url: str) -> None:
-    """Raises NotPermitted for a Redis in cluster mode, and warns of one that may evict keys; not where the user may not
-    run INFO."""
+    """Raise NotPermitted for a Redis in cluster mode, and warn of one that may evict keys; skipped where the user may
+    not run INFO."""
     try:
         facts: dict[str, Any] = await client.info()
     except NoPermissionError:
         return
     except ResponseError as error:
-        # To SELECT, for another database than 0.
+        # For SELECT, needed for any database but 0.
         raise NotPermitted(CLUSTER_MODE) if "cluster mode" in str(error) else error from error
     if facts.get("cluster_enabled"):
         raise NotPermitted(CLUSTER_MODE)
@@ -92,12 +92,12 @@ async def _check_kind(client: Redis, url: str) -> None:
 
 
 def bad_url(url: str, error: ValueError) -> ConfigError:
-    """The error for a URL that cannot be read."""
-    # The reason may quote a part of a password that is not percent-encoded.
+    """Error for a URL that cannot be parsed."""
+    # The reason may quote part of a password that is not percent-encoded.
     hint = "its database must be a number, and special characters of its password percent-encoded"
     return ConfigError("--redis-url", f"{shown(url)!r} is no Redis URL: {hint if '@' in url else error}")
 
 
 def why(error: BaseException) -> str:
-    """What an error says; its type when it says nothing."""
+    """Text of an error; its type if it has none."""
     return str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""What services need Redis to permit, in one list, and the check at start that it does.
+"""Redis permissions that services need, in one list, and the check for them at start.
 
 The list follows from the store's scripts and from what it sends itself. A test runs the store's conformance suite as a
 user who has these permissions and no others, and starts a service without each of them.
@@ -41,7 +41,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "PUBLISH": ("{channel}", ""),
     "PING": (),
 }
-"""How each command is written, so that Redis takes it into a transaction."""
+"""Argument patterns that make Redis accept each command in a transaction."""
 
 
 CLUSTER_MODE = "it is in cluster mode, which Kaveri does not support: name a Redis without it"
@@ -52,7 +52,7 @@ class RedisNeeds:
     """Commands, and patterns of keys and channels."""
 
     commands: frozenset[str]
-    """In capitals: "SCRIPT LOAD"."""
+    """In upper case: "SCRIPT LOAD"."""
     keys: tuple[str, ...]
     channels: tuple[str, ...] = ()
 
@@ -60,11 +60,11 @@ class RedisNeeds:
         return RedisNeeds(self.commands | other.commands, self.keys + other.keys, self.channels + other.channels)
 
     def rules(self) -> tuple[str, ...]:
-        """As ACL SETUSER takes them, with those of the check itself."""
+        """Rules for ACL SETUSER, including those of the check itself."""
         return "+multi", *(rule for rule, _ in self.probes()), "+discard"
 
     def probes(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """(rule, command) of each permission."""
+        """One (rule, command) pair per permission."""
         for command in sorted(self.commands):
             yield _command_rule(command), _written(command, self.keys[0], "".join(self.channels[:1]))
         for key in self.keys:
@@ -74,11 +74,11 @@ class RedisNeeds:
 
 
 class NotPermitted(Exception):
-    """Redis refuses for good. The text says what."""
+    """Redis refuses permanently; the text gives the reason."""
 
 
 def store_needs(prefix: str) -> RedisNeeds:
-    """What the store needs. prefix: of its names."""
+    """Permissions of the store. prefix: of its names."""
     scripts = [script for name, script in vars(redis_scripts).items() if name.isupper()]
     called = frozenset(command for script in scripts for command in _CALLED.findall(script))
     keys, channels = (tuple(f"{prefix}:{name}" for name in names) for names in (_KEYS, _CHANNELS))
@@ -86,18 +86,18 @@ def store_needs(prefix: str) -> RedisNeeds:
 
 
 async def check_permissions(pool: BlockingConnectionPool, needs: RedisNeeds) -> None:
-    """Asks Redis for all of it in a transaction that is then discarded: nothing is executed, and nothing written.
+    """Probe all permissions in a transaction that is then discarded: nothing is executed or written.
 
-    Raises NotPermitted, or the ResponseError with which Redis refuses for now: READONLY, OOM, MISCONF and others.
+    Raises NotPermitted, or the ResponseError of a temporary refusal: READONLY, OOM, MISCONF and others.
     """
     connection = await pool.get_connection()  # type: ignore[no-untyped-call]
     try:
-        # Alone: without it Redis would execute what follows.
+        # Checked alone: without it Redis would execute the following commands.
         answers = await _ask(connection, [("+multi", ("MULTI",))])
         if not any(answers.values()):
             answers |= await _ask(connection, [*needs.probes(), ("+discard", ("DISCARD",))])
     finally:
-        # A transaction that was left open ends with its connection.
+        # A transaction that is left open ends with its connection.
         await connection.disconnect()
         await pool.release(connection)
     errors = {rule: error for rule, error in answers.items() if error is not None}
@@ -112,7 +112,7 @@ async def check_permissions(pool: BlockingConnectionPool, needs: RedisNeeds) -> 
 
 
 async def _ask(connection: Any, probes: Iterable[tuple[str, tuple[str, ...]]]) -> dict[str, ResponseError | None]:
-    """What Redis answers to each probe, by the rule that permits it; None: it takes it."""
+    """Error for each probe, by the rule that permits it; None if Redis accepts it."""
     rules, commands = zip(*probes, strict=True)
     await connection.send_packed_command(connection.pack_commands(commands))
     return {rule: await _error(connection) for rule in rules}
@@ -127,7 +127,7 @@ async def _error(connection: Any) -> ResponseError | None:
 
 
 def _is_missing(rule: str, error: ResponseError) -> bool:
-    """Whether the error says that this rule is missing. Commands are checked before keys and channels."""
+    """Return True if the error reports this rule as missing. Commands are checked before keys and channels."""
     if "unknown command" in str(error):
         return rule.startswith("+")
     return isinstance(error, NoPermissionError) and rule.startswith("+") == ("command" in str(error))

@@ -1,12 +1,12 @@
-"""The Lua scripts of redis_store: what Redis does in one step. None asks Redis for the time.
+"""Lua scripts of redis_store: its atomic operations. None reads Redis's clock.
 
 The counters are a hash: `state`, a random name of this state of Redis, new when the former one was lost; `registration`
 and `token`, the last numbers drawn.
 """
 
-# The life that registered last holds an instance id. A life that registers for the first time takes it at once. One
-# that has registered before takes it back only from an older life, and numbers tell the order of two lives only when
-# both were drawn in one state of Redis. Otherwise the holder keeps it: it registered after that state was lost.
+# The latest registration owns an instance id. A new incarnation takes it at once. One that has registered before takes
+# it back only from an older one; numbers order two incarnations only if both were drawn in one state of Redis.
+# Otherwise the current one keeps it: it registered after that state was lost.
 #
 # KEYS: the instance, the set of ids, the counters.
 # ARGV: registration or "", incarnation, instance id, status, lease in ms, channel, name for a new state, greatest

@@ -55,21 +55,21 @@ ResultT = TypeVar("ResultT")
 
 _START_TIMEOUT_S = 15.0
 _RECONNECT_MIN_S = 0.02
-# With the connect timeout this stays under the default lease, so that everybody is back within one lease of Redis.
+# With the connect timeout this stays under the default lease, so everyone is back within one lease of Redis's return.
 _RECONNECT_MAX_S = 0.25
 _PING_AFTER_S = 0.1
 _LOST_AFTER_S = 1.0
 _REPORT_AGAIN_S = 60.0
 _BATCH_COUNT = 500
 _SCAN_TIMEOUT_S = 5.0
-"""Of requests(), which no service calls: it reads the names of all keys, those of others too."""
+"""Timeout of requests(), which no service calls: it scans all keys, including those of other programs."""
 
 _REFUSALS = (ResponseError, AuthenticationError)
-"""What Redis answers when it does not do what it is asked: OOM, READONLY, MISCONF, NOAUTH and others."""
+"""Errors with which Redis refuses a command: OOM, READONLY, MISCONF, NOAUTH and others."""
 
 
 class RedisStore:
-    """A ClusterStore on Redis."""
+    """ClusterStore backed by Redis."""
 
     def __init__(
         self,
@@ -96,9 +96,9 @@ class RedisStore:
         self._hears_heartbeats = True
         self._is_heard = True
         self._refusal = ""
-        """Why the last heartbeat was refused; empty: it was not."""
+        """Reason why the last heartbeat was refused; empty if it was accepted."""
         self._reported_s: dict[str, float] = {}
-        """When a failing command was logged, by its reason."""
+        """Time of the last log line by failure reason."""
         self._registrations: dict[tuple[str, int], bytes] = {}
         self._campaigns_token = 0
         self._client: Redis | None = None
@@ -154,7 +154,7 @@ class RedisStore:
             self._greatest_token,
         ]
         try:
-            # Also while they are refused: that is how their end is noticed.
+            # Sent even while they are refused, to notice when that ends.
             answer = await self._unless_away(self._heartbeat_script(keys=keys, args=arguments), None)
         except _REFUSALS as error:
             self._take_in_refusal(why(error))
@@ -234,11 +234,11 @@ class RedisStore:
 
     @property
     def _greatest_token(self) -> int:
-        """The greatest fencing token known here."""
+        """Greatest fencing token known here."""
         return max(self._campaigns_token, self._monitored.fencing_token if self._monitored is not None else 0)
 
     def _key(self, name: str) -> str:
-        """The name of a key or channel of this cluster."""
+        """Name of a key or channel of this cluster."""
         return f"{self._prefix}:{name}"
 
     def _instance_key(self, instance_id: str) -> str:
@@ -248,7 +248,7 @@ class RedisStore:
         return self._key(f"request:{request_id}")
 
     async def _unless_lost(self, command: Awaitable[ResultT], otherwise: ResultT) -> ResultT:
-        """The answer to a command; `otherwise` when Redis is lost, at once."""
+        """Await a command; return `otherwise` when Redis is lost, at once."""
         if self._refusal:
             _drop(command)
             return otherwise
@@ -259,7 +259,7 @@ class RedisStore:
             return otherwise
 
     async def _unless_away(self, command: Awaitable[ResultT], otherwise: ResultT) -> ResultT:
-        """The answer to a command; `otherwise` when Redis cannot be reached. Raises _REFUSALS."""
+        """Await a command; return `otherwise` when Redis cannot be reached. Raises _REFUSALS."""
         if not self._is_heard:
             _drop(command)
             return otherwise
@@ -276,7 +276,7 @@ class RedisStore:
                 raise asyncio.CancelledError
 
     def _report_failure(self, reason: str) -> None:
-        """Logs that a command failed, unless it did so for the same reason a short time ago."""
+        """Log a failed command, unless the same reason was logged recently."""
         now_s = time.monotonic()
         self._reported_s = {each: at_s for each, at_s in self._reported_s.items() if now_s - at_s < _REPORT_AGAIN_S}
         if reason not in self._reported_s:
@@ -284,7 +284,7 @@ class RedisStore:
             get_logger().warning("redis_command_failed", error=reason)
 
     def _take_in_refusal(self, reason: str) -> None:
-        """Notes whether a heartbeat was accepted. reason: why it was refused; empty: it was accepted."""
+        """Record whether a heartbeat was accepted. reason: of the refusal; empty: accepted."""
         if reason:
             REFUSED_HEARTBEATS.inc()
         if reason and not self._refusal:
@@ -306,7 +306,7 @@ class RedisStore:
             self._membership.store_lost()
 
     async def _watch(self, loaded: asyncio.Event) -> None:
-        """Follows the channels until cancelled, and reconnects when Redis was away."""
+        """Follow the channels until cancelled, and reconnect after Redis was away."""
         delay_s, lost_for = _RECONNECT_MIN_S, ""
         while not _cancellations():
             try:
@@ -323,12 +323,12 @@ class RedisStore:
                         delay_s = _RECONNECT_MIN_S
                         await self._follow(channel)
             except (RedisError, OSError) as error:
-                # Closed first, and refused when it comes again: where a permission is taken away.
+                # After a permission is revoked, Redis first closes the connection, then refuses the next one.
                 if self._is_heard or (isinstance(error, ResponseError) and why(error) != lost_for):
                     get_logger().warning("redis_lost", error=why(error), effect="the last view stays in use")
                 self._is_heard, lost_for = False, why(error)
                 self._tell_membership()
-            except Exception:  # A view that no event changes any more would look like a healthy one.
+            except Exception:  # Without events, a stale view would look like a healthy one.
                 get_logger().exception("redis_watch_failed")
                 self._is_heard = False
                 self._tell_membership()
@@ -336,7 +336,7 @@ class RedisStore:
             delay_s = min(2 * delay_s, _RECONNECT_MAX_S)
 
     async def _follow(self, channel: PubSub) -> None:
-        """Takes in events until Redis is gone or this task is cancelled. Raises RedisError or OSError."""
+        """Process events until Redis is gone or this task is cancelled. Raises RedisError or OSError."""
         silent_since_s = time.monotonic()
         pings = 0
         while not _cancellations():
@@ -350,29 +350,30 @@ class RedisStore:
                 if self._hears_heartbeats and self._monitored is not None and not self._monitored.is_silent():
                     await channel.unsubscribe(self._key("events"))
                     self._hears_heartbeats = False
-                # One task in many: a full socket must not keep the others from running.
+                # Yield: a full socket must not starve other tasks.
                 await asyncio.sleep(0)
             elif pings and time.monotonic() - silent_since_s > _LOST_AFTER_S:
                 raise TimeoutError(f"silent for {_LOST_AFTER_S} s")
             else:
-                # Only here, with nothing left to read: a stall of this process is not taken for the monitor's silence.
+                # Only with nothing left to read, so that a stall of this process does not count as the monitor's
+                # silence.
                 if not self._hears_heartbeats and self._monitored is not None and self._monitored.is_silent():
                     get_logger().warning("monitor_lost", effect="every heartbeat is followed")
                     await self._hear_heartbeats(channel)
                 if not pings:
-                    # Counted from the first ping, so that a stall of this process is not taken for Redis's.
+                    # Measured from the first ping, so that a stall of this process does not count as Redis's.
                     silent_since_s = time.monotonic()
                 await channel.ping()
                 pings += 1
 
     async def _hear_heartbeats(self, channel: PubSub) -> None:
-        # Subscribe before loading: a change in between is seen twice rather than never.
+        # Subscribe before loading: a change in between is seen twice instead of never.
         await self._subscribe(channel, "events")
         self._hears_heartbeats = True
         await self._load_instances()
 
     async def _subscribe(self, channel: PubSub, name: str) -> None:
-        """Returns once Redis has confirmed it. Raises RedisError where it refuses, OSError where it does not answer."""
+        """Subscribe and wait for the confirmation. Raises RedisError if refused, OSError if unanswered."""
         await channel.subscribe(self._key(name))
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             while not _cancellations():
@@ -383,7 +384,7 @@ class RedisStore:
                     return
 
     def _take_in(self, event: bytes) -> None:
-        """Garbage is ignored: it must not end the watch."""
+        """Process an event. Invalid ones are ignored: they must not end the watch."""
         kind, value = event[:1], event[1:]
         try:
             if kind == b"=":
@@ -421,7 +422,7 @@ class RedisStore:
             self._membership.learn(status.record, status.load, remaining_s)
 
     def _status(self, message: cluster_pb2.InstanceStatus) -> InstanceStatus | None:
-        """None for one that cannot be used: of a newer version, with a role or a state unknown here, or broken."""
+        """Parse a status; None if unusable: of a newer version, with an unknown role or state, or broken."""
         known = self._membership.record_of(message.record.instance_id, message.record.incarnation)
         try:
             return status_from_proto(message, known)
@@ -447,7 +448,8 @@ class RedisStore:
         for instance_id, value, remaining_ms in zip(instance_ids, answers[::2], answers[1::2], strict=True):
             if value is None:
                 ended.append(instance_id)
-            # Without its registration it is a stranger's; without a time to live it has just ended, or is one too.
+            # A value without a registration is not ours; one without a time to live has just ended, or is not ours
+            # either.
             held = re.fullmatch(rb"[0-9a-f]+\.\d+:\d+:(.*)", value or b"", re.DOTALL)
             if held and remaining_ms > 0:
                 try:
@@ -456,7 +458,7 @@ class RedisStore:
                     get_logger().warning("instance_record_ignored", error=why(error))
         if ended:
             keys = [self._key("instances"), *map(self._instance_key, ended)]
-            # One that refuses writes keeps them until the next process loads them.
+            # A Redis that refuses writes keeps them until the next process loads them.
             with contextlib.suppress(ResponseError):
                 await self._forget_script(keys=keys, args=ended)
 
@@ -465,7 +467,7 @@ class RedisStore:
         while not await self._commands.execute("SET", key, _encode_claim(claim), "NX", "PX", ttl_ms):
             held = cast(bytes | None, await self._redis.get(key))
             if held is None:
-                continue  # It ended in between.
+                continue  # The claim ended in between.
             holder = _decode_claim(claim.request_id, held)
             is_later = claim.is_later_session_of(holder)
             ending_life = "none" if is_later else str(holder.router_incarnation)
@@ -474,7 +476,7 @@ class RedisStore:
             keys = [key, self._instance_key(holder.router_id)]
             if await self._take_over_script(keys=keys, args=arguments):
                 return None
-            # A later session is refused only because the claim has changed in between, be it by a hint.
+            # A later session fails only if the claim changed in between, even by a hint.
             if not is_later:
                 return holder
         return None
@@ -485,7 +487,7 @@ class RedisStore:
 
     async def _load_requests(self) -> tuple[RequestClaim, ...]:
         async with asyncio.timeout(_SCAN_TIMEOUT_S):
-            # SCAN may name a key twice.
+            # SCAN may return a key twice.
             found = self._redis.scan_iter(match=self._request_key("*"), count=_BATCH_COUNT)
             keys = list({key async for key in found})
             values = await cast(Awaitable[list[bytes | None]], self._redis.mget(keys)) if keys else []
@@ -496,7 +498,7 @@ class RedisStore:
 
 
 def _cancellations() -> int:
-    """How often this task was cancelled.
+    """Number of cancellations of this task.
 
     redis-py sends through asyncio.wait_for(), which up to Python 3.11 loses a cancellation that arrives together with
     its result (cpython issue 86296): the exception never comes, so callers that must not miss it ask here.
@@ -507,7 +509,7 @@ def _cancellations() -> int:
 
 
 def _encode_claim(claim: RequestClaim) -> bytes:
-    """The hint stands behind the rest: scripts compare what stands before it."""
+    """Encode a claim with the hint last: scripts compare the part before it."""
     holder = f"{claim.router_incarnation}:{claim.session}:{claim.secret_hash}:{claim.router_id}"
     return f"{holder}\n{claim.hint.hex()}".encode()
 
@@ -519,12 +521,12 @@ def _decode_claim(request_id: str, value: bytes) -> RequestClaim:
 
 
 def _milliseconds(duration_s: float) -> int:
-    # Redis refuses a time to live of 0.
+    # Redis rejects a time to live of 0.
     return max(1, round(duration_s * 1000))
 
 
 def _record_in(status: bytes) -> InstanceRecord | None:
-    """The record of an encoded InstanceStatus; None for an empty or unreadable one."""
+    """Record in an encoded InstanceStatus; None if it is empty or unreadable."""
     try:
         return record_from_proto(cluster_pb2.InstanceStatus.FromString(status).record) if status else None
     except (DecodeError, KeyError, InvalidArgument):

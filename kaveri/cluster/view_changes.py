@@ -10,7 +10,7 @@ class ViewChanges:
     """The changes of one membership. For one event loop, and one waiter at a time."""
 
     def __init__(self, membership: Membership) -> None:
-        """Becomes the membership's on_change."""
+        """Registers itself as the membership's on_change."""
         self._membership = membership
         self._changed = asyncio.Event()
         membership.on_change = self._changed.set
