@@ -1,4 +1,4 @@
-"""Runs the commands of a program: whatever goes wrong is one line on stderr, and an exit status."""
+"""Runs a program's commands: every failure becomes one line on stderr and an exit status."""
 
 import sys
 from typing import NoReturn
@@ -34,6 +34,6 @@ def _refuse(error: TyperException, program: str) -> NoReturn:
         context = getattr(error, "ctx", None)
         command = program if context is None else context.command_path
         reason = f"{command}: {' '.join(reason.split())}; see `{command} --help`"
-    # Otherwise a command was called without any argument, and this is its help.
+    # Otherwise a command was called without arguments, and this is its help.
     print(reason, file=sys.stderr)
     sys.exit(2)

@@ -1,4 +1,4 @@
-"""What stdout does where its reader is gone, or where its encoding lacks a character."""
+"""Handles a stdout whose reader is gone, or whose encoding lacks a character."""
 
 import contextlib
 import io
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
-"""What a shell reports of a program that ended because the reader of its pipe was gone."""
+"""Exit status that a shell reports for a program ended by SIGPIPE."""
 
 
 @contextlib.contextmanager
@@ -23,9 +23,9 @@ def quiet_output() -> Iterator[None]:
         try:
             yield
         finally:
-            # Here, as a broken pipe at the interpreter's end is reported on stderr.
+            # Flush here: a broken pipe at interpreter exit would be reported on stderr.
             sys.stdout.flush()
     except BrokenPipeError:
-        # What is still buffered goes nowhere.
+        # Discard buffered output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(BROKEN_PIPE_STATUS) from None

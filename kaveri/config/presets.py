@@ -1,6 +1,6 @@
-"""The settings that make a cluster work as one of the papers says. Each function names what it follows, and where.
+"""Settings that reproduce the systems of papers. Each function names its sources.
 
-A preset is settings of the least weight: flags, KAVERI_* variables and files win over it.
+Presets have the lowest priority: flags, KAVERI_* variables and files override them.
 """
 
 import enum
@@ -24,25 +24,25 @@ class Preset(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresetSettings:
-    """What a preset says, and what of its paper it does not bring."""
+    """Settings of a preset, and the parts of its paper that it omits."""
 
     up: Mapping[str, SettingValue]
     """Options of `kaveri up`: which instances, and whether predictors run."""
     services: Mapping[ServiceKind, Mapping[str, SettingValue]]
     left_out: tuple[str, ...]
-    """Parts of the paper's system that no setting brings."""
+    """Parts of the paper's system that no setting provides."""
 
     def of(self, role: ServiceKind) -> Mapping[str, SettingValue]:
-        """The settings of a role's service."""
+        """Settings of a role's service."""
         return self.services.get(role, {})
 
     @property
     def sections(self) -> dict[str, dict[str, SettingValue]]:
-        """As in a file of settings."""
+        """Settings by section, as in a settings file."""
         return {UP_SECTION: dict(self.up)} | {str(role): dict(values) for role, values in self.services.items()}
 
     def require_roles(self, preset: Preset, given: Collection[str]) -> None:
-        """given: the counts of instances that the user chose, by their names in [up].
+        """given: counts of instances that the user chose, by their names in [up].
 
         Raises ConfigError for a role that the preset does not have.
         """
@@ -155,5 +155,5 @@ _PRESETS: Mapping[Preset, Callable[[], PresetSettings]] = {
 
 
 def preset_settings(preset: Preset) -> PresetSettings:
-    """What a preset says."""
+    """Return the settings of a preset."""
     return _PRESETS[preset]()

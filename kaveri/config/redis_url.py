@@ -1,4 +1,4 @@
-"""What is read from a Redis URL besides what redis-py reads: its database, and how it may be shown."""
+"""Parses what redis-py does not read from a Redis URL: the database number, and a printable form."""
 
 import re
 from urllib.parse import parse_qs, urlsplit
@@ -8,13 +8,13 @@ _SCHEMES = {"valkey": "redis", "valkeys": "rediss"}
 
 
 def client_url(url: str) -> str:
-    """The URL as redis-py takes it."""
+    """Convert a URL to redis-py's schemes."""
     scheme, separator, rest = url.partition("://")
     return f"{_SCHEMES.get(scheme, scheme)}{separator}{rest}"
 
 
 def database_of(url: str) -> int:
-    """The number of the database that a URL names; 0 when it names none. Raises ValueError when it is no number."""
+    """Database number of a URL; 0 if it has none. Raises ValueError for an invalid number."""
     parts = urlsplit(client_url(url))
     named = parse_qs(parts.query).get("db", [""])[0]
     if not named and parts.scheme in ("redis", "rediss"):
@@ -25,7 +25,7 @@ def database_of(url: str) -> int:
 
 
 def shown(url: str) -> str:
-    """The URL as logs and errors show it: without user, password and options."""
+    """Printable form of a URL: without user, password and options."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         return "***" if "@" in url else url
@@ -35,5 +35,5 @@ def shown(url: str) -> str:
         return f"{scheme}://{host}{slash}{path}"
     if rest.count("@") == 1 and "@" in authority:
         return f"{scheme}://***@{host}{slash}{path}"
-    # A character in the password that should be percent-encoded: where it ends cannot be known.
+    # An unescaped special character in the password: its end cannot be determined.
     return f"{scheme}://***"

@@ -1,4 +1,4 @@
-"""Which settings each service declares. The library imports no service: their declarations are found by name."""
+"""Looks up the settings that each service declares, by name: the library imports no service."""
 
 import enum
 import importlib
@@ -13,9 +13,10 @@ UP_SECTION = "up"
 
 
 class ServiceKind(enum.StrEnum):
-    """What a process runs: the name of its command, of its section, and of its instances in a local stack.
+    """Kind of a process: the name of its command, of its section, and of its instances in a local stack.
 
-    In the order in which a stack stops: those that send work before those that take it."""
+    In a stack's stop order: senders of work before receivers.
+    """
 
     GATEWAY = "gateway"
     ROUTER = "router"
@@ -27,36 +28,36 @@ class ServiceKind(enum.StrEnum):
 
 
 INSTANCES = (ServiceKind.PREFILL, ServiceKind.DECODE, ServiceKind.COLOCATED)
-"""Those with an engine: one service, of which the role says what it serves first."""
+"""Kinds with an engine: one service, whose role sets its initial phases."""
 
 
 _INSTALLED = Path(__file__).resolve().parents[1] / "installed"
-"""Where a wheel has the package `services`: in site-packages its name could be an application's. A source tree has it
-beside `kaveri`, and not here."""
+"""Location of the package `services` in a wheel: in site-packages its name could clash with an application's. A source
+tree has it beside `kaveri`, and not here."""
 
 
 def find_services() -> None:
-    """Makes `import services` find those of this package, ahead of any other package of that name."""
+    """Make `import services` find this package's services, ahead of any other package of that name."""
     if _INSTALLED.is_dir() and str(_INSTALLED) not in sys.path:
         sys.path.insert(0, str(_INSTALLED))
 
 
 def program_of(role: ServiceKind) -> tuple[str, ...]:
-    """What follows the interpreter on the command line of a role's service; its flags follow."""
+    """Interpreter arguments that start a role's service; its flags follow."""
     module = ("services.instance", role) if role in INSTANCES else (f"services.{role}",)
-    # -P: a folder named "services" in the working directory is none of ours.
+    # -P: a folder named "services" in the working directory is not ours.
     return ("-P", "-m", "kaveri.config.run_service", *module)
 
 
 def settings_types() -> Mapping[str, type[Any]]:
-    """Section of a configuration file to the dataclass of its settings. The first call takes a tenth of a second."""
+    """Settings dataclasses by section of a configuration file. The first call takes a tenth of a second."""
     find_services()
     found: Mapping[str, type[Any]] = importlib.import_module("services.settings").SETTINGS
     return found
 
 
 def setting_sections() -> dict[str, frozenset[str]]:
-    """Section to the names that it can hold; see kaveri.config.sources.Names. Those of `kaveri up` only it knows."""
+    """Valid names by section; see kaveri.config.sources.Names. Those of `kaveri up` are not included."""
     return {section: taken_names(declared) for section, declared in settings_types().items()} | {
         UP_SECTION: frozenset()
     }

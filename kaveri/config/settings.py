@@ -39,7 +39,7 @@ from kaveri.errors import ConfigError
 ConfigT = TypeVar("ConfigT")
 
 OPTIONS = "Options"
-"""Heading, in a program's help, of the settings of a class without a HELP_TITLE of its own."""
+"""Heading, in a program's help, for settings of a class without a HELP_TITLE."""
 MAX_NAME_LENGTH = 128
 MAX_PORT = 65_535
 _HELP_WIDTH = 78
@@ -60,35 +60,37 @@ def setting(
 ) -> Any:
     """A dataclass field with one line of help: unit, why this default, what None or 0 means.
 
-    parse: text to value where the type alone does not say how; raises ValueError. No default: the setting is required.
-    least, above, most: what a number must reach, exceed, and not exceed. choices: the only texts taken; none: any.
-    mask: of a setting that may hold a password: what of its value may be shown. It can be given in a file.
+    parse: converts text to the value if the type alone is not enough; raises ValueError. No default: the setting is
+    required. least, above, most: inclusive minimum, exclusive minimum, inclusive maximum of a number. choices: the only
+    accepted texts; none: any. mask: for a setting that may hold a password, returns the printable part of its value;
+    such a setting can be given in a file.
     """
     limits = {"least": least, "above": above, "most": most, "choices": tuple(choices)}
     return field(default=default, metadata={"help": help, "parse": parse, "mask": mask, **limits})
 
 
 def hidden(text: str) -> str:
-    """For `setting`: a mask that shows nothing."""
+    """Mask for `setting` that shows nothing."""
     return "***"
 
 
 def present(text: str) -> str:
-    """For `setting`: a text that must not be empty. Raises ValueError."""
+    """Parser for `setting` that rejects an empty text. Raises ValueError."""
     if not text.strip():
         raise ValueError("is empty")
     return text
 
 
 def name_text(text: str) -> str:
-    """For `setting`: a name, of up to MAX_NAME_LENGTH letters, digits and `. _ -`, or none. Raises ValueError."""
+    """Parser for `setting`: an empty text, or a name of up to MAX_NAME_LENGTH letters, digits and `. _ -`. Raises
+    ValueError."""
     if not re.fullmatch(rf"[A-Za-z0-9._-]{{0,{MAX_NAME_LENGTH}}}", text):
         raise ValueError(f"is {text!r:.140}; write up to {MAX_NAME_LENGTH} letters, digits, '.', '_' and '-'")
     return text
 
 
 def size_bytes(text: str) -> int:
-    """Reads "512MiB", "2GB", "64k" or a plain number of bytes. Raises ValueError."""
+    """Parse "512MiB", "2GB", "64k" or a plain number of bytes. Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
     if match is None:
         raise ValueError(f"{text!r} is no size; write 512MiB, 2GB or a number of bytes")
@@ -100,22 +102,22 @@ def size_bytes(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReadSettings(Generic[ConfigT]):
-    """Settings, and where each of them comes from."""
+    """Settings with their origins."""
 
     config: ConfigT
     given: Mapping[str, Given]
-    """Name to what was given; a setting that is missing here has its default."""
+    """Given values by name; a missing setting has its default."""
     service_links: tuple[str, ...]
-    """KAVERI_* variables that Kubernetes made for a Service. They are ignored."""
+    """KAVERI_* variables that Kubernetes made for a Service; ignored."""
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Name, value and origin of every setting, for people. Secrets are masked."""
+        """Name, value and origin of every setting, for display. Secrets are masked."""
         return [self._row(entry) for entry in _declared(type(self.config))]
 
     def _row(self, entry: Field[Any]) -> tuple[str, str, str]:
         given = self.given.get(entry.name)
         value = getattr(self.config, entry.name)
-        # A value that was made of a text, as from a file's path, is shown by that text.
+        # Show the given text of a parsed value, such as a file's path.
         text = given.text if given is not None and given.text and entry.metadata["parse"] else _shown(value)
         mask = entry.metadata["mask"]
         return entry.name, mask(text) if mask is not None and text else text, given.origin if given else "default"
@@ -124,7 +126,7 @@ class ReadSettings(Generic[ConfigT]):
 def parse_config(
     config_type: type[ConfigT], program: str, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> ConfigT:
-    """read_settings() for a caller that needs the values only."""
+    """Return read_settings() without the origins."""
     return read_settings(config_type, program, arguments, environment).config
 
 
@@ -171,26 +173,26 @@ def read_settings(
 
 
 def setting_names(config_type: type[Any]) -> frozenset[str]:
-    """The names of the settings that a program with these takes.
+    """Names of the settings that a program accepts.
 
-    Other fields of the dataclass, and those that its class attribute NOT_TAKEN names, are for its code to set.
+    Other fields of the dataclass, and those in its class attribute NOT_TAKEN, are set by its code.
     """
     return frozenset(entry.name for entry in _declared(config_type))
 
 
 def switch_names(config_type: type[Any]) -> frozenset[str]:
-    """The names of those that are true or false: their flag needs no value."""
+    """Names of boolean settings: their flag needs no value."""
     hints = typing.get_type_hints(config_type)
     return frozenset(name for name in setting_names(config_type) if hints[name] is bool)
 
 
 def secret_names(config_type: type[Any]) -> frozenset[str]:
-    """Those of them that may hold a password."""
+    """Names of settings that may hold a password."""
     return frozenset(entry.name for entry in _declared(config_type) if entry.metadata["mask"] is not None)
 
 
 def taken_names(config_type: type[Any]) -> frozenset[str]:
-    """All of them, and for each secret the name under which a file that holds it is given."""
+    """All accepted names, including `<secret>_file` for each secret."""
     return setting_names(config_type) | {secret + FILE_SUFFIX for secret in secret_names(config_type)}
 
 
@@ -228,7 +230,7 @@ def _group_title(config_type: type[Any]) -> str:
 
 
 def _help_text(program: str, doc: str, groups: Mapping[str, Sequence[tuple[str, str]]]) -> str:
-    """The help of a program, in the style of the command line's other commands.
+    """Format the help of a program, in the style of the command line's other commands.
 
     groups: heading to its flags, each with its text; first those under OPTIONS.
     """
@@ -259,7 +261,7 @@ def _help_lines(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """A value as a text that could be given for it, where it is simple."""
+    """Text that would give this value, for simple values."""
     if isinstance(value, bool):
         return str(value).lower()
     if value == "":

@@ -1,4 +1,4 @@
-"""The texts of settings from flags, KAVERI_* variables and a TOML file. Values and types are known to settings.py.
+"""Reads the texts of settings from flags, KAVERI_* variables and a TOML file. settings.py parses them.
 
 A file holds `setting = value` for every service that has the setting, and a section per service for one of them only:
 
@@ -25,11 +25,11 @@ from kaveri.errors import ConfigError
 CONFIG_FLAG = "--config"
 CONFIG_VARIABLE = "KAVERI_CONFIG"
 FILE_SUFFIX = "_file"
-"""Of the name under which a secret is given by a file."""
+"""Suffix of the setting that names a secret's file."""
 SERVICE_LINKS_ADVICE = "set `enableServiceLinks: false` in the pod's spec"
 _PREFIX = "KAVERI_"
 _OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "KAVERI_TARGET", "KAVERI_API_KEY"})
-"""Variables that are no setting of a service."""
+"""KAVERI_* variables that are not settings of a service."""
 _LINK_NAME = re.compile(
     r"KAVERI_(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_\d+_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?)"
 )
@@ -37,27 +37,27 @@ _LINK_VALUE = re.compile(r"(?:tcp|udp|sctp)://\S+")
 
 
 def flag_of(name: str) -> str:
-    """The flag of a setting."""
+    """Return the flag of a setting."""
     return "--" + name.replace("_", "-")
 
 
 def variable_of(name: str) -> str:
-    """The environment variable of a setting."""
+    """Return the environment variable of a setting."""
     return _PREFIX + name.upper()
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a source says of one setting."""
+    """One setting's text from a source."""
 
     text: str
     origin: str
-    """Names the place: "--max-batch", "KAVERI_MAX_BATCH", "kaveri.toml [decode] max_batch"."""
+    """Name of the place: "--max-batch", "KAVERI_MAX_BATCH", "kaveri.toml [decode] max_batch"."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """The names of the settings that one program takes, and of those that other programs take."""
+    """The setting names of one program, and of all programs."""
 
     program: str
     """Shown in errors: "kaveri decode"."""
@@ -65,37 +65,38 @@ class Names:
     """The program's own section of a file."""
     own: frozenset[str]
     secrets: frozenset[str] = frozenset()
-    """Those of them that a file can hold."""
+    """Own settings that can be given in a file."""
     find_sections: Callable[[], Mapping[str, Collection[str]]] = field(default=dict)
-    """Section to names, of all programs. Called only when a name is not the program's own, as it may take long."""
+    """Returns names by section, of all programs. Called only for a name that is not the program's own, as it may be
+    slow."""
     switches: frozenset[str] = frozenset()
-    """Those of its own that are true or false."""
+    """Own boolean settings."""
 
     @cached_property
     def taken(self) -> frozenset[str]:
-        """The names under which the program takes something: its own, and `<secret>_file`."""
+        """Names that the program accepts: its own, and `<secret>_file`."""
         return self.own | {secret + FILE_SUFFIX for secret in self.secrets}
 
     @cached_property
     def sections(self) -> Mapping[str, Collection[str]]:
-        """Section to names, of all programs."""
+        """Names by section, of all programs."""
         return {**self.find_sections(), self.section: self.taken}
 
     @cached_property
     def all(self) -> frozenset[str]:
-        """The names that any program takes."""
+        """Names that any program accepts."""
         return frozenset(name for names in self.sections.values() for name in names)
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """A hint for an error about an unknown name: "; the nearest is max_batch", or nothing."""
+    """Hint for an error about an unknown name: "; the nearest is max_batch", or empty."""
     found = difflib.get_close_matches(name, known, n=1)
     return f"; the nearest is {found[0]}" if found else ""
 
 
 def read_flags(arguments: Sequence[str], names: Names) -> dict[str, Given]:
-    """`--max-batch 8` or `--max-batch=8`; of several the last. A switch alone is true. Also what CONFIG_FLAG says, as
-    "config".
+    """Parse `--max-batch 8` or `--max-batch=8`; the last of several wins. A switch alone is true. CONFIG_FLAG is
+    returned as "config".
 
     Raises ConfigError for anything else.
     """
@@ -115,8 +116,7 @@ def read_flags(arguments: Sequence[str], names: Names) -> dict[str, Given]:
 
 
 def take_value(flag: str, words: deque[str], *, is_switch: bool) -> str:
-    """The value of a flag that came without "=": the first of the words after it, which is taken out. A switch alone is
-    true. Raises ConfigError."""
+    """Take the value of a flag without "=" from `words`: the first one. A switch alone is true. Raises ConfigError."""
     if words and not words[0].startswith("--"):
         return words.popleft()
     if is_switch:
@@ -125,7 +125,7 @@ def take_value(flag: str, words: deque[str], *, is_switch: bool) -> str:
 
 
 def read_variables(environment: Mapping[str, str], names: Names) -> tuple[dict[str, Given], tuple[str, ...]]:
-    """What KAVERI_* variables say, and the variables that Kubernetes made for a Service, which say nothing.
+    """Return the settings in KAVERI_* variables, and the ignored variables that Kubernetes made for a Service.
 
     Raises ConfigError for a variable that no program reads.
     """
@@ -146,12 +146,13 @@ def read_variables(environment: Mapping[str, str], names: Names) -> tuple[dict[s
 
 
 def is_service_link(text: str) -> bool:
-    """Whether Kubernetes wrote this value of a port: it does so for a Service whose name begins with "kaveri"."""
+    """Return True if Kubernetes wrote this value of a port, as it does for a Service whose name begins with
+    "kaveri"."""
     return _LINK_VALUE.fullmatch(text) is not None
 
 
 def read_file(named: Given, names: Names) -> dict[str, Given]:
-    """What a TOML file says of the program's settings. Raises ConfigError, naming the file and the key."""
+    """Read the program's settings from a TOML file. Raises ConfigError, naming the file and the key."""
     path = Path(named.text)
     try:
         table = tomllib.loads(path.read_text())
@@ -181,7 +182,7 @@ def read_file(named: Given, names: Names) -> dict[str, Given]:
 
 
 def _as_text(value: Any, place: str) -> str:
-    """The text that a flag would have for this value."""
+    """Format a TOML value as a flag's text."""
     match value:
         case str():
             return value
@@ -200,7 +201,7 @@ def _as_text(value: Any, place: str) -> str:
 
 
 def find_given(name: str, sources: Sequence[Mapping[str, Given]], is_secret: bool) -> Given | None:
-    """What the first source that knows a setting says of it; a secret may be in a file. Raises ConfigError."""
+    """Return a setting from the first source that has it, reading a secret's file if needed. Raises ConfigError."""
     for source in sources:
         given = source.get(name)
         by_file = source.get(name + FILE_SUFFIX) if is_secret else None
