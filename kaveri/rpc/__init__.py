@@ -1,1 +1,1 @@
-"""gRPC plumbing that every service shares: servers, channels, status mapping, message conversion."""
+"""gRPC plumbing shared by all services: servers, channels, status mapping, message conversion."""

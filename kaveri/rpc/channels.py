@@ -1,4 +1,4 @@
-"""One gRPC channel per peer, with its stubs, kept while the peer is in the cluster."""
+"""One gRPC channel per peer, with its stubs, kept open while the peer is in the cluster."""
 
 import asyncio
 import contextlib
@@ -19,32 +19,32 @@ StubT = TypeVar("StubT")
 class _Peer:
     channel: aio.Channel
     generation: int
-    """Of the certificates with which it was opened."""
+    """Generation of the certificates that it was opened with."""
     stubs: dict[Callable[[aio.Channel], Any], Any] = field(default_factory=dict)
-    """By their class."""
+    """Stubs by class."""
     call_count: int = 0
-    """Calls under way that keep the channel open."""
+    """Number of active calls that keep the channel open."""
 
 
 class Channels:
-    """Channels and stubs by address, opened on first use. For one event loop."""
+    """Channels and stubs by address, opened on first use. Not thread-safe: for one event loop."""
 
     def __init__(self) -> None:
         self._peers: dict[str, _Peer] = {}
         self._closing: dict[asyncio.Task[None], None] = {}
-        """Channels that were replaced."""
+        """Tasks that close replaced channels."""
 
     def stub(self, make: Callable[[aio.Channel], StubT], address: str) -> StubT:
-        """The stub of a service at "host:port": `make` is the stub's class. retain() ends its calls."""
+        """Return a service's stub for "host:port"; `make` is the stub's class. retain() ends its calls."""
         return self._stub(self._peer(address), make)
 
     def is_connected(self, address: str) -> bool:
-        """Whether a call to the address leaves this process at once."""
+        """Return True if the channel to the address is connected."""
         return self._peer(address).channel.get_state() is grpc.ChannelConnectivity.READY
 
     @contextlib.contextmanager
     def calling(self, make: Callable[[aio.Channel], StubT], address: str) -> Iterator[StubT]:
-        """As stub(), for calls that retain() must not end: they are made within this context."""
+        """Provide a stub whose calls, made within this context, survive retain()."""
         peer = self._peer(address)
         peer.call_count += 1
         try:
@@ -53,12 +53,12 @@ class Channels:
             peer.call_count -= 1
 
     async def retain(self, addresses: Collection[str]) -> None:
-        """Closes the channels to all other addresses, except those on which calling() is under way. Calls on a closed
-        channel end as cancelled."""
+        """Close the channels to all other addresses, except those with an active calling(). Calls on a closed channel
+        are cancelled."""
         await self._close([name for name, peer in self._peers.items() if name not in addresses and not peer.call_count])
 
     async def close(self) -> None:
-        """Closes every channel."""
+        """Close every channel."""
         await self._close(list(self._peers))
         await asyncio.gather(*self._closing)
 
@@ -79,8 +79,7 @@ class Channels:
         return peer
 
     def _is_outdated(self, peer: _Peer) -> bool:
-        """Whether it would connect again with certificates that have been replaced. While it is connected it may
-        stay."""
+        """Return True if it would reconnect with replaced certificates. A connected channel may stay."""
         if peer.call_count or peer.generation == _generation():
             return False
         return peer.channel.get_state() is not grpc.ChannelConnectivity.READY

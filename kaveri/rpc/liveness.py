@@ -1,4 +1,5 @@
-"""Notices peers that hang or are cut off while calls wait for them. For one event loop."""
+"""Failure detector for peers that hang or are cut off while calls wait for them. Not thread-safe: for one event
+loop."""
 
 import asyncio
 import time
@@ -11,54 +12,54 @@ from grpc import aio
 from kaveri.domain.silence import TICK_S, SilenceWatch
 
 SUSPECT_AFTER_S = 0.5
-"""Silence of a peer after which calls that wait for it go elsewhere."""
+"""Silence after which a peer is suspected, and its waiting calls fail over."""
 SUSPECT_UNHEARD_AFTER_S = 1.2
 """The same for a peer that has answered no beat yet: it may be far away, or still connecting."""
 BEAT_TIMEOUT_S = 2.0
 _BEAT_AFTER_S = 0.15
-"""Silence after which a peer is asked for a sign of life, and the time between two such questions."""
+"""Silence after which a peer is sent a beat, and the interval between beats."""
 _SLOW_BEAT_AFTER_S = 1.0
-"""The same for peers that have not answered fast."""
+"""Interval between beats to peers that have not answered fast."""
 _PROMPT_S = 0.2
-"""Only peers that have answered a beat this fast are watched. gRPC's keep-alive watches those that are far away."""
+"""Only peers that have answered a beat this fast are watched. gRPC's keep-alive covers distant ones."""
 _UNREACHED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
 class WaitingCall(Protocol):
-    """A call that a caller waits for."""
+    """A call whose caller waits for a message."""
 
     target: str
     leaves_unheard: bool
-    """Whether it may go elsewhere when its peer has never answered a beat."""
+    """True if it may fail over when its peer has never answered a beat."""
 
     def suspect(self, after_s: float) -> None:
-        """Its peer has been silent for so long: the call ends now."""
+        """End the call: its peer has been silent for `after_s`."""
 
 
 class Liveness:
-    """Which peers answer. Asks only while calls wait, and only peers that send nothing by themselves."""
+    """Detects silent peers. Sends beats only while calls wait, and only to peers that send nothing else."""
 
     def __init__(self, beat: Callable[[str], Awaitable[object]], suspect_after_s: float = SUSPECT_AFTER_S) -> None:
-        """beat: calls Beat at a target, with BEAT_TIMEOUT_S. suspect_after_s: how long a peer that answers fast may be
-        silent, counted while this process runs."""
+        """beat: calls Beat at a target, with BEAT_TIMEOUT_S. suspect_after_s: max silence of a peer that answers fast,
+        counted while this process runs."""
         self._beat = beat
         self._watch: SilenceWatch[str] = SilenceWatch(suspect_after_s, time.monotonic())
         self._unheard: SilenceWatch[WaitingCall] = SilenceWatch(SUSPECT_UNHEARD_AFTER_S, time.monotonic())
         """Calls to peers that have answered no beat yet."""
         self._waiting: dict[str, dict[WaitingCall, None]] = {}
         self.heard_s: dict[str, float] = {}
-        """When each peer was last heard, on the monotonic clock."""
+        """Time of each peer's last message, on the monotonic clock."""
         self._answered: dict[str, None] = {}
         """Peers that have answered a beat."""
         self._prompt: dict[str, None] = {}
-        """Those that answer fast."""
+        """Peers that answer fast."""
         self._asked_s: dict[str, float] = {}
-        """When each peer was last asked."""
+        """Time of the last beat sent to each peer."""
         self._running = False
         self._tasks: dict[asyncio.Task[None], None] = {}
 
     def begin(self, call: WaitingCall) -> None:
-        """A caller waits for a message of this call."""
+        """Start waiting for a message of this call."""
         waiting = self._waiting.get(call.target)
         if waiting is None:
             waiting = self._waiting[call.target] = {}
@@ -72,18 +73,18 @@ class Liveness:
             self._start(self._run())
 
     def end(self, call: WaitingCall) -> None:
-        """It does not wait any more."""
+        """Stop waiting for this call."""
         self._unheard.forget(call)
         waiting = self._waiting.get(call.target)
         if waiting is not None:
             waiting.pop(call, None)
 
     def was_heard(self, target: str) -> bool:
-        """Whether the peer has ever sent something."""
+        """Return True if the peer has ever sent a message."""
         return target in self.heard_s
 
     def heard(self, target: str) -> None:
-        """The peer has sent something."""
+        """Record a message from the peer."""
         self.heard_s[target] = time.monotonic()
         for call in self._waiting.get(target, ()):
             if target in self._answered:
@@ -94,7 +95,7 @@ class Liveness:
             self._watch.heard(target)
 
     def close(self) -> None:
-        """Ends what runs in the background. Idempotent."""
+        """Cancel background tasks. Idempotent."""
         for task in self._tasks:
             task.cancel()
 
@@ -104,7 +105,7 @@ class Liveness:
         task.add_done_callback(lambda ended: self._tasks.pop(ended, None))
 
     async def _run(self) -> None:
-        # Ends when no call waits, so that an idle process asks nothing.
+        # Ends when no call waits, so that an idle process sends no beats.
         while self._waiting:
             for target, waiting in tuple(self._waiting.items()):
                 if not waiting:
@@ -132,7 +133,7 @@ class Liveness:
         try:
             await self._beat(target)
         except aio.AioRpcError as error:
-            # A peer of a former version does not know the call; that shows its life as well.
+            # A peer of a former version does not know the call; its error proves that it is alive.
             if error.code() in _UNREACHED:
                 return
         self._answered[target] = None

@@ -1,4 +1,4 @@
-"""What every service process does around its own work: flags, logs, signals, event loop, exit status."""
+"""Process scaffolding of every service: flags, logs, signals, event loop, exit status."""
 
 import asyncio
 import dataclasses
@@ -36,11 +36,11 @@ MAX_DRAIN_S = 7 * 86_400.0
 MAX_LEASE_S = 86_400.0
 MAX_REDIS_WAIT_S = 7 * 86_400.0
 CONFIG_ERROR_STATUS = 2
-"""Exit status of a process that could not start with the settings it was given."""
+"""Exit status for invalid settings at start."""
 
 
 def cluster_name_text(text: str) -> str:
-    """For `setting`: a name that is not empty. Raises ValueError."""
+    """Parser for `setting` that rejects an empty name. Raises ValueError."""
     return name_text(present(text))
 
 
@@ -106,7 +106,7 @@ class ServiceConfig(TlsSettings):
 
     def __post_init__(self) -> None:
         if self.lease_ttl_s <= self.heartbeat_interval_s:
-            # It would be gone between every two heartbeats, and never get a request.
+            # A shorter lease would expire between heartbeats, and the instance never get a request.
             reason = (
                 f"is {self.lease_ttl_s:g}; it must be more than --heartbeat-interval-s, {self.heartbeat_interval_s:g}"
             )
@@ -119,7 +119,7 @@ class ServiceConfig(TlsSettings):
 
     @property
     def ports(self) -> tuple[ListeningPort, ...]:
-        """All that it listens on, but for --health-port, which tells everyone no more than whether it is ready."""
+        """All listening ports except --health-port, which reveals only readiness."""
         asks_for = A_CERTIFICATE if self.tls_cert else ""
         found = {"--port": self.port, "--metrics-port": self.metrics_port or None}
         return tuple(
@@ -129,7 +129,7 @@ class ServiceConfig(TlsSettings):
         )
 
     def advertised_address(self, port: int) -> str:
-        """Where others reach this instance, given the port it listens on."""
+        """Address at which others reach this instance, given its listening port."""
         return join_address(self.reached_host, port)
 
 
@@ -142,7 +142,7 @@ def run_service(
     serve: Callable[[ConfigT, asyncio.Event], Awaitable[int]],
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Runs a service until it ends by itself or by a signal, and returns the process's exit status.
+    """Run a service until it ends by itself or by a signal; return the process's exit status.
 
     serve(config, stopping) does the work and returns the status; `stopping` is set by the first SIGTERM or SIGINT, upon
     which it drains. A second signal cancels it. ConfigError, from the flags or from serve, becomes one line on stderr.
@@ -166,7 +166,7 @@ def run_service(
     except ConfigError as error:
         return _refuse(program, error)
     except BaseExceptionGroup as group:
-        # Raised in a task of a group, as by a heartbeat.
+        # Raised inside a task group, by a heartbeat for example.
         refusal = _config_error_in(group)
         if refusal is None:
             raise
@@ -178,10 +178,10 @@ def run_service(
 
 
 def _spare_what_is_loaded() -> None:
-    """Takes what was loaded until now out of garbage collection: it lives as long as the process.
+    """Exempt all loaded objects from garbage collection: they live as long as the process.
 
-    A full collection looks at every object and holds the interpreter meanwhile: 0.2 s of CPU beside PyTorch's 380,000
-    objects, in which no token and no beat is sent. Others then suspect the process.
+    A full collection visits every object and holds the GIL: 0.2 s of CPU with PyTorch's 380,000 objects, in which no
+    token and no beat is sent. Others then suspect the process.
     """
     gc.collect()
     gc.freeze()
@@ -193,7 +193,7 @@ def _refuse(program: str, error: ConfigError) -> int:
 
 
 def _config_error_in(group: BaseExceptionGroup[BaseException]) -> ConfigError | None:
-    """The first one in it; None when it holds anything else as well, which must not be hidden."""
+    """The first ConfigError in the group; None if the group holds any other error, which must not be hidden."""
     _, rest = group.split(ConfigError)
     found: BaseException = group
     while isinstance(found, BaseExceptionGroup):
@@ -202,7 +202,7 @@ def _config_error_in(group: BaseExceptionGroup[BaseException]) -> ConfigError | 
 
 
 async def _serve_until_stopped(config: ConfigT, serve: Callable[[ConfigT, asyncio.Event], Awaitable[int]]) -> int:
-    # Before anything is loaded, which takes seconds or minutes.
+    # Before any load, which takes seconds or minutes.
     check_address(config.host, config.port)
     tls: ssl.SSLContext | None = None
     if config.tls is not None:

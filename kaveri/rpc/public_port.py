@@ -1,4 +1,4 @@
-"""How a gRPC server meets clients that show no certificate: it asks each call for an API key before it reads it."""
+"""Authenticates gRPC calls without a client certificate: each call's API key is checked before its message is read."""
 
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -12,25 +12,25 @@ from kaveri.rpc.tls import RpcTls
 from kaveri.wire.status import abort
 
 if TYPE_CHECKING:
-    # The SDK imports this module, and is to be light.
+    # The SDK imports this module, so it must stay light.
     from kaveri.security.callers import Callers
 
 AUTHORIZATION = "authorization"
 """The metadata key of `Bearer KEY`."""
 _OPEN = "/grpc.health.v1.Health/"
-"""For load balancers. It says no more than whether the port takes requests."""
+"""Methods open to load balancers. They reveal only whether the port accepts requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublicPort:
-    """What a public port shows and asks for."""
+    """TLS and API-key check of a public port."""
 
     tls: RpcTls | None
     callers: "Callers"
 
 
 class KeyCheck(aio.ServerInterceptor):
-    """Refuses calls without a good API key. Limits are the servicer's to hold."""
+    """Rejects calls without a valid API key. The servicer enforces limits."""
 
     def __init__(self, callers: "Callers") -> None:
         self._callers = callers
@@ -49,7 +49,7 @@ class KeyCheck(aio.ServerInterceptor):
 
 
 def authorization_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes | None:
-    """What a call gives as authorization; None: nothing."""
+    """Authorization in a call's metadata; None if absent."""
     for name, value in metadata or ():
         if name == AUTHORIZATION:
             return value.encode() if isinstance(value, str) else value
@@ -60,5 +60,5 @@ def _refusal(error: Unauthenticated) -> Any:
     async def refuse(requests: Any, context: aio.ServicerContext[Any, Any]) -> None:
         await abort(context, error)
 
-    # Whatever the method takes: as a stream it is not read.
+    # Covers every kind of method: a request stream is not read.
     return grpc.stream_stream_rpc_method_handler(refuse)

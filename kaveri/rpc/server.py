@@ -1,4 +1,4 @@
-"""Starts and stops a gRPC server with health and reflection; opens channels. The same for every service."""
+"""Starts and stops a gRPC server with health and reflection; opens channels. Shared by all services."""
 
 import errno
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from kaveri.rpc.tls import RpcTls, process_tls
 from kaveri.telemetry.readiness import set_ready
 
 MAX_MESSAGE_BYTES = 4 * 2**20
-"""Largest message taken or sent: a prompt of a million token ids or four million characters."""
+"""Max message size in both directions: a prompt of a million token ids or four million characters."""
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -26,14 +26,14 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # Peers are called at the address they registered, never through a proxy from the environment.
+    # Call peers at the address they registered, never through a proxy from the environment.
     ("grpc.enable_http_proxy", 0),
 )
 _CHANNEL_OPTIONS = (
     *_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Despite its name this option limits one attempt to connect; a busy peer needs some time.
+    # Despite its name this option limits one connection attempt; a busy peer needs some time.
     ("grpc.min_reconnect_backoff_ms", 2_000),
     # Instances that share one address over time must not share a channel's back-off.
     ("grpc.use_local_subchannel_pool", 1),
@@ -44,8 +44,8 @@ class RpcServer:
     """A gRPC server with grpc.health.v1 and reflection. NOT_SERVING until ready(), and from drain() until ready()."""
 
     def __init__(self, host: str, port: int, service_names: Sequence[str], public: PublicPort | None = None) -> None:
-        """service_names: full names, "kaveri.v1.DecodeService". port 0 takes a free one. Speaks TLS where the
-        process does, see use_tls(). public: for --public-port, which has no reflection."""
+        """service_names: full names, "kaveri.v1.DecodeService". port 0: any free port. Uses TLS if the process does,
+        see use_tls(). public: for --public-port, which has no reflection."""
         self._host = host
         self._port = port
         self._flag = "--port" if public is None else "--public-port"
@@ -68,14 +68,14 @@ class RpcServer:
         """The port it listens on, known after start()."""
 
     def add(self, register: Callable[[aio.Server], None]) -> None:
-        """Adds a servicer before start(): `server.add(partial(add_FooServicer_to_server, servicer))`."""
+        """Add a servicer before start(): `server.add(partial(add_FooServicer_to_server, servicer))`."""
         register(self._server)
 
     async def start(self) -> None:
-        """Listens. Raises ConfigError when the address cannot be bound."""
+        """Start listening. Raises ConfigError when the address cannot be bound."""
         for name in self._names:
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
-        # Asked of a plain socket first: gRPC says less in its error, and prints a line of its own.
+        # Try a plain socket first: gRPC's error says less, and prints a line of its own.
         check_address(self._host, self._port, self._flag)
         address = join_address(self._host, self._port)
         try:
@@ -88,26 +88,26 @@ class RpcServer:
         await self._server.start()
 
     async def ready(self) -> None:
-        """Health reports SERVING from now on, and the process is ready."""
+        """Report SERVING, and the process as ready."""
         set_ready(True)
         for name in self._names:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def drain(self) -> None:
-        """Health reports NOT_SERVING until ready(), and the process is not ready. RPCs continue."""
+        """Report NOT_SERVING, and the process as not ready, until ready(). RPCs continue."""
         set_ready(False)
         for name in self._names:
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new RPCs, gives those in flight `grace_s` seconds, then cancels them."""
+        """Reject new RPCs, give those in flight `grace_s` seconds, then cancel them."""
         set_ready(False)
         await self._server.stop(grace_s)
 
 
 def open_channel(address: str, tls: RpcTls | None = None) -> aio.Channel:
-    """A channel to "host:port" with Kaveri's limits and keep-alive. Connects when first used. tls: None: what the
-    process uses, see use_tls()."""
+    """Open a channel to "host:port" with Kaveri's limits and keep-alive. Connects on first use. tls: None: the
+    process's, see use_tls()."""
     tls = tls or process_tls()
     if tls is None:
         return aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
@@ -115,7 +115,7 @@ def open_channel(address: str, tls: RpcTls | None = None) -> aio.Channel:
 
 
 async def check_health(address: str, timeout_s: float) -> bool:
-    """Whether the server at `address` reports SERVING within `timeout_s` seconds."""
+    """Return True if the server at `address` reports SERVING within `timeout_s` seconds."""
     async with open_channel(address) as channel:
         try:
             request = health_pb2.HealthCheckRequest()
@@ -126,8 +126,7 @@ async def check_health(address: str, timeout_s: float) -> bool:
 
 
 def check_address(host: str, port: int, port_flag: str = "--port") -> None:
-    """Raises ConfigError, naming --host or the port's flag, when the address cannot be listened on now. port 0: any
-    free one."""
+    """Raise ConfigError, naming --host or the port's flag, if the address cannot be bound now. port 0: any free one."""
     try:
         bind_socket(host, port).close()
     except OSError as error:

@@ -1,5 +1,5 @@
-"""TLS on gRPC's ports and channels. Within a cluster it is mutual: both ends show a certificate of one authority, with
-the cluster's name. On public ports only the server shows one."""
+"""TLS for gRPC ports and channels. Mutual within a cluster: both ends present a certificate of one authority, with the
+cluster's name. On public ports only the server presents one."""
 
 import contextlib
 from collections.abc import Awaitable, Callable
@@ -16,20 +16,20 @@ ChannelOptions = tuple[tuple[str, Any], ...]
 
 
 class RpcTls:
-    """What this process shows on ports and channels. Thread-safe."""
+    """TLS credentials of this process for ports and channels. Thread-safe."""
 
     def __init__(self, files: TlsFiles, prefix: str = "--tls-") -> None:
-        """prefix: of the settings that name the files. Raises ConfigError when they are not what they should be."""
+        """prefix: of the settings that name the files. Raises ConfigError for invalid files."""
         self.name = files.name
         self._files = WatchedTlsFiles(files, prefix)
 
     @property
     def generation(self) -> int:
-        """Grows when the files have changed. Channels that are open keep what they were opened with."""
+        """Version of the files; increases when they change. Open channels keep the files they were opened with."""
         return self._files.now().generation
 
     def open_channel(self, address: str, options: ChannelOptions) -> aio.Channel:
-        """A channel with the files as they are now."""
+        """Open a channel with the current files."""
         now = self._files.now()
         credentials = grpc.ssl_channel_credentials(now.authority, now.key, now.certificate)
         if self.name:
@@ -37,12 +37,12 @@ class RpcTls:
         return aio.secure_channel(address, credentials, options=options)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Of a port. Each connection gets the certificate that is good then, and is asked for one where there is an
+        """Credentials for a port. Each connection gets the current certificate, and is asked for one if there is an
         authority."""
         used = self._files.now()
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
-            # On gRPC's own threads, at each handshake.
+            # Runs on gRPC's own threads, at each handshake.
             nonlocal used
             now = self._files.now()
             if now.generation == used.generation:
@@ -54,7 +54,7 @@ class RpcTls:
         return grpc.dynamic_ssl_server_credentials(_configuration(used), fetch, require_client_authentication=asks)  # type: ignore[arg-type]
 
     def interceptors(self) -> tuple[aio.ServerInterceptor, ...]:
-        """What a server needs to ask its callers for the name: gRPC itself asks for the authority only."""
+        """Server interceptors that check callers' names: gRPC itself checks only the authority."""
         return (_CallerName(self.name),) if self.name else ()
 
 
@@ -62,18 +62,19 @@ _process_tls: RpcTls | None = None
 
 
 def use_tls(tls: RpcTls | None) -> None:
-    """For all ports and channels that this process opens from now on, unless they are given their own. None: none."""
+    """Set the TLS of all ports and channels that this process opens from now on, unless given their own. None: no
+    TLS."""
     global _process_tls  # noqa: PLW0603 - as logs and readiness, it is the process's own
     _process_tls = tls
 
 
 def process_tls() -> RpcTls | None:
-    """See use_tls()."""
+    """TLS set by use_tls()."""
     return _process_tls
 
 
 class _CallerName(aio.ServerInterceptor):
-    """Refuses callers whose certificate does not carry the cluster's name."""
+    """Rejects callers whose certificate does not carry the cluster's name."""
 
     def __init__(self, name: str) -> None:
         self._name = name.encode()
@@ -93,7 +94,7 @@ class _CallerName(aio.ServerInterceptor):
 
 
 def _guarded(handler: Any, check: Callable[[aio.ServicerContext[Any, Any]], Awaitable[None]]) -> Any:
-    """A method's handler that runs `check`, which ends calls that it does not like, before the method."""
+    """Wrap a method's handler to run `check`, which aborts unwanted calls, before the method."""
     if handler is None:
         return None
     streamed = handler.request_streaming
