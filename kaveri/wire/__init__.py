@@ -1,1 +1,1 @@
-"""Protobuf to domain values and back, gRPC status to errors and back, and the names that travel."""
+"""Converts protobuf to domain values and back, gRPC status to errors and back; names on the wire."""

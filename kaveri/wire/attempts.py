@@ -1,4 +1,4 @@
-"""What names an attempt of a request on the wire, and the limits of each name."""
+"""Identifiers of a request's attempt on the wire, and their limits."""
 
 import re
 from dataclasses import replace
@@ -12,9 +12,9 @@ from kaveri.wire.messages import drawing_to_proto, params_from_proto
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_CLIENTS_ID_BYTES = 96
-"""Of an id that a gateway was given: so much of it stands before the ids that routers get, then "-" and a suffix."""
+"""Length of a client's id that a gateway keeps as the prefix of request ids, before "-" and a suffix."""
 CLIENTS_ID_SUFFIX_BYTES = 5
-"""In hexadecimal. The number of the answer follows, after another "-", where the client has asked for several."""
+"""Suffix size, written in hexadecimal. If the client asked for several answers, "-" and the answer's number follow."""
 _SUFFIX = re.compile(rf"-[0-9a-f]{{{2 * CLIENTS_ID_SUFFIX_BYTES}}}(-[0-9]+)?")
 MAX_ROUTER_ID_BYTES = 512
 MAX_ATTEMPT = 2**31 - 1
@@ -34,24 +34,24 @@ class _NamesOwner(Protocol):
 
 
 def check_request_id(request_id: str) -> None:
-    """Raises InvalidArgument when the id is too long."""
+    """Raise InvalidArgument if the id is too long."""
     _check_size("request_id", request_id, MAX_REQUEST_ID_BYTES)
 
 
 def is_made_from(request_id: str, clients_id: str) -> bool:
-    """Whether a gateway has given a request this id, for a client that calls it `clients_id`."""
+    """Return True if a gateway made this request id from the client's id `clients_id`."""
     clients_id = clients_id[:MAX_CLIENTS_ID_BYTES]
     return request_id.startswith(clients_id) and _SUFFIX.fullmatch(request_id, len(clients_id)) is not None
 
 
 def check_router_id(router_id: str) -> None:
-    """Raises InvalidArgument when the id is missing or too long."""
+    """Raise InvalidArgument if the id is missing or too long."""
     _check_set("router_id", router_id)
     _check_size("router_id", router_id, MAX_ROUTER_ID_BYTES)
 
 
 def check_attempt(request_id: str, attempt: int, router_id: str) -> None:
-    """Raises InvalidArgument, naming the field, unless the three name an attempt."""
+    """Raise InvalidArgument, naming the field, unless the three identify an attempt."""
     _check_set("request_id", request_id)
     check_request_id(request_id)
     check_router_id(router_id)
@@ -60,12 +60,12 @@ def check_attempt(request_id: str, attempt: int, router_id: str) -> None:
 
 
 def ownership_from_proto(message: _NamesOwner) -> Ownership:
-    """Checks nothing."""
+    """Decode without checks."""
     return Ownership(Owner(message.session, message.attempt), message.router_id, message.secret)
 
 
 def ownership_to_proto(request_id: str, ownership: Ownership) -> decode_pb2.AttemptId:
-    """The name of an owner's placement."""
+    """Encode a request's owner as an attempt id."""
     owner, router_id, secret = ownership
     return decode_pb2.AttemptId(
         request_id=request_id, session=owner.session, attempt=owner.attempt, router_id=router_id, secret=secret
@@ -73,7 +73,7 @@ def ownership_to_proto(request_id: str, ownership: Ownership) -> decode_pb2.Atte
 
 
 def check_ownership(message: _NamesOwner) -> Ownership:
-    """check_attempt() of a message, its session and its secret."""
+    """Check a message's attempt, session and secret, and decode its owner. Raises InvalidArgument."""
     check_attempt(message.request_id, message.attempt, message.router_id)
     check_session(message.session)
     check_secret(message.secret)
@@ -81,25 +81,25 @@ def check_ownership(message: _NamesOwner) -> Ownership:
 
 
 def check_session(session: int) -> None:
-    """Raises InvalidArgument when the number is too large."""
+    """Raise InvalidArgument if the number is too large."""
     if session > MAX_SESSION:
         raise InvalidArgument("session", session, f"at most {MAX_SESSION}")
 
 
 def check_secret(secret: bytes) -> None:
-    """Raises InvalidArgument unless it is empty or within its limits. It is not shown."""
+    """Raise InvalidArgument unless it is empty or within its limits. The error does not show it."""
     if secret and not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
         limit = f"{MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes long"
         raise InvalidArgument("secret", f"{len(secret)} bytes long", limit)
 
 
 def wrong_secret() -> InvalidArgument:
-    """The error for a secret that is not the request's. It shows neither."""
+    """Error for a secret that is not the request's. It shows neither."""
     return InvalidArgument("secret", "another one", "the secret of the request's first session")
 
 
 def attachment_from_proto(message: decode_pb2.AttachRequest) -> Attachment:
-    """Raises InvalidArgument, naming the field."""
+    """Decode an attachment. Raises InvalidArgument, naming the field."""
     ownership = check_ownership(message)
     if message.generated_count >= len(message.token_ids):
         raise InvalidArgument("generated_count", message.generated_count, "less than the number of token_ids")

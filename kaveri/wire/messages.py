@@ -1,4 +1,4 @@
-"""Domain values <-> protobuf messages, for every value that crosses more than one contract. Pure."""
+"""Converts domain values to protobuf messages and back, for values shared by several contracts. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
@@ -26,7 +26,7 @@ from kaveri.seconds import DAY_S, require_seconds
 from kaveri.v1 import cluster_pb2, decode_pb2, kv_pb2, predictor_pb2, sampling_pb2
 
 _OLDEST_HEARTBEAT_S = 365 * DAY_S
-"""While the store is away no lease ends, however old the last heartbeat is."""
+"""Max heartbeat age on the wire. While the store is away no lease ends, so ages are unbounded."""
 _FINISH_TO_PROTO = {
     None: sampling_pb2.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: sampling_pb2.FINISH_REASON_STOP,
@@ -55,17 +55,17 @@ _OPTIONAL_PARAMS: Final = ("max_tokens", "temperature", "top_p", "top_k", "seed"
 
 
 def finish_to_proto(finish: FinishReason | None) -> sampling_pb2.FinishReason.ValueType:
-    """None becomes UNSPECIFIED: not ended yet."""
+    """Encode a finish reason. None becomes UNSPECIFIED: not ended yet."""
     return _FINISH_TO_PROTO[finish]
 
 
 def finish_from_proto(finish: sampling_pb2.FinishReason.ValueType) -> FinishReason | None:
-    """UNSPECIFIED becomes None. Raises KeyError for values of a newer contract."""
+    """Decode a finish reason. UNSPECIFIED becomes None. Raises KeyError for values of a newer contract."""
     return _FINISH_FROM_PROTO[finish]
 
 
 def params_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
-    """Leaves unset what is None."""
+    """Encode sampling parameters, leaving None unset."""
     return sampling_pb2.SamplingParams(
         max_tokens=params.max_tokens,
         temperature=params.temperature,
@@ -83,28 +83,28 @@ def params_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
 
 
 def params_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
-    """As a client sends them: what is unset is None. Raises InvalidArgument."""
+    """Decode parameters sent by a client; unset ones are None. Raises InvalidArgument."""
     return SamplingParams(**_params_values(message))
 
 
 def resolved_from_proto(message: sampling_pb2.SamplingParams) -> ResolvedParams:
-    """As a router sends them to instances. Raises InvalidArgument."""
+    """Decode parameters sent by a router to an instance. Raises InvalidArgument."""
     return ResolvedParams(**_params_values(message))
 
 
 def drawing_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
-    """temperature, top_p and top_k alone."""
+    """Encode temperature, top_p and top_k only."""
     return sampling_pb2.SamplingParams(temperature=params.temperature, top_p=params.top_p, top_k=params.top_k)
 
 
 def shown_params(params: SamplingParams) -> dict[str, Any]:
-    """SamplingParams.chosen for people: 0.6 is 0.6, and not what became of it as one of the wire's numbers."""
+    """Printable SamplingParams.chosen: 0.6 stays 0.6, not its float32 value."""
     message = sampling_pb2.SamplingParams(**params.chosen)
     return json_format.MessageToDict(message, preserving_proto_field_name=True)
 
 
 def _params_values(message: sampling_pb2.SamplingParams) -> dict[str, Any]:
-    # Before they are copied: a message has room for millions of them.
+    # Check before copying: a message has room for millions of them.
     check_stop_counts(len(message.stop), len(message.stop_token_ids))
     return {name: getattr(message, name) for name in _OPTIONAL_PARAMS if message.HasField(name)} | {
         "stop": tuple(message.stop),
@@ -130,8 +130,8 @@ def name_tokens(
     reports: Iterable[sampling_pb2.Logprobs],
     token_piece: Callable[[int], tuple[str, bytes]],
 ) -> None:
-    """Writes what tokens stand for into their reports, one of each token. token_piece: text, and bytes if they are not
-    the text's."""
+    """Write tokens' texts into their reports, one per token. token_piece: returns text, and bytes if they differ from
+    the text."""
     for token_id, report in zip(token_ids, reports, strict=False):
         report.text, report.raw_bytes = token_piece(token_id)
         for likely in report.top:
@@ -157,7 +157,7 @@ def length_to_proto(length: TokenRange) -> predictor_pb2.PredictedLength:
 
 
 def length_from_proto(message: predictor_pb2.PredictedLength) -> TokenRange:
-    """Raises InvalidArgument."""
+    """Decode a predicted length. Raises InvalidArgument."""
     if message.low >= message.high:
         raise InvalidArgument("predicted_length", f"[{message.low}, {message.high})", "a range with low below high")
     return TokenRange(message.low, message.high)
@@ -225,7 +225,7 @@ def ticket_to_proto(ticket: Ticket) -> kv_pb2.Ticket:
 
 
 def ticket_from_proto(message: kv_pb2.Ticket) -> Ticket:
-    """Raises InvalidArgument."""
+    """Decode a ticket. Raises InvalidArgument."""
     return Ticket(
         transfer_id=message.transfer_id,
         secret=message.secret,
@@ -268,7 +268,7 @@ def record_to_proto(record: InstanceRecord) -> cluster_pb2.InstanceRecord:
 
 
 def record_from_proto(message: cluster_pb2.InstanceRecord) -> InstanceRecord:
-    """Raises KeyError for a role or a phase of a newer contract, and InvalidArgument."""
+    """Decode a record. Raises KeyError for a role or a phase of a newer contract, and InvalidArgument."""
     return InstanceRecord(
         instance_id=message.instance_id,
         incarnation=message.incarnation,
@@ -353,8 +353,8 @@ def status_to_proto(status: ViewedInstance) -> cluster_pb2.InstanceStatus:
 
 
 def status_from_proto(message: cluster_pb2.InstanceStatus, known: InstanceRecord | None = None) -> InstanceStatus:
-    """known: the record, where it need not be read again. Raises KeyError for a role or a state of a newer contract,
-    and InvalidArgument."""
+    """Decode a status. known: its record, if already decoded. Raises KeyError for a role or a state of a newer
+    contract, and InvalidArgument."""
     age_s = require_seconds("heartbeat_age_s", message.heartbeat_age_s, least_s=-DAY_S, most_s=_OLDEST_HEARTBEAT_S)
     return InstanceStatus(known or record_from_proto(message.record), load_from_proto(message.load), age_s)
 

@@ -1,4 +1,4 @@
-"""What owners, holders and routers say to one another of replicas: domain values <-> messages. Pure."""
+"""Converts messages about replicas between owners, holders and routers to domain values and back. Pure."""
 
 from kaveri.domain.replica import ReplicaLocation, ReplicaOffer, Resumed, Resumption
 from kaveri.errors import InvalidArgument
@@ -42,7 +42,7 @@ def offer_to_proto(offer: ReplicaOffer) -> decode_pb2.OpenReplicaRequest:
 
 
 def offer_from_proto(message: decode_pb2.OpenReplicaRequest) -> ReplicaOffer:
-    """Raises InvalidArgument, naming the field."""
+    """Decode an offer. Raises InvalidArgument, naming the field."""
     ownership = check_ownership(message)
     _check_timeout(message.timeout_s)
     if not message.owner_id:
@@ -83,7 +83,7 @@ def resumption_to_proto(resumption: Resumption) -> decode_pb2.ResumeRequest:
 
 
 def resumption_from_proto(message: decode_pb2.ResumeRequest) -> Resumption:
-    """Raises InvalidArgument, naming the field."""
+    """Decode a resumption. Raises InvalidArgument, naming the field."""
     ownership = check_ownership(message)
     _check_timeout(message.timeout_s)
     if message.generated_count >= len(message.token_ids):

@@ -1,7 +1,7 @@
-"""Kaveri's errors <-> gRPC statuses, in both directions, in this one place.
+"""Converts Kaveri's errors to gRPC statuses and back, only here.
 
-A status carries google.rpc details, so that clients in any language can read them: BadRequest for a field,
-RetryInfo for a delay, and an ErrorInfo of domain "kaveri" whose metadata rebuilds the very same error in Python.
+A status carries google.rpc details, so that clients in any language can read them: BadRequest for a field, RetryInfo
+for a delay, and an ErrorInfo of domain "kaveri" whose metadata rebuilds the same error in Python.
 """
 
 import contextlib
@@ -42,11 +42,11 @@ DETAILS_KEY = "grpc-status-details-bin"
 _DOMAIN = "kaveri"
 _MAX_MESSAGE_BYTES = 768
 _MAX_FACT_BYTES = 512
-"""gRPC allows 8 KiB of metadata, and this is all of it: the message three times, up to three long facts, base64."""
+"""gRPC allows 8 KiB of metadata in total: the message three times, up to three long facts, base64."""
 _RETRY_AFTER_S = 1.0
-"""For servers that are full and do not say for how long."""
+"""Default for full servers that give no delay."""
 _TOO_LARGE = ("larger than max", "metadata size exceeds")
-"""In gRPC's own words about a message, or metadata, that no retry makes smaller."""
+"""gRPC's own wording for a message, or metadata, that no retry makes smaller."""
 
 _CODES: dict[type[KaveriError], grpc.StatusCode] = {
     InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
@@ -71,7 +71,7 @@ _CODES: dict[type[KaveriError], grpc.StatusCode] = {
 
 
 def status_of(error: KaveriError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
-    """The code, the message and the trailing metadata that carry `error`."""
+    """Return the code, the message and the trailing metadata that carry `error`."""
     code = _CODES.get(type(error), grpc.StatusCode.INTERNAL)
     message = _cut(str(error), _MAX_MESSAGE_BYTES)
     info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=_DOMAIN, metadata=_facts(error))
@@ -89,20 +89,20 @@ def status_of(error: KaveriError) -> tuple[grpc.StatusCode, str, tuple[tuple[str
 
 
 async def abort(context: aio.ServicerContext[Any, Any], error: KaveriError) -> NoReturn:
-    """Ends an RPC with the status of `error`."""
+    """Abort an RPC with the status of `error`."""
     code, message, metadata = status_of(error)
     await context.abort(code, message, trailing_metadata=metadata)
 
 
 def error_of(error: aio.AioRpcError, *, peer: str = "", request_id: str = "") -> KaveriError:
-    """The Kaveri error that `error` carries, or the nearest one for statuses that gRPC or a stranger made.
+    """Return the Kaveri error that `error` carries, or the nearest one for a status from gRPC or a foreign server.
 
-    peer: address that was called; named when it could not be reached. request_id: named when the stranger cancelled.
+    peer: address that was called; named if it could not be reached. request_id: named if a foreign server cancelled.
     """
     details = _details(error)
     info = _error_info(details)
     if info is not None:
-        # A newer or a foreign server may leave out, or spell in its own way, what we would read.
+        # A newer or a foreign server may omit our details, or encode them differently.
         with contextlib.suppress(ValueError):
             return _rebuild(info)
     message = error.details() or error.code().name
@@ -129,18 +129,19 @@ def error_of(error: aio.AioRpcError, *, peer: str = "", request_id: str = "") ->
 
 
 def is_answer(error: aio.AioRpcError) -> bool:
-    """Whether a Kaveri service has answered with this error; else gRPC, or something on the way, has made it."""
+    """Return True if a Kaveri service sent this error; False if gRPC or an intermediary made it."""
     return _error_info(_details(error)) is not None
 
 
 def is_unsent(error: aio.AioRpcError) -> bool:
-    """Whether there was no connection to send the call on: nothing has left this process."""
-    # gRPC's own words; no code and no field says it.
+    """Return True if there was no connection, so the call never left this process."""
+    # Matched by gRPC's wording: no code and no field says it.
     return "failed to connect to all addresses" in (error.details() or "")
 
 
 def is_connection_lost(error: aio.AioRpcError) -> bool:
-    """Whether the connection broke under the call. The peer may have got it, and may serve the next one."""
+    """Return True if the connection broke during the call. The peer may have received it, and may serve the next
+    one."""
     return error.code() is grpc.StatusCode.UNAVAILABLE and not is_unsent(error) and not is_answer(error)
 
 
@@ -167,7 +168,7 @@ def _cut(text: str, limit_bytes: int) -> str:
 
 
 class _Shown(str):
-    """A value of the other end, as it was shown there: quotes and all."""
+    """A value already formatted by the other end, quotes included."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -192,7 +193,7 @@ def _retry_after_s(details: Sequence[any_pb2.Any]) -> float | None:
 
 
 def _seconds(fact: str) -> float:
-    """A delay that another end names, within a day. Raises ValueError for what is no number."""
+    """Parse a delay from another end, clamped to a day. Raises ValueError for an invalid number."""
     seconds = float(fact)
     if math.isnan(seconds):
         raise ValueError(fact)
@@ -205,7 +206,7 @@ def _error_info(details: Sequence[any_pb2.Any]) -> error_details_pb2.ErrorInfo |
 
 
 def _unpacked(detail: any_pb2.Any, message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) -> bool:
-    """Whether `message` has been read from the detail."""
+    """Unpack the detail into `message`; return True on success."""
     try:
         return bool(detail.Is(message.DESCRIPTOR) and detail.Unpack(message))
     except DecodeError:
