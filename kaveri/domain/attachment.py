@@ -1,4 +1,4 @@
-"""Taking over a request that another router, or an earlier session, has begun. Pure: no clock, no I/O."""
+"""Re-attachment to a request begun by another router or an earlier session. Pure: no clock, no I/O."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,40 +10,40 @@ from kaveri.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """What the new owner shows: who it is, and what its client has."""
+    """Credentials of the new owner, and its client's tokens."""
 
     request_id: str
     ownership: Ownership
     token_ids: tuple[int, ...]
     """Prompt, followed by the tokens that the client has."""
     generated_count: int
-    """How many of token_ids the client has."""
+    """Number of generated tokens in token_ids."""
     landed: bool = False
-    """At decode: only a request whose KV has landed."""
+    """At decode: match only a request whose KV has landed."""
     same_owner: bool = False
-    """At prefill: only a request that has this very owner already."""
+    """At prefill: match only a request that already has this owner."""
     placed_by: str = ""
-    """At decode: only a request that this prefill instance has placed there, as far as that is known. Empty: any."""
+    """At decode: match only a request placed by this prefill instance, as far as known. Empty: any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """What the new owner must know of the request."""
+    """State of the request that the new owner needs."""
 
     params: SamplingParams
-    """max_tokens, temperature, top_p and top_k as the request's first router has resolved them; no others."""
+    """Only max_tokens, temperature, top_p and top_k, as resolved by the request's first router."""
     first_index: int
-    """Index of the token that prefill draws, or drew."""
+    """Index of the token that prefill samples or sampled."""
     token_ids: tuple[int, ...] = ()
-    """Those that the client lacks and earlier placements have drawn: up to first_index."""
+    """Tokens of earlier placements that the client lacks, up to first_index."""
 
 
 def check_received(
     attachment: Attachment, prompt: Sequence[int], generated: Sequence[int | None], *, is_all: bool
 ) -> None:
-    """Raises InvalidArgument unless the attachment shows the request's own prompt, and tokens that were generated.
+    """Raise InvalidArgument unless the attachment has the request's own prompt, and tokens that were generated.
 
-    generated: from index 0 on; None: a token that is not known here. is_all: no more were generated anywhere.
+    generated: from index 0 on; None: a token unknown here. is_all: no more were generated anywhere.
     """
     count = attachment.generated_count
     prompt_count = len(attachment.token_ids) - count

@@ -1,4 +1,4 @@
-"""What is known about an answer's length before it ends. Pure: no clock, no I/O."""
+"""Known and predicted lengths of answers. Pure: no clock, no I/O."""
 
 import enum
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from kaveri.domain.sampling import SamplingParams
 
 
 class RangeEnd(enum.StrEnum):
-    """Which end of a predicted range counts."""
+    """Selects the end of a predicted range that counts."""
 
     LOW = "low"
-    """The fewest tokens it can be; what TetriInfer's policies use (arXiv 2401.11181, section 5.2.2)."""
+    """Lower end; used by TetriInfer's policies (arXiv 2401.11181, section 5.2.2)."""
     HIGH = "high"
-    """The most tokens it can be."""
+    """Upper end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class TokenRange:
             raise ValueError(f"[{self.low}, {self.high}) is no range of tokens")
 
     def after(self, drawn_tokens: int) -> "TokenRange | None":
-        """The remaining range of an answer that has `drawn_tokens` tokens and continues.
+        """Remaining range of an answer that has `drawn_tokens` tokens and continues.
 
         None when the answer is longer than the range: the prediction was wrong and is no longer used.
         """
@@ -36,26 +36,26 @@ class TokenRange:
         return TokenRange(max(0, self.low - drawn_tokens), self.high - drawn_tokens)
 
     def up_to(self, most_tokens: int) -> "TokenRange":
-        """The range for an answer that is cut at `most_tokens`, at least 1."""
+        """Range for an answer of at most `most_tokens`, which is at least 1."""
         if self.high <= most_tokens + 1:
             return self
         return TokenRange(min(self.low, most_tokens), most_tokens + 1)
 
     def from_least(self, least_tokens: int) -> "TokenRange":
-        """The range for an answer that has at least `least_tokens`."""
+        """Range for an answer of at least `least_tokens`."""
         if self.low >= least_tokens:
             return self
         return TokenRange(least_tokens, max(self.high, least_tokens + 1))
 
     def at(self, end: RangeEnd) -> int:
-        """Tokens at one end."""
+        """Token count at one end."""
         return self.low if end is RangeEnd.LOW else self.high - 1
 
 
 def known_length(params: SamplingParams, most_tokens: int) -> TokenRange | None:
-    """The length of an answer that only max_tokens can end, or the model's length; None for all others.
+    """Length of an answer that only max_tokens or the model's length can end; None for all others.
 
-    most_tokens: for which the model has room, at least 1.
+    most_tokens: room left by the model's length, at least 1.
     """
     if params.max_tokens is None:
         return None

@@ -1,11 +1,11 @@
-"""Measures how long others have been silent, without the time in which this process itself did not run. Pure."""
+"""Measures the silence of others, excluding the time in which this process itself did not run. Pure."""
 
 
 class RunningClock:
-    """Seconds that pass only while their reader runs and ticks.
+    """Clock that advances only while its process runs and ticks.
 
     While a process stands still (a stalled event loop, a stopped process) messages wait unread, so that time says
-    nothing about those who sent them. A tick that comes late adds no more than `longest_tick_s`.
+    nothing about their senders. A late tick adds at most `longest_tick_s`.
     """
 
     def __init__(self, now_s: float, longest_tick_s: float) -> None:
@@ -15,10 +15,10 @@ class RunningClock:
         self._longest_tick_s = longest_tick_s
 
     def tick(self, now_s: float) -> None:
-        """Takes in the time since the last tick. now_s: of a clock that never goes back."""
+        """Add the time since the last tick. now_s: of a monotonic clock."""
         self.elapsed_s += min(now_s - self._ticked_at_s, self._longest_tick_s)
         self._ticked_at_s = now_s
 
     def skip(self, now_s: float) -> None:
-        """Leaves out the time since the last tick."""
+        """Skip the time since the last tick."""
         self._ticked_at_s = now_s

@@ -1,4 +1,4 @@
-"""How tokens are drawn and why a request ends: the domain values behind sampling.proto."""
+"""Sampling parameters, finish reasons and log-probabilities: the domain values behind sampling.proto."""
 
 import enum
 import math
@@ -16,29 +16,30 @@ MAX_STOP_TEXT_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
 MAX_PROMPT_REPORT = 2**17
-"""Log-probabilities that one request may ask for about its prompt: (prompt_logprobs + 1) * tokens. What the processes
-keep of them is 100 to 200 bytes each."""
+"""Max prompt log-probabilities of one request: (prompt_logprobs + 1) * tokens. Each takes 100 to 200 bytes in the
+processes."""
 MAX_N = 128
-"""Answers to one prompt that one call may ask for, where a protocol has such a parameter."""
+"""Max answers to one prompt in one call, for protocols with such a parameter."""
 MAX_COPIED_TOKENS = 2**20
-"""Tokens that the prompts of one call may have together, each counted once for each of its answers, where there are
-several. Each answer is a request with a prompt of its own."""
+"""Max prompt tokens of one call in total, each counted once per answer, if there are several answers. Each answer is a
+request with a prompt of its own."""
 MAX_COPIED_CHARACTERS = 2**24
-"""The same of characters, before the prompts are tokenized."""
+"""The same in characters, before the prompts are tokenized."""
 _UINT32_MAX = 2**32 - 1
 _UINT64_MAX = 2**64 - 1
 _FLOAT32_MAX = 3.4028234e38
-"""The wire's numbers: a larger one would arrive as infinity."""
+"""Largest float32: a larger number would arrive as infinity."""
 _FLOAT32_MIN = 1.4012984e-45
-"""A smaller top_p would arrive as 0."""
+"""Smallest float32: a smaller top_p would arrive as 0."""
 _WITH_DEFAULTS = ("max_tokens", "temperature", "top_p", "top_k")
-"""Those of which a model may have defaults."""
+"""Parameters for which a model may have defaults."""
 _SEED_STEP = 0x9E3779B97F4A7C15
-"""Odd, so that the seeds of one request differ; 2**64 divided by the golden ratio, so that they are far apart."""
+"""2**64 divided by the golden ratio: odd, so that the seeds of one request differ, and large, so that they are far
+apart."""
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended."""
+    """Reason why a request ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -47,38 +48,39 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to draw tokens and when to stop.
+    """Sampling and stop parameters of a request.
 
     Construction raises InvalidArgument, naming field, value and limit.
     """
 
     max_tokens: int | None = None
-    """Most tokens to generate, at least 1. None: the model's, or all that its length leaves after the prompt."""
+    """Max tokens to generate, at least 1. None: the model's default, or all that its length leaves after the prompt."""
     min_tokens: int = 0
-    """The answer does not end before it has so many tokens, at most max_tokens. Tokens that would end it are not drawn
-    until then, and stop texts that are complete by then are ignored."""
+    """Min answer length, at most max_tokens. Until then end tokens are not sampled and complete stop texts are
+    ignored."""
     temperature: float | None = None
     """Divides the logits. 0 is greedy. None: the model's, as ModelInfo.default_params says, or 1."""
     top_p: float | None = None
-    """Draw only from the smallest set of tokens whose probability reaches top_p, in (0, 1]. None: the model's, or 1."""
+    """Sample only from the smallest set of tokens whose probability reaches top_p, in (0, 1]. None: the model's, or
+    1."""
     top_k: int | None = None
-    """Draw only from the top_k most likely tokens. 0: all. None: the model's, or 0."""
+    """Sample only from the top_k most likely tokens. 0: all. None: the model's, or 0."""
     seed: int | None = None
-    """Keys the draws together with the token's index, in [0, 2**64). None: the router draws one."""
+    """Seed, combined with the token's index, in [0, 2**64). None: chosen by the router."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer; the text is cut before the match."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the answer, beside the model's own."""
+    """Token ids that end the answer, in addition to the model's own."""
     ignore_eos: bool = False
     """Continue past the model's end-of-sequence ids."""
     logprobs: int | None = None
-    """Report the log-probability of each token and of this many most likely ones. None: no report."""
+    """Number of most likely tokens to report with each sampled token's log-probability. None: no report."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens, of which it may then have at most MAX_PROMPT_REPORT / (prompt_logprobs + 1).
-    None: no report."""
+    """The same for the prompt's tokens, of which there may be at most MAX_PROMPT_REPORT / (prompt_logprobs + 1). None:
+    no report."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text. Stop texts are looked for in the text that is left; one that is a special
-    token ends the answer all the same."""
+    """Leave special tokens out of the text. Stop texts are searched in the remaining text; one that is a special token
+    still ends the answer."""
 
     def __post_init__(self) -> None:
         # A plain string is a common mistake; it must not become a tuple of its letters.
@@ -113,14 +115,14 @@ class SamplingParams:
                 self._set(name, _whole(name, count, 0, MAX_LOGPROBS))
 
     def resolved(self, defaults: "SamplingParams | None" = None) -> "ResolvedParams":
-        """These parameters, completed by the `chosen` ones of `defaults`. Raises InvalidArgument when the default of
-        max_tokens is below min_tokens."""
+        """Return these parameters, with None replaced by the `chosen` ones of `defaults`. Raises InvalidArgument when
+        the default of max_tokens is below min_tokens."""
         given = {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
         return ResolvedParams(**({} if defaults is None else defaults.chosen) | given)
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """max_tokens, temperature, top_p and top_k by name, without those that are None."""
+        """The values of max_tokens, temperature, top_p and top_k that are not None, by name."""
         return {name: value for name in _WITH_DEFAULTS if (value := getattr(self, name)) is not None}
 
     def _set(self, name: str, value: object) -> None:
@@ -129,7 +131,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedParams(SamplingParams):
-    """How an engine draws tokens: the router has filled in the model's defaults."""
+    """Sampling parameters for an engine, with all defaults filled in by the router."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -143,13 +145,13 @@ class ResolvedParams(SamplingParams):
 
 
 def derived_seed(seed: int | None, number: int) -> int | None:
-    """The seed of the answer with this number to one prompt, in [0, 2**64). The first one has the request's own, modulo
-    2**64. None: there is none, and the router draws one for each."""
+    """Seed of the answer with this number to one prompt, in [0, 2**64). The first one is the request's own, modulo
+    2**64. None: no seed; the router chooses one for each."""
     return None if seed is None else (seed + number * _SEED_STEP) % 2**64
 
 
 def check_prompt_report(params: SamplingParams, prompt_tokens: int) -> None:
-    """Raises InvalidArgument when the report on a prompt of so many tokens would be too large."""
+    """Raise InvalidArgument if prompt logprobs for `prompt_tokens` would be too large."""
     if params.prompt_logprobs is None:
         return
     most = MAX_PROMPT_REPORT // (params.prompt_logprobs + 1)
@@ -160,7 +162,7 @@ def check_prompt_report(params: SamplingParams, prompt_tokens: int) -> None:
 
 
 def check_stop_counts(text_count: int, token_id_count: int) -> None:
-    """Raises InvalidArgument when there are more stop texts or stop token ids than a request may have."""
+    """Raise InvalidArgument if there are more stop texts or stop token ids than a request may have."""
     if text_count > MAX_STOP_TEXTS:
         raise InvalidArgument("params.stop", f"{text_count} texts", f"at most {MAX_STOP_TEXTS} texts")
     if token_id_count > MAX_STOP_TOKEN_IDS:
@@ -169,14 +171,14 @@ def check_stop_counts(text_count: int, token_id_count: int) -> None:
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raises InvalidArgument, naming `field`, unless all ids lie in [0, vocab_size)."""
+    """Raise InvalidArgument, naming `field`, unless all ids lie in [0, vocab_size)."""
     for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
         if not 0 <= token_id < vocab_size:
             raise InvalidArgument(field, token_id, f"below {vocab_size}, the size of the vocabulary")
 
 
 def whole_number(value: object) -> int | None:
-    """`value` as an int when it is a whole number of any type, numpy's for example; None when not, and for bools."""
+    """`value` as an int if it is a whole number of any type, such as numpy's; None otherwise, and for bools."""
     if type(value) is int:
         return value
     try:
@@ -199,7 +201,7 @@ def _number(name: str, value: object, least: float, most: float) -> float:
         number = math.nan if isinstance(value, bool) or not isinstance(value, numbers.Real) else float(value)
     except OverflowError:
         number = math.nan
-    # NaN is not in any range.
+    # NaN is in no range.
     if not least <= number <= most:
         raise InvalidArgument(f"params.{name}", value, f"a number in [{least:g}, {most:g}]")
     return number
@@ -231,16 +233,16 @@ class Logprobs:
     """The model's log-probabilities at one position, before temperature, top_k and top_p."""
 
     logprob: float
-    """Natural logarithm of the probability of the token that was drawn, or that the prompt has there."""
+    """Natural logarithm of the probability of the sampled token, or of the prompt's token."""
     top: tuple[tuple[int, float], ...]
     """(token id, log-probability) of the most likely tokens, the likeliest first."""
     text: str = field(default="", compare=False)
-    """What this token stands for, alone: a part of a character is U+FFFD. Empty: not known here."""
+    """Text of this token alone: part of a character is U+FFFD. Empty: unknown here."""
     top_texts: tuple[str, ...] = field(default=(), compare=False)
-    """The same for each of `top`, or nothing."""
+    """Texts of the tokens in `top`; empty if unknown."""
     raw_bytes: bytes = field(default=b"", compare=False)
-    """This token's bytes where they are not those of its text in UTF-8, as of a part of a character; else empty."""
+    """This token's bytes if they differ from its text in UTF-8, as for part of a character; else empty."""
     top_raw_bytes: tuple[bytes, ...] = field(default=(), compare=False)
-    """The same for each of `top`, or nothing."""
+    """Bytes of the tokens in `top`, likewise; or empty."""
     text_offset: int = field(default=0, compare=False)
-    """Characters of the answer before the text of this token, or before the character that it is a part of."""
+    """Offset of this token's text, or of the character that it is part of, in the answer, in characters."""

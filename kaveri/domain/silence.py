@@ -1,4 +1,4 @@
-"""Finds peers that have gone silent: they hang, or are cut off. Pure."""
+"""Failure detector for peers that hang or are cut off. Pure."""
 
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -6,49 +6,50 @@ from typing import Generic, TypeVar
 from kaveri.domain.running_clock import RunningClock
 
 TICK_S = 0.05
-"""Between two ticks of a SilenceWatch."""
+"""Tick interval of a SilenceWatch."""
 _LONGEST_TICK_S = 2 * TICK_S
 _PATIENCE = 1.5
-"""A peer that has been silent for so long before, and was heard again, may be silent for this many times that long."""
+"""A peer heard again after a silence may be silent for this many times as long."""
 _MOST_PATIENCE = 3.0
-"""In terms of after_s."""
+"""Upper bound of a peer's patience, in multiples of after_s."""
 _PATIENT_FOR_S = 10.0
-"""Such a silence is remembered for so long."""
+"""Duration for which such a silence is remembered."""
 
 PeerT = TypeVar("PeerT")
 
 
 @dataclass(frozen=True, slots=True)
 class _Patience:
-    """A peer may be silent for so long, until `until_s`."""
+    """Extended silence that a peer is allowed until `until_s`."""
 
     silence_s: float
     until_s: float
 
 
 class SilenceWatch(Generic[PeerT]):
-    """Peers that should be heard from all the time. Only time in which the observer itself runs counts as silence.
+    """Watches peers that should send something all the time. Only time in which the observer itself runs counts as
+    silence.
 
-    A peer on a busy machine is late now and then before it is very late: those that have been late are given more time.
-    So is one that was found silent and is heard soon after: where all are slow, suspicions slow them further.
+    A peer on a busy machine is slightly late before it is very late, so late peers are given more time. So is one that
+    was found silent and is heard soon after: where all are slow, suspicions slow them further.
     """
 
     def __init__(self, after_s: float, now_s: float) -> None:
-        """after_s: seconds without a sign of life after which a peer counts as silent, unless it was late before."""
+        """after_s: seconds of silence after which a peer is suspected, unless it was late before."""
         self.after_s = after_s
         self._clock = RunningClock(now_s, _LONGEST_TICK_S)
         self._heard_s: dict[PeerT, float] = {}
         self._found_s: dict[PeerT, float] = {}
-        """When those that were found silent had been heard last."""
+        """Time of the last message of each suspected peer."""
         self._patience: dict[PeerT, _Patience] = {}
-        """With peers that are late. It outlives the watch of a peer."""
+        """Patience with late peers. Kept after the watch of a peer ends."""
 
     def begin(self, peer: PeerT) -> None:
-        """Watches the peer from now on. Idempotent."""
+        """Start to watch the peer. Idempotent."""
         self._heard_s.setdefault(peer, self._clock.elapsed_s)
 
     def heard(self, peer: PeerT) -> None:
-        """A sign of life. The first one begins to watch the peer."""
+        """Record a message of the peer. The first one starts the watch."""
         now_s = self._clock.elapsed_s
         last_s = self._found_s.pop(peer, self._heard_s.get(peer, now_s))
         self._heard_s[peer] = now_s
@@ -57,16 +58,16 @@ class SilenceWatch(Generic[PeerT]):
             self._allow(peer, max(_PATIENCE * late_s, self._allowed_s(peer)))
 
     def forget(self, peer: PeerT) -> None:
-        """Ends the watch of a peer. Idempotent."""
+        """Stop watching a peer. Idempotent."""
         self._heard_s.pop(peer, None)
 
     def silence_s(self, peer: PeerT) -> float:
-        """Seconds since the last sign of life of a peer, as of the last tick; infinite when it is not watched."""
+        """Seconds since the last message of a peer, as of the last tick; infinite if it is not watched."""
         heard_s = self._heard_s.get(peer)
         return self._clock.elapsed_s - heard_s if heard_s is not None else float("inf")
 
     def tick(self, now_s: float) -> list[PeerT]:
-        """Takes in the time since the last tick. Returns the peers that have gone silent, which it forgets."""
+        """Advance the clock. Returns the peers that have gone silent, and stops watching them."""
         self._clock.tick(now_s)
         elapsed_s = self._clock.elapsed_s
         silent = [
