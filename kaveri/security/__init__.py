@@ -1,1 +1,1 @@
-"""Who may ask, and who is asked: API keys with their limits, and the files of TLS."""
+"""Authentication: API keys with their limits, and TLS files."""

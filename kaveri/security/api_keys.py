@@ -1,4 +1,4 @@
-"""API keys: how one is made, what of it is kept, and the text of a keys file. Pure, except for new_secret().
+"""API keys: generation, stored digests, and the text of a keys file. Pure, except for new_secret().
 
 A keys file is TOML, one table for each key:
 
@@ -27,46 +27,46 @@ _SECRET_BYTES = 32
 MAX_LIMIT = 10**9
 MAX_KEYS = 10_000
 USAGE_COMMANDS = ("EVALSHA", "SCRIPT LOAD", "INCRBY", "EXPIRE", "GET", "TTL")
-"""Redis's commands with which usage is counted for a whole cluster."""
+"""Redis commands that count usage for a whole cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyLimits:
-    """What one key may use; 0: no limit."""
+    """Usage limits of one key; 0: no limit."""
 
     requests_per_s: int = 0
     tokens_per_min: int = 0
-    """Of prompts and answers together."""
+    """Max tokens of prompts and answers together."""
     in_flight: int = 0
-    """Requests that are being answered."""
+    """Max concurrent requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key as the keys file knows it."""
+    """An entry of the keys file."""
 
     name: str
     digest: bytes
     """SHA-256 of the key."""
     limits: KeyLimits
     is_admin: bool = False
-    """Whether it is an operator's: may drain instances, and see the cluster and how requests went."""
+    """True for an operator's key: it may drain instances, and see the cluster and finished requests."""
     is_revoked: bool = False
-    """Whether it is good no more."""
+    """True if the key is no longer valid."""
 
 
 def new_secret() -> str:
-    """256 random bits as text."""
+    """Return 256 random bits as text."""
     return "kaveri-" + secrets.token_urlsafe(_SECRET_BYTES)
 
 
 def digest_of(secret: bytes) -> bytes:
-    """What is kept of a key. A slow hash would add nothing: 256 random bits cannot be guessed."""
+    """Digest stored for a key. A slow hash would add nothing: 256 random bits cannot be guessed."""
     return hashlib.sha256(secret).digest()
 
 
 def key_table(name: str, secret: str, limits: KeyLimits, is_admin: bool = False) -> str:
-    """The text that adds a key to a keys file."""
+    """Text of a keys file's entry for the key."""
     lines = [f"\n[{name}]", f'sha256 = "{digest_of(secret.encode()).hex()}"']
     given = {limit.name: getattr(limits, limit.name) for limit in fields(limits)}
     lines += [f"{limit} = {value}" for limit, value in given.items() if value]
@@ -75,8 +75,8 @@ def key_table(name: str, secret: str, limits: KeyLimits, is_admin: bool = False)
 
 
 def with_key_revoked(text: str, name: str, path: str) -> str:
-    """The text of a keys file in which a key is revoked; comments stay. path: for errors. Raises ConfigError when the
-    file is broken, or has no good key of this name."""
+    """Return a keys file's text with a key revoked; comments stay. path: for errors. Raises ConfigError when the file
+    is broken, or has no valid key of this name."""
     keys = parse_keys(text, path)
     if all(key.name != name or key.is_revoked for key in keys):
         raise ConfigError("NAME", f"is {name:.80}, and {path} has no key of this name that is not revoked")
@@ -93,17 +93,17 @@ def with_key_revoked(text: str, name: str, path: str) -> str:
 
 
 def usage_prefix(cluster_name: str) -> str:
-    """What the names of the counts in Redis begin with."""
+    """Prefix of the usage counters in Redis."""
     return f"kaveri:{cluster_name}:limits"
 
 
 def limit_reached(key: ApiKey, limit: str, retry_after_s: float) -> NoCapacity:
-    """The error for a key that has used what it may."""
+    """Error for a key that has reached a limit."""
     return NoCapacity(f"API key {key.name}", round(retry_after_s, 3), f"its limit of {limit} is reached")
 
 
 def parse_keys(text: str, path: str) -> tuple[ApiKey, ...]:
-    """The keys of a keys file. path: for errors. Raises ConfigError, naming the table and the field."""
+    """Parse a keys file. path: for errors. Raises ConfigError, naming the table and the field."""
     try:
         tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -119,14 +119,14 @@ def parse_keys(text: str, path: str) -> tuple[ApiKey, ...]:
 
 
 def check_name(name: str, place: str) -> str:
-    """Raises ConfigError, naming the place."""
+    """Return a valid name. Raises ConfigError, naming the place."""
     if not _NAME.fullmatch(name):
         raise ConfigError(place, f"is {name!r:.80}; write up to 64 letters, digits, '_' and '-'")
     return name
 
 
 def check_limit(value: object, place: str) -> int:
-    """Raises ConfigError, naming the place."""
+    """Return a valid limit. Raises ConfigError, naming the place."""
     if type(value) is not int or not 0 <= value <= MAX_LIMIT:
         raise ConfigError(place, f"is {value!r:.80}; write a whole number from 0 (no limit) to {MAX_LIMIT}")
     return value
@@ -144,7 +144,7 @@ def _read_key(name: str, table: Any, path: str) -> ApiKey:
             raise ConfigError(f"{place} {field:.80}", f"is no field of a key; write {written}")
     digest = table.get("sha256")
     if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
-        # Not shown: it may be the key itself.
+        # Do not show it: it may be the key itself.
         raise ConfigError(f"{place} sha256", "must be the SHA-256 of the key, 64 hexadecimal digits in lower case")
     limits = {limit: check_limit(table.get(limit, 0), f"{place} {limit}") for limit in known}
     is_admin, is_revoked = (_read_switch(table, field, place) for field in ("admin", "revoked"))

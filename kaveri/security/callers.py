@@ -1,4 +1,4 @@
-"""Who calls a port that asks for API keys: finds the key of each request, and holds it to its limits."""
+"""Authenticates requests by API key, and enforces the key's limits."""
 
 import contextlib
 from collections.abc import AsyncIterator, Hashable
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 512
 _SCHEME = b"bearer "
 _RETRY_AFTER_S = 1.0
-"""Nothing says when a request that is answered will end."""
+"""Fixed, since the end of a running request is unknown."""
 
 
 @dataclass(slots=True)
 class Caller:
-    """Who has sent one request."""
+    """Key and token usage of one request's caller."""
 
     key: ApiKey
     tokens: int = 0
-    """Of the request's prompts and answers, known when it ends."""
+    """Prompt and answer tokens of the request, set when it ends."""
 
 
 class Callers:
-    """For one event loop. Its owner runs it."""
+    """Admits requests by API key. Not thread-safe: for one event loop. The owner must run run()."""
 
     def __init__(self, keys: "KeysFile", usage: "KeyUsage") -> None:
         self.keys = keys
         self._usage = usage
         self._in_flight: dict[str, dict[Hashable, int]] = {}
-        """How often each request is being answered, by the key's name. Keys that have none are not in it."""
+        """Number of active calls per request, by key name. Idle keys are absent."""
 
     async def run(self) -> None:
-        """Takes up changes of the keys file, until cancelled."""
+        """Apply changes of the keys file until cancelled."""
         try:
             await self.keys.follow()
         finally:
@@ -46,18 +46,17 @@ class Callers:
 
     @contextlib.asynccontextmanager
     async def admit(self, authorization: bytes | None, request_id: str = "") -> AsyncIterator[Caller]:
-        """One request is in flight while the context lasts. authorization: the header, "Bearer KEY". request_id: given
-        where only one request of an id can be answered at a time: a call that follows on another one is not counted
-        as another request in flight.
+        """Count one request as in flight until the context ends. authorization: the header, "Bearer KEY". request_id:
+        set where calls with the same id are one request: a follow-up call does not count again.
 
-        Raises Unauthenticated without a good key, and NoCapacity past a limit.
+        Raises Unauthenticated without a valid key, and NoCapacity past a limit.
         """
         key = self.find(authorization)
         request: Hashable = request_id or object()
         most, in_flight = key.limits.in_flight, self._in_flight.setdefault(key.name, {})
         if most and len(in_flight) >= most and request not in in_flight:
             raise limit_reached(key, f"{most} requests in flight", _RETRY_AFTER_S)
-        # Before anything is awaited, so that requests that come together are counted.
+        # Count before the first await, so that concurrent requests see each other.
         in_flight[request] = in_flight.get(request, 0) + 1
         try:
             await self._usage.take_request(key)
@@ -74,13 +73,13 @@ class Callers:
                 del self._in_flight[key.name]
 
     def check_admin(self, authorization: bytes | None) -> None:
-        """Raises Unauthenticated unless it is the key of an operator."""
+        """Raise Unauthenticated unless it is an operator's key."""
         key = self.find(authorization)
         if not key.is_admin:
             raise Unauthenticated(f"the API key {key.name} is no admin key; make one by `kaveri key new NAME --admin`")
 
     def find(self, authorization: bytes | None) -> ApiKey:
-        """The key that a request gives; its limits are not asked. Raises Unauthenticated."""
+        """Return a request's key without checking limits. Raises Unauthenticated."""
         if authorization is None:
             reason = "no API key was given; send it as `Authorization: Bearer KEY`, with Kaveri's SDK as api_key"
             raise Unauthenticated(reason)
@@ -94,12 +93,12 @@ class Callers:
 
 
 def make_callers(keys_file: str, redis_url: str, cluster_name: str) -> Callers | None:
-    """For a port of this process; None without a keys file. redis_url: where all processes of the cluster count what
-    keys use; empty: in this process only. Raises ConfigError."""
+    """Create the callers of this process's ports; None without a keys file. redis_url: counts usage for the whole
+    cluster; empty: for this process. Raises ConfigError."""
     if not keys_file:
         return None
     try:
-        # Only here: without a keys file neither the package nor the metric is needed.
+        # Import here: without a keys file neither the package nor the metric is needed.
         from kaveri.security.key_usage import KeyUsage
         from kaveri.security.keys_file import KeysFile
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Counts what keys use in a second and in a minute, with the library `limits`: in this process, or in Redis for all
+"""Rate limits of keys per second and per minute, with the library `limits`: in this process, or in Redis for all
 processes of a cluster. Windows are fixed: one begins with the first use after the last one's end."""
 
 import asyncio
@@ -20,13 +20,14 @@ from kaveri.telemetry.logs import get_logger
 _REDIS_TIMEOUT_S = 0.5
 _REDIS_CONNECTIONS = 16
 _REDIS_REST_S = 5.0
-"""For how long a Redis that has failed is not asked."""
+"""Pause after a failure of Redis."""
 _MIN_RETRY_S = 0.05
 ResultT = TypeVar("ResultT")
 
 
 class KeyUsage:
-    """For one event loop. While Redis is away each process counts for itself."""
+    """Usage counters of keys. Not thread-safe: for one event loop. While Redis is away each process counts for
+    itself."""
 
     def __init__(self, redis_url: str = "", cluster_name: str = "") -> None:
         """redis_url: empty: counts in this process only."""
@@ -35,7 +36,7 @@ class KeyUsage:
         self._pool: BlockingConnectionPool | None = None
         self._rests_until_s = 0.0
         self._failure = ""
-        """Why Redis did not count when it was asked last; empty: it did."""
+        """Reason for Redis's last failure; empty if it works."""
         if redis_url:
             self._pool = BlockingConnectionPool.from_url(
                 client_url(redis_url),
@@ -45,7 +46,7 @@ class KeyUsage:
                 socket_timeout=_REDIS_TIMEOUT_S,
                 protocol=2,
             )
-            # The pool knows the address; of the first argument only the scheme is read.
+            # The pool has the address; only the scheme of the first argument is read.
             storage = RedisStorage(
                 "async+redis://",
                 implementation="redispy",
@@ -55,7 +56,7 @@ class KeyUsage:
             self._shared = FixedWindowRateLimiter(storage)
 
     async def take_request(self, key: ApiKey) -> None:
-        """Counts a request. Raises NoCapacity when the key has no requests or no tokens left in its present window."""
+        """Count a request. Raises NoCapacity when the key has no requests or no tokens left in its current window."""
         limits = key.limits
         if limits.requests_per_s:
             per_s = RateLimitItemPerSecond(limits.requests_per_s)
@@ -67,7 +68,7 @@ class KeyUsage:
                 raise await self._refusal(key, per_min, f"{limits.tokens_per_min} tokens a minute")
 
     async def add_tokens(self, key: ApiKey, tokens: int) -> None:
-        """Counts the tokens of a request that has ended. They may be more than are left: later requests wait."""
+        """Count the tokens of a finished request. They may exceed the limit: later requests wait."""
         if key.limits.tokens_per_min and tokens:
             per_min = RateLimitItemPerMinute(key.limits.tokens_per_min)
             await self._ask(lambda limiter: limiter.hit(per_min, key.name, cost=tokens))

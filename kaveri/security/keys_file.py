@@ -1,4 +1,4 @@
-"""The keys file of a running process: read at start, read again when its content changes. For one event loop."""
+"""The keys file of a running process, reread when its content changes. Not thread-safe: for one event loop."""
 
 import asyncio
 import hmac
@@ -26,10 +26,10 @@ KEYS_FILE_REFUSED = Gauge(
 
 
 class KeysFile:
-    """The keys that are good now.
+    """Currently valid keys.
 
-    A change is taken up once two looks in a row have found the same: a file that is being written may parse, with its
-    last keys missing. A file that cannot be read, does not parse or names no key any more changes nothing.
+    A change takes effect once two consecutive reads agree: a file that is being written may parse without its last
+    keys. A file that cannot be read, does not parse or has lost all keys changes nothing.
     """
 
     def __init__(self, path: str) -> None:
@@ -37,37 +37,37 @@ class KeysFile:
         self._path = path
         text = _read(path)
         self._seen: str | ConfigError = text
-        """What the last look found: the text, or why there is none."""
+        """Result of the last read: the text, or the error."""
         self._settled: str | ConfigError = text
-        """What was found twice in a row last."""
+        """Last result confirmed by two consecutive reads."""
         self._keys = _by_digest(parse_keys(text, path))
         self._failure = ""
-        """Why the file is not in use; empty: it is."""
+        """Reason why the file is rejected; empty if it is in use."""
 
     @property
     def count(self) -> int:
-        """How many keys are good."""
+        """Number of valid keys."""
         return sum(not key.is_revoked for key in self._keys.values())
 
     def find(self, secret: bytes) -> ApiKey | None:
-        """The good key with this secret; None: there is none.
+        """Return the valid key with this secret; None if there is none.
 
-        The time that it takes says nothing about good keys: what is looked up is a hash, in a dictionary whose order
-        depends on a random number of this process, and the last comparison takes constant time.
+        Timing reveals nothing about valid keys: the lookup uses a hash, in a dictionary with a randomized order per
+        process, and the final comparison takes constant time.
         """
         digest = digest_of(secret)
         key = self._keys.get(digest)
         return key if key is not None and hmac.compare_digest(key.digest, digest) and not key.is_revoked else None
 
     async def follow(self) -> None:
-        """Takes up changes within two seconds, until cancelled. A file that cannot be used is logged once."""
+        """Apply changes within two seconds, until cancelled. An unusable file is logged once."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             await self.look()
 
     async def look(self) -> None:
-        """Reads the file, and takes up what two looks have found."""
-        # On a thread: its disk may be slow.
+        """Read the file, and apply content confirmed by two reads."""
+        # On a thread, as the disk may be slow.
         found = await asyncio.to_thread(_try_read, self._path)
         is_same, self._seen = _is_same(found, self._seen), found
         if is_same and not _is_same(found, self._settled):
@@ -96,8 +96,8 @@ class KeysFile:
 
 
 def add_key(path: str, name: str, limits: KeyLimits, is_admin: bool = False) -> str:
-    """Adds a new key to the file, which is made for its owner only if there is none. Returns the key, which is kept
-    nowhere. Raises ConfigError, also when the file is broken or has this name."""
+    """Add a new key to the file; a missing file is created with access for its owner only. Returns the key, which is
+    stored nowhere. Raises ConfigError, also when the file is broken or has this name."""
     secret = new_secret()
 
     def add(text: str) -> str:
@@ -111,9 +111,9 @@ def add_key(path: str, name: str, limits: KeyLimits, is_admin: bool = False) -> 
 
 
 def revoke_key(path: str, name: str) -> None:
-    """Marks a key of the file as revoked. Raises ConfigError, also when the file is broken or has no good key of this
+    """Mark a key of the file as revoked. Raises ConfigError, also when the file is broken or has no valid key of this
     name."""
-    _read(path)  # A file that is missing is not made.
+    _read(path)  # Do not create a missing file.
     _change(path, lambda text: with_key_revoked(text, name, path))
 
 

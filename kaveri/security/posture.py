@@ -1,4 +1,4 @@
-"""What of a process's ports is open to strangers. Pure."""
+"""Finds a process's ports that are exposed without encryption or authentication. Pure."""
 
 import ipaddress
 from collections.abc import Iterable
@@ -13,20 +13,20 @@ A_TICKET = "a ticket of one push"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListeningPort:
-    """A port as the settings say it will be."""
+    """A listening port according to the settings."""
 
     flag: str
-    """That opens it: "--port"."""
+    """Flag that opens it: "--port"."""
     host: str
     port: int
-    """0: a free one, not known yet."""
+    """0: any free port, unknown until bound."""
     is_encrypted: bool
     asks_for: str
-    """What callers must show: A_CERTIFICATE, say. Empty: nothing."""
+    """Credential required from callers, such as A_CERTIFICATE. Empty: none."""
 
 
 def open_ports(ports: Iterable[ListeningPort]) -> tuple[str, ...]:
-    """Those that a network reaches, and on which bytes are not encrypted or callers show nothing; and why."""
+    """Describe the ports reachable from a network without encryption or without authentication."""
     found = []
     for port in ports:
         faults = [] if port.is_encrypted else ["not encrypted"]
@@ -37,7 +37,7 @@ def open_ports(ports: Iterable[ListeningPort]) -> tuple[str, ...]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
+    """Return True if only this machine reaches the host."""
     try:
         return ipaddress.ip_address(bare_host(host)).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""Reads and replaces regular files. A FIFO or a device in the place of one fails at once and never blocks."""
+"""Reads and replaces regular files. Given a FIFO or a device, fails at once and never blocks."""
 
 import contextlib
 import errno
@@ -13,8 +13,8 @@ MAX_FILE_BYTES = 4 * 2**20
 
 
 def read_regular(path: str) -> bytes:
-    """The whole file, links followed. Raises OSError, also where it is not a regular file or over MAX_FILE_BYTES."""
-    # Asked first too, since to open a FIFO or a device can have effects of its own.
+    """Read a whole file, following links. Raises OSError, also if it is not a regular file or over MAX_FILE_BYTES."""
+    # Check first, since opening a FIFO or a device can have side effects.
     _check_regular(os.stat(path), path)
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
         return _read_all(file, path)
@@ -22,23 +22,23 @@ def read_regular(path: str) -> bytes:
 
 @contextlib.contextmanager
 def locked(path: str) -> Iterator[bytes]:
-    """Holds the file's lock, which others wait for that replace the file, and gives its content. A file that is missing
-    is made, for its owner only. Raises OSError."""
+    """Hold the file's lock, which excludes other replacers, and return its content. A missing file is created with
+    access for its owner only. Raises OSError."""
     while True:
         with contextlib.suppress(FileNotFoundError):
             _check_regular(os.stat(path), path)
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         with open(opened, "rb", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            # The holder before has put another file in its place: its lock is not this one's.
+            # The previous holder replaced the file, so this lock is on the old one.
             if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                 yield _read_all(file, path)
                 return
 
 
 def replace(path: str, content: bytes) -> None:
-    """Replaces a file at once: readers find the former content or all of the new one. Its mode stays, its owner too
-    where this process may set one; a link to it stays a link. Raises OSError."""
+    """Replace a file atomically: readers find the old content or the new. Keeps its mode, its owner too if this process
+    may set it, and a link to it. Raises OSError."""
     path = os.path.realpath(path)
     former = os.stat(path)
     handle, new_path = tempfile.mkstemp(prefix=f".{os.path.basename(path)}.", dir=os.path.dirname(path))
@@ -66,7 +66,7 @@ def _check_regular(found: os.stat_result, path: str) -> None:
 def _read_all(file: BinaryIO, path: str) -> bytes:
     _check_regular(os.fstat(file.fileno()), path)
     content = b""
-    # May grow while it is read.
+    # The file may grow while it is read.
     while len(content) <= MAX_FILE_BYTES and (part := file.read(MAX_FILE_BYTES + 1 - len(content))):
         content += part
     if len(content) > MAX_FILE_BYTES:

@@ -1,7 +1,7 @@
-"""The files of TLS: a certificate, its key, and the authority of all peers; checked, and read again when they change.
+"""TLS files: a certificate, its key, and the authority of all peers; validated, and reread when they change.
 
-All certificates of a cluster carry one name in subjectAltName, which both ends ask for. Other names, as of hosts, are
-not looked at: instances change their addresses.
+All certificates of a cluster carry one name in subjectAltName, which both ends verify. Host names are not checked:
+instances change their addresses.
 """
 
 import contextlib
@@ -21,36 +21,35 @@ LOOK_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """What an end shows, and what it asks of the other; paths of files in PEM."""
+    """TLS credentials of one end and its requirements for the other; paths of PEM files."""
 
     certificate: str = ""
-    """With those between it and the authority, its own first. Empty: a client that shows none."""
+    """Certificate chain, own certificate first. Empty: a client without a certificate."""
     key: str = ""
-    """Of the certificate, not encrypted."""
+    """Key of the certificate, not encrypted."""
     authority: str = ""
-    """Certificates of those whose certificates are good. Empty: a client trusts the public authorities, and a server
-    asks for no certificate."""
+    """Trusted authorities. Empty: a client trusts the public ones, and a server asks for no certificate."""
     name: str = ""
-    """A DNS name that the other end's certificate must carry. Empty: a server takes every certificate of the authority,
-    and a client asks for the host name that it connects to."""
+    """DNS name required in the other end's certificate. Empty: a server accepts every certificate of the authority, and
+    a client verifies the host name that it connects to."""
 
 
 @dataclass(frozen=True, slots=True)
 class TlsContents:
-    """What the files hold at one time."""
+    """Contents of the files at one time."""
 
     generation: int
-    """Grows with each change."""
+    """Increases with each change."""
     certificate: bytes | None
     key: bytes | None
     authority: bytes | None
 
 
 class WatchedTlsFiles:
-    """The files as they were when they were good last. Thread-safe; never waits for more than the disk."""
+    """The last valid contents of the files. Thread-safe; blocks only for the disk."""
 
     def __init__(self, files: TlsFiles, prefix: str = "--tls-") -> None:
-        """prefix: of the settings that name the files. Raises ConfigError, naming the one that is wrong."""
+        """prefix: of the settings that name the files. Raises ConfigError, naming the invalid one."""
         if bool(files.certificate) != bool(files.key):
             missing, given = ("key", "cert") if files.certificate else ("cert", "key")
             raise ConfigError(f"{prefix}{missing}", f"is not given, but {prefix}{given}: they belong together")
@@ -63,8 +62,8 @@ class WatchedTlsFiles:
         self._failure = ""
 
     def now(self) -> TlsContents:
-        """The contents, at most a second old. Files that cannot be used change nothing, and are logged once: a
-        certificate and its key may be replaced one after the other."""
+        """Return the contents, at most a second old. Unusable files change nothing, and are logged once: a certificate
+        and its key may be replaced one after the other."""
         with self._lock:
             if time.monotonic() - self._looked_s < LOOK_EVERY_S:
                 return self._contents
@@ -73,7 +72,7 @@ class WatchedTlsFiles:
                 stamp = self._stamps()
                 if stamp != self._stamp or self._failure:
                     contents = self._read(self._contents.generation + 1)
-                    # Changed while it was read: the parts may not belong together. The next look reads it again.
+                    # Changed during the read: the parts may not match. The next call rereads it.
                     if stamp == self._stamps():
                         self._stamp, self._contents, self._failure = stamp, contents, ""
                         log = _logger()
@@ -86,7 +85,7 @@ class WatchedTlsFiles:
             return self._contents
 
     def make_context(self, protocol: int) -> ssl.SSLContext:
-        """For TLS 1.3 by Python's ssl, with the files as they are. Raises ConfigError."""
+        """TLS 1.3 context for Python's ssl, with the files as they are. Raises ConfigError."""
         files, prefix = self.files, self._prefix
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -102,7 +101,7 @@ class WatchedTlsFiles:
         return context
 
     def server_context(self, protocols: Sequence[str] = ()) -> ssl.SSLContext:
-        """As make_context(), for a port: each handshake gets the files as they are then. protocols: of ALPN."""
+        """Context for a port; each handshake uses the then-current files. protocols: of ALPN."""
         used = self.now().generation
         context = first = self._port_context(protocols)
 
@@ -110,7 +109,7 @@ class WatchedTlsFiles:
             nonlocal context, used
             now = self.now().generation
             if now != used:
-                # In the middle of a change the former ones stay in use until the next handshake.
+                # During a change the former context stays in use until the next handshake.
                 with contextlib.suppress(ConfigError):
                     context, used = self._port_context(protocols), now
             connection.context = context
@@ -127,7 +126,7 @@ class WatchedTlsFiles:
     def _load_certificate(self, context: ssl.SSLContext) -> None:
         files, prefix = self.files, self._prefix
         try:
-            # OpenSSL would prompt for a password on the terminal.
+            # Without this, OpenSSL would prompt for a password on the terminal.
             context.load_cert_chain(files.certificate, files.key, password=lambda: "")
         except (OSError, ssl.SSLError) as error:
             if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
@@ -143,7 +142,7 @@ class WatchedTlsFiles:
 
     def _read_one(self, setting: str, path: str) -> bytes:
         try:
-            # OpenSSL, which opens the files itself, would block on a FIFO.
+            # OpenSSL opens the files itself, and would block on a FIFO.
             return read_regular(path)
         except OSError as error:
             raise ConfigError(setting, f"cannot read {path}: {error.strerror}") from error
@@ -165,12 +164,12 @@ class WatchedTlsFiles:
 
 
 def _logger() -> Any:
-    # Only here: the SDK imports this module, and is to be light.
+    # Import here: the SDK imports this module, so it must stay light.
     from kaveri.telemetry.logs import get_logger
 
     return get_logger()
 
 
 def is_named(certificate: Mapping[str, Any] | None, name: str) -> bool:
-    """Whether a certificate, as Python's ssl describes it, carries a DNS name."""
+    """Return True if a certificate, as described by Python's ssl, carries a DNS name."""
     return any(kind == "DNS" and value == name for kind, value in (certificate or {}).get("subjectAltName", ()))
