@@ -1,1 +1,1 @@
-"""What every engine instance shares, whatever its role: settings, the engine's events on the loop, lease, drain."""
+"""Shared parts of engine instances of every role: settings, the engine's events on the loop, lease, drain."""

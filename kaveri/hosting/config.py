@@ -1,4 +1,4 @@
-"""The settings that every engine instance has, and the engine that they describe."""
+"""Settings of every engine instance, and the engine built from them."""
 
 import asyncio
 import threading
@@ -60,12 +60,12 @@ class InstanceConfig(EngineSettings, ServiceConfig):
 
     @property
     def model_name(self) -> str:
-        """The name under which the cluster knows the model."""
+        """The model's name in the cluster."""
         return self.served_model_name or self.model
 
     @property
     def heavy_thresholds(self) -> HeavyThresholds:
-        """What counts as heavy, here and in the loads of decode instances; all instances should agree."""
+        """Thresholds of heavy requests, here and in the loads of decode instances; must agree on all instances."""
         return HeavyThresholds(self.heavy_output_tokens, self.heavy_prompt_tokens)
 
     @property
@@ -92,14 +92,14 @@ class InstanceConfig(EngineSettings, ServiceConfig):
 
     @property
     def kv_advertise_host(self) -> str | None:
-        # A --kv-host of its own is a network of its own for KV: tickets name it as it is.
+        # A separate --kv-host is a network for KV only: tickets name it unchanged.
         return self.reached_host if not self.kv_host or is_all_addresses(self.kv_host) else None
 
 
 async def load_engine(settings: EngineSettings, stopping: asyncio.Event) -> "BuiltEngine | None":
-    """Builds the engine on a thread; takes seconds or minutes. Raises ConfigError, naming the flag.
+    """Build the engine on a thread; takes seconds or minutes. Raises ConfigError, naming the flag.
 
-    None: `stopping` was set first. The thread is left to itself then, and ends with the process.
+    Returns None if `stopping` was set first. The thread is then abandoned, and ends with the process.
     """
     built: Future[BuiltEngine] = Future()
     building = asyncio.wrap_future(built)
@@ -116,17 +116,17 @@ async def load_engine(settings: EngineSettings, stopping: asyncio.Event) -> "Bui
 
 
 def name_flag(error: ConfigError) -> ConfigError:
-    """What an engine says of its settings, said of the flags that they come from."""
+    """Convert an engine's settings error to one that names the flag."""
     name = _FLAG_OF_SETTING.get(error.field, error.field)
     return ConfigError(name if name.startswith("-") else "--" + name.replace("_", "-"), error.reason)
 
 
 def _build_on_thread(settings: EngineSettings, built: "Future[BuiltEngine]") -> None:
-    # From here on it cannot be cancelled, so its outcome may be set.
+    # It can no longer be cancelled, so its outcome may be set.
     built.set_running_or_notify_cancel()
     try:
         built.set_result(_build_engine(settings))
-    # SystemExit too, which would end this thread without notice. Raised where it is awaited.
+    # Also SystemExit, which would end this thread silently. Raised where it is awaited.
     except BaseException as error:
         if not isinstance(error, Exception):
             error = ConfigError("engine", f"ended while it was loaded: {error!r}")
@@ -140,9 +140,9 @@ def _build_engine(settings: EngineSettings) -> "BuiltEngine":
         and model.startswith(_PATH_STARTS)
         and not Path(model).expanduser().exists()
     ):
-        # Found out before torch is imported, which takes seconds.
+        # Checked before torch is imported, which takes seconds.
         raise ConfigError("model", f"{model} is no folder")
-    # Imported here, as --help and `kaveri config show` need the settings alone.
+    # Import here: --help and `kaveri config show` need only the settings.
     if settings.engine == "vllm":
         from kaveri.engine.own_process import OwnProcessEngine
 

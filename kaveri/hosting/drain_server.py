@@ -1,4 +1,5 @@
-"""DrainService over gRPC: takes this process out of service and back; on a router also others, which it passes on."""
+"""DrainService over gRPC: takes this process out of service and back. A router also forwards calls to other
+processes."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
@@ -28,20 +29,21 @@ class Drainable(Protocol):
     record: InstanceRecord
 
     async def drain(self) -> bool:
-        """Takes no new requests until undrain(). False: it did not before either."""
+        """Refuse new requests until undrain(). Returns False if it was draining already."""
 
     async def undrain(self) -> bool:
-        """Takes requests again. False: it did before. Raises Unavailable when the process is ending."""
+        """Accept requests again. Returns False if it was not draining. Raises Unavailable when the process is
+        ending."""
 
     def load(self) -> InstanceLoad:
-        """How busy it is now."""
+        """Current load."""
 
 
 class DrainServer(DrainServiceServicer):
-    """Answers for one process. For one event loop."""
+    """DrainService of one process. Not thread-safe: for one event loop."""
 
     def __init__(self, process: Drainable, store: ClusterStore, operators: Callers | None = None) -> None:
-        """operators: only those with an admin key may call; None: everyone that the port lets in."""
+        """operators: only callers with an admin key are allowed; None: everyone that the port admits."""
         self._process = process
         self._store = store
         self._operators = operators
@@ -73,17 +75,17 @@ class DrainServer(DrainServiceServicer):
             await abort(context, error)
 
     def _check(self, context: aio.ServicerContext[Any, Any]) -> None:
-        """Raises Unauthenticated."""
+        """Raise Unauthenticated unless the caller is an operator."""
         if self._operators is not None:
             self._operators.check_admin(authorization_of(context.invocation_metadata()))
 
     def _named(self, instance_id: str) -> InstanceRecord | None:
-        """Where the instance is; None: it is this process. Raises InvalidArgument for one that is not there."""
+        """Record of the instance; None if it is this process. Raises InvalidArgument for an unknown one."""
         own = self._process.record
         if instance_id == own.instance_id:
             return None
         if own.role is not Role.ROUTER:
-            # The former holder of this address was meant.
+            # The caller meant the former instance at this address.
             raise InvalidArgument("instance_id", instance_id, f"{own.instance_id}, which answers at this address")
         instances = self._store.view().instances
         if instance_id not in instances:
@@ -95,7 +97,7 @@ class DrainServer(DrainServiceServicer):
 
 
 async def _passed_on(record: InstanceRecord, ask: Callable[[Any], Awaitable[AnswerT]]) -> AnswerT:
-    """The answer of another process. Raises KaveriErrors."""
+    """Forward to another process and return its answer. Raises KaveriErrors."""
     async with open_channel(record.address) as channel:
         try:
             return await ask(DrainServiceStub(channel))

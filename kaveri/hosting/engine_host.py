@@ -1,6 +1,6 @@
-"""The life of one engine instance: start the engine, try it, serve phases with it, close it.
+"""Life of one engine instance: start the engine, try it, serve phases with it, close it.
 
-The engine's events come to the service on the event loop, one call per batch, so that neither the loop nor the engine
+The engine's events reach the service on the event loop, one call per batch, so that neither the loop nor the engine
 waits for the other.
 """
 
@@ -23,7 +23,7 @@ from kaveri.telemetry.logs import get_logger
 
 
 class EngineHost:
-    """Serves phases with one engine. Owns the engine, and a ServiceHost with everything else."""
+    """Serves phases with one engine. Owns the engine and a ServiceHost."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class EngineHost:
         register: Callable[[aio.Server], None],
         incarnation: int,
     ) -> None:
-        """The arguments behind `engine` are ServiceHost's."""
+        """The arguments after `engine` are ServiceHost's."""
         info = engine.info
         record = replace(
             service_record(config, Role.ENGINE, config.model_name, incarnation),
@@ -52,30 +52,30 @@ class EngineHost:
         self._service = ServiceHost(config, store, record, phases, service_names, register)
         phases.on_change = self._service.beat_now
         self._trial: Trial | None = None
-        """Takes the engine's events until it has shown that it can run its model."""
+        """Receives the engine's events until the engine has proved that it can run its model."""
 
     @property
     def address(self) -> str:
-        """Where others reach it; empty before it listens."""
+        """Address for other processes; empty before it listens."""
         return self._service.address
 
     @property
     def record(self) -> InstanceRecord:
-        """What the cluster is told of this life."""
+        """Record of this incarnation."""
         return self._service.record
 
     @property
     def started(self) -> asyncio.Event:
-        """Set once requests are taken."""
+        """Set once requests are accepted."""
         return self._service.started
 
     @property
     def state(self) -> InstanceState:
-        """What the heartbeats say."""
+        """State for the heartbeats."""
         return self._service.state
 
     def load(self) -> InstanceLoad:
-        """What a heartbeat says now."""
+        """Load for the next heartbeat."""
         return self._service.load()
 
     async def drain(self) -> bool:
@@ -87,11 +87,11 @@ class EngineHost:
         return await self._service.undrain()
 
     async def switch(self, phases: Sequence[Phase], order: int) -> bool:
-        """Serves these phases and no others: see ServedPhases.switch."""
+        """Serve exactly these phases; see ServedPhases.switch."""
         return await self._phases.switch(phases, order)
 
     async def serve(self, stopping: asyncio.Event) -> int:
-        """Serves until `stopping` is set, then drains; or until it breaks. Returns the exit status.
+        """Serve until `stopping` is set, then drain; or until a failure. Returns the exit status.
 
         Raises ConfigError when the engine cannot run its model, which is tried before the instance registers, and when
         the address cannot be bound. The engine is closed when this returns, however it ends.
@@ -111,7 +111,7 @@ class EngineHost:
             await asyncio.to_thread(self._engine.close)
 
     async def _engine_works(self, stopping: asyncio.Event) -> bool:
-        """Tries the engine; False when `stopping` was set first. Raises ConfigError."""
+        """Try the engine; return False if `stopping` was set first. Raises ConfigError."""
         assert self._trial is not None
         trying = asyncio.ensure_future(self._trial.run())
         await first_of(stopping.wait(), asyncio.wait((trying,)), timeout_s=None)
@@ -123,7 +123,7 @@ class EngineHost:
         return not stopping.is_set()
 
     async def _watch_engine(self) -> None:
-        """Breaks the service off when the engine is stuck."""
+        """Break off the service when the engine is stuck."""
         watch = EngineWatch(self._stuck_after_s, time.monotonic())
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -141,10 +141,10 @@ class EngineHost:
             else:
                 self._phases.handle(events)
         except Exception as error:
-            # Which events were lost is unknown, and a request without them would wait forever.
+            # The lost events are unknown, and a request without them would wait forever.
             self._service.break_off(f"the instance lost its engine's events: {error!r}")
             get_logger().exception("engine_events_lost", error=repr(error))
-        # By contract the last event that an engine ever sends.
+        # By contract the last event of an engine.
         if events and isinstance(last := events[-1], EngineStopped):
             self._service.break_off(f"the engine stopped: {last.reason}")
             get_logger().error("engine_stopped", reason=last.reason)
@@ -153,5 +153,5 @@ class EngineHost:
 def _forward(
     loop: asyncio.AbstractEventLoop, handle: Callable[[Sequence[EngineEvent]], None], events: Sequence[EngineEvent]
 ) -> None:
-    """From the engine's thread to the loop."""
+    """Pass events from the engine's thread to the loop."""
     loop.call_soon_threadsafe(handle, events)

@@ -1,4 +1,4 @@
-"""The Prometheus metrics of KV in transfer: waiting bytes, receivers and credit. Read when scraped."""
+"""Prometheus metrics of KV in transfer: queued bytes, receivers and credit. Read when scraped."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -46,22 +46,22 @@ _PEER_GAUGES = (
 
 
 class SendingMetrics:
-    """A collector for the sending side, by receiver."""
+    """Collector for the sending side, by receiver."""
 
     def __init__(self, flow: Callable[[], KvFlow]) -> None:
         self._flow = flow
 
     def describe(self) -> Iterator[Metric]:
-        """Names and labels, without asking anybody."""
+        """Names and labels, without reading values."""
         return self._families(SenderFlow())
 
     def collect(self) -> Iterator[Metric]:
-        """The values of this moment."""
+        """Current values."""
         return self._families(self._flow().sending)
 
     @staticmethod
     def _families(flow: SenderFlow) -> Iterator[Metric]:
-        # A receiver restarted at its address is another peer, and so is one that takes several shapes of blocks.
+        # A receiver restarted at its address is a separate peer, and so is one that takes several block shapes.
         values: dict[tuple[str, str], list[float]] = {}
         for peer in flow.peers:
             row = values.setdefault((peer.address, peer.transport), [0.0] * len(_PEER_GAUGES))
@@ -85,17 +85,17 @@ class SendingMetrics:
 
 
 class ReceivingMetrics:
-    """A collector for the receiving side."""
+    """Collector for the receiving side."""
 
     def __init__(self, flow: Callable[[], KvFlow]) -> None:
         self._flow = flow
 
     def describe(self) -> Iterator[Metric]:
-        """Names and labels, without asking anybody."""
+        """Names and labels, without reading values."""
         return self._families(KvFlow())
 
     def collect(self) -> Iterator[Metric]:
-        """The values of this moment."""
+        """Current values."""
         return self._families(self._flow())
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The Prometheus metrics of an instance's engine, whatever phases it serves."""
+"""Prometheus metrics of an instance's engine, for all its phases."""
 
 from collections.abc import Collection, Mapping
 
@@ -14,7 +14,7 @@ BUILD_INFO = Gauge(
 
 
 class PhaseMetrics:
-    """What each phase of an instance has, and whether it takes requests; as of the instance's last heartbeat."""
+    """Requests of each phase of an instance, and its readiness; as of the instance's last heartbeat."""
 
     def __init__(self, model: str, registry: CollectorRegistry) -> None:
         self._requests = Gauge(
@@ -32,7 +32,8 @@ class PhaseMetrics:
         self._model = model
 
     def note(self, loads: Mapping[Phase, InstanceLoad], ready: Collection[Phase]) -> None:
-        """loads: of the phases that are served; the others have no requests. ready: those that take requests."""
+        """Update the metrics. loads: of the served phases; the others have no requests. ready: phases that accept
+        requests."""
         for phase in Phase:
             load = loads.get(phase)
             queued, running = (load.waiting_requests, load.running_requests) if load is not None else (0, 0)
@@ -42,8 +43,8 @@ class PhaseMetrics:
 
 
 def register_engine_metrics(engine: Engine, registry: CollectorRegistry, model: str) -> None:
-    """kaveri_kv_blocks{state="free" | "held"}, the share of them that is held, and the flow of KV; read from the engine
-    when scraped."""
+    """Register kaveri_kv_blocks{state="free" | "held"}, the held share, and the flow of KV; read from the engine when
+    scraped."""
     blocks = Gauge("kaveri_kv_blocks", "Blocks of the KV pool by state.", ["state"], registry=registry)
     total = engine.info.total_blocks
     blocks.labels("free").set_function(lambda: engine.stats().free_blocks)

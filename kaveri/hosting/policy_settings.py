@@ -1,4 +1,4 @@
-"""The policies that settings can name: Kaveri's own, and plug-ins, whose faults are logged and counted."""
+"""Policies that settings can name: Kaveri's own, and plug-ins, whose faults are logged and counted."""
 
 import enum
 import time
@@ -23,7 +23,8 @@ from kaveri.policy.replication import ReplicationMode
 from kaveri.telemetry.logs import get_logger
 
 GROUP = "kaveri.policies"
-"""Of entry points; their names are the setting's flag, a dot, and the policy's name: "decode-placement.nearest"."""
+"""Entry-point group. An entry's name is the setting's flag, a dot, and the policy's name:
+"decode-placement.nearest"."""
 _SECONDS_BETWEEN_LINES = 10.0
 
 FAULTS = Counter(
@@ -34,17 +35,17 @@ FAULTS = Counter(
 
 
 class PolicyFaults:
-    """Counts the faults of one plug-in, and logs the first one and then at most one in ten seconds."""
+    """Counts the faults of one plug-in, and logs the first one, then at most one in ten seconds."""
 
     def __init__(self, policy: str, plugin: str) -> None:
-        """policy: the setting's name. plugin: as it was given."""
+        """policy: the setting's name. plugin: as given."""
         self._policy = policy
         self._plugin = plugin
         self._unlogged = 0
         self._logged_s: float | None = None
 
     def __call__(self, reason: str) -> None:
-        """The plug-in did this, and the default has decided."""
+        """Record a fault after which the default decided."""
         FAULTS.labels(self._policy).inc()
         self._unlogged += 1
         now_s = time.monotonic()
@@ -66,24 +67,24 @@ class PolicyPoint(PluginPoint):
     """The policies of one setting."""
 
     name: str
-    """Of the setting."""
+    """The setting's name."""
     contract: type[Any]
-    """What a plug-in extends."""
+    """Base class of plug-ins."""
 
     @classmethod
     def of(cls, name: str, choices: type[enum.StrEnum], contract: type[Any]) -> Self:
-        """choices: Kaveri's own."""
+        """choices: Kaveri's own policies."""
         flag = name.replace("_", "-")
         own = {choice.value: f"{choices.__module__}:{choices.__name__}.{choice.name}" for choice in choices}
         return cls(kind=f"--{flag}", group=GROUP, own=own, prefix=f"{flag}.", name=name, contract=contract)
 
     def parse(self, text: str) -> Any:
-        """For `setting`: a member of the setting's own choices, or a guarded plug-in. Raises ValueError."""
+        """Parser for `setting`: returns a member of its choices, or a guarded plug-in. Raises ValueError."""
         found = self.load(text)
         return found if text in self.own else Guarded(found, PolicyFaults(self.name, text))
 
     def load(self, name: str) -> Any:
-        """The policy; a plug-in's class is made. Raises ValueError."""
+        """Load a policy; a plug-in's class is instantiated. Raises ValueError."""
         found = super().load(name)
         if name in self.own:
             return found

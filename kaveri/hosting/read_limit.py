@@ -1,4 +1,4 @@
-"""Gives up on a client that does not read what it is sent."""
+"""Aborts answers to clients that do not read them."""
 
 import asyncio
 from types import TracebackType
@@ -10,26 +10,26 @@ _LIMIT_TICKS = 10
 
 
 class ReadLimit:
-    """Of one answer. While the context lasts, a write may take `limit_s` seconds, and a tenth more; the context is left
-    with SlowReader when one takes longer.
+    """Limits the writes of one answer. Within the context a write may take `limit_s` seconds, and a tenth more; a
+    longer one ends the context with SlowReader.
 
-    Only time counts in which the event loop runs: while it stands still it does not notice that the client has read. A
-    loop that stood still ticks once for it. One timer for a whole answer: one for each write would cost more.
+    Only time counts in which the event loop runs: a stalled loop does not notice that the client has read, and counts
+    one tick for the stall. One timer serves a whole answer: one per write would cost more.
     """
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._ticks: int | None = None
-        """Since the write began. None: nothing is being written."""
+        """Ticks since the write began; None if no write is active."""
         self._timeout = asyncio.timeout(None)
         self._wait_for_tick()
 
     def begin(self) -> None:
-        """A write begins."""
+        """Mark the start of a write."""
         self._ticks = 0
 
     def end(self) -> None:
-        """It is done."""
+        """Mark the end of a write."""
         self._ticks = None
 
     async def __aenter__(self) -> Self:
@@ -53,7 +53,7 @@ class ReadLimit:
     def _tick(self) -> None:
         if self._ticks is not None:
             self._ticks += 1
-            # The first tick may come right after the beginning.
+            # The first tick may follow right after the start.
             if self._ticks > _LIMIT_TICKS:
                 self._timeout.reschedule(asyncio.get_running_loop().time())
                 return

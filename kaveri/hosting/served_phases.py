@@ -1,4 +1,4 @@
-"""The phases that one engine instance serves: which it can, which it does now, and the switch between them."""
+"""The phases of one engine instance: supported ones, served ones, and the switch between them."""
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,29 +12,29 @@ from kaveri.hosting.service_host import HostedService
 from kaveri.telemetry.logs import get_logger
 
 FIRST_ORDER = 1
-"""The number of what an instance serves from its start."""
+"""Number of the initial order."""
 
 
 class PhaseService(HostedService, Protocol):
-    """What an instance does in one phase. Every method is called on the event loop."""
+    """An instance's work in one phase. Every method is called on the event loop."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is left."""
+        """True if no request is left."""
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
-        """Takes one batch of the engine's events, and ignores those of the other phase. Does not block."""
+        """Process a batch of the engine's events, ignoring those of the other phase. Does not block."""
 
 
 class ServedPhases:
-    """The HostedService of one engine. For one event loop.
+    """The HostedService of one engine. Not thread-safe: for one event loop.
 
-    A phase that stops takes no new requests, finishes those that it has or hands them on, and is then served no more.
+    A phase that stops refuses new requests, finishes or hands over its own, and is then no longer served.
     """
 
     def __init__(self, services: Mapping[Phase, PhaseService], first: Collection[Phase]) -> None:
-        """services: of the phases that the engine can serve, in the order in which requests pass through. first: those
-        that are served from the start, as if an order of FIRST_ORDER had come."""
+        """services: of the phases that the engine supports, in the order in which requests pass through. first: the
+        phases served from the start, as if by an order numbered FIRST_ORDER."""
         self._services = services
         self._ordered = frozenset(first)
         for phase, service in services.items():
@@ -43,26 +43,26 @@ class ServedPhases:
         self._order = FIRST_ORDER
         self._stopping = False
         self.on_change: Callable[[], object] = _ignore
-        """Called when the load shows other phases."""
+        """Called when the phases in the load change."""
         self.on_loads: Callable[[Mapping[Phase, InstanceLoad], Collection[Phase]], object] = lambda _, __: None
-        """Called whenever load() is: with the load of each phase that is served, and the phases that take requests."""
+        """Called whenever load() is: with the load of each served phase, and the phases that accept requests."""
 
     @property
     def can_serve(self) -> tuple[Phase, ...]:
-        """The phases of the record."""
+        """The supported phases, for the record."""
         return tuple(self._services)
 
     def is_ordered(self, phase: Phase) -> bool:
-        """Whether the newest order names the phase. A phase that it does not name may still have requests."""
+        """Return True if the newest order names the phase. Other phases may still have requests."""
         return phase in self._ordered
 
     async def switch(self, phases: Sequence[Phase], order: int) -> bool:
-        """Serves these phases and no others. Returns when the requests of phases that stop have ended here.
+        """Serve exactly these phases. Returns when the requests of stopping phases have ended here.
 
-        order: its number; an order counts only if no order of this or a greater number has come. During a drain no
-        phase starts; the end of the drain starts those of the newest order. False: it does not count, a newer one came
-        while it was carried out, or the instance drains. Raises InvalidArgument for a phase that the engine cannot
-        serve here. Cancelled, the order stands.
+        order: its number; an order takes effect only if it exceeds all earlier numbers. During a drain no phase starts;
+        the end of the drain starts those of the newest order. Returns False if it has no effect, a newer one came
+        meanwhile, or the instance drains. Raises InvalidArgument for a phase that the engine does not support. If
+        cancelled, the order stands.
         """
         unknown = [phase for phase in phases if phase not in self._services]
         if unknown:
@@ -86,8 +86,8 @@ class ServedPhases:
         return not self._stopping
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
-        """Takes one batch of the engine's events."""
-        # In this order: requests that prefill hands over here are admitted in the same turn.
+        """Process a batch of the engine's events."""
+        # This order matters: requests that prefill hands over here are admitted in the same turn.
         for service in self._services.values():
             service.handle(events)
 
@@ -101,7 +101,7 @@ class ServedPhases:
             phase for phase, service in self._services.items() if phase not in self._ordered and not service.is_idle
         )
         served = tuple(phase for phase in self._services if phase in self._ordered or phase in ending)
-        # Without a phase it still has an engine, whose blocks every phase shows.
+        # Without a phase it still has an engine, whose blocks every phase reports.
         loads = {phase: self._services[phase].load() for phase in served or tuple(self._services)[:1]}
         self.on_loads(loads, () if self._stopping else self._ordered)
         return replace(
@@ -123,7 +123,7 @@ class ServedPhases:
                 service.undrain()
 
     async def wait_idle(self) -> None:
-        # New requests are refused by now.
+        # New requests are already refused.
         for service in self._services.values():
             await service.wait_idle()
 
@@ -133,7 +133,7 @@ class ServedPhases:
 
 
 def _combined(loads: Mapping[Phase, InstanceLoad]) -> InstanceLoad:
-    """One load for all phases. They share the engine and its blocks."""
+    """Combine the loads of phases that share the engine and its blocks."""
     prefill, decode = loads.get(Phase.PREFILL), loads.get(Phase.DECODE)
     if prefill is None or decode is None:
         return next(iter(loads.values()))

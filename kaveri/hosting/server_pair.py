@@ -1,4 +1,4 @@
-"""A process that listens twice: for its cluster, and for others."""
+"""Combines two servers of a process: one for its cluster, one for clients outside."""
 
 import asyncio
 from typing import Protocol
@@ -9,19 +9,19 @@ class ProcessServer(Protocol):
 
     @property
     def port(self) -> int:
-        """Where it listens, known after start()."""
+        """Listening port, known after start()."""
 
     async def start(self) -> None:
-        """Takes its address. Raises ConfigError."""
+        """Bind the address. Raises ConfigError."""
 
     async def ready(self) -> None:
-        """Takes requests."""
+        """Accept requests."""
 
     async def drain(self) -> None:
-        """Says that it takes no requests, until ready(). Those in flight go on."""
+        """Report that no requests are accepted, until ready(). Those in flight continue."""
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses requests, gives those in flight `grace_s` seconds, then ends them. Idempotent."""
+        """Refuse requests, give those in flight `grace_s` seconds, then end them. Idempotent."""
 
 
 class ServerPair:
@@ -33,7 +33,7 @@ class ServerPair:
 
     @property
     def port(self) -> int:
-        """Of the inner one."""
+        """Port of the inner server."""
         return self._inner.port
 
     async def start(self) -> None:

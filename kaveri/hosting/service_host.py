@@ -1,4 +1,4 @@
-"""The life of every service process around its own work: listen, register, serve, drain, stop."""
+"""Life of every service process around its own work: listen, register, serve, drain, stop."""
 
 import asyncio
 import importlib.metadata
@@ -24,42 +24,42 @@ from kaveri.telemetry.logs import get_logger
 from kaveri.v1.cluster_pb2_grpc import add_DrainServiceServicer_to_server
 
 BROKEN_STATUS = 1
-"""Exit status of a service that could not go on: its engine broke, or its work failed."""
+"""Exit status of a failed service: its engine broke, or its work failed."""
 _STOP_GRACE_S = 1.0
-"""Seconds for last messages to leave once nothing is in flight."""
+"""Seconds for the last messages to leave once nothing is in flight."""
 _LAST_WORD_S = 0.1
-"""Seconds for the errors of a service that broke to arrive."""
+"""Seconds for the errors of a failed service to arrive."""
 
 
 class HostedService(Protocol):
-    """What a process does while it serves. Every method is called on the event loop."""
+    """A process's own work while it serves. Every method is called on the event loop."""
 
     async def run(self) -> None:
-        """Works in the background until cancelled."""
+        """Run background work until cancelled."""
 
     def load(self) -> InstanceLoad:
-        """How busy the service is. The host fills in the state."""
+        """Current load. The host fills in the state."""
 
     def drain(self) -> None:
-        """Refuses new requests from now on. Idempotent."""
+        """Refuse new requests from now on. Idempotent."""
 
     def undrain(self) -> None:
-        """Takes new requests again after drain(). Idempotent."""
+        """Accept new requests again after drain(). Idempotent."""
 
     async def wait_idle(self) -> None:
-        """Returns when no request is left."""
+        """Return when no request is left."""
 
     def fail_all(self, reason: str) -> None:
-        """Ends every request that is left as unavailable."""
+        """End every remaining request as unavailable."""
 
 
 def new_incarnation() -> int:
-    """A random number that names one life of an instance."""
+    """Random number that identifies one incarnation of an instance."""
     return secrets.randbits(63)
 
 
 def service_record(config: ServiceConfig, role: Role, model: str, incarnation: int) -> InstanceRecord:
-    """The part of a record that every service fills in; the host adds the address."""
+    """Common fields of a service's record; the host adds the address."""
     return InstanceRecord(
         instance_id=config.instance_id,
         incarnation=incarnation,
@@ -87,20 +87,20 @@ class ServiceHost:
         public: ProcessServer | None = None,
         operators: Callers | None = None,
     ) -> None:
-        """service_names: full names of the gRPC services; register adds their servicers. store: connected already.
-        server: instead of a gRPC server with these services and DrainService. public: listens beside it.
-        operators: only those with an admin key may drain the process; None: everyone that the port lets in."""
+        """service_names: full names of the gRPC services; register adds their servicers. store: already connected.
+        server: replaces the gRPC server with these services and DrainService. public: an additional server. operators:
+        only callers with an admin key may drain the process; None: everyone that the port admits."""
         self.record = record
-        """Its address is known once `started`."""
+        """Its address is set once `started`."""
         self.state = InstanceState.READY
-        """What the heartbeats say."""
+        """State for the heartbeats."""
         self.started = asyncio.Event()
-        """Set once requests are taken."""
+        """Set once requests are accepted."""
         self._config = config
         self._store = store
         self._hosted = hosted
         self._stopping = False
-        """Whether a signal, or a break, has begun the end of the process."""
+        """True once a signal or a failure has begun the shutdown."""
         self._operators = operators
         inner = server or self._rpc_server(service_names, register)
         self._server: ProcessServer = inner if public is None else ServerPair(inner, public)
@@ -109,11 +109,11 @@ class ServiceHost:
 
     @property
     def address(self) -> str:
-        """Where others reach it; empty before it listens."""
+        """Address for other processes; empty before it listens."""
         return self.record.address
 
     async def serve(self, stopping: asyncio.Event) -> int:
-        """Serves until `stopping` is set, then drains; or until break_off(). Returns the exit status.
+        """Serve until `stopping` is set, then drain; or until break_off(). Returns the exit status.
 
         Raises ConfigError when the address cannot be bound.
         """
@@ -141,7 +141,7 @@ class ServiceHost:
                     status = await self._until_stopped(stopping, heartbeat)
                     await self._server.stop(_STOP_GRACE_S)
                     if status:
-                        # Callers hear why their requests have ended before they hear that this instance has left.
+                        # Send callers the reason before they see this instance leave.
                         await asyncio.sleep(_LAST_WORD_S)
                     heartbeat.stop()
                     await beating
@@ -149,14 +149,14 @@ class ServiceHost:
                 finally:
                     heartbeat.stop()
                     beating.cancel()
-                    # Calls first: they use what the work owns.
+                    # Calls end first: they use resources of the work.
                     await self._server.stop(0)
                     working.cancel()
         finally:
             await self._server.stop(0)
 
     async def drain(self) -> bool:
-        """Takes no new requests until undrain(). False: it did not before either."""
+        """Refuse new requests until undrain(). Returns False if it was draining already."""
         if self.state is InstanceState.DRAINING:
             return False
         self.state = InstanceState.DRAINING
@@ -167,7 +167,8 @@ class ServiceHost:
         return True
 
     async def undrain(self) -> bool:
-        """Takes requests again. False: it did before. Raises Unavailable when the process is ending."""
+        """Accept requests again. Returns False if it was not draining. Raises Unavailable when the process is
+        ending."""
         if self._stopping:
             raise Unavailable(f"{self.record.instance_id} is ending: it cannot take requests again")
         if self.state is InstanceState.READY:
@@ -180,14 +181,14 @@ class ServiceHost:
         return True
 
     def break_off(self, reason: str) -> None:
-        """Ends the service without a drain, with BROKEN_STATUS. The first reason counts."""
+        """End the service without a drain, with BROKEN_STATUS. The first reason wins."""
         if self._broken is None:
             self._broken = asyncio.get_running_loop().create_future()
         if not self._broken.done():
             self._broken.set_result(reason)
 
     def beat_now(self) -> None:
-        """Asks for a heartbeat at once."""
+        """Send a heartbeat at once."""
         if self._heartbeat is not None:
             self._heartbeat.beat_now()
 
@@ -200,7 +201,7 @@ class ServiceHost:
         return server
 
     def load(self) -> InstanceLoad:
-        """What a heartbeat says now."""
+        """Load for the next heartbeat."""
         return replace(self._hosted.load(), state=self.state)
 
     async def _until_stopped(self, stopping: asyncio.Event, heartbeat: Heartbeat) -> int:
@@ -228,7 +229,7 @@ def _log_posture(config: ServiceConfig) -> None:
 
 
 async def first_of(*waits: Coroutine[Any, Any, object], timeout_s: float | None) -> None:
-    """Returns when one of them does, or after the timeout; cancels the others."""
+    """Return when one of the waits does, or after the timeout; cancel the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Opens the cluster's state for a service that starts, and waits while Redis does not answer."""
+"""Connects a starting service to the cluster's state, and waits while Redis does not answer."""
 
 import asyncio
 import contextlib
@@ -13,14 +13,14 @@ from kaveri.security.api_keys import USAGE_COMMANDS, usage_prefix
 from kaveri.security.settings import KeySettings
 
 _STAND_BY_AFTER_S = 1.0
-"""Without an answer for so long, the service's port says NOT_SERVING."""
+"""After this long without an answer, the service's port reports NOT_SERVING."""
 
 
 @contextlib.asynccontextmanager
 async def open_store(
     config: ServiceConfig, stopping: asyncio.Event, follow: ViewSource = ViewSource.HEARTBEATS
 ) -> AsyncIterator[RedisStore | None]:
-    """The store while the context lasts; None when `stopping` was set while Redis was away.
+    """Open the store for the context; yields None if `stopping` was set while Redis was away.
 
     Raises ConfigError when Redis does not answer within `redis_wait_s`.
     """
@@ -45,7 +45,7 @@ async def open_store(
 
 
 def _needs_of_keys(config: ServiceConfig) -> RedisNeeds:
-    """What a service that asks for API keys needs of Redis beside the store."""
+    """Redis permissions, beyond the store's, of a service with API keys."""
     if not isinstance(config, KeySettings) or not config.keys_file:
         return RedisNeeds(frozenset(), ())
     return RedisNeeds(frozenset(USAGE_COMMANDS), (f"{usage_prefix(config.cluster_name)}:*",))
@@ -53,8 +53,8 @@ def _needs_of_keys(config: ServiceConfig) -> RedisNeeds:
 
 @contextlib.asynccontextmanager
 async def _not_serving(config: ServiceConfig) -> AsyncIterator[None]:
-    """Health on the service's port says NOT_SERVING while the context lasts. With port 0 nothing is served: no client
-    knows the port yet."""
+    """Report NOT_SERVING on the service's port during the context. With port 0 there is no report: no client knows the
+    port yet."""
     if config.port == 0:
         yield
         return

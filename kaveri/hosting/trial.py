@@ -1,8 +1,8 @@
-"""Shows that an engine can run its model before its instance registers, by dummy requests of which nothing is left.
+"""Tests before registration that an engine can run its model, by dummy requests that leave no trace.
 
-Two prompts, of two tokens and of one, go through one step together, so that chunks and single tokens are computed.
-Where the instance decodes, the first one goes on for a decode step. Prompt and answer are shorter than a block of any
-usual size, so no prefix cache keeps them.
+Two prompts, of two tokens and of one, share one step, so that chunks and single tokens are computed. If the instance
+decodes, the first one continues with a decode step. Prompt and answer are shorter than a block of any usual size, so no
+prefix cache keeps them.
 """
 
 import asyncio
@@ -23,19 +23,19 @@ from kaveri.engine.contract import (
 from kaveri.errors import ConfigError, KaveriError, NoCapacity
 
 TRIAL_TIMEOUT_S = 300.0
-"""The first steps of an engine on a GPU may compile kernels, for minutes."""
+"""Timeout of a trial. The first steps of an engine on a GPU may compile kernels, for minutes."""
 _LOOK_AGAIN_S = 0.005
 _NAME = "kaveri-trial"
 
 
 class Trial:
-    """One trial of one engine that has been started. For the event loop to which the engine's events come.
+    """One trial of a started engine. For the event loop that receives the engine's events.
 
-    decodes: whether the instance draws answers, so that a decode step is tried too.
+    decodes: also try a decode step.
     """
 
     def __init__(self, engine: Engine, decodes: bool) -> None:
-        # An engine that only decodes cannot compute a prompt, and is not tried.
+        # A decode-only engine cannot compute a prompt, and is not tried.
         self._engine: Any = engine if hasattr(engine, "prefill") else None
         self._decodes = decodes
         self._running: set[EngineKey] = set()
@@ -43,14 +43,14 @@ class Trial:
         self._over = asyncio.Event()
 
     async def run(self, timeout_s: float = TRIAL_TIMEOUT_S) -> None:
-        """Returns when the dummy requests have ended and their blocks are free. Raises ConfigError otherwise."""
+        """Return when the dummy requests have ended and their blocks are free. Raises ConfigError otherwise."""
         if self._engine is None:
             return
         try:
             self._submit()
             async with asyncio.timeout(timeout_s):
                 await self._over.wait()
-                # No event tells of blocks that become free behind the end of a request.
+                # Blocks freed after the end of a request cause no event.
                 while self._failure is None and not self._all_free():  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_AGAIN_S)
         except TimeoutError:
@@ -61,7 +61,7 @@ class Trial:
             raise ConfigError("engine", f"cannot run this model: {self._failure}")
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
-        """Takes the engine's events. Never raises."""
+        """Process the engine's events. Never raises."""
         for event in events:
             match event:
                 case FirstToken(key=key):
@@ -88,7 +88,7 @@ class Trial:
             try:
                 self._engine.prefill(EngineRequest(key, token_ids, 0, params))
             except NoCapacity:
-                # A pool of one block; the first prompt is enough there.
+                # A pool of one block; the first prompt suffices there.
                 self._running.discard(key)
         if not self._running:
             self._fail("its pool has no room for a prompt of two tokens")

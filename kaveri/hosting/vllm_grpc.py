@@ -1,7 +1,7 @@
-"""Messages of the field's gRPC, `vllm.grpc.engine.VllmEngine` of the package smg-grpc-proto: read, checked, written.
+"""Reads, validates and writes messages of `vllm.grpc.engine.VllmEngine` (package smg-grpc-proto).
 
-Imported with --vllm-grpc only, for the package is an extra. What Kaveri cannot honour is refused
-by the field's name, also fields of newer packages.
+Imported with --vllm-grpc only, since the package is an extra. Unsupported fields, including those of newer packages,
+are refused by name.
 """
 
 import json
@@ -27,13 +27,13 @@ from kaveri.wire.messages import params_to_proto, shown_params
 _SERVICE = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
 SERVICE_NAME: str = _SERVICE.full_name
 MAX_ABORTED = 256
-"""Ids that one Abort may name: each is looked for on all routers."""
+"""Max ids in one Abort: each is searched on all routers."""
 _CHUNK_BYTES = 64 * 1024
-"""Of GetTokenizer: as other servers of this protocol send it."""
+"""Chunk size of GetTokenizer, as in other servers of this protocol."""
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CANCELLED: "abort"}
 
 Accepts = Callable[[Any], bool]
-"""Whether a value of a field changes nothing."""
+"""Predicate for values of a field that have no effect."""
 _HONOURED_PARAMS = frozenset(
     {
         "temperature",
@@ -52,7 +52,7 @@ _HONOURED_PARAMS = frozenset(
 )
 _HARMLESS_PARAMS: Mapping[str, Accepts] = {
     "repetition_penalty": lambda value: value == 1,
-    # Of text alone. Answers are token ids, and those of a stop text are among them.
+    # Options of text only. Answers are token ids, including those of a stop text.
     "spaces_between_special_tokens": lambda _value: True,
     "include_stop_str_in_output": lambda _value: True,
 }
@@ -66,18 +66,18 @@ _HARMLESS_FIELDS: Mapping[str, Accepts] = {
 
 @dataclass(frozen=True, slots=True)
 class VllmAsked:
-    """A checked Generate of this protocol."""
+    """A validated Generate of this protocol."""
 
     request_id: str
     """Empty: the caller gave none."""
     prompt: str | Sequence[int]
     params: ResolvedParams
-    """As vLLM's server of this protocol reads them: callers fill in the model's defaults, which GetModelInfo says."""
+    """Parameters as in vLLM's server of this protocol: callers fill in the model's defaults from GetModelInfo."""
     n: int
     stream: bool
 
     def request(self, index: int, prompt: str | Sequence[int]) -> inference_pb2.GenerateRequest:
-        """Of one of the answers."""
+        """Build the request for one of the answers."""
         request = inference_pb2.GenerateRequest()
         if isinstance(prompt, str):
             request.text = prompt
@@ -90,12 +90,12 @@ class VllmAsked:
         return request
 
     def name(self, request_id: str, index: int) -> str:
-        """The id of one of the answers."""
+        """Id of one of the answers."""
         return request_id if self.n == 1 else f"{request_id}-{index}"
 
 
 def read_generate(request: Any) -> VllmAsked:
-    """request: a GenerateRequest of vllm.grpc.engine. Raises InvalidArgument; see renamed()."""
+    """Parse a GenerateRequest of vllm.grpc.engine. Raises InvalidArgument; see renamed()."""
     _refuse_rest(request, "", _HONOURED_FIELDS, _HARMLESS_FIELDS)
     prompt: str | Sequence[int]
     match request.WhichOneof("input"):
@@ -122,7 +122,7 @@ def _read_params(params: Any) -> tuple[ResolvedParams, int]:
         max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
         min_tokens=params.min_tokens,
         temperature=params.temperature if params.HasField("temperature") else 1.0,
-        # 0 is how proto3 says that it is not given.
+        # 0 means unset in proto3.
         top_p=params.top_p or 1.0,
         top_k=params.top_k,
         seed=params.seed % 2**64 if params.HasField("seed") else None,
@@ -136,7 +136,7 @@ def _read_params(params: Any) -> tuple[ResolvedParams, int]:
 
 
 def _refuse_rest(message: Message, path: str, honoured: frozenset[str], harmless: Mapping[str, Accepts]) -> None:
-    """Raises InvalidArgument for every field that is set, is not honoured, and would change something."""
+    """Raise InvalidArgument for every field that is set, is not supported, and would have an effect."""
     for field, value in message.ListFields():
         if field.name in honoured or harmless.get(field.name, lambda _value: False)(value):
             continue
@@ -149,7 +149,7 @@ def _refuse_rest(message: Message, path: str, honoured: frozenset[str], harmless
 
 
 def renamed(error: KaveriError, is_text: bool = True) -> KaveriError:
-    """The error with the field's name in this protocol. is_text: of the prompt."""
+    """The error with this protocol's field name. is_text: whether the prompt is a text."""
     if not isinstance(error, InvalidArgument):
         return error
     prompt = "text" if is_text else "tokenized.input_ids"
@@ -161,22 +161,22 @@ def renamed(error: KaveriError, is_text: bool = True) -> KaveriError:
 
 
 class AnswerMessages:
-    """The messages of one answer."""
+    """Builds the messages of one answer."""
 
     def __init__(self, asked: VllmAsked, index: int) -> None:
-        """index: of the answer among those that were asked for."""
+        """index: of the answer among those requested."""
         self._asked = asked
         self._prompt_tokens = 0
         self._last_token_id: int | None = None
 
         self._last = vllm_engine_pb2.GenerateComplete(index=index)
-        """What the last message says. In a stream its tokens are those of the last chunk, as vLLM has it."""
+        """The final message. In a stream its tokens are those of the last chunk, as in vLLM."""
 
     def part(
         self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.Logprobs], prompt_tokens: int
     ) -> Any | None:
-        """Takes the next tokens; the message for them, if the answer is streamed. logprobs: one for each token, or
-        none. prompt_tokens: 0 where it was said before."""
+        """Add the next tokens; returns their message if the answer is streamed. logprobs: one for each token, or none.
+        prompt_tokens: 0 if already reported."""
         self._prompt_tokens = self._prompt_tokens or prompt_tokens
         if token_ids:
             self._last_token_id = token_ids[-1]
@@ -200,8 +200,8 @@ class AnswerMessages:
         return message
 
     def complete(self, finish: FinishReason, stop_text: str | None = None) -> Any:
-        """The last message. stop_text: the one that has ended the answer. Raises InvalidArgument when an answer that is
-        not streamed is too large."""
+        """Return the final message. stop_text: the one that ended the answer. Raises InvalidArgument when an answer
+        that is not streamed is too large."""
         last = self._last
         last.finish_reason = _FINISH_REASONS[finish]
         last.prompt_tokens = self._prompt_tokens
@@ -219,7 +219,7 @@ class AnswerMessages:
 
 
 def _report(token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.Logprobs], top_count: int | None) -> Any:
-    """The log-probabilities of a part of an answer; None: none were asked for."""
+    """Log-probabilities of a part of an answer; None if not requested."""
     if not logprobs:
         return None
     report = vllm_engine_pb2.OutputLogProbs(token_logprobs=[each.logprob for each in logprobs], token_ids=token_ids)
@@ -231,7 +231,7 @@ def _report(token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.Logprobs],
 
 
 def register(servicer: object, server: aio.Server) -> None:
-    """Adds the methods that the servicer has to a server that has not started. All others are UNIMPLEMENTED."""
+    """Register the servicer's methods at a server that has not started. All others are UNIMPLEMENTED."""
     handlers = {
         method.name: _HANDLERS[method.server_streaming](
             getattr(servicer, method.name),
@@ -248,11 +248,11 @@ _HANDLERS: Mapping[bool, Callable[..., Any]] = {
     False: grpc.unary_unary_rpc_method_handler,
     True: grpc.unary_stream_rpc_method_handler,
 }
-"""By whether responses are streamed."""
+"""Handler factories by whether responses are streamed."""
 
 
 def read_abort(request: Any) -> tuple[str, ...]:
-    """The ids of an AbortRequest, each once. Raises InvalidArgument."""
+    """Return the distinct ids of an AbortRequest. Raises InvalidArgument."""
     if len(request.request_ids) > MAX_ABORTED:
         raise InvalidArgument("request_ids", f"{len(request.request_ids)} ids", f"at most {MAX_ABORTED} ids")
     for request_id in request.request_ids:
@@ -269,8 +269,8 @@ def model_info(
     files: ModelFiles,
     defaults: SamplingParams,
 ) -> Any:
-    """A GetModelInfoResponse. name: under which the model is served. limit: tokens of prompt and answer together.
-    defaults: with which callers are to complete their requests."""
+    """Build a GetModelInfoResponse. name: under which the model is served. limit: tokens of prompt and answer together.
+    defaults: with which callers complete their requests."""
     drawing = {name: value for name, value in shown_params(defaults).items() if name != "max_tokens"}
     return vllm_engine_pb2.GetModelInfoResponse(
         model_path=model,
@@ -286,7 +286,7 @@ def model_info(
 
 
 def tokenizer_chunks(files: ModelFiles) -> Iterable[Any]:
-    """The archive of the tokenizer's files as GetTokenizer sends it. Raises Unsupported when there are none."""
+    """Chunks of the tokenizer archive for GetTokenizer. Raises Unsupported if there is none."""
     data = files.archive
     if not data:
         raise Unsupported("the model has no tokenizer files to send")
@@ -297,7 +297,7 @@ def tokenizer_chunks(files: ModelFiles) -> Iterable[Any]:
 
 
 def scheduler_load(running: int, waiting: int, used_tokens: int, total_tokens: int, uncached_tokens: int) -> Any:
-    """One scheduler's load. Tokens are those of KV pools; uncached_tokens wait to be computed."""
+    """Build one scheduler's load. Tokens are those of KV pools; uncached_tokens wait to be computed."""
     usage = used_tokens / total_tokens if total_tokens else 0.0
     return vllm_engine_pb2.SchedulerLoad(
         num_running_reqs=running,

@@ -1,4 +1,4 @@
-"""Whether the package that --vllm-grpc needs is there."""
+"""Checks for the package required by --vllm-grpc."""
 
 from google.protobuf.runtime_version import VersionError
 
@@ -7,9 +7,9 @@ from kaveri.extras import install_command, lacks
 
 
 def require_vllm_grpc() -> None:
-    """Raises ConfigError where the extra is not installed, or does not fit gRPC or protobuf here."""
+    """Raise ConfigError if the extra is missing, or incompatible with the installed gRPC or protobuf."""
     try:
-        # Only here: without the flag the package is not needed.
+        # Import here: without the flag the package is not needed.
         from smg_grpc_proto import vllm_engine_pb2  # noqa: F401
     except ModuleNotFoundError as error:
         raise ConfigError("--vllm-grpc", lacks(str(error.name), "vllm-grpc")) from error
