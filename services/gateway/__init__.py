@@ -1,1 +1,1 @@
-"""The OpenAI HTTP door: takes HTTP requests, asks the routers, and streams their answers back."""
+"""OpenAI-compatible HTTP API: accepts HTTP requests, forwards them to routers, and streams the answers back."""

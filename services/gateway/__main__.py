@@ -10,13 +10,13 @@ from services.gateway.config import GatewayConfig
 
 
 def main() -> int:
-    """Runs the gateway with the process's own arguments; returns the exit status."""
+    """Run the gateway with the process's own arguments; return the exit status."""
     return run_service("gateway", GatewayConfig, _serve)
 
 
 async def _serve(config: GatewayConfig, stopping: asyncio.Event) -> int:
     try:
-        # Only here: --help works without the packages of the extra.
+        # Import here: --help works without the packages of the extra.
         from services.gateway import service
     except ModuleNotFoundError as error:
         raise ConfigError("gateway", lacks(str(error.name), "gateway")) from error

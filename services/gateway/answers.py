@@ -1,4 +1,4 @@
-"""The answers to one HTTP request: one stream of the SDK for each, read one by one or merged."""
+"""The answers to one HTTP request: one SDK stream for each, read one by one or merged."""
 
 import asyncio
 import contextlib
@@ -22,34 +22,34 @@ Take = Callable[[int, Chunk], Awaitable[None]]
 _SENT_TOGETHER = 8
 _MERGED_CHUNKS = 32
 _SLICE_TOKENS = 16_384
-"""Token ids are checked and packed in slices, about a millisecond of the event loop each. Requests with more take
-turns: many of them at once would otherwise each take a slice of the same turn of the loop."""
+"""Slice of token ids to check and pack: about a millisecond of the event loop. Longer requests take turns: otherwise
+many of them would each take a slice of the same turn of the loop."""
 
 
 class Answers:
-    """Asks a router for all answers at once. Leaving the context cancels those that have not ended, everywhere."""
+    """Requests all answers from a router at once. Leaving the context cancels unfinished ones, everywhere."""
 
     def __init__(self, client: AsyncClient, asked: Asked, request_id: str, turn: asyncio.Lock) -> None:
-        """request_id: stands before the ids that routers get, so that it can be found in their logs. turn: of all
-        requests of the event loop; a long one holds it while it is sent."""
+        """request_id: prefix of the ids sent to routers, to find it in their logs. turn: shared by all requests of the
+        event loop; a long request holds it while it is sent."""
         self.streams: list[AsyncStream] = []
         self._client = client
         self._asked = asked
         self._turn = turn
         self._reported = [asyncio.Event() for _ in asked.prompts]
-        """Of the reports on the prompts: whether all of it has come, for the answers that begin with it."""
+        """Per prompt, set when its logprobs are complete, for the answers that begin with them."""
         self._closed = False
         self._failure = "the answer was closed before its end"
-        # Two requests may have one id: a client's id traces requests, and need not be unique.
+        # Two requests may have one id: a client's id is for tracing, and need not be unique.
         self._name = f"{request_id[:MAX_CLIENTS_ID_BYTES]}-{secrets.token_hex(CLIENTS_ID_SUFFIX_BYTES)}"
 
     async def _ask(self) -> None:
-        """Sends the requests. Others go on in between."""
+        """Send the requests, yielding to other tasks in between."""
         answers, n = self._asked.answers, self._asked.n
         for number, (prompt, params) in enumerate(answers):
             if number % n == 0:
                 text = prompt if isinstance(prompt, str) else None
-                # Checked once for all answers to it.
+                # Checked once for all answers to this prompt.
                 token_ids = await _packed(prompt) if is_token_ids(prompt) else None  # type: ignore[arg-type]
             if number % _SENT_TOGETHER == _SENT_TOGETHER - 1:
                 await asyncio.sleep(0)
@@ -67,7 +67,7 @@ class Answers:
             )
 
     async def __aenter__(self) -> Self:
-        """Asks. Raises InvalidArgument, and Unavailable once closed."""
+        """Send the requests. Raises InvalidArgument, and Unavailable once closed."""
         is_long = any(is_token_ids(prompt) and len(prompt) > _SLICE_TOKENS for prompt in self._asked.prompts)
         try:
             async with self._turn if is_long else contextlib.nullcontext():
@@ -83,18 +83,18 @@ class Answers:
         self.close()
 
     def fail(self, reason: str) -> None:
-        """Cancels what has not ended; readers get Unavailable with this reason."""
+        """Cancel unfinished answers; readers get Unavailable with this reason."""
         self._failure = reason
         self.close()
 
     def close(self) -> None:
-        """Cancels what has not ended. Idempotent."""
+        """Cancel unfinished answers. Idempotent."""
         self._closed = True
         for stream in self.streams:
             stream.close()
 
     async def read(self, take: Take) -> None:
-        """Reads all answers to their ends. take: gets each chunk, with the index of its answer. Raises the first error
+        """Read all answers to their ends. take: gets each chunk, with the index of its answer. Raises the first error
         of any, and RequestCancelled when another client has cancelled one."""
         try:
             async with asyncio.TaskGroup() as group:
@@ -104,7 +104,8 @@ class Answers:
             raise _first(errors) from errors
 
     async def chunks(self) -> AsyncIterator[tuple[int, Chunk]]:
-        """The chunks of all answers as they come, with the index of the answer. Raises as read(). Close it."""
+        """Yield the chunks of all answers as they arrive, with the index of the answer. Raises as read(). Must be
+        closed."""
         if len(self.streams) == 1:
             stream, finish = self.streams[0], None
             async for chunk in stream:
@@ -114,8 +115,8 @@ class Answers:
             if finish is None:
                 raise Unavailable(self._failure)
             return
-        # Full: the streams wait, and the routers join their tokens. The caller takes what it holds in one turn of the
-        # event loop.
+        # When full, the streams wait, and the routers coalesce tokens. The caller takes the whole queue in one turn of
+        # the event loop.
         merged: asyncio.Queue[tuple[int, Chunk | BaseException | None]] = asyncio.Queue(_MERGED_CHUNKS)
         pumps = [asyncio.create_task(self._pump(index, merged)) for index in range(len(self.streams))]
         try:
@@ -160,13 +161,13 @@ class Answers:
         except SlowReader as error:
             if not waits or reported.is_set():
                 raise
-            # That it was not read is no fault of the client's.
+            # The client is not at fault if it was not read.
             raise Unavailable("the report on the prompt took too long") from error
         if finish is None:
             raise Unavailable(self._failure)
 
     def _shown(self, chunk: Chunk) -> Chunk:
-        """A chunk as the client gets it."""
+        """Convert a chunk to the client's form."""
         if not self._asked.prompt_alone:
             return chunk
         finish = None if chunk.finish_reason is None else FinishReason.LENGTH

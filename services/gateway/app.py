@@ -1,4 +1,4 @@
-"""The HTTP API: which path does what, and how a request fails."""
+"""The HTTP API: its routes, and the mapping of failures to responses."""
 
 import asyncio
 import contextlib
@@ -51,52 +51,51 @@ from services.gateway.tokenizing import detokenize, tokenize
 
 _HEALTH_TIMEOUT_S = 2.0
 _CLIENT_GONE_STATUS = 499
-"""As nginx counts it; no client sees it."""
+"""Status for a closed connection, as in nginx; no client sees it."""
 _JSON: Headers = [(b"content-type", b"application/json")]
 _OPEN_PATHS = ("/health", "/metrics")
-"""They need no API key."""
+"""Paths that need no API key."""
 STATE_KEY = "kaveri.request"
-"""Of an HTTP scope: what the gateway knows of the request."""
+"""Key of an HTTP scope for its HttpRequest."""
 
 
 @dataclass(slots=True)
 class HttpRequest:
-    """One request, from its head to its end."""
+    """State of one HTTP request, from its head to its end."""
 
     request_id: str
     arrived_s: float
     path: str = ""
     status: int = 0
-    """0: nothing was sent."""
+    """0: nothing was sent yet."""
     answers: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     key_name: str = ""
-    """Of the client's API key; empty: none was asked for."""
+    """Name of the client's API key; empty if none was required."""
     span: OpenSpan | None = None
-    """None: it is not traced."""
+    """None: not traced."""
     event_error: KaveriError | None = None
-    """What has ended the answer after its first byte."""
+    """Error that ended the answer after its first byte."""
 
 
 class Door(Protocol):
-    """What the API needs of its gateway."""
+    """Interface of the gateway for the API."""
 
     config: GatewayConfig
     client: AsyncClient
     draining: bool
     answering: set[Answers]
-    """What routers were asked for, and has not ended."""
+    """Unfinished answers requested from routers."""
     callers: Callers | None
     """None: requests need no API key."""
 
     def serving(self) -> AbstractContextManager[None]:
-        """One request for answers is in flight while the context lasts."""
+        """Count one generating request as in flight until the context ends."""
 
 
 class Edge:
-    """The ASGI application: names each request, and turns whatever it ends with into an answer, a metric and a log
-    line."""
+    """ASGI application: assigns request ids, and turns every outcome into a response, a metric and a log line."""
 
     def __init__(self, door: Door) -> None:
         self._door = door
@@ -105,7 +104,7 @@ class Edge:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = HttpRequest(secrets.token_hex(16), time.monotonic())
         scope[STATE_KEY] = state
-        # Paths and methods that are not served are then raised by the router, not answered.
+        # Unknown paths and methods then raise in the router instead of being answered.
         scope["app"] = self
 
         async def send_named(message: Message) -> None:
@@ -132,7 +131,7 @@ class Edge:
             get_logger().warning("client_too_slow", request_id=state.request_id, slow_reader_s=error.limit_s)
             scope["state"][CONNECTION_KEY].transport.abort()
         except asyncio.CancelledError:
-            # The gateway ends. The client sees its connection closed.
+            # The gateway is shutting down. The client sees its connection closed.
             scope["state"][CONNECTION_KEY].transport.abort()
             raise
         except Exception:
@@ -184,7 +183,7 @@ Reader = Callable[[Mapping[str, Any], int], Asked]
 
 
 class _Generate:
-    """One of the two paths that generate, as an ASGI application."""
+    """ASGI application of one of the two generating paths."""
 
     def __init__(
         self,
@@ -250,7 +249,7 @@ class _Generate:
             raise asked.named(error) from error
         finally:
             self._door.answering.discard(answers)
-            # Also of answers that did not end.
+            # Also counts answers that did not end.
             state.prompt_tokens = sum(stream.prompt_tokens or 0 for stream in answers.streams)
             state.completion_tokens = sum(stream.completion_tokens for stream in answers.streams)
             metrics.IN_FLIGHT.dec(state.answers)
@@ -292,8 +291,8 @@ class _Generate:
 
 @contextlib.contextmanager
 def _traced(scope: Scope, state: HttpRequest) -> Iterator[None]:
-    """Within it what routers are asked for is below a span of this request, which ends with it."""
-    # Not decoded where nothing is traced.
+    """Open a span of this request for the context, as the parent of the routers' spans."""
+    # Skip decoding when nothing is traced.
     headers = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
     traceparent = traceparent_of(headers)
     error: BaseException | None = None
@@ -310,7 +309,7 @@ def _traced(scope: Scope, state: HttpRequest) -> Iterator[None]:
 
 
 def build_api(door: Door) -> Router:
-    """The paths."""
+    """Build the routes."""
     config = door.config
     budget = BodyBudget(config.max_body_bytes, config.max_bodies_bytes, config.slow_sender_s)
     turn = asyncio.Lock()
@@ -403,7 +402,7 @@ _STARTED_S = int(time.time())
 
 
 async def _the_model(client: AsyncClient) -> ModelInfo:
-    """The only model that is served. Raises ModelNotFound when there are several."""
+    """The only served model. Raises ModelNotFound when there are several."""
     models = await client.list_models()
     if len(models) != 1:
         raise ModelNotFound("", tuple(one.name for one in models))
@@ -411,7 +410,7 @@ async def _the_model(client: AsyncClient) -> ModelInfo:
 
 
 async def _max_model_len(client: AsyncClient, model: str | None) -> int:
-    """0: unknown now."""
+    """Max length of the model in tokens; 0 if unknown now."""
     try:
         return (await (client.get_model(model) if model else _the_model(client))).max_model_len
     except KaveriError:
@@ -419,7 +418,7 @@ async def _max_model_len(client: AsyncClient, model: str | None) -> int:
 
 
 async def send_body(status: int, parts: Sequence[bytes], headers: Headers, send: Send) -> None:
-    """A whole response."""
+    """Send a whole response."""
     sized = [*headers, (b"content-length", str(sum(map(len, parts))).encode())]
     await send({"type": "http.response.start", "status": status, "headers": sized})
     for part in parts:

@@ -1,4 +1,4 @@
-"""What an HTTP request asks for: its JSON object becomes prompts and parameters, or is refused by name. Pure."""
+"""Converts an HTTP request's JSON object to prompts and parameters, refusing unknown fields by name. Pure."""
 
 import enum
 from collections.abc import Mapping
@@ -31,14 +31,14 @@ from services.gateway.fields import (
 )
 
 Prompt = str | tuple[int, ...] | tuple[Message, ...]
-"""Text, token ids, or a conversation."""
+"""A text, token ids, or a conversation."""
 
 _COMPLETION_TOKENS = 16
-"""OpenAI's default of max_tokens for completions. A chat answer may be as long as fits."""
+"""OpenAI's default of max_tokens for completions. A chat answer is limited by the model's length only."""
 _MOST_OF_PROMPTS = 2 * MAX_PROMPT_REPORT
 _TOKEN_ID_BYTES = 4
 _LOGPROB_BYTES = 500
-"""What the gateway keeps of one log-probability until its answer is written: 190 to 290 were measured, and its JSON."""
+"""Gateway memory of one log-probability until its answer is written: 190 to 290 bytes were measured, plus its JSON."""
 _HARMLESS: Mapping[str, Accepts] = {
     "add_special_tokens": any_flag,
     "allowed_token_ids": empty,
@@ -81,7 +81,7 @@ _HARMLESS: Mapping[str, Accepts] = {
         lambda _value: False,
     ),
 }
-"""Parameters of OpenAI, of vLLM and of SGLang that are not built, and which of their values change nothing."""
+"""Unsupported parameters of OpenAI, vLLM and SGLang, with predicates for their values that have no effect."""
 _HARMLESS_OF_COMPLETIONS: Mapping[str, Accepts] = {
     **_HARMLESS,
     "add_special_tokens": one_of(True),
@@ -124,7 +124,7 @@ _HARMLESS_WITHOUT_TOOLS: Mapping[str, Accepts] = {
     "functions": any_list,
     "tools": any_list,
 }
-"""Where tool_choice, or function_call, is "none": the model is to call none of them."""
+"""Additional fields for tool_choice or function_call "none": the model calls no tools."""
 _HARMLESS_OF_MESSAGE: Mapping[str, Accepts] = {
     "annotations": empty,
     "name": any_text,
@@ -135,7 +135,7 @@ _HARMLESS_OF_MESSAGE: Mapping[str, Accepts] = {
 
 
 class UsageEvents(enum.Enum):
-    """Which events of a stream say how many tokens there are."""
+    """Stream events that carry token counts."""
 
     NONE = enum.auto()
     LAST = enum.auto()
@@ -144,33 +144,32 @@ class UsageEvents(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A checked request."""
+    """A validated request."""
 
     model: str | None
-    """None: the only one that is served."""
+    """None: the only served model."""
     prompts: tuple[Prompt, ...]
     params: SamplingParams
     n: int = 1
-    """Answers for each prompt."""
+    """Number of answers per prompt."""
     stream: bool = False
     usage_events: UsageEvents = UsageEvents.NONE
     echo: bool = False
-    """Whether the text begins with the prompt."""
+    """True if the text starts with the prompt."""
     prompt_alone: bool = False
-    """Whether an answer shows its prompt and nothing behind it, as max_tokens is 0. One token is drawn all the same."""
+    """True if the answer shows only the prompt, since max_tokens is 0. One token is sampled nevertheless."""
     prompt_logprobs: bool = False
-    """Whether each answer has a field of this name, as vLLM's."""
+    """True if each answer has a field of this name, as in vLLM."""
     return_token_ids: bool = False
 
     @property
     def echoes_logprobs(self) -> bool:
-        """Whether the report on an answer begins with the prompt's tokens."""
+        """True if an answer's logprobs start with those of the prompt."""
         return self.echo and self.params.logprobs is not None
 
     @property
     def answers(self) -> tuple[tuple[Prompt, SamplingParams], ...]:
-        """Prompt and parameters of each answer, in the order of their indices. The first answer to a prompt brings the
-        report on it for all."""
+        """Prompt and parameters of each answer, by index. The first answer to a prompt carries its logprobs for all."""
         first = self.params
         seeds = [derived_seed(first.seed, number) for number in range(1, self.n)]
         variants = [first, *(replace(first, seed=seed, prompt_logprobs=None) for seed in seeds)]
@@ -178,11 +177,11 @@ class Asked:
 
     @property
     def copied_bytes(self) -> int:
-        """What the prompts' token ids take in the requests for answers beyond the first to each."""
+        """Size of the prompts' token ids in all requests but the first per prompt."""
         return _TOKEN_ID_BYTES * (self.n - 1) * sum(len(prompt) for prompt in self.prompts if is_token_ids(prompt))
 
     def check_copies(self) -> None:
-        """Raises InvalidArgument when n is too large for the prompts."""
+        """Raise InvalidArgument if n is too large for the prompts."""
         if self.n == 1:
             return
         for unit, most, is_counted in (
@@ -196,8 +195,8 @@ class Asked:
 
     @property
     def report_bytes(self) -> int:
-        """What the reports on the prompts take in memory, about. Raises InvalidArgument when they are too large, and
-        needs token ids for prompts that are reported on."""
+        """Approximate memory of the prompts' logprobs. Raises InvalidArgument when they are too large. Prompts with
+        logprobs must be token ids."""
         if self.params.prompt_logprobs is None:
             return 0
         size = sum(map(len, self.prompts)) * self.n * (self.params.prompt_logprobs + 1)
@@ -207,7 +206,7 @@ class Asked:
         return _LOGPROB_BYTES * size
 
     def named(self, error: InvalidArgument) -> InvalidArgument:
-        """The error with the name of what the client has sent."""
+        """Return the error with the client's field name."""
         if error.field != "params.prompt_logprobs":
             return error
         limit = error.limit.replace("prompt_logprobs", self._report_param)
@@ -215,24 +214,24 @@ class Asked:
 
     @property
     def _report_param(self) -> str:
-        """What has asked for reports on the prompts."""
+        """Name of the parameter that requests prompt logprobs."""
         return "prompt_logprobs" if self.prompt_logprobs else "logprobs"
 
 
 def is_token_ids(prompt: Prompt) -> bool:
-    """Whether it is neither a text nor a conversation."""
+    """Return True if the prompt is neither a text nor a conversation."""
     return isinstance(prompt, tuple) and (not prompt or type(prompt[0]) is int)
 
 
 def _size_of(prompt: Prompt) -> int:
-    """Tokens or characters."""
+    """Size in tokens or characters."""
     if isinstance(prompt, str) or is_token_ids(prompt):
         return len(prompt)
     return sum(len(turn.content) for turn in prompt if isinstance(turn, Message))
 
 
 def read_completion(body: Mapping[str, Any], max_answers: int) -> Asked:
-    """A request for /v1/completions. Raises InvalidArgument."""
+    """Parse a request for /v1/completions. Raises InvalidArgument."""
     fields = Fields(body)
     prompts = _prompts(fields.take("prompt"))
     n = _n(fields, len(prompts), max_answers)
@@ -251,7 +250,7 @@ def read_completion(body: Mapping[str, Any], max_answers: int) -> Asked:
         prompts=prompts,
         n=n,
         echo=echo,
-        # The model draws a token behind each prompt that it computes.
+        # The model samples a token after each prompt that it computes.
         max_tokens=_COMPLETION_TOKENS if max_tokens is None else 1 if prompt_alone else max_tokens,
         logprobs=logprobs,
         prompt_alone=prompt_alone,
@@ -259,7 +258,7 @@ def read_completion(body: Mapping[str, Any], max_answers: int) -> Asked:
 
 
 def read_chat(body: Mapping[str, Any], max_answers: int) -> Asked:
-    """A request for /v1/chat/completions. Raises InvalidArgument."""
+    """Parse a request for /v1/chat/completions. Raises InvalidArgument."""
     fields = Fields(body)
     messages = read_messages(fields.take("messages"))
     n = _n(fields, 1, max_answers)
@@ -283,7 +282,7 @@ def read_chat(body: Mapping[str, Any], max_answers: int) -> Asked:
 
 
 def read_messages(value: Any) -> tuple[Message, ...]:
-    """A conversation. Raises InvalidArgument."""
+    """Parse a conversation. Raises InvalidArgument."""
     items = check_items(value, "messages")
     return tuple(_message(each, f"messages[{number}]") for number, each in enumerate(items))
 
@@ -299,7 +298,7 @@ def _read_rest(
     logprobs: int | None,
     prompt_alone: bool = False,
 ) -> Asked:
-    """What both kinds of requests have in common."""
+    """Parse the fields that both kinds of requests share."""
     stream = fields.flag("stream")
     temperature, top_p, top_k = (fields.take(name) for name in ("temperature", "top_p", "top_k"))
     prompt_logprobs = _prompt_logprobs(fields, stream, logprobs if echo else None)
@@ -312,7 +311,7 @@ def _read_rest(
         min_tokens=0 if min_tokens is None else min_tokens,
         temperature=temperature,
         top_p=top_p,
-        # vLLM's word for "all".
+        # vLLM's value for "all".
         top_k=0 if top_k == -1 else top_k,
         seed=_seed(fields),
         stop=() if stop is None else stop,
@@ -339,7 +338,8 @@ def _read_rest(
 
 
 def _prompt_logprobs(fields: Fields, stream: bool, echoed: int | None) -> int | None:
-    """vLLM's parameter. echoed: how many likely tokens the report on an answer names, if the prompt is part of it."""
+    """Parse vLLM's prompt_logprobs. echoed: number of top tokens in an answer's logprobs, if the prompt is part of
+    it."""
     count = fields.whole("prompt_logprobs", 0, MAX_LOGPROBS)
     if count is None:
         return None
@@ -400,7 +400,7 @@ def _message(value: Any, path: str) -> Message:
     if role is None:
         raise InvalidArgument(f"{path}.role", None, "a text")
     if content is None and role == "assistant":
-        # OpenAI's answers have it, and come back in the history.
+        # Part of OpenAI's answers, which clients send back in the history.
         content = ""
     if isinstance(content, list):
         parts = tuple(_text_part(part, f"{path}.content[{number}]") for number, part in enumerate(content))

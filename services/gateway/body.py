@@ -1,4 +1,4 @@
-"""Reads the JSON object that a request carries, within limits on its size, its depth and the time it takes."""
+"""Reads a request's JSON object, with limits on its size, its depth and its parse time."""
 
 import asyncio
 import contextlib
@@ -17,14 +17,13 @@ from services.gateway import metrics
 from services.gateway.http_errors import HttpError, retry_headers
 
 MAX_DEPTH = 16
-"""Of objects and lists within one another. The deepest that is known is 5: a part of a message."""
+"""Max nesting of objects and lists. The deepest known use is 5: a part of a message."""
 MAX_VALUES = 2**19
-"""In all lists and objects together: half a million token ids."""
+"""Max values in all lists and objects together: half a million token ids."""
 MAX_NESTED = 2**16
-"""Objects, lists, and fields of objects together: they cost far more than other values."""
+"""Max objects, lists, and fields of objects together: they cost far more than other values."""
 MAX_FRACTIONS = 2**12
-"""Numbers with a fraction or an exponent, which are slow to read. The most that a request needs are those of
-logit_bias."""
+"""Max numbers with a fraction or an exponent, which are slow to parse. logit_bias needs the most."""
 _INLINE_BYTES = 2**16
 _TEXT = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _COUNTED = tuple(
@@ -34,10 +33,11 @@ _COUNTED = tuple(
         (rb"\[{:", MAX_NESTED, "objects, lists and fields of objects"),
     )
 )
-"""Characters that stand before each of them, and what finds the next one that is not part of a text."""
+"""Per limit: the characters that precede a counted value, and a regular expression for the next one outside of
+texts."""
 _DISCARD_S = 1.0
 _DISCARD_FACTOR = 4
-"""A client that sends too much reads its answer only afterwards: this many times the limit is read and thrown away."""
+"""A client that sends too much reads its answer only afterwards: this many times the limit is read and discarded."""
 MadeT = TypeVar("MadeT")
 
 
@@ -46,23 +46,23 @@ class ClientGone(Exception):
 
 
 class BodyBudget:
-    """The bytes of all bodies that are held, and of what else their requests take. For one event loop."""
+    """Byte budget of all bodies and of other memory of their requests. Not thread-safe: for one event loop."""
 
     def __init__(self, max_body_bytes: int, max_bodies_bytes: int, slow_sender_s: float) -> None:
         self.max_body_bytes = max_body_bytes
         self.slow_sender_s = slow_sender_s
         self._bytes = ByteBudget("gateway", max_bodies_bytes, metrics.BODY_BYTES.set)
-        # One: a call that parses holds the interpreter, and the event loop must get it between two of them.
+        # One thread: a parse holds the GIL, and the event loop must get it between two of them.
         self._parser = ThreadPoolExecutor(1, thread_name_prefix="body")
 
     @contextlib.contextmanager
     def hold(self, key_name: str) -> Iterator["HeldBody"]:
-        """A body of a request; it counts while the context lasts. key_name: of the request's API key; empty: none."""
+        """Account for a request's body until the context ends. key_name: of the request's API key; empty: none."""
         with self._bytes.hold(key_name) as held:
             yield HeldBody(self, held)
 
     async def parse(self, data: bytes, make: Callable[[dict[str, Any]], MadeT]) -> MadeT:
-        """What `make` makes of the JSON object; of a large one on a thread."""
+        """Apply `make` to the parsed JSON object; for a large one on a thread."""
         if len(data) <= _INLINE_BYTES:
             return make(parse_object(data))
         work = asyncio.get_running_loop().run_in_executor(self._parser, lambda: make(parse_object(data)))
@@ -77,7 +77,7 @@ class HeldBody:
         self._held = held
 
     def hold_more(self, size_bytes: int) -> None:
-        """Counts what else the request takes. Raises HttpError when there is no room."""
+        """Account for additional memory of the request. Raises HttpError when there is no room."""
         try:
             self._held.add(size_bytes)
         except InvalidArgument as error:
@@ -87,8 +87,8 @@ class HeldBody:
             raise HttpError(503, str(error), "service_unavailable", "service_unavailable", headers=headers) from error
 
     async def read(self, scope: Scope, receive: Receive, make: Callable[[dict[str, Any]], MadeT]) -> MadeT:
-        """What `make` makes of the object. make: takes what it needs of the values, and may run on a thread. Raises
-        HttpError, naming the limit, ClientGone, and as make."""
+        """Read the body and apply `make` to the JSON object. make: extracts what it needs, and may run on a thread.
+        Raises HttpError, naming the limit, ClientGone, and as make."""
         within_s = self._budget.slow_sender_s
         try:
             async with asyncio.timeout(within_s):
@@ -121,7 +121,7 @@ class HeldBody:
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """Raises HttpError unless it is one JSON object, neither too deep nor of too many values."""
+    """Parse one JSON object. Raises HttpError if it is anything else, too deep, or of too many values."""
     _check_counts(data)
     try:
         value = json.loads(data.decode(), parse_constant=_refuse_constant, parse_float=_float_reader())
@@ -136,7 +136,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
 
 
 def _check_counts(data: bytes) -> None:
-    """Raises HttpError when there are too many values. What stands in texts does not count."""
+    """Raise HttpError if there are too many values. Contents of texts do not count."""
     for marks, most, what, following in _COUNTED:
         if sum(data.count(bytes((mark,))) for mark in marks) <= most:
             continue
@@ -194,7 +194,7 @@ def _too_large(most_bytes: int) -> HttpError:
 
 
 def _check_coding(scope: Scope) -> None:
-    """Raises HttpError for a body that is compressed."""
+    """Raise HttpError for a compressed body."""
     for name, value in scope["headers"]:
         if name == b"content-encoding" and value.lower() != b"identity":
             message = f"the body's Content-Encoding is {value.decode('latin-1'):.100}; send it as it is"

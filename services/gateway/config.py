@@ -15,7 +15,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@?#]+")
 
 
 def router_addresses(text: str) -> tuple[str, ...]:
-    """For `setting`: "host:port", several with commas between them; empty: none. Raises ValueError."""
+    """Parser for `setting`: "host:port", several with commas between them; empty: none. Raises ValueError."""
     if not text.strip():
         return ()
     try:
@@ -25,7 +25,7 @@ def router_addresses(text: str) -> tuple[str, ...]:
 
 
 def web_origins(text: str) -> tuple[str, ...]:
-    """For `setting`: "https://chat.example.com", several with commas between them, or "*"; empty: none. Raises
+    """Parser for `setting`: "https://chat.example.com", several with commas between them, or "*"; empty: none. Raises
     ValueError."""
     origins = tuple(word.strip() for word in text.split(",")) if text.strip() else ()
     for origin in origins:

@@ -1,4 +1,4 @@
-"""One HTTP connection: uvicorn's on h11, with limits on what a client may send and on how slowly it sends and reads."""
+"""One HTTP connection: uvicorn's on h11, with limits on a client's input, and timeouts for slow senders and readers."""
 
 import asyncio
 import socket
@@ -17,24 +17,24 @@ from services.gateway.http_errors import HttpError, retry_headers
 from services.gateway.request_head import head_too_large
 
 CONNECTION_KEY = "kaveri.connection"
-"""Of the `state` of an HTTP scope: its connection."""
+"""Key of the connection in an HTTP scope's `state`."""
 _SLICE_BYTES = 16 * 1024
-"""What is parsed at once: 20 ms of tiny chunks."""
+"""Max bytes parsed per turn: 20 ms of tiny chunks."""
 _RETRY_AFTER_S = 1.0
 _LINGER_S = 2.0
 _LINGER_BYTES = 2**20
-"""What a refused client may send until it has read why."""
+"""Max bytes read from a refused client until it has read the reason."""
 _GONE_CHECK_S = 0.25
-"""A client that has left is noticed within this time and a round trip."""
+"""A disconnect is noticed within this time and a round trip."""
 _FIRST_BYTE = b"H"
-"""Of every answer."""
+"""First byte of every HTTP response."""
 _EVENT_COMMENT = b":\n\n"
-"""Clients skip it in a stream of events."""
+"""Comment in a stream of events; clients skip it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """What one connection may cost."""
+    """Limits of one connection."""
 
     max_connections: int
     max_header_bytes: int
@@ -43,7 +43,7 @@ class ConnectionLimits:
 
 
 class HttpConnection(H11Protocol):
-    """Owned by its transport. Requests that come before the answer to the last one wait in the parser."""
+    """Owned by its transport. Pipelined requests wait in the parser until the previous answer ends."""
 
     def __init__(
         self,
@@ -57,15 +57,15 @@ class HttpConnection(H11Protocol):
         self._limits = limits
         self._unparsed = bytearray()
         self._early_bytes = 0
-        """Of requests that wait."""
+        """Bytes of pipelined requests."""
         self._timer: asyncio.TimerHandle | None = None
-        """Runs while the head of a request is awaited, and while a connection ends."""
+        """Active while the head of a request is awaited, and while a connection ends."""
         self._is_refused = False
-        """Whether nothing is parsed any more."""
+        """True once parsing has stopped for good."""
         self._has_eof = False
-        """Whether the client has closed its sending half."""
+        """True once the client has closed its sending half."""
         self.sends_events = False
-        """Whether the answer that was begun last is a stream of events. Set by the application."""
+        """True if the current answer is a stream of events. Set by the application."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -74,7 +74,7 @@ class HttpConnection(H11Protocol):
             headers = retry_headers(_RETRY_AFTER_S)
             self._refuse(HttpError(503, message, "service_unavailable", "too_many_connections", headers=headers))
             return
-        # No answer when no head comes: it may be in the middle of one, and a client this slow is seldom honest.
+        # No answer without a head: it may be in the middle of one, and such a slow client is seldom honest.
         self._end_within(self._limits.slow_sender_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -89,9 +89,9 @@ class HttpConnection(H11Protocol):
             self._parse()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keeps the connection of a client that waits for an answer. TLS closes both halves at once."""
+        """Keep the connection of a client that waits for an answer. TLS closes both halves at once."""
         if self._has_eof:
-            # Read again after a pause.
+            # Resume reading after a pause.
             return True
         self._has_eof = self._is_answering() and self.transport.can_write_eof()
         if self._has_eof:
@@ -101,7 +101,7 @@ class HttpConnection(H11Protocol):
         return self._has_eof
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's call, while it handles an error of the parser."""
+        """Called by uvicorn while it handles a parser error."""
         error = sys.exception()
         assert isinstance(error, h11.RemoteProtocolError)
         if error.error_status_hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
@@ -129,7 +129,7 @@ class HttpConnection(H11Protocol):
             self._end_within(self._limits.slow_reader_s)
 
     def _parse(self) -> None:
-        """Parses one slice, and the rest in later turns of the event loop."""
+        """Parse one slice now, and the rest in later turns of the event loop."""
         data = bytes(self._unparsed[:_SLICE_BYTES])
         del self._unparsed[:_SLICE_BYTES]
         if not self.transport.is_closing():
@@ -150,11 +150,11 @@ class HttpConnection(H11Protocol):
                 self.transport.abort()
             return
         if self._is_answering() and self._early_bytes <= self._limits.max_header_bytes:
-            # uvicorn would stop reading, and not notice when the client leaves.
+            # uvicorn would stop reading, and miss a disconnect.
             self.conn.receive_data(data)
             return
         if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
-            # RFC 9112, 2.2: old clients send an empty line behind a body.
+            # RFC 9112, 2.2: old clients send an empty line after a body.
             data = data.lstrip(b"\r\n")
             if not data:
                 return
@@ -166,11 +166,12 @@ class HttpConnection(H11Protocol):
             self._stop_timer()
 
     def _is_answering(self) -> bool:
-        """Whether a whole request has come that is not answered yet."""
+        """Return True while a fully received request is not answered yet."""
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
 
     def _probe(self) -> None:
-        """Writes what changes no answer. The kernel of a client that has closed both halves replies with a reset."""
+        """Write bytes that do not change the answer. The kernel of a client that has closed both halves replies with a
+        reset."""
         if not self.cycle.response_started:
             self.transport.write(_FIRST_BYTE)
             self.cycle.transport = _BegunTransport(self.cycle)  # type: ignore[assignment]
@@ -179,7 +180,7 @@ class HttpConnection(H11Protocol):
         self._check_gone()
 
     def _check_gone(self) -> None:
-        # The event loop no longer looks at a connection whose end it has read.
+        # The event loop does not watch a connection whose end it has read.
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
         elif self._is_answering():
@@ -187,7 +188,7 @@ class HttpConnection(H11Protocol):
             self._timer = self.loop.call_later(_GONE_CHECK_S, self._check_gone)
 
     def _end_within(self, limit_s: float) -> None:
-        """A closing connection ends when all is sent, which a client that does not read would never let happen."""
+        """Abort the connection after `limit_s`: a client that does not read would keep it open forever."""
         self._stop_timer()
         self._timer = self.loop.call_later(limit_s, self.transport.abort)
 
@@ -197,15 +198,15 @@ class HttpConnection(H11Protocol):
             self._timer = None
 
     def _refuse(self, error: HttpError) -> None:
-        """Answers what the parser could not, and closes once the client has, or after a while: closed at once, with
-        data that was not read, the connection would be reset and the answer lost."""
+        """Send the error, and close when the client has closed, or after a while: an immediate close with unread data
+        would reset the connection and lose the answer."""
         self._is_refused = True
         if self.cycle is not None and self.cycle.more_body:
-            # Its body does not go on.
+            # Its body ends here.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            # Answered before its body was wrong.
+            # The answer began before its body failed.
             self.transport.close()
         else:
             body = error.body()
@@ -220,13 +221,13 @@ class HttpConnection(H11Protocol):
             events = (response, h11.Data(data=body), h11.EndOfMessage())
             self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
             if self.transport.can_write_eof():
-                # Not over TLS.
+                # TLS cannot half-close.
                 self.transport.write_eof()
         self._end_within(_LINGER_S)
 
 
 class _BegunTransport:
-    """Writes an answer whose first byte has been sent."""
+    """Transport for an answer whose first byte was already sent."""
 
     def __init__(self, cycle: Any) -> None:
         self._cycle = cycle
@@ -241,5 +242,5 @@ class _BegunTransport:
 
 
 def connection_factory(limits: ConnectionLimits) -> Any:
-    """What uvicorn calls for each connection."""
+    """Factory of connections for uvicorn."""
     return partial(HttpConnection, limits)

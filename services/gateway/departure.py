@@ -1,4 +1,4 @@
-"""Ends the work for a client as soon as that has gone."""
+"""Cancels the work for a client that has disconnected."""
 
 import asyncio
 from types import TracebackType
@@ -10,8 +10,8 @@ from services.gateway.body import ClientGone
 
 
 class UntilGone:
-    """While the context lasts, the work in it is cancelled when the client closes its connection; then the context
-    raises ClientGone. The request's body must have been read."""
+    """Cancels the work in its context when the client disconnects, and raises ClientGone. The request's body must have
+    been read."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive

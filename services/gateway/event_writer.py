@@ -1,4 +1,4 @@
-"""Writes a stream of events to one client, and gives up on a client that does not read them."""
+"""Writes a stream of events to one client, and aborts when the client does not read."""
 
 from types import TracebackType
 from typing import Self
@@ -11,26 +11,26 @@ from services.gateway.http_errors import Headers
 _HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # nginx would hold events back.
+    # Otherwise nginx buffers events.
     (b"x-accel-buffering", b"no"),
 ]
 
 
 class EventWriter:
-    """One response. Use it as a context; leaving it ends the limit on reading.
+    """Writer of one response. Use it as a context; leaving it ends the limit on reading.
 
-    Raises SlowReader out of the context when the client takes longer than the limit to make room for one event. What
-    such a client costs until then are the buffers of its connection.
+    The context raises SlowReader when the client takes longer than the limit to make room for one event. Until then
+    such a client costs the buffers of its connection.
     """
 
     def __init__(self, send: Send, slow_reader_s: float) -> None:
         self._send = send
         self._limit = ReadLimit(slow_reader_s)
         self.begun = False
-        """Whether the client has got the status."""
+        """True once the status was sent."""
 
     async def write(self, data: bytes) -> None:
-        """Writes events. The first time also the status, 200."""
+        """Write events; before the first ones the status, 200."""
         self._limit.begin()
         if not self.begun:
             self.begun = True
@@ -39,7 +39,7 @@ class EventWriter:
         self._limit.end()
 
     async def end(self, data: bytes) -> None:
-        """Writes the last events, and the end."""
+        """Write the last events, and the end."""
         await self.write(data)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 

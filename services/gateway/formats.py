@@ -1,6 +1,6 @@
-"""How answers look in OpenAI's two forms, whole and as events of a stream. Pure.
+"""Formats answers in OpenAI's two forms, whole and as events of a stream. Pure.
 
-An event is put together from bytes that are made once per answer: this is done for every token.
+An event is assembled from bytes that are built once per answer: this runs for every token.
 """
 
 import json
@@ -17,21 +17,21 @@ from services.gateway.asked import Asked, UsageEvents
 from services.gateway.shown_prompts import PromptOffsets, ShownPrompt
 
 DONE = b"data: [DONE]\n\n"
-"""The last event of a stream that has not failed."""
+"""Last event of a stream without errors."""
 ItemT = TypeVar("ItemT")
 _SLICE_TOKENS = 256
-"""Reports are written in slices: 20 log-probabilities for each of so many tokens take about five milliseconds."""
+"""Logprobs are written in slices: 20 log-probabilities for each of this many tokens take about five milliseconds."""
 _LEAST_LOGPROB = -9999.0
-"""JSON has no infinity; vLLM writes this for it."""
+"""Replacement for minus infinity, which JSON lacks; the same as vLLM's."""
 
 
 def encode(value: Any) -> bytes:
-    """A JSON value, in ASCII."""
+    """Encode a JSON value, in ASCII."""
     return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _items(values: list[Any]) -> bytes:
-    """The items of a JSON array."""
+    """Encode the items of a JSON array."""
     return encode(values)[1:-1]
 
 
@@ -42,18 +42,19 @@ def _slices(items: Sequence[ItemT]) -> Iterator[Sequence[ItemT]]:
 
 @dataclass(slots=True)
 class _Gathered:
-    """One answer that is shown whole, so far. What is reported on its tokens is JSON already: that is smaller."""
+    """A whole answer while it is collected. Logprobs are stored as JSON, which is smaller."""
 
-    # Garbage collection goes over each item of a list, of all answers in one turn of the event loop.
+    # Flat containers, because garbage collection visits each item of a list, for all answers in one turn of the event
+    # loop.
     text: StringIO = field(default_factory=StringIO)
     token_ids: "array[int]" = field(default_factory=lambda: array("I"))
     report: dict[str, list[bytes] | bytes] = field(default_factory=dict)
-    """The fields of the report: the items of lists, or another value."""
+    """Fields of the logprobs: the items of lists, or another value."""
     prompt_logprobs: list[bytes] = field(default_factory=list)
     finish: str | None = None
 
     def add_report(self, report: Mapping[str, object]) -> None:
-        """Takes what is said of the next tokens."""
+        """Append the logprobs of the next tokens."""
         for name, value in report.items():
             if isinstance(value, list):
                 items = self.report.setdefault(name, [])
@@ -63,7 +64,7 @@ class _Gathered:
                 self.report[name] = encode(value)
 
     def report_parts(self) -> list[bytes]:
-        """The report as JSON, in parts."""
+        """Logprobs as JSON, in parts."""
         parts: list[bytes] = []
         for name, value in self.report.items():
             parts += [b"," if parts else b"{", encode(name), b":"]
@@ -72,7 +73,7 @@ class _Gathered:
 
 
 class AnswerFormat:
-    """The answers to one request. Its subclasses are the two forms."""
+    """Formats the answers to one request. Base class of the two forms."""
 
     id_prefix: str
     object_name: str
@@ -89,19 +90,18 @@ class AnswerFormat:
         self._start = b"data: " + chunk_head[:-1]
         self._end = b'}],"usage":null}\n\n' if asked.usage_events is UsageEvents.LAST else b"}]}\n\n"
         self._usages: dict[int, Usage] = {}
-        """Of the answers that have ended."""
+        """Usage of finished answers."""
         self._counts: dict[int, int] = {}
-        """Tokens of each answer so far."""
+        """Token count of each answer so far."""
         self._offsets: dict[int, PromptOffsets] = {}
-        """Of the prompts that come before answers and are reported on."""
+        """Offsets in prompts that precede answers and have logprobs."""
         self._gathered: dict[int, _Gathered] = {}
-        """Of answers that are shown whole."""
+        """Answers that are returned whole."""
         self._prompts: dict[int, list[PromptToken]] = {}
-        """Reports on prompts with several answers, by the index of the first one."""
+        """Logprobs of prompts with several answers, by the index of the first one."""
 
     def events(self, index: int, chunk: Chunk, prompt_tokens: int) -> Iterator[bytes]:
-        """The events of a chunk of the answer `index`: one, or several where a long report on the prompt comes with
-        it."""
+        """Yield the events of a chunk of the answer `index`: one, or several if it carries many prompt logprobs."""
         is_first = index not in self._counts
         # Both are null, or empty, for most requests.
         prompt = self._prompt_of(index, chunk, is_first) if self._asked.echoes_logprobs else ()
@@ -142,7 +142,7 @@ class AnswerFormat:
         )
 
     def usage(self) -> bytes:
-        """The event that says how many tokens the stream had."""
+        """Return the event with the stream's token counts."""
         usage = self._sum(self._usages)
         return (
             b"data: "
@@ -151,7 +151,7 @@ class AnswerFormat:
         )
 
     def gather(self, index: int, chunk: Chunk) -> Iterator[None]:
-        """Takes a chunk of an answer that is shown whole. Pauses after each slice of a report."""
+        """Collect a chunk of a whole answer. Yields after each slice of logprobs."""
         is_first = index not in self._gathered
         gathered = self._gathered.setdefault(index, _Gathered())
         if chunk.text:
@@ -173,7 +173,7 @@ class AnswerFormat:
             yield
 
     def whole(self) -> Iterator[bytes]:
-        """All answers, whose last chunks were gathered, as parts of one JSON object."""
+        """Yield all answers, once collected to their last chunks, as parts of one JSON object."""
         yield encode({**self._head, "object": self.object_name, "usage": self._sum(self._usages)})[:-1]
         ids = b""
         for index in range(len(self._gathered)):
@@ -201,7 +201,7 @@ class AnswerFormat:
         yield b"]" + last + b"}"
 
     def _about_prompt(self, gathered: "_Gathered", ids: bytes) -> list[bytes]:
-        """gathered: of the first answer to the prompt. ids: the prompt's, as JSON."""
+        """Prompt fields of a whole answer. gathered: the first answer to the prompt. ids: the prompt's, as JSON."""
         parts: list[bytes] = []
         if self._asked.prompt_logprobs:
             parts += [b',"prompt_logprobs":[', b",".join(gathered.prompt_logprobs), b"]"]
@@ -210,30 +210,29 @@ class AnswerFormat:
         return parts
 
     _ids_beside_choices: bool
-    """Whether a prompt's token ids, and what is said of them, are part of each choice, else of the whole."""
+    """True if a prompt's token ids and logprobs belong to each choice; False if to the whole response."""
 
     def _message(self, text: str) -> dict[str, object]:
         """The part of a choice that holds its text."""
         raise NotImplementedError
 
     def _delta(self, text: bytes, is_first: bool) -> bytes:
-        """The same of an event. text: as JSON."""
+        """The part of an event's choice that holds its text. text: as JSON."""
         raise NotImplementedError
 
     def _report(self, index: int, logprobs: Sequence[Logprobs], prompt: Sequence[PromptToken]) -> dict[str, object]:
-        """What the model thought of the tokens that come next in the answer `index`. prompt: tokens of the prompt that
-        come before them."""
+        """Logprobs of the next tokens of the answer `index`. prompt: the prompt's tokens before them."""
         raise NotImplementedError
 
     def _shown_of(self, index: int) -> ShownPrompt:
         return self._shown[index // self._asked.n]
 
     def _first_of(self, index: int) -> int:
-        """The index of the first answer to the same prompt, which has the report on it."""
+        """Index of the first answer to the same prompt, which carries the prompt's logprobs."""
         return index - index % self._asked.n
 
     def _prompt_of(self, index: int, chunk: Chunk, is_first: bool) -> Sequence[PromptToken]:
-        """What a chunk reports on the prompt. The first one of a later answer has all of it."""
+        """Prompt tokens reported by a chunk. The first chunk of a later answer reports all of them."""
         if self._asked.n == 1:
             return chunk.prompt_tokens
         first = self._first_of(index)
@@ -243,20 +242,20 @@ class AnswerFormat:
         return self._prompts[first] if is_first else ()
 
     def _prompt_ids(self, shown: ShownPrompt) -> tuple[bytes, bytes]:
-        """A prompt's token ids, for the top of an event or for its choice."""
+        """Encode a prompt's token ids, for the top of an event or for its choice."""
         if shown.token_ids is None:
             return b"", b""
         ids = b',"prompt_token_ids":' + encode(shown.token_ids)
         return (b"", ids) if self._ids_beside_choices else (ids, b"")
 
     def _sum(self, usages: Mapping[int, Usage]) -> dict[str, int]:
-        """A prompt with several answers counts once."""
+        """Sum the usages, counting a prompt with several answers once."""
         prompt_tokens = sum(usage.prompt_tokens for index, usage in usages.items() if index % self._asked.n == 0)
         return _usage_object(prompt_tokens, sum(usage.completion_tokens for usage in usages.values()))
 
 
 class CompletionFormat(AnswerFormat):
-    """Of /v1/completions."""
+    """Format of /v1/completions."""
 
     id_prefix = "cmpl"
     object_name = chunk_object_name = "text_completion"
@@ -275,7 +274,7 @@ class CompletionFormat(AnswerFormat):
         offsets = [self._offsets[index].next(token.text, token.raw_bytes) for token in prompt]
         offsets += [len(text) + entry.text_offset for entry in logprobs]
         tokens = [token.text for token in prompt] + [entry.text for entry in logprobs]
-        # None: the prompt's first token, before which nothing comes.
+        # None for the prompt's first token, which nothing precedes.
         entries = [*(token.logprobs for token in prompt), *logprobs]
         return {
             "tokens": tokens,
@@ -286,7 +285,7 @@ class CompletionFormat(AnswerFormat):
 
 
 class ChatFormat(AnswerFormat):
-    """Of /v1/chat/completions."""
+    """Format of /v1/chat/completions."""
 
     id_prefix = "chatcmpl"
     object_name = "chat.completion"
@@ -314,7 +313,7 @@ class ChatFormat(AnswerFormat):
 
 
 def _prompt_position(token: PromptToken) -> dict[str, object] | None:
-    """As vLLM shows it: by token id. The rank of a token that is none of the likeliest ones is not known."""
+    """Logprobs of a prompt position as in vLLM: by token id. The rank of a token outside the top ones is unknown."""
     entry = token.logprobs
     if entry is None:
         return None
@@ -339,8 +338,8 @@ def _top(entry: Logprobs) -> list[tuple[str, float]]:
 
 
 def _by_text(entry: Logprobs) -> dict[str, float]:
-    """The likeliest tokens and the token itself, which may be none of them. Of tokens with the same text, such as
-    pieces of one character, the likeliest counts."""
+    """Log-probability by text of the top tokens and the token itself, which may not be among them. Among tokens with
+    the same text, such as pieces of one character, the likeliest counts."""
     found: dict[str, float] = {}
     for text, value in (*_top(entry), (entry.text, entry.logprob)):
         found[text] = max(_finite(value), found.get(text, _LEAST_LOGPROB))

@@ -1,4 +1,4 @@
-"""Kaveri's errors as OpenAI's: HTTP status, headers and body, in this one place. Pure."""
+"""Maps Kaveri's errors to OpenAI's: HTTP status, headers and body. The only place for it. Pure."""
 
 import ast
 import contextlib
@@ -22,7 +22,7 @@ from kaveri.errors import (
 
 Headers = list[tuple[bytes, bytes]]
 _LENGTH_FIELDS = ("prompt", "prompt.text", "prompt.messages", "params.max_tokens", "message")
-"""What a router complains about when prompt and answer do not fit into the model's length."""
+"""Fields named by a router when prompt and answer exceed the model's length."""
 _SHOWN_CHARACTERS = 120
 _TOO_LONG = re.compile(r"at most \d+( tokens| bytes| messages|:)|within the size limits")
 _PARAM_OF_FIELD = {
@@ -35,7 +35,7 @@ _PARAM_OF_FIELD = {
 
 @dataclass(eq=False)
 class HttpError(Exception):
-    """A request that ends without an answer."""
+    """An error response."""
 
     status: int
     message: str
@@ -46,13 +46,13 @@ class HttpError(Exception):
     headers: Headers = field(default_factory=list)
 
     def body(self) -> bytes:
-        """OpenAI's error object as JSON, in ASCII."""
+        """Encode OpenAI's error object as JSON, in ASCII."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}, separators=(",", ":")).encode()
 
 
 def is_too_long(error: KaveriError) -> bool:
-    """Whether prompt and answer do not fit into the model's length."""
+    """Return True if prompt and answer exceed the model's length."""
     return (
         isinstance(error, InvalidArgument)
         and error.field in _LENGTH_FIELDS
@@ -61,8 +61,8 @@ def is_too_long(error: KaveriError) -> bool:
 
 
 def http_error_of(error: KaveriError, prompt_param: str = "prompt", max_model_len: int = 0) -> HttpError:
-    """The HTTP form of an error. prompt_param: the name that the prompt has in this request. max_model_len: of the
-    model, where the error is_too_long(); 0: unknown."""
+    """Convert an error to its HTTP form. prompt_param: the name of the prompt in this request. max_model_len: of the
+    model, if the error is_too_long(); 0: unknown."""
     match error:
         case InvalidArgument():
             return _of_argument(error, prompt_param, max_model_len)
@@ -74,7 +74,8 @@ def http_error_of(error: KaveriError, prompt_param: str = "prompt", max_model_le
             headers = retry_headers(error.retry_after_s)
             return HttpError(429, str(error), "rate_limit_error", "rate_limit_exceeded", headers=headers)
         case Unauthenticated():
-            # Of the routers: the client can do nothing about it. Its own key is refused by refused_key().
+            # An error of the routers' authentication: the client cannot fix it. Its own key is refused by
+            # refused_key().
             return HttpError(503, f"the routers refuse this gateway: {error}", "service_unavailable", "unauthenticated")
         case Unavailable():
             headers = retry_headers(error.retry_after_s or 1.0)
@@ -82,10 +83,10 @@ def http_error_of(error: KaveriError, prompt_param: str = "prompt", max_model_le
         case DeadlineExceeded():
             return HttpError(504, str(error), "timeout_error", "deadline_exceeded")
         case RequestCancelled():
-            # Not one of the statuses that clients try again: the request was ended on purpose.
+            # Not a status that clients retry: the request was ended on purpose.
             return HttpError(499, str(error), "request_cancelled", "request_cancelled")
         case EngineError():
-            # OpenAI's clients try other errors of a server again.
+            # OpenAI's clients retry other server errors.
             headers = [(b"x-should-retry", b"false")]
             return HttpError(500, str(error), "server_error", "engine_failed", headers=headers)
         case _:
@@ -93,12 +94,12 @@ def http_error_of(error: KaveriError, prompt_param: str = "prompt", max_model_le
 
 
 def refused_key(error: Unauthenticated) -> HttpError:
-    """For a client without a good API key."""
+    """Error for a client without a valid API key."""
     return HttpError(401, str(error), code="invalid_api_key", headers=[(b"www-authenticate", b"Bearer")])
 
 
 def retry_headers(retry_after_s: float) -> Headers:
-    """When to try again: in whole seconds for everyone, in milliseconds for clients that read them."""
+    """Retry headers: in whole seconds for everyone, in milliseconds for clients that support it."""
     milliseconds = max(1, math.ceil(1e3 * retry_after_s))
     return [
         (b"retry-after", str(max(1, math.ceil(retry_after_s))).encode()),
@@ -117,13 +118,13 @@ def _of_argument(error: InvalidArgument, prompt_param: str, max_model_len: int) 
     if not is_too_long(error):
         return HttpError(400, message, code="invalid_value", param=param)
     if max_model_len:
-        # LiteLLM looks for the sentence, and LangChain for the code, which it no longer gets but in the message.
+        # LiteLLM matches the sentence, LangChain the code, which it now finds only in the message.
         message = f"This model's maximum context length is {max_model_len} tokens (context_length_exceeded): {message}"
     return HttpError(400, message, code="context_length_exceeded", param=param)
 
 
 def _shown(value: object) -> str:
-    """The beginning of a value as JSON; an ellipsis stands for the rest."""
+    """Shorten a value to the start of its JSON; an ellipsis replaces the rest."""
     if isinstance(value, str) and type(value) is not str:
         # From a router, in Python's spelling.
         text = str(value)

@@ -1,4 +1,4 @@
-"""Listens for HTTP and ends: what RpcServer is for gRPC. uvicorn's connections around one ASGI application."""
+"""HTTP listener with the life of RpcServer: uvicorn's connections around one ASGI application."""
 
 import asyncio
 import contextlib
@@ -19,15 +19,16 @@ from kaveri.telemetry.readiness import set_ready
 from services.gateway.connection import ConnectionLimits, connection_factory
 
 _SEND_BUFFER_BYTES = 256 * 1024
-"""Of the kernel, for each connection. With the 64 KiB of its transport all that a client that does not read costs."""
+"""Kernel send buffer per connection. With the 64 KiB of its transport it bounds the cost of a client that does not
+read."""
 _BACKLOG = 2048
 _OTHER_FILES = 512
-"""Descriptors beside those of connections."""
+"""File descriptors besides those of connections."""
 _POLL_S = 0.02
 
 
 class HttpServer:
-    """Accepts connections from ready() to drain(). For one event loop."""
+    """Accepts connections from ready() to drain(). Not thread-safe: for one event loop."""
 
     def __init__(
         self,
@@ -38,10 +39,10 @@ class HttpServer:
         idle_s: float,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """port 0: a free one. app: the ASGI application. idle_s: seconds that a connection may wait for a request.
-        tls: None: plain HTTP."""
+        """port 0: any free port. app: the ASGI application. idle_s: max seconds between requests of a connection. tls:
+        None: plain HTTP."""
         self.port = 0
-        """Where it listens, known after start()."""
+        """Listening port, known after start()."""
         self.state = ServerState()
         self._host = host
         self._asked_port = port
@@ -63,22 +64,22 @@ class HttpServer:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Takes the address. Raises ConfigError when it cannot be bound."""
-        # uvicorn says on stderr what clients do wrong: they would fill our logs.
+        """Bind the address. Raises ConfigError on failure."""
+        # uvicorn logs clients' mistakes on stderr: they would fill our logs.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)
         _allow_files(self._limits.max_connections)
         self._config.load()
         self._bind()
 
     async def ready(self) -> None:
-        """Accepts connections."""
+        """Accept connections."""
         if self._server is not None:
             return
         if self._socket is None:
             self._bind()
         assert self._socket is not None
         loop = asyncio.get_running_loop()
-        # A handshake has as long as the head of a request.
+        # A handshake has the same timeout as the head of a request.
         handshake_s = None if self._tls is None else self._limits.slow_sender_s
         self._server = await loop.create_server(
             self._connection,
@@ -90,7 +91,7 @@ class HttpServer:
         set_ready(True)
 
     async def drain(self) -> None:
-        """Accepts no more connections, closes idle ones, and the others once their request is answered."""
+        """Stop accepting connections, close idle ones, and the others once their request is answered."""
         set_ready(False)
         if self._server is not None:
             self._server.close()
@@ -99,7 +100,7 @@ class HttpServer:
             connection.shutdown()
 
     async def stop(self, grace_s: float) -> None:
-        """As drain(); connections that are left after `grace_s` seconds are closed at once."""
+        """Drain; after `grace_s` seconds, close the remaining connections at once."""
         await self.drain()
         if self._socket is not None:
             self._socket.close()
@@ -139,7 +140,7 @@ class HttpServer:
 
 
 def _allow_files(connection_count: int) -> None:
-    """Raises the process's limit of open files, as far as it may."""
+    """Raise the process's limit of open files, as far as permitted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connection_count + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,4 +1,4 @@
-"""The Prometheus metrics of a gateway process. Global, as Prometheus clients are."""
+"""Prometheus metrics of a gateway process. Global, as Prometheus clients are."""
 
 from prometheus_client import Counter, Gauge, Histogram
 

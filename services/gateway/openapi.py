@@ -1,6 +1,7 @@
-"""The OpenAPI document of the HTTP API, at /openapi.json: what each path takes, with its limits, and what it answers.
+"""OpenAPI document of the HTTP API, at /openapi.json: the parameters of each path, with their limits, and its
+responses.
 
-Of parameters that are taken for compatibility and change nothing, the common ones; docs/doors.md names more. Pure.
+Lists the common parameters that are accepted for compatibility without effect; docs/doors.md names more. Pure.
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ _TEXTS: Schema = {"type": "array", "items": _TEXT, "minItems": 1}
 
 
 def _or_null(schema: Schema) -> Schema:
-    """null stands for a missing field."""
+    """Allow null, which counts as a missing field."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
@@ -57,7 +58,7 @@ IGNORED_OF_CHAT: dict[str, Schema] = {
     "tool_choice": {"enum": ["none", "auto"]},
     "tools": {"type": "array", "description": 'Empty, unless tool_choice is "none".'},
 }
-"""Taken, and changes nothing."""
+"""Accepted without effect."""
 _MESSAGE = _object(
     {
         "role": _TEXT,
@@ -160,7 +161,7 @@ _TOKENS = _object(
 
 
 def openapi_document(version: str) -> Schema:
-    """Of OpenAPI 3.1. version: of Kaveri."""
+    """Build the OpenAPI 3.1 document. version: of Kaveri."""
     return {
         "openapi": "3.1.0",
         "info": {"title": "Kaveri", "version": version, "description": "The OpenAI-compatible HTTP API of a gateway."},

@@ -1,4 +1,4 @@
-"""Checks a request's line and headers beyond what the HTTP parser does. Pure."""
+"""Validates a request's line and headers beyond the HTTP parser's checks. Pure."""
 
 import re
 
@@ -10,7 +10,7 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 def check_head(scope: Scope, max_header_bytes: int) -> None:
-    """Strip scheme and host from an absolute target.
+    """Validate the head; strip scheme and host from an absolute target.
 
     Raises HttpError. It closes the connection where peers could disagree about where the request ends.
     """
@@ -32,13 +32,13 @@ def check_head(scope: Scope, max_header_bytes: int) -> None:
 
 
 def head_too_large(max_header_bytes: int) -> HttpError:
-    """For a request whose line and headers break the limit."""
+    """Error for a request whose line and headers exceed the limit."""
     message = f"the request's line and headers are larger than {max_header_bytes} bytes"
     return HttpError(431, message, code="headers_too_large", headers=[(b"connection", b"close")])
 
 
 def own_request_id(scope: Scope) -> str | None:
-    """The client's X-Request-ID; None: there is none, or it cannot stand in logs and metadata."""
+    """Return the client's X-Request-ID; None if it is missing, or unfit for logs and metadata."""
     for name, value in scope["headers"]:
         if name == b"x-request-id":
             return str(value, "ascii") if _REQUEST_ID.fullmatch(value) else None

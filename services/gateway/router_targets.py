@@ -1,4 +1,4 @@
-"""The routers that a gateway asks: those it was given, or those that the cluster's view names."""
+"""Selects the routers for a gateway: configured ones, or those in the cluster's view."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ _LOOK_S = 0.25
 
 
 def router_targets(view: ClusterView) -> tuple[str, ...]:
-    """Addresses of the routers that take requests, in the order of their ids; of all when all drain."""
+    """Addresses of the routers that accept requests, ordered by id; of all if all drain."""
     routers = [
         view.instances[name] for name in sorted(view.instances) if view.instances[name].record.role is Role.ROUTER
     ]
@@ -21,7 +21,7 @@ def router_targets(view: ClusterView) -> tuple[str, ...]:
 
 
 async def wait_for_routers(store: ClusterStore, stopping: asyncio.Event) -> tuple[str, ...]:
-    """The targets, once there is one; none when `stopping` was set first."""
+    """Wait for at least one target; returns none if `stopping` was set first."""
     say_s = time.monotonic() + _SAY_EVERY_S
     while not stopping.is_set():
         targets = router_targets(await store.wait_for_change(_LOOK_S))

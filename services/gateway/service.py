@@ -33,8 +33,8 @@ _SWITCH_S = 0.001
 
 
 async def serve(config: GatewayConfig, stopping: asyncio.Event) -> int:
-    """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
-    # The event loop waits so long for the interpreter after each turn while a thread parses bodies.
+    """Serve until `stopping`, then drain. Returns the exit status. Raises ConfigError."""
+    # Max wait of the event loop for the GIL after each turn, while a thread parses bodies.
     sys.setswitchinterval(_SWITCH_S)
     has_key = bool(config.routers and find_api_key(None))
     if config.direct == "on" and has_key:
@@ -58,7 +58,7 @@ async def _open_store(config: GatewayConfig, stopping: asyncio.Event) -> AsyncIt
         async with open_store(config, stopping) as store:
             yield store
         return
-    # A cluster of its own: all else is as with Redis.
+    # A private in-memory cluster: all else is as with Redis.
     async with MemoryStore(MemoryCluster()) as own:
         yield own
 
@@ -67,12 +67,12 @@ class Gateway:
     """The HostedService of a gateway."""
 
     def __init__(self, config: GatewayConfig, client: AsyncClient, store: ClusterStore) -> None:
-        """Raises ConfigError when its keys file or its certificate cannot be used."""
+        """Raises ConfigError for an invalid keys file or certificate."""
         self.config = config
         self.client = client
         self.draining = False
         self.in_flight = 0
-        """HTTP requests for answers that are not answered."""
+        """Number of unanswered generating requests."""
         self._idle = asyncio.Event()
         self._idle.set()
         self.answering: set[Answers] = set()
@@ -89,7 +89,7 @@ class Gateway:
         self.server = HttpServer(config.host, config.port, _application(self), limits, config.idle_s, tls)
 
     async def run(self) -> None:
-        """Follows the routers that the cluster has, and the keys file, until cancelled."""
+        """Follow the cluster's routers, and the keys file, until cancelled."""
         metrics.CONNECTIONS.set_function(lambda: len(self.server.state.connections))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follow_routers())
@@ -101,7 +101,7 @@ class Gateway:
         while True:
             view = await self.store.wait_for_change(_WATCH_TIMEOUT_S)
             found = router_targets(view)
-            # The last ones known are better than none.
+            # The last known routers are better than none.
             if not self.config.routers and found and found != targets:
                 targets = found
                 self.client.use_targets(targets)
@@ -121,7 +121,7 @@ class Gateway:
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
-        """One request for answers is in flight while the context lasts."""
+        """Count one generating request as in flight until the context ends."""
         self.in_flight += 1
         self._idle.clear()
         try:
@@ -151,6 +151,6 @@ def _application(gateway: Gateway) -> ASGIApp:
 
 
 def gateway_host(gateway: Gateway) -> ServiceHost:
-    """Everything around a gateway's own work."""
+    """Build the ServiceHost around a gateway's own work."""
     record = service_record(gateway.config, Role.GATEWAY, "", new_incarnation())
     return ServiceHost(gateway.config, gateway.store, record, gateway, server=gateway.server)

@@ -1,4 +1,4 @@
-"""What of its prompts a request wants to see: their text before the answers, their token ids beside them."""
+"""Prepares prompts that are part of a response: their text before the answers, their token ids in separate fields."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,27 +9,27 @@ from kaveri.errors import InvalidArgument
 from services.gateway.asked import Asked, Prompt, is_token_ids
 
 _LOOK_AHEAD_BYTES = 32
-"""How far a token's text may be from where it is expected: a tokenizer may have changed or dropped what is between."""
+"""Max distance of a token's text from its expected place: a tokenizer may have changed or dropped text in between."""
 
 
 class PromptOffsets:
-    """Finds where the tokens of a shown prompt begin in its text, one after another."""
+    """Locates the tokens of a shown prompt in its text, in order."""
 
     def __init__(self, text: str) -> None:
         self._bytes = text.encode()
         self._position = 0
         self._characters = 0
-        """Begun before the position."""
+        """Characters that start before the position."""
         self._look_ahead_bytes = 0
-        """None for the first token: one that the tokenizer adds may occur later in the text."""
+        """0 for the first token: one added by the tokenizer may occur later in the text."""
 
     def next(self, text: str, raw_bytes: bytes) -> int:
-        """Characters before the next token, or before the character that it is a part of. A token that is not in the
-        text, as a first one that the tokenizer adds, begins where the one after it begins."""
+        """Return the offset, in characters, of the next token or of the character that it is part of. A token missing
+        from the text, such as one added by the tokenizer, has the offset of the next one."""
         token = raw_bytes or text.encode()
         bare = token.removeprefix(b" ")
         if self._position == 0 and self._bytes.startswith(bare) and not self._bytes.startswith(token):
-            # Tokenizers of words put a space before the first one.
+            # Word tokenizers put a space before the first token.
             token = bare
         found = self._bytes.find(token, self._position, self._position + len(token) + self._look_ahead_bytes)
         self._look_ahead_bytes = _LOOK_AHEAD_BYTES
@@ -41,7 +41,7 @@ class PromptOffsets:
         return offset
 
     def _is_inside(self) -> bool:
-        """Whether the position is within a character."""
+        """Return True if the position is within a character."""
         return self._position < len(self._bytes) and self._bytes[self._position] & 0xC0 == 0x80
 
     def _move(self, position: int) -> None:
@@ -52,18 +52,18 @@ class PromptOffsets:
 
 @dataclass(frozen=True, slots=True)
 class ShownPrompt:
-    """One prompt, as its answers show it."""
+    """The part of a response that shows one prompt."""
 
     text: str = ""
-    """Stands before the answer's own. Empty: it was not asked for."""
+    """Text before the answer. Empty if not requested."""
     token_ids: tuple[int, ...] | None = None
-    """None: they were not asked for."""
+    """None if not requested."""
 
 
 async def show_prompts(client: AsyncClient, asked: Asked) -> tuple[Asked, list[ShownPrompt]]:
-    """The request, with token ids for its prompts where those are shown or reported on, so that they are the ones that
-    are answered, and where there are several answers, so that each prompt is tokenized once; and what is shown of each
-    prompt. Raises KaveriErrors."""
+    """Tokenize prompts that are shown, reported on or answered several times, so that each is tokenized once and the
+    ids are those answered. Returns the request with these ids, and the part of each prompt to show. Raises
+    KaveriErrors."""
     needs_ids = asked.return_token_ids or asked.params.prompt_logprobs is not None or asked.n > 1
     if not asked.echo and not needs_ids:
         return asked, [ShownPrompt()] * len(asked.prompts)
@@ -81,7 +81,7 @@ async def show_prompts(client: AsyncClient, asked: Asked) -> tuple[Asked, list[S
 
 
 async def _text(client: AsyncClient, asked: Asked, prompt: Prompt) -> str:
-    """What stands before the answers to it."""
+    """Text to show before the answers to the prompt."""
     if not asked.echo:
         return ""
     if isinstance(prompt, str):

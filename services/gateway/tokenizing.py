@@ -1,4 +1,4 @@
-"""Requests for /tokenize and /detokenize: checked, and asked of a router."""
+"""Validates requests for /tokenize and /detokenize, and forwards them to a router."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,13 +10,13 @@ from services.gateway.fields import Fields, one_of
 
 
 async def tokenize(client: AsyncClient, body: Mapping[str, Any]) -> dict[str, object]:
-    """The token ids of a text or a conversation. Raises KaveriErrors."""
+    """Return the token ids of a text or a conversation. Raises KaveriErrors."""
     fields = Fields(body)
     model, prompt, messages = fields.text("model"), fields.text("prompt"), fields.take("messages")
     fields.refuse_rest(
         {
             "add_generation_prompt": one_of(True),
-            # What generating does.
+            # The same default as for generating.
             "add_special_tokens": one_of(messages is None),
             "return_token_strs": one_of(False),
         }
@@ -32,7 +32,7 @@ async def tokenize(client: AsyncClient, body: Mapping[str, Any]) -> dict[str, ob
 
 
 async def detokenize(client: AsyncClient, body: Mapping[str, Any]) -> dict[str, object]:
-    """The text of token ids. Raises KaveriErrors."""
+    """Return the text of token ids. Raises KaveriErrors."""
     fields = Fields(body)
     model, tokens = fields.text("model"), fields.take("tokens")
     fields.refuse_rest({})
@@ -41,6 +41,6 @@ async def detokenize(client: AsyncClient, body: Mapping[str, Any]) -> dict[str, 
     try:
         return {"prompt": await client.detokenize(tokens, model=model)}
     except InvalidArgument as error:
-        # By the name that the caller has given.
+        # Use the caller's name of the field.
         field = "tokens" if error.field in ("token_ids", "prompt_token_ids") else error.field
         raise InvalidArgument(field, error.value, error.limit) from error
