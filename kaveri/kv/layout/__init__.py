@@ -1,1 +1,1 @@
-"""What KV looks like in memory, and how blocks of one layout map to those of another."""
+"""Memory layouts of KV blocks, and the mapping of blocks of one layout to those of another."""

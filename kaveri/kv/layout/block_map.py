@@ -1,4 +1,4 @@
-"""How blocks of one layout are put together from blocks of another. Pure; moves nothing."""
+"""Maps blocks of one layout to blocks of another. Pure; moves nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from kaveri.kv.layout.regions import RegionCopy, TokenPlaces, map_regions
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """From blocks of one pool to blocks of another, of all layers and heads that both hold (map_blocks).
+    """Mapping from blocks of one pool to blocks of another, of all layers and heads that both hold (map_blocks).
 
     >>> whole = KvLayout("model", 4, block_tokens=32, kv_head_count=2, head_dim=8, dtype="float16")
     >>> upper = KvLayout("model", 2, 16, 1, 8, "float16", first_layer=2, first_kv_head=1)
@@ -26,7 +26,7 @@ class BlockMap:
     destination: KvLayout
 
     def source_layer(self, layer: int) -> int:
-        """The source pool's layer that holds what `layer` of the destination's pool holds."""
+        """The source pool's layer with the content of the destination pool's `layer`."""
         return self.destination.first_layer + layer - self.source.first_layer
 
     def copies(
@@ -42,7 +42,7 @@ class BlockMap:
         source_first, destination_first: the token at the beginning of the first of source_ids, of destination_ids.
         """
         if not self.destination.has_known_order:
-            # Where a token's bytes are within the block is not known: whole blocks.
+            # The place of a token's bytes within the block is unknown: only whole blocks.
             block_tokens = self.destination.block_tokens
             stop = destination_first + -(-(tokens.stop - destination_first) // block_tokens) * block_tokens
             tokens = range(tokens.start, stop)
@@ -57,8 +57,8 @@ class BlockMap:
 
 @lru_cache(maxsize=256)
 def map_blocks(source: KvLayout, destination: KvLayout) -> BlockMap:
-    """To a pool of the same layers and heads, or of some of them; computed once per pair. Raises LayoutMismatch
-    (KvLayout.require_part)."""
+    """Return the map to a pool of the same layers and heads, or of some of them; computed once per pair. Raises
+    LayoutMismatch (KvLayout.require_part)."""
     source.require_part(destination)
     return BlockMap(source, destination)
 

@@ -1,5 +1,4 @@
-"""What a block of KV cache looks like, when two pools may exchange blocks byte by byte, and when blocks can be mapped
-from one onto the other. Pure."""
+"""Layout of a block of KV cache; conditions for exchanging blocks byte by byte, and for mapping them. Pure."""
 
 from dataclasses import dataclass, fields, replace
 
@@ -7,27 +6,27 @@ from kaveri.errors import LayoutMismatch
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ORDERS = ("2NHD", "2HND")
-"""Orders of bytes within a block that can be mapped onto one another: K then V, then token and head or head and token,
-then element. Any other order is opaque: its blocks fit only blocks of the same order and size."""
+"""Byte orders within a block that can be mapped to one another: K then V, then token and head or head and token, then
+element. Any other order is opaque: its blocks fit only blocks of the same order and size."""
 
 HEADS_FIRST = "H-"
-"""An opaque order whose name begins so has the heads one after another: the KV of one head in a block is one run of
-bytes, opaque in itself. Such blocks can be split by heads."""
+"""Prefix of opaque orders with one head after another: the KV of one head in a block is one run of bytes, itself
+opaque. Such blocks can be split by heads."""
 
 MAPPED_TOKENS_MAX = 1024
-"""Most tokens of a block that is mapped: the mapping side keeps a few such blocks of each layer."""
+"""Max tokens of a mapped block: the mapping side buffers a few such blocks of each layer."""
 
 _MAPPED = frozenset({"block_tokens", "order"})
-"""Fields that may differ where blocks are mapped."""
+"""Fields that may differ between mapped blocks."""
 _PART = frozenset({"layer_count", "kv_head_count", "first_layer", "first_kv_head"})
-"""Fields that say which part of the model a pool holds."""
+"""Fields that identify the part of the model in a pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """The shape of a pool: `layer_count` layers of blocks, each block [2, block_tokens, kv_head_count, head_dim].
 
-    It may hold a part of the model only, as the ranks of one instance do: the layers from first_layer on, of each the
+    It may hold only a part of the model, as the ranks of one instance do: the layers from first_layer on, of each the
     KV heads from first_kv_head on.
     """
 
@@ -42,12 +41,12 @@ class KvLayout:
     order: str = "2NHD"
     """Order of the bytes in a block: K then V, token, head, element."""
     first_layer: int = 0
-    """The model's layer that layer 0 of the pool is."""
+    """Index in the model of the pool's layer 0."""
     first_kv_head: int = 0
-    """The model's KV head that head 0 of the pool is."""
+    """Index in the model of the pool's KV head 0."""
     tensor_ranks: int = 1
-    """Tensor-parallel ranks that hold some of the heads each, in a pool of its own (rank()), under one account of
-    blocks. With more ranks than heads each head is on several. See parts.py for unlike numbers of ranks."""
+    """Number of tensor-parallel ranks. Each holds some of the heads in a pool of its own (rank()), under one block
+    allocator. With more ranks than heads each head is on several. See parts.py for different numbers of ranks."""
 
     @property
     def layers(self) -> range:
@@ -60,7 +59,8 @@ class KvLayout:
         return range(self.first_kv_head, self.first_kv_head + self.kv_head_count)
 
     def rank(self, rank: int) -> "KvLayout":
-        """The layout of a tensor-parallel rank's pool. The heads are a multiple of the ranks, or the ranks of them."""
+        """Layout of a tensor-parallel rank's pool. One of the numbers of heads and ranks must be a multiple of the
+        other."""
         heads, ranks = self.kv_head_count, self.tensor_ranks
         first = self.first_kv_head + rank * heads // ranks
         return replace(self, kv_head_count=max(1, heads // ranks), first_kv_head=first, tensor_ranks=1)
@@ -76,18 +76,18 @@ class KvLayout:
         return self.layer_count * self.block_bytes // self.block_tokens
 
     def block_count(self, token_count: int) -> int:
-        """Blocks that hold `token_count` tokens; the last one may be part full."""
+        """Number of blocks for `token_count` tokens; the last one may be partly full."""
         return -(-token_count // self.block_tokens)
 
     def require_same(self, other: "KvLayout") -> None:
-        """Raises LayoutMismatch, naming the first field that differs."""
+        """Raise LayoutMismatch, naming the first field that differs."""
         self._require_equal(other, frozenset())
 
     def require_mappable(self, other: "KvLayout") -> None:
-        """Raises LayoutMismatch, naming the field, unless every byte here has its place there and the other way round.
+        """Raise LayoutMismatch, naming the field, unless blocks can be mapped in both directions without loss.
 
-        Blocks of the same part of the same model may be of another size, up to MAPPED_TOKENS_MAX, and, where both are
-        known, of another order. Blocks whose heads can be told apart may be split over another number of ranks.
+        Blocks of the same part of the same model may differ in size, up to MAPPED_TOKENS_MAX, and in order, if both are
+        known. Blocks with distinguishable heads may be split over another number of ranks.
         """
         if self != other:
             self._require_equal(other, _MAPPED | {"tensor_ranks"})
@@ -95,7 +95,7 @@ class KvLayout:
             self.heads_in_part(other)
 
     def is_mappable(self, other: "KvLayout | None") -> bool:
-        """Whether require_mappable() raises nothing; no layout fits nothing."""
+        """Return True if require_mappable() raises nothing; None is never mappable."""
         try:
             if other is not None:
                 self.require_mappable(other)
@@ -104,7 +104,7 @@ class KvLayout:
         return other is not None
 
     def require_part(self, part: "KvLayout") -> None:
-        """Raises LayoutMismatch, naming the field, unless `part` is of layers and heads of this one, and mappable."""
+        """Raise LayoutMismatch, naming the field, unless `part` has layers and heads of this one, and is mappable."""
         self._require_equal(part, _MAPPED | _PART)
         if self != part:
             self._require_known(part)
@@ -113,9 +113,9 @@ class KvLayout:
                 raise LayoutMismatch(name, ours, theirs)
 
     def heads_in_part(self, other: "KvLayout") -> int:
-        """How many KV heads a rank of this layout and one of the other have in common, if any.
+        """Number of KV heads that a rank of this layout shares with an overlapping rank of the other.
 
-        Raises LayoutMismatch where the heads do not divide evenly: that number is not the same for all of them.
+        Raises LayoutMismatch if the heads do not divide evenly: the number then differs between ranks.
         """
         for layout in (self, other):
             heads, ranks = layout.kv_head_count, layout.tensor_ranks
@@ -128,7 +128,7 @@ class KvLayout:
 
     @property
     def has_known_order(self) -> bool:
-        """Whether the place of each token's KV within a block is known."""
+        """True if the place of each token's KV within a block is known."""
         return self.order in ORDERS
 
     def _require_equal(self, other: "KvLayout", but: frozenset[str]) -> None:
@@ -138,7 +138,8 @@ class KvLayout:
                 raise LayoutMismatch(field.name, ours, theirs)
 
     def _require_known(self, other: "KvLayout") -> None:
-        """What the bytes mean must be known where they change places; of opaque heads, where each begins."""
+        """Raise LayoutMismatch unless the order is known where bytes change places; of opaque heads, where each
+        begins."""
         if not (self.has_known_order and other.has_known_order):
             if self.order != other.order:
                 raise LayoutMismatch("order", self.order, other.order)

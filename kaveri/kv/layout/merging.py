@@ -1,4 +1,4 @@
-"""Puts the heads of blocks in order whose parts have landed side by side (parts.py)."""
+"""Reorders the heads of blocks whose parts have landed side by side (parts.py)."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,11 @@ import numpy.typing as npt
 from kaveri.kv.layout.layout import KvLayout
 
 _MERGED_BYTES = 1 << 22
-"""About what is copied at a time."""
+"""Approximate bytes per copy."""
 
 
 def merge_parts(layout: KvLayout, memory: npt.NDArray[np.uint8], block_ids: Sequence[int], ways: int) -> None:
-    """Puts the heads of blocks in their places, where `ways` parts of each have landed side by side.
+    """Reorder the heads of blocks in which `ways` parts have landed side by side.
 
     layout, memory: of the pool, [layer_count, block_count, block_bytes].
     """

@@ -1,4 +1,4 @@
-"""How the KV of one instance's ranks comes together in another's, by KV heads. Pure; moves nothing.
+"""Splits KV by heads between the ranks of two instances. Pure; moves nothing.
 
 Each rank of the source holds a range of the heads, and so does each rank of the destination. A part is what one of each
 have in common: every part has the same number of heads. Equal numbers of ranks have one part for each rank, all of it.
@@ -21,7 +21,7 @@ from kaveri.kv.layout.layout import KvLayout
 
 
 class PartPlace(NamedTuple):
-    """One part: which rank of the destination takes it, and what a block of it looks like there."""
+    """One part: the receiving rank of the destination, and the layout of a block of it there."""
 
     rank: int
     layout: KvLayout
@@ -29,7 +29,7 @@ class PartPlace(NamedTuple):
 
 @lru_cache(maxsize=256)
 def part_places(source: KvLayout, destination: KvLayout) -> tuple[PartPlace, ...]:
-    """All parts of KV that goes from one instance to the other, rank by rank. Raises LayoutMismatch."""
+    """All parts of KV from one instance to the other, rank by rank. Raises LayoutMismatch."""
     source.require_mappable(destination)
     head_count = source.heads_in_part(destination)
     return tuple(
@@ -42,13 +42,13 @@ def part_places(source: KvLayout, destination: KvLayout) -> tuple[PartPlace, ...
 
 @lru_cache(maxsize=1024)
 def source_rank(source: KvLayout, place: PartPlace) -> int:
-    """The rank of the source that pushes a part."""
+    """The source rank that pushes a part."""
     first_head = place.layout.first_kv_head
     holders = [rank for rank in range(source.tensor_ranks) if first_head in source.rank(rank).kv_heads]
     return holders[place.rank % len(holders)]
 
 
 def part_index(destination: KvLayout, place: PartPlace) -> tuple[int, int]:
-    """Which part of its rank's blocks it is, and how many there are."""
+    """Index of the part within its rank's blocks, and the number of parts there."""
     whole, head_count = destination.rank(place.rank), place.layout.kv_head_count
     return (place.layout.first_kv_head - whole.first_kv_head) // head_count, whole.kv_head_count // head_count

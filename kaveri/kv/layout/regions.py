@@ -1,7 +1,7 @@
-"""Regions of KV blocks as strided runs of bytes, and the copy from regions into regions. Knows nothing of ranks.
+"""Regions of KV blocks as strided runs of bytes, and copies between them. Independent of ranks.
 
-The KV of some tokens and heads stands in a block as short pieces at regular distances. A RegionCopy names many such
-pieces at once, joined as far as they are neighbours on both sides: whole blocks that follow one another are one run.
+In a block, the KV of some tokens and heads consists of short pieces at regular distances. A RegionCopy describes many
+such pieces at once, merged where they are contiguous on both sides: consecutive whole blocks are one run.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _WORDS = {size: np.dtype(f"u{size}") for size in (8, 4, 2, 1)}
 
 @dataclass(frozen=True, slots=True)
 class RegionCopy:
-    """`run_bytes` contiguous bytes, at as many places as the product of `counts`.
+    """A copy of `run_bytes` contiguous bytes at as many places as the product of `counts`.
 
     Run (i, j, ...) goes from source_offset + i * source_strides[0] + j * source_strides[1] + ... to the same place by
     the destination's offset and strides. All are bytes from the beginning of a layer.
@@ -37,28 +37,28 @@ class RegionCopy:
 
     @property
     def run_count(self) -> int:
-        """Contiguous runs that it consists of."""
+        """Number of contiguous runs."""
         return int(np.prod(self.counts)) if self.counts else 1
 
     @property
     def byte_count(self) -> int:
-        """All that it copies."""
+        """Total number of bytes."""
         return self.run_count * self.run_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPlaces:
-    """Where one layer keeps the KV of a request's tokens, for some heads. Offsets and strides in bytes."""
+    """Addresses of a request's KV in one layer, for some heads. Offsets and strides in bytes."""
 
     first_token: int
-    """The token at the beginning of the first block."""
+    """First token of the first block."""
     block_tokens: int
     block_ids: tuple[int, ...]
     block_bytes: int
     head_offset: int
-    """Of the first of the heads within a block."""
+    """Offset of the first of the heads within a block."""
     kv_stride: int
-    """From K to V."""
+    """Distance from K to V."""
     token_stride: int
     head_stride: int
 
@@ -66,7 +66,7 @@ class TokenPlaces:
     def of_blocks(
         cls, layout: KvLayout, block_ids: Sequence[int], first_head: int, first_token: int = 0
     ) -> "TokenPlaces":
-        """In the blocks of a pool: block i keeps block_tokens tokens from first_token + i * block_tokens on.
+        """Addresses in the blocks of a pool: block i holds block_tokens tokens from first_token + i * block_tokens on.
 
         layout: the pool's, in an order of layout.ORDERS; or one with its heads first, for whole blocks. first_head: of
         the pool's heads.
@@ -77,7 +77,7 @@ class TokenPlaces:
         return cls(first_token, layout.block_tokens, tuple(block_ids), layout.block_bytes, head_offset, kv, token, head)
 
     def offsets(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Bytes from the beginning of the layer to the K of each token's first head."""
+        """Byte offsets in the layer of the K of each token's first head."""
         index, within = np.divmod(tokens - self.first_token, self.block_tokens)
         blocks = np.asarray(self.block_ids, np.int64)
         return np.asarray(blocks[index] * self.block_bytes + within * self.token_stride + self.head_offset, np.int64)
@@ -86,10 +86,10 @@ class TokenPlaces:
 def map_regions(
     tokens: range, head_count: int, head_bytes: int, source: TokenPlaces, destination: TokenPlaces
 ) -> tuple[RegionCopy, ...]:
-    """How the K and V of `tokens` get from one set of places to the other, in as few strided copies as it takes.
+    """Copies that move the K and V of `tokens` from one set of places to the other, as few as possible.
 
-    Tokens are cut where either side begins a block. Pieces of equal length whose places go on at constant distances
-    are one copy. Raises InvalidArgument when a side has too few blocks for the tokens.
+    Tokens are cut at block boundaries of either side. Pieces of equal length at constant distances form one copy.
+    Raises InvalidArgument when a side has too few blocks for the tokens.
     """
     if not tokens:
         return ()
@@ -141,11 +141,11 @@ def map_regions(
 def copy_regions(
     copies: Sequence[RegionCopy], source: npt.NDArray[np.uint8], destination: npt.NDArray[np.uint8]
 ) -> None:
-    """Does the copies in every layer at once, in words as wide as the alignment of both sides allows (up to int64).
+    """Run the copies in every layer at once, in words as wide as both sides' alignment allows (up to int64).
 
     source, destination: [layer_count, layer_bytes], uint8, C-contiguous; equal layer_count, layer_bytes of each side's
     own. They must not overlap. Raises ValueError, having copied some, when a copy reaches beyond the memory; one that
-    reaches from a layer into the next is not noticed.
+    reaches from a layer into the next is not detected.
     """
     layer_count, source_layer_bytes = source.shape
     destination_layer_bytes = destination.shape[1]
@@ -175,13 +175,13 @@ def copy_regions(
 
 
 def _strides(order: str, tokens: int, heads: int, head_bytes: int) -> tuple[int, int, int]:
-    """From K to V, from token to token, from head to head."""
+    """Strides from K to V, from token to token, from head to head."""
     kv = tokens * heads * head_bytes
     if order == "2NHD":
         return kv, heads * head_bytes, head_bytes
     if order == "2HND":
         return kv, head_bytes, tokens * head_bytes
-    # What is within a head does not matter: all of it is copied.
+    # The order within a head does not matter: all of it is copied.
     return tokens * head_bytes, head_bytes, 2 * tokens * head_bytes
 
 
@@ -189,10 +189,10 @@ def _strides(order: str, tokens: int, heads: int, head_bytes: int) -> tuple[int,
 def _join(
     dimensions: tuple[tuple[int, int, int], ...], run_bytes: int
 ) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Joins dimensions of (count, source stride, destination stride) that are contiguous on both sides.
+    """Merge dimensions of (count, source stride, destination stride) that are contiguous on both sides.
 
-    Returns run bytes, counts, source strides and destination strides, outermost first: the destination is written in
-    the order of its addresses.
+    Returns run bytes, counts, source strides and destination strides, outermost first, so that the destination is
+    written in ascending address order.
     """
     joined: list[tuple[int, int, int]] = []  # innermost first
     for count, source, destination in sorted(dimensions, key=lambda dimension: abs(dimension[2])):

@@ -1,1 +1,1 @@
-"""Where KV blocks live: pools and the allocators of their blocks."""
+"""Storage of KV blocks: pools and block allocators."""

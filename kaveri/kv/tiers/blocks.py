@@ -1,4 +1,4 @@
-"""Hands out the blocks of a pool and keeps the account of who holds them. No memory, no I/O."""
+"""Allocates the blocks of a pool and tracks their owners. No memory, no I/O."""
 
 import threading
 from collections.abc import Hashable, Iterable
@@ -7,22 +7,22 @@ from kaveri.errors import NoCapacity
 
 
 class BlockAllocator:
-    """Blocks [0, total), each either free or held by exactly one owner. Safe to use from any thread."""
+    """Blocks [0, total), each either free or held by exactly one owner. Thread-safe."""
 
     def __init__(self, total: int) -> None:
         self._lock = threading.Lock()
-        # Popped from the end; reversed so that a fresh pool hands out low ids first.
+        # Popped from the end; reversed so that a fresh pool allocates low ids first.
         self._free = list(range(total - 1, -1, -1))
         self._held: dict[Hashable, list[int]] = {}
         self.total = total
 
     @property
     def free_count(self) -> int:
-        """Free blocks."""
+        """Number of free blocks."""
         return len(self._free)
 
     def allocate(self, owner: Hashable, count: int) -> list[int]:
-        """Gives `owner` `count` more blocks and returns just those. Raises NoCapacity, having given none."""
+        """Allocate `count` more blocks to `owner` and return just those. Raises NoCapacity, having allocated none."""
         with self._lock:
             if count > len(self._free):
                 reason = f"{count} blocks wanted, {len(self._free)} of {self.total} free"
@@ -34,14 +34,14 @@ class BlockAllocator:
             return blocks
 
     def release(self, owner: Hashable) -> int:
-        """Frees all that `owner` holds and returns how many blocks that was; 0 for an unknown owner."""
+        """Free all blocks of `owner` and return their number; 0 for an unknown owner."""
         with self._lock:
             blocks = self._held.pop(owner, [])
             self._free.extend(reversed(blocks))
             return len(blocks)
 
     def release_last(self, owner: Hashable, count: int) -> None:
-        """Frees the blocks that `owner` got last, `count` of those that it holds."""
+        """Free the last `count` blocks allocated to `owner`."""
         with self._lock:
             blocks = self._held[owner]
             assert 0 < count <= len(blocks), f"{count} of {len(blocks)} blocks"
@@ -49,26 +49,26 @@ class BlockAllocator:
             del blocks[-count:]
 
     def move(self, owner: Hashable, new_owner: Hashable) -> None:
-        """Hands all blocks of `owner` to `new_owner` (quarantine, for one). Both keep their order."""
+        """Transfer all blocks of `owner` to `new_owner`, for quarantine for example. Both keep their order."""
         with self._lock:
             blocks = self._held.pop(owner, [])
             if blocks:
                 self._held.setdefault(new_owner, []).extend(blocks)
 
     def blocks_of(self, owner: Hashable) -> tuple[int, ...]:
-        """The blocks that `owner` holds, in the order in which it got them."""
+        """The blocks of `owner`, in allocation order."""
         with self._lock:
             return tuple(self._held.get(owner, ()))
 
     def owners(self) -> tuple[Hashable, ...]:
-        """All who hold blocks."""
+        """All owners of blocks."""
         with self._lock:
             return tuple(self._held)
 
     def check_integrity(self, expected_owners: Iterable[Hashable] | None = None) -> None:
-        """Asserts that every block is free or held exactly once, and that only `expected_owners` hold any.
+        """Assert that every block is free or held exactly once, and that only `expected_owners` hold any.
 
-        Does not look into the blocks' contents.
+        Does not check the blocks' contents.
         """
         with self._lock:
             seen = self._free + [block for blocks in self._held.values() for block in blocks]

@@ -1,4 +1,4 @@
-"""The memory that holds KV blocks. Owns bytes, knows nothing of requests."""
+"""Memory of KV blocks. Owns bytes, independent of requests."""
 
 import fcntl
 import mmap
@@ -14,10 +14,10 @@ from kaveri.kv.layout.layout import KvLayout
 
 
 class SharedMemory:
-    """A memory file of this host without a name, mapped and prefaulted. Goes with the last process that holds it.
+    """An anonymous memory file of this host, mapped and prefaulted. Freed with the last process that holds it.
 
-    bytes: [byte_count], uint8, zero, page-aligned. descriptor: sealed, so that no process can shrink the file under
-    those who have mapped it; closed with this object.
+    bytes: [byte_count], uint8, zero, page-aligned. descriptor: sealed, so that no process can shrink the file while
+    others map it; closed with this object.
     """
 
     def __init__(self, byte_count: int) -> None:
@@ -31,12 +31,12 @@ class SharedMemory:
 
 
 class KvPool:
-    """`block_count` blocks in each of the layout's layers, in one piece of host memory, prefaulted.
+    """`block_count` blocks in each of the layout's layers, in one prefaulted allocation of host memory.
 
     memory: [layer_count, block_count, block_bytes], uint8, C-contiguous, page-aligned. First touch of fresh memory is
-    several times slower than copying, so every page is touched here and never on the way of a request.
-    shared: the memory file behind it, for other processes of this host to map. None: memory that was allocated
-    elsewhere (see over()), which no other process can map.
+    several times slower than copying, so every page is touched here and never while a request is served. shared: the
+    memory file behind it, which other processes of this host can map. None: memory allocated elsewhere (see over()),
+    which no other process can map.
     """
 
     def __init__(self, layout: KvLayout, block_count: int) -> None:
@@ -46,12 +46,12 @@ class KvPool:
 
     @classmethod
     def over(cls, layout: KvLayout, memory: npt.NDArray[np.uint8], shared: "SharedMemory | None" = None) -> "KvPool":
-        """A pool over memory that the caller has allocated and touched, and keeps alive as long as the pool.
+        """Create a pool over memory that the caller has allocated and touched, and keeps alive as long as the pool.
 
         memory: [layer_count, block_count, block_bytes], uint8, C-contiguous. shared: the file whose first bytes it is.
         """
         if not isinstance(memory, np.ndarray):
-            # Device memory, most likely. No transport takes any (Capabilities.memory_kinds).
+            # Most likely device memory, which no transport accepts (Capabilities.memory_kinds).
             raise ConfigError(
                 "kv memory", f"pools are host memory, in a numpy array, and this is a {type(memory).__name__}"
             )
@@ -65,14 +65,15 @@ class KvPool:
 
     @property
     def descriptor(self) -> int:
-        """Of the memory file. Raises ConfigError where there is none: the blocks cannot be shared with a process."""
+        """Descriptor of the memory file. Raises ConfigError if there is none: the blocks cannot be shared with a
+        process."""
         if self._shared is None:
             raise ConfigError("kv transport", "shm needs a pool in a memory file; this engine's blocks lie elsewhere")
         return self._shared.descriptor
 
     def split(self, part: KvLayout) -> "KvPool":
-        """The same memory in blocks of a part of the heads: block b is sub-blocks [ways * b, ways * (b + 1)), if `ways`
-        parts make a whole (parts.py)."""
+        """View the same memory as blocks of a part of the heads: block b is sub-blocks [ways * b, ways * (b + 1)), if
+        `ways` parts make a whole (parts.py)."""
         ways, rest = divmod(self.layout.block_bytes, part.block_bytes)
         assert not rest, "parts of another size"
         shape = (self.layout.layer_count, self.block_count * ways, part.block_bytes)
@@ -88,30 +89,30 @@ class KvPool:
         self._layers = [layer.data.cast("B") for layer in memory.reshape(layout.layer_count, -1)]
 
     def require_blocks(self, field: str, block_ids: Sequence[int]) -> None:
-        """Raises InvalidArgument, naming the field, for a block that is none of the pool's."""
+        """Raise InvalidArgument, naming the field, for a block outside the pool."""
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.block_count:
             raise InvalidArgument(field, f"{min(block_ids)} to {max(block_ids)}", f"in [0, {self.block_count})")
 
     def regions(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
-        """The bytes of these blocks of one layer, in this order; neighbours are one region. Views, not copies.
+        """The bytes of these blocks of one layer, in this order; adjacent blocks are one region. Views, not copies.
 
-        block_ids must lie in [0, block_count): a view beyond the end is silently short.
+        block_ids must lie in [0, block_count): a view beyond the end is silently truncated.
         """
         return self.regions_at(layer, self.spans(block_ids))
 
     def regions_at(self, layer: int, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """The bytes of one layer at these places, from spans(). Views, not copies."""
+        """The bytes of one layer at spans from spans(). Views, not copies."""
         view = self._layers[layer]
         return [view[start:end] for start, end in spans]
 
     def spans(self, block_ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Where in a layer the bytes of these blocks are, in this order: (first, behind the last). Neighbours are one
-        span. The same in every layer."""
+        """Byte ranges [start, stop) of these blocks in a layer, in this order. Adjacent blocks are one span. The same
+        in every layer."""
         block_bytes = self.layout.block_bytes
         if block_ids and is_run(block_ids):
             return [(block_ids[0] * block_bytes, (block_ids[-1] + 1) * block_bytes)]
         spans: list[tuple[int, int]] = []
-        start = end = -1  # the run being gathered: blocks [start, end)
+        start = end = -1  # the current run: blocks [start, end)
         for block in block_ids:
             if block != end:
                 if end > start:
@@ -124,6 +125,7 @@ class KvPool:
 
 
 def is_run(block_ids: Sequence[int]) -> bool:
-    """Whether these blocks, at least one, are neighbours in rising order. Several times as fast as looking at each."""
+    """Return True if these blocks, at least one, are adjacent in rising order. Several times as fast as a check of
+    each."""
     first, count = block_ids[0], len(block_ids)
     return block_ids[-1] - first == count - 1 and list(block_ids) == list(range(first, first + count))

@@ -1,5 +1,5 @@
-"""The transports there are. `socket` serves "unix" and "tcp", and `tls` the latter encrypted; `shm` serves processes of
-one host and `nixl` whatever UCX reaches, both by the protocol of `one_sided`; `collective` is "gloo" and "nccl";
+"""Registry of the transports. `socket` serves "unix" and "tcp", and `tls` the latter encrypted; `shm` serves processes
+of one host and `nixl` whatever UCX reaches, both by the protocol of `one_sided`; `collective` is "gloo" and "nccl";
 `emulated` is for studies. Others come from plug-ins."""
 
 import inspect
@@ -19,15 +19,15 @@ from kaveri.plugins.registry import PluginPoint
 from kaveri.security.tls_files import TlsFiles
 
 TRANSPORT_NAMES = ("shm", "unix", "tcp")
-"""Fastest first: the order in which a sender prefers them."""
+"""Transports in a sender's order of preference, fastest first."""
 PATH_NAMES = ("shm", "unix")
-"""Their addresses are paths of Unix sockets; all others' are HOST:PORT."""
+"""Transports whose addresses are paths of Unix sockets; all others' are HOST:PORT."""
 MOCK = "mock"
-"""Moves no bytes; only ever used when asked for."""
+"""Moves no bytes; used only on request."""
 TLS = "tls"
-"""Used when asked for: it needs certificates."""
+"""Used only on request: it needs certificates."""
 _PARTS = ("name", "label", "capabilities", "connect", "listen")
-"""Of a Transport."""
+"""Attributes that a Transport must have."""
 _HERE = "kaveri.kv.transports"
 
 TRANSPORTS = PluginPoint(
@@ -45,12 +45,12 @@ TRANSPORTS = PluginPoint(
     },
     needs={"nixl": "nixl_cu13", "nccl": "torch", "gloo": "torch"},
 )
-"""Callables that make a Transport. Each is given those of the arguments `advertise_host` and `tls` that it names; see
+"""Factories of Transports. Each receives those of the arguments `advertise_host` and `tls` that it names; see
 make_transports."""
 
 
 def transport_names(text: str) -> tuple[str, ...]:
-    """Reads "shm,tcp" or "tcp,my_package.link:MyLink". Raises ValueError, naming what is unknown."""
+    """Parse "shm,tcp" or "tcp,my_package.link:MyLink". Raises ValueError, naming unknown transports."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names:
         raise ValueError(f"names none of {TRANSPORTS.names()}")
@@ -68,12 +68,12 @@ def unix_transport() -> SocketTransport:
 
 
 def tcp_transport(advertise_host: str | None = None) -> SocketTransport:
-    """TCP. advertise_host: what tickets say for a listener on a wildcard address; None for the listening host."""
+    """TCP. advertise_host: host in the tickets of a listener on a wildcard address; None: the listening host."""
     return SocketTransport("tcp", advertise_host=advertise_host)
 
 
 def tls_transport(tls: TlsFiles | None = None, advertise_host: str | None = None) -> TlsTransport:
-    """TCP, encrypted. advertise_host: see tcp_transport. Raises ConfigError without files, or with bad ones."""
+    """TCP, encrypted. advertise_host: see tcp_transport. Raises ConfigError for missing or invalid files."""
     if tls is None:
         raise ConfigError("kv_transports", "tls needs kv_tls_cert, kv_tls_key and kv_tls_ca, or the same of --tls-*")
     return TlsTransport(tls, advertise_host=advertise_host)
@@ -95,16 +95,16 @@ def nccl_transport(advertise_host: str | None = None) -> CollectiveTransport:
 
 
 def slowed_tcp_transport() -> Transport:
-    """TCP over an emulated link that is faster than this machine's: for the conformance suite."""
+    """TCP over an emulated link that is faster than this machine's, for the conformance suite."""
     return slowed((tcp_transport(),), "100Gbps,10us")[0]
 
 
 def make_transports(
     names: Sequence[str] = TRANSPORT_NAMES, advertise_host: str | None = None, tls: TlsFiles | None = None
 ) -> tuple[Transport, ...]:
-    """The transports of these names, in this order. advertise_host: see tcp_transport. tls: for "tls".
+    """Create the transports of these names, in this order. advertise_host: see tcp_transport. tls: for "tls".
 
-    Raises ConfigError when one cannot be made, or two would have one name.
+    Raises ConfigError when one cannot be created, or two would have one name.
     """
     made = tuple(_make(name, {"advertise_host": advertise_host, "tls": tls}) for name in names)
     spoken = [transport.name for transport in made]
@@ -114,7 +114,7 @@ def make_transports(
 
 
 def _make(name: str, arguments: Mapping[str, Any]) -> Transport:
-    """Raises ConfigError."""
+    """Create a transport. Raises ConfigError."""
     try:
         maker = TRANSPORTS.load(name)
     except ValueError as error:
@@ -144,6 +144,6 @@ def _taken(maker: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str,
 
 
 def slowed(transports: Sequence[Transport], link: str) -> tuple[Transport, ...]:
-    """The same transports over a link as `link` describes it; see parse_link_speed. Raises ValueError."""
+    """Wrap the transports in an emulated link; see parse_link_speed. Raises ValueError."""
     speed = parse_link_speed(link)
     return tuple(EmulatedTransport(transport, speed, link) for transport in transports)

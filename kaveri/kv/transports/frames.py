@@ -54,9 +54,9 @@ from kaveri.kv.transfer.transport import LinkLost
 
 OLDEST_VERSION = 4
 VERSION = 5
-"""The newest that this side speaks."""
+"""Newest version supported here."""
 MARKS_VERSION = 5
-"""The first with open transfers."""
+"""First version with open transfers."""
 _MAGIC = b"KAVERIKV"
 _HELLO = struct.Struct("<8sHBB4xQ")
 _HEADER = struct.Struct("<BxHI16sIIQQ")
@@ -67,14 +67,14 @@ _BLOCK_ID = struct.Struct("<I")
 HELLO_BYTES = _HELLO.size
 HEADER_BYTES = _HEADER.size
 SMALL_PAYLOAD_BYTES = 4096
-"""Most that any frame but DATA may carry."""
+"""Max payload of any frame but DATA."""
 _EXTENDED_BLOCKS = SMALL_PAYLOAD_BYTES // _BLOCK_ID.size
 DATA_PAYLOAD_BYTES = 1 << 30
-"""Most that a DATA frame may claim; one that says more is garbage."""
+"""Max payload of a DATA frame; a larger claim is a protocol error."""
 
 
 class Kind(enum.IntEnum):
-    """What a frame is."""
+    """Kind of a frame."""
 
     OPEN = 1
     DATA = 2
@@ -94,7 +94,7 @@ _KINDS = {int(kind): kind for kind in Kind}
 
 
 class Header(NamedTuple):
-    """A frame's fixed part."""
+    """Fixed part of a frame."""
 
     kind: Kind
     transfer_id: bytes
@@ -106,18 +106,18 @@ class Header(NamedTuple):
     layer_count: int = 1
 
     def pack(self) -> bytes:
-        """The header on the wire."""
+        """Encode the header."""
         place = (self.layer_count, self.layer, self.transfer_id, self.first_index, self.block_count)
         return _HEADER.pack(self.kind, *place, self.payload_bytes, self.digest)
 
     @property
     def layers(self) -> range:
-        """Of DATA."""
+        """Layers of a DATA frame."""
         return range(self.layer, self.layer + self.layer_count)
 
 
 def unpack_header(data: bytes | bytearray) -> Header:
-    """Raises LinkLost on what cannot be a frame: where the next one begins is unknown then."""
+    """Decode a header. Raises LinkLost if it is invalid: the start of the next frame is then unknown."""
     number, layer_count, layer, transfer_id, first_index, block_count, payload_bytes, digest = _HEADER.unpack(data)
     kind = _KINDS.get(number)
     if kind is None:
@@ -129,20 +129,20 @@ def unpack_header(data: bytes | bytearray) -> Header:
 
 
 class Hello(NamedTuple):
-    """What each side begins with; the sender's says only which versions it speaks."""
+    """First message of each side; from the sender only the versions matter."""
 
     epoch: int = 0
     with_digests: bool = False
     version: int = VERSION
-    """The newest that the side speaks; of unpack_hello(): the newest that both sides speak."""
+    """The newest version of the side; from unpack_hello(): the newest version of both."""
 
     def pack(self) -> bytes:
-        """The hello on the wire."""
+        """Encode the hello."""
         return _HELLO.pack(_MAGIC, OLDEST_VERSION, self.with_digests, self.version, self.epoch)
 
 
 def unpack_hello(data: bytes | bytearray) -> Hello:
-    """Raises LinkLost when the peer does not speak this protocol in a version that is spoken here."""
+    """Decode a hello. Raises LinkLost unless the peer speaks a supported version of this protocol."""
     magic, oldest, with_digests, newest, epoch = _HELLO.unpack(data)
     if magic != _MAGIC:
         raise LinkLost("the peer does not speak Kaveri's KV protocol")
@@ -154,12 +154,12 @@ def unpack_hello(data: bytes | bytearray) -> Hello:
 
 
 def pack_opening(secret: bytes, epoch: int) -> bytes:
-    """The payload of OPEN."""
+    """Encode the payload of OPEN."""
     return _OPENING.pack(secret, epoch)
 
 
 def unpack_opening(data: bytes | bytearray) -> tuple[bytes, int]:
-    """Secret and epoch. Raises LinkLost."""
+    """Decode secret and epoch. Raises LinkLost."""
     if len(data) != _OPENING.size:
         raise LinkLost(f"protocol error: OPEN of {len(data)} bytes")
     secret, epoch = _OPENING.unpack(data)
@@ -167,12 +167,12 @@ def unpack_opening(data: bytes | bytearray) -> tuple[bytes, int]:
 
 
 def pack_credit(byte_count: int, window_bytes: int) -> bytes:
-    """A CREDIT frame."""
+    """Encode a CREDIT frame."""
     return Header(Kind.CREDIT, bytes(16), _CREDIT.size).pack() + _CREDIT.pack(byte_count, window_bytes)
 
 
 def unpack_credit(data: bytes | bytearray) -> tuple[int, int]:
-    """What the payload of CREDIT gives, and the window. Raises LinkLost."""
+    """Decode the credit and the window, in bytes, from the payload of CREDIT. Raises LinkLost."""
     if len(data) != _CREDIT.size:
         raise LinkLost(f"protocol error: CREDIT of {len(data)} bytes")
     byte_count, window_bytes = _CREDIT.unpack(data)
@@ -180,7 +180,7 @@ def unpack_credit(data: bytes | bytearray) -> tuple[int, int]:
 
 
 def pack_extensions(transfer_id: bytes, first_index: int, block_ids: Sequence[int]) -> Iterator[bytes]:
-    """EXTENDED frames for these blocks, each of at most SMALL_PAYLOAD_BYTES."""
+    """Encode EXTENDED frames for these blocks, each of at most SMALL_PAYLOAD_BYTES."""
     for start in range(0, len(block_ids), _EXTENDED_BLOCKS):
         ids = block_ids[start : start + _EXTENDED_BLOCKS]
         payload = struct.pack(f"<{len(ids)}I", *ids)
@@ -189,7 +189,7 @@ def pack_extensions(transfer_id: bytes, first_index: int, block_ids: Sequence[in
 
 
 def unpack_extension(header: Header, data: bytes | bytearray) -> tuple[int, ...]:
-    """The blocks of an EXTENDED frame. Raises LinkLost."""
+    """Decode the blocks of an EXTENDED frame. Raises LinkLost."""
     if not data or len(data) != _BLOCK_ID.size * header.block_count:
         raise LinkLost(f"protocol error: EXTENDED of {len(data)} bytes for {header.block_count} blocks")
     return tuple(block_id for (block_id,) in _BLOCK_ID.iter_unpack(data))

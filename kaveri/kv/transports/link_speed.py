@@ -1,4 +1,4 @@
-"""How fast an emulated link is: read from text, and turned into seconds. Pure."""
+"""Speed of an emulated link: parsed from text, and converted to seconds. Pure."""
 
 import re
 from dataclasses import dataclass
@@ -12,24 +12,24 @@ _FORM = "25Gbps, 300GBps, 25Gbps,50us or 200Gbps,800KiB/token"
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """A link that moves `bytes_per_s`, each piece `latency_s` after it was sent."""
+    """Bandwidth and latency of an emulated link."""
 
     bytes_per_s: float
     latency_s: float = 0.0
     token_bytes: int | None = None
-    """What a token of KV counts for, over all layers; None: what it takes in the pool. For studying large models over
-    pools of small ones."""
+    """KV bytes per token to charge, over all layers; None: those in the pool. For studying large models over pools of
+    small ones."""
 
     def transfer_s(self, pool_bytes: int, pool_token_bytes: int) -> float:
-        """Seconds that the link is busy with `pool_bytes` of a pool in which a token takes `pool_token_bytes`."""
+        """Seconds for which `pool_bytes` of a pool with `pool_token_bytes` per token occupy the link."""
         if self.token_bytes is None:
             return pool_bytes / self.bytes_per_s
         return pool_bytes / pool_token_bytes * self.token_bytes / self.bytes_per_s
 
 
 def parse_link_speed(text: str) -> LinkSpeed:
-    """Reads "25Gbps,50us": a bandwidth (bps: bits, Bps: bytes), and if need be a latency (ns, us, ms, s) and the size
-    of a token ("800KiB/token"). Raises ValueError, naming the part."""
+    """Parse "25Gbps,50us": a bandwidth (bps: bits, Bps: bytes), optionally a latency (ns, us, ms, s) and the size of a
+    token ("800KiB/token"). Raises ValueError, naming the part."""
     bytes_per_s: float | None = None
     latency_s, token_bytes = 0.0, None
     for part in map(str.strip, text.split(",")):
@@ -49,7 +49,7 @@ def parse_link_speed(text: str) -> LinkSpeed:
 
 
 def link_text(text: str) -> str:
-    """The text itself, once it has been found to describe a link or to be empty. Raises ValueError."""
+    """Return the text if it describes a link or is empty. Raises ValueError."""
     if text:
         parse_link_speed(text)
     return text

@@ -44,22 +44,22 @@ from kaveri.kv.transports.socket import SocketTransport
 from kaveri.kv.transports.stream import ByteStream, never
 
 _OFFER = struct.Struct("<QQI")
-"""Address of the receiver's pool, bytes of a layer of it, and how many bytes of NIXL's own follow."""
+"""Address of the receiver's pool, bytes of a layer of it, and the size of NIXL's own metadata, which follows."""
 _OFFER_BYTES_MAX = 1 << 20
 
 _LET_GO_WITHIN_S = 0.5
-"""How long a write that is not wanted any more may take to complete before it costs the connection."""
+"""Max time for an unwanted write to complete before the connection is ended."""
 _PAUSE_S = 1e-4
-"""Between two looks at what is under way. Without it a receiver takes the sender's processor where they share few, and
-gains nothing: what arrives meanwhile waits in the kernel's buffers and UCX's."""
+"""Poll interval for pending writes. Without it a receiver takes the sender's processor where they share few, and gains
+nothing: arriving data waits in the kernel's buffers and UCX's."""
 _LONG_PAUSE_S = 1e-3
-"""The same after _PATIENCE_S: the other side is stopped, or the network is."""
+"""Poll interval after _PATIENCE_S: the other side is stopped, or the network is."""
 _PATIENCE_S = 0.5
 
 
 class NixlTransport(SocketTransport):
-    """Makes links and listeners. Addresses are those of the TCP connection. A listener registers its pool once
-    for each connection.
+    """Creates links and listeners. Addresses are those of the TCP connection. A listener registers its pool once for
+    each connection.
 
     Raises ConfigError when NIXL is not installed.
     """
@@ -72,7 +72,7 @@ class NixlTransport(SocketTransport):
         progress_timeout_s: float = 10.0,
         connection_limit: int = 64,
     ) -> None:
-        """progress_timeout_s: most that one write may take, too; NIXL does not tell how far it is."""
+        """progress_timeout_s: also limits one write; NIXL does not report its progress."""
         _import_nixl()
         _start_ucx()
         super().__init__(
@@ -84,7 +84,7 @@ class NixlTransport(SocketTransport):
         )
         self.name = self.label = "nixl"
         self.connection_type = NixlReceivingConnection
-        # Each write costs a round trip between two processes that poll.
+        # Each write costs a round trip between two polling processes.
         self.capabilities = replace(
             self.capabilities, one_sided=True, can_revoke=False, is_byte_stream=False, write_bytes=16 << 20
         )
@@ -141,7 +141,7 @@ class NixlLink(OneSidedLink):
                             digest.update(region)
                 self._wait(is_stopped)
             except LinkLost:
-                # Before the connection ends: its end says that nothing is written any more.
+                # Before the connection ends, whose end promises that nothing more is written.
                 self._agent.close()
                 raise
         return True
@@ -164,7 +164,7 @@ class NixlReceivingConnection(OneSidedReceivingConnection):
     """One sender's connection, on the receiving side. Its thread alone uses its agent."""
 
     _agent: "_Agent | None" = None
-    # The transfer of which the sender writes something just now.
+    # The transfer that the sender is writing to.
     _written_into: bytes | None = None
 
     def _greet(self, hello: bytes) -> None:
@@ -200,14 +200,13 @@ class NixlReceivingConnection(OneSidedReceivingConnection):
         return super()._let_go(transfer_id, keep_marked=keep_marked)
 
     def _shut(self) -> None:
-        # What the sender has left in queues and sockets ends here. What its process does by itself ends with the wait
-        # for it.
+        # Ends pending data in the sender's queues and sockets. Its process's own writes end with the wait for it.
         if self._agent is not None:
             self._agent.close()
 
 
 class _Agent:
-    """A NIXL agent that knows one pool. Used by one thread, and closed by it."""
+    """A NIXL agent for one pool. Used by one thread, and closed by it."""
 
     def __init__(self, pool: KvPool) -> None:
         self._agent: Any = _ask("starting", _new_agent)
@@ -215,15 +214,15 @@ class _Agent:
         self._memory: Any = _ask("registering the pool", self._agent.register_memory, [region], "DRAM")
 
     def metadata(self) -> bytes:
-        """What lets another agent write into the pool."""
+        """Metadata with which another agent can write into the pool."""
         return bytes(_ask("describing the pool", self._agent.get_agent_metadata))
 
     def progress(self) -> None:
-        """Does what is due on this side of other agents' writes."""
+        """Process pending events of other agents' writes."""
         _ask("receiving", self._agent.get_new_notifs)
 
     def close(self) -> None:
-        """Destroys the agent: nothing is read, written or received through it any more. Idempotent."""
+        """Destroy the agent: nothing is read, written or received through it afterwards. Idempotent."""
         agent, self._agent = self._agent, None
         memory, self._memory = self._memory, None
         if agent is not None:
@@ -232,7 +231,7 @@ class _Agent:
 
 
 class _SendingAgent(_Agent):
-    """The agent of a sender, which writes into one receiver's pool, one write at a time."""
+    """A sender's agent, which writes into one receiver's pool, one write at a time."""
 
     def __init__(self, pool: KvPool, target_address: int, target_block_count: int, target_metadata: bytes) -> None:
         super().__init__(pool)
@@ -254,7 +253,7 @@ class _SendingAgent(_Agent):
             raise
 
     def post(self, layers: range, source_blocks: Sequence[int], target_blocks: Sequence[int]) -> None:
-        """Begins a write. Raises LinkLost."""
+        """Start a write. Raises LinkLost."""
         numbers = np.asarray(layers, np.int32)[:, np.newaxis]
         sources = (np.asarray(source_blocks, np.int32) + numbers * self._source_block_count).ravel()
         targets = (np.asarray(target_blocks, np.int32) + numbers * self.target_block_count).ravel()
@@ -264,7 +263,7 @@ class _SendingAgent(_Agent):
         self._status = _ask("writing", self._agent.transfer, self._write)
 
     def is_written(self) -> bool:
-        """Brings the write on; whether all its bytes are in the receiver's pool. Raises LinkLost."""
+        """Advance the write; return True once all its bytes are in the receiver's pool. Raises LinkLost."""
         if self._status == "PROC":
             self._status = _ask("writing", self._agent.check_xfer_state, self._write)
         if self._status == "DONE":
@@ -277,7 +276,7 @@ class _SendingAgent(_Agent):
 
     def close(self) -> None:
         """See _Agent.close."""
-        # Each holds on to the agent. A write under way cannot be released; it goes with the agent.
+        # Each refers to the agent. A pending write cannot be released; it ends with the agent.
         for name in ("_write", "_source", "_target"):
             handle = getattr(self, name)
             setattr(self, name, None)
@@ -288,7 +287,7 @@ class _SendingAgent(_Agent):
 
 
 def _polls() -> Iterator[float]:
-    """The times at which a wait looks again, [s] of time.monotonic()."""
+    """Yield the poll times of a wait, in seconds of time.monotonic()."""
     began_s = now_s = time.monotonic()
     while True:
         yield now_s
@@ -305,21 +304,21 @@ def _descriptors(address: int, count: int, block_bytes: int) -> npt.NDArray[np.u
 
 
 def _ask(doing: str, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls NIXL, and makes a LinkLost of its errors, which have no common base."""
+    """Call NIXL, converting its errors, which have no common base, to LinkLost."""
     try:
         return call(*arguments)
     except Exception as error:
         problem = f"nixl: {doing}: {error or type(error).__name__}"
-    # Nothing that the new error carries may hold on to the agent, which would outlive close(): neither this frame nor
-    # the frames of NIXL's own error, which it would carry if it were raised above or by a context manager.
+    # The new error must not refer to the agent, which would outlive close(): neither this frame nor the frames of
+    # NIXL's own error, which it would carry if it were raised above or by a context manager.
     del call, arguments
     raise LinkLost(problem)
 
 
 @functools.cache
 def _start_ucx() -> None:
-    """Makes an agent and forgets it. The first one of a process takes half a second of processor time, on each side: on
-    a busy machine some seconds, which the first request would wait for. Raises ConfigError."""
+    """Create and discard an agent. The first one of a process takes half a second of processor time, on each side, and
+    some seconds on a busy machine, which would delay the first request. Raises ConfigError."""
     try:
         _new_agent()
     except Exception as error:
@@ -334,14 +333,13 @@ def _new_agent() -> Any:
 
 def _import_nixl() -> ModuleType:
     if not os.path.isdir("/sys/class/infiniband"):
-        # Without an RDMA device UCX's modules for them crash at the end of the process. Read when the first agent is
-        # made.
+        # Without an RDMA device UCX's modules for it crash at process exit. Read when the first agent is created.
         os.environ.setdefault("UCX_MODULES", "^ib")
     try:
         nixl = importlib.import_module("nixl_cu13._api")
     except ImportError as error:
         raise ConfigError("kv_transports", f"nixl needs nixl-cu13: {install_command('nixl')} ({error})") from error
-    # It would write to stdout, every agent's start even.
+    # It would write to stdout, even at every agent's start.
     log = logging.getLogger("nixl")
     log.handlers.clear()
     log.propagate = True

@@ -1,12 +1,12 @@
-"""The protocol of links whose sender writes into the receiver's pool by itself; shm.py and nixl.py say how it does.
+"""Protocol of links whose sender writes directly into the receiver's pool; shm.py and nixl.py implement the write.
 
 A socket carries the frames of frames.py. DATA without payload is the doorbell: these blocks are written. The socket's
-end is the sign of life.
+end reveals the peer's death.
 
-The receiver cannot stop a sender that writes, it can only ask. So a transfer is written to only once the receiver has
-granted it, and a rejected one keeps its blocks in quarantine until the sender says that it has let go of them, or its
-process is gone. Any process that may connect can write anywhere in the pool, by error or by intent, and digests find
-that in the transfer's own blocks only.
+The receiver cannot stop a writing sender, only ask it to stop. So a transfer is written to only once the receiver has
+granted it, and the blocks of a rejected one stay in quarantine until the sender confirms that it has stopped, or its
+process is gone. Any process that may connect can write anywhere in the pool, by error or intent; digests detect that in
+the transfer's own blocks only.
 """
 
 import contextlib
@@ -25,32 +25,31 @@ from kaveri.kv.transports.socket_listener import ReceivingConnection
 from kaveri.kv.transports.stream import CACHED_BYTES, ByteStream, batches
 
 _LET_GO_WITHIN_S = 1.0
-"""How long a closing receiver waits for its senders. After it the pool must not be used for anything else."""
+"""Time for senders to stop when the receiver closes. Afterwards the pool must not be reused."""
 
 
 class OneSidedLink(SocketLink, ABC):
     """A sender's connection; see Link.
 
-    Blocks are written by the peer's thread only, under the lock, and only while their transfer is granted. Whoever
-    wants the writing to end takes the grant away under the same lock.
+    Only the peer's thread writes blocks, under the lock, and only while their transfer is granted. To end the writing,
+    the grant is revoked under the same lock.
     """
 
     def __init__(
         self, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint, target_block_count: int
     ) -> None:
-        """target_block_count: of the receiver's pool, per layer."""
+        """target_block_count: blocks of the receiver's pool, per layer."""
         self._target_block_count = target_block_count
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         self._granted: set[bytes] = set()
-        # The transfer whose opening waits for its answer.
+        # The transfer whose opening has no answer yet.
         self._opening: bytes | None = None
         self._is_broken = False
         super().__init__(stream, pool, listener, endpoint)
 
     def open(self, ticket: Ticket) -> None:
-        """See Link.open. Waits for the receiver: blocks of a ticket that is void may belong to another transfer by
-        now."""
+        """See Link.open. Waits for the receiver: blocks of an invalid ticket may belong to another transfer by now."""
         with self._locked():
             self._opening = ticket.transfer_id
         super().open(ticket)
@@ -82,7 +81,7 @@ class OneSidedLink(SocketLink, ABC):
         return len(layers) * len(source_blocks)
 
     def finish(self, ticket: Ticket, note: bytes, digest: int) -> None:
-        """See Link.finish. The end mark says that nothing is written any more, whatever the answer."""
+        """See Link.finish. The end mark promises that nothing more is written, whatever the answer."""
         self._let_go(ticket.transfer_id)
         super().finish(ticket, note, digest)
 
@@ -94,7 +93,7 @@ class OneSidedLink(SocketLink, ABC):
     def break_off(self) -> None:
         """See Link.break_off."""
         self._is_broken = True
-        # The socket's end tells the receiver that nothing is written any more; the thread with the lock ends it then.
+        # The socket's end promises that nothing more is written; the thread with the lock ends it then.
         if self._changed.acquire(blocking=False):
             self._changed.notify_all()
             self._changed.release()
@@ -110,16 +109,16 @@ class OneSidedLink(SocketLink, ABC):
         digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> bool:
-        """Writes source_blocks[i] of each layer to target_blocks[i] of the receiver's pool, all of it within
-        _permission(), and gives `digest` the bytes.
+        """Write source_blocks[i] of each layer to target_blocks[i] of the receiver's pool within _permission(), and
+        feed the bytes to `digest`.
 
-        Returns whether all of it is there; False once there is no permission. Raises LinkLost, nothing being written
-        any more.
+        Returns True if everything is written; False once there is no permission. Raises LinkLost, after which nothing
+        is written.
         """
 
     @contextlib.contextmanager
     def _permission(self, ticket: Ticket, is_stopped: Callable[[], bool]) -> Iterator[bool]:
-        """Whether the ticket's blocks may be written to; it stays so until the end of the context."""
+        """Yield True if the ticket's blocks may be written to until the end of the context."""
         with self._locked():
             yield not self._is_broken and not is_stopped() and ticket.transfer_id in self._granted
 
@@ -130,7 +129,7 @@ class OneSidedLink(SocketLink, ABC):
 
     def _take_answer(self, header: Header, payload: bytes | bytearray) -> None:
         if header.kind in (Kind.MARKED, Kind.EXTENDED):
-            # Neither opens a transfer nor ends it.
+            # These neither open nor end a transfer.
             super()._take_answer(header, payload)
             return
         transfer_id = header.transfer_id
@@ -154,7 +153,7 @@ class OneSidedLink(SocketLink, ABC):
             super()._take_answer(header, payload)
 
     def _let_go(self, transfer_id: bytes) -> None:
-        """Returns once nothing is written into the transfer any more."""
+        """Revoke the grant; on return nothing writes into the transfer."""
         with self._locked():
             self._granted.discard(transfer_id)
 
@@ -169,18 +168,18 @@ class OneSidedLink(SocketLink, ABC):
 
 
 class OneSidedReceivingConnection(ReceivingConnection):
-    """One sender's connection, on the receiving side. A landing stays here until its sender has let go of it."""
+    """One sender's connection, on the receiving side. Keeps a landing until its sender has stopped writing to it."""
 
     _last_resort: threading.Timer | None = None
 
     def break_off(self) -> None:
-        """See ReceivingConnection.break_off. Asks the sender to let go first; it gets a moment for that."""
+        """See ReceivingConnection.break_off. Asks the sender to stop first, with a short time limit."""
         self._stream.say_no_more()
         last_resort = threading.Timer(_LET_GO_WITHIN_S, self._stream.break_off)
         try:
             last_resort.start()
         except RuntimeError:
-            # No thread can be started: it has no moment then.
+            # Without a timer thread, end the connection at once.
             self._stream.break_off()
         else:
             self._last_resort = last_resort
@@ -231,10 +230,10 @@ class OneSidedReceivingConnection(ReceivingConnection):
         return landing
 
     def _failed(self, transfer_id: bytes) -> None:
-        """Rejected. Its blocks stay in quarantine until the sender says FENCED, or is gone."""
+        """No-op: rejected blocks stay in quarantine until the sender sends FENCED, or is gone."""
 
     def _forget_stopped(self, transfer_id: bytes) -> None:
-        """The same."""
+        """No-op, as _failed()."""
 
     def _give_up(self) -> None:
         self._stream.say_no_more()
@@ -243,8 +242,8 @@ class OneSidedReceivingConnection(ReceivingConnection):
         self._abort_landings(reason)
         self._shut()
         if self._landings:
-            # Nothing here can keep the sender from writing. It closes its end of the connection when it does not write
-            # any more, and the kernel closes it for a killed process once none of its threads is left.
+            # This side cannot stop the sender's writes. The sender closes its end when it writes no more, and the
+            # kernel closes it for a killed process once none of its threads is left.
             self._stream.say_no_more()
             self._stream.wait_for_end()
         self._stream.break_off()
@@ -252,4 +251,4 @@ class OneSidedReceivingConnection(ReceivingConnection):
             landing.fence()
 
     def _shut(self) -> None:
-        """Takes from the sender what this side alone can take. In memory that it has mapped: nothing."""
+        """Revoke what this side alone can revoke: nothing for memory that the sender has mapped."""

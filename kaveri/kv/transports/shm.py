@@ -1,8 +1,8 @@
 """The shared-memory transport, "shm": the sender maps the receiver's pool and copies blocks into it.
 
-One copy, by the sender, and no byte of payload through the kernel. Behind its hello the receiver hands over the memory
-file that its pool begins, and says how many bytes a layer has. All else is the protocol of one_sided.py, over a Unix
-socket that is open to the same user alone.
+One copy, by the sender, and no byte of payload through the kernel. After its hello the receiver sends the descriptor of
+the memory file at whose start its pool lies, and the size of a layer. All else is the protocol of one_sided.py, over a
+Unix socket accessible to the same user only.
 """
 
 import math
@@ -25,14 +25,14 @@ from kaveri.kv.transports.socket_listener import SocketListener
 from kaveri.kv.transports.stream import CACHED_BYTES, ByteStream
 
 _OFFER = struct.Struct("<Q")
-"""Bytes of a layer of the receiver's pool. Its descriptor comes with it."""
+"""Bytes of a layer of the receiver's pool. Sent together with its descriptor."""
 _PERMITTED_BYTES = 2 << 20
-"""Bytes copied under one permission; ending the writing waits for one such copy, a fraction of a millisecond.
-Asking for it every 512 KiB costs a tenth of the speed."""
+"""Bytes copied under one permission; a revocation waits for one such copy, a fraction of a millisecond. Asking for it
+every 512 KiB costs a tenth of the speed."""
 
 
 class ShmTransport(SocketTransport):
-    """Makes links and listeners between processes of one host and one user. Addresses are paths of Unix sockets."""
+    """Creates links and listeners between processes of one host and one user. Addresses are paths of Unix sockets."""
 
     def __init__(
         self, *, connect_timeout_s: float = 2.0, progress_timeout_s: float = 10.0, connection_limit: int = 256
@@ -48,7 +48,7 @@ class ShmTransport(SocketTransport):
         self.capabilities = replace(self.capabilities, one_sided=True, can_revoke=False, is_byte_stream=False)
 
     def listen(self, address: str, pool: KvPool, intake: TransferIntake) -> SocketListener:
-        """See Transport.listen. Raises ConfigError, too, for a pool that is in no memory file."""
+        """See Transport.listen. Also raises ConfigError for a pool without a memory file."""
         _ = pool.descriptor
         return super().listen(address, pool, intake)
 
@@ -82,7 +82,7 @@ class ShmLink(OneSidedLink):
     def close(self) -> None:
         """See Link.close."""
         super().close()
-        # Unmapped now, not when the garbage collector comes by: it is another process's whole pool.
+        # Unmap now, not at the next garbage collection: it is another process's whole pool.
         self._target = np.empty((0, 0, 0), np.uint8)
 
     def _put(
@@ -120,8 +120,8 @@ class ShmLink(OneSidedLink):
         permitted_blocks: int,
         is_stopped: Callable[[], bool],
     ) -> bool:
-        """_put() of a few neighbours, the usual size of a replica's writes: several layers in one call. A call for each
-        layer would take longer than its bytes, and keep the engine's other threads from running."""
+        """_put() for a few adjacent blocks, the usual size of a replica's writes: several layers in one call. A call
+        for each layer would take longer than its bytes, and block the engine's other threads."""
         from_block, to_block, count = run
         layer_count = max(1, permitted_blocks // count)
         for first in range(layers.start, layers.stop, layer_count):
@@ -143,7 +143,7 @@ class ShmReceivingConnection(OneSidedReceivingConnection):
 
 
 def _map_pool(descriptor: int, layer_bytes: int, own: KvPool) -> npt.NDArray[np.uint8]:
-    """The receiver's pool, [layer_count, block_count, block_bytes], in blocks of one's own size."""
+    """Map the receiver's pool as [layer_count, block_count, block_bytes], in blocks of this pool's size."""
     block_count, rest = divmod(layer_bytes, own.layout.block_bytes)
     shape = (own.layout.layer_count, block_count, own.layout.block_bytes)
     pool_bytes, file_bytes = math.prod(shape), os.fstat(descriptor).st_size
@@ -158,9 +158,9 @@ def _map_pool(descriptor: int, layer_bytes: int, own: KvPool) -> npt.NDArray[np.
 
 
 def _runs(sources: Sequence[int], targets: Sequence[int], piece_blocks: int) -> list[tuple[int, int, int]]:
-    """(first source block, first target block, count) of each run that is contiguous on both sides.
+    """Split into (first source block, first target block, count) of each run that is contiguous on both sides.
 
-    Where all of it is one run, it is cut into pieces of `piece_blocks`.
+    A single run is cut into pieces of `piece_blocks`.
     """
     total = len(sources)
     if is_run(sources) and is_run(targets):
@@ -176,7 +176,7 @@ def _runs(sources: Sequence[int], targets: Sequence[int], piece_blocks: int) -> 
 
 
 def _portions(runs: Sequence[tuple[int, int, int]], block_count: int) -> Iterator[list[tuple[int, int, int]]]:
-    """The runs in portions of about so many blocks, at least one run each."""
+    """Group the runs into portions of about `block_count` blocks, at least one run each."""
     portion: list[tuple[int, int, int]] = []
     portion_blocks = 0
     for run in runs:

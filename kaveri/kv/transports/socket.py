@@ -1,8 +1,8 @@
 """The socket transport, over "tcp" and "unix": blocking sendmsg and recvmsg_into between pools, on threads of its own.
 
-Payload goes from the source blocks into the kernel and out of it into the destination blocks, with no copy between.
-Per connection the sender's thread writes and one thread here reads the answers; per connection the receiver has one
-thread, which reads, and answers without waiting. The frames are drawn in frames.py.
+Payload goes from the source blocks into the kernel and on into the destination blocks, without intermediate copies. Per
+connection the sender's thread writes and one thread here reads the answers; per connection the receiver has one thread,
+which reads, and answers without waiting. The frames are drawn in frames.py.
 """
 
 import ipaddress
@@ -36,25 +36,25 @@ from kaveri.telemetry.logs import get_logger
 
 _BACKLOG = 128
 _BUFFER_BYTES = 1 << 18
-"""On one host: small enough for what is under way to stay in the second-level cache. Four times as much costs a bare
-copy over loopback tcp up to a third of its speed, once it is made in calls of a batch."""
+"""Socket buffer on one host: small enough for data in flight to stay in the second-level cache. Four times as much
+costs a plain copy over loopback tcp up to a third of its speed, in calls of a batch."""
 _TCP_SEND_BUFFER_BYTES = 1 << 17
 """Over loopback tcp, where a sender that finds room does all the work of the network, up to the receiver's queue. One
 that has to wait leaves part of it to the receiver's core: a quarter faster with calls of a batch."""
 
 
 class SocketTransport:
-    """Makes links and listeners of one address family, "tcp" or "unix", which is its name but in subclasses.
+    """Creates links and listeners of one address family, "tcp" or "unix", which is its name except in subclasses.
 
-    advertise_host: the host in the endpoints of a tcp listener on a wildcard address; None says the listening host.
-    progress_timeout_s: a frame under way that moves no byte for so long breaks its connection.
-    connection_limit: connections of one listener; one more is closed at once.
+    advertise_host: host in the endpoints of a tcp listener on a wildcard address; None: the listening host.
+    progress_timeout_s: a frame in progress that moves no byte for this long breaks its connection. connection_limit:
+    max connections of one listener; more are closed at once.
 
-    Subclasses make other links over the same connections: _link() and connection_type.
+    Subclasses create other links over the same connections: _link() and connection_type.
     """
 
     connection_type: type[ReceivingConnection] = ReceivingConnection
-    """What serves an accepted connection."""
+    """Class that serves an accepted connection."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class SocketTransport:
         """See Transport.connect."""
         connection = self._connected(endpoint)
         try:
-            # The kernel accepts connections for a hanging process; the hello shows that the process runs.
+            # The kernel accepts connections for a hanging process; the hello proves that the process runs.
             meeting = self._stream(connection, self.connect_timeout_s)
             meeting.start()
             meeting.send_bytes(Hello().pack())
@@ -141,7 +141,7 @@ class SocketTransport:
         if not self._is_unix:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(progress_timeout_s * 1e3))
-            # An idle peer whose host is gone is found after a minute.
+            # Detects within a minute that an idle peer's host is gone.
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
@@ -157,9 +157,9 @@ class SocketTransport:
     def _link(
         self, meeting: ByteStream, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
     ) -> "SocketLink":
-        """The link over a connection whose hellos were exchanged.
+        """Create the link over a connection whose hellos were exchanged.
 
-        meeting, stream: both of the connection, within the limits of a connect and of the link.
+        meeting, stream: the connection with the time limit of a connect, and with that of the link.
         """
         return SocketLink(stream, pool, listener, endpoint)
 
@@ -196,9 +196,9 @@ class SocketLink:
         self._listener = listener
         self.wants_digest = True
         self.has_marks = False
-        # What is still to be sent of the last frame's header.
+        # Unsent part of the last frame's header.
         self._held = b""
-        # Payload that the last DATA frame has announced and not brought.
+        # Unsent payload announced by the last DATA frame.
         self._owed_bytes = 0
         self._thread = threading.Thread(target=self._read_answers, name=f"kv-answers-{endpoint.transport}", daemon=True)
         try:
@@ -235,7 +235,7 @@ class SocketLink:
         head = Header(Kind.DATA, ticket.transfer_id, left_bytes, *place, layer_count=len(layers)).pack()
         for regions in batches(self._pool, layers, source_blocks, self._stream.send_batch_bytes(digest)):
             if digest is not None:
-                # First: the kernel copies them from the cache then.
+                # Digest first: the kernel then copies from the cache.
                 for region in regions:
                     digest.update(region)
             batch_bytes = sum(map(len, regions))
@@ -276,7 +276,8 @@ class SocketLink:
         self._stream.send_bytes(header.pack() + payload)
 
     def _fill_frame(self) -> None:
-        """Ends a frame that was stopped half way. Not done there: it would block while its source is waited for."""
+        """Complete a frame that was stopped half way. Not done at the stop, where it would block while its source is
+        waited for."""
         if self._owed_bytes:
             self._stream.send_bytes(self._held)
             self._held = b""
@@ -296,7 +297,7 @@ class SocketLink:
             reason = f"the sender broke: {error!r}"
             get_logger().exception("kv_answers_unreadable")
         finally:
-            # First: the sending thread fails once it is broken off, and knows no other reason than that.
+            # Report first: the sending thread fails once the link is broken off, without another reason.
             try:
                 self._listener.lost(reason)
             finally:
@@ -318,7 +319,7 @@ class SocketLink:
 
 
 def _set_buffers(connected: socket.socket) -> None:
-    """Sizes the kernel's buffers for a peer on this host. To other hosts the kernel fits them to the round trip."""
+    """Size the kernel's buffers for a peer on this host. For other hosts the kernel adapts them to the round trip."""
     if connected.family == socket.AF_UNIX or ipaddress.ip_address(connected.getsockname()[0]).is_loopback:
         send_bytes = _BUFFER_BYTES if connected.family == socket.AF_UNIX else _TCP_SEND_BUFFER_BYTES
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)

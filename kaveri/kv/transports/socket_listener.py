@@ -1,4 +1,4 @@
-"""The receiving end of the socket transport: accepts connections and reads each into pool blocks, on its own thread."""
+"""Receiving end of the socket transport: accepts connections and reads each into pool blocks, on its own thread."""
 
 import contextlib
 import socket
@@ -30,8 +30,8 @@ from kaveri.kv.transports.unix_path import UnixPath
 from kaveri.telemetry.logs import get_logger
 
 _TICKET_WITHIN_S = 10.0
-"""How long a connection may take, from the greeting on, to open a transfer with a valid ticket. A sender connects when
-it has one."""
+"""Time for a connection, after the greeting, to open a transfer with a valid ticket. Senders connect only with a
+ticket."""
 
 
 _LEAVING_WITHIN_S = 1.0
@@ -41,8 +41,8 @@ _LEAVING_CHECK_S = 0.05
 class SocketListener:
     """Accepts connections, each read by a thread of its own; see Listener.
 
-    Anyone may connect who reaches the address. So a connection that has opened no transfer with a valid ticket yet is a
-    stranger's: it is dropped after _TICKET_WITHIN_S, and at once, the oldest first, when a new one needs its place.
+    Anyone who reaches the address may connect. So a connection that has opened no transfer with a valid ticket yet is a
+    stranger's: it is dropped after _TICKET_WITHIN_S, or earlier, the oldest first, when a new one needs its place.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class SocketListener:
         connection_type: "type[ReceivingConnection]",
         with_digests: bool,
     ) -> None:
-        """path: where it listens, over a Unix socket. connection_type: what serves an accepted connection.
-        with_digests: whether senders are to send a digest of each transfer.
+        """path: the listening path of a Unix socket. connection_type: class that serves an accepted connection.
+        with_digests: whether senders should send a digest of each transfer.
 
-        Raises RuntimeError when no thread can be started; socket and path are still the caller's then.
+        Raises RuntimeError when no thread can be started; the caller then still owns socket and path.
         """
         self._connection_limit = connection_limit
         self._make_stream = make_stream
@@ -72,9 +72,9 @@ class SocketListener:
         self._pool = pool
         self._intake = intake
         self._lock = threading.Lock()
-        # In the order in which they came.
+        # In order of arrival.
         self._connections: dict[threading.Thread, ReceivingConnection] = {}
-        # Threads whose connection has lost its place, and that may not have ended yet.
+        # Threads whose connection has lost its place, and that may still run.
         self._leaving: set[threading.Thread] = set()
         self._closing = threading.Event()
         self.endpoint = endpoint
@@ -105,7 +105,7 @@ class SocketListener:
                 accepted, _ = self._listening.accept()
             except OSError as error:
                 if not self._closing.is_set():
-                    # Out of descriptors, most likely: connections wait in the backlog meanwhile.
+                    # Most likely out of descriptors: connections wait in the backlog meanwhile.
                     log.warning("kv_accept_failed", reason=error.strerror)
                     self._closing.wait(0.2)
                 continue
@@ -116,7 +116,7 @@ class SocketListener:
                     if has_room:
                         self._begin(accepted)
             except Exception as error:
-                # No thread more for it, or it is gone already: the next one may have better luck.
+                # Out of threads, or the connection is gone already: continue with the next one.
                 accepted.close()
                 log.warning("kv_accept_failed", reason=str(error))
                 continue
@@ -125,7 +125,7 @@ class SocketListener:
                 log.warning("kv_connection_refused", reason="too many", limit=self._connection_limit)
 
     def _wait_for_leaving(self) -> None:
-        """Lets a flood of strangers come no faster than their connections end: they hold threads until then."""
+        """Throttle a flood of strangers to the rate at which their connections end: they hold threads until then."""
         give_up_at_s = time.monotonic() + _LEAVING_WITHIN_S
         while time.monotonic() < give_up_at_s:
             with self._lock:
@@ -136,7 +136,7 @@ class SocketListener:
             last.join(_LEAVING_CHECK_S)
 
     def _make_room(self) -> bool:
-        """Under the lock: whether there is a place for a connection. Drops a stranger's for it."""
+        """Return True if there is a place for a connection, dropping a stranger if needed. Under the lock."""
         if len(self._connections) < self._connection_limit:
             return True
         stranger = next((thread for thread, each in self._connections.items() if each.drop_stranger()), None)
@@ -147,7 +147,7 @@ class SocketListener:
         return True
 
     def _begin(self, accepted: socket.socket) -> None:
-        """Under the lock: serves a connection. Raises whatever keeps it from that; it is the caller's then."""
+        """Serve a connection. Under the lock. If it raises, the caller still owns the socket."""
         connection = self._connection_type(self._make_stream(accepted), self._pool, self._intake, self._with_digests)
         name = f"kv-receive-{self.endpoint.transport}"
         thread = threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True)
@@ -164,7 +164,7 @@ class SocketListener:
         except Exception:
             get_logger().exception("kv_connection_failed")
         finally:
-            # Under the lock, so close() never shuts down a descriptor that was reused.
+            # Under the lock, so close() never shuts down a reused descriptor.
             with self._lock:
                 self._leaving = {thread for thread in self._leaving if thread.is_alive()}
                 self._leaving.add(threading.current_thread())
@@ -180,14 +180,13 @@ class ReceivingConnection:
         self._pool = pool
         self._intake = intake
         self._with_digests = with_digests
-        # Of the protocol: the newest that both ends speak.
+        # Version of the protocol: the newest of both ends.
         self._version = OLDEST_VERSION
         self._answering = threading.Lock()
-        # Those that have not ended, as far as this side can end them. Others than the connection's own thread take some
-        # out.
+        # Landings that this side can still end. Other threads than the connection's own may remove some.
         self._landings: dict[bytes, Landing] = {}
         self._credit: Credit | None = None
-        # Guards whether the sender is a stranger, or was dropped as one.
+        # Guards the sender's status as a stranger.
         self._showing = threading.Lock()
         self._has_shown_ticket = False
         self._is_sized = False
@@ -195,10 +194,10 @@ class ReceivingConnection:
         self._greeted_at_s = 0.0
 
     def run(self) -> None:
-        """Reads until the connection ends, then aborts what it has not brought to an end."""
+        """Read until the connection ends, then abort its unfinished transfers."""
         reason = "the receiver was ended"
         try:
-            # A stranger that says nothing is sent away after the progress limit.
+            # A silent stranger is dropped after the progress limit.
             self._stream.start()
             self._version = unpack_hello(self._stream.receive_bytes(HELLO_BYTES)).version
             self._greet(Hello(self._intake.epoch, self._with_digests).pack())
@@ -208,7 +207,7 @@ class ReceivingConnection:
                 self._take_frame()
         except LinkLost as error:
             reason = error.reason
-            # A sender that leaves with nothing open is no news.
+            # A sender that leaves without open transfers is not worth a warning.
             level = "warning" if self._landings or "protocol" in reason.lower() else "debug"
             getattr(get_logger(), level)("kv_connection_ended", reason=reason, open_transfers=len(self._landings))
         except Exception as error:
@@ -222,17 +221,17 @@ class ReceivingConnection:
                     self._credit.close()
 
     def drop_stranger(self) -> bool:
-        """Makes run() return soon, unless a valid ticket was shown. Whether it does. Any thread."""
+        """Make run() return soon, unless a valid ticket was shown. Return True if so. Any thread."""
         with self._showing:
             if self._has_shown_ticket:
                 return False
             self._is_dropped = True
-        # The stream's own end, whatever else break_off() may be: a stranger has nothing to let go of.
+        # The stream's own break_off(), without a subclass's wait: a stranger writes nothing.
         self._stream.break_off()
         return True
 
     def break_off(self) -> None:
-        """Makes run() return soon. Any thread."""
+        """Make run() return soon. Any thread."""
         self._stream.break_off()
 
     def marked(self, transfer_id: bytes, block_count: int) -> None:
@@ -245,7 +244,7 @@ class ReceivingConnection:
             self._say_now(frame)
 
     def close(self) -> None:
-        """Gives the descriptor back, after run()."""
+        """Close the descriptor, after run()."""
         with self._answering:
             self._stream.close()
 
@@ -254,7 +253,7 @@ class ReceivingConnection:
 
     def _end(self, reason: str) -> None:
         self._stream.break_off()
-        # This thread was the only one to write into their blocks: leaving its loop is the fence.
+        # Only this thread wrote into their blocks, so leaving its loop is the fence.
         self._abort_landings(reason)
 
     def _abort_landings(self, reason: str) -> None:
@@ -301,12 +300,12 @@ class ReceivingConnection:
         return landing
 
     def _failed(self, transfer_id: bytes) -> None:
-        # Answered already; the other transfers of the connection go on.
+        # Already answered; the other transfers of the connection continue.
         self._landings.pop(transfer_id, None)
 
     def _open(self, header: Header) -> None:
         secret, epoch = unpack_opening(self._stream.receive_bytes(header.payload_bytes))
-        # A second opening of the same transfer is refused like a stranger's, and leaves the first one as it is.
+        # A second opening of the same transfer is refused like a stranger's, and leaves the first one untouched.
         assert self._credit is not None
         try:
             landing = self._intake.open(
@@ -323,7 +322,7 @@ class ReceivingConnection:
         with self._showing:
             self._has_shown_ticket = not self._is_dropped
         if self._is_dropped:
-            # Before the sender hears that it may write.
+            # Before the sender learns that it may write.
             landing.abort("connection lost: another one took its place")
             raise LinkLost("another connection took its place")
         if self._is_sized and landing.pool.layout.block_bytes != self._pool.layout.block_bytes:
@@ -383,7 +382,7 @@ class ReceivingConnection:
                 landing.end_write()
             raise
         except TransferFailed:
-            # Stopped, and given back by now: its blocks do not wait while the rest of the frame is discarded.
+            # Stopped, and released by now: its blocks do not wait while the rest of the frame is discarded.
             self._stream.discard(left_bytes)
             raise
 
@@ -403,7 +402,7 @@ class ReceivingConnection:
         self._landings.pop(header.transfer_id, None)
 
     def _forget_stopped(self, transfer_id: bytes) -> None:
-        """Any thread: a transfer that was ended here, and answered, needs no frame of its sender any more."""
+        """Remove a transfer that was ended here and answered, without waiting for its sender's frame. Any thread."""
         landing = self._landings.get(transfer_id)
         if landing is not None and landing.is_stopped():
             self._landings.pop(transfer_id, None)
@@ -430,5 +429,5 @@ class ReceivingConnection:
             self._give_up()
 
     def _give_up(self) -> None:
-        """The sender does not read its answers: makes run() end."""
+        """End run(): the sender does not read its answers."""
         self._stream.break_off()

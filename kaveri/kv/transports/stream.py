@@ -1,4 +1,4 @@
-"""A blocking socket whose every wait has a limit: gathers from and scatters into memory. Knows nothing of frames."""
+"""A blocking socket with a limit on every wait, gathering from and scattering into memory. Independent of frames."""
 
 import contextlib
 import copy
@@ -16,33 +16,33 @@ from kaveri.kv.transfer.transport import LinkLost
 
 _BUFFERS_PER_CALL = 1024  # IOV_MAX on Linux
 _CHECK_S = 0.05
-"""Longest that a blocked call goes without asking whether it is still wanted; the price of revoke and abort."""
+"""Max blocking time between checks for a stop; the delay of revoke and abort."""
 
 CACHED_BYTES = 1 << 19
-"""What is in the second-level cache when it has been copied, so that a digest of it costs little."""
+"""Bytes that stay in the second-level cache after a copy, so that a digest of them is cheap."""
 
 _BATCH_BYTES = 1 << 24
-"""Of one call where nothing but the kernel looks at the bytes."""
+"""Bytes per call if only the kernel reads them."""
 
-# Discarded bytes go here: written by all threads, read by none.
+# Sink for discarded bytes: written by all threads, read by none.
 _SCRATCH = memoryview(bytearray(1 << 16))
-# What ends a frame whose payload was stopped half way.
+# Padding for a frame whose payload was stopped half way.
 _FILLER = memoryview(bytes(1 << 16))
 
 
 def never() -> bool:
-    """For operations that are never stopped."""
+    """Stop condition of operations that are never stopped."""
     return False
 
 
 class ByteStream:
-    """Used by one reading and one writing thread; the socket is closed by its owner, and broken by anyone."""
+    """A stream for one reading and one writing thread. Its owner closes the socket; any thread may break it off."""
 
     def __init__(self, connected: socket.socket, progress_timeout_s: float) -> None:
         self._socket = connected
         self.progress_timeout_s = progress_timeout_s
-        # A longer call costs the kernel and the interpreter less for each byte, a shorter one leaves its bytes in the
-        # cache for their digest. On tcp, larger ones than these make the two ends wait for one another.
+        # A longer call costs the kernel and the interpreter less per byte, a shorter one leaves its bytes in the cache
+        # for their digest. On tcp, larger ones than these make the two ends wait for one another.
         is_unix = connected.family == socket.AF_UNIX
         self._send_batch_bytes = 4 * CACHED_BYTES if is_unix else 2 * CACHED_BYTES
         self._receive_batch_bytes = 2 * CACHED_BYTES if is_unix else CACHED_BYTES
@@ -59,44 +59,45 @@ class ByteStream:
         return False
 
     def send_batch_bytes(self, digest: Digest | None) -> int:
-        """What one sending call brings, that has its bytes from the cache where there is a digest of them."""
+        """Bytes per sending call; with a digest, few enough to be sent from the cache."""
         return self._send_batch_bytes if digest is not None else _BATCH_BYTES
 
     def receive_batch_bytes(self, digest: Digest | None) -> int:
-        """What one receiving call brings, that leaves its bytes in the cache where there is a digest of them."""
+        """Bytes per receiving call; with a digest, few enough to stay in the cache."""
         return self._receive_batch_bytes if digest is not None else _BATCH_BYTES
 
     def start(self) -> None:
-        """Settles with the peer how to speak; both ends do so first. Nothing is to be settled over a plain socket."""
+        """Negotiate with the peer before all else; no-op over a plain socket."""
 
     def within(self, progress_timeout_s: float) -> Self:
-        """The same stream with another limit."""
+        """Return the same stream with another progress limit."""
         other = copy.copy(self)
         other.progress_timeout_s = progress_timeout_s
         return other
 
     def wait_readable(self, timeout_s: float | None = None) -> bool:
-        """Waits for the first byte, the peer's end or break_off(), as a rule without a limit. Whether one is there."""
+        """Wait for the first byte, the peer's end or break_off(); None: without a limit. Return True unless timed
+        out."""
         return bool(self._readable.poll(None if timeout_s is None else timeout_s * 1e3))
 
     def is_readable(self) -> bool:
-        """Whether wait_readable() would return at once."""
+        """Return True if wait_readable() would return at once."""
         return self.wait_readable(0.0)
 
     @property
     def local_host(self) -> str:
-        """This end's address, over tcp."""
+        """Address of this end, over tcp."""
         return str(self._socket.getsockname()[0])
 
     @property
     def peer_host(self) -> str:
-        """The other end's."""
+        """Address of the other end, over tcp."""
         return str(self._socket.getpeername()[0])
 
     def receive(self, regions: Sequence[memoryview], is_stopped: Callable[[], bool] = never) -> int:
-        """Fills the regions in order. Returns early once `is_stopped`; returns how many bytes have not arrived.
+        """Fill the regions in order. Returns early once `is_stopped`; returns the number of missing bytes.
 
-        Raises LinkLost on the end of the stream, and when nothing has arrived for the progress limit.
+        Raises LinkLost at the end of the stream, and when nothing has arrived for the progress limit.
         """
         pending, left_bytes, progress_s = list(regions), sum(map(len, regions)), time.monotonic()
         while left_bytes and not is_stopped():
@@ -116,16 +117,16 @@ class ByteStream:
         return left_bytes
 
     def receive_bytes(self, byte_count: int) -> bytearray:
-        """Like receive(), for small things."""
+        """Receive a few bytes; see receive()."""
         data = bytearray(byte_count)
         self.receive([memoryview(data)])
         return data
 
     def receive_next(self, byte_count: int, within_s: float | None = None) -> bytearray:
-        """Like receive_bytes(), but waits for the first byte for so long; None: without a limit."""
+        """Like receive_bytes(), but with a separate limit for the first byte; None: without a limit."""
         data = bytearray(byte_count)
         view = memoryview(data)
-        # In a stream that flows it is there already, and nothing but this call is needed.
+        # In a flowing stream the byte is already there, and this call suffices.
         while (received := self._receive_waiting(view)) is None:
             if not self.wait_readable(within_s):
                 raise LinkLost(f"nothing came for {within_s:g} s")
@@ -133,23 +134,23 @@ class ByteStream:
         return data
 
     def fill(self, byte_count: int) -> None:
-        """Sends zeros."""
+        """Send zeros."""
         while byte_count:
             step = min(byte_count, len(_FILLER) * _BUFFERS_PER_CALL)
             self.send(_repeat(_FILLER, step))
             byte_count -= step
 
     def discard(self, byte_count: int) -> None:
-        """Receives into nowhere."""
+        """Receive and discard bytes."""
         while byte_count:
             step = min(byte_count, len(_SCRATCH) * _BUFFERS_PER_CALL)
             self.receive(_repeat(_SCRATCH, step))
             byte_count -= step
 
     def send(self, regions: Sequence[memoryview], is_stopped: Callable[[], bool] = never) -> int:
-        """Sends the regions in order. Returns early once `is_stopped`; returns how many bytes were not sent.
+        """Send the regions in order. Returns early once `is_stopped`; returns the number of unsent bytes.
 
-        Raises LinkLost when the connection is broken, and when the peer has taken nothing for the progress limit.
+        Raises LinkLost when the connection is broken, and when the peer has accepted nothing for the progress limit.
         """
         pending, left_bytes, progress_s = list(regions), sum(map(len, regions)), time.monotonic()
         while left_bytes and not is_stopped():
@@ -167,11 +168,11 @@ class ByteStream:
         return left_bytes
 
     def send_bytes(self, data: bytes) -> None:
-        """Like send(), for small things."""
+        """Send a few bytes; see send()."""
         self.send([memoryview(data)])
 
     def send_now(self, data: bytes) -> None:
-        """Sends a few bytes without waiting. Raises LinkLost when they do not fit: the peer does not read."""
+        """Send a few bytes without waiting. Raises LinkLost if they do not fit: the peer does not read."""
         try:
             sent = self._socket.send(data, socket.MSG_DONTWAIT)
         except OSError as error:
@@ -180,20 +181,20 @@ class ByteStream:
             raise LinkLost("answering: the peer does not read")
 
     def break_off(self) -> None:
-        """Ends the connection, also for threads blocked in it. Any thread; idempotent."""
-        # An error says that it has ended already.
+        """End the connection, also for threads blocked in it. Any thread; idempotent."""
+        # An error means that it has already ended.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def send_descriptor(self, data: bytes, descriptor: int) -> None:
-        """Sends a few bytes with a descriptor, over a Unix socket."""
+        """Send a few bytes with a descriptor, over a Unix socket."""
         try:
             socket.send_fds(self._socket, [data], [descriptor])
         except OSError as error:
             raise LinkLost(f"sending: {error.strerror}") from error
 
     def receive_descriptor(self, byte_count: int) -> tuple[bytes, int]:
-        """What send_descriptor() sent; the descriptor is the caller's. Raises LinkLost."""
+        """Receive data and descriptor from send_descriptor(); the caller owns the descriptor. Raises LinkLost."""
         data, left_bytes, since_s = b"", byte_count, time.monotonic()
         descriptors: list[int] = []
         try:
@@ -218,12 +219,12 @@ class ByteStream:
         return data, descriptors[0]
 
     def say_no_more(self) -> None:
-        """Ends this side's half of the connection: the peer reads its end. Idempotent."""
+        """Shut down the sending half of the connection: the peer reads its end. Idempotent."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     def wait_for_end(self) -> None:
-        """Throws away what comes until the peer's end or break_off()."""
+        """Discard input until the peer's end or break_off()."""
         while True:
             self._readable.poll()
             try:
@@ -235,11 +236,12 @@ class ByteStream:
                 return
 
     def close(self) -> None:
-        """Gives the descriptor back, once no thread is in a call."""
+        """Close the descriptor, once no thread is in a call."""
         self._socket.close()
 
     def _receive_waiting(self, view: memoryview) -> int | None:
-        """How many bytes were there, at least one; None: not even the end."""
+        """Receive what has arrived; return the number of bytes, at least one, or None if nothing has. Raises LinkLost
+        at the end."""
         try:
             received = self._socket.recv_into(view, 0, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -256,12 +258,11 @@ class ByteStream:
 
 
 def batches(pool: KvPool, layers: range, blocks: Sequence[int], batch_bytes: int) -> Iterator[list[memoryview]]:
-    """The regions of these blocks of each layer, layer by layer, as many for one system call as batch_bytes has room
-    for."""
+    """Yield the regions of these blocks of each layer, layer by layer, up to batch_bytes per system call."""
     count = max(1, batch_bytes // pool.layout.block_bytes)
     room, regions = count, list[memoryview]()
     if len(layers) > 1 and len(layers) * len(blocks) <= count:
-        # As short pushes mostly are: where the blocks are is looked for once.
+        # Short pushes are mostly like this: their blocks are looked up once.
         spans = pool.spans(blocks)
         for layer in layers:
             regions += pool.regions_at(layer, spans)
@@ -286,7 +287,7 @@ def _repeat(buffer: memoryview, byte_count: int) -> list[memoryview]:
 
 
 def _drop(pending: list[memoryview], byte_count: int) -> None:
-    """Takes the first bytes off a list of regions, in place."""
+    """Remove the first bytes of a list of regions, in place."""
     done = 0
     for region in pending:
         if byte_count < len(region):

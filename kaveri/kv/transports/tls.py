@@ -1,11 +1,11 @@
-"""The socket transport over tcp, encrypted, for those alone who show a certificate of the same authority: "tls".
+"""The encrypted socket transport over tcp, "tls", for peers with a certificate of the same authority.
 
 Any process with such a certificate may push and be pushed to, if it also carries the cluster's name where one is given.
-New connections use the files as they are then.
+New connections use the current files.
 
 A connection keeps the keys of its handshake: Python's ssl cannot renew them. RFC 8446, section 5.5, limits them to
-2**24.5 records of AES-GCM. So a sender makes a new connection after three quarters of 2**24 records, which are 256 GiB,
-as soon as no push is under way; with the last of them the connection is lost, and its pushes are made again.
+2**24.5 records of AES-GCM. So a sender opens a new connection after three quarters of 2**24 records, which are 256 GiB,
+as soon as no push is active; at 2**24 the connection is lost, and its pushes are repeated.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from kaveri.security.tls_files import TlsFiles, WatchedTlsFiles
 
 
 class TlsTransport(SocketTransport):
-    """Makes links and listeners that speak TLS 1.3 over tcp."""
+    """Creates links and listeners for TLS 1.3 over tcp."""
 
     def __init__(
         self,
@@ -33,9 +33,9 @@ class TlsTransport(SocketTransport):
         connection_limit: int = 256,
         key_records: int = KEY_RECORDS,
     ) -> None:
-        """See SocketTransport. key_records: of TLS, that each side of a connection sends at most.
+        """See SocketTransport. key_records: max TLS records sent by each side of a connection.
 
-        Raises ConfigError when the files are not what they should be.
+        Raises ConfigError for invalid files.
         """
         super().__init__(
             "tcp",
@@ -52,7 +52,7 @@ class TlsTransport(SocketTransport):
 
     def _make_stream(self, connected: socket.socket, progress_timeout_s: float, *, is_accepted: bool) -> ByteStream:
         if self._files.now().generation != self._contexts.generation:
-            # Those of a moment between two changes cannot be used; the former ones can.
+            # Files in the middle of a change cannot be used; the former ones can.
             with contextlib.suppress(ConfigError):
                 self._contexts = self._make_contexts()
         contexts = self._contexts
@@ -69,14 +69,14 @@ class TlsTransport(SocketTransport):
     def _make_contexts(self) -> "_Contexts":
         generation = self._files.now().generation
         accepting = self._files.make_context(ssl.PROTOCOL_TLS_SERVER)
-        # For resuming sessions, which is not used.
+        # For session resumption, which is not used.
         accepting.num_tickets = 0
         return _Contexts(generation, self._files.make_context(ssl.PROTOCOL_TLS_CLIENT), accepting)
 
 
 @dataclass(frozen=True, slots=True)
 class _Contexts:
-    """Of one generation of the files."""
+    """SSL contexts of one generation of the files."""
 
     generation: int
     connecting: ssl.SSLContext

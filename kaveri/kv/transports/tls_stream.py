@@ -1,8 +1,8 @@
-"""A stream that is encrypted, between two ends that have shown certificates of one authority. Knows nothing of frames.
+"""An encrypted stream between two ends with certificates of one authority. Independent of frames.
 
-TLS by Python's ssl from memory to memory, and the socket driven as that of any other stream: an encrypted socket of
+TLS by Python's ssl from memory to memory, over the same kind of socket as other streams: an encrypted socket of
 Python's cannot be written to and read from at the same time, nor be left in the middle of a call, and makes a system
-call of every 16 KiB.
+call per 16 KiB.
 """
 
 import contextlib
@@ -18,20 +18,20 @@ from kaveri.kv.transports.stream import ByteStream, never
 from kaveri.security.tls_files import is_named
 
 _PIECE_BYTES = 1 << 18
-"""What is encrypted, and what is taken off the socket, at a time: it stays in the second-level cache."""
+"""Bytes encrypted, or read off the socket, at a time: they stay in the second-level cache."""
 
 KEY_RECORDS = 1 << 24
-"""Records that are encrypted with one key: 256 GiB of full ones. RFC 8446, section 5.5, sets the limit at 2**24.5."""
+"""Max records encrypted with one key: 256 GiB of full ones. RFC 8446, section 5.5, sets the limit at 2**24.5."""
 _WORN_SHARE = 0.75
 _REFUSAL_S = 1.0
-"""How long a peer that was refused may take to read it."""
+"""Time for a refused peer to read the reason."""
 _FOREIGN = frozenset({"WRONG_VERSION_NUMBER", "UNSUPPORTED_PROTOCOL", "HTTP_REQUEST", "BAD_RECORD_TYPE"})
 
 
 class TlsStream(ByteStream):
-    """See ByteStream; what only one-sided links need is not for it.
+    """See ByteStream; methods that only one-sided links need are not supported.
 
-    What was encrypted and could not be sent before send() was stopped is kept, and goes in front of what comes next.
+    Encrypted data left over when send() was stopped is kept, and sent before later data.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class TlsStream(ByteStream):
         peer_name: str = "",
         key_records: int = KEY_RECORDS,
     ) -> None:
-        """peer_name: a DNS name that the peer's certificate must carry; empty: any. key_records: most records that are
-        sent; the connection is lost with the next one, and worn before."""
+        """peer_name: a DNS name that the peer's certificate must carry; empty: any. key_records: max records sent; the
+        connection is worn shortly before, and lost with the next one."""
         super().__init__(connected, progress_timeout_s)
         self._key_records = key_records
         self._records = 0
@@ -71,7 +71,7 @@ class TlsStream(ByteStream):
             except ssl.SSLWantReadError:
                 super().send([memoryview(self._outgoing.read())])
                 try:
-                    # All of it has the time limit, not each piece: the peer is not authenticated yet.
+                    # The time limit covers all of it, not each piece: the peer is not authenticated yet.
                     self._require_progress(began_s, "was agreed on")
                     self._pull(began_s)
                 except LinkLost as error:
@@ -128,7 +128,7 @@ class TlsStream(ByteStream):
 
     def _receive_waiting(self, view: memoryview) -> int | None:
         while not (received := self._decrypted(view)):
-            # Not the payload's first byte, perhaps, but a part of a record, or one of TLS's own.
+            # Possibly not the payload's first byte, but part of a record, or one of TLS's own.
             arrived = super()._receive_waiting(self._arrived)
             if arrived is None:
                 return None
@@ -136,15 +136,15 @@ class TlsStream(ByteStream):
         return received
 
     def _decrypted(self, view: memoryview) -> int:
-        """How many bytes of it were there; 0: the next record has not arrived."""
+        """Decrypt into `view`; return the number of bytes, 0 if the next record has not arrived."""
         left = view
         try:
             with self._lock:
                 while left:
-                    # A record at a time. The types know of bytearrays only, and not what comes back then.
+                    # One record at a time. The stubs know only bytearrays, and not this return type.
                     received = cast(int, self._tls.read(len(left), cast(bytearray, left)))
                     if not received:
-                        # The peer has said that it sends nothing more. What came before is read first.
+                        # The peer has ended its half. Data before that is read first.
                         if left is view:
                             raise LinkLost("the peer closed the connection")
                         break
@@ -161,7 +161,7 @@ class TlsStream(ByteStream):
                 while data:
                     if self._records >= self._key_records:
                         raise LinkLost(f"{self._records} records were encrypted with this connection's key")
-                    # A record at a time.
+                    # One record at a time.
                     data = data[self._tls.write(data) :]
                     self._records += 1
         except ssl.SSLError as error:
@@ -172,14 +172,14 @@ class TlsStream(ByteStream):
             return self._outgoing.read()
 
     def _send_rest(self, is_stopped: Callable[[], bool]) -> bool:
-        """Whether all that is encrypted was sent."""
+        """Send pending encrypted data; return True if all was sent."""
         if self._unsent:
             unsent_bytes = super().send([self._unsent], is_stopped)
             self._unsent = self._unsent[len(self._unsent) - unsent_bytes :]
         return not self._unsent
 
     def _pull(self, since_s: float) -> None:
-        """Takes what there is off the socket, or waits a moment for it."""
+        """Read available data off the socket, or wait a moment for it."""
         try:
             received = self._socket.recv_into(self._arrived)
         except BlockingIOError:
@@ -196,7 +196,8 @@ class TlsStream(ByteStream):
             self._incoming.write(self._arrived[:byte_count])
 
     def _refuse(self) -> None:
-        """Tells the peer why, and lets it read that: what it has sent meanwhile, left unread, would take it back."""
+        """Send the reason, and wait until the peer has read it: unread data from the peer would reset the connection
+        and lose it."""
         with contextlib.suppress(LinkLost):
             super().send([memoryview(self._outgoing.read())])
         self.say_no_more()

@@ -1,4 +1,4 @@
-"""The path of a listening Unix socket: never taken from a live listener, removed by its owner only."""
+"""Path of a listening Unix socket: never taken from a live listener, removed by its owner only."""
 
 import contextlib
 import errno
@@ -14,22 +14,22 @@ _LOCK_WITHIN_S = 2.0
 _LOCK_POLL_S = 0.01
 _PROBE_WITHIN_S = 1.0
 _PATH_BYTES_MAX = 107
-"""sockaddr_un, without the zero at the end: clients cannot connect to a longer one."""
+"""Max path length: sockaddr_un without the final zero. Clients cannot connect to a longer one."""
 
 
 class UnixPath:
-    """A path at which a socket listens, from the beginning until remove().
+    """A path at which a socket listens, from construction until remove().
 
     The socket is bound under another name, and takes the path when it listens: a path whose socket refuses connections
-    is that of a process that is gone, and of no process that is just starting. Of several that start at once one gets
-    the path; each looks, and takes it, under a lock of the folder.
+    belongs to a dead process, never to one that is just starting. If several start at once one gets the path; each
+    checks and takes it under a lock of the folder.
     """
 
     def __init__(self, listening: socket.socket, path: str, backlog: int) -> None:
-        """Makes `listening` listen at the path, for this user only.
+        """Make `listening` listen at the path, for this user only.
 
-        Raises OSError when another process listens there, when what is there is no socket, and when the folder cannot
-        be written to or stays locked.
+        Raises OSError when another process listens there, when the path is not a socket, and when the folder cannot be
+        written to or stays locked.
         """
         if len(os.fsencode(path)) > _PATH_BYTES_MAX:
             raise OSError(errno.ENAMETOOLONG, f"longer than {_PATH_BYTES_MAX} bytes")
@@ -38,7 +38,7 @@ class UnixPath:
         with _folder(path) as folder:
             _lock(folder)
             _require_free(path)
-            # Within the folder, however long its own path is.
+            # Relative to the folder, however long its own path is.
             listening.bind(f"/proc/self/fd/{folder}/{name}")
             try:
                 os.chmod(name, 0o600, dir_fd=folder)
@@ -50,12 +50,13 @@ class UnixPath:
                 raise
 
     def remove(self) -> None:
-        """Removes the path, unless it is another's by now. Before the socket is closed. Never raises; idempotent."""
+        """Remove the path, unless another process owns it by now. Call before closing the socket. Never raises;
+        idempotent."""
         with contextlib.suppress(OSError), _folder(self._path) as folder:
-            # Without the lock, a successor that takes the path just now would lose it. That is a rare case of two.
+            # Without the lock, a successor that takes the path just now would lose it: two rare events at once.
             with contextlib.suppress(TimeoutError):
                 _lock(folder)
-            # The inode is not given out again as long as the socket is open.
+            # The inode is not reused while the socket is open.
             if _inode(os.stat(self._path)) == self._inode:
                 os.unlink(self._path)
 
@@ -66,12 +67,12 @@ def _folder(path: str) -> Iterator[int]:
     try:
         yield folder
     finally:
-        # With it goes the lock.
+        # Also releases the lock.
         os.close(folder)
 
 
 def _lock(folder: int) -> None:
-    """Raises TimeoutError when another process does not let go of it."""
+    """Lock the folder. Raises TimeoutError when another process holds the lock."""
     give_up_at_s = time.monotonic() + _LOCK_WITHIN_S
     while True:
         try:
@@ -84,7 +85,7 @@ def _lock(folder: int) -> None:
 
 
 def _require_free(path: str) -> None:
-    """Raises OSError unless nothing is at the path but, perhaps, the socket of a process that is gone."""
+    """Raise OSError unless the path is free, or the socket of a dead process."""
     try:
         is_socket = stat.S_ISSOCK(os.stat(path, follow_symlinks=False).st_mode)
     except FileNotFoundError:
@@ -97,7 +98,7 @@ def _require_free(path: str) -> None:
             except ConnectionRefusedError:
                 return
             except OSError:
-                # A listener is there, and slow, or it is another user's.
+                # A slow listener is there, or another user's.
                 pass
     raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 

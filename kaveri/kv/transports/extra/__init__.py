@@ -1,1 +1,1 @@
-"""Transports that no cluster prefers by itself: collectives (gloo, nccl) and emulated links."""
+"""Transports that must be configured explicitly: collectives (gloo, nccl) and emulated links."""

@@ -50,25 +50,25 @@ from kaveri.kv.transports.stream import ByteStream
 from kaveri.telemetry.logs import get_logger
 
 _MEETING = struct.Struct("<H6x16s")
-"""Behind the receiver's hello: the port of the store, and the prefix of the pair's keys in it."""
+"""Follows the receiver's hello: the port of the store, and the prefix of the pair's keys in it."""
 _MESSAGE_BYTES = 2 << 20
-"""Half as much takes a quarter more processor time over loopback, twice as much hardly less."""
+"""Message size. Half as much takes a quarter more processor time over loopback, twice as much hardly less."""
 _BUFFER_COUNT = 4
-"""Staging buffers of each side of a connection, each of a message or of one block where that is more."""
+"""Staging buffers per side of a connection, each of a message, or of one block if that is larger."""
 _MEET_WITHIN_S = 5.0
 _CHECK_S = 0.05
-"""Longest that a wait for a buffer goes without asking whether it is still wanted."""
+"""Max interval between checks for a stop while waiting for a buffer."""
 _MOST_MEETINGS = 16
-"""At once in a process, those included that were given up while the other process stands still."""
+"""Max concurrent meetings in a process, including abandoned ones whose other process is stopped."""
 _RECEIVER, _SENDER = 0, 1
-"""Ranks."""
+"""Ranks in the group."""
 
 
 class CollectiveTransport(SocketTransport):
-    """Makes links and listeners over one backend, "gloo" or "nccl", which is its name. Addresses are those of the TCP
+    """Creates links and listeners over the backend "gloo" or "nccl", which is its name. Addresses are those of the TCP
     connection.
 
-    Raises ConfigError when torch, or the backend in it, or a GPU that it needs is missing.
+    Raises ConfigError when torch, or the backend in it, or a required GPU is missing.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class CollectiveTransport(SocketTransport):
         progress_timeout_s: float = 10.0,
         connection_limit: int = 64,
     ) -> None:
-        """connect_timeout_s: how long the two may take to meet, too. progress_timeout_s: how long a message may take
-        from its announcement on, too."""
+        """connect_timeout_s: also limits the meeting of the two ranks. progress_timeout_s: also limits a message, from
+        its announcement on."""
         _require_backend(backend)
         super().__init__(
             "tcp",
@@ -103,9 +103,9 @@ class CollectiveTransport(SocketTransport):
         self, meeting: ByteStream, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
     ) -> "CollectiveLink":
         port, prefix = _MEETING.unpack(meeting.receive_bytes(_MEETING.size))
-        # The receiver does not wait for a peer that disconnects again.
+        # The receiver does not wait for a peer that has disconnected.
         meeting.send_bytes(Hello().pack())
-        # Nothing of the connection, which is closed when the meeting is given up.
+        # Holds no reference to the connection, which is closed when the meeting is abandoned.
         there, here, block_bytes, timeout_s = (
             meeting.peer_host,
             meeting.local_host,
@@ -130,7 +130,7 @@ class CollectiveLink(SocketLink):
     ) -> None:
         self._pair = pair
         self._changed = threading.Condition()
-        # Messages, since the connection began.
+        # Number of messages since the connection began.
         self._sent_count = 0
         self._arrived_count = 0
         self._is_broken = False
@@ -154,7 +154,7 @@ class CollectiveLink(SocketLink):
             if not self._wait_for_buffer(is_stopped):
                 return (layer - layers.start) * len(source_blocks) + start
             staged = self._pair.buffer(self._sent_count, len(blocks) * block_bytes)
-            # Indices of one's own blocks; anything but "clip" makes numpy copy twice.
+            # Indices are known to be valid; any mode but "clip" makes numpy copy twice.
             np.take(self._pool.memory[layer], blocks, axis=0, out=staged.reshape(len(blocks), block_bytes), mode="clip")
             if digest is not None:
                 digest.update(staged.data)
@@ -186,7 +186,7 @@ class CollectiveLink(SocketLink):
             self._changed.notify_all()
 
     def _wait_for_buffer(self, is_stopped: Callable[[], bool]) -> bool:
-        """Whether the next message has a buffer; False when stopped."""
+        """Wait for a buffer for the next message. Return False when stopped. Raises LinkLost."""
         timeout_s = self._stream.progress_timeout_s
         give_up_at_s = time.monotonic() + timeout_s
         with self._changed:
@@ -209,12 +209,12 @@ class GlooReceivingConnection(ReceivingConnection):
 
     def __init__(self, stream: ByteStream, pool: KvPool, intake: TransferIntake, with_digests: bool) -> None:
         super().__init__(stream, pool, intake, with_digests)
-        # Announced messages that have not been waited for, in order: their receives are posted.
+        # Announced messages not waited for yet, in order: their receives are posted.
         self._coming: deque[Header] = deque()
         self._announced_count = 0
 
     def take_coming(self) -> None:
-        """Waits for all announced messages."""
+        """Wait for all announced messages."""
         while self._coming:
             self._take_message()
 
@@ -232,7 +232,7 @@ class GlooReceivingConnection(ReceivingConnection):
 
     def _take_frame(self) -> None:
         super()._take_frame()
-        # Receives first: the sender waits for them.
+        # Post receives first: the sender waits for them.
         while self._coming and not self._stream.is_readable():
             self._take_message()
 
@@ -249,7 +249,7 @@ class GlooReceivingConnection(ReceivingConnection):
         self._coming.append(header)
 
     def _take_data(self, header: Header, landing: Landing | None) -> None:
-        # Settled when the message is there.
+        # Settled when the message has arrived.
         self._spend(header)
         self._take_blocks(header, landing)
 
@@ -277,20 +277,19 @@ class GlooReceivingConnection(ReceivingConnection):
     def _end(self, reason: str) -> None:
         super()._end(reason)
         self._coming.clear()
-        # Here, where no lock is held: it takes a while.
+        # Done here, where no lock is held: it takes a while.
         if self._pair is not None:
             self._pair.close()
 
 
 class NcclReceivingConnection(GlooReceivingConnection):
-    """The same over NCCL."""
+    """GlooReceivingConnection's counterpart for NCCL."""
 
     backend = "nccl"
 
 
 class _OrderedLanding:
-    """A landing that is marked, and whose transfer ends, behind the messages that were announced before; see
-    Landing."""
+    """A landing whose marks and end wait for the messages announced before them; see Landing."""
 
     def __init__(self, inner: Landing, connection: GlooReceivingConnection) -> None:
         self._inner = inner
@@ -312,14 +311,15 @@ class _OrderedLanding:
 class _Pair:
     """A two-rank group and the staging buffers of one rank. Used by one thread, and closed by it.
 
-    Message n has buffer n modulo _BUFFER_COUNT. All methods but close() raise LinkLost; the pair is of no use then.
+    Message n uses buffer n modulo _BUFFER_COUNT. All methods but close() raise LinkLost; the pair is unusable
+    afterwards.
     """
 
     def __init__(
         self, backend: str, rank: int, store: Any, prefix: bytes, host: str, timeout_s: float, block_bytes: int
     ) -> None:
-        """Blocks until the other rank is there. store: of torch. prefix: [16 bytes], the pair's own. host: this end's.
-        timeout_s: of one message."""
+        """Blocks until the other rank has joined. store: of torch. prefix: [16 bytes], unique to the pair. host: this
+        end's. timeout_s: per message."""
         self._other_rank = _SENDER if rank == _RECEIVER else _RECEIVER
         self._timeout_s = timeout_s
         self.buffer_bytes = max(1, _MESSAGE_BYTES // block_bytes) * block_bytes
@@ -329,7 +329,7 @@ class _Pair:
         with _group_errors("meeting the other side"):
             prefixed = distributed.PrefixStore(prefix.hex(), store)
             self._tensors = torch.from_numpy(self._memory)
-            # What the group moves: the staging buffers, or their copies on the device.
+            # Tensors that the group moves: the staging buffers, or their copies on the device.
             self._moved = self._tensors
             if backend == "gloo":
                 self._group = _gloo_group(distributed, prefixed, rank, host)
@@ -338,15 +338,15 @@ class _Pair:
                 self._moved = torch.zeros_like(self._tensors, device="cuda")
 
     def buffer(self, message: int, byte_count: int) -> npt.NDArray[np.uint8]:
-        """Where to put message n, [byte_count]. Only once its predecessor in the buffer has arrived."""
+        """Buffer of message n, [byte_count]. Usable once its previous message has arrived."""
         return self._memory[message % _BUFFER_COUNT, :byte_count]
 
     def send(self, message: int, byte_count: int) -> None:
-        """Begins to send what lies in the message's buffer."""
+        """Start sending the message in its buffer."""
         with _group_errors("sending"):
             slot = message % _BUFFER_COUNT
             if self._works[slot] is not None:
-                # Done, since the receiver has it; this frees what belongs to it.
+                # Complete, since the receiver has it; this frees its resources.
                 self._finish(slot)
             moved = self._moved[slot, :byte_count]
             if self._moved is not self._tensors:
@@ -354,13 +354,13 @@ class _Pair:
             self._works[slot] = self._group.send([moved], self._other_rank, 0)
 
     def post_receive(self, message: int, byte_count: int) -> None:
-        """Lets a message in."""
+        """Post the receive of a message."""
         with _group_errors("receiving"):
             slot = message % _BUFFER_COUNT
             self._works[slot] = self._group.recv([self._moved[slot, :byte_count]], self._other_rank, 0)
 
     def received(self, message: int, byte_count: int) -> npt.NDArray[np.uint8]:
-        """Waits for a message; [byte_count]."""
+        """Wait for a message and return it, [byte_count]."""
         with _group_errors("receiving"):
             slot = message % _BUFFER_COUNT
             self._finish(slot)
@@ -369,16 +369,17 @@ class _Pair:
         return self._memory[slot, :byte_count]
 
     def close(self) -> None:
-        """Ends the group: the other rank's calls fail soon. Idempotent."""
+        """Destroy the group: the other rank's calls fail soon. Idempotent."""
         group, self._group = self._group, None
         if group is not None and self._moved is not self._tensors:
-            # NCCL's kernels wait for the other side forever. gloo's threads and sockets go with its last reference.
+            # NCCL's kernels wait for the other side forever. gloo's threads and sockets are freed with its last
+            # reference.
             with contextlib.suppress(RuntimeError):
                 group.abort()
         self._works = [None] * _BUFFER_COUNT
-        # Its threads write into the buffers.
+        # The group's threads write into the buffers, so it goes first.
         del group
-        # At once: links and their listeners hold on to one another until the garbage collector comes by.
+        # Free now: links and their listeners form cycles that last until the next garbage collection.
         self._memory = np.empty((0, 0), np.uint8)
         self._tensors = self._moved = None
 
@@ -397,13 +398,13 @@ class _Pair:
 
 
 class _Meeting:
-    """Makes a pair on a thread of its own. torch's store knows no deadline while the process at its other end stands
-    still: then the thread stays until that one goes on or is gone, and undoes what comes too late."""
+    """Creates a pair on a thread of its own. torch's store has no deadline while the process at its other end is
+    stopped: the thread then stays until that process continues or is gone, and undoes a late result."""
 
     _places = threading.BoundedSemaphore(_MOST_MEETINGS)
 
     def __init__(self, meet: Callable[[], _Pair]) -> None:
-        """Raises LinkLost when no thread can be started, and when too many meetings are under way."""
+        """Raises LinkLost if no thread can be started, or too many meetings are active."""
         if not self._places.acquire(blocking=False):
             raise LinkLost(f"{_MOST_MEETINGS} other meetings have not ended")
         self._meet = meet
@@ -418,7 +419,7 @@ class _Meeting:
             raise LinkLost(f"no thread for meeting the other side: {error}") from error
 
     def pair_within(self, timeout_s: float) -> _Pair:
-        """The pair. Raises LinkLost."""
+        """Wait for the pair. Raises LinkLost."""
         with self._changed:
             self._changed.wait_for(lambda: self._pair is not None or self._problem is not None, timeout_s)
             if self._pair is None:
@@ -466,11 +467,11 @@ def _nccl_group(distributed: Any, store: Any, rank: int) -> Any:
 
 
 def _opened_store(host: str) -> tuple[Any, int]:
-    """A store for one meeting, and its port on this host. It goes with its last reference."""
+    """Open a store for one meeting; returns it and its port on this host. Freed with its last reference."""
     _, distributed = _import_torch()
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        # Bound here: the store by itself would listen on every address of the machine.
+        # Bound here: by itself the store would listen on every address of the machine.
         listening.bind((host, 0))
         listening.listen()
         port = int(listening.getsockname()[1])
@@ -482,7 +483,7 @@ def _opened_store(host: str) -> tuple[Any, int]:
                 timeout=timedelta(seconds=_MEET_WITHIN_S),
                 wait_for_workers=False,
                 master_listen_fd=listening.fileno(),
-                # libuv leaves a pipe open in the process.
+                # libuv leaks a pipe in the process.
                 use_libuv=False,
             )
         listening.detach()
@@ -502,11 +503,11 @@ def _joined_store(host: str, port: int) -> Any:
 
 @contextlib.contextmanager
 def _group_errors(doing: str) -> Iterator[None]:
-    """Makes a LinkLost of torch's errors, which are RuntimeErrors."""
+    """Convert torch's errors, which are RuntimeErrors, to LinkLost."""
     try:
         yield
     except RuntimeError as error:
-        # What they hold on to of the group would outlive close() while the error is handled.
+        # Their references to the group would outlive close() while the error is handled.
         traceback.clear_frames(error.__traceback__)
         raise LinkLost(f"{doing}: {str(error).splitlines()[0][:200]}") from error
 
@@ -529,5 +530,5 @@ def _require_backend(backend: str) -> None:
 
 
 def _import_torch() -> tuple[Any, Any]:
-    """torch and torch.distributed. Not at the top: the import takes seconds, and other transports do without."""
+    """Import torch and torch.distributed. On demand: it takes seconds, and other transports do not need them."""
     return importlib.import_module("torch"), importlib.import_module("torch.distributed")

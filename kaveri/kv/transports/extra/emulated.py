@@ -1,4 +1,4 @@
-"""Links of other speeds than this machine's: a transport slowed down, and one that moves no bytes at all.
+"""Emulated links: a transport slowed down, and one that moves no bytes at all.
 
 Both are for studies. Their labels say so in logs and metrics.
 """
@@ -18,20 +18,20 @@ from kaveri.kv.transports.socket_listener import ReceivingConnection
 from kaveri.kv.transports.stream import ByteStream
 
 _CHECK_S = 0.02
-"""Longest sleep that does not ask whether the push is still wanted."""
+"""Max sleep between checks for a stop."""
 _AHEAD_S = 0.01
-"""How much a link takes on before it has sent what came before, as a socket's buffer does. Were it nothing, the link
-would stand idle after each piece for as long as the sending thread wakes up late."""
+"""Send-ahead of a link, like a socket's buffer. Without it the link would stand idle after each piece for as long as
+the sending thread wakes up late."""
 
 
 class EmulatedTransport:
-    """A transport whose links take the time of `speed`, where that is more than their own.
+    """Wraps a transport so that its links take the time of `speed`, if that exceeds their own.
 
-    Only what the sending side does is slowed; each link is as fast as if it were alone.
+    Only the sending side is slowed; each link is as fast as if it were alone.
     """
 
     def __init__(self, inner: Transport, speed: LinkSpeed, text: str) -> None:
-        """text: how the speed was written, for the label."""
+        """text: the speed as written by the user, for the label."""
         self.inner = inner
         self._speed = speed
         self.name = inner.name
@@ -52,7 +52,7 @@ class EmulatedTransport:
 
 
 class EmulatedLink:
-    """A link that is busy as long as `speed` says. What it carries goes one after the other."""
+    """A link that is busy as long as `speed` says, with one piece after another."""
 
     def __init__(self, inner: Link, speed: LinkSpeed, pool: KvPool) -> None:
         self._inner = inner
@@ -89,8 +89,8 @@ class EmulatedLink:
         digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> int:
-        """See Link.write. The bytes go at once, and the link is busy for the rest of its time; all but the last
-        _AHEAD_S of that are spent here."""
+        """See Link.write. The bytes go at once; this then sleeps for the link's remaining time, except the last
+        _AHEAD_S."""
         began_s = time.monotonic()
         told_count = self._inner.write(ticket, layers, first_index, source_blocks, digest, is_stopped)
         moved_bytes = len(layers) * len(source_blocks) * self._layout.block_bytes
@@ -100,15 +100,15 @@ class EmulatedLink:
         return told_count
 
     def mark(self, ticket: Ticket, block_count: int, note: bytes, digest: int) -> None:
-        """See Link.mark. Goes out when the bytes before it have; it adds no latency of its own."""
+        """See Link.mark. Sent after the bytes before it; adds no latency of its own."""
         self._sleep_until(self._busy_until_s, lambda: False)
         self._inner.mark(ticket, block_count, note, digest)
 
     def finish(self, ticket: Ticket, note: bytes, digest: int) -> None:
-        """See Link.finish. What was sent last arrives a latency later, and the end mark is behind it.
+        """See Link.finish. The end mark follows the last bytes, which arrive a latency later.
 
-        Other transfers of the link wait for that as well, which a real link would not make them: with milliseconds of
-        latency and many short transfers to one receiver the link is slower than its bandwidth says.
+        Other transfers of the link wait as well, which they would not on a real link: with milliseconds of latency and
+        many short transfers to one receiver the link is slower than its bandwidth says.
         """
         self._sleep_until(max(time.monotonic(), self._busy_until_s) + self._speed.latency_s, lambda: False)
         self._inner.finish(ticket, note, digest)
@@ -132,8 +132,8 @@ class EmulatedLink:
 
 
 class MockTransport(SocketTransport):
-    """Says that blocks were written and writes none, over TCP: TetriInfer's mock (arXiv 2401.11181, section 4), for
-    engines that do not read their KV. An EmulatedTransport around it charges the time."""
+    """Reports blocks as written without writing any, over TCP: TetriInfer's mock (arXiv 2401.11181, section 4), for
+    engines that do not read their KV. An EmulatedTransport around it adds the time."""
 
     def __init__(self, *, advertise_host: str | None = None) -> None:
         super().__init__("tcp", advertise_host=advertise_host)
@@ -156,7 +156,7 @@ class _MockLink(SocketLink):
         digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> int:
-        # Neither side gives its digest any bytes, so the two agree.
+        # Neither side feeds bytes to its digest, so the two agree.
         place = layers.start, first_index, len(source_blocks)
         self._send(Header(Kind.DATA, ticket.transfer_id, 0, *place, layer_count=len(layers)))
         return len(layers) * len(source_blocks)
