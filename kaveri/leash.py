@@ -1,6 +1,6 @@
 """Runs a program that dies with its parent: `python leash.py PARENT_PID PROGRAM [ARGUMENT ...]`. Linux only.
 
-A program of its own, and not code between fork and exec: that is unsafe in a process with threads, as gRPC's.
+A separate program instead of code between fork and exec, which is unsafe in a process with threads, such as gRPC's.
 """
 
 import ctypes
@@ -13,17 +13,17 @@ _NOT_STARTED_STATUS = 127
 
 
 def fasten(parent_pid: int) -> None:
-    """Has the kernel kill this process when its parent ends. Ends it now when that is not `parent_pid` any more."""
+    """Make the kernel kill this process when its parent ends. Exits now if the parent is no longer `parent_pid`."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         sys.exit(f"prctl: {os.strerror(ctypes.get_errno())}")
     if os.getppid() != parent_pid:
-        # It died before the leash was on.
+        # The parent died before the signal was set.
         sys.exit(_NOT_STARTED_STATUS)
 
 
 def main() -> None:
-    """Becomes the program; its process id stays this one's."""
+    """Replace this process by the program, keeping the process id."""
     parent_pid, *command = sys.argv[1:]
     fasten(int(parent_pid))
     try:

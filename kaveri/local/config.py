@@ -1,4 +1,4 @@
-"""What a local stack consists of, and the command line and environment of each of its services."""
+"""Settings of a local stack, and the command line and environment of each of its services."""
 
 import sys
 from collections.abc import Mapping
@@ -18,65 +18,65 @@ from kaveri.security.posture import open_ports
 
 LOOPBACK = "127.0.0.1"
 PUBLIC_ROLES = (ServiceKind.ROUTER, ServiceKind.GATEWAY)
-"""Those that clients talk to: they keep their ports over restarts."""
+"""Roles that clients connect to: they keep their ports over restarts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StackConfig:
-    """Settings of a LocalStack. What it does not give to a service is left to the service's variables and defaults."""
+    """Settings of a LocalStack. What is not set here is left to the services' variables and defaults."""
 
     model: str = KAVERI_TINY
     """A path, a hub id or a bundled name."""
     gateway_count: int = 0
-    """Gateways for HTTP; they need the packages of the extra `gateway`."""
+    """Number of HTTP gateways; they need the packages of the extra `gateway`."""
     router_count: int = 1
     prefill_count: int = 2
     decode_count: int = 2
     colocated_count: int = 0
-    """Instances that do both phases; usually instead of the two above."""
+    """Number of instances that serve both phases; usually instead of the two above."""
     predictor: str = ""
     """A bundled name or a folder; empty: no length predictor."""
     predictor_count: int = 1
-    """Predictor processes, where there is a predictor."""
+    """Number of predictor processes, if there is a predictor."""
     port: int = 0
-    """The first router's, the others' follow; 0: free ones."""
+    """Port of the first router; the others' follow. 0: free ports."""
     gateway_port: int = 0
-    """The first gateway's, the others' follow; 0: free ones."""
+    """Port of the first gateway; the others' follow. 0: free ports."""
     public_port: int = 0
-    """The first router's port for clients with API keys, the others' follow; 0: none."""
+    """Port of the first router for clients with API keys; the others' follow. 0: none."""
     host: str = LOOPBACK
-    """Where the routers and the gateways listen; everything else stays on loopback."""
+    """Listening host of the routers and gateways; everything else stays on loopback."""
     metrics_port: int = 0
-    """Of the first instance's Prometheus metrics, on loopback; the others follow: routers first, then prefill, decode,
-    colocated instances, predictors, gateways, each in the order of their ids. 0: no metrics."""
+    """Port of the first instance's Prometheus metrics, on loopback; the others' follow: routers first, then prefill,
+    decode, colocated instances, predictors, gateways, each in the order of their ids. 0: no metrics."""
     redis_url: str = ""
     """Empty: a private Redis."""
     cluster_name: str = DEFAULT_CLUSTER
     """Clusters of other names can share one Redis."""
     name: str = ""
-    """Stands before the instance ids, so that stacks can be one cluster: "blue-decode-0"."""
+    """Prefix of the instance ids, so that several stacks can form one cluster: "blue-decode-0"."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """Settings of services, by name: {"engine": "fake"}. Each goes to the services that roles_of() names."""
     config_file: str = ""
-    """Every service reads it too; see `--config`."""
+    """Configuration file for every service; see `--config`."""
     gateway_flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
-    """More flags for the routers: ("--max-requests", "64")."""
+    """Additional flags for the routers: ("--max-requests", "64")."""
     prefill_flags: tuple[str, ...] = ()
     decode_flags: tuple[str, ...] = ()
     colocated_flags: tuple[str, ...] = ()
     predictor_flags: tuple[str, ...] = ()
     log_dir: Path | None = None
-    """Holds <instance id>.log files; None: a temporary folder that goes with the stack."""
+    """Folder of the <instance id>.log files; None: a temporary folder that is removed with the stack."""
     drain_timeout_s: float = 30.0
-    """Seconds that requests in flight get when the stack stops."""
+    """Seconds for requests in flight to end when the stack stops."""
     start_timeout_s: float = 300.0
-    """Seconds until every instance must be ready; loading a model takes most of them."""
+    """Timeout in seconds for every instance to become ready; mostly the loading of models."""
     restart: bool = True
-    """Whether a child that dies is started again. Fault tests decide themselves."""
+    """True to restart a child that dies. Fault tests decide themselves."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a setting that would quietly become a default."""
+        """Raise ConfigError for a setting that would silently become a default."""
         for name in ("model", "host"):
             if not getattr(self, name).strip():
                 raise ConfigError("--" + name.replace("_", "-"), "is empty")
@@ -93,19 +93,19 @@ class StackConfig:
 
     @classmethod
     def of(cls, **given: Any) -> Self:
-        """A stack's fields and services' settings mixed: `StackConfig.of(prefill_count=1, engine="fake")`. A setting
-        that is empty or 0 is left to its default."""
+        """Create a config from the stack's fields and services' settings: `StackConfig.of(prefill_count=1,
+        engine="fake")`. A setting that is empty or 0 keeps its default."""
         own = {name: value for name, value in given.items() if name in cls.__dataclass_fields__}
         settings = {name: value for name, value in given.items() if name not in own and (value or value is False)}
         return cls(**own, settings=settings)
 
     @property
     def all_instance_ids(self) -> tuple[str, ...]:
-        """The ids of all instances, in the order of ROLES."""
+        """Ids of all instances, in the order of ROLES."""
         return tuple(name for role in ROLES for name in self.instance_ids(role))
 
     def instance_ids(self, role: ServiceKind) -> tuple[str, ...]:
-        """The ids of all instances of a role."""
+        """Ids of all instances of a role."""
         counts = {
             ServiceKind.GATEWAY: self.gateway_count,
             ServiceKind.ROUTER: self.router_count,
@@ -118,7 +118,7 @@ class StackConfig:
         return tuple(f"{prefix}{role}-{number}" for number in range(counts[role]))
 
     def flags(self, role: ServiceKind) -> tuple[str, ...]:
-        """More flags for the instances of a role."""
+        """Additional flags for the instances of a role."""
         return {
             ServiceKind.GATEWAY: self.gateway_flags,
             ServiceKind.ROUTER: self.router_flags,
@@ -130,7 +130,7 @@ class StackConfig:
 
     @property
     def ports(self) -> dict[str, int]:
-        """Where routers and gateways listen, by instance id; 0: at free ports."""
+        """Ports of routers and gateways by instance id; 0: any free port."""
         firsts = ((ServiceKind.ROUTER, self.port), (ServiceKind.GATEWAY, self.gateway_port))
         return {
             name: first and first + number
@@ -139,20 +139,20 @@ class StackConfig:
         }
 
     def metrics_port_of(self, instance_id: str) -> int:
-        """Where an instance serves its metrics; 0: nowhere."""
-        # Gateways last: they came last, and the others' ports should stay.
+        """Metrics port of an instance; 0: none."""
+        # Gateways last, so that the others keep their former ports.
         gateways = self.instance_ids(ServiceKind.GATEWAY)
         others = [name for name in self.all_instance_ids if name not in gateways]
         return self.metrics_port and self.metrics_port + [*others, *gateways].index(instance_id)
 
     @property
     def public_advertise_host(self) -> str:
-        """Where this machine reaches the routers and the gateways."""
+        """Host at which this machine reaches the routers and the gateways."""
         return LOOPBACK if is_all_addresses(self.host) else self.host
 
 
 def service_command(config: StackConfig, role: ServiceKind, instance_id: str, port: int) -> list[str]:
-    """The command line that runs one service of the stack. port 0: a free one. It holds no secret: every user of the
+    """Command line of one service of the stack. port 0: any free port. Contains no secret, since every user of the
     machine can read it; see service_environment()."""
     is_public = role in PUBLIC_ROLES
     settings: dict[str, object] = {
@@ -177,7 +177,7 @@ def service_command(config: StackConfig, role: ServiceKind, instance_id: str, po
 
 
 def exposed_ports(config: StackConfig, inherited: Mapping[str, str]) -> list[str]:
-    """The ports that other machines reach and that are not encrypted or ask for nothing; and which of it, as text."""
+    """Describe the ports that other machines reach and that are unencrypted or unauthenticated."""
     found: list[str] = []
     for role in PUBLIC_ROLES:
         program, types = program_of(role), settings_types()
@@ -192,12 +192,12 @@ def exposed_ports(config: StackConfig, inherited: Mapping[str, str]) -> list[str
 def service_environment(
     config: StackConfig, role: ServiceKind, redis_url: str, inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment of a service: what it inherits, and the settings that can hold a password or a token."""
+    """Environment of a service: the inherited one, and settings that may hold a password or a token."""
     shared = {**_shared(config, role), "redis_url": redis_url}
     given = {variable_of(name): str(value) for name, value in shared.items() if name in secrets_of(role)}
     if config.config_file:
         given[CONFIG_VARIABLE] = config.config_file
-    # Of a secret and its file one can be set.
+    # A secret and its file are mutually exclusive.
     dropped = {variable_of(name + FILE_SUFFIX) for name in secrets_of(role) if variable_of(name) in given}
     return {name: value for name, value in inherited.items() if name not in dropped} | given
 
@@ -207,6 +207,6 @@ def _shared(config: StackConfig, role: ServiceKind) -> dict[str, object]:
 
 
 def stack_flag(field: str) -> str:
-    """The stack's flag for what one of its services says is wrong with a setting."""
+    """Return the stack's flag for a service's setting, for errors."""
     of_secrets = {variable_of(name): flag_of(name) for role in ROLES for name in secrets_of(role)}
     return of_secrets.get(field, field)

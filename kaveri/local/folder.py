@@ -1,4 +1,4 @@
-"""The temporary folder of one local stack. It goes with the stack or, if that was killed, at the next one's start."""
+"""The temporary folder of one local stack. Removed with the stack or, if that was killed, at the next one's start."""
 
 import contextlib
 import fcntl
@@ -13,15 +13,15 @@ _LOCK = "in-use.lock"
 
 @contextlib.contextmanager
 def stack_folder() -> Iterator[Path]:
-    """A new folder while the context lasts. Removes those of stacks that have ended without leaving theirs."""
+    """Create a folder for the context. Also removes abandoned folders of former stacks."""
     _remove_abandoned()
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     try:
         lock = folder / "locking"
         with lock.open("w") as held:
-            # The kernel ends the lock with this process, however that ends; children do not inherit it.
+            # The kernel releases the lock with this process, however it ends; children do not inherit it.
             fcntl.flock(held, fcntl.LOCK_EX)
-            # Named only now: a folder whose lock has its name and is not held is abandoned.
+            # Renamed only now: a folder of this name without a held lock is abandoned.
             lock.rename(folder / _LOCK)
             yield folder
     finally:

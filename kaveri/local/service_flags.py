@@ -1,4 +1,4 @@
-"""Which of a stack's services take a setting that is given to the whole stack, or to one role."""
+"""Selects the services of a stack that receive a setting given for the stack or one role."""
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -13,32 +13,32 @@ from kaveri.rpc.process import ServiceConfig
 
 ROLES = tuple(ServiceKind)
 _OF_THE_STACK = frozenset({"instance_id", "advertise_host", "routers", "health_port"})
-"""Settings that the stack gives to each instance by itself."""
+"""Settings that the stack itself sets for each instance."""
 
 
 @cache
 def names_of(role: ServiceKind) -> frozenset[str]:
-    """The settings of a role's service."""
+    """Names of the settings of a role's service."""
     return setting_names(settings_types()[role])
 
 
 @cache
 def secrets_of(role: ServiceKind) -> frozenset[str]:
-    """Those of them that no command line should hold."""
+    """Settings of a role that must not be on a command line."""
     return secret_names(settings_types()[role])
 
 
 @cache
 def switches_of(role: ServiceKind) -> frozenset[str]:
-    """Those of them that are true or false."""
+    """Boolean settings of a role."""
     return switch_names(settings_types()[role])
 
 
 @cache
 def roles_of(name: str) -> tuple[ServiceKind, ...]:
-    """The roles that get a setting of this name when it is given to the whole stack.
+    """Roles that receive a setting of this name given for the whole stack.
 
-    All of them where it means the same everywhere; else those with engines, for the predictor has a --device and a
+    All of them if it means the same everywhere; else those with engines, since the predictor has a --device and a
     --max-queue of its own; else those that have it.
     """
     having = tuple(role for role in ROLES if name in names_of(role))
@@ -49,19 +49,19 @@ def roles_of(name: str) -> tuple[ServiceKind, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ServiceFlags:
-    """What flags say of services."""
+    """Flags for services, parsed."""
 
     shared: Mapping[str, str] = field(default_factory=dict)
-    """Settings of every service that roles_of() names."""
+    """Settings of every service in roles_of(), by name."""
     of_role: Mapping[ServiceKind, tuple[str, ...]] = field(default_factory=dict)
     """Flags for the services of one role."""
 
 
 def read_service_flags(words: Sequence[str], roles: Iterable[ServiceKind], own_flags: Collection[str]) -> ServiceFlags:
-    """Sorts `--engine fake --prefill.chunk-tokens 512` by service.
+    """Sort flags such as `--engine fake --prefill.chunk-tokens 512` by service.
 
-    roles: those that have instances. own_flags: of the program, for the hint about an unknown flag. Raises ConfigError
-    for a flag that no service takes, or none that runs.
+    roles: those with instances. own_flags: the program's flags, for the hint about an unknown flag. Raises ConfigError
+    for a flag that no service, or no running one, accepts.
     """
     running = tuple(roles)
     shared: dict[str, str] = {}
@@ -86,7 +86,7 @@ def read_service_flags(words: Sequence[str], roles: Iterable[ServiceKind], own_f
 
 
 def _roles_taking(flag: str, running: Sequence[ServiceKind], own_flags: Collection[str]) -> Sequence[ServiceKind]:
-    """The running roles that take this flag. Raises ConfigError when there is none."""
+    """The running roles that accept this flag. Raises ConfigError if there is none."""
     role, dot, name = flag.removeprefix("--").rpartition(".")
     setting = name.replace("-", "_")
     if dot and role not in ROLES:

@@ -1,6 +1,6 @@
 """Runs a whole cluster as processes of this machine: Redis, routers, engine instances, predictors.
 
-It starts and stops processes and reads the cluster's view. What the processes do is theirs; it imports no service.
+Starts and stops processes and reads the cluster's view. Imports no service.
 """
 
 import asyncio
@@ -34,33 +34,33 @@ REDIS = "redis"
 _POLL_S = 0.25
 _RPC_TIMEOUT_S = 2.0
 _AFTER_DRAIN_S = 5.0
-"""Seconds that a service gets to end after its drain timeout, before SIGKILL."""
+"""Seconds for a service to exit after its drain timeout, before SIGKILL."""
 _REDIS_GRACE_S = 2.0
 _SHOWN_LINES = 8
 
 
 class LocalStack:
-    """A cluster on this machine while its context lasts. Its processes can never outlive this one.
+    """A cluster on this machine for the duration of its context. Its processes can never outlive this one.
 
-    Entering returns once a request would succeed, and raises ConfigError, with nothing left running, when that cannot
-    be. Leaving drains and stops everything in order. For one event loop, on a thread that lasts.
+    Entering returns once a request would succeed; otherwise it raises ConfigError, with nothing left running. Leaving
+    drains and stops everything in order. For one event loop, on a long-lived thread.
     """
 
     def __init__(self, config: StackConfig, report: Callable[[str], None] | None = None) -> None:
-        """report: takes a line for people whenever something happens."""
+        """report: receives a line of text for users at each event."""
         self.config = config
         self.targets: tuple[str, ...] = ()
-        """The routers, "host:port", known once they have registered. They stay the same over restarts."""
+        """Routers, "host:port", known once they have registered. Unchanged over restarts."""
         self.http_targets: tuple[str, ...] = ()
-        """The same for the gateways."""
+        """Gateways, likewise."""
         self.redis_url = config.redis_url
         self.log_dir = Path()
-        """Holds one log per child."""
+        """Folder with one log per child."""
         self._report = report or _say_nothing
         self._started = False
         self._supervisors: dict[str, Supervisor] = {}
         self._roles = {name: role for role in ROLES for name in config.instance_ids(role)}
-        # Of routers and gateways, which keep their ports over restarts.
+        # Routers and gateways, which keep their ports over restarts.
         self._ports = config.ports
         self._former_lives: dict[str, int] = {}
         self._store_access = contextlib.AsyncExitStack()
@@ -86,25 +86,25 @@ class LocalStack:
 
     @property
     def target(self) -> str:
-        """The first router; empty before it has registered."""
+        """Address of the first router; empty before it has registered."""
         return self.targets[0] if self.targets else ""
 
     @property
     def instance_ids(self) -> tuple[str, ...]:
-        """Routers, then prefill, then decode instances."""
+        """Ids of routers, then prefill, then decode instances."""
         return tuple(self._roles)
 
     def process(self, name: str) -> ChildProcess:
-        """The process of an instance, or of "redis"."""
+        """Process of an instance, or of "redis"."""
         return self._supervisors[name].process
 
     def pids(self) -> dict[str, int]:
-        """The process ids of all children that run now, by instance id and "redis"."""
+        """Process ids of all running children, by instance id and "redis"."""
         processes = {name: supervisor.process for name, supervisor in self._supervisors.items()}
         return {name: process.pid for name, process in processes.items() if process.exit_status is None}
 
     def view(self) -> ClusterView:
-        """The cluster as its store has it now."""
+        """Current view of the cluster's store."""
         assert self._store is not None, "not started"
         return self._store.view()
 
@@ -114,9 +114,9 @@ class LocalStack:
         return await self._store.wait_for_change(timeout_s)
 
     async def stop(self) -> None:
-        """Drains and stops everything: routers first, so no work is sent to stopped instances; Redis last.
+        """Drain and stop everything: routers first, so no work is sent to stopped instances; Redis last.
 
-        Cancelled, it leaves the rest for leaving the context to kill.
+        If cancelled, the remaining processes are killed on leaving the context.
         """
         grace_s = self.config.drain_timeout_s + _AFTER_DRAIN_S
         for role in ROLES:
@@ -131,21 +131,21 @@ class LocalStack:
             await self._supervisors[REDIS].stop(_REDIS_GRACE_S)
 
     async def restart(self, name: str) -> None:
-        """Starts a killed child again, when config.restart is off; Redis answers on return. See wait_until_ready()."""
+        """Start a killed child again, when config.restart is off; Redis answers on return. See wait_until_ready()."""
         life = self.view().instances.get(name)
         if life is not None:
             self._former_lives[name] = life.record.incarnation
         await self._supervisors[name].restart()
         if name == REDIS:
             assert self._redis is not None
-            # Ask Redis itself: the instances may not have noticed that it was away.
+            # Ask Redis itself: the instances may not have noticed its absence.
             await self._redis.wait_until_it_answers(self.process(REDIS))
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Waits until a request would succeed: every instance is ready and the routers know it.
+        """Wait until a request would succeed: every instance is ready and known to the routers.
 
         Raises Unavailable after `timeout_s` seconds, naming what is missing, and at once when something missing has
-        ended and is not restarted by itself.
+        ended and is not restarted automatically.
         """
         give_up_at_s = time.monotonic() + timeout_s
         missing: Iterable[str] = self.instance_ids
@@ -165,7 +165,7 @@ class LocalStack:
 
     def _check_for_dead(self, missing: Iterable[str]) -> None:
         if self.config.restart or not self._started:
-            return  # the supervisor brings it back, or ends the start
+            return  # the supervisor restarts it, or ends the start
         for name in missing:
             child = self.process(name)
             if child.exit_status is not None:
@@ -178,7 +178,7 @@ class LocalStack:
         self.log_dir = self.config.log_dir or directory
         try:
             self.log_dir.mkdir(parents=True, exist_ok=True)
-            # Children whose logs cannot be written could not say why they end.
+            # Children without a writable log could not report why they end.
             with tempfile.TemporaryFile(dir=self.log_dir) as trial:
                 trial.write(b"kaveri" * 1024)
         except OSError as error:
@@ -199,7 +199,7 @@ class LocalStack:
         self._started = True
 
     def _check_at_once(self) -> None:
-        """Raises ConfigError for what would otherwise be found only after the services' own start of some seconds."""
+        """Raise ConfigError early for errors that services would otherwise report only after some seconds."""
         model = self.config.model
         if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
             raise ConfigError("--model", f"there is no {model}")
@@ -211,7 +211,7 @@ class LocalStack:
                 raise ConfigError(flag if error.field == "--port" else error.field, error.reason) from error
 
     async def _end(self) -> None:
-        """Leaves nothing behind: what still runs is killed."""
+        """Kill everything that still runs."""
         await self._store_access.aclose()
         await asyncio.gather(*(supervisor.kill_for_good() for supervisor in self._supervisors.values()))
         self._directory.close()
@@ -220,10 +220,10 @@ class LocalStack:
         def launch() -> ChildProcess:
             command = service_command(self.config, role, name, self._ports.get(name, 0))
             environment = service_environment(self.config, role, self.redis_url, os.environ)
-            # What a killed child leaves in its temporary folder, sockets above all, goes with the stack's.
+            # Files that a killed child leaves in its temporary folder, such as sockets, are removed with the stack's.
             environment["TMPDIR"] = str(directory)
             if role not in PUBLIC_ROLES:
-                # Several engines share this machine's cores; threads of each for every core slow all of them down.
+                # Several engines share this machine's cores; one thread per core in each engine slows all of them down.
                 environment.setdefault("OMP_NUM_THREADS", "1")
             return ChildProcess.start(name, command, self.log_dir / f"{name}.log", environment)
 
@@ -234,7 +234,7 @@ class LocalStack:
         self._supervisors[name] = Supervisor(name, launch, first, self._report_restart, restart=self.config.restart)
 
     async def _wait_for_first_readiness(self) -> None:
-        """Fails as soon as any child ends."""
+        """Wait until ready; fail as soon as any child ends."""
         readiness: asyncio.Future[Any] = asyncio.create_task(self.wait_until_ready(self.config.start_timeout_s))
         supervisors = tuple(self._supervisors.values())
         try:
@@ -256,7 +256,7 @@ class LocalStack:
         role = self._roles.get(supervisor.name)
         prefix = f"kaveri {role}: "
         if status == CONFIG_ERROR_STATUS and lines and lines[-1].startswith(prefix):
-            # The service said in one line what is wrong with which of its settings.
+            # The service has reported the invalid setting in one line.
             field, _, reason = lines[-1].removeprefix(prefix).partition(": ")
             return ConfigError(stack_flag(field), reason)
         for line in lines:
@@ -265,7 +265,7 @@ class LocalStack:
         return ConfigError(supervisor.name, ": ".join([f"{describe_exit(status)} while starting", *reasons]))
 
     def _report_restart(self, line: str) -> None:
-        # A child that cannot even start ends the whole stack, which says why.
+        # A child that cannot even start ends the whole stack, which reports the reason.
         if self._started:
             self._report(line)
 
@@ -285,8 +285,8 @@ class LocalStack:
         )
 
     async def _knows_everybody(self, address: str) -> bool:
-        """Whether the router at `address` takes requests and has the same instances in its view. A router with API keys
-        shows its view to operators alone: there, whether it takes requests."""
+        """Return True if the router at `address` accepts requests and has the same instances in its view. A router with
+        API keys shows its view to operators only: there, True if it accepts requests."""
         if not await check_health(address, _RPC_TIMEOUT_S):
             return False
         async with open_channel(address) as channel:
@@ -301,4 +301,4 @@ class LocalStack:
 
 
 def _say_nothing(line: str) -> None:
-    """Drops reports."""
+    """Discard a report."""

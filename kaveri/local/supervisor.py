@@ -10,11 +10,11 @@ from kaveri.local.process import ChildProcess
 _BACKOFF_MIN_S = 0.25
 _BACKOFF_MAX_S = 15.0
 _STEADY_AFTER_S = 30.0
-"""A life this long makes the next back-off short again."""
+"""Min uptime that resets the back-off."""
 
 
 class Supervisor:
-    """Owns one child over its lives. For one event loop."""
+    """Owns one child across restarts. Not thread-safe: for one event loop."""
 
     def __init__(
         self,
@@ -25,12 +25,12 @@ class Supervisor:
         *,
         restart: bool,
     ) -> None:
-        """launch: starts a life. process: the first one. report: takes a line for people."""
+        """launch: starts a process. process: the first one. report: receives a line of text for users."""
         self.name = name
         self.process = process
-        """The life now, or the last one."""
+        """The current process, or the last one."""
         self.first_exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        """The status with which the first life ended."""
+        """Exit status of the first process."""
         self._launch = launch
         self._report = report
         self._restarts = restart
@@ -38,7 +38,8 @@ class Supervisor:
         self._watching = asyncio.create_task(self._watch(), name=f"supervisor of {name}")
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM for good, SIGKILL after `grace_s` seconds. The child is reaped, also when this is cancelled."""
+        """Send SIGTERM and stop restarting, SIGKILL after `grace_s` seconds. The child is reaped, even on
+        cancellation."""
         await self._let_go()
         try:
             await self.process.stop(grace_s)
@@ -47,12 +48,12 @@ class Supervisor:
             raise
 
     async def kill_for_good(self) -> None:
-        """SIGKILL for good. The child is reaped."""
+        """Send SIGKILL and stop restarting. The child is reaped."""
         await self._let_go()
         await self.process.kill()
 
     async def restart(self) -> None:
-        """Restarts a killed child that is not restarted automatically."""
+        """Restart a killed child that is not restarted automatically."""
         assert not self._restarts, f"{self.name} is restarted by itself"
         await self.process.wait()
         self.process = self._launch()
@@ -81,12 +82,12 @@ class Supervisor:
             try:
                 self.process = self._launch()
             except OSError as error:
-                # Out of processes or descriptors, most likely. The dead life stays, and the next round tries again.
+                # Most likely out of processes or descriptors. Keep the dead process and retry in the next round.
                 self._report(f"{self.name} could not be started: {error.strerror}")
 
 
 def describe_exit(status: int) -> str:
-    """The end of a process in words."""
+    """Describe the end of a process in words."""
     if status >= 0:
         return f"exited with status {status}"
     return f"was ended by {signal.Signals(-status).name}"
