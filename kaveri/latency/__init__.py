@@ -1,1 +1,1 @@
-"""How long an engine step takes: the model, its fit, bundled fits and profile files."""
+"""Duration of engine steps: the model, its fit, bundled fits and profile files."""

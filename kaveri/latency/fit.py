@@ -29,7 +29,8 @@ def fit_prefill(points: Sequence[PrefillPoint]) -> tuple[PrefillLatency, FitErro
 
 
 def fit_decode(points: Sequence[DecodePoint]) -> tuple[DecodeLatency, FitError]:
-    """As fit_prefill. One set of coefficients for all batches; DistServe's simulator has two."""
+    """Coefficients and cross-validated error, as fit_prefill. One set for all batches; DistServe's simulator has
+    two."""
     rows = [(1.0, point.batch * point.context_tokens, point.batch) for point in points]
     (step_s, context_token_s, request_s), error = _fit(rows, [point.times.median_s for point in points])
     fitted = DecodeLatency(min_batch=1, step_s=step_s, context_token_s=context_token_s, request_s=request_s)
@@ -37,18 +38,18 @@ def fit_decode(points: Sequence[DecodePoint]) -> tuple[DecodeLatency, FitError]:
 
 
 def predict_prefill_s(fitted: PrefillLatency, point: PrefillPoint) -> float:
-    """Seconds of the step by the model."""
+    """Predicted seconds of the step."""
     return fitted.step_s + point.tokens * fitted.token_s + point.squared_tokens * fitted.token_squared_s
 
 
 def predict_decode_s(fitted: DecodeLatency, point: DecodePoint) -> float:
-    """Seconds of the step by the model."""
+    """Predicted seconds of the step."""
     context_tokens = point.batch * point.context_tokens
     return fitted.step_s + context_tokens * fitted.context_token_s + point.batch * fitted.request_s
 
 
 def nonnegative_least_squares(rows: Floats, targets: Floats) -> Floats:
-    """The x >= 0 for which |rows @ x - targets| is least.
+    """Minimize |rows @ x - targets| over x >= 0.
 
     It equals the plain least-squares solution on the columns where it is positive (Lawson and Hanson, Solving Least
     Squares Problems, 1974, chapter 23). With few columns, this tries all subsets of them.

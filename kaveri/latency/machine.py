@@ -9,11 +9,11 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Equal machines are expected to take the same time for a step."""
+    """Hardware description; a step takes the same time on equal machines."""
 
     cpu: str
     threads: int
-    """Threads that a step may use."""
+    """Number of threads that a step may use."""
     accelerator: str
     """Name of the GPU; empty: no GPU is used."""
 
@@ -22,7 +22,8 @@ class Machine:
 
 
 def this_machine(device: str) -> Machine:
-    """device: "cpu" or "cuda[:index]", where the engine runs. Does not import torch, but asks it if it is imported."""
+    """Describe this machine. device: "cpu" or "cuda[:index]" of the engine. Uses torch only if it is already
+    imported."""
     torch = sys.modules.get("torch")
     # torch reads OMP_NUM_THREADS once and then keeps its own number.
     threads = torch.get_num_threads() if torch is not None else len(os.sched_getaffinity(0))

@@ -20,17 +20,17 @@ _BUNDLED = Path(__file__).parent / "bundled"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillLatency:
-    """Seconds of a step of prompt chunks."""
+    """Coefficients of a step of prompt chunks, in seconds."""
 
     step_s: float
     token_s: float
     token_squared_s: float
-    """Per squared prompt length. A chunk [start, stop) counts stop**2 - start**2."""
+    """Seconds per squared prompt length. A chunk [start, stop) counts stop**2 - start**2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLatency:
-    """Seconds of a decode step of at least `min_batch` requests."""
+    """Coefficients of a decode step of at least `min_batch` requests, in seconds."""
 
     min_batch: int
     step_s: float
@@ -40,26 +40,26 @@ class DecodeLatency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyModel:
-    """One model on one type of hardware."""
+    """Latencies of one model on one type of hardware."""
 
     name: str
     source: str
     """The origin of the coefficients."""
     prefill: PrefillLatency
     decode: tuple[DecodeLatency, ...]
-    """In ascending order of min_batch; the first has min_batch 1."""
+    """Ascending by min_batch; the first has min_batch 1."""
 
     def step_s(self, spans: Sequence[tuple[int, int]]) -> float:
         """Seconds of a step. If it mixes chunks and decodes, only the larger constant counts: weights are read once.
 
-        spans: of each sequence in the batch, the first position that the step computes and the number of positions.
+        spans: for each sequence in the batch, the first position that the step computes and the number of positions.
         """
         return self.mixed_step_s(spans, 0, 0)
 
     def mixed_step_s(self, spans: Sequence[tuple[int, int]], decodes: int, context_tokens: int) -> float:
-        """Seconds of a step of `spans` and of `decodes` more requests that draw one token each.
+        """Seconds of a step of `spans` plus `decodes` requests that sample one token each.
 
-        context_tokens: of those requests together, with the tokens that this step computes.
+        context_tokens: total of those requests, with the tokens that this step computes.
         """
         constant_s = variable_s = 0.0
         for start, count in spans:
@@ -98,17 +98,17 @@ class LatencyModel:
         return replace(self, name=f"{self.name}, {scale:g} times slower", prefill=prefill, decode=decode)
 
     def decode_fit(self, decodes: int) -> DecodeLatency:
-        """The coefficients of a step in which so many requests draw a token."""
+        """Coefficients of a step in which `decodes` requests sample a token."""
         return self.decode[bisect_right(self.decode, decodes, key=lambda entry: entry.min_batch) - 1]
 
 
 def bundled_latency_models() -> tuple[str, ...]:
-    """The names of the bundled models."""
+    """Names of the bundled models."""
     return tuple(sorted(path.stem for path in _BUNDLED.glob("*.json")))
 
 
 def load_latency_model(name_or_file: str) -> LatencyModel:
-    """Loads a bundled model by its name, or a JSON file of the same form, or a profile. Raises ConfigError."""
+    """Load a bundled model by its name, or a JSON file of the same form, or a profile. Raises ConfigError."""
     if name_or_file in bundled_latency_models():
         path = _BUNDLED / f"{name_or_file}.json"
     else:
@@ -127,7 +127,7 @@ def load_latency_model(name_or_file: str) -> LatencyModel:
 
 
 def parse_latency_model(document: object) -> LatencyModel:
-    """A latency model from the result of json.loads. Raises ValueError, naming the field."""
+    """Parse a latency model from the result of json.loads. Raises ValueError, naming the field."""
     values = _members("the file", document, LatencyModel)
     for name in ("name", "source"):
         if not isinstance(values[name], str):

@@ -29,7 +29,7 @@ class ProfiledEngine:
     engine: str
     """ModelRunner.name."""
     model: str
-    """Its name or path; the same weights may have another name elsewhere."""
+    """Name or path of the model; the same weights may have another name elsewhere."""
     model_fingerprint: str
     """Equal only for the same weights and shape; for a timed engine, the name of its latency model."""
     dtype: str
@@ -57,7 +57,7 @@ class PrefillPoint:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the step computes."""
+        """Number of tokens that the step computes."""
         return sum(stop - start for start, stop in self.prompts)
 
     @property
@@ -104,7 +104,7 @@ class Profile:
     created: str
     """ISO 8601, UTC."""
     kaveri: str
-    """The version of Kaveri that measured."""
+    """Version of Kaveri that measured."""
     engine: ProfiledEngine
     machine: Machine
     saturation: Saturation
@@ -120,7 +120,7 @@ class Profile:
         return self.saturation.chunk_tokens
 
     def require_for(self, engine: ProfiledEngine, latency_model: LatencyModel | None = None) -> None:
-        """Raises ConfigError when this was measured on another engine, model, dtype or device.
+        """Raise ConfigError if this was measured on another engine, model, dtype or device.
 
         latency_model: the one of a timed engine; a profile that contains the same model is valid for that engine.
         """
@@ -136,13 +136,13 @@ class Profile:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Raises OSError."""
+    """Write the profile as JSON. Raises OSError."""
     document = {"format": FORMAT, "version": VERSION, **asdict(profile)}
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def read_profile(path: str | Path) -> Profile:
-    """Raises ConfigError."""
+    """Read a profile. Raises ConfigError."""
     path = Path(path).expanduser()
     try:
         document = json.loads(path.read_text())
@@ -164,7 +164,7 @@ def read_profile(path: str | Path) -> Profile:
 
 
 def _record(where: str, document: object, kind: type[RecordT]) -> RecordT:
-    """A dataclass from the result of json.loads. Raises ValueError, naming the field."""
+    """Build a dataclass from the result of json.loads. Raises ValueError, naming the field."""
     assert is_dataclass(kind)
     names = {entry.name for entry in fields(kind)}
     if not isinstance(document, dict) or set(document) != names:
@@ -176,7 +176,8 @@ def _record(where: str, document: object, kind: type[RecordT]) -> RecordT:
 
 
 def _value(where: str, value: object, hint: Any) -> Any:
-    """Numbers must be finite and at least 0; that is valid for every field of a profile."""
+    """Convert a JSON value to the field's type. Numbers must be finite and at least 0, which holds for every field of a
+    profile."""
     if hint is LatencyModel:
         return parse_latency_model(value)
     if is_dataclass(hint):
