@@ -44,7 +44,7 @@ class GoodputSearch:
         return self._next_per_s
 
     def note(self, probe: Probe) -> None:
-        """Records the result of the run at next_rate()."""
+        """Record the result of the run at next_rate()."""
         self.probes.append(probe)
         if probe.attainment >= self._target:
             self.held = probe

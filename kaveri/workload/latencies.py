@@ -1,4 +1,4 @@
-"""What TTFT, TPOT and JCT are, in one place: of one request, and of columns of requests. Pure."""
+"""Definitions of TTFT, TPOT and JCT, for single requests and for columns of requests. Pure."""
 
 from typing import Protocol, TypeVar
 
@@ -24,27 +24,27 @@ def jct(due_s: ValueT, last_s: ValueT) -> ValueT:
 
 
 class Outcome(Protocol):
-    """What one request's latencies are made of. Times are seconds of one clock; None: it did not happen."""
+    """Times and token count of one request. Times are seconds of one clock; None: it did not happen."""
 
     @property
     def due_s(self) -> float:
-        """When it should have been sent."""
+        """Planned send time."""
 
     @property
     def first_s(self) -> float | None:
-        """First token received."""
+        """Time of the first received token."""
 
     @property
     def last_s(self) -> float | None:
-        """Last token received."""
+        """Time of the last received token."""
 
     @property
     def received_tokens(self) -> int:
-        """Of the answer."""
+        """Number of received answer tokens."""
 
     @property
     def error(self) -> str | None:
-        """Name of the error that ended it. None: it was answered."""
+        """Name of the error that ended it; None if it was answered."""
 
 
 def ttft_s(record: Outcome) -> float | None:

@@ -13,7 +13,7 @@ KINDS = ("prompt", "messages", "prompt_token_ids")
 
 
 class MalformedLine(ValueError):
-    """A line is malformed; the message gives the reason."""
+    """Error for a malformed line; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +26,17 @@ class RequestPrompt:
     """A text, a list of {"role", "content"}, or a list of ids."""
 
     def as_json(self) -> dict[str, Any]:
-        """Its form in a line of a file, and as the SDK's keyword argument."""
+        """JSON form in a line of a file, also the SDK's keyword argument."""
         return {self.kind: self.content}
 
     @property
     def digest(self) -> bytes:
-        """Identifies the prompt; the same on every machine. Also used to split label files."""
+        """Hash that identifies the prompt on every machine. Also used to split label files."""
         return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).digest()
 
 
 def read_prompts(path: Path) -> list[tuple[int, RequestPrompt]]:
-    """All prompts of a file, each with its line's number, from 1. Blank lines are skipped.
+    """Read all prompts of a file, each with its line number, from 1. Blank lines are skipped.
 
     A .jsonl file has an object per line with one of "prompt", "messages" or "prompt_token_ids"; other keys are ignored.
     Any other file has a raw prompt per line. Raises ConfigError("--prompts") naming the line and the reason.
@@ -54,7 +54,7 @@ def read_prompts(path: Path) -> list[tuple[int, RequestPrompt]]:
 
 
 def read_lines(path: Path, flag: str) -> Iterator[tuple[int, str]]:
-    """The lines of a UTF-8 file that are not blank, with their numbers from 1. Raises ConfigError, naming `flag`."""
+    """Yield the non-blank lines of a UTF-8 file with their numbers, from 1. Raises ConfigError, naming `flag`."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -70,7 +70,7 @@ def read_lines(path: Path, flag: str) -> Iterator[tuple[int, str]]:
 
 
 def parse_object(line: str) -> dict[str, Any]:
-    """Parses a line's JSON object. Raises MalformedLine."""
+    """Parse a line's JSON object. Raises MalformedLine."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -81,7 +81,7 @@ def parse_object(line: str) -> dict[str, Any]:
 
 
 def parse_prompt(content: dict[str, Any]) -> RequestPrompt:
-    """Reads the prompt in a line's object. Raises MalformedLine."""
+    """Parse the prompt in a line's object. Raises MalformedLine."""
     given = [kind for kind in KINDS if kind in content]
     if len(given) != 1:
         raise MalformedLine(f"has {' and '.join(given) or 'none'} of {', '.join(KINDS)}; it must have one")
@@ -94,7 +94,7 @@ def parse_prompt(content: dict[str, Any]) -> RequestPrompt:
         fits = isinstance(value, list) and bool(value) and all(_is_message(entry) for entry in value)
         wanted = 'a list of {"role": text, "content": text}'
     else:
-        # bool is an int to isinstance.
+        # isinstance accepts bools as int.
         fits = isinstance(value, list) and bool(value) and all(type(entry) is int and entry >= 0 for entry in value)
         wanted = "a list of numbers of at least 0"
     if not fits:

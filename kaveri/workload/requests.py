@@ -18,7 +18,7 @@ _LEAST_OUTPUT_TOKENS = 8
 
 
 class WorkloadClass(enum.StrEnum):
-    """Light or heavy in prefill (P) and in decode (D)."""
+    """Combination of light or heavy prefill (P) and decode (D)."""
 
     LPLD = "LPLD"
     LPHD = "LPHD"
@@ -33,7 +33,7 @@ class RequestLengths:
     """The lengths of one request."""
 
     prompt_tokens: int
-    """0: a text that has not been tokenized yet."""
+    """0: a text that is not tokenized yet."""
     output_tokens: int
 
     @property
@@ -50,7 +50,7 @@ class Workload:
 
     lengths: Sequence[RequestLengths]
     times_s: Sequence[float] = ()
-    """Arrival times from a trace. Empty: no arrival times."""
+    """Arrival times from a trace; empty if there are none."""
     prompts: Sequence[RequestPrompt] = ()
     """Empty: random prompts of the given lengths are generated."""
 
@@ -74,7 +74,7 @@ class PlannedRequest:
     """Seconds after the start of the run. Closed loop: 0, it is sent when an earlier one ends."""
     lengths: RequestLengths
     prompt: RequestPrompt | None = None
-    """None: a random prompt of the planned length is generated."""
+    """Prompt to send; if None, a random one of the planned length is generated."""
 
 
 def draw_lengths(
@@ -122,7 +122,7 @@ def gamma_arrivals(count: int, rate_per_s: float, burstiness: float, rng: random
 def plan_requests(
     lengths: Sequence[RequestLengths], arrivals_s: Sequence[float], prompts: Sequence[RequestPrompt] = ()
 ) -> list[PlannedRequest]:
-    """Pairs lengths with arrivals, and with prompts if there are any. Equal counts; arrivals in ascending order."""
+    """Combine lengths with arrivals, and with prompts if there are any. Equal counts; arrivals in ascending order."""
     texts: Sequence[RequestPrompt | None] = prompts or [None] * len(lengths)
     entries = enumerate(zip(arrivals_s, lengths, texts, strict=True))
     return [PlannedRequest(number, *entry) for number, entry in entries]

@@ -52,7 +52,7 @@ def resource_times(run: RunColumns, phases: Mapping[str, Phases]) -> dict[Phases
 
 
 def busy_spans(run: RunColumns) -> dict[str, dict[str, Floats]]:
-    """For each instance and phase, the busy spans of its answered requests: rows of begin and end."""
+    """Busy spans of each instance's answered requests, by phase: rows of begin and end."""
     server = run.server
     known = run.answered & ~np.isnan(server["prefill_s"]) & ~np.isnan(run.last_s)
     prefill_s = server["prefill_queue_s"] + server["prefill_s"]

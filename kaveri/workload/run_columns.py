@@ -1,4 +1,4 @@
-"""The outcome of a run as columns, one entry per request: what the summaries of real and simulated runs are made of."""
+"""Outcome of a run as columns, one entry per request: input of the summaries of real and simulated runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,10 +20,10 @@ SERVER_PHASES = (
     "decode_queue_s",
     "decode_s",
 )
-"""Where a request spends its time in the cluster; the names are those of kaveri.client.answer.ServerTiming."""
+"""Phases of a request's time in the cluster; the names are those of kaveri.client.answer.ServerTiming."""
 
 SERVER_LOSSES = ("resumes", "held_tokens", "recomputed_tokens", "stall_s")
-"""What losses of instances cost a request; names as above."""
+"""Costs of lost instances per request; names as above."""
 
 
 def _no_gaps() -> Floats:
@@ -39,45 +39,45 @@ class RunColumns:
     """One run, in planned order. Times are seconds after its start; NaN: it did not happen."""
 
     due_s: Floats
-    """When each request should have been sent."""
+    """Planned send time of each request."""
     sent_s: Floats
     first_s: Floats
-    """First token received."""
+    """Time of the first received token."""
     last_s: Floats
-    """Last token received."""
+    """Time of the last received token."""
     prompt_tokens: Whole
     planned_tokens: Whole
-    """Of the answer, as asked for."""
+    """Requested answer length."""
     received_tokens: Whole
     error: Whole
-    """Index into error_names, plus 1. 0: it was answered."""
+    """Index into error_names, plus 1. 0: answered."""
     error_names: tuple[str, ...]
     server: Mapping[str, Floats]
-    """For each of SERVER_PHASES, seconds; NaN where the cluster has not said."""
+    """Seconds by name in SERVER_PHASES; NaN if the cluster did not report it."""
     prefill_instance: Whole
-    """Index into instance_ids; -1: not known."""
+    """Index into instance_ids; -1: unknown."""
     decode_instance: Whole
     instance_ids: tuple[str, ...]
     duration_s: float
-    """From the first request's time to the end of the last."""
+    """Seconds from the first request's time to the end of the last."""
     losses: Mapping[str, Floats] = field(default_factory=_no_losses)
-    """For each of SERVER_LOSSES; NaN where the cluster has not said. Empty: nothing is ever lost."""
+    """Values by name in SERVER_LOSSES; NaN if the cluster did not report it. Empty: instances are never lost."""
     gaps_s: Floats = field(default_factory=_no_gaps)
-    """Times between tokens of one answer, in any order."""
+    """Gaps between tokens of one answer, in any order."""
     gap_counts: Whole | None = None
-    """How often each entry of gaps_s occurred. None: once."""
+    """Multiplicity of each entry of gaps_s. None: 1."""
     loop_delays_s: Floats = field(default_factory=_no_gaps)
     """Delays of the client that sent the requests."""
 
     @property
     def answered(self) -> npt.NDArray[np.bool_]:
-        """Which requests ended without an error."""
+        """Mask of the requests that ended without an error."""
         answered: npt.NDArray[np.bool_] = self.error == 0
         return answered
 
     @property
     def output_tokens(self) -> Whole:
-        """Of the answer: those received, or those planned where it was not answered."""
+        """Answer length: tokens received, or tokens planned if it was not answered."""
         return np.where(self.answered, self.received_tokens, self.planned_tokens)
 
     def ttft_s(self) -> Floats:
@@ -85,7 +85,7 @@ class RunColumns:
         return ttft(self.due_s, self.first_s)
 
     def tpot_s(self) -> Floats:
-        """See kaveri.workload.latencies; NaN where there was no second token."""
+        """See kaveri.workload.latencies; NaN without a second token."""
         several = np.where(self.received_tokens >= 2, self.received_tokens, np.nan)
         return tpot(self.first_s, self.last_s, several)
 

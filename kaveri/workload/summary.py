@@ -1,4 +1,4 @@
-"""Sums up a run: latencies, SLO attainment, goodput, resource time. Real and simulated runs alike. Pure."""
+"""Summarizes a run: latencies, SLO attainment, goodput, resource time. Real and simulated runs alike. Pure."""
 
 import math
 from collections import Counter
@@ -21,18 +21,19 @@ LATE_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """The limits that a request must meet. None: no limit."""
+    """Latency limits of a request. None: no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
 
     @property
     def is_set(self) -> bool:
-        """Whether any limit is set."""
+        """True if any limit is set."""
         return self.ttft_s is not None or self.tpot_s is not None
 
     def met_by(self, record: Outcome) -> bool:
-        """False for a failed request. A request without a second token has no TPOT and meets that limit."""
+        """Return True if the request met all limits; False if it failed. One without a second token has no TPOT and
+        meets that limit."""
         if record.error is not None:
             return False
         ttft, tpot = ttft_s(record), tpot_s(record)
@@ -40,20 +41,20 @@ class Slo:
         return ttft_met and (self.tpot_s is None or tpot is None or tpot <= self.tpot_s)
 
     def met(self, run: RunColumns) -> npt.NDArray[np.bool_]:
-        """met_by() of every request."""
+        """Mask of the requests that met all limits; see met_by()."""
         met = run.answered
         if self.ttft_s is not None:
             met &= run.ttft_s() <= self.ttft_s
         if self.tpot_s is not None:
-            # NaN is not above any limit.
+            # NaN exceeds no limit.
             met &= ~(run.tpot_s() > self.tpot_s)
         return met
 
 
 def summarize(run: RunColumns, slo: Slo, phases: Mapping[str, Phases] | None = None) -> dict[str, Any]:
-    """One run as JSON values. Latencies are those of answered requests; SLO attainment counts all requests.
+    """Summarize one run as JSON values. Latencies are those of answered requests; SLO attainment counts all requests.
 
-    phases: those of each instance, by its id, for the resource time.
+    phases: by instance id, for the resource time.
     """
     answered = run.answered
     met_count = int(slo.met(run).sum())
@@ -87,13 +88,13 @@ def summarize(run: RunColumns, slo: Slo, phases: Mapping[str, Phases] | None = N
 
 
 def offered_per_s(sent_s: Floats) -> float | None:
-    """Requests per second as actually sent. None: a single request has no rate."""
+    """Requests per second as actually sent; None for a single request."""
     span_s = float(sent_s.max() - sent_s.min())
     return (len(sent_s) - 1) / span_s if span_s > 0 else None
 
 
 def over_runs(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures of at least one run: the median, smallest and largest value of each.
+    """Median, smallest and largest value of each figure over at least one run.
 
     Runs that lack a figure are ignored for that figure. Values that are not numbers are left out.
     """
@@ -112,7 +113,7 @@ def over_runs(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def spread(values: Sequence[float] | Floats, counts: Whole | None = None) -> dict[str, float] | None:
     """Mean, percentiles (nearest rank) and maximum; None without values. NaN is left out.
 
-    counts: how often each value occurred; None: once.
+    counts: multiplicity of each value; None: 1.
     """
     array = np.asarray(values, dtype=np.float64)
     order = np.argsort(array, kind="stable")[: int((~np.isnan(array)).sum())]  # NaN comes last
@@ -132,7 +133,7 @@ def spread(values: Sequence[float] | Floats, counts: Whole | None = None) -> dic
 
 
 def _losses(run: RunColumns) -> dict[str, Any]:
-    """What losses of instances have cost the answered requests."""
+    """Costs of lost instances for the answered requests."""
     found = {name: column[run.answered] for name, column in run.losses.items()}
     totals = {name: int(np.nansum(column)) for name, column in found.items() if name != "stall_s"}
     stalls_s = found.get("stall_s", np.empty(0))
@@ -144,5 +145,5 @@ def _classes(run: RunColumns) -> dict[str, int]:
     heavy_output = run.output_tokens > HEAVY_OUTPUT_TOKENS
     codes, firsts, counts = np.unique(heavy_prompt * 2 + heavy_output, return_index=True, return_counts=True)
     names = (WorkloadClass.LPLD, WorkloadClass.LPHD, WorkloadClass.HPLD, WorkloadClass.HPHD)
-    # In the order in which they came.
+    # In order of arrival.
     return {names[int(codes[index])].value: int(counts[index]) for index in np.argsort(firsts)}

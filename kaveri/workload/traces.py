@@ -26,7 +26,7 @@ class TraceEntry:
 
 
 def read_trace(path: Path, count: int) -> list[TraceEntry]:
-    """The first `count` requests of a trace, in order of arrival.
+    """Return the first `count` requests of a trace, in order of arrival.
 
     Formats, detected by the first line: the CSV of the Azure LLM inference traces of 2023, and Mooncake's JSON lines
     (timestamp in milliseconds, input_length, output_length). Raises ConfigError with the line and the reason.
