@@ -22,29 +22,29 @@ from kaveri.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """How a process logs. Plain values: an instance passes them to the processes of its ranks."""
+    """Logging settings of a process. Plain values: an instance passes them to the processes of its ranks."""
 
     service: str
     instance_id: str
     level: str
     rank: int | None = None
-    """For a process that is one tensor-parallel rank of an instance."""
+    """Tensor-parallel rank of the process within its instance; None if it is not one."""
 
     def __call__(self, _logger: Any, _method: str, event: EventDict) -> EventDict:
-        """The structlog processor that adds them to every line. Context variables would not reach engine and transport
-        threads."""
+        """Add the settings to a log line, as a structlog processor. Context variables would not reach engine and
+        transport threads."""
         rank = {} if self.rank is None else {"rank": self.rank}
         return {"service": self.service, "instance_id": self.instance_id, **rank, **event}
 
 
 def log_settings() -> LogSettings | None:
-    """The settings given to configure_logs; None before."""
+    """Settings given to configure_logs; None before."""
     first = next(iter(structlog.get_config()["processors"]), None)
     return first if isinstance(first, LogSettings) else None
 
 
 def configure_logs(service: str, instance_id: str, level: str = "info", rank: int | None = None) -> None:
-    """Sets up the process's logging, once. level: debug, info, warning or error; ConfigError for anything else.
+    """Set up the process's logging, once. level: debug, info, warning or error; ConfigError for anything else.
 
     rank: see LogSettings.
     """
@@ -72,13 +72,13 @@ def get_logger() -> FilteringBoundLogger:
 
 
 class _SafeLogger:
-    """Creates structlog's logger for each line; an error loses that line only."""
+    """Creates structlog's logger for each line, so an error loses only that line."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
 
     def bind(self, **values: Any) -> "_SafeLogger":
-        """A logger that adds these values to every line."""
+        """Return a logger that adds these values to every line."""
         return _SafeLogger({**self._values, **values})
 
     def __getattr__(self, level: str) -> Callable[..., None]:

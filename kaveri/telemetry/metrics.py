@@ -27,17 +27,18 @@ TOKEN_BUCKETS_S = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05),
     *(0.075, 0.1, 0.15, 0.2, 0.3, 0.5),
 )
-"""Of the time for one token or step: from 1 to 500 ms."""
+"""Histogram buckets for the time of one token or step: from 1 to 500 ms."""
 ANSWER_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-"""Of the time for a whole answer."""
+"""Histogram buckets for the time of a whole answer."""
 
 MAX_CONNECTIONS = 32
-"""One more closes the oldest connection that has not sent its request yet; if all have sent one, the new connection."""
+"""Max connections. Another one closes the oldest connection without a request; if all have sent one, the new
+connection."""
 MAX_REQUEST_BYTES = 8192
 REQUEST_TIMEOUT_S = 5.0
-"""Limit for a request to arrive."""
+"""Max time for a request to arrive."""
 RESPONSE_TIMEOUT_S = 10.0
-"""Limit for a response to be read."""
+"""Max time for a response to be read."""
 _PLAIN_TEXT = "text/plain; charset=utf-8"
 
 _Response = tuple[HTTPStatus, str, bytes]
@@ -53,9 +54,9 @@ async def serve_metrics(
     tls: ssl.SSLContext | None = None,
     is_welcome: Callable[[Mapping[str, Any] | None], bool] = lambda _: True,
 ) -> AsyncIterator[None]:
-    """Serves http://host:port while the context lasts; port 0 serves nothing. is_ready: the answer of /readyz.
-    registry: None: only /livez and /readyz, for --health-port. tls: https. is_welcome: whether a client with this
-    certificate is answered; others are disconnected.
+    """Serve http://host:port during the context; port 0 serves nothing. is_ready: the result of /readyz. registry:
+    None: only /livez and /readyz, for --health-port. tls: https. is_welcome: returns True to accept a client with this
+    certificate; others are disconnected.
 
     Raises ConfigError when the address cannot be bound.
     """
@@ -85,7 +86,7 @@ async def serve_metrics(
 
 
 class _Site:
-    """The connections. For one event loop."""
+    """Handles the connections. Not thread-safe: for one event loop."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class _Site:
         self._rendering = asyncio.Lock()
 
     def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Accepts a connection, for one request."""
+        """Accept a connection, for one request."""
         if not self._is_welcome(writer.get_extra_info("peercert")):
             writer.transport.abort()
             return
@@ -117,11 +118,11 @@ class _Site:
         self._connections.add(task)
         self._silent[task] = None
         task.add_done_callback(self._forget)
-        # Here and not in the task: a task that is cancelled before it starts never runs.
+        # Not in the task: a task cancelled before it starts never runs.
         task.add_done_callback(lambda _: writer.transport.abort())
 
     async def close(self) -> None:
-        """Ends all connections."""
+        """Close all connections."""
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
@@ -149,7 +150,7 @@ class _Site:
             get_logger().exception("metrics_request_failed", error=repr(error))
 
     async def _respond(self, head: bytes | None) -> bytes:
-        """The whole response. head: None if it was too long."""
+        """Build the whole response. head: None if it was too long."""
         if head is None:
             return _encode((HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _PLAIN_TEXT, b""), with_body=True)
         first, *lines = head.decode("latin-1").split("\r\n")
@@ -184,7 +185,7 @@ class _Site:
 
 
 async def _read_head(reader: asyncio.StreamReader) -> bytes | None:
-    """The request up to its empty line; None when it is too long. Raises EOFError when it is incomplete."""
+    """Read the request up to its empty line; None if it is too long. Raises EOFError if it is incomplete."""
     try:
         return (await reader.readuntil(b"\r\n\r\n")).removesuffix(b"\r\n\r\n")
     except asyncio.LimitOverrunError:

@@ -1,4 +1,4 @@
-"""Whether this process accepts requests. Its gRPC server sets it; /readyz reports it. Global, like metrics."""
+"""Readiness of this process. Set by its gRPC server, reported by /readyz. Global, like metrics."""
 
 from collections.abc import Callable
 
@@ -15,10 +15,10 @@ def set_ready(ready: bool) -> None:
 
 
 def is_ready() -> bool:
-    """Whether the process accepts requests."""
+    """Return True if the process accepts requests."""
     return _ready
 
 
 def before_ready(action: Callable[[], None]) -> None:
-    """Runs `action` once, before the process first accepts requests."""
+    """Run `action` once, before the process first accepts requests."""
     _before_ready.append(action)

@@ -1,7 +1,7 @@
 """Traces of requests over all processes, by OpenTelemetry. Off unless the standard OTEL_* variables name an exporter.
 
-A span is written when the time it describes is over, from times that the services note anyway. So a process without
-tracing, and a request that is not sampled, cost a comparison with None. What travels is W3C's `traceparent`: as an HTTP
+A span is written after the time that it describes, from times that the services record anyway. So a process without
+tracing, and a request that is not sampled, cost a comparison with None. W3C's `traceparent` is propagated as an HTTP
 header, as metadata to the router, and as a field of Prefill, Reserve and Resume. Times are time.monotonic()'s.
 """
 
@@ -20,38 +20,38 @@ from kaveri.extras import install_command
 HEADER = "traceparent"
 """Name of the HTTP header and of the gRPC metadata: https://www.w3.org/TR/trace-context."""
 MAX_TRACEPARENT_BYTES = 128
-"""Longer ones are ignored. Version 00 has 55."""
+"""Max length; longer ones are ignored. Version 00 has 55."""
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _EXPORTERS = "OTEL_TRACES_EXPORTER"
 _PROTOCOLS = ("grpc", "http/protobuf")
 _CLOSE_S = 3.0
 _MOST_ERROR_CHARACTERS = 500
 _CLOCKS_WITHIN_S = 50e-6
-"""The two clocks are read again, a few times, when there is more between them: the thread has lost its core."""
+"""Max time between the reads of two clocks. They are read again, a few times, if it is exceeded: the thread has lost
+its core."""
 
 
 class _Process:
-    """What this process traces with. None: it does not."""
+    """Tracing state of this process; None if it does not trace."""
 
     provider: Any = None
     tracer: Any = None
 
 
 class Spans:
-    """Writes the spans that one process adds to one request, all below the same span."""
+    """Writes one process's spans of one request, all with the same parent."""
 
     __slots__ = ("_context", "trace_id", "traceparent")
 
     def __init__(self, context: Any, traceparent: str) -> None:
         self._context = context
         self.traceparent = traceparent
-        """Of the span that they are below."""
+        """The parent span."""
         self.trace_id = traceparent.split("-")[1]
         """32 hexadecimal digits, for log lines."""
 
     def write(self, name: str, start_s: float, end_s: float, error: object = None, **attributes: Any) -> None:
-        """Writes a span. error: why what it describes has failed; None: it has not. Attributes that are None are left
-        out. Never raises."""
+        """Write a span. error: reason of a failure; None: none. Attributes that are None are left out. Never raises."""
         with contextlib.suppress(Exception):
             named, began_ns = _named(attributes), _wall_ns(start_s)
             span = _Process.tracer.start_span(name, self._context, attributes=named, start_time=began_ns)
@@ -59,7 +59,7 @@ class Spans:
 
 
 class OpenSpan(Spans):
-    """A span that has begun, and what is written below it."""
+    """A started span, as a parent of others."""
 
     __slots__ = ("_began_ns", "_began_s", "_span")
 
@@ -71,7 +71,7 @@ class OpenSpan(Spans):
         self._span, self._began_s, self._began_ns = span, began_s, began_ns
 
     def begin(self, name: str, start_s: float, after: "OpenSpan | None" = None, **attributes: Any) -> "OpenSpan | None":
-        """Begins a span below this one. after: a span that it follows from, and links to. None: it could not."""
+        """Start a child span. after: a span that it follows from, and links to. None if that failed."""
         with contextlib.suppress(Exception):
             from opentelemetry import trace
 
@@ -85,22 +85,22 @@ class OpenSpan(Spans):
 
     @property
     def spans(self) -> "OpenSpan":
-        """Itself: see trace_fields()."""
+        """Return the span itself: see trace_fields()."""
         return self
 
     def end(self, end_s: float, error: object = None, **attributes: Any) -> None:
-        """Ends it. error: as of write()."""
+        """End the span. error: see Spans.write()."""
         with contextlib.suppress(Exception):
             self._span.set_attributes(_named(attributes))
             _end(self._span, self._began_ns + _ns(end_s - self._began_s), error)
 
 
 def configure_tracing(service: str, instance_id: str) -> None:
-    """Begins to trace, if the environment names an exporter: OTEL_EXPORTER_OTLP_ENDPOINT, or OTEL_TRACES_EXPORTER as
-    otlp or console. The SDK reads sampler, batches, resource attributes and OTEL_SDK_DISABLED itself.
+    """Start tracing if the environment names an exporter: OTEL_EXPORTER_OTLP_ENDPOINT, or OTEL_TRACES_EXPORTER as otlp
+    or console. The SDK itself reads sampler, batches, resource attributes and OTEL_SDK_DISABLED.
 
-    Raises ConfigError for an exporter or a protocol that is not known, for values that the SDK refuses, and where the
-    extra [otel] is not installed.
+    Raises ConfigError for an unknown exporter or protocol, for values that the SDK refuses, and where the extra [otel]
+    is not installed.
     """
     named = os.environ.get(_EXPORTERS, "").strip() or ("otlp" if any(map(os.environ.get, _ENDPOINTS)) else "none")
     if named == "none" or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
@@ -123,43 +123,43 @@ def configure_tracing(service: str, instance_id: str) -> None:
     except ImportError as error:
         raise ConfigError(_EXPORTERS, f"tracing needs OpenTelemetry: {install_command('otel')} ({error})") from error
     except Exception as error:
-        # The SDK's own, of many types: a timeout that is no number, queues that are smaller than batches.
+        # The SDK's own errors, of many types: an invalid timeout, queues smaller than batches.
         raise ConfigError("OTEL_*", f"OpenTelemetry refuses a variable: {error}") from error
     use_provider(provider)
 
 
 def use_provider(provider: Any) -> None:
-    """Traces with this tracer provider of OpenTelemetry from now on; None: not any more."""
+    """Use this OpenTelemetry tracer provider from now on; None: stop tracing."""
     _Process.provider = provider
     _Process.tracer = None if provider is None else provider.get_tracer("kaveri")
 
 
 def is_tracing() -> bool:
-    """Whether this process traces at all."""
+    """Return True if this process traces."""
     return _Process.tracer is not None
 
 
 def close_tracing() -> None:
-    """Sends what is left, for a few seconds at most."""
+    """Flush the remaining spans, for a few seconds at most."""
     provider = _Process.provider
     use_provider(None)
     if provider is not None:
-        # An exporter without an answer waits for longer than a process may take to end.
+        # An exporter without an answer would delay the end of the process too long.
         closing = threading.Thread(target=provider.shutdown, name="kaveri-tracing-close", daemon=True)
         closing.start()
         closing.join(_CLOSE_S)
 
 
 def begin_span(name: str, traceparent: str, start_s: float, **attributes: Any) -> OpenSpan | None:
-    """Begins a span that answers a call, below the span that `traceparent` names, or a new trace without one. None:
-    nothing is traced, or the sampler has left this request out."""
+    """Start a span that answers a call, as a child of `traceparent`, or in a new trace without one. None if nothing is
+    traced, or the request is not sampled."""
     return _begun(name, traceparent, start_s, attributes)[0]
 
 
 @contextlib.contextmanager
 def calls_below(name: str, traceparent: str, start_s: float, **attributes: Any) -> Iterator[OpenSpan | None]:
-    """As begin_span(). Within it, calls of a Kaveri client are below the span; without one they say that the sampler
-    has left the request out, so that no router decides once more. The caller ends the span."""
+    """Start a span as begin_span() does. In this context calls of a Kaveri client are its children; without a span they
+    carry the decision not to sample, so that no router decides again. The caller ends the span."""
     begun, span = _begun(name, traceparent, start_s, attributes)
     if span is None:
         yield None
@@ -173,7 +173,7 @@ def calls_below(name: str, traceparent: str, start_s: float, **attributes: Any) 
 def _begun(
     name: str, traceparent: str, start_s: float, attributes: dict[str, Any]
 ) -> tuple[OpenSpan | None, Any | None]:
-    """The span if it is sampled, and what the SDK has made of it in any case. None: nothing is traced."""
+    """Return the span if it is sampled, and the SDK's span in any case; None if nothing is traced."""
     if _Process.tracer is None:
         return None, None
     with contextlib.suppress(Exception):
@@ -188,7 +188,7 @@ def _begun(
 
 
 def spans_below(traceparent: str) -> Spans | None:
-    """What writes spans below the one that `traceparent` names. None: nothing is traced, or not this request."""
+    """Return a writer of child spans of `traceparent`; None if nothing is traced, or not this request."""
     if not traceparent or _Process.tracer is None:
         return None
     with contextlib.suppress(Exception):
@@ -202,19 +202,19 @@ def spans_below(traceparent: str) -> Spans | None:
 
 
 def traceparent_of(metadata: Iterable[tuple[str, Any]] | None) -> str:
-    """The `traceparent` of a call's metadata; empty without one, and where nothing is traced."""
+    """Return the `traceparent` in a call's metadata; empty if there is none, or nothing is traced."""
     if _Process.tracer is None:
         return ""
     return next((str(value) for name, value in metadata or () if name == HEADER), "")
 
 
 def trace_fields(traced: Any) -> dict[str, str]:
-    """What a log line says of the trace of a request. traced: has its `spans`; None: it is not traced."""
+    """Return the trace fields of a request's log lines. traced: has its `spans`; None: not traced."""
     return {} if traced is None else {"trace_id": traced.spans.trace_id}
 
 
 def current_traceparent() -> str:
-    """Of the span that the caller is in, if its program traces with OpenTelemetry; empty otherwise."""
+    """Return the traceparent of the caller's span, if its program traces with OpenTelemetry; empty otherwise."""
     trace = sys.modules.get("opentelemetry.trace")
     # Another thread may be importing it.
     with contextlib.suppress(Exception):
@@ -225,8 +225,8 @@ def current_traceparent() -> str:
 
 
 def error_in_span(error: BaseException | None) -> str | None:
-    """What a span says of the error that has ended it. None: there was none. Of errors that Kaveri does not raise on
-    purpose only the name: their texts may hold anything, and are in the log."""
+    """Describe the error that ended a span; None if there was none. For unexpected errors only the type's name: their
+    texts may hold anything, and are in the log."""
     match error:
         case None:
             return None
@@ -249,7 +249,7 @@ def _context_of(traceparent: str) -> Any:
 
     if len(traceparent) > MAX_TRACEPARENT_BYTES:
         traceparent = ""
-    # Not the context of whatever runs here now.
+    # Not the context of the caller.
     return TraceContextTextMapPropagator().extract({HEADER: traceparent}, Context())
 
 
