@@ -67,12 +67,10 @@ def what_runs(source: str) -> str:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
-            node
-        ):
-            docstring = node.body[0]
-            assert docstring.end_lineno is not None
-            lines[docstring.lineno - 1 : docstring.end_lineno] = [""] * (docstring.end_lineno - docstring.lineno + 1)
+        match node:
+            # A docstring of a module, class, function or attribute: a string statement has no effect.
+            case ast.Expr(value=ast.Constant(value=str()), lineno=first, end_lineno=int(last)):
+                lines[first - 1 : last] = [""] * (last - first + 1)
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 

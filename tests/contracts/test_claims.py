@@ -59,6 +59,7 @@ def test_a_row_is_stale_from_the_change_of_its_code_to_its_next_measurement(tmp_
 def test_comments_and_docstrings_are_no_change_of_the_code() -> None:
     plain = 'X = "# no comment"\n\n\nclass A:\n    def f(self):\n        return """text"""\n'
     told = '"""Of X."""\n' + plain.replace("class A:\n", 'class A:  # of letters\n    """Two\n    lines."""\n\n')
+    told += '"""Of A, as\nof an attribute."""\n'
     assert claims.what_runs(told) == claims.what_runs(plain)
     assert claims.what_runs(told) != claims.what_runs(plain.replace("text", "test"))
     assert claims.what_runs(told) != claims.what_runs(plain.replace("no comment", "a comment"))
