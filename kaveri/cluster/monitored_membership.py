@@ -63,7 +63,7 @@ class MonitoredMembership(Membership):
         remaining_s: float | None = None,
         heartbeat_age_s: float | None = None,
     ) -> None:
-        """See Membership.learn. Instances that are no longer broadcast are removed, others of that kind ignored."""
+        """See Membership.learn. Ignores instances that are not broadcast, and removes members that no longer are."""
         if is_broadcast(InstanceStatus(record, load)):
             super().learn(record, load, remaining_s, heartbeat_age_s)
         else:

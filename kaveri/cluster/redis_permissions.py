@@ -1,6 +1,6 @@
 """Redis permissions that services need, in one list, and the check for them at start.
 
-The list follows from the store's scripts and from what it sends itself. A test runs the store's conformance suite as a
+The list follows from the store's scripts and from its own commands. A test runs the store's conformance suite as a
 user who has these permissions and no others, and starts a service without each of them.
 """
 
@@ -78,7 +78,7 @@ class NotPermitted(Exception):
 
 
 def store_needs(prefix: str) -> RedisNeeds:
-    """Permissions of the store. prefix: of its names."""
+    """Permissions that the store needs. prefix: of its keys and channels."""
     scripts = [script for name, script in vars(redis_scripts).items() if name.isupper()]
     called = frozenset(command for script in scripts for command in _CALLED.findall(script))
     keys, channels = (tuple(f"{prefix}:{name}" for name in names) for names in (_KEYS, _CHANNELS))

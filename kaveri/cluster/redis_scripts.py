@@ -11,8 +11,8 @@ and `token`, the last numbers drawn.
 # KEYS: the instance, the set of ids, the counters.
 # ARGV: registration or "", incarnation, instance id, status, lease in ms, channel, name for a new state, greatest
 # fencing token known.
-# Returns the registration, or "" when a newer life holds the id; then the status of that life, or of one that had to
-# leave, or "".
+# Returns the registration, or "" when a newer incarnation holds the id; then the status of that incarnation, or of one
+# that had to leave, or "".
 HEARTBEAT = """
 local state = redis.call('HGET', KEYS[3], 'state')
 if not state then
@@ -53,15 +53,15 @@ if held and string.match(held, '^%x+%.%d+:(%d+):') == ARGV[1] then
 end
 """
 
-# Takes ids out of the set whose leases have ended. KEYS: the set of ids, the instances. ARGV: their ids.
+# Removes ids with expired leases from the set. KEYS: the set of ids, the instances. ARGV: their ids.
 FORGET_ENDED = """
 for number, instance_id in ipairs(ARGV) do
   if redis.call('EXISTS', KEYS[number + 1]) == 0 then redis.call('SREM', KEYS[1], instance_id) end
 end
 """
 
-# A leader whose token is not the greatest known, because Redis lost its state, draws a greater one: its followers would
-# not hear it. A lease that has longer to run than it was given is cut: Redis's clock went back.
+# A leader whose token is not the greatest known, because Redis lost its state, draws a greater one: followers would
+# ignore it otherwise. A lease longer than it was granted is cut: Redis's clock went back.
 #
 # KEYS: the leader, the counters. ARGV: candidate, lease in ms, greatest token known.
 # Returns the token, or 0 when another leads; then the greatest token now.
@@ -101,8 +101,8 @@ return 1
 """
 
 # KEYS: the request, the instance of the router that holds it. ARGV: the value held, that router's incarnation, the new
-# value, its time to live in ms. Returns whether the claim was taken over: not while that life's lease holds; "none"
-# names no life.
+# value, its time to live in ms. Returns whether the claim was taken over: not while that incarnation's lease holds;
+# "none" names no incarnation.
 TAKE_OVER_REQUEST = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 local lease = redis.call('GET', KEYS[2])
@@ -111,7 +111,7 @@ redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[4])
 return 1
 """
 
-# KEYS: requests. ARGV: the values that this router's life has claimed them with.
+# KEYS: requests. ARGV: the values of this router incarnation's claims.
 CLOSE_REQUESTS = """
 local function holder(value) return value and string.match(value, '^(.*)\\n') end
 for number, key in ipairs(KEYS) do
@@ -120,7 +120,7 @@ end
 return 1
 """
 
-# KEYS: requests. ARGV: their claims, with the hints to enter. Claims that are not held are left alone.
+# KEYS: requests. ARGV: their claims, with the hints to enter. Ended claims, and those held by others, are left alone.
 UPDATE_REQUESTS = """
 local function holder(value) return value and string.match(value, '^(.*)\\n') end
 for number, key in ipairs(KEYS) do

@@ -1,23 +1,23 @@
 """The cluster's state in Redis (6.2 or newer).
 
-Names begin with `kaveri:<cluster name>:<database>`, the database too because Redis's channels know none:
+Names begin with `kaveri:<cluster name>:<database>`; channels need the database since they are global in Redis:
 
     ...:instance:<id>   "<registration>:<incarnation>:<InstanceStatus>", expires with the lease
-    ...:instances       set of instance ids; those whose lease has ended are taken out by the next process that loads it
+    ...:instances       set of instance ids; the next process that loads it removes those whose lease has ended
     ...:request:<id>    "<router incarnation>:<session>:<hash of the secret>:<router id>\\n<hint>" of the claim;
                         expires with the request
     ...:leader          "<fencing token>:<lease in ms>:<candidate>" of the cluster monitor, expires with that lease
-    ...:counters        hash: what registrations and fencing tokens are drawn from
+    ...:counters        hash: the counters of registrations and fencing tokens
     ...:events          channel: "+<InstanceStatus>" per heartbeat, "-<InstanceStatus>" per deregistration
     ...:loads           channel: "=<LoadBroadcast>" of the leader, "-<InstanceStatus>" per deregistration
 
-One heartbeat is one script: it renews the lease and publishes, so that watchers learn loads by push. A registration,
-"<state>.<number>", orders the lives of one instance id. Nothing is decided by Redis's clock, which may go back: numbers
-are counted. After Redis has lost its state the processes bring the greatest fencing token that they know, and
+One heartbeat is one script: it renews the lease and publishes, so that watchers receive loads by push. A registration,
+"<state>.<number>", orders the incarnations of one instance id. Order never depends on Redis's clock, which may go back,
+but on counters. After Redis has lost its state the processes supply the greatest fencing token that they know, and
 registrations of another state are recognized by its name.
 
-Redis can be lost in two ways, which are noticed apart: nothing is heard (the watch), or it refuses heartbeats, as a
-replica or one without memory does. Either way the last view stays, until neither holds.
+Redis is lost when the watch receives nothing, or when it refuses heartbeats, as a replica or one without memory does.
+The two are detected separately. The last view stays in use until neither holds.
 """
 
 import asyncio

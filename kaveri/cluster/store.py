@@ -125,7 +125,7 @@ class ClusterStore(Protocol):
         """Return the claim of a request id; None if there is none, or the store is away."""
 
     async def update_requests(self, claims: Sequence[RequestClaim]) -> None:
-        """Store the hints of current claims. Ended claims and those of others are left alone."""
+        """Store the hints of current claims. Ended claims, and those held by others, are left alone."""
 
     async def close_requests(self, claims: Sequence[RequestClaim]) -> bool:
         """End claims. Those of other router incarnations are left alone. Returns False when the store is away: the

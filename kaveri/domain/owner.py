@@ -36,7 +36,7 @@ class Ownership(NamedTuple):
         return self.router_id == other.router_id
 
     def comparable(self, held: "Ownership") -> Owner | None:
-        """This owner, made comparable with the one of `held`, which has the same request id; None if the requests are
+        """Return this owner in a form comparable with `held`'s, which has the same request id; None if the requests are
         unrelated. A router that reuses a request id continues its attempt numbers across sessions."""
         if self.is_same_request(held):
             return self.owner

@@ -24,7 +24,7 @@ MAX_COPIED_TOKENS = 2**20
 """Max prompt tokens of one call in total, each counted once per answer, if there are several answers. Each answer is a
 request with a prompt of its own."""
 MAX_COPIED_CHARACTERS = 2**24
-"""The same in characters, before the prompts are tokenized."""
+"""Max prompt characters of one call in total, before the prompts are tokenized; see MAX_COPIED_TOKENS."""
 _UINT32_MAX = 2**32 - 1
 _UINT64_MAX = 2**64 - 1
 _FLOAT32_MAX = 3.4028234e38
@@ -76,8 +76,8 @@ class SamplingParams:
     logprobs: int | None = None
     """Number of most likely tokens to report with each sampled token's log-probability. None: no report."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens, of which there may be at most MAX_PROMPT_REPORT / (prompt_logprobs + 1). None:
-    no report."""
+    """Number of most likely tokens to report at each prompt position. The prompt may then have at most
+    MAX_PROMPT_REPORT / (prompt_logprobs + 1) tokens. None: no report."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text. Stop texts are searched in the remaining text; one that is a special token
     still ends the answer."""
@@ -243,6 +243,6 @@ class Logprobs:
     raw_bytes: bytes = field(default=b"", compare=False)
     """This token's bytes if they differ from its text in UTF-8, as for part of a character; else empty."""
     top_raw_bytes: tuple[bytes, ...] = field(default=(), compare=False)
-    """Bytes of the tokens in `top`, likewise; or empty."""
+    """Bytes of the tokens in `top`, as raw_bytes; empty if unknown."""
     text_offset: int = field(default=0, compare=False)
     """Offset of this token's text, or of the character that it is part of, in the answer, in characters."""

@@ -77,7 +77,7 @@ class VllmAsked:
     stream: bool
 
     def request(self, index: int, prompt: str | Sequence[int]) -> inference_pb2.GenerateRequest:
-        """Build the request for one of the answers."""
+        """Build the request for the answer `index`."""
         request = inference_pb2.GenerateRequest()
         if isinstance(prompt, str):
             request.text = prompt
@@ -90,7 +90,7 @@ class VllmAsked:
         return request
 
     def name(self, request_id: str, index: int) -> str:
-        """Id of one of the answers."""
+        """Build the id of the answer `index`."""
         return request_id if self.n == 1 else f"{request_id}-{index}"
 
 

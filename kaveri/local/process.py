@@ -43,7 +43,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id, valid until it is reaped."""
+        """Process id, valid until the child is reaped."""
         return self._process.pid
 
     @property
@@ -52,18 +52,19 @@ class ChildProcess:
         return self._process.returncode
 
     async def wait(self) -> int:
-        """Wait for its exit. Returns exit_status."""
+        """Wait for the child's exit. Returns exit_status."""
         await self._exited.wait()
         status = self.exit_status
         assert status is not None, "reaped without a status"
         return status
 
     def send_signal(self, signal_number: signal.Signals) -> None:
-        """Send a signal; no-op after its exit."""
+        """Send a signal; no-op after the child's exit."""
         self._process.send_signal(signal_number)
 
     async def stop(self, grace_s: float) -> int:
-        """Send SIGTERM, and SIGKILL if it has not exited after `grace_s` seconds, or on cancellation. Reaps it."""
+        """Send SIGTERM, and SIGKILL if the child has not exited after `grace_s` seconds, or on cancellation. Reaps
+        it."""
         self.send_signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(grace_s):
@@ -75,20 +76,20 @@ class ChildProcess:
             raise
 
     async def kill(self) -> int:
-        """Send SIGKILL, then reap it."""
+        """Send SIGKILL, then reap the child."""
         self.send_signal(signal.SIGKILL)
         async with asyncio.timeout(_KILLED_WITHIN_S):
             return await self.wait()
 
     def last_lines(self, count: int) -> list[str]:
-        """The last non-empty lines of its output."""
+        """Last non-empty lines of the child's output."""
         with self.log_path.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
             text = log.read(_TAIL_BYTES).decode(errors="replace")
         return [line for line in text.splitlines() if line.strip()][-count:]
 
     def log_problem(self) -> str:
-        """Reason why its log cannot be written, such as a full disk; empty if an empty line can be written."""
+        """Reason why the child's log cannot be written, such as a full disk; empty if an empty line can be written."""
         try:
             with self.log_path.open("ab", buffering=0) as log:
                 log.write(b"\n")

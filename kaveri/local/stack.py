@@ -52,7 +52,7 @@ class LocalStack:
         self.targets: tuple[str, ...] = ()
         """Routers, "host:port", known once they have registered. Unchanged over restarts."""
         self.http_targets: tuple[str, ...] = ()
-        """Gateways, likewise."""
+        """Gateways, "host:port", known once they have registered. Unchanged over restarts."""
         self.redis_url = config.redis_url
         self.log_dir = Path()
         """Folder with one log per child."""

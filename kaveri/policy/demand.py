@@ -9,11 +9,11 @@ class Demand(NamedTuple):
     """Resources that a request needs on a decode instance."""
 
     tokens: int
-    """Tokens to reserve room for: those whose KV is pushed, and the next one."""
+    """Tokens that need room: those whose KV is pushed, plus the next one."""
     predicted: int = 0
     """Lower bound of the predicted final token count. 0: unknown."""
     heavy: bool = False
-    """True if its decode is long (HeavyThresholds)."""
+    """True if the request is long in decode (HeavyThresholds)."""
     layout: KvLayout | None = None
     """Layout of the pool that pushes its KV; only instances whose layout it can be mapped onto are chosen. None:
     any."""

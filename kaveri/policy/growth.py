@@ -13,11 +13,11 @@ class BatchMember(NamedTuple):
     """A request in the decode batch, or a candidate for it."""
 
     context_tokens: int
-    """Tokens whose KV it holds, or must recompute after a preemption."""
+    """Tokens whose KV the request holds, or must recompute after a preemption."""
     remaining_tokens: int = 0
-    """Predicted number of tokens still to sample. 0: unknown, or it has outlived its prediction."""
+    """Predicted number of tokens still to sample. 0: unknown, or the prediction was outlived."""
     holds_blocks: bool = True
-    """True if it holds the blocks of its context and next token. False: it was preempted, and holds none."""
+    """True if the request holds the blocks of its context and next token; False if it was preempted."""
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class _Holder:
     """A member that holds its blocks. It samples one token per step, so the stored values do not change."""
 
     offset_tokens: int
-    """Its context, minus the steps so far."""
+    """The member's context tokens, minus the steps so far."""
     end_step: int
     """Predicted last step. 0: unknown."""
 

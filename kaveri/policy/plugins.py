@@ -24,15 +24,15 @@ class Option:
     """An eligible instance: ready, compatible, and with room."""
 
     instance: ViewedInstance
-    """Its record and the load of its last heartbeat."""
+    """Record of the instance, with the load of its last heartbeat."""
     sent_count: int
-    """Requests that the caller has sent there and that the load does not show yet."""
+    """Requests that the caller has sent to the instance and that its load does not show yet."""
     sent_amount: int
-    """Amount of those requests: prompt tokens, KV blocks or bytes of copies, depending on the question."""
+    """Size of the requests in sent_count: prompt tokens, KV blocks or bytes of copies, depending on the question."""
 
     @property
     def instance_id(self) -> str:
-        """Id by which a policy chooses this option."""
+        """Id to return in order to choose this option."""
         return self.instance.record.instance_id
 
 

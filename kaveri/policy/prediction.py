@@ -28,7 +28,7 @@ class PredictionMode(enum.StrEnum):
     PARALLEL = "parallel"
     """In parallel with the first chunk: known by the time of placement, or unknown."""
     SEQUENTIAL = "sequential"
-    """Before the prompt enters the queue."""
+    """Predicted before the prompt enters the queue."""
     OFF = "off"
 
     @property
@@ -54,11 +54,11 @@ class PredictorStatus:
     """A candidate predictor."""
 
     name: str
-    """Its instance id, or the address configured by an operator."""
+    """Id of the instance, or the address configured by an operator."""
     incarnation: int
     address: str
     waiting_prompts: int
-    """Waiting prompts in its last heartbeat, plus the unanswered ones sent from here."""
+    """Waiting prompts in the predictor's last heartbeat, plus the unanswered ones sent from here."""
 
 
 class PredictorHealth:
@@ -84,13 +84,13 @@ class PredictorHealth:
         return not self._rests or (now_s >= self._resting_until_s and not self.outstanding_prompts)
 
     def left(self) -> bool:
-        """Record that it left the cluster. Return True if this changed it to not working."""
+        """Record that the predictor left the cluster. Return True if this changed it to not working."""
         news = self._working is not False
         self._working = False
         return news
 
     def succeeded(self) -> bool:
-        """Record a good answer. Return True if this changed it to working."""
+        """Record a good answer of the predictor. Return True if this changed it to working."""
         news = self._working is not True
         self._working = True
         self._failures = self._rests = 0

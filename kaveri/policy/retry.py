@@ -63,9 +63,9 @@ class RetryState:
     _failures: int = 0
     """Failures other than a full queue; each doubles the pauses."""
     _unreached: int = 0
-    """Consecutive placements without a connection."""
+    """Consecutive placements that failed for lack of a connection."""
     _unreached_since_s: float = 0.0
-    """Time of the first of those."""
+    """Time of the first placement in the current series without a connection."""
     _rests: Mapping[str, _Rest] = field(default_factory=dict)
 
     def resting(self, view: ClusterView, now_s: float) -> dict[str, float]:

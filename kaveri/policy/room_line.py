@@ -24,9 +24,9 @@ class Place:
     """Increasing number that orders the line."""
     overtakes: int = 0
     asked: bool = False
-    """True while the engine has not answered a query for its room."""
+    """True while the engine has been asked for the request's room and has not answered."""
     overtaken: tuple["Place", ...] = ()
-    """While asked: the places in front of it."""
+    """Places that this request overtakes while the engine is asked for its room."""
 
 
 class RoomLine:

@@ -21,7 +21,7 @@ from kaveri.policy.unconfirmed import KeyT, UnconfirmedWork
 
 
 class Seeker(NamedTuple, Generic[KeyT]):
-    """A request that searches for room, and its state."""
+    """A request that searches for room, and the state of its search."""
 
     key: KeyT
     token_count: int
@@ -30,11 +30,11 @@ class Seeker(NamedTuple, Generic[KeyT]):
     """Lower bound of the predicted final token count."""
     heavy: bool = False
     waits_at: str | None = None
-    """Id of the decode instance where it waits in line."""
+    """Id of the decode instance where the request waits in line."""
     unfit: Mapping[str, KaveriError] = MappingProxyType({})
     """Permanent refusals by instance id."""
     silent: Set[str] = frozenset()
-    """Ids of instances that may be dead; it waits there only as a last resort."""
+    """Ids of instances that may be dead; the request waits there only as a last resort."""
 
 
 class Ask(NamedTuple):
@@ -42,9 +42,10 @@ class Ask(NamedTuple):
 
     target: ViewedInstance
     waits: bool
-    """True to wait there in line. A request waits at one instance, and keeps that place while it asks others."""
+    """True to wait in line at the target. A request waits at one instance, and keeps that place while it asks
+    others."""
     shows_room: bool
-    """True if the view shows enough room there."""
+    """True if the view shows enough room at the target."""
 
 
 _NONE: Set[str] = frozenset()
@@ -52,7 +53,7 @@ _NONE: Set[str] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class StopWaiting:
-    """Give up the place in line: its instance takes no requests now."""
+    """Give up the place in line, since its instance takes no requests now."""
 
 
 @dataclass(frozen=True, slots=True)

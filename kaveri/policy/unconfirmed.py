@@ -24,7 +24,7 @@ NOTHING = Unconfirmed()
 
 
 _Piece = tuple[int, bool]
-"""(amount, is heavy)"""
+"""A piece of work: (amount, is heavy)."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class _Sent(Generic[KeyT]):
     by_heartbeat: dict[int, dict[KeyT, _Piece]] = field(default_factory=dict)
     """The pieces by the last heartbeat number known when they were sent."""
     confirmed_by: float = math.inf
-    """Number of the first heartbeat that confirms some of them."""
+    """Number of the first heartbeat that confirms some of the pieces."""
 
     def add(self, heartbeat: int, key: KeyT, piece: _Piece) -> None:
         pieces = self.by_heartbeat.get(heartbeat)

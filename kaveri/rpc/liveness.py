@@ -14,7 +14,7 @@ from kaveri.domain.silence import TICK_S, SilenceWatch
 SUSPECT_AFTER_S = 0.5
 """Silence after which a peer is suspected, and its waiting calls fail over."""
 SUSPECT_UNHEARD_AFTER_S = 1.2
-"""The same for a peer that has answered no beat yet: it may be far away, or still connecting."""
+"""SUSPECT_AFTER_S for a peer that has answered no beat yet: it may be far away, or still connecting."""
 BEAT_TIMEOUT_S = 2.0
 _BEAT_AFTER_S = 0.15
 """Silence after which a peer is sent a beat, and the interval between beats."""

@@ -32,7 +32,7 @@ class ControlTokens:
         """Tokenizer that encodes as the original does, but removes markers after the search for control tokens."""
 
     def mark_all(self, texts: Iterable[str]) -> tuple[list[str], bool]:
-        """Mark several texts; the flag is True if any of them has control tokens."""
+        """Mark several texts; the flag is True if any of them contains control tokens."""
         marked = [self.mark(text) for text in texts]
         return [text for text, _ in marked], any(found for _, found in marked)
 

@@ -51,7 +51,7 @@ class TokenPlaces:
     """Addresses of a request's KV in one layer, for some heads. Offsets and strides in bytes."""
 
     first_token: int
-    """First token of the first block."""
+    """Index of the token at the start of the first block."""
     block_tokens: int
     block_ids: tuple[int, ...]
     block_bytes: int

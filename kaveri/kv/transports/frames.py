@@ -2,7 +2,7 @@
 
 One connection carries the transfers of one sender to one receiver, interleaved frame by frame. All integers are
 little-endian. Each side begins with a hello; the receiver's carries its epoch, the sender's carries 0. The receiver's
-also says whether it verifies digests; else the sender makes none.
+also says whether it verifies digests; if not, the sender computes none.
 
     hello    magic "KAVERIKV" (8) | oldest version (2) | with digests (1) | newest version (1) | reserved (4)
              | epoch (8)
@@ -21,8 +21,8 @@ MARKED and EXTENDED. Over a connection of version 4 both sides refuse open trans
                layers from `layer`
     END        payload: the note; `digest` of all payload
                of the transfer's DATA
-    ABORT      the transfer is given up; `first index` 1:    CREDIT     payload: bytes (8) that may be sent beyond
-               what is marked is still of use                           those before, of whatever transfer, and
+    ABORT      the transfer is cancelled; `first index` 1:   CREDIT     payload: bytes (8) that may be sent beyond
+               marked blocks are still of use                           those before, of whatever transfer, and
                                                                         how many may be under way now (8)
 
     in open transfers
@@ -30,19 +30,19 @@ MARKED and EXTENDED. Over a connection of version 4 both sides refuse open trans
                are sent; payload: the note; `digest` of      EXTENDED   `block count` more destination blocks, from
                all payload of the transfer's DATA so far                `first index` on; payload: their ids (4 each)
 
-    where the sender writes by itself (shared memory, NIXL); GRANTED as credit, too (gloo)
+    where the sender writes one-sided (shared memory, NIXL); GRANTED as credit, too (gloo)
     FENCED     nothing is written into the rejected         GRANTED    the opened transfer's blocks may be
                transfer any more                                       written until its end
 
-A transfer is OPEN, DATA and MARK in any order, then END or ABORT. Every OPEN and every END is answered in the end, by
+A transfer is OPEN, DATA and MARK in any order, then END or ABORT. Every OPEN and every END is answered eventually, by
 one ACCEPTED or by one or more REJECTED. Every MARK is answered by a MARKED, in order, or by the transfer's REJECTED.
-What a rejected transfer still brings is thrown away, so that a frame under way never disturbs the other transfers on
-the connection.
+Later frames of a rejected transfer are discarded, so that a frame in flight never disturbs the other transfers on the
+connection.
 
-Each DATA costs the bytes of its blocks, and the receiver begins with a CREDIT behind its hello.
+Each DATA costs credit for the bytes of its blocks; the receiver sends the first CREDIT after its hello.
 
-Where the sender writes by itself DATA has no payload: it says that the blocks are written. What else the receiver says
-behind its hello is described in shm.py, nixl.py and collective.py.
+Where the sender writes one-sided DATA has no payload: it reports that the blocks are written. Further data after the
+receiver's hello is described in shm.py, nixl.py and collective.py.
 """
 
 import enum

@@ -1,19 +1,19 @@
 """The NIXL transport, "nixl": one-sided writes from pool to pool through UCX, over whatever link UCX finds.
 
-The protocol is that of one_sided.py, over a TCP connection. Behind its hello the receiver says where its pool lies and
-how NIXL reaches it. A write is one transfer of NIXL's, named by block numbers in descriptor lists that were prepared
-when the two connected, and driven by the thread that waits for it: there is no progress thread, which would poll
-without a pause. DATA without blocks says that a write begins, so that the receiver drives its own side just while it
-has to; DATA with blocks says that they are written.
+The protocol is that of one_sided.py, over a TCP connection. After its hello the receiver sends the location of its pool
+and NIXL's metadata. A write is one NIXL transfer, given by block numbers in descriptor lists prepared when the two
+connected, and progressed by the thread that waits for it: a progress thread would poll without a pause. DATA without
+blocks announces a write, so that the receiver progresses its own side only while needed; DATA with blocks reports them
+as written.
 
-Giving a write up does not undo it: what UCX has queued may land when the receiver next drives its side. Therefore each
-connection has an agent of its own on both sides. Before the sender says that it has let go, each of its writes is
-complete. Where one does not complete in time, its agent is destroyed, and then the connection ended; and the receiver
-destroys the agent of an ended connection before it gives blocks back. With it goes the permission: queues, sockets and
-memory registration.
+Cancelling a write does not undo it: data queued in UCX may land when the receiver next progresses its side. Therefore
+each connection has an agent of its own on both sides. Each write of the sender is complete before it sends FENCED. If
+one does not complete in time, its agent is destroyed, and then the connection ended; and the receiver destroys the
+agent of an ended connection before it releases blocks. This revokes the permission: queues, sockets and memory
+registration.
 
-Ran here: DRAM to DRAM on one host, UCX choosing its way (it copies between processes) and over TCP. Never ran, for lack
-of hardware: RDMA. GPU memory is not served: pools are host memory.
+Ran here: DRAM to DRAM on one host, with UCX's own choice (it copies between processes) and over TCP. Never ran, for
+lack of hardware: RDMA. GPU memory is not supported: pools are host memory.
 """
 
 import contextlib

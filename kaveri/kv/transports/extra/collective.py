@@ -2,17 +2,17 @@
 
 One two-rank group for each connection, so for each (prefill, decode, incarnation): built directly, without a global
 group, over a store that the receiver opens for the meeting. Rank 0 receives, rank 1 sends. A TCP connection carries the
-frames of frames.py, and is sign of life; the group carries the bytes, and is never used in the other direction.
+frames of frames.py, and shows that the peer lives; the group carries the bytes, and is used in one direction only.
 
 The libraries match sends with receives by order, and a send waits for its receive to be posted. So each message is
-announced by a DATA frame of its own, whose blocks are its content: the receiver posts the receive at once, takes the
-frames that are there, and only then waits for the message. GRANTED says that a message has arrived, and that one more
-may be announced: messages under way are bounded by the staging buffers of both sides.
+announced by a DATA frame of its own, whose blocks are its content: the receiver posts the receive at once, processes
+the available frames, and only then waits for the message. GRANTED reports that a message has arrived, and that one more
+may be announced: messages in flight are bounded by the staging buffers of both sides.
 
-Blocks are gathered into and scattered out of those buffers, reused and prefaulted, in messages of two mebibytes where
-a write brings so much. Neither library ever sees a pool: a late message can hit staging memory only, and the receiver
-alone decides what goes on from there. Neither library can give up one message either: one that does not come in time
-ends the group and the connection, and the next transfer makes a new pair.
+Blocks are gathered into and scattered out of those buffers, reused and prefaulted, in messages of up to two mebibytes
+or one block. Neither library accesses a pool: a late message can hit staging memory only, and the receiver alone copies
+it from there. Neither library can cancel one message either: a late one ends the group and the connection, and the next
+transfer creates a new pair.
 
 "gloo" ran here. "nccl" is written and was never run: it needs two GPUs. There, staging is followed by a copy to or from
 the device, since pools are host memory.
