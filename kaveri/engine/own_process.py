@@ -11,6 +11,8 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as AnswerTimeout
 from multiprocessing.connection import Connection
@@ -18,6 +20,7 @@ from typing import Any, Protocol
 
 from kaveri import leash
 from kaveri.engine.contract import (
+    EngineEvent,
     EngineInfo,
     EngineKey,
     EngineListener,
@@ -60,8 +63,8 @@ def start_process() -> tuple["Connection[Any, Any]", Process]:
 class OwnProcessEngine:
     """PrefillEngine and DecodeEngine of another process, which ends with this one.
 
-    Calls are carried out in order. Those that can be refused (prefill, push_to, replicate) wait for the answer, a
-    fraction of a millisecond; no other call waits. Statistics are those of the last message.
+    Calls are carried out in order. Those that can be refused (prefill, push_to, admit, replicate) wait for the answer,
+    a fraction of a millisecond; no other call waits. Statistics are those of the last message.
     """
 
     info: EngineInfo
@@ -74,6 +77,7 @@ class OwnProcessEngine:
         self._numbers = itertools.count()
         self._answers: dict[int, Future[Any]] = {}
         self._listener: EngineListener | None = None
+        self._undelivered: deque[Sequence[EngineEvent]] = deque()
         self._is_over = self._closing = False
         opened: Future[EngineInfo] = Future()
         # It starts the process, too: the kernel ends a process whose parent thread has ended.
@@ -102,7 +106,8 @@ class OwnProcessEngine:
         return self._snapshot[1]
 
     def check_integrity(self) -> None:
-        self._answer("check_integrity", timeout_s=_INTEGRITY_TIMEOUT_S)
+        if not self._is_over:
+            self._answer("check_integrity", timeout_s=_INTEGRITY_TIMEOUT_S)
 
     def prefill(self, request: EngineRequest) -> None:
         self._answer("prefill", request)
@@ -123,7 +128,7 @@ class OwnProcessEngine:
         self._tell("adopt", key)
 
     def admit(self, key: EngineKey) -> None:
-        self._tell("admit", key)
+        self._answer("admit", key)
 
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
         self._answer("replicate", key, ticket)
@@ -156,8 +161,13 @@ class OwnProcessEngine:
         return answer
 
     def _answer(self, method: str, *arguments: object, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
+        answer = self._ask(method, *arguments)
+        if threading.current_thread() is self._thread:
+            # The listener calls, on the thread that reads. Events that come first are delivered when it has returned.
+            while not answer.done():
+                self._take(*self._connection.recv())
         try:
-            return self._ask(method, *arguments).result(timeout_s)
+            return answer.result(timeout_s)
         except AnswerTimeout as error:
             raise EngineError(f"its process has not answered {method} for {timeout_s:g} s") from error
 
@@ -186,6 +196,9 @@ class OwnProcessEngine:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 self._take(*self._connection.recv())
+                while self._undelivered:
+                    assert self._listener is not None, "events come after start()"
+                    self._listener(self._undelivered.popleft())
         self._end(process)
 
     def _take(self, number: int | None, result: Any, error: BaseException | None, snapshot: Any) -> None:
@@ -199,8 +212,7 @@ class OwnProcessEngine:
             else:
                 answer.set_exception(error)
         elif result:
-            assert self._listener is not None, "events come after start()"
-            self._listener(result)
+            self._undelivered.append(result)
 
     def _end(self, process: Process) -> None:
         with self._lock:

@@ -1,0 +1,147 @@
+"""An engine in a process of its own does what every engine must, and its end is that of its process."""
+
+import multiprocessing
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kaveri.engine import own_process, own_process_server
+from kaveri.engine.contract import EngineStopped
+from kaveri.engine.own_process import OwnProcessEngine
+from kaveri.engine.settings import EngineSettings
+from kaveri.engine.stepwise.fake import FakeModel
+from kaveri.errors import ConfigError, EngineError
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.replicas.host import HostReplicas
+from kaveri.kv.transfer.ticket import KvEndpoint
+from kaveri.kv.transports import make_transports
+from kaveri.testing.engine_conformance import EngineConformance, make_request
+from kaveri.testing.engine_endings import EndingConformance
+from kaveri.testing.engine_recorder import SOON_S, EngineRecorder
+from kaveri.testing.engine_release import ReleaseConformance
+from kaveri.testing.engine_replication import ReplicationConformance
+from kaveri.testing.engine_resumption import ResumptionConformance
+
+_EOS = 0.02
+_BLOCK_TOKENS = 16
+
+
+def _settings(total_blocks: int = 400, **given: Any) -> EngineSettings:
+    layout = FakeModel(block_tokens=_BLOCK_TOKENS).layout
+    memory_bytes = total_blocks * layout.layer_count * layout.block_bytes
+    settings = {"model": "made/up", "engine": "fake", "fake_eos_probability": _EOS, "block_tokens": _BLOCK_TOKENS}
+    return EngineSettings(**settings | {"kv_transports": ("unix", "tcp"), "kv_cache_memory": memory_bytes} | given)
+
+
+class _Forked:
+    """An own_process.Process that multiprocessing has started."""
+
+    def __init__(self, process: Any) -> None:
+        self._process = process
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        return int(self._process.exitcode or 0)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+@pytest.fixture
+def pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Process ids of the engines, which are copies of a process that has imported what they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["kaveri.engine.own_process_server", "kaveri.engine.factory"])
+    started: list[int] = []
+
+    def start() -> tuple[Connection, _Forked]:
+        ours, theirs = socket.socketpair()
+        connection: Connection[Any, Any] = Connection(theirs.detach())
+        process = context.Process(target=own_process_server.serve, args=(connection,))
+        process.start()
+        connection.close()
+        assert process.pid is not None
+        started.append(process.pid)
+        return Connection(ours.detach()), _Forked(process)
+
+    monkeypatch.setattr(own_process, "start_process", start)
+    return started
+
+
+class _Harness:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._count = 0
+
+    def prefill_engine(self, *, max_model_len: int, total_blocks: int, chunk_tokens: int) -> OwnProcessEngine:
+        # Calls that follow an event arrive before the next step.
+        given = {"max_model_len": max_model_len, "chunk_tokens": chunk_tokens, "fake_step_s": 0.005}
+        return OwnProcessEngine(_settings(total_blocks, **given))
+
+    def decode_engine(
+        self, *, max_model_len: int, total_blocks: int, chunk_tokens: int, max_batch: int
+    ) -> OwnProcessEngine:
+        given = {"max_model_len": max_model_len, "chunk_tokens": chunk_tokens, "max_batch": max_batch}
+        return OwnProcessEngine(_settings(total_blocks, **given))
+
+    def replica_store(self, layout: KvLayout, block_count: int) -> HostReplicas:
+        self._count += 1
+        memory_bytes = block_count * layout.layer_count * layout.block_bytes
+        listen = [KvEndpoint("unix", str(self._folder / f"replicas{self._count}.sock"))]
+        return HostReplicas(layout, memory_bytes, listen=listen, transports=make_transports(), epoch=self._count)
+
+    def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
+        return FakeModel(eos_probability=_EOS).answer(token_ids, 0, token_count)
+
+
+class TestEngineInItsOwnProcess(
+    EngineConformance, EndingConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance
+):
+    @pytest.fixture
+    def harness(self, pids: list[int], tmp_path: Path) -> _Harness:
+        return _Harness(tmp_path)
+
+
+def test_the_end_of_the_process_stops_the_engine_and_fails_what_is_asked_of_it(pids: list[int]) -> None:
+    engine, recorder = OwnProcessEngine(_settings(fake_step_s=0.05)), EngineRecorder()
+    engine.start(recorder)
+    request = make_request(engine, "r", 40, 20)
+    engine.prefill(request)
+    os.kill(pids[0], signal.SIGKILL)
+    engine._thread.join(SOON_S)
+    assert [event for event in recorder.events if isinstance(event, EngineStopped)]
+    with pytest.raises(EngineError, match="its process has ended"):
+        engine.prefill(request)
+    assert isinstance(engine.reserve(request, 1.0).exception(SOON_S), EngineError)
+    engine.abort(request.key)
+    engine.close()
+
+
+def test_a_setting_that_the_engine_refuses_is_refused_here(pids: list[int]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        OwnProcessEngine(_settings(kv_port=5, kv_transports=("tcp", "gloo")))
+    assert caught.value.field == "kv_port"
+
+
+def test_a_process_that_dies_while_it_loads_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_process.sys, "executable", "/bin/false")
+    with pytest.raises(ConfigError, match="its process has ended while it was loaded"):
+        OwnProcessEngine(_settings())
+
+
+def test_the_process_of_an_engine_that_is_started_as_services_start_it_ends_with_close() -> None:
+    engine = OwnProcessEngine(_settings())
+    recorder = EngineRecorder()
+    engine.start(recorder)
+    request = make_request(engine, "r", 40, 1)
+    engine.prefill(request)
+    recorder.wait_for_finish(request.key)
+    engine.close()
+    assert not engine._thread.is_alive()
+    assert not [event for event in recorder.events if isinstance(event, EngineStopped)]
