@@ -42,7 +42,7 @@ _CLOSE_TIMEOUT_S = 15.0
 """Longer than an engine takes to close."""
 
 
-class Process(Protocol):
+class StartedProcess(Protocol):
     """The part of subprocess.Popen that is used here."""
 
     def wait(self, timeout: float | None = None) -> int: ...
@@ -50,7 +50,7 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-def start_process() -> tuple["Connection[Any, Any]", Process]:
+def start_process() -> tuple["Connection[Any, Any]", StartedProcess]:
     """Start the process and return a connection to it. It dies with the thread that calls this."""
     ours, theirs = socket.socketpair()
     leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid())]
@@ -214,7 +214,7 @@ class OwnProcessEngine:
         elif result:
             self._undelivered.append(result)
 
-    def _end(self, process: Process) -> None:
+    def _end(self, process: StartedProcess) -> None:
         with self._lock:
             self._is_over = True
             answers = tuple(self._answers.values())

@@ -240,7 +240,7 @@ def _fork_engine() -> None:
 
 
 class _EngineCopy:
-    """An own_process.Process."""
+    """An own_process.StartedProcess."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

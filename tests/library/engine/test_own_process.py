@@ -40,7 +40,7 @@ def _settings(total_blocks: int = 400, **given: Any) -> EngineSettings:
 
 
 class _Forked:
-    """An own_process.Process that multiprocessing has started."""
+    """An own_process.StartedProcess that multiprocessing has started."""
 
     def __init__(self, process: Any) -> None:
         self._process = process
