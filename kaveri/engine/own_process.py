@@ -36,7 +36,7 @@ from kaveri.kv.transfer.ticket import Ticket
 from kaveri.telemetry.logs import log_settings
 
 _ANSWER_TIMEOUT_S = 10.0
-"""A call that is not answered for so long fails: the process stands still."""
+"""A process that does not answer for so long is ended: it stands still."""
 _INTEGRITY_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 15.0
 """Longer than an engine takes to close."""
@@ -69,6 +69,7 @@ class OwnProcessEngine:
 
     info: EngineInfo
     _connection: "Connection[Any, Any]"
+    _process: StartedProcess
     _snapshot: tuple[EngineStats, KvFlow]
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -90,7 +91,9 @@ class OwnProcessEngine:
         if self._is_over:
             listener([_stopped()])
         else:
-            self._tell("start")
+            # When it has just ended, the listener is called for that.
+            with contextlib.suppress(EngineError):
+                self._tell("start")
 
     def close(self) -> None:
         if not self._closing:
@@ -160,7 +163,8 @@ class OwnProcessEngine:
                 answer.set_exception(error)
         return answer
 
-    def _answer(self, method: str, *arguments: object, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
+    def _answer(self, method: str, *arguments: object, timeout_s: float | None = None) -> Any:
+        timeout_s = _ANSWER_TIMEOUT_S if timeout_s is None else timeout_s
         answer = self._ask(method, *arguments)
         if threading.current_thread() is self._thread:
             # The listener calls, on the thread that reads. Events that come first are delivered when it has returned.
@@ -169,6 +173,7 @@ class OwnProcessEngine:
         try:
             return answer.result(timeout_s)
         except AnswerTimeout as error:
+            self._process.kill()
             raise EngineError(f"its process has not answered {method} for {timeout_s:g} s") from error
 
     def _send(self, message: object) -> None:
@@ -181,14 +186,14 @@ class OwnProcessEngine:
     def _run(self, settings: EngineSettings, opened: "Future[EngineInfo]") -> None:
         """Start the process and read what it sends until it ends."""
         try:
-            self._connection, process = start_process()
+            self._connection, self._process = start_process()
             self._connection.send((settings, log_settings()))
             outcome = self._connection.recv()
         except (EOFError, OSError) as error:
             opened.set_exception(ConfigError("engine", f"its process has ended while it was loaded: {error!r}"))
             return
         if isinstance(outcome, ConfigError):
-            process.wait()
+            self._process.wait()
             opened.set_exception(outcome)
             return
         info, self._snapshot = outcome
@@ -199,7 +204,7 @@ class OwnProcessEngine:
                 while self._undelivered:
                     assert self._listener is not None, "events come after start()"
                     self._listener(self._undelivered.popleft())
-        self._end(process)
+        self._end()
 
     def _take(self, number: int | None, result: Any, error: BaseException | None, snapshot: Any) -> None:
         if snapshot is not None:
@@ -214,7 +219,7 @@ class OwnProcessEngine:
         elif result:
             self._undelivered.append(result)
 
-    def _end(self, process: StartedProcess) -> None:
+    def _end(self) -> None:
         with self._lock:
             self._is_over = True
             answers = tuple(self._answers.values())
@@ -225,10 +230,10 @@ class OwnProcessEngine:
             self._listener([_stopped()])
         # It has closed the connection, or cannot be reached any more.
         try:
-            process.wait(_CLOSE_TIMEOUT_S)
+            self._process.wait(_CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            self._process.kill()
+            self._process.wait()
 
 
 def _ended() -> EngineError:

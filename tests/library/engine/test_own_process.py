@@ -123,6 +123,19 @@ def test_the_end_of_the_process_stops_the_engine_and_fails_what_is_asked_of_it(p
     engine.close()
 
 
+def test_a_process_that_stands_still_is_ended_and_stops_the_engine(
+    pids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, recorder = OwnProcessEngine(_settings()), EngineRecorder()
+    engine.start(recorder)
+    monkeypatch.setattr(own_process, "_ANSWER_TIMEOUT_S", 0.5)
+    os.kill(pids[0], signal.SIGSTOP)
+    with pytest.raises(EngineError, match="has not answered prefill"):
+        engine.prefill(make_request(engine, "r", 40, 20))
+    engine._thread.join(SOON_S)
+    assert [event for event in recorder.events if isinstance(event, EngineStopped)]
+
+
 def test_a_setting_that_the_engine_refuses_is_refused_here(pids: list[int]) -> None:
     with pytest.raises(ConfigError) as caught:
         OwnProcessEngine(_settings(kv_port=5, kv_transports=("tcp", "gloo")))
