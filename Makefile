@@ -64,12 +64,11 @@ mutants: setup ## score the tests with planted bugs; an hour or two
 figures: setup ## sizes of the tree, and what one request passes
 	$(BIN)/python -m tests.figures
 
-check: setup ## ruff, mypy --strict, import-linter, plain words, buf lint
+check: setup ## ruff, mypy --strict, import-linter, buf lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python scripts/plain_words.py --limit 0.5
 	@if command -v buf >/dev/null; then cd protos && buf lint; else echo "buf is not installed: protos not linted"; fi
 
 format: setup ## format and fix what can be fixed
