@@ -19,7 +19,7 @@ from kaveri.local.stack import LocalStack
 
 _HOOK = Path(__file__).parent / "hook"
 _IDLE_S = 3.0
-_WINDOW_WITHIN_S = 10.0
+_WINDOW_WITHIN_S = 60.0
 _POLL_S = 0.05
 _START = 0
 _IDLE = 1
