@@ -1,4 +1,4 @@
-"""What the thread of a peer does next. Values."""
+"""Actions of a peer's thread. Values."""
 
 from dataclasses import dataclass
 
@@ -46,7 +46,7 @@ class LoseConnection:
 
 @dataclass(frozen=True, slots=True)
 class DropLost:
-    """The lost connection is to be closed."""
+    """Close the lost connection."""
 
 
 @dataclass(frozen=True, slots=True)

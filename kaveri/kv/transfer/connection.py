@@ -9,7 +9,7 @@ from kaveri.kv.transfer.transport import Link, Transport
 
 
 class ConnectionOwner(Protocol):
-    """Who uses a connection. Called on the link's own thread."""
+    """The user of a connection. Called on the link's own thread."""
 
     def take_credit(self, connection: "Connection", byte_count: int, window_bytes: int) -> None:
         """See LinkListener.credited."""
@@ -30,29 +30,28 @@ class ConnectionOwner(Protocol):
 
 
 class Connection:
-    """A link, and the credit for it; the link's listener. A push belongs to one connection, and not to its
-    successor."""
+    """A link and its credit; the link's listener. A push belongs to one connection, and not to its successor."""
 
     def __init__(
         self, owner: ConnectionOwner, transport: Transport, endpoint: KvEndpoint, epoch: int, pool: KvPool
     ) -> None:
-        """epoch: of the receiver. Raises LinkLost."""
+        """epoch: the receiver's. Raises LinkLost."""
         self.transport = transport
         self.endpoint = endpoint
         self.lost_reason: str | None = None
-        """Why it was lost; None while it stands."""
+        """Why the connection was lost; None while it stands."""
         self.credit_bytes = 0
-        """What may be written now."""
+        """Bytes that may be written now."""
         self.window_bytes = 0
-        """What may be under way."""
+        """Bytes that may be in flight."""
         self._owner = owner
-        # Last: it may be given credit at once.
+        # Last: credit may arrive at once.
         self.link: Link = transport.connect(endpoint, epoch, pool, self)
 
     def room(self, block_bytes: int) -> int:
-        """Under the lock: how many blocks one write may have.
+        """Return how many blocks one write may take. The caller holds the lock.
 
-        A write takes no more than half of what may be under way: while it is, credit for the next one comes back.
+        A write takes at most half of the window, so that credit for the next one returns while it is in flight.
         """
         write_bytes = min(self.transport.capabilities.write_bytes, self.window_bytes // 2)
         return min(max(1, write_bytes // block_bytes), self.credit_bytes // block_bytes)
@@ -78,8 +77,8 @@ class Connection:
         self._owner.lose(self, reason)
 
     def close(self) -> None:
-        """Ends the link. The last call."""
+        """End the link. The last call."""
         link = self.link
-        # It holds on to this listener, and the two on to the sender and its pool, until the garbage collector comes by.
+        # The link refers to this listener, and both to the sender and its pool, until the next garbage collection.
         del self.link
         link.close()

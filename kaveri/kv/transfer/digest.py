@@ -1,4 +1,4 @@
-"""The integrity of a transfer: one streaming digest of all its bytes, in the order in which they are sent."""
+"""Integrity of a transfer: one streaming digest of all its bytes, in the order in which they are sent."""
 
 import enum
 from collections.abc import Callable
@@ -8,10 +8,10 @@ import xxhash
 
 
 class Digests(enum.StrEnum):
-    """Which transfers a receiver verifies by a digest."""
+    """Selects the transfers that a receiver verifies by a digest."""
 
     AUTO = "auto"
-    """Those over byte streams, such as tcp and unix, and not those where the kernel or the network card writes into the
+    """Transfers over byte streams, such as tcp and unix; not those where the kernel or the network card writes into the
     pool (Capabilities.is_byte_stream)."""
     ON = "on"
     OFF = "off"
@@ -21,10 +21,10 @@ class Digest(Protocol):
     """A running 64-bit digest."""
 
     def update(self, data: memoryview, /) -> None:
-        """Takes more bytes."""
+        """Add bytes."""
 
     def intdigest(self) -> int:
-        """The digest of all bytes so far, in [0, 2**64)."""
+        """Digest of all bytes so far, in [0, 2**64)."""
 
 
 DigestFactory = Callable[[], Digest]

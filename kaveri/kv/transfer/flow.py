@@ -1,4 +1,4 @@
-"""What flow control looks like from outside at one moment: values for metrics and tests. Snapshots, safe to keep."""
+"""Snapshots of flow control, for metrics and tests. Values, safe to keep."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,20 +9,20 @@ class PeerFlow:
     """One receiver, as its sender sees it."""
 
     address: str
-    """Of the connection; of the preferred endpoint while there is none."""
+    """Address of the connection; of the preferred endpoint while there is none."""
     transport: str
-    """The label of the connection's; empty while there is none."""
+    """Label of the connection's transport; empty while there is none."""
     push_count: int
     block_count: int
-    """Blocks that open pushes have there, per layer: what their tickets lease."""
+    """Blocks that open pushes lease there, per layer."""
     queued_bytes: int
-    """Bytes that could be written: they wait for credit, for their turn or for the link."""
+    """Bytes that could be written, but wait for credit, their turn or the link."""
     unaccepted_bytes: int
     """Written bytes of pushes that are not accepted yet."""
     credit_bytes: int
-    """What may be written now."""
+    """Bytes that may be written now."""
     is_waiting: bool
-    """All that is queued waits for credit."""
+    """True if everything queued waits for credit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,13 @@ class SenderFlow:
 
     peers: tuple[PeerFlow, ...] = ()
     credit_waits: int = 0
-    """How often all that was queued for a receiver had to wait for credit: once a connection, when it begins, too."""
+    """Times that everything queued for a receiver had to wait for credit; includes one for each new connection."""
     credit_wait_s: float = 0.0
-    """How long, over all receivers."""
+    """Seconds of these waits, summed over all receivers."""
 
     @staticmethod
     def total(parts: "Iterable[SenderFlow]") -> "SenderFlow":
-        """Several senders as one."""
+        """Sum of several senders."""
         parts = tuple(parts)
         return SenderFlow(
             peers=tuple(peer for part in parts for peer in part.peers),
@@ -51,21 +51,21 @@ class ReceiverFlow:
     """A receiver, with all its senders."""
 
     sender_count: int = 0
-    """Connections."""
+    """Open connections."""
     window_bytes: int = 0
-    """What each sender may have under way."""
+    """Bytes that each sender may have in flight."""
     held_bytes: int = 0
-    """Credit that is not home: given to senders and not used, or arriving."""
+    """Credit that has not returned: unused by its sender, or arriving."""
     arriving_bytes: int = 0
     """Used credit whose bytes are not taken in yet."""
     leased_block_count: int = 0
     """Blocks of granted transfers that have neither landed nor been released, per layer."""
     quarantined_block_count: int = 0
-    """Those of them whose transfer has ended, and that a sender may still write to."""
+    """Leased blocks whose transfer has ended and that a sender may still write to."""
 
     @staticmethod
     def total(parts: "Iterable[ReceiverFlow]") -> "ReceiverFlow":
-        """The receivers of several ranks as one: each leases the same blocks."""
+        """Sum of the receivers of several ranks; each leases the same blocks."""
         parts = tuple(parts)
         return ReceiverFlow(
             sender_count=sum(part.sender_count for part in parts),

@@ -1,5 +1,5 @@
-"""One transfer that is made of several: it is marked when all are, ends when all have ended, and fails when one fails.
-Moves nothing."""
+"""One transfer made of several: marked when all are, ended when all have ended, failed when one fails. Moves
+nothing."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -8,11 +8,11 @@ from kaveri.kv.transfer.landing import TransferLanded, TransferMarked, TransferR
 from kaveri.kv.transfer.push import PushAccepted, PushExtended, PushFailed, PushMarked
 
 _NO_NOTE = b"\xff"
-"""Names nothing. What landed with unlike notes cannot be used, and its sender counts it as accepted."""
+"""Names nothing. KV that landed with differing notes cannot be used, and its sender counts it as accepted."""
 
 TransferEnd = PushAccepted | PushFailed | TransferLanded | TransferReleased
 TransferStep = PushMarked | PushExtended | TransferMarked
-"""What an open transfer reports on its way."""
+"""Progress events of an open transfer."""
 
 
 @dataclass(eq=False, slots=True)
@@ -20,7 +20,7 @@ class Gathering:
     """Guarded by its owner's lock."""
 
     transfer_id: bytes
-    """Of the whole."""
+    """Id of the whole transfer."""
     left: set[int]
     """Numbers of the transfers that have not ended."""
     kv_bytes: int = 0
@@ -28,16 +28,17 @@ class Gathering:
     notes: set[bytes] = field(default_factory=set)
     failure: str | None = None
     given_up: bool = False
-    """The sender gave up what failed first, and said so."""
+    """True if the sender cancelled what failed first, and said so."""
     part_count: int = field(init=False)
     steps: dict[TransferStep, int] = field(default_factory=dict)
-    """Steps of the whole that some of the transfers have taken, and how many."""
+    """Steps of the whole that some of the transfers have taken, and how many transfers."""
 
     def __post_init__(self) -> None:
         self.part_count = len(self.left)
 
     def step(self, event: TransferStep) -> TransferStep | None:
-        """One of them has taken a step. Returns that of the whole when all have: each takes the same steps in order."""
+        """Record one transfer's step. Returns the step of the whole once all have taken it: all take them in one
+        order."""
         step = replace(event, transfer_id=self.transfer_id)
         taken_count = self.steps.pop(step, 0) + 1
         if taken_count < self.part_count:
@@ -46,7 +47,7 @@ class Gathering:
         return step
 
     def end(self, number: int, event: TransferEnd, of: str = "") -> bool:
-        """One of them has ended. Whether this is what makes the whole fail. of: what it is, for the reason."""
+        """Record the end of one transfer. True if it makes the whole fail. of: its description, for the reason."""
         self.left.discard(number)
         if isinstance(event, PushFailed | TransferReleased):
             if self.failure is not None:
@@ -62,12 +63,12 @@ class Gathering:
         return False
 
     def drop(self, numbers: Iterable[int], reason: str) -> None:
-        """These cannot begin, so the whole fails."""
+        """Record that these transfers cannot begin, so the whole fails."""
         self.left.difference_update(numbers)
         self.failure = self.failure or reason
 
     def outcome(self, last: TransferEnd) -> TransferEnd:
-        """Of the whole, when all have ended; `last` is any of their ends."""
+        """The end of the whole, when all have ended; `last` is any of their ends."""
         if isinstance(last, PushAccepted | PushFailed):
             if self.failure is not None:
                 return PushFailed(self.transfer_id, self.failure)

@@ -1,4 +1,4 @@
-"""One granted transfer on the receiving side: what has arrived, whether it is right, and when its blocks are fenced."""
+"""One granted transfer on the receiving side: what has arrived, its verification, and the fencing of its blocks."""
 
 import threading
 import time
@@ -20,30 +20,30 @@ class TransferLanded:
     transfer_id: bytes
     kv_bytes: int
     note: bytes
-    """What the sender gave to finish()."""
+    """The sender's argument of finish()."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferMarked:
-    """Blocks [0, block_count) of an open transfer are there in every layer, and verified. They stay right whatever
-    happens to the rest of it."""
+    """Blocks [0, block_count) of an open transfer have arrived in every layer, and are verified. They stay valid even
+    if the rest of the transfer fails."""
 
     transfer_id: bytes
     block_count: int
     """Higher than in the mark before."""
     note: bytes
-    """What the sender gave to mark()."""
+    """The sender's argument of mark()."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferReleased:
-    """The transfer ended without landing, and nothing can write into its blocks any more: they may be reused. Those
-    that were marked hold what was marked."""
+    """The transfer ended without landing, and nothing can write into its blocks any more: they may be reused. Marked
+    blocks still hold what was marked."""
 
     transfer_id: bytes
     reason: str
     given_up: bool = False
-    """The sender gave it up, and said so. Else the sender or its link is gone, or this side ended the transfer."""
+    """True if the sender cancelled it. Otherwise the sender or its link is gone, or this side ended it."""
 
 
 TransferEvent = TransferLanded | TransferMarked | TransferReleased
@@ -51,7 +51,7 @@ Report = Callable[[TransferEvent], None]
 
 
 class PoolLanding:
-    """One granted transfer; see Landing. A link's thread brings it on, any thread may stop it.
+    """One granted transfer; see Landing. A link's thread advances it, any thread may stop it.
 
     granted ── claim ── [begin_write ── end_write, mark]* ── finish: landed
        └────────┴────────────┴────────────────── abort: stopped ── fenced: released
@@ -66,10 +66,10 @@ class PoolLanding:
         digest: DigestFactory,
         report: Report,
     ) -> None:
-        """pool: what the ticket's blocks are of. report: called under the landing's lock, when a mark is kept, and last
+        """pool: contains the ticket's blocks. report: called under the landing's lock, when a mark is kept, and last
         when the transfer has ended and its blocks are fenced."""
         self.ticket = ticket
-        """With the blocks that extend() has added."""
+        """Includes the blocks that extend() has added."""
         self.pool = pool
         self._expires_at_s = time.monotonic() + ticket.expires_in_s
         self._report = report
@@ -77,26 +77,26 @@ class PoolLanding:
         self._answer: Answer | None = None
         self._credit: Credit | None = None
         self._progress: Progress | None = None
-        # Blocks that the ticket has as its sender knows it, before it is open.
+        # The ticket's blocks as its sender knows them before the transfer is open.
         self._granted_count = len(ticket.block_ids)
         # Blocks [0, marked) are verified.
         self._marked_count = 0
         # Bytes that its connection expects and that have not arrived.
         self._due_bytes = 0
-        # Per layer: blocks [0, arrived) are there and in the digest.
+        # Per layer: blocks [0, arrived) have arrived and are in the digest.
         self._arrived = [0] * ticket.layout.layer_count
-        # Of all bytes, in the order in which they came; None where the sender sends none.
+        # Digest of all bytes, in the order of arrival; None if the sender sends none.
         self._digest: Digest | None = digest()
-        # The run that a link may be writing: its layers, and the index behind its last block.
+        # The run that a link may be writing: its layers, and the index after its last block.
         self._writing: tuple[range, int] | None = None
-        # A sender may write by itself.
+        # A one-sided sender may write.
         self._held = False
-        # How it ends once it is fenced. Nothing more is taken in.
+        # The outcome once it is fenced. Nothing more is accepted.
         self._stopped: TransferReleased | None = None
         self._ended = False
 
     def claim(self, answer: Answer, credit: Credit, with_digest: bool, progress: Progress | None = None) -> bool:
-        """Binds the transfer to one link. False when it is bound already or has ended.
+        """Bind the transfer to one link. False if it is bound already or has ended.
 
         with_digest: the sender sends a digest of all bytes. progress: needed for an open transfer.
         """
@@ -112,8 +112,8 @@ class PoolLanding:
         return True
 
     def extend(self, block_ids: Sequence[int]) -> bool:
-        """Gives an open transfer more destination blocks, and tells its sender. False when it has ended or been
-        stopped: the blocks stay the caller's then. Any thread."""
+        """Give an open transfer more destination blocks, and notify its sender. False if it has ended or was stopped:
+        the caller keeps the blocks then. Any thread."""
         assert self.ticket.is_open, "only an open transfer is extended"
         with self._lock:
             if self._stopped or self._ended:
@@ -123,14 +123,14 @@ class PoolLanding:
             credit = self._credit
             if credit is not None:
                 self._due_bytes += self._bytes_of(len(block_ids))
-                # Under the lock: the sender must hear of extensions in their order.
+                # Under the lock: the sender must receive extensions in order.
                 self._tell_extension(first_index)
         if credit is not None:
             credit.expect(self._bytes_of(len(block_ids)))
         return True
 
     def left_s(self) -> float:
-        """Seconds until it expires; counted from its last mark, or from its grant."""
+        """Seconds until it expires, counted from its last mark, or from its grant."""
         return self._expires_at_s - time.monotonic()
 
     def begin_write(self, layers: range, first_index: int, block_count: int) -> tuple[Sequence[int], Digest | None]:
@@ -243,11 +243,11 @@ class PoolLanding:
         get_logger().info("kv_transfer_ended", transfer_id=self.ticket.transfer_id.hex(), reason=reason)
 
     def _problem(self, note: bytes, sender_digest: int) -> str | None:
-        """What is wrong with all that has arrived, at a mark or at the end."""
+        """Return what is wrong with all that has arrived, at a mark or at the end; None if nothing is."""
         problem = None
         if self._digest is not None and self.ticket.block_ids and self._digest.intdigest() != sender_digest:
             problem = "wrong digest"
-        # A process that stood still takes in what waited before its timers run, and its sender has given it up.
+        # A stalled process handles queued input before its timers run, and its sender has given up by then.
         if time.monotonic() > self._expires_at_s:
             problem = "the ticket expired"
         if len(note) > NOTE_BYTES_MAX:

@@ -1,7 +1,7 @@
-"""Pushes to receivers that keep KV in other blocks, or only a part of it: by layers, by KV heads.
+"""Pushes to receivers with other blocks, or to those that take a part of the KV: some layers, or some KV heads.
 
 Split at the source, merged at the destination (DéjàVu, section 4.1.2): receivers are ordinary ones, each takes what its
-own ticket says. What the blocks of one other shape need is staged_pushes's.
+own ticket says. The blocks of one other shape are handled in staged_pushes.py.
 """
 
 import threading
@@ -18,17 +18,17 @@ from kaveri.kv.transfer.staged_pushes import MakeSender, StagedPush, StagedPushe
 from kaveri.kv.transfer.ticket import Ticket
 
 STAGING_BYTES = 64 * 2**20
-"""Memory for the blocks of one other shape; less where the source pool is smaller, more where four blocks need it."""
+"""Memory for the blocks of one other shape; less if the source pool is smaller, more if four blocks need it."""
 STAGINGS_MAX = 4
-"""Other shapes that are served at a time. One that is not in use gives way to a new one."""
+"""Other shapes that are served at a time. An unused one is evicted for a new one."""
 
 
 class MappedPushes:
-    """KvSender's calls, for the tickets whose layout is not the pool's. Any thread; close() not from the listener.
+    """KvSender's calls, for tickets whose layout differs from the pool's. Any thread; close() not from the listener.
 
     Memory: at most STAGINGS_MAX * staging_bytes (see StagedPushes for very large blocks), and nothing while all
-    receivers are alike. A shape whose staging gives way frees its memory before another takes any.
-    make_sender: makes what pushes from a staging pool.
+    receivers use the pool's layout. An evicted shape frees its memory before another takes any. make_sender: makes the
+    sender of a staging pool.
     """
 
     def __init__(self, pool: KvPool, listener: PushListener, make_sender: MakeSender, staging_bytes: int) -> None:
@@ -37,10 +37,10 @@ class MappedPushes:
         self._make_sender = make_sender
         self._staging_bytes = min(staging_bytes, pool.memory.nbytes)
         self._lock = threading.Lock()
-        # By shape, the one used last at the end.
+        # By shape, the most recently used last.
         self._stagings: dict[KvLayout, StagedPushes] = {}
         self._given_up: list[StagedPushes] = []
-        # Staging that is in memory, that on its way out included.
+        # Staging in memory, evicted ones included.
         self._room = threading.BoundedSemaphore(STAGINGS_MAX)
         # By transfer.
         self._staged: dict[bytes, StagedPushes] = {}
@@ -50,8 +50,8 @@ class MappedPushes:
         """See KvSender.open."""
         layout, own = ticket.layout, self._pool.layout
         if ticket.is_open:
-            # Blocks are marked one by one, so each must be made of one of the same tokens and layers; of heads it may
-            # be a part.
+            # Blocks are marked one by one, so a destination block must have the tokens and layers of one source block,
+            # and may have a part of its heads.
             heads = (own.kv_head_count, own.first_kv_head) if part else (layout.kv_head_count, layout.first_kv_head)
             own.require_same(replace(layout, kv_head_count=heads[0], first_kv_head=heads[1]))
         if part:
@@ -94,14 +94,14 @@ class MappedPushes:
         return SenderFlow.total(staging.flow() for staging in stagings)
 
     def close(self) -> None:
-        """Fails what is under way, and takes no more; does not wait. Idempotent."""
+        """Fail what is under way, and take no more; does not wait. Idempotent."""
         with self._lock:
             self._closed = True
         for staging in self._all():
             staging.close()
 
     def join(self) -> None:
-        """After close(), waits for the end of memory and threads."""
+        """After close(), wait for the end of memory and threads."""
         for staging in self._all():
             staging.join()
 
@@ -117,7 +117,7 @@ class MappedPushes:
             return (*self._stagings.values(), *self._given_up)
 
     def _staging(self, layout: KvLayout) -> StagedPushes:
-        """Under the lock: what pushes to receivers of this layout. Raises TransferFailed."""
+        """Return the staging for receivers of this layout. The caller holds the lock. Raises TransferFailed."""
         shape = replace(layout, first_layer=0, first_kv_head=0)
         staging = self._stagings.pop(shape, None)
         if staging is None or staging.is_closed:
@@ -140,7 +140,7 @@ class MappedPushes:
         return staging
 
     def _make_room(self) -> None:
-        """Under the lock: gives up the staging that is idle for longest, where there are too many."""
+        """Evict the staging that is idle for longest, if there are too many. The caller holds the lock."""
         if len(self._stagings) < STAGINGS_MAX:
             return
         busy = set(self._staged.values())
@@ -150,7 +150,7 @@ class MappedPushes:
         self._give_up(self._stagings.pop(idle))
 
     def _give_up(self, staging: StagedPushes) -> None:
-        """Under the lock."""
+        """Close a staging. The caller holds the lock."""
         staging.close()
         self._given_up = [each for each in self._given_up if each.is_alive]
         self._given_up.append(staging)

@@ -1,4 +1,4 @@
-"""Pushes under way on the sending side: what they have queued, and how far they are. Moves nothing."""
+"""Pushes under way on the sending side: their queues and their progress. Moves nothing."""
 
 import time
 from collections import deque
@@ -12,18 +12,18 @@ _TELL_AGAIN_S = 0.25
 _TELL_AGAIN_MAX_S = 4.0
 """First delay, doubled each time, before an unreachable receiver is notified again of pushes that were given up."""
 
-# What a push has queued, in order: one PushOpening; for each layer at most a QueuedWrite for each block; at most a
-# Marking for each block; one Ending.
+# The queue of a push, in order: one PushOpening; for each layer at most a QueuedWrite for each block; at most a Marking
+# for each block; one Ending.
 
 
 @dataclass(frozen=True, slots=True)
 class PushOpening:
-    """The transfer is to be begun at the receiver."""
+    """Begin the transfer at the receiver."""
 
 
 @dataclass(frozen=True, slots=True)
 class Marking:
-    """Blocks [0, block_count) of each layer are queued before it."""
+    """Mark blocks [0, block_count) of each layer; they are queued before this."""
 
     block_count: int
     note: bytes
@@ -31,7 +31,7 @@ class Marking:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The end mark is to be sent."""
+    """Send the end mark."""
 
     note: bytes
 
@@ -46,7 +46,7 @@ class QueuedWrite:
     blocks: tuple[int, ...]
 
     def take(self, count: int) -> tuple[int, ...]:
-        """The next blocks, which do not wait any more."""
+        """Take the next blocks off the queue."""
         taken, self.blocks = self.blocks[:count], self.blocks[count:]
         self.first_index += len(taken)
         return taken
@@ -61,25 +61,25 @@ class Push:
 
     def __init__(self, ticket: Ticket, digest: DigestFactory) -> None:
         self.ticket = ticket
-        """With the blocks that the receiver has added."""
+        """Includes the blocks that the receiver has added."""
         self.expires_at_s = time.monotonic() + ticket.expires_in_s
-        """Of an open push: counted from the last mark that was answered."""
+        """Expiry of the push; that of an open push counts from the last mark that was answered."""
         self.digest = digest()
         self.queued = [0] * ticket.layout.layer_count
         self.queue: deque[PushOpening | QueuedWrite | Marking | Ending] = deque((PushOpening(),))
         self.marks = Marks()
         self.kv_bytes = 0
         self.connection: Connection | None = None
-        """Set once the transfer is open there."""
+        """Set once the transfer is open on it."""
         self.is_reading = False
-        """The peer's thread may read source blocks."""
+        """True while the peer's thread may read source blocks."""
         self.is_ending = False
-        """The end mark is queued, or sent."""
+        """True once the end mark is queued."""
         self.is_ended = False
-        """The end mark is on its way."""
+        """True once the end mark is sent."""
         self.stopped: str | None = None
         self.keeps_marked = False
-        """Given up, and what is marked is still of use."""
+        """True if the push was given up and its marked blocks are still useful."""
 
     @property
     def transfer_id(self) -> bytes:
@@ -111,30 +111,30 @@ class Push:
         return range(layer, layer + layer_count), index, blocks
 
     def is_stopped(self) -> bool:
-        """Whether it is given up."""
+        """True if it was given up."""
         return self.stopped is not None
 
 
 class Marks:
-    """How far an open push is marked. Guarded by the sender's lock."""
+    """Marks of an open push. Guarded by the sender's lock."""
 
     def __init__(self) -> None:
         self.queued_count = 0
-        """Of the last mark that was queued."""
+        """Block count of the last mark that was queued."""
         self._unanswered: deque[int] = deque()
 
     def sent(self, block_count: int) -> None:
-        """A mark is on its way."""
+        """Record that a mark is sent."""
         self._unanswered.append(block_count)
 
     def answered(self, block_count: int) -> bool:
-        """The receiver keeps a mark. Whether it was due: the oldest that it has not answered."""
+        """Record that the receiver keeps a mark. True if it was due: the oldest unanswered one."""
         return bool(self._unanswered) and self._unanswered.popleft() == block_count
 
 
 class Untold:
-    """Pushes that were given up before they were open: unless their receiver is notified, it keeps blocks for them
-    until their tickets end, and they are forgotten then. Used by the peer's thread only."""
+    """Pushes that were given up before they were open. Until their receiver is notified it keeps blocks for them, at
+    most until their tickets end; they are forgotten then. Used by the peer's thread only."""
 
     def __init__(self) -> None:
         self.pushes: list[Push] = []
@@ -142,20 +142,20 @@ class Untold:
         self._again_s = _TELL_AGAIN_S
 
     def is_due(self) -> bool:
-        """Whether there are some, and it is time to try."""
+        """True if there are some, and a retry is due."""
         return bool(self.pushes) and time.monotonic() >= self.tell_at_s
 
     def rest_s(self) -> float:
-        """Until the next try."""
+        """Seconds until the next retry."""
         return max(0.0, self.tell_at_s - time.monotonic())
 
     def drop_expired(self) -> None:
-        """Those whose tickets have ended."""
+        """Drop pushes whose tickets have ended."""
         now_s = time.monotonic()
         self.pushes = [push for push in self.pushes if push.expires_at_s > now_s]
 
     def attempt_made(self) -> None:
-        """Says when to try again."""
+        """Schedule the next retry."""
         if self.pushes:
             self.tell_at_s = time.monotonic() + self._again_s
             self._again_s = min(2 * self._again_s, _TELL_AGAIN_MAX_S)

@@ -1,8 +1,8 @@
-"""The transfers of one rank by parts: a push or a landing is whole when every part of the rank's is, and marked as far
-as the part that is marked least.
+"""The transfers of one rank by parts: a push or a landing is complete when all parts of the rank are, and marked as far
+as its least marked part.
 
-A ticket may list parts (Ticket.parts), each a transfer with a name of its own. What calls these classes knows the whole
-ticket's name alone. A ticket without parts goes through as it is.
+A ticket may list parts (Ticket.parts), each a transfer with an id of its own. Callers of these classes know the whole
+ticket's id alone. A ticket without parts passes through unchanged.
 """
 
 import threading
@@ -26,14 +26,14 @@ class FlowingSender(PushSender, Protocol):
     """A PushSender that an engine can watch and close."""
 
     def flow(self) -> SenderFlow:
-        """What is under way."""
+        """Snapshot of the pushes under way."""
 
     def close(self) -> None:
-        """Ends all pushes. Idempotent."""
+        """End all pushes. Idempotent."""
 
 
 class TicketReceiver(Protocol):
-    """What takes pushes: a KvReceiver (kaveri/kv/transfer/receiver.py), or what stands for one."""
+    """Interface of what takes pushes: a KvReceiver (kaveri/kv/transfer/receiver.py), or a stand-in."""
 
     @property
     def epoch(self) -> int:
@@ -41,7 +41,7 @@ class TicketReceiver(Protocol):
 
     @property
     def endpoints(self) -> tuple[KvEndpoint, ...]:
-        """Where it listens, best first."""
+        """Addresses it listens at, best first."""
 
     def grant(
         self,
@@ -55,7 +55,7 @@ class TicketReceiver(Protocol):
         part: KvLayout | None = None,
         is_open: bool = False,
     ) -> Ticket:
-        """Leases the blocks to one transfer. part, is_open: see KvReceiver.grant. Raises TransferFailed when closed."""
+        """Lease the blocks to one transfer. part, is_open: see KvReceiver.grant. Raises TransferFailed when closed."""
 
     def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> bool:
         """See KvReceiver.extend."""
@@ -64,17 +64,17 @@ class TicketReceiver(Protocol):
         """See KvReceiver.merge_parts."""
 
     def revoke(self, transfer_id: bytes) -> None:
-        """Gives a transfer up."""
+        """Cancel a transfer."""
 
     def flow(self) -> ReceiverFlow:
-        """What is under way."""
+        """Snapshot of the landings under way."""
 
     def close(self) -> None:
-        """Ends all transfers. Idempotent."""
+        """End all transfers. Idempotent."""
 
 
 class PartSender:
-    """A PushSender that pushes the parts of a rank at once. layout, rank: of the engine, and which of its ranks."""
+    """A PushSender that pushes the parts of a rank at once. layout: the engine's. rank: which of its ranks this is."""
 
     def __init__(
         self, layout: KvLayout, rank: int, listener: PushListener, make_sender: Callable[[PushListener], FlowingSender]
@@ -86,7 +86,7 @@ class PartSender:
         self._inner = make_sender(self._table.hear)
 
     def has_part(self, ticket: Ticket) -> bool:
-        """Whether this rank has something to push for the ticket."""
+        """Return True if this rank has something to push for the ticket."""
         return any(source_rank(self._layout, part.place) == self._rank for part in ticket.parts) or not ticket.parts
 
     def open(self, ticket: Ticket, *, part: bool = False) -> None:
@@ -95,7 +95,7 @@ class PartSender:
             self._inner.open(ticket, part=part)
             return
         tickets = pushed_tickets(self._layout, self._rank, ticket)
-        # One part's failure is no reason for the receiver to drop what all have marked.
+        # One part's failure must not make the receiver drop what all parts have marked.
         give_up = partial(self._inner.abort, keep_marked=True)
         self._table.begin(ticket.transfer_id, tickets, lambda own: self._inner.open(own, part=True), give_up)
 
@@ -146,7 +146,7 @@ class PartReceiver:
         self._rank = rank
         self._listener = listener
         self._table = _PartTable(self._whole_went_on)
-        # Transfers whose parts land side by side.
+        # Transfers whose parts land in the same blocks.
         self._split: dict[bytes, _Split] = {}
         self._inner = make_receiver(self._table.hear)
 
@@ -161,7 +161,7 @@ class PartReceiver:
         return self._inner.endpoints
 
     def grant(self, ticket: Ticket) -> None:
-        """Leases the ticket's blocks, to each part of this rank's its share. Raises TransferFailed when closed."""
+        """Lease the ticket's blocks, and to each part of this rank its share. Raises TransferFailed when closed."""
         if not ticket.parts:
             self._lease(ticket, None)
             return
@@ -177,7 +177,7 @@ class PartReceiver:
             raise
 
     def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> bool:
-        """Gives an open transfer more blocks. False when it has ended: they stay the caller's."""
+        """Give an open transfer more blocks. False if it has ended: the caller keeps them."""
         split = self._split.get(transfer_id)
         if split is None:
             return self._inner.extend(self._table.names(transfer_id)[0], block_ids)
@@ -189,7 +189,7 @@ class PartReceiver:
         return is_leased
 
     def revoke(self, transfer_id: bytes) -> None:
-        """Gives a transfer up."""
+        """Cancel a transfer."""
         for name in self._table.names(transfer_id):
             self._inner.revoke(name)
 
@@ -224,13 +224,13 @@ class PartReceiver:
 
 @dataclass(eq=False, slots=True)
 class _Split:
-    """A transfer whose parts land side by side in the same blocks."""
+    """A transfer whose parts land in the same blocks."""
 
     ticket: Ticket
     ways: int
     """Parts of each block."""
     added: list[int] = field(default_factory=list)
-    """Blocks that it was extended by."""
+    """Blocks that extend() has added."""
 
 
 @dataclass(eq=False, slots=True)
@@ -239,15 +239,15 @@ class _Whole:
 
     gathering: Gathering
     names: tuple[bytes, ...]
-    """Of its parts."""
+    """Transfer ids of the parts."""
     give_up: Callable[[bytes], None]
-    """Gives one of them up; ignored before it begins and after it has ended."""
+    """Cancels one of them; ignored before it begins and after it has ended."""
 
 
 class _PartTable:
-    """Which transfers are parts of which whole. Safe to use from any thread.
+    """Maps transfers to the whole that they are parts of. Thread-safe.
 
-    listener: hears how each whole goes and ends, and each transfer that is part of none.
+    listener: called with the progress and the end of each whole, and of each transfer that is part of none.
     """
 
     def __init__(self, listener: Callable[[TransferEnd | TransferStep], None]) -> None:
@@ -257,7 +257,7 @@ class _PartTable:
         self._parts: dict[bytes, tuple[_Whole, int]] = {}
 
     def names(self, transfer_id: bytes) -> tuple[bytes, ...]:
-        """The transfers that this one is made of."""
+        """Return the ids of the transfers that this one is made of."""
         whole = self._wholes.get(transfer_id)
         return whole.names if whole is not None else (transfer_id,)
 
@@ -268,9 +268,9 @@ class _PartTable:
         start: Callable[[Ticket], object],
         give_up: Callable[[bytes], None],
     ) -> None:
-        """Starts all parts. Where one cannot start, those before it are given up.
+        """Start all parts. If one cannot start, cancel those before it.
 
-        Raises what the first start() raises where nothing of the transfer is under way then.
+        Raises the first error of start() if nothing of the transfer is under way then.
         """
         names = tuple(ticket.transfer_id for ticket in tickets)
         whole = _Whole(Gathering(transfer_id, set(range(len(tickets)))), names, give_up)
@@ -292,7 +292,7 @@ class _PartTable:
             self._give_up(whole)
 
     def hear(self, event: TransferEnd | TransferStep) -> None:
-        """A transfer has gone on, or ended."""
+        """Handle the progress or the end of a transfer."""
         if isinstance(event, TransferStep):
             self._hear_step(event)
             return
@@ -318,7 +318,7 @@ class _PartTable:
             self._listener(told)
 
     def _drop(self, whole: _Whole, number: int, reason: str) -> bool:
-        """The parts from this one on do not start. Whether none is under way."""
+        """Record that the parts from this one on do not start. True if none is under way."""
         with self._lock:
             for name in whole.names[number:]:
                 del self._parts[name]

@@ -1,4 +1,4 @@
-"""A sender's side of one receiver: the queues of its pushes, the thread that carries them out, and its connection."""
+"""A sender's side of one receiver: the queues of its pushes, the thread that runs them, and its connection."""
 
 import threading
 import time
@@ -30,24 +30,24 @@ from kaveri.kv.transfer.turns import Turns
 from kaveri.telemetry.logs import get_logger
 
 _QUANTUM_BYTES = 4 << 20
-"""What a push may send before the others of its receiver have their turn; except for nixl and gloo: one write."""
+"""Bytes that a push may send before other pushes have their turn; except for nixl and gloo: one write."""
 
 
 class PeerOwner(Protocol):
     """Keeps peers. Called under the sender's lock."""
 
     def forget(self, peer: "Peer") -> None:
-        """The peer takes no more work. Idempotent."""
+        """Remove a peer, so that it takes no more work. Idempotent."""
 
     def ended(self, peer: "Peer") -> None:
-        """The last thing that the peer's thread does."""
+        """Record the end of a peer's thread; its last call."""
 
 
 class Peer:
-    """One receiver: the queues of its pushes, and the thread that carries them out over one connection at a time.
+    """One receiver: the queues of its pushes, and the thread that runs them over one connection at a time.
 
     Within a push everything goes in order. Pushes take turns by bytes, so that a short one does not wait for all of a
-    long one; what ends a push waits for none. The queues are bounded by the tickets.
+    long one; the end of a push waits for no turn. The queues are bounded by the tickets.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class Peer:
         self._pushes: dict[bytes, Push] = {}
         self._routes = routes
         self._connection: Connection | None = None
-        # Of those with something queued.
+        # Pushes with something queued.
         self._turns: Turns[Push] = Turns(_QUANTUM_BYTES)
-        # Since when all that is queued waits for credit, or when credit last came meanwhile [s].
+        # Time at which everything queued began to wait for credit, or at which credit last came meanwhile [s].
         self._waiting_since_s: float | None = None
         self._untold = Untold()
-        # When the last push ended.
+        # Time at which the last push ended.
         self._idle_since_s = time.monotonic()
-        # What is not to wait for a turn: at most an abort for each push, and the dropping of a lost connection.
+        # Actions that skip the fair queue: at most an abort for each push, and the closing of a lost connection.
         self._urgent: deque[PeerAction] = deque()
         self._changed = threading.Condition(setup.lock)
         self._closing = False
@@ -80,21 +80,21 @@ class Peer:
     # Under the sender's lock.
 
     def start(self) -> None:
-        """Once and before anything else. Raises TransferFailed; the peer is of no use then."""
+        """Start the thread. Call once and before anything else. Raises TransferFailed; the peer is unusable then."""
         try:
             self.thread.start()
         except RuntimeError as error:
             raise TransferFailed(f"no thread for a connection: {error}") from error
 
     def open(self, ticket: Ticket) -> Push:
-        """Begins a push."""
+        """Begin a push."""
         push = Push(ticket, self._setup.digest)
         self._pushes[push.transfer_id] = push
         self._queue_changed(push)
         return push
 
     def write(self, push: Push, layer: int, first_index: int, blocks: tuple[int, ...]) -> None:
-        """Queues blocks of one layer, at least one, behind those before. Ignored for one that is given up.
+        """Queue blocks of one layer, at least one, after the earlier ones. Ignored if the push was given up.
 
         Raises InvalidArgument for more blocks than the ticket has.
         """
@@ -108,7 +108,7 @@ class Peer:
             self._queue_changed(push)
 
     def mark(self, push: Push, block_count: int, note: bytes) -> None:
-        """Queues a mark of an open push. Ignored for one that is given up, and behind the end mark.
+        """Queue a mark of an open push. Ignored if the push was given up, and after the end mark.
 
         Raises InvalidArgument unless block_count is above that of the mark before and so many blocks are queued.
         """
@@ -122,14 +122,14 @@ class Peer:
             self._queue_changed(push)
 
     def finish(self, push: Push, note: bytes) -> None:
-        """Queues the end mark. Ignored for one that is given up, and the second time."""
+        """Queue the end mark. Ignored if the push was given up, and the second time."""
         if push.stopped is None and not push.is_ending:
             push.is_ending = True
             push.queue.append(Ending(note))
             self._queue_changed(push)
 
     def abort(self, push: Push, reason: str, *, keep_marked: bool) -> None:
-        """Gives a push up, and tells the receiver. Idempotent."""
+        """Give a push up, and notify the receiver. Idempotent."""
         if push.stopped is None:
             push.keeps_marked = keep_marked
             self._stop(push, reason)
@@ -138,7 +138,7 @@ class Peer:
             self._changed.notify()
 
     def flow(self) -> PeerFlow:
-        """What is under way."""
+        """Snapshot of this receiver's pushes."""
         connection = self._connection
         pushes = self._pushes.values()
         queued_count = sum(sum(push.queued) for push in pushes if push.stopped is None)
@@ -155,16 +155,16 @@ class Peer:
         )
 
     def close(self) -> None:
-        """Makes the thread end soon."""
+        """Make the thread end soon."""
         self._closing = True
         self._changed.notify()
         if self._connection is not None:
             self._connection.link.break_off()
 
-    # What the link tells, on its own thread.
+    # Callbacks of the link, on its own thread.
 
     def take_credit(self, connection: Connection, byte_count: int, window_bytes: int) -> None:
-        """The connection was given credit, be it too little for a block."""
+        """Record credit given to the connection, even if it is too little for a block."""
         with self._lock:
             connection.credit_bytes += byte_count
             connection.window_bytes = window_bytes
@@ -173,7 +173,7 @@ class Peer:
                 self._changed.notify()
 
     def take_answer(self, connection: Connection, transfer_id: bytes, rejection: str | None) -> None:
-        """The receiver has accepted a push, or rejected it."""
+        """Record that the receiver has accepted or rejected a push."""
         with self._lock:
             push = self._live(connection, transfer_id)
             if push is None:
@@ -188,7 +188,7 @@ class Peer:
         self._setup.reporter.tell(PushAccepted(transfer_id, push.kv_bytes, connection.transport.label))
 
     def take_mark(self, connection: Connection, transfer_id: bytes, block_count: int) -> None:
-        """The receiver keeps what was marked."""
+        """Record that the receiver keeps what was marked."""
         with self._lock:
             push = self._live(connection, transfer_id)
             if push is None:
@@ -203,7 +203,7 @@ class Peer:
     def take_extension(
         self, connection: Connection, transfer_id: bytes, first_index: int, block_ids: Sequence[int]
     ) -> None:
-        """The receiver has given a push more destination blocks."""
+        """Record that the receiver has given a push more destination blocks."""
         with self._lock:
             push = self._live(connection, transfer_id)
             if push is None:
@@ -216,7 +216,7 @@ class Peer:
             self._setup.reporter.report(PushExtended(transfer_id, len(push.ticket.block_ids)))
 
     def lose(self, connection: Connection, reason: str) -> None:
-        """The connection is gone, and with it what it carries. Any thread, without the lock."""
+        """Record that the connection and its pushes are lost. Any thread, without the lock."""
         with self._lock:
             if connection.lost_reason is not None:
                 return
@@ -230,7 +230,7 @@ class Peer:
     # Under the lock, too.
 
     def _live(self, connection: Connection, transfer_id: bytes) -> Push | None:
-        """The push of this name on this connection, unless it is given up."""
+        """Return the push with this id on this connection, unless it was given up."""
         push = self._pushes.get(transfer_id)
         if push is None or push.connection is not connection or push.stopped is not None:
             return None
@@ -241,7 +241,7 @@ class Peer:
         self._changed.notify()
 
     def _stop(self, push: Push, reason: str) -> None:
-        """No more of this push is sent; it fails as soon as its blocks are not read."""
+        """Send no more of this push; it fails as soon as its blocks are not read."""
         if push.stopped is None and push.transfer_id in self._pushes:
             push.stopped = reason
             push.queue.clear()
@@ -258,12 +258,12 @@ class Peer:
         del self._pushes[push.transfer_id]
         push.queue.clear()
         self._turns.leave(push)
-        # Without waking the thread, which has nothing to do for it.
+        # The thread is not woken: it has nothing to do for it.
         self._idle_since_s = time.monotonic()
         self._setup.forget_push(push.transfer_id)
 
     def _next_action(self) -> PeerAction | None:
-        """Waits for something to do. None: it is over."""
+        """Wait for the next action. None: the thread is to end."""
         with self._lock:
             while not self._closing:
                 if self._urgent:
@@ -278,13 +278,13 @@ class Peer:
                     continue
                 self._waiting_since_s = None
                 if not self._changed.wait(self._rest_s()) and self._is_idle():
-                    # Together with the check: no push may find this peer and queue after its end.
+                    # In the same critical section as the check: no push may find this peer and queue after its end.
                     self._owner.forget(self)
                     return None
             return None
 
     def _rest_s(self) -> float:
-        """How long there may be nothing to do."""
+        """Seconds for which there may be nothing to do."""
         if self._untold.pushes:
             return self._untold.rest_s()
         if self._pushes:
@@ -320,8 +320,8 @@ class Peer:
         return action
 
     def _take_write(self, push: Push) -> SendWrite:
-        """As much of the next write as there is credit for, and those of the following layers that bring the same
-        blocks: a frame and a system call for each layer would cost more than the bytes of a short push."""
+        """Take as much of the next write as there is credit for, and the following layers' writes of the same blocks: a
+        frame and a system call for each layer would cost more than the bytes of a short push."""
         connection = push.connection
         assert connection is not None
         room = connection.room(self._block_bytes)
@@ -334,7 +334,7 @@ class Peer:
         return SendWrite(push, connection, layers, index, blocks)
 
     def _wait_for_credit(self) -> LoseConnection | None:
-        """All that is queued waits for credit. A receiver that takes nothing in for so long is as good as gone."""
+        """Wait while everything queued needs credit. A receiver that gives none until the timeout is presumed dead."""
         now_s = time.monotonic()
         if self._waiting_since_s is None:
             self._waiting_since_s = now_s
@@ -358,11 +358,11 @@ class Peer:
                 except LinkLost as error:
                     assert self._connection is not None
                     self.lose(self._connection, error.reason)
-                # It holds on to a push.
+                # It keeps a push alive.
                 del action
             reason = "the sender was closed"
         except Exception as error:
-            # No other code sees it: all pushes of this receiver end with this thread.
+            # Not visible to other code: all pushes of this receiver end with this thread.
             reason = f"the sender broke: {error!r}"
             get_logger().exception("kv_peer_failed", address=self._routes[0][1].address)
         finally:
@@ -375,7 +375,7 @@ class Peer:
                 self._drop()
             finally:
                 with self._lock:
-                    # Actions hold on to this peer.
+                    # Actions keep this peer alive.
                     self._urgent.clear()
                     self._owner.ended(self)
 
@@ -418,7 +418,7 @@ class Peer:
         connection.link.open(push.ticket)
 
     def _write(self, write: SendWrite) -> None:
-        """is_reading is set, and ends here."""
+        """Carry out a write. is_reading is set, and is cleared here."""
         push, connection = write.push, write.connection
         block_count = len(write.layers) * len(write.blocks)
         told_count = block_count
@@ -468,7 +468,7 @@ class Peer:
             connection.link.abort(push.ticket, keep_marked=push.keeps_marked)
 
     def _tell_untold(self) -> None:
-        """Opens pushes only to give them up: otherwise the receiver learns of it only when their tickets end."""
+        """Open pushes only to give them up: otherwise the receiver frees their blocks only when their tickets end."""
         untold = self._untold
         untold.drop_expired()
         self._drop_lost()
@@ -483,8 +483,7 @@ class Peer:
             untold.attempt_made()
 
     def _connect(self) -> Connection | None:
-        """Tries the routes in turn. When none works, fails all pushes that wait for one: each alone would wait
-        again."""
+        """Try the routes in turn. If none works, fail all pushes that wait for one: each alone would wait again."""
         problems: list[str] = []
         for transport, endpoint in self._routes:
             try:
@@ -494,7 +493,7 @@ class Peer:
                 continue
             with self._lock:
                 self._connection = connection
-                # How long its predecessor gave none is not held against it.
+                # The predecessor's wait for credit does not count against it.
                 self._waiting_since_s = None
                 self._untold.tell_at_s = 0.0
                 if self._closing:
@@ -513,7 +512,7 @@ class Peer:
             self._drop()
 
     def _drop_worn(self) -> None:
-        """Parts with a connection that should not be used for long any more, when no push is on it."""
+        """Close a connection that should not be used for long any more, when no push is on it."""
         connection = self._connection
         if connection is not None and connection.link.is_worn:
             with self._lock:

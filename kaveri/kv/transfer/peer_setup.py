@@ -1,4 +1,4 @@
-"""What the peers of one sender share."""
+"""The values that all peers of one sender share."""
 
 import threading
 from collections.abc import Callable
@@ -16,16 +16,16 @@ Route = tuple[Transport, KvEndpoint]
 
 @dataclass(frozen=True, slots=True)
 class PeerSetup:
-    """What all peers of a sender share."""
+    """The values that all peers of a sender share."""
 
     pool: KvPool
     digest: DigestFactory
     idle_s: float
     credit_timeout_s: float
     lock: threading.Lock
-    """The sender's."""
+    """The sender's lock."""
     reporter: Reporter[PushEvent]
     on_local_done: LocalDoneListener | None
     """Called without the lock."""
     forget_push: Callable[[bytes], None]
-    """Called under the lock: the push has ended."""
+    """Called under the lock when the push has ended."""

@@ -1,4 +1,4 @@
-"""How a push goes and ends, which listener hears of it, and what carries it. Knows no connection."""
+"""Events of a push, the types of its listeners, and the interface of its sender. Knows no connection."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class PushFailed:
 
 @dataclass(frozen=True, slots=True)
 class PushMarked:
-    """The receiver of an open push has verified blocks [0, block_count), and keeps them if the push fails."""
+    """The receiver of an open push has verified blocks [0, block_count), and keeps them even if the push fails."""
 
     transfer_id: bytes
     block_count: int
@@ -39,35 +39,35 @@ class PushExtended:
 
     transfer_id: bytes
     block_count: int
-    """All that may be written now, those of the ticket included."""
+    """Total number of blocks that may be written now, including the ticket's."""
 
 
 PushEnd = PushAccepted | PushFailed
 PushEvent = PushEnd | PushMarked | PushExtended
 PushListener = Callable[[PushEvent], None]
-"""Called on threads of the sender; must not block. Of each opened transfer it hears the end, once and last."""
+"""Called on threads of the sender; must not block. The last call for each opened transfer is its end, exactly once."""
 
 LocalDoneListener = Callable[[bytes, int, Sequence[int]], None]
-"""Called with (transfer id, layer, source blocks) on the receiver's own thread of the sender; must not block."""
+"""Called with (transfer id, layer, source blocks) on the sender's thread for that receiver; must not block."""
 
 
 class PushSender(Protocol):
-    """What carries pushes: a KvSender (sender.py), or what stands for one."""
+    """Interface of a sender of pushes: a KvSender (sender.py), or a stand-in."""
 
     def open(self, ticket: Ticket, *, part: bool = False) -> None:
-        """Begins a transfer. part: of some of the layers or heads. Raises LayoutMismatch and TransferFailed."""
+        """Begin a transfer. part: of some of the layers or heads. Raises LayoutMismatch and TransferFailed."""
 
     def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
-        """Queues blocks of one layer, in index order, each once. Never waits."""
+        """Queue blocks of one layer, in index order, each once. Never waits."""
 
     def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
-        """Queues the same blocks of several layers, together."""
+        """Queue the same blocks of several layers, together."""
 
     def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
-        """Marks an open push; see KvSender.mark."""
+        """Mark an open push; see KvSender.mark."""
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
-        """All blocks are queued; the note arrives behind them."""
+        """Finish a transfer whose blocks are all queued; the note arrives after them."""
 
     def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
-        """Gives a transfer up; see KvSender.abort."""
+        """Give a transfer up; see KvSender.abort."""

@@ -28,11 +28,11 @@ from kaveri.kv.transfer.transport import Answer, Capabilities, Credit, GiveCredi
 from kaveri.telemetry.logs import get_logger
 
 CREDIT_BYTES = 128 << 20
-"""What all senders together may have under way to a receiver. A window of 32 MiB for each of up to four is twice what
-the largest writes of a transport need to go on without a pause."""
+"""Bytes that all senders together may have in flight to a receiver. A window of 32 MiB for each of up to four is twice
+what the largest writes of a transport need to proceed without a pause."""
 _LEAST_CREDIT_BYTES = 4 << 20
-"""What each sender may have under way, however many there are. A push alone is up to a fifth slower with it than with
-the largest window, on two busy cores."""
+"""Bytes that each sender may have in flight, however many there are. A push alone is up to a fifth slower with it than
+with the largest window, on two busy cores."""
 
 
 __all__ = [
@@ -46,13 +46,13 @@ __all__ = [
 ]
 
 LandingListener = Callable[[TransferEvent], None]
-"""Called on a thread of the receiver, in the order in which things happened: for each granted ticket once with its end,
-and before that once with each mark of an open transfer."""
+"""Called on a thread of the receiver, in the order of events: once with the end of each granted ticket, and before that
+once with each mark of an open transfer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverOptions:
-    """What an operator chooses of a receiver; see KvReceiver."""
+    """A receiver's options that an operator sets; see KvReceiver."""
 
     credit_bytes: int = CREDIT_BYTES
     digests: Digests = Digests.AUTO
@@ -67,12 +67,11 @@ class KvReceiver:
     An open transfer (grant(is_open=True)) may be marked by its sender, which is a TransferMarked here, and extended by
     this side. Its time limit counts from its last mark.
 
-    listen: where to listen, best first, such as KvEndpoint("unix", path) and KvEndpoint("tcp", "127.0.0.1:0").
-    epoch: this incarnation, [0, 2**64); differs from that of every former receiver at the same addresses.
-    digests: which transfers are verified by a digest of all their bytes; senders learn it when they connect.
-    credit_bytes: what all senders together may have under way; see CreditBook. Each may have 4 MiB of it, or a quarter
-    where that is less, and at least two blocks, even when that makes more in all.
-    Raises ConfigError when it cannot listen.
+    listen: where to listen, best first, such as KvEndpoint("unix", path) and KvEndpoint("tcp", "127.0.0.1:0"). epoch:
+    this incarnation, [0, 2**64); differs from that of every former receiver at the same addresses. digests: which
+    transfers are verified by a digest of all their bytes; senders learn it when they connect. credit_bytes: what all
+    senders together may have in flight, in bytes; see CreditBook. Each may have 4 MiB of it, or a quarter where that is
+    less, and at least two blocks, even when that makes more in all. Raises ConfigError when it cannot listen.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class KvReceiver:
 
     @property
     def endpoints(self) -> tuple[KvEndpoint, ...]:
-        """Where it listens, best first."""
+        """Addresses it listens at, best first."""
         return tuple(listener.endpoint for listener in self._listeners)
 
     def grant(
@@ -128,11 +127,11 @@ class KvReceiver:
         part: KvLayout | None = None,
         is_open: bool = False,
     ) -> Ticket:
-        """Leases the blocks to one transfer: the receiver's own until TransferLanded or TransferReleased.
+        """Lease the blocks to one transfer: they are the receiver's until TransferLanded or TransferReleased.
 
-        transfer_id, secret: what all ranks of an instance call the transfer; empty for fresh ones. part: the transfer
-        brings some of the heads, and block_ids are of the pool split by them (KvPool.split). is_open: the transfer may
-        be marked, extended, and end with fewer blocks. Raises TransferFailed when closed.
+        transfer_id, secret: the ids that all ranks of an instance use for the transfer; empty for fresh ones. part: the
+        transfer brings some of the heads, and block_ids are of the pool split by them (KvPool.split). is_open: the
+        transfer may be marked, extended, and end with fewer blocks. Raises TransferFailed when closed.
         """
         pool = self._pool_of(part) if part is not None else self.pool
         assert all(0 <= block < pool.block_count for block in block_ids), "a block outside the pool"
@@ -156,10 +155,10 @@ class KvReceiver:
         return ticket
 
     def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> bool:
-        """Gives an open transfer more destination blocks, behind those that it has, and tells its sender.
+        """Give an open transfer more destination blocks, after those that it has, and notify its sender.
 
-        Whether it did: the blocks are leased like those of the grant then. False when the transfer has ended, is
-        stopped or unknown: they stay the caller's.
+        Returns True if the blocks are leased now, like those of the grant. False if the transfer has ended, is stopped
+        or unknown: the caller keeps the blocks.
         """
         landing = self._landing(transfer_id)
         if landing is None:
@@ -168,21 +167,20 @@ class KvReceiver:
         return landing.extend(block_ids)
 
     def merge_parts(self, block_ids: Sequence[int], ways: int) -> None:
-        """All `ways` parts of these blocks have landed: puts their heads in order (kaveri/kv/layout/merging.py)."""
+        """Put the heads of these blocks in order, once all `ways` parts have landed (kaveri/kv/layout/merging.py)."""
         merge_parts(self.pool.layout, self.pool.memory, block_ids, ways)
 
     def revoke(self, transfer_id: bytes) -> None:
-        """The transfer is not wanted any more. TransferReleased follows once its blocks are fenced; unknown ids are
-        ignored."""
+        """Cancel a transfer. TransferReleased follows once its blocks are fenced; unknown ids are ignored."""
         self._stop(transfer_id, "revoked")
 
     def close(self) -> None:
-        """Closes listeners and connections, releases what has not landed, ends threads. Idempotent."""
+        """Close listeners and connections, release what has not landed, end threads. Idempotent."""
         with self._lock:
             self._closed = True
         for listener in self._listeners:
             listener.close()
-        # No link is left, so nothing here is quarantined for long.
+        # No link is left, so nothing stays quarantined for long.
         with self._lock:
             waiting = tuple(self._landings.values())
         try:
@@ -192,7 +190,7 @@ class KvReceiver:
             self._reporter.close()
 
     def flow(self) -> ReceiverFlow:
-        """What is under way."""
+        """Snapshot of the transfers under way."""
         with self._lock:
             leased = [(self._lease_size(landing), landing.is_stopped()) for landing in self._landings.values()]
         sender_count, window_bytes, held_bytes, arriving_bytes = self._credit.figures()
@@ -206,8 +204,8 @@ class KvReceiver:
         )
 
     def check_integrity(self) -> None:
-        """Asserts that no credit is lost or made up, and that no more than the limit is given. Any time; says nothing
-        of what senders believe that they have."""
+        """Assert that no credit is lost or made up, and that no more than the limit is given. Any time; does not check
+        the senders' own accounts."""
         self._credit.check_integrity()
 
     def admit(self, give: GiveCredit) -> SenderCredit:
@@ -230,7 +228,7 @@ class KvReceiver:
     ) -> PoolLanding:
         """For transports; see Intake."""
         landing = self._landing(transfer_id)
-        # The epoch first: a ticket of a former life names a transfer that is unknown here for a reason worth telling.
+        # The epoch first: a ticket of an earlier incarnation is unknown here for a reason worth reporting.
         if epoch != self.epoch:
             reason = f"the ticket is of epoch {epoch}, this receiver of epoch {self.epoch}"
         elif landing is None:
@@ -257,18 +255,18 @@ class KvReceiver:
         return pool
 
     def _lease_size(self, landing: PoolLanding) -> float:
-        """Blocks of the pool; a part of a block is a fraction."""
+        """Size in blocks of the pool; a part of a block is a fraction."""
         return len(landing.ticket.block_ids) * landing.pool.layout.block_bytes / self.pool.layout.block_bytes
 
     def _note_event(self, event: TransferEvent) -> None:
-        """Under the landing's lock: a mark is kept, or the transfer has ended and its blocks are fenced."""
+        """Count a kept mark, or the end of a transfer whose blocks are fenced. Called under the landing's lock."""
         if not isinstance(event, TransferMarked):
             with self._lock:
                 del self._landings[event.transfer_id]
         self._reporter.report(event)
 
     def _expire(self, transfer_id: bytes) -> None:
-        """The time limit of a grant, or of the last mark that was seen then, is over."""
+        """Handle the end of a time limit: of a grant, or of the last mark that was seen then."""
         landing = self._landing(transfer_id)
         if landing is None:
             return

@@ -1,4 +1,4 @@
-"""Tells a listener what happened, in order and one event at a time, and runs what is due. Owns no transfer."""
+"""Calls a listener with events, in order and one at a time, and runs timers. Owns no transfer."""
 
 import heapq
 import itertools
@@ -14,7 +14,7 @@ from kaveri.telemetry.logs import get_logger
 EventT = TypeVar("EventT")
 
 _LONGEST_WAIT_S = 3600.0
-"""Far timers are looked at again after so long: a lock cannot be waited for much longer than a century."""
+"""Longest single wait for a timer: a lock cannot be waited for much longer than a century."""
 
 
 class Reporter(Generic[EventT]):
@@ -29,7 +29,7 @@ class Reporter(Generic[EventT]):
         self._events: deque[EventT] = deque()
         # A thread is calling the listener.
         self._is_telling = False
-        # (due, tie-breaker, action); actions that are no longer of use find that out themselves.
+        # (due, tie-breaker, action); obsolete actions do nothing when run.
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._closing = False
@@ -37,14 +37,14 @@ class Reporter(Generic[EventT]):
         self._thread.start()
 
     def report(self, event: EventT) -> None:
-        """Queues an event for the reporter's thread. Any thread, under any lock."""
+        """Queue an event for the reporter's thread. Any thread, under any lock."""
         with self._changed:
             self._events.append(event)
             self._changed.notify()
 
     def tell(self, event: EventT) -> None:
-        """Calls the listener on this thread, which spares the event a change of threads; queues the event where others
-        come first. Only for threads that the listener may occupy for a moment, and under no lock."""
+        """Call the listener on this thread, which saves a thread switch; queue the event if others come first. Only for
+        threads that the listener may occupy for a moment, and under no lock."""
         with self._changed:
             if self._events or self._is_telling:
                 self._events.append(event)
@@ -57,7 +57,7 @@ class Reporter(Generic[EventT]):
             get_logger().exception("kv_listener_failed")
 
     def call_after(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Runs `action` on the reporter's thread in `delay_s` seconds, unless it is closed before.
+        """Run `action` on the reporter's thread in `delay_s` seconds, unless it is closed before.
 
         delay_s: any number, but no NaN, which would put the others out of order.
         """
@@ -72,10 +72,10 @@ class Reporter(Generic[EventT]):
                 self._changed.notify()
 
     def close(self) -> None:
-        """Delivers what was reported, drops the timers, ends the thread. Not from the listener. Idempotent."""
+        """Deliver what was reported, drop the timers, end the thread. Not from the listener. Idempotent."""
         with self._changed:
             self._closing = True
-            # They hold on to their owners, whose memory would wait for the garbage collector.
+            # They reference their owners, whose memory would wait for the garbage collector.
             self._timers.clear()
             self._changed.notify()
         self._thread.join()
@@ -92,7 +92,7 @@ class Reporter(Generic[EventT]):
             except Exception:
                 # A listener's error must not end the reports of all other transfers.
                 get_logger().exception("kv_listener_failed")
-            # It holds on to an event, or to a timer's owner.
+            # It keeps an event, or a timer's owner, alive.
             del work
 
     def _rest_s(self) -> float | None:

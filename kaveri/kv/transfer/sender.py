@@ -42,8 +42,8 @@ _ANSWER_GRACE_S = 1.0
 class KvSender:
     """Pushes blocks of `pool`. Every method may be called from any thread, close() not from the listener.
 
-    An opened transfer ends in exactly one event. A PushFailed does not say that the receiver has not landed it: the
-    acceptance may have been lost on its way, so a second push must give the hand-over a new attempt number.
+    An opened transfer ends in exactly one event. After a PushFailed the receiver may still have landed it: the
+    acceptance may have been lost, so a second push must give the hand-over a new attempt number.
 
     An open ticket (Ticket.is_open) makes an open push: it may be marked, which the receiver answers (PushMarked), may
     get more destination blocks (PushExtended), and may be finished with fewer than it has. Its time limit counts from
@@ -51,10 +51,10 @@ class KvSender:
 
     One thread and one connection per receiver, made when needed and given up after `idle_s` without a transfer. Blocks
     are written as far as the receiver has given credit; one that gives none for `credit_timeout_s` seconds, while
-    something waits for it, is taken for gone.
+    something waits for it, is presumed dead.
 
-    transports: in the order of preference. on_local_done: hears of source blocks that are not read any more, before
-    their transfer ends; of those of a push that fails PushFailed alone may tell. It does not hear of mapped pushes.
+    transports: in the order of preference. on_local_done: called with source blocks that are not read any more, before
+    their transfer ends; for a push that fails PushFailed alone may report them. Not called for mapped pushes.
     staging_bytes: of memory for each of a few other shapes of blocks, while receivers need them; see MappedPushes.
     """
 
@@ -75,7 +75,7 @@ class KvSender:
         self._lock = threading.Lock()
         self._pushes: dict[bytes, tuple[Peer, Push]] = {}
         self._reporter = Reporter[PushEvent]("kv-sender", listener)
-        # Nothing of it holds on to this sender: its pool goes with its last reference, not with the garbage collector.
+        # Avoid a reference to this sender: its pool must go with its last reference, not with the garbage collector.
         forget = partial(_forget, self._pushes)
         self._peers = _Peers(
             PeerSetup(pool, digest, idle_s, credit_timeout_s, self._lock, self._reporter, on_local_done, forget)
@@ -86,13 +86,13 @@ class KvSender:
         self._mapped = MappedPushes(pool, listener, make_sender, staging_bytes)
 
     def open(self, ticket: Ticket, *, part: bool = False) -> None:
-        """Begins a transfer; connects in the background. A ticket that is open makes an open push.
+        """Begin a transfer; connect in the background. An open ticket makes an open push.
 
-        part: the ticket may be for some of the layers or of the KV heads. The caller sees to it that the others get
-        theirs, by other tickets. An open ticket may be for some of the heads, and is for blocks like the pool's else.
-        Raises LayoutMismatch, naming the field, when the blocks cannot be mapped, and
-        TransferFailed when the two ends have no transport in common, the sender is closed, or the process can start no
-        thread more; a mapped push may report that by PushFailed.
+        part: the ticket may be for some of the layers or of the KV heads. The caller covers the others by other
+        tickets. An open ticket may be for some of the heads, but otherwise for blocks like the pool's only. Raises
+        LayoutMismatch, naming the field, when the blocks cannot be mapped, and TransferFailed when the two ends have no
+        transport in common, the sender is closed, or the process cannot start another thread; a mapped push may report
+        that by PushFailed.
         """
         if ticket.layout != self.pool.layout:
             self._mapped.open(ticket, part=part)
@@ -105,10 +105,10 @@ class KvSender:
         self._reporter.call_after(ticket.expires_in_s + _ANSWER_GRACE_S, partial(self._expire, ticket.transfer_id))
 
     def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
-        """Queues blocks of one layer: source_blocks[i] goes to ticket.block_ids[first_index + i].
+        """Queue blocks of one layer: source_blocks[i] goes to ticket.block_ids[first_index + i].
 
-        Where the receiver's blocks are others, first_index counts those of the request's own blocks that hold a token
-        which the ticket asks for (ticket.first_source_block), and layers that it does not ask for are ignored.
+        If the receiver's blocks differ, first_index counts the request's own blocks that hold a token which the ticket
+        asks for (ticket.first_source_block), and layers that it does not ask for are ignored.
 
         Per layer, blocks are written in index order, each exactly once. The source blocks must not change until
         PushAccepted or PushFailed. Never blocks on network or staging. Unknown (already failed) transfers are ignored.
@@ -119,8 +119,8 @@ class KvSender:
         self.write_layers(transfer_id, range(layer, layer + 1), first_index, source_blocks)
 
     def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
-        """Queues the same blocks of several layers; see write(). They go out together, as far as there is credit."""
-        # Its bytes would be missing from a frame, and the receiver take those of other pushes for them.
+        """Queue the same blocks of several layers; see write(). They are sent together, as far as there is credit."""
+        # Its bytes would be missing from a frame, and the receiver would take those of other pushes for them.
         self.pool.require_blocks("source_blocks", source_blocks)
         with self._lock:
             found = self._pushes.get(transfer_id)
@@ -133,7 +133,7 @@ class KvSender:
                 self._mapped.write(transfer_id, layer, first_index, source_blocks)
 
     def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
-        """Marks an open push: blocks [0, block_count) of all layers are queued. `note`, at most 4 KiB, travels with it.
+        """Mark an open push: blocks [0, block_count) of all layers are queued. `note`, at most 4 KiB, travels with it.
 
         PushMarked follows when the receiver has verified them; it keeps them then, whatever happens to the push.
         Unknown (already failed) transfers are ignored. Raises InvalidArgument unless block_count is above that of the
@@ -149,7 +149,7 @@ class KvSender:
             self._mapped.mark(transfer_id, block_count, note)
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
-        """All blocks of all layers are queued. `note`, at most 4 KiB, arrives with the landing, behind all bytes."""
+        """Finish a fully queued push. `note`, at most 4 KiB, arrives with the landing, behind all bytes."""
         require_note(note)
         with self._lock:
             found = self._pushes.get(transfer_id)
@@ -160,22 +160,22 @@ class KvSender:
             self._mapped.finish(transfer_id, note)
 
     def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
-        """Gives up. PushFailed follows once the source blocks are no longer read; unknown ids are ignored.
+        """Give a push up. PushFailed follows once the source blocks are no longer read; unknown ids are ignored.
 
-        keep_marked: what the receiver has answered marks for is still of use, as when the push was lost.
+        keep_marked: the blocks whose marks the receiver has answered are still useful, as when the push was lost.
         """
         self._give_up(transfer_id, "aborted", keep_marked=keep_marked)
         self._mapped.abort(transfer_id, keep_marked=keep_marked)
 
     def flow(self) -> SenderFlow:
-        """What is under way; a receiver with pushes of several shapes counts once for each."""
+        """Snapshot of the pushes under way; a receiver with pushes of several shapes counts once for each."""
         with self._lock:
             direct = self._peers.flow()
         return SenderFlow.total((direct, self._mapped.flow()))
 
     def close(self) -> None:
-        """Breaks all connections, fails what is under way, ends threads. Idempotent. Waits for a connection attempt
-        under way."""
+        """Break all connections, fail what is under way, end threads. Idempotent. Waits for a connection attempt under
+        way."""
         self._mapped.close()
         with self._lock:
             threads = self._peers.close()
@@ -185,7 +185,7 @@ class KvSender:
         self._mapped.join()
 
     def check_integrity(self) -> None:
-        """Asserts that every staging block is free or held by a push under way. Does not look into direct pushes."""
+        """Assert that every staging block is free or held by a push under way. Does not check direct pushes."""
         self._mapped.check_integrity()
 
     def _routes(self, ticket: Ticket) -> tuple[Route, ...]:
@@ -202,7 +202,7 @@ class KvSender:
         return routes
 
     def _expire(self, transfer_id: bytes) -> None:
-        """The time limit of a ticket, or of the last mark that was seen then, is over."""
+        """Handle the end of a time limit: of a ticket, or of the last mark that was seen then."""
         with self._lock:
             found = self._pushes.get(transfer_id)
             left_s = found[1].expires_at_s + _ANSWER_GRACE_S - time.monotonic() if found is not None else 0.0
@@ -220,7 +220,7 @@ class KvSender:
 
 
 def _forget(pushes: dict[bytes, tuple[Peer, Push]], transfer_id: bytes) -> None:
-    """Under the sender's lock: the push has ended."""
+    """Remove a push that has ended. The caller holds the sender's lock."""
     pushes.pop(transfer_id, None)
 
 
@@ -230,15 +230,15 @@ class _Peers:
     def __init__(self, setup: PeerSetup) -> None:
         self._setup = setup
         self._peers: dict[tuple[object, ...], Peer] = {}
-        # Of peers, those that are on their way out included.
+        # Threads of peers, including those that are ending.
         self._threads: set[threading.Thread] = set()
-        # Of peers that have ended.
+        # Totals of peers that have ended.
         self._credit_waits = 0
         self._credit_wait_s = 0.0
         self._closed = False
 
     def find(self, ticket: Ticket, routes: Sequence[Route]) -> Peer:
-        """The receiver that granted the ticket. Raises TransferFailed when closed, and without a thread for it."""
+        """Return the ticket's receiver. Raises TransferFailed when closed, and without a thread for it."""
         if self._closed:
             raise TransferFailed("the sender is closed")
         # A receiver that was restarted at the same address is another peer.
@@ -253,7 +253,7 @@ class _Peers:
         return peer
 
     def flow(self) -> SenderFlow:
-        """What is under way."""
+        """Snapshot of the pushes under way."""
         peers = self._peers.values()
         return SenderFlow(
             tuple(peer.flow() for peer in peers),
@@ -262,7 +262,7 @@ class _Peers:
         )
 
     def close(self) -> tuple[threading.Thread, ...]:
-        """Makes all peers end soon, and takes no more. Returns their threads."""
+        """Make all peers end soon, and take no more. Returns their threads."""
         self._closed = True
         for peer in self._peers.values():
             peer.close()

@@ -1,4 +1,4 @@
-"""The credit of a receiver's connections: one account for all of them, and what each connection sees of it."""
+"""The credit of a receiver's connections: one shared account, and the view that each connection has of it."""
 
 import threading
 from collections.abc import Callable
@@ -8,8 +8,8 @@ from kaveri.kv.transfer.transport import GiveCredit, LinkLost
 
 
 class SharedCredit:
-    """The account of one receiver, and who is given what. Any thread. Its lock is taken within no other, and none
-    within it."""
+    """The account of one receiver, and the callback of each of its connections. Any thread. Its lock is taken within no
+    other, and none within it."""
 
     def __init__(self, total_bytes: int, least_bytes: int) -> None:
         """See CreditBook."""
@@ -23,17 +23,17 @@ class SharedCredit:
         return credit
 
     def spend(self, credit: "SenderCredit", byte_count: int) -> bool:
-        """Whether the connection had so much credit."""
+        """Return True if the connection had this much credit."""
         with self._lock:
             return self._book.spend(credit, byte_count)
 
     def expect(self, credit: "SenderCredit", byte_count: int) -> None:
-        """So many bytes more are to come over the connection. Gives nothing."""
+        """Expect this many more bytes over the connection. Gives no credit."""
         with self._lock:
             self._book.expect(credit, byte_count)
 
     def change(self, change: "Callable[[CreditBook[SenderCredit]], None]") -> None:
-        """Changes the account, and gives what can be given then."""
+        """Change the account, then give the credit that can be given."""
         with self._lock:
             change(self._book)
             granted = self._book.grants()

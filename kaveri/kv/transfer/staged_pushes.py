@@ -1,11 +1,11 @@
-"""Pushes to receivers of one other layout: their blocks are put together in staging here, and travel from there.
+"""Pushes to receivers of one other layout: their blocks are assembled in staging memory here, and sent from there.
 
-Buffered copies (DéjàVu, section 4.1.1, optimisation 1) between unlike layouts: the receiver needs to know nothing, and
+Buffered copies (DéjàVu, section 4.1.1, optimisation 1) between unlike layouts: the receiver is unaware of it, and
 digests are over its own blocks. Owns the staging pool, the thread that copies and the sender that reads it.
 
     source blocks ── copied, as destination blocks become complete ── staging blocks ── Link.write ── destination blocks
 
-A staging block of a layer is taken when it is to be filled and free again when the link no longer reads it. Receivers
+A staging block of a layer is taken in order to be filled, and free again when the link no longer reads it. Receivers
 share them by dynamic thresholds (Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet
 Switches", 1998, with alpha = 1): each may hold the number that is free. So one that takes nothing delays no other, and
 one that is alone has half of them; it takes several such receivers to have them all, until their links or their tickets
@@ -42,7 +42,7 @@ _BLOCKS_MIN = 4
 
 
 class StagingSender(Protocol):
-    """What pushes the blocks of a staging pool: a KvSender."""
+    """Interface of the sender of a staging pool: a KvSender."""
 
     def open(self, ticket: Ticket) -> None:
         """See KvSender.open."""
@@ -85,34 +85,34 @@ class StagedPush:
         self.ticket = ticket
         self.block_map = block_map
         self.granted_count = len(ticket.block_ids)
-        """Destination blocks, with those that the receiver has added."""
+        """Destination blocks, including those that the receiver has added."""
         self.receiver = (ticket.endpoints, ticket.epoch)
         self.first_block = first_source_block(ticket, block_map.source)
-        """Of the request's source blocks: the first one that is pushed."""
+        """The first of the request's source blocks that is pushed."""
         self.block_ids: list[int] = []
-        """Source blocks, from first_block on, that may be read in one layer at least."""
+        """Source blocks, from first_block on, that may be read in at least one layer."""
         self.readable = [0] * layer_count
-        """Per layer, how many of block_ids may be read."""
+        """Per layer, number of block_ids that may be read."""
         self.complete = [0] * layer_count
-        """Per layer, how many destination blocks can be put together from those."""
+        """Per layer, number of destination blocks that can be assembled from those."""
         self.staged = [0] * layer_count
-        """Per layer, how many destination blocks have been given a staging block."""
+        """Per layer, number of destination blocks that have been given a staging block."""
         self.due: dict[int, None] = {}
-        """Layers with destination blocks that are complete and not staged, in the order in which they came up."""
+        """Layers with destination blocks that are complete and not staged, oldest first."""
         self.held: list[set[int]] = [set() for _ in range(layer_count)]
         """Per layer, the staging blocks in use."""
         self.marks: deque[tuple[int, bytes]] = deque()
-        """Of an open push: block counts that are to be marked once they are staged, with their notes."""
+        """Marks of an open push that wait for staging: block counts, with their notes."""
         self.marked_count = 0
-        """Of the last mark."""
+        """Block count of the last mark."""
         self.opened = False
         self.aborted = False
         self.note: bytes | None = None
         self.finished = False
         self.reading = False
-        """Source blocks are being copied."""
+        """True while source blocks are being copied."""
         self.outcome: PushAccepted | PushFailed | None = None
-        """Waits for `reading` to end."""
+        """The outcome, held back until `reading` is False."""
 
     @property
     def transfer_id(self) -> bytes:
@@ -120,7 +120,7 @@ class StagedPush:
         return self.ticket.transfer_id
 
     def write(self, source_layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
-        """More source blocks of a layer may be read."""
+        """Add source blocks of a layer that may be read."""
         layer = source_layer - self.block_map.source_layer(0)
         if not 0 <= layer < len(self.readable):
             return  # another part's
@@ -143,7 +143,7 @@ class StagedPush:
             self.due[layer] = None
 
     def mark(self, block_count: int, note: bytes) -> None:
-        """More blocks are to be marked, once they are staged. Raises InvalidArgument."""
+        """Mark more blocks, once they are staged. Raises InvalidArgument."""
         low, high = self.marked_count, min(self.readable)
         if not low < block_count <= high:
             raise InvalidArgument("block_count", block_count, f"above {low}, the last mark, and at most {high}")
@@ -152,17 +152,18 @@ class StagedPush:
 
     @property
     def all_staged(self) -> bool:
-        """Whether every byte is with the sender, or on the way into staging."""
+        """Return True if every byte is with the sender, or being copied into staging."""
         if self.ticket.is_open:
             # It may end with fewer blocks than it was granted.
             return not self.due and not self.marks
         return not self.due and all(count == self.granted_count for count in self.staged)
 
     def copy(self, source: KvPool, staging: KvPool, layer: int, first_index: int, staging_ids: Sequence[int]) -> None:
-        """Puts destination blocks [first_index, first_index + len(staging_ids)) of a layer together in staging."""
+        """Assemble destination blocks [first_index, first_index + len(staging_ids)) of a layer in staging."""
         ticket, block_tokens = self.ticket, self.ticket.layout.block_tokens
         source_tokens = self.block_map.source.block_tokens
-        # [first, stop) tokens of these blocks; the last one may be part full. How full, open pushes do not say.
+        # [first, stop) tokens of these blocks; the last one may be part full, to an extent that open pushes do not
+        # state.
         first = (ticket.first_block + first_index) * block_tokens
         stop = first + len(staging_ids) * block_tokens
         tokens = range(first, stop if ticket.is_open else min(stop, ticket.token_count))
@@ -185,9 +186,9 @@ class StagedPushes:
     """All pushes of one sender that need blocks of one shape. Every method may be called from any thread.
 
     shape: a receiver's layout without its place in the model, so that all ranks of an instance share the staging.
-    listener: hears of each opened push once, on a thread of this one; the source blocks are not read any more then.
-    The memory is at most staging_bytes, and at least four blocks of each layer. The thread here takes and touches it,
-    so that no caller waits, and frees it when it ends. room: held while there is memory.
+    listener: called once with the end of each opened push, on a thread of this object; the source blocks are not read
+    any more then. The memory is at most staging_bytes, and at least four blocks of each layer. The thread here takes
+    and touches it, so that no caller waits, and frees it when it ends. room: held while there is memory.
     """
 
     def __init__(
@@ -207,34 +208,35 @@ class StagedPushes:
         self._room_for_memory = room
         self.block_count = max(_BLOCKS_MIN, staging_bytes // (shape.layer_count * shape.block_bytes))
         self._changed = threading.Condition()
-        # In the order of their turns.
+        # In round-robin order.
         self._pushes: dict[bytes, StagedPush] = {}
         # Per layer.
         self._free = [list(range(self.block_count - 1, -1, -1)) for _ in range(shape.layer_count)]
         # Staging blocks in use, by (receiver, layer).
         self._held: Counter[tuple[object, int]] = Counter()
-        # Made by the thread, before it takes the first push, and gone with it.
+        # Made by the thread, before it takes the first push, and freed with it.
         self._memory: KvPool | None = None
         self._made: StagingSender | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-stage", daemon=True)
 
     def start(self) -> None:
-        """Once, and first. Raises RuntimeError when no thread can be started; there is nothing to close then."""
+        """Start the thread. Called once, and first. Raises RuntimeError if that fails; there is nothing to close
+        then."""
         self._thread.start()
 
     @property
     def is_closed(self) -> bool:
-        """Whether it takes no more pushes: it was closed, or has failed."""
+        """True if it takes no more pushes: it was closed, or has failed."""
         return self._closing
 
     @property
     def is_alive(self) -> bool:
-        """Whether memory and threads are still to go."""
+        """True while it holds memory or threads."""
         return self._thread.is_alive()
 
     def open(self, push: StagedPush) -> None:
-        """Begins a push; every error is reported by PushFailed."""
+        """Begin a push; every error is reported by PushFailed."""
         with self._changed:
             closed = self._closing
             if not closed:
@@ -245,7 +247,7 @@ class StagedPushes:
             self._listener(PushFailed(push.transfer_id, "the sender is closed"))
 
     def write(self, transfer_id: bytes, source_layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
-        """As KvSender.write, of the source's layer and blocks: first_index counts from first_source_block(ticket)."""
+        """See KvSender.write, for the source's layer and blocks: first_index counts from first_source_block(ticket)."""
         with self._changed:
             push = self._pushes.get(transfer_id)
             if push is not None and push.outcome is None:
@@ -253,7 +255,7 @@ class StagedPushes:
                 self._changed.notify()
 
     def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
-        """As KvSender.mark."""
+        """See KvSender.mark."""
         with self._changed:
             push = self._pushes.get(transfer_id)
             if push is not None and push.outcome is None and push.note is None:
@@ -261,7 +263,7 @@ class StagedPushes:
                 self._changed.notify()
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
-        """As KvSender.finish."""
+        """See KvSender.finish."""
         with self._changed:
             push = self._pushes.get(transfer_id)
             if push is not None and push.outcome is None:
@@ -269,7 +271,7 @@ class StagedPushes:
                 self._changed.notify()
 
     def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
-        """As KvSender.abort."""
+        """See KvSender.abort."""
         with self._changed:
             push = self._pushes.get(transfer_id)
             if push is None:
@@ -277,27 +279,27 @@ class StagedPushes:
             push.aborted = True
             opened = push.opened
             sender = self._made
-        # Otherwise the sender is notified after its open(), so the receiver hears of it as well.
+        # Otherwise the sender is notified after its open(), so that the receiver is notified as well.
         if opened and sender is not None:
             sender.abort(transfer_id, keep_marked=keep_marked)
 
     def flow(self) -> SenderFlow:
-        """As KvSender.flow; empty while the staging memory is not there."""
+        """See KvSender.flow; empty while there is no staging memory."""
         sender = self._made
         return sender.flow() if sender is not None else SenderFlow()
 
     def close(self) -> None:
-        """Fails what is under way, and lets staging and threads go; does not wait. Idempotent."""
+        """Fail what is under way, and release staging and threads; does not wait. Idempotent."""
         with self._changed:
             self._closing = True
             self._changed.notify()
 
     def join(self) -> None:
-        """After close(), waits for its end. Not from the listener."""
+        """After close(), wait for its end. Not from the listener."""
         self._thread.join()
 
     def check_integrity(self) -> None:
-        """Asserts that every staging block of every layer is free or held by one push under way."""
+        """Assert that every staging block of every layer is free or held by one push under way."""
         with self._changed:
             for layer, free in enumerate(self._free):
                 held = [block for push in self._pushes.values() for block in push.held[layer]]
@@ -326,7 +328,7 @@ class StagedPushes:
         reason = "the sender was closed"
         has_room = False
         try:
-            # One that has given way may be at its end still.
+            # An evicted one may still be ending.
             while not (has_room := self._room_for_memory.acquire(timeout=_ROOM_CHECK_S)) and not self._closing:
                 pass
             if not has_room:
@@ -341,7 +343,7 @@ class StagedPushes:
             )
             while (turn := self._next_turn()) is not None:
                 turn()
-                # It holds on to the memory, through the push.
+                # It keeps the memory alive, through the push.
                 del turn
         # After any error, no listener may be left waiting for an event.
         except Exception as error:
@@ -351,7 +353,7 @@ class StagedPushes:
             self.close()
             if self._made is not None:
                 self._made.close()
-            # The last references to the memory: what else there is refers to itself in circles.
+            # The last references to the memory: the other objects form reference cycles.
             self._made = self._memory = None
             if has_room:
                 self._room_for_memory.release()
@@ -364,20 +366,20 @@ class StagedPushes:
                     self._tell(event)
 
     def _tell(self, event: PushAccepted | PushFailed) -> None:
-        """On the thread here. A listener's error must not end all other pushes."""
+        """Call the listener, on the thread here. Its error must not end all other pushes."""
         try:
             self._listener(event)
         except Exception:
             get_logger().exception("kv_listener_failed")
 
     def _next_turn(self) -> Callable[[], None] | None:
-        """What to do next, for the pushes in turn; waits. None at the end."""
+        """Wait for the next action, round robin over pushes. None at the end."""
         with self._changed:
             while not self._closing:
                 for push in self._pushes.values():
                     turn = self._turn_of(push)
                     if turn is not None:
-                        # Behind all others.
+                        # After all others.
                         self._pushes[push.transfer_id] = self._pushes.pop(push.transfer_id)
                         return turn
                 self._changed.wait()
@@ -403,16 +405,16 @@ class StagedPushes:
         return None
 
     def _room(self, push: StagedPush, layer: int) -> int:
-        """Staging blocks of a layer that the push's receiver may have now."""
+        """Return how many staging blocks of a layer the push's receiver may have now."""
         free = len(self._free[layer])
         held = self._held[push.receiver, layer]
-        # Of n more, n fewer are free: held + n <= free - n, but one for who has none.
+        # n more held means n fewer free: held + n <= free - n, but one for a receiver that has none.
         return (free - held + 1) // 2 if free > held else 0
 
     def _take(self, push: StagedPush, layer: int, count: int) -> Callable[[], None]:
         free = self._free[layer]
         self._held[push.receiver, layer] += count
-        # Neighbours where there are: longer runs are faster, to copy and to send.
+        # Prefer adjacent blocks: longer runs are faster to copy and to send.
         free.sort(reverse=True)
         staging_ids = tuple(free[: -count - 1 : -1])
         del free[-count:]
@@ -446,7 +448,7 @@ class StagedPushes:
         if aborted:
             self._sender.abort(push.transfer_id)
 
-    # What the sender tells, on its threads.
+    # Callbacks of the sender, on its threads.
 
     def _on_local_done(self, transfer_id: bytes, layer: int, staging_ids: Sequence[int]) -> None:
         with self._changed:
@@ -470,8 +472,8 @@ class StagedPushes:
             self._listener(told)
 
     def _end(self, push: StagedPush, event: PushAccepted | PushFailed) -> PushAccepted | PushFailed | None:
-        """Under the lock: the sender reads nothing of this push any more. Returns the event for the listener, None
-        while source blocks are being copied."""
+        """Record that the sender reads nothing of this push any more. The caller holds the lock. Returns the event for
+        the listener, None while source blocks are being copied."""
         if self._pushes.get(push.transfer_id) is not push:
             return None
         push.outcome = push.outcome or event

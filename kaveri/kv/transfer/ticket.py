@@ -11,7 +11,7 @@ from kaveri.seconds import DAY_S, require_seconds
 
 @dataclass(frozen=True, slots=True)
 class KvEndpoint:
-    """Where a receiver listens."""
+    """An address where a receiver listens."""
 
     transport: str
     """A name of kaveri.kv.transports: "shm", "unix", "tcp", ..."""
@@ -21,11 +21,11 @@ class KvEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class TicketPart:
-    """Some of the KV heads, which go to one rank of the receiver."""
+    """Some of the KV heads, for one rank of the receiver."""
 
     place: PartPlace
     endpoints: tuple[KvEndpoint, ...]
-    """Where that rank takes pushes, in its order of preference."""
+    """Addresses where that rank takes pushes, in its order of preference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,36 +36,36 @@ class Ticket:
     """
 
     transfer_id: bytes
-    """16 random bytes; names the transfer over all receivers and incarnations."""
+    """16 random bytes; identifies the transfer over all receivers and incarnations."""
     secret: bytes = field(repr=False)
     """16 random bytes that the sender shows on the data plane."""
     epoch: int
-    """The receiver's incarnation; a restarted receiver refuses tickets of its former life."""
+    """The receiver's incarnation; a restarted receiver refuses tickets of an earlier one."""
     endpoints: tuple[KvEndpoint, ...]
-    """In the receiver's order of preference. Empty where there are parts."""
+    """Addresses in the receiver's order of preference. Empty if there are parts."""
     block_ids: tuple[int, ...]
     """Destination blocks: block i takes the block_tokens tokens from (first_block + i) * block_tokens on."""
     token_count: int
     """Tokens of the request; those from first_block on are pushed, and the last block may be part full."""
     expires_in_s: float
-    """Seconds from the grant; void from the beginning where that is not above 0."""
+    """Seconds from the grant; void from the beginning if not above 0."""
     layout: KvLayout
     """The receiver's layout; a sender that cannot map its own blocks to it refuses."""
     first_block: int = 0
-    """Blocks of the request that the receiver has already, in its prefix cache: they are not pushed."""
+    """Blocks of the request that the receiver already has in its prefix cache: they are not pushed."""
     parts: tuple[TicketPart, ...] = ()
-    """What goes from one rank of the sender to one of the receiver, each by a transfer of its own (part_tickets). The
-    KV has landed when all parts have. Empty where there is a single rank on both sides."""
+    """Transfers between one rank of the sender and one of the receiver (part_tickets). The KV has landed when all parts
+    have. Empty if there is a single rank on both sides."""
     is_open: bool = False
-    """Whether the transfer may be marked, gets more blocks as it grows, and may end with fewer than were granted. Its
-    time counts from the last mark then."""
+    """True if the transfer may be marked, gets more blocks as it grows, and may end with fewer than were granted. Its
+    time limit counts from the last mark then."""
 
     def __post_init__(self) -> None:
         require_seconds("ticket.expires_in_s", self.expires_in_s, least_s=-DAY_S)
 
     def part_tickets(self, is_wanted: Callable[[PartPlace], bool]) -> "tuple[Ticket, ...]":
-        """The wanted parts, each with its own ticket: for the blocks of a pool that is split as part_index() says.
-        Without parts the ticket itself is the only one. The parts are those of ticket_parts()."""
+        """Return the wanted parts, each with its own ticket: for the blocks of a pool that is split as part_index()
+        says. Without parts, the ticket itself is the only one. The parts are those of ticket_parts()."""
         if not self.parts:
             return (self,) if is_wanted(PartPlace(0, self.layout)) else ()
         return tuple(self._part_ticket(number) for number, part in enumerate(self.parts) if is_wanted(part.place))
@@ -74,7 +74,7 @@ class Ticket:
         place, endpoints = self.parts[number].place, self.parts[number].endpoints
         return replace(
             self,
-            # Each transfer has a name of its own, on both sides.
+            # Each transfer has its own id, on both sides.
             transfer_id=(int.from_bytes(self.transfer_id) ^ number).to_bytes(len(self.transfer_id)),
             endpoints=endpoints,
             block_ids=part_blocks(self.layout, place, self.block_ids),
@@ -84,7 +84,7 @@ class Ticket:
 
 
 def part_blocks(destination: KvLayout, place: PartPlace, block_ids: Sequence[int]) -> tuple[int, ...]:
-    """Where a part of these blocks goes, in the pool of its rank as part_index() splits it."""
+    """Block numbers of a part of these blocks, in the pool of its rank as part_index() splits it."""
     index, ways = part_index(destination, place)
     return tuple(block_ids) if ways == 1 else tuple(block * ways + index for block in block_ids)
 
@@ -92,7 +92,7 @@ def part_blocks(destination: KvLayout, place: PartPlace, block_ids: Sequence[int
 def ticket_parts(
     source: KvLayout, destination: KvLayout, endpoints: Sequence[tuple[KvEndpoint, ...]]
 ) -> tuple[TicketPart, ...]:
-    """The parts of a ticket for KV of a sender's layout, () where there is a single one. Raises LayoutMismatch.
+    """Return the parts of a ticket for KV of a sender's layout, () if there is a single one. Raises LayoutMismatch.
 
     endpoints: of each rank of the receiver.
     """
@@ -101,8 +101,8 @@ def ticket_parts(
 
 
 def require_pushable(source: KvLayout, ticket: Ticket) -> None:
-    """Raises LayoutMismatch where blocks of the source cannot be mapped onto the ticket's, and InvalidArgument where
-    its parts are not those of such a push."""
+    """Raise LayoutMismatch if blocks of the source cannot be mapped onto the ticket's, and InvalidArgument if its parts
+    are not those of such a push."""
     places = part_places(source, ticket.layout)
     given = [part.place for part in ticket.parts] or [PartPlace(0, ticket.layout)]
     if given != list(places):
@@ -110,16 +110,16 @@ def require_pushable(source: KvLayout, ticket: Ticket) -> None:
 
 
 def pushed_tickets(source: KvLayout, rank: int, ticket: Ticket) -> tuple[Ticket, ...]:
-    """What a rank of the sender pushes, part by part. Empty where other ranks push the same heads. The ticket is one
-    that require_pushable() lets through."""
+    """Tickets that a rank of the sender pushes, part by part. Empty if other ranks push the same heads. The ticket is
+    one that require_pushable() accepts."""
     return ticket.part_tickets(lambda place: source_rank(source, place) == rank)
 
 
 def taken_tickets(rank: int, ticket: Ticket) -> tuple[Ticket, ...]:
-    """What a rank of the receiver takes, part by part."""
+    """Tickets that a rank of the receiver takes, part by part."""
     return ticket.part_tickets(lambda place: place.rank == rank)
 
 
 def first_source_block(ticket: Ticket, layout: KvLayout) -> int:
-    """The first of a request's blocks, of `layout`, that holds a token which the ticket asks for."""
+    """Return the first of a request's blocks, in `layout`, that holds a token which the ticket asks for."""
     return ticket.first_block * ticket.layout.block_tokens // layout.block_tokens

@@ -1,4 +1,4 @@
-"""Whose turn it is on a link that several share: deficit round robin. Pure; counts bytes, moves none."""
+"""Fair turns on a shared link: deficit round robin. Pure; counts bytes, moves none."""
 
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -12,9 +12,9 @@ class Turns(Generic[MemberT]):
     would be unfair, so each member gets a quantum a round (M. Shreedhar and G. Varghese, "Efficient Fair Queueing Using
     Deficit Round Robin", SIGCOMM 1995).
 
-    A piece is never cut to fit: a member goes on while its balance is above zero, and what it took too much is missing
-    in its next round. While two members have work, the bytes that they were charged differ by at most three
-    times the larger of the quantum and a piece.
+    A piece is never cut to fit: a member continues while its balance is above zero, and any excess is deducted from its
+    next round. While two members have work, the bytes that they were charged differ by at most three times the larger
+    of the quantum and a piece.
     """
 
     def __init__(self, quantum_bytes: int) -> None:
@@ -27,18 +27,18 @@ class Turns(Generic[MemberT]):
         return len(self._ring)
 
     def join(self, member: MemberT) -> None:
-        """The member has work: its turn comes behind all others'. Without effect for one that has some already."""
+        """Add a member that has work: its turn comes after all others'. No effect if it has some already."""
         if member not in self._balances:
             self._balances[member] = self._quantum_bytes
             self._ring.append(member)
 
     def leave(self, member: MemberT) -> None:
-        """The member has no work. Without effect for one that has none already."""
+        """Remove a member that has no work. No effect if it has none already."""
         if self._balances.pop(member, None) is not None:
             self._ring.remove(member)
 
     def next(self, is_ready: Callable[[MemberT], bool]) -> MemberT | None:
-        """Whose turn it is. A member that is not ready is passed over and keeps its balance; None when none is."""
+        """Return the member whose turn it is; None if none is ready. One that is not ready keeps its balance."""
         passed_count = 0
         while passed_count < len(self._ring):
             member = self._ring[0]
@@ -53,5 +53,5 @@ class Turns(Generic[MemberT]):
         return None
 
     def charge(self, member: MemberT, byte_count: int) -> None:
-        """The member, whose turn it is, takes so many bytes of it."""
+        """Charge the member whose turn it is for the bytes that it takes."""
         self._balances[member] -= byte_count
