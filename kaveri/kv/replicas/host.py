@@ -19,10 +19,10 @@ from kaveri.kv.transfer.transport import Transport
 class HostReplicas(Replicas):
     """A ReplicaStore in host memory: as many whole blocks of `layout` as fit into `memory_bytes`, allocated here.
 
-    layout: of the engine that replicas are resumed in, and of their owners. listen: where owners push to, best first.
-    epoch: this incarnation, other than those before at the same addresses. transports: what carries KV, in the order in
-    which pushes to engines prefer them. receiving: how the pushes of owners are taken.
-    Raises ConfigError when not even one block fits, when the memory cannot be had, or when it cannot listen.
+    layout: of the engine that resumes from replicas, and of their owners. listen: addresses where owners push, best
+    first. epoch: this incarnation; differs from earlier ones at the same addresses. transports: transports of KV, in
+    the order in which pushes to engines prefer them. receiving: options for the pushes of owners. Raises ConfigError
+    when not even one block fits, when the memory cannot be allocated, or when it cannot listen.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class HostReplicas(Replicas):
         epoch: int,
         receiving: ReceiverOptions = ReceiverOptions(),  # noqa: B008 - it is frozen
     ) -> None:
-        # The ranks of an engine push their heads into one pool here, and take them from it.
+        # The ranks of an engine push their heads into one pool here, and receive them from it.
         layout = replace(layout, tensor_ranks=1)
         block_bytes = layout.layer_count * layout.block_bytes
         block_count = memory_bytes // block_bytes

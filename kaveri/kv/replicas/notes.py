@@ -1,4 +1,4 @@
-"""What a mark says of the blocks that it adds to a replica: their token ids. Pure."""
+"""Encodes the token ids of a mark's blocks as its note. Pure."""
 
 import struct
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ NOTE_TOKENS_MAX = NOTE_BYTES_MAX // _TOKEN_BYTES
 
 
 def token_note(token_ids: Sequence[int]) -> bytes:
-    """The note for blocks that hold these tokens, at most NOTE_TOKENS_MAX: uint32, little-endian."""
+    """The note for blocks with these tokens, at most NOTE_TOKENS_MAX: uint32, little-endian."""
     return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 
 def noted_tokens(note: bytes) -> tuple[int, ...]:
-    """The tokens that a note names; bytes behind the last whole number are ignored."""
+    """The tokens in a note; bytes after the last whole number are ignored."""
     return struct.unpack_from(f"<{len(note) // _TOKEN_BYTES}I", note)

@@ -1,4 +1,4 @@
-"""One replica: which tokens it holds, and what may still touch its blocks. Values and their cell; no I/O, no lock.
+"""One replica: its tokens, and the transfers that may still touch its blocks. Values and their cell; no I/O, no lock.
 
 Receiving ──┬── Sealed ──┬── Kept ── Dropped
             └────────────┘
@@ -11,26 +11,26 @@ from kaveri.kv.replicas.store import ReplicaKey
 
 @dataclass(frozen=True, slots=True)
 class Receiving:
-    """The owner's push is open, and what it marks counts."""
+    """The owner's push is open, and its marks count."""
 
     transfer_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """The owner's push is being ended. It may still write behind the watermark, and marks nothing that counts."""
+    """The owner's push is being ended. It may still write beyond the watermark, and its marks do not count."""
 
     transfer_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """No push of an owner touches it any more."""
+    """Kept after the end of the owner's push."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Forgotten. Its blocks are free once neither the owner's push nor a push of ours touches them."""
+    """Forgotten. Its blocks are free once neither the owner's push nor a push from here touches them."""
 
     transfer_id: bytes | None
     """The owner's push, until it has ended."""
@@ -43,15 +43,15 @@ class Replica:
     key: ReplicaKey
     state: Receiving | Sealed | Kept | Dropped
     stays: bool = False
-    """Whether it is kept when its owner gives it up."""
+    """True if it is kept when its owner gives it up."""
     block_ids: list[int] = field(default_factory=list)
-    """[0, blocks of token_ids) are verified; the others are granted ahead. The last one may be part-full once the owner
-    has let the request go."""
+    """[0, blocks of token_ids) are verified; the others are granted ahead. The last one may be part full once the owner
+    has released the request."""
     token_ids: list[int] = field(default_factory=list)
     reading: set[bytes] = field(default_factory=set)
-    """Pushes of ours that read its blocks."""
+    """Pushes from here that read its blocks."""
 
     @property
     def is_touched(self) -> bool:
-        """Whether anything may still write or read its blocks."""
+        """True if anything may still write or read its blocks."""
         return bool(self.reading) or (not isinstance(self.state, Kept) and self.state.transfer_id is not None)

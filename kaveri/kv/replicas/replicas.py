@@ -1,4 +1,4 @@
-"""The account of a replica store: blocks, watermarks, what each transfer of an owner and each push of ours means.
+"""The account of a replica store: blocks, watermarks, and the transfers of owners and to engines.
 
 Moves no byte: a receiver takes the owners' pushes into the pool, and a sender pushes from it.
 """
@@ -33,18 +33,18 @@ from kaveri.seconds import require_seconds
 from kaveri.telemetry.logs import get_logger
 
 OWNER_ENDED = "the owner has ended its push"
-"""Why a replica is an orphan whose request was let go."""
+"""Reason of an orphan whose request its owner has released."""
 _RETRY_AFTER_S = 0.5
 _BLOCKS_AHEAD = 1
-"""Granted to each replica behind its last mark. Its owner completes one block in block_tokens steps, and the next grant
-reaches it long before that."""
+"""Blocks granted to each replica after its last mark. Its owner completes one block in block_tokens steps, and the next
+grant reaches it long before that."""
 
 
 class Replicas:
     """A ReplicaStore over `block_count` blocks of `layout`, all of whose heads are in one pool here.
 
-    make_receiver, make_sender: of that pool; they raise what they raise. token_bytes: chance, another where it is
-    simulated.
+    make_receiver, make_sender: for that pool; their errors pass through. token_bytes: source of random bytes, replaced
+    in simulations.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Replicas:
         self._lock = threading.Lock()
         self._allocator = BlockAllocator(block_count)
         self._replicas: dict[ReplicaKey, Replica] = {}
-        # By the owner's push, until that has ended.
+        # By transfer id of the owner's push, until that has ended.
         self._landings: dict[bytes, Replica] = {}
         self._pushes: dict[bytes, tuple[Replica, Future[None]]] = {}
         # Receiving, with no block granted ahead.
@@ -103,7 +103,7 @@ class Replicas:
             if self._closed:
                 raise TransferFailed("the replica store is closed")
             replica = Replica(key, Receiving(self._token_bytes(16)), stays)
-            # Those before it wait for the next block that is free.
+            # Earlier ones wait for the next free block.
             if self._starved:
                 raise NoCapacity("replica", _RETRY_AFTER_S, "replicas wait for blocks")
             try:
@@ -234,10 +234,10 @@ class Replicas:
                 assert replica in live or replica.is_touched, f"{replica.key}: dropped, and its blocks are held"
                 assert (replica in live) != isinstance(replica.state, Dropped), f"{replica.key}: {replica.state}"
 
-    # What the transfers tell.
+    # Events of the transfers.
 
     def _hear_owner(self, event: TransferEvent) -> None:
-        """The receiver's listener. One call at a time, so events go out in order."""
+        """Handle an event of an owner's push. Calls are serialized, so events go out in order."""
         with self._lock:
             replica = self._landings.get(event.transfer_id)
             if replica is None or self._closed:
@@ -249,7 +249,7 @@ class Replicas:
             self._listener(news)
 
     def _take(self, replica: Replica, event: TransferEvent) -> tuple[ReplicaEvent | None, bytes | None]:
-        """Under the lock. Returns what to report, and the transfer to revoke."""
+        """Apply an event. The caller holds the lock. Returns the event to report, and the transfer to revoke."""
         match event, replica.state:
             case TransferMarked(), Receiving():
                 return self._grow(replica, event)
@@ -263,7 +263,7 @@ class Replicas:
         token_ids = noted_tokens(mark.note)
         due = mark.block_count * self._layout.block_tokens - len(replica.token_ids)
         if len(token_ids) != due:
-            # Nothing can be said of tokens that are not named; those before are right.
+            # Unnamed tokens cannot be recorded; the earlier ones are right.
             get_logger().warning(
                 "replica_mark_refused", request_id=replica.key.request_id, named=len(token_ids), due=due
             )
@@ -273,7 +273,7 @@ class Replicas:
         return ReplicaGrew(replica.key, len(replica.token_ids)), None
 
     def _end_owner(self, replica: Replica, event: TransferLanded | TransferReleased) -> ReplicaEvent | None:
-        """The owner's push has ended, and cannot write any more."""
+        """Handle the end of the owner's push, which cannot write any more."""
         self._starved.pop(replica, None)
         if isinstance(event, TransferLanded):
             reason = OWNER_ENDED
@@ -300,7 +300,7 @@ class Replicas:
                 return ReplicaOrphaned(replica.key, reason)
 
     def _add_tail(self, replica: Replica, landed: TransferLanded) -> None:
-        """The tokens behind the last mark, less than a block, that the owner names at the end of its push."""
+        """Add the tokens after the last mark, less than a block, that the owner names at the end of its push."""
         token_ids = noted_tokens(landed.note)
         whole = len(replica.token_ids) // self._layout.block_tokens
         block_bytes = self._layout.layer_count * self._layout.block_bytes
@@ -308,11 +308,11 @@ class Replicas:
         if landed.kv_bytes == due_count * block_bytes and len(token_ids) < self._layout.block_tokens:
             replica.token_ids += token_ids
         else:
-            # Nothing can be said of tokens that are not named; those before are right.
+            # Unnamed tokens cannot be recorded; the earlier ones are right.
             get_logger().warning("replica_tail_refused", request_id=replica.key.request_id, named=len(token_ids))
 
     def _hear_push(self, event: PushEvent) -> None:
-        """The sender's listener."""
+        """Handle an event of the sender."""
         match event:
             case PushAccepted():
                 self._end_push(event.transfer_id, None)
@@ -331,10 +331,10 @@ class Replicas:
         else:
             accepted.set_exception(error)
 
-    # Under the lock.
+    # The caller holds the lock.
 
     def _seal(self, replica: Replica) -> bytes | None:
-        """Returns the transfer to revoke, if the owner's push is open."""
+        """Seal a replica. Returns the transfer to revoke, if the owner's push is open."""
         if not isinstance(replica.state, Receiving):
             return None
         transfer_id = replica.state.transfer_id
@@ -354,7 +354,7 @@ class Replicas:
             self._feed_starved()
 
     def _free_ahead(self, replica: Replica) -> None:
-        """The blocks behind the watermark are not needed any more."""
+        """Free the blocks beyond the watermark."""
         used = self._layout.block_count(len(replica.token_ids))
         if used < len(replica.block_ids):
             self._allocator.release_last(replica, len(replica.block_ids) - used)
@@ -367,7 +367,7 @@ class Replicas:
                 return
 
     def _grant_ahead(self, replica: Replica) -> bool:
-        """Gives the owner its next blocks. False when there are none: it gets them when some are free."""
+        """Give the owner its next blocks. False if there are none: it gets them once some are free."""
         assert isinstance(replica.state, Receiving), "the owner takes no blocks any more"
         wanted = len(replica.token_ids) // self._layout.block_tokens + _BLOCKS_AHEAD - len(replica.block_ids)
         if wanted > 0:
@@ -379,14 +379,14 @@ class Replicas:
             if self._receiver.extend(replica.state.transfer_id, block_ids):
                 replica.block_ids += block_ids
             else:
-                # The push has ended, which is about to be heard.
+                # The push has ended; its event is about to arrive.
                 self._allocator.release_last(replica, wanted)
         self._starved.pop(replica, None)
         return True
 
 
 def _check_fit(ticket: Ticket, held_tokens: int) -> None:
-    """Raises InvalidArgument for a ticket that a replica of `held_tokens` tokens cannot fill."""
+    """Raise InvalidArgument for a ticket that a replica of `held_tokens` tokens cannot fill."""
     if not 1 <= ticket.token_count <= held_tokens:
         raise InvalidArgument("ticket.token_count", ticket.token_count, f"1 to the {held_tokens} held here")
     pushed_count = ticket.layout.block_count(ticket.token_count) - ticket.first_block

@@ -1,9 +1,9 @@
 """The ReplicaStore contract: where an instance keeps copies of KV that other instances' requests own.
 
 A replica grows while its owner pushes into it, over a transfer that stays open. Its watermark is the number of tokens,
-from the first one of the prompt on, whose KV and whose ids have come and are verified; what is below it never changes.
+from the first one of the prompt on, whose KV and whose ids have arrived and are verified; blocks below it never change.
 When the owner is gone the replica stays up to its watermark, until drop(). DéjàVu (arXiv 2403.01876, section 4.2.3 and
-appendix E) keeps such copies on the next worker of a ring; a store leaves it to others which copies it keeps.
+appendix E) keeps such copies on the next worker of a ring; the choice of copies is not made here.
 
     open ── ReplicaGrew* ──┬── seal ───────────────────────────────────────┐
                            ├── owner lost: ReplicaOrphaned ────────────────┼── push* ── drop
@@ -24,7 +24,7 @@ from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 
 
 class ReplicaKey(NamedTuple):
-    """Names a replica in one store: the request, and the owner that pushes."""
+    """Key of a replica in one store: the request, and the owner that pushes."""
 
     request_id: str
     session: int
@@ -36,7 +36,7 @@ class ReplicaUsage:
     """The memory of a store."""
 
     used_bytes: int = 0
-    """Of blocks that replicas hold, those granted ahead included, and that an ended transfer may still touch."""
+    """Memory of the blocks that replicas hold, those granted ahead included, and that an ended transfer may touch."""
     total_bytes: int = 0
     replica_count: int = 0
 
@@ -51,8 +51,8 @@ class ReplicaGrew:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOrphaned:
-    """The owner's push has ended, and the replica is kept until drop(). The owner is lost, was sealed off, or has let
-    the request go: then the replica has a tail, the tokens behind its last whole block."""
+    """The owner's push has ended, and the replica is kept until drop(). The owner is lost, was sealed off, or has
+    released the request: then the replica has a tail, the tokens after its last whole block."""
 
     key: ReplicaKey
     reason: str
@@ -68,7 +68,7 @@ class ReplicaDropped:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGivenUp:
-    """The owner has given it up, and it was opened to stay. It is kept until drop()."""
+    """The owner has given the replica up, and it was opened with stays=True. It is kept until drop()."""
 
     key: ReplicaKey
     reason: str
@@ -80,46 +80,46 @@ ReplicaListener = Callable[[ReplicaEvent], None]
 
 
 class ReplicaStore(Protocol):
-    """Every method may be called from any thread. Unknown keys are ignored, or have no tokens."""
+    """Keeps replicas. Every method may be called from any thread. Unknown keys are ignored, or have no tokens."""
 
     @property
     def layout(self) -> KvLayout:
-        """Of what it keeps: the `source` of DecodeEngine.reserve() where a replica is pushed to the engine."""
+        """Layout of the replicas: the `source` of DecodeEngine.reserve() when a replica is pushed to the engine."""
 
     @property
     def endpoints(self) -> tuple[KvEndpoint, ...]:
-        """Where it takes the pushes of owners, best first."""
+        """Addresses where it takes the pushes of owners, best first."""
 
     def start(self, listener: ReplicaListener) -> None:
-        """Takes replicas from now on. Events go to `listener`."""
+        """Start taking replicas. Events go to `listener`."""
 
     def open(
         self, key: ReplicaKey, layout: KvLayout, token_count: int, expires_in_s: float, *, stays: bool = False
     ) -> Ticket:
-        """Takes the whole blocks of `token_count` tokens, and one more, for a replica, and grants an open ticket for
+        """Take the whole blocks of `token_count` tokens, and one more, for a replica, and grant an open ticket for
         them. The owner gets more as it marks those, while there are free ones; until then the replica does not grow.
 
-        expires_in_s: the owner counts as lost after so long without a mark. stays: whether a replica is kept when its
-        owner gives it up, unless it is empty. A replica of the same key is dropped first.
+        expires_in_s: the owner is presumed lost after this long without a mark. stays: True to keep the replica, unless
+        it is empty, when its owner gives it up. A replica of the same key is dropped first.
 
         Raises NoCapacity when the memory is full or other replicas wait for blocks, LayoutMismatch unless the layout is
         the store's own, and InvalidArgument for other values out of range.
         """
 
     def watermark(self, key: ReplicaKey) -> int:
-        """Tokens that have come and are verified: whole blocks, and the tail once the owner has let the request go."""
+        """Tokens that have arrived and are verified: whole blocks, and the tail once the owner has released it."""
 
     def token_ids(self, key: ReplicaKey) -> tuple[int, ...]:
         """The ids of those tokens."""
 
     def is_starved(self, key: ReplicaKey) -> bool:
-        """Whether there is no block for what its owner draws next."""
+        """True if there is no block for its owner's next tokens."""
 
     def seal(self, key: ReplicaKey) -> None:
-        """Takes no more of the owner. The watermark rises no more; what the owner still writes is not part of it."""
+        """Stop taking KV from the owner. The watermark rises no more; later writes are not part of the replica."""
 
     def push(self, key: ReplicaKey, ticket: Ticket) -> "Future[None]":
-        """Pushes the first `ticket.token_count` tokens, at most those below the watermark, to a decode engine's ticket.
+        """Push the first `ticket.token_count` tokens, at most those below the watermark, to a decode engine's ticket.
 
         The note is empty. The future is done when the engine has accepted them. It fails with TransferFailed, with
         LayoutMismatch when the blocks cannot be mapped, and with InvalidArgument for a ticket of more tokens. The
@@ -127,16 +127,16 @@ class ReplicaStore(Protocol):
         """
 
     def drop(self, key: ReplicaKey) -> None:
-        """Frees the replica, as soon as no transfer can touch its blocks any more. No event of it follows."""
+        """Free the replica once no transfer can touch its blocks any more. No event of it follows."""
 
     def usage(self) -> ReplicaUsage:
-        """A snapshot. Never blocks on a transfer."""
+        """Snapshot of the memory. Never blocks on a transfer."""
 
     def flow(self) -> KvFlow:
-        """What is under way: from owners, and to engines."""
+        """Snapshot of the transfers: from owners, and to engines."""
 
     def close(self) -> None:
-        """Ends transfers, threads and the listener's calls, and frees the memory. Idempotent."""
+        """End transfers, threads and the listener's calls, and free the memory. Idempotent."""
 
     def check_integrity(self) -> None:
-        """Asserts that every block is free, of a replica, or quarantined by a live transfer."""
+        """Assert that every block is free, of a replica, or quarantined by a live transfer."""
