@@ -1,4 +1,4 @@
-"""Which requests an exception of an engine is put down to, and the errors that they end with. Pure."""
+"""Chooses the requests that are blamed for an engine's exception, and the errors that they end with. Pure."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -14,18 +14,18 @@ class StepMember(NamedTuple):
     draw_index: int
     """Index of the next token to draw."""
     suspect_until: int
-    """As of EngineRequest."""
+    """See EngineRequest."""
 
 
 def is_suspect(draw_index: int, suspect_until: int) -> bool:
-    """Whether a request is a suspect while this is the index of its next token: it has not passed the step that has
+    """Return True if a request is a suspect while this is the index of its next token: it has not passed the step that
     raised with it."""
     return draw_index < suspect_until
 
 
 def last_events(reason: str, members: Iterable[StepMember]) -> tuple[RequestFailed | EngineStopped, ...]:
-    """The last events of an engine of which a step with these requests has raised. A suspect is to blame, alone;
-    without one each of them is a suspect until it has drawn the token that the step would have drawn."""
+    """Return the last events of an engine in which a step with these requests has raised. A suspect is blamed alone;
+    without one each of them becomes a suspect until it has drawn the token of that step."""
     members = tuple(members)
     for key, draw_index, suspect_until in members:
         if is_suspect(draw_index, suspect_until):
@@ -34,13 +34,13 @@ def last_events(reason: str, members: Iterable[StepMember]) -> tuple[RequestFail
 
 
 def error_of_failure(event: RequestFailed) -> EngineError | Unavailable:
-    """The error of a request that its engine has ended."""
+    """Return the error of a request that its engine has ended."""
     if event.is_final:
         return EngineError(f"request {event.key.request_id!r}: {event.reason}")
     return Unavailable(event.reason)
 
 
 def error_of_stop(event: EngineStopped, key: EngineKey) -> Unavailable:
-    """The error of a request that an engine had when it broke."""
+    """Return the error of a request whose engine broke."""
     reason = f"the engine stopped: {event.reason}"
     return Unavailable(reason) if event.suspects is None else EngineBroke(reason, event.suspects.get(key, 0))

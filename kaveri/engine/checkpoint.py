@@ -1,4 +1,4 @@
-"""Reads a checkpoint's config.json, and says why one cannot be served. Imports neither torch nor vLLM."""
+"""Reads a checkpoint's config.json, and explains why one cannot be served. Imports neither torch nor vLLM."""
 
 import json
 from collections.abc import Mapping
@@ -8,11 +8,11 @@ from typing import Any
 from kaveri.errors import ConfigError
 
 _PYDANTIC_LINK = "For further information visit"
-"""How the last line of a validation error begins."""
+"""Start of the last line of a validation error."""
 
 
 def read_config_json(folder: Path) -> Mapping[str, Any]:
-    """The values of a folder's config.json. Raises ConfigError."""
+    """Return the values of a folder's config.json. Raises ConfigError."""
     path = folder / "config.json"
     try:
         values = json.loads(path.read_text())
@@ -24,7 +24,7 @@ def read_config_json(folder: Path) -> Mapping[str, Any]:
 
 
 def stored_dtype(values: Mapping[str, Any]) -> str | None:
-    """The element type that config.json names, as in "bfloat16"; None when it names none. Pure."""
+    """Return the element type in config.json, as in "bfloat16"; None if it has none. Pure."""
     for part in _parts(values):
         named = part.get("dtype") or part.get("torch_dtype")
         if isinstance(named, str):
@@ -33,7 +33,7 @@ def stored_dtype(values: Mapping[str, Any]) -> str | None:
 
 
 def quantization_method(values: Mapping[str, Any]) -> str | None:
-    """How the weights are quantized, as in "gptq"; None for plain ones. Pure."""
+    """Return the quantization method of the weights, as in "gptq"; None for plain ones. Pure."""
     for part in _parts(values):
         described = part.get("quantization_config") or part.get("compression_config")
         if isinstance(described, dict):
@@ -42,10 +42,10 @@ def quantization_method(values: Mapping[str, Any]) -> str | None:
 
 
 def refusal(folder: Path, values: Mapping[str, Any], error: Exception, engine: str) -> ConfigError:
-    """What to tell the user when a library could not load a checkpoint: one sentence, with what to use instead."""
+    """Return the error for a checkpoint that a library could not load: one sentence, with what to use instead."""
     lines = [line.strip() for line in str(error).splitlines()]
     lines = [line for line in lines if line and not line.startswith(_PYDANTIC_LINK)] or [type(error).__name__]
-    # vLLM's errors are those of its validation: what is wrong comes last. Some of transformers take two lines.
+    # vLLM's validation errors end with the cause. Some of transformers take two lines.
     why = lines[-1] if engine == "vllm" else " ".join(lines[: 2 if lines[0].endswith(":") else 1])
     if isinstance(error, KeyError):
         why = f"{why} is not known"
@@ -60,6 +60,6 @@ def refusal(folder: Path, values: Mapping[str, Any], error: Exception, engine: s
 
 
 def _parts(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Of a model of text and images, the text model's part first."""
+    """Return the parts that may hold the values; for a model of text and images, the text model's part first."""
     inner = values.get("text_config")
     return [inner, values] if isinstance(inner, dict) else [values]

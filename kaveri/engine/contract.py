@@ -1,8 +1,8 @@
 """The engine seam: the service decides where and when, the engine moves the tensors.
 
-An engine runs one model on a thread or process of its own. Services call it from the event loop and hear of it
-through a listener. No call here waits for a step of the model, and no step waits for a call: calls put a command in
-a queue or take a short lock. No tensor crosses this seam.
+An engine runs one model on a thread or process of its own. Services call it from the event loop and receive events
+through a listener. No call here waits for a step of the model, and no step waits for a call: calls put a command in a
+queue or take a short lock. No tensor crosses this seam.
 
 Life of a request on the prefill side::
 
@@ -19,9 +19,9 @@ replica has, and the engine computes the rest. Such a replica grows by replicate
 the decode side: Replicated* ── ReplicaEnded, or the request's own end. A request moves to the holder of its replica
 without loss by release(key): LetGo (done) | ReleaseFailed, and it goes on.
 
-`adopt(key)` takes a request from the one side to the other where an engine plays both, and nothing is pushed.
-`abort(key)` ends either in any phase; `RequestFailed` is the engine's own way to end one. After a request is done its
-blocks are free, or become free as soon as no transfer can touch them any more. One engine may play both sides.
+`adopt(key)` moves a request from one side to the other in an engine that plays both; nothing is pushed. `abort(key)`
+ends either in any phase; `RequestFailed` is the engine's own way to end one. After a request is done its blocks are
+free, or become free as soon as no transfer can touch them any more. One engine may play both sides.
 
 The contract fits an engine that is driven step by step and one that schedules inside another process. So the engine
 packs chunks and forms batches by itself, in the order in which the service submits; ordering and admission stay in
@@ -45,40 +45,40 @@ the logits of a whole chunk would take gigabytes with a large vocabulary."""
 
 
 class EngineKey(NamedTuple):
-    """Names a request inside one engine. Engines compare keys for equality only."""
+    """Key of a request inside one engine. Engines compare keys for equality only."""
 
     request_id: str
     serial: int
-    """The service's own count, so that no two requests of a process share a key. Not the router's attempt number."""
+    """Counter of the service, so that no two requests of a process share a key. Not the router's attempt number."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """What an engine must know of a request, on either side."""
+    """A request as submitted to an engine, on either side."""
 
     key: EngineKey
     token_ids: tuple[int, ...]
     """Prompt, followed by the tokens that earlier attempts have generated. At least one."""
     generated_count: int
-    """How many of token_ids were generated: the index, within the answer, of the next token."""
+    """Number of generated tokens in token_ids: the index, within the answer, of the next token."""
     params: ResolvedParams
-    """With max_tokens and seed set. max_tokens counts from the beginning of the answer."""
+    """Has max_tokens and seed set. max_tokens counts from the beginning of the answer."""
     suspect_until: int = 0
-    """The request is a suspect until its answer has so many tokens: it was in a step that has raised an exception. A
-    step takes at most one suspect, and nothing beside it where the engine can help it. 0: it is no suspect."""
+    """The request is a suspect until its answer has this many tokens: it was in a step that raised. A step computes at
+    most one suspect, alone if the engine can arrange it. 0: not a suspect."""
     stays: bool = False
-    """On the prefill side: the service means to adopt() and admit() it at its first token. An engine may draw a few
-    tokens before it does, and tells of them once the request is admitted."""
+    """On the prefill side: the service intends to adopt() and admit() it at its first token. An engine may draw a few
+    tokens before, and reports them once the request is admitted."""
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether prefill reports on the prompt's tokens."""
+        """True if prefill reports log-probabilities of the prompt's tokens."""
         return self.params.prompt_logprobs is not None and self.generated_count == 0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What does not change while an engine lives."""
+    """Constants of an engine's lifetime."""
 
     engine: str
     """"transformers", "vllm", "fake" or "timed"."""
@@ -89,14 +89,14 @@ class EngineInfo:
     vocab_size: int
     eos_token_ids: frozenset[int]
     epoch: int
-    """One life of the engine; carried by its tickets."""
+    """Incarnation of the engine; carried by its tickets."""
     kv_endpoints: tuple[KvEndpoint, ...]
-    """Where its pool takes pushes. Empty when it only prefills."""
+    """Addresses where its pool takes pushes. Empty for an engine that only prefills."""
     can_replicate: bool = False
-    """Whether replicate() works."""
+    """True if replicate() works."""
 
     def require_servable(self, request: EngineRequest) -> None:
-        """Raises InvalidArgument for what this engine can never serve."""
+        """Raise InvalidArgument for a request that this engine can never serve."""
         token_ids, max_tokens = request.token_ids, request.params.max_tokens
         longest = self.max_model_len - 1
         if not 1 <= len(token_ids) <= longest:
@@ -108,12 +108,12 @@ class EngineInfo:
             raise InvalidArgument("params.max_tokens", max_tokens, f"above the {request.generated_count} drawn already")
 
     def require_known_ids(self, token_ids: Sequence[int], params: ResolvedParams, field: str = "token_ids") -> None:
-        """Raises InvalidArgument for ids outside the vocabulary, of tokens and of those that end the answer."""
+        """Raise InvalidArgument for ids outside the vocabulary, of tokens and of those that end the answer."""
         check_token_ids(field, token_ids, self.vocab_size)
         check_token_ids("params.stop_token_ids", params.stop_token_ids, self.vocab_size)
 
     def require_held_tokens(self, request: EngineRequest, held_tokens: int) -> None:
-        """Raises InvalidArgument unless a request may be resumed from the KV of so many of its tokens."""
+        """Raise InvalidArgument unless a request may be resumed from the KV of this many of its tokens."""
         longest = len(request.token_ids) - 1
         if not 1 <= held_tokens <= longest:
             raise InvalidArgument("held_tokens", held_tokens, f"1 to {longest}, all tokens but the last")
@@ -124,7 +124,7 @@ class EngineStats:
     """A snapshot, cheap enough for every heartbeat."""
 
     free_blocks: int
-    """Blocks that no request holds and none was promised, a running request's next token included."""
+    """Blocks that no request holds or was promised; the next token of a running request counts as promised."""
     running_requests: int
     """Prefill: submitted and not fully computed. Decode: admitted, preempted ones included."""
     waiting_requests: int
@@ -134,25 +134,25 @@ class EngineStats:
     context_tokens: int
     """Tokens whose KV is held."""
     turn_count: int = 0
-    """Times that the engine's thread has looked for something to compute; where there was, it has made a step."""
+    """Times that the engine's thread has looked for something to compute; it made a step if there was."""
     is_busy: bool = False
-    """A turn is under way, or due. An engine that is busy for long without a further turn is stuck."""
+    """A turn is under way, or due. An engine that is busy for long without another turn is stuck."""
     longest_step_s: float = 0.0
-    """Of the recent steps. 0: there was none."""
+    """Longest of the recent steps, in seconds. 0: there was none."""
     computed_tokens: int = 0
-    """Tokens that steps have computed so far; those that were computed again count each time."""
+    """Tokens that steps have computed so far; recomputed tokens count each time."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillStarted:
-    """The request's first chunk begins."""
+    """The request's first chunk begins to be computed."""
 
     key: EngineKey
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """A chunk of the request is computed; not sent for the last chunk, which FirstToken ends."""
+    """A chunk of the request is computed; for the last chunk FirstToken is sent instead."""
 
     key: EngineKey
     computed_tokens: int
@@ -160,12 +160,12 @@ class PrefillProgress:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """What the model thinks of the prompt's next tokens. Only where generated_count is 0: otherwise an earlier attempt
-    has said it. Positions come in order, from 1 on; those of the last chunk come before FirstToken."""
+    """Log-probabilities of the prompt's tokens. Only sent if generated_count is 0: otherwise an earlier attempt has
+    reported them. Positions come in order, from 1 on; those of the last chunk come before FirstToken."""
 
     key: EngineKey
     first: int
-    """Position of the first of them within the prompt."""
+    """Position within the prompt of the first entry."""
     entries: tuple[Logprobs, ...]
     """One for each position; at most MAX_SCORED_TOKENS."""
 
@@ -182,7 +182,7 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class KvPushed:
-    """The receiver has accepted the KV, the hand-over with it. The request is done here and its blocks are free."""
+    """The receiver has accepted the KV, with its hand-over. The request is done here and its blocks are free."""
 
     key: EngineKey
     kv_bytes: int
@@ -204,12 +204,12 @@ class Landed:
     key: EngineKey
     kv_bytes: int
     first_token_id: int | None
-    """What prefill drew: the token before the first one that is drawn here. None for a resumed request."""
+    """Token drawn by prefill, before the first one that is drawn here. None for a resumed request."""
 
 
 @dataclass(frozen=True, slots=True)
 class LandingFailed:
-    """The KV will not come (sender gone, digest wrong, ticket expired). The request is done here."""
+    """The KV will not arrive (sender gone, digest wrong, ticket expired). The request is done here."""
 
     key: EngineKey
     reason: str
@@ -231,14 +231,14 @@ class TokenStep:
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """What one step of the running batch drew; at most one token per request."""
+    """Tokens that one step of the running batch drew; at most one per request."""
 
     steps: tuple[TokenStep, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """Blocks ran out and this request gave its own up. The engine recomputes it by itself; no token is lost.
+    """Blocks ran out and this request gave up its own. The engine recomputes it; no token is lost.
 
     Also for a landed request that is not admitted yet: it still waits for admit().
     """
@@ -248,7 +248,7 @@ class Preempted:
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """The holder of the request's replica keeps the KV of its first tokens now."""
+    """The holder of the request's replica now keeps the KV of its first tokens."""
 
     key: EngineKey
     token_count: int
@@ -257,8 +257,8 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaEnded:
-    """The replica grows no more: its holder is gone, full, or wants none. The request goes on, and replicate() may be
-    called again with another ticket. Not sent behind the request's own end."""
+    """The replica grows no more: its holder is gone, full, or refuses. The request continues, and replicate() may be
+    called again with another ticket. Not sent after the request's own end."""
 
     key: EngineKey
     reason: str
@@ -276,7 +276,7 @@ class LetGo:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseFailed:
-    """The request was not released, and goes on here. When its replica has ended, ReplicaEnded comes before."""
+    """The request was not released, and continues here. If its replica has ended, ReplicaEnded comes before."""
 
     key: EngineKey
     reason: str
@@ -284,21 +284,21 @@ class ReleaseFailed:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """The engine cannot go on with this request. It is done and its blocks are free."""
+    """The engine cannot continue this request. It is done and its blocks are free."""
 
     key: EngineKey
     reason: str
     is_final: bool = False
-    """Its own computation has raised an exception, and would on any other engine: it must not be placed again."""
+    """The request's own computation has raised, and would on any other engine: it must not be placed again."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStopped:
-    """The engine is broken and takes no more calls; the process should end. Sent at most once, as the last event."""
+    """The engine is broken and accepts no more calls; the process should end. Sent at most once, as the last event."""
 
     reason: str
     suspects: Mapping[EngineKey, int] | None = None
-    """A step has raised: its requests, each with its EngineRequest.suspect_until from now on. Empty when a suspect was
+    """After a step has raised: its requests, each with its new EngineRequest.suspect_until. Empty when a suspect was
     among them: RequestFailed has just ended that one, and the others are innocent. None: it broke outside of a step."""
 
 
@@ -326,44 +326,44 @@ EngineListener = Callable[[Sequence[EngineEvent]], None]
 
 
 class Engine(Protocol):
-    """What both sides share. Every method may be called from any thread."""
+    """The methods that both sides share. Every method may be called from any thread."""
 
     @property
     def info(self) -> EngineInfo:
-        """Known once the engine is constructed."""
+        """Constants of the engine, known once it is constructed."""
 
     def start(self, listener: EngineListener) -> None:
-        """Starts the engine's threads. Events go to `listener` from now on."""
+        """Start the engine's threads. Events go to `listener` from now on."""
 
     def close(self) -> None:
-        """Ends threads, transfers and listeners' calls, and frees the pool. Idempotent; waits a few seconds at most."""
+        """End threads, transfers and listeners' calls, and free the pool. Idempotent; waits a few seconds at most."""
 
     def stats(self) -> EngineStats:
-        """A snapshot. Never blocks on a step."""
+        """Snapshot of the engine. Never blocks on a step."""
 
     def kv_flow(self) -> KvFlow:
-        """What KV is under way from here and to here. Never blocks on a step."""
+        """Snapshot of the KV transfers from and to this engine. Never blocks on a step."""
 
     def abort(self, key: EngineKey) -> None:
-        """Ends a request in any phase. Idempotent; unknown keys are ignored. Events on their way may still follow."""
+        """End a request in any phase. Idempotent; unknown keys are ignored. Events in flight may still follow."""
 
     def check_integrity(self) -> None:
-        """Asserts that every block is free, held by a live request, or quarantined by a live transfer."""
+        """Assert that every block is free, held by a live request, or quarantined by a live transfer."""
 
 
 class PrefillEngine(Engine, Protocol):
     """Computes prompts in chunks and pushes their KV."""
 
     def prefill(self, request: EngineRequest) -> None:
-        """Submits a request; requests are computed in the order of submission, packed into chunks.
+        """Submit a request; requests are computed in the order of submission, packed into chunks.
 
-        Takes all blocks of the prompt at once, so that a chunk never waits for memory. Raises NoCapacity when they are
-        not free now, InvalidArgument when the prompt can never fit, RequestAlreadyExists while the key is live on this
-        side, and EngineError once the engine has stopped.
+        Allocates all blocks of the prompt at once, so that a chunk never waits for memory. Raises NoCapacity when they
+        are not free now, InvalidArgument when the prompt can never fit, RequestAlreadyExists while the key is live on
+        this side, and EngineError once the engine has stopped.
         """
 
     def push_to(self, key: EngineKey, ticket: Ticket) -> None:
-        """Pushes what is computed, and what will be, layer by layer, to the ticket's blocks; then hands over.
+        """Push computed KV, and later KV layer by layer, to the ticket's blocks; then hand over.
 
         Raises LayoutMismatch, InvalidArgument while an earlier push of the request is open, and EngineError once the
         engine has stopped. Every other failure is a KvPushFailed. Unknown keys are ignored, and so are those of
@@ -381,7 +381,7 @@ class DecodeEngine(Engine, Protocol):
         source: KvLayout | None = None,
         held_tokens: int | None = None,
     ) -> "Future[Ticket]":
-        """Takes the blocks that the prompt and one more token need, and grants a ticket for the prompt's KV.
+        """Take the blocks that the prompt and one more token need, and grant a ticket for the prompt's KV.
 
         held_tokens: resumes a request. The ticket is for the KV of that many of its tokens: at least one, and fewer
         than all. Once admitted, the engine computes the other tokens in chunks, as it does after a preemption, and
@@ -398,44 +398,44 @@ class DecodeEngine(Engine, Protocol):
         """
 
     def adopt(self, key: EngineKey) -> None:
-        """Decodes here a request that was prefilled here: after its FirstToken it counts as landed, without a transfer.
+        """Decode here a request that was prefilled here: after its FirstToken it counts as landed, without a transfer.
 
         For an engine that plays both sides. Unknown keys, and requests whose push is open, are ignored.
 
-        It never fails for lack of blocks, and what it adopts can be preempted. So it is the way out when no place has
-        room: prompts that are computed and wait for a ticket keep their blocks, and preempted requests that need those
-        blocks keep every reservation here refused until then.
+        It never fails for lack of blocks, and adopted requests can be preempted. So it prevents a deadlock when no
+        instance has room: computed prompts that wait for a ticket keep their blocks, and preempted requests that need
+        those blocks block every reservation here.
         """
 
     def admit(self, key: EngineKey) -> None:
-        """Lets a landed request join the running batch with the next step. Unknown keys are ignored.
+        """Let a landed request join the running batch with the next step. Unknown keys are ignored.
 
         Raises EngineError once the engine has stopped.
         """
 
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
-        """Copies the KV of a request of the decode side, in the background, to an open ticket.
+        """Copy the KV of a request of the decode side, in the background, to an open ticket.
 
-        Block by block, each when its last token is computed. The holder learns the tokens of the blocks with each mark
-        (kaveri/kv/replicas/notes.py).
+        Copies block by block, each when its last token is computed. The holder receives the tokens of the blocks with
+        each mark (kaveri/kv/replicas/notes.py).
 
         Neither the request nor its blocks ever wait for the copy: not for preemption, finish or abort. When the request
-        ends, the engine gives the push up, so the holder drops the replica.
+        ends, the engine cancels the push, so the holder drops the replica.
 
         Raises LayoutMismatch unless the layouts are the same, InvalidArgument for a ticket that is not open, while an
         earlier copy of the request has not ended and where EngineInfo.can_replicate is false, and EngineError once the
-        engine has stopped. Every other failure is a ReplicaEnded. Of an unknown key, whose request may have just ended,
-        the holder hears that the replica is given up.
+        engine has stopped. Every other failure is a ReplicaEnded. For an unknown key, whose request may have just
+        ended, the replica is cancelled at the holder.
         """
 
     def release(self, key: EngineKey, timeout_s: float) -> None:
-        """Lets a request of the decode side go to the holder of its replica, with the KV of all tokens but the last.
+        """Move a request of the decode side to the holder of its replica, with the KV of all tokens but the last.
 
-        The request stops behind the step under way. Its last blocks are copied, the part-full one too, and the push is
-        finished with the ids of the tokens in that one. LetGo follows when the holder has taken all, behind the
+        The request stops after the step under way. Its last blocks are copied, the part-full one too, and the push is
+        finished with the ids of the tokens in that one. LetGo follows when the holder has taken all, after the
         request's last token. The request is computed no more from then on.
 
-        ReleaseFailed follows instead, and the request goes on here, when it has no replica, is being computed again
+        ReleaseFailed follows instead, and the request continues here, when it has no replica, is being computed again
         after a preemption, its replica ends first, or the holder has not taken all after timeout_s seconds. No event
         follows when the request ends first: by its last token, or by abort(). Unknown keys are ignored, and so is a
         second call. A request is not admitted meanwhile: admit() comes before, or after ReleaseFailed. Raises

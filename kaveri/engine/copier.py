@@ -2,14 +2,14 @@
 
 A block is copied when its last token is computed: first within this process, to a staging slot, and from there by an
 open push. So the owner's blocks are never held: a request that is preempted, finishes or is aborted waits for nothing.
-A copy of a block that was given up meanwhile is thrown away, as in a sequence lock: no writer waits for the reader.
+A copy of a block that was given up meanwhile is discarded, as in a sequence lock: no writer waits for the reader.
 DéjàVu (arXiv 2403.01876, section 4.2.3) streams each token's KV to the next worker; whole blocks are a fraction of the
 messages, fit opaque layouts, and what a holder lacks is computed in one chunk.
 
     block computed ── staged ── pushed ── marked ── the holder keeps it: Replicated, and the slot is free
 
-A holder that is silent is given up, so that another one takes its place. A request that is released stops between two
-steps; its last block goes out part-full, and the push is finished with the tokens of that block.
+A silent holder is given up, so that another one replaces it. A request that is released stops between two steps; its
+last block is sent part full, and the push is finished with the tokens of that block.
 """
 
 from collections import deque
@@ -34,26 +34,26 @@ from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, require_pushable
 from kaveri.telemetry.logs import get_logger
 
 _SILENT_S = 10.0
-"""A holder that answers no mark for so long is as good as gone: a live one answers at once."""
+"""A holder that answers no mark for this long is presumed dead: a live one answers at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
-    """How an engine copies the KV of its requests to the holders of their replicas."""
+    """Options of copying requests' KV to the holders of their replicas."""
 
     staging_bytes: int = 16 << 20
-    """Memory for blocks on their way, allocated with the first copy. At least four blocks, whatever they take."""
+    """Memory for blocks in flight, allocated with the first copy. At least four blocks, of any size."""
     bytes_per_s: int = 0
-    """Most KV that is copied in a second, so that copies leave room on the network. 0: no limit. At least a block
-    goes in each second."""
+    """Most KV that is copied in a second, so that copies leave room on the network. 0: no limit. At least one block is
+    copied in each second."""
 
 
 class BlockPlace(NamedTuple):
-    """Where a block of a request is."""
+    """Location of a request's block."""
 
     block_id: int
     generation: int
-    """Another one after the request has given its blocks up."""
+    """Changes when the request gives its blocks up."""
 
 
 class CopyOwner(Protocol):
@@ -71,39 +71,39 @@ OwnerT = TypeVar("OwnerT", bound=CopyOwner)
 
 
 class CopyAccount(Protocol[OwnerT]):
-    """The engine's requests and their blocks. Every call is made with the engine's lock held."""
+    """Interface to the engine's requests and their blocks. Every call is made with the engine's lock held."""
 
     def find_decode(self, key: EngineKey) -> OwnerT | None:
-        """The live request of the decode side."""
+        """Return the live request of the decode side."""
 
     def begin_copy(self, owner: OwnerT) -> None:
-        """Its blocks are to be copied from now on."""
+        """Record that its blocks are copied from now on."""
 
     def whole_blocks(self, owner: OwnerT) -> int:
-        """Its first blocks whose last token is computed, and whose KV can be read. None after a preemption."""
+        """Return its number of readable whole blocks: those whose last token is computed. 0 after a preemption."""
 
     def place_of(self, owner: OwnerT, index: int) -> BlockPlace:
-        """One of its whole blocks, or the part-full one behind them when it has stopped."""
+        """Return the place of one of its whole blocks, or of the part-full one after them if it has stopped."""
 
     def tokens_of(self, owner: OwnerT, start: int, stop: int) -> Sequence[int]:
-        """Its tokens [start, stop)."""
+        """Return its tokens [start, stop)."""
 
     def stop(self, owner: OwnerT) -> str | None:
-        """No further step computes it. Returns why it cannot be stopped, if so."""
+        """Stop it: no further step computes it. Returns the reason if it cannot be stopped."""
 
     def stopped_tokens(self, owner: OwnerT) -> int | None:
-        """Of one that was stopped: its tokens whose KV can be read, all but the last. None: not yet. 0: it has lost its
-        blocks meanwhile, and goes on."""
+        """Return the tokens of a stopped request whose KV can be read, all but the last. None: not yet. 0: it has lost
+        its blocks meanwhile, and continues."""
 
     def go_on(self, owner: OwnerT) -> None:
-        """One that was stopped goes on."""
+        """Continue a request that was stopped."""
 
     def end(self, owner: OwnerT) -> None:
-        """The request is done."""
+        """End a request."""
 
 
 class CopySender(Protocol):
-    """What pushes the staging slots: a KvSender, or what stands for one."""
+    """Interface of the sender of staging slots: a KvSender, or a stand-in."""
 
     def open(self, ticket: Ticket) -> None:
         """See KvSender.open."""
@@ -121,23 +121,23 @@ class CopySender(Protocol):
         """See KvSender.abort."""
 
     def close(self) -> None:
-        """Ends all pushes. Idempotent."""
+        """End all pushes. Idempotent."""
 
 
 Staging = Callable[[int, int], None]
-"""Copies a block of the engine's pool, all layers, to a slot. Called without a lock: what it reads may change
-meanwhile, and is thrown away then."""
+"""Copies a block of the engine's pool, all layers, to a slot. Called without a lock: the block may change meanwhile,
+and the copy is discarded then."""
 
 
 @dataclass(eq=False, slots=True)
 class _Release:
-    """The request has stopped, or is about to, and its push is to be finished."""
+    """A request that has stopped or is about to, and whose push is to be finished."""
 
     until_s: float
     token_count: int = 0
     """Tokens whose KV the holder will have. 0 until it has stopped."""
     is_finished: bool = False
-    """All is queued; the holder's answer decides."""
+    """Everything is queued; the holder's answer decides."""
 
 
 @dataclass(eq=False, slots=True)
@@ -154,20 +154,20 @@ class _Copy(Generic[OwnerT]):
     written: int = 0
     marked: int = 0
     staged: "deque[tuple[int, int]]" = field(default_factory=deque)
-    """(block, slot) of those that the holder has not answered for, in order."""
+    """(block, slot) of blocks that the holder has not confirmed, in order."""
     is_aborted: bool = False
     silent_since_s: float | None = None
-    """When the holder answered last, or when the first mark since was due; None: it has answered all."""
+    """Time of the holder's last answer, or at which the first mark since was due; None: it has answered all."""
     release: _Release | None = None
 
     @property
     def holder(self) -> tuple[tuple[tuple[KvEndpoint, ...], ...], int]:
-        """Which incarnation of which instance holds it."""
+        """Endpoints and epoch of its holder."""
         return tuple(part.endpoints for part in self.ticket.parts) or (self.ticket.endpoints,), self.ticket.epoch
 
 
 class _Stage(NamedTuple, Generic[OwnerT]):
-    """A block is to be copied to a slot, and queued."""
+    """Copy a block to a slot, and queue it."""
 
     copy: _Copy[OwnerT]
     block_index: int
@@ -176,7 +176,7 @@ class _Stage(NamedTuple, Generic[OwnerT]):
 
 
 class _Mark(NamedTuple):
-    """What is queued is to be marked."""
+    """Mark the queued blocks."""
 
     transfer_id: bytes
     block_count: int
@@ -184,14 +184,14 @@ class _Mark(NamedTuple):
 
 
 class _Finish(NamedTuple):
-    """All is queued: the push is to be finished."""
+    """Finish a push whose blocks are all queued."""
 
     transfer_id: bytes
     note: bytes
 
 
 class _Abort(NamedTuple):
-    """The request has ended, or the holder takes too long: it is to drop its copy."""
+    """Tell the holder to drop its copy: the request has ended, or the holder takes too long."""
 
     transfer_id: bytes
 
@@ -200,7 +200,7 @@ class Copier(Generic[OwnerT]):
     """The copies of one engine. Any thread may call replicate(); one at a time calls advance().
 
     slot_count: of the staging pool. staging: fills a slot. make_sender: pushes slots. on_work: called, without a lock,
-    when advance() may have something to do that it had not before. now_s: a clock that never goes back.
+    when advance() may have new work. now_s: a clock that never goes back.
     """
 
     def __init__(
@@ -221,21 +221,21 @@ class Copier(Generic[OwnerT]):
         self._staging = staging
         self._on_work = on_work
         self._copies: dict[bytes, _Copy[OwnerT]] = {}
-        # The same in the order in which they take their turns.
+        # The same, in round-robin order.
         self._line: deque[_Copy[OwnerT]] = deque()
         self._free_slots = list(range(slot_count))
-        # How many slots each holder's copies have.
+        # Slots in use, by holder.
         self._held_slots: dict[object, int] = {}
         self._sender = make_sender(self._hear)
 
     @property
     def has_copies(self) -> bool:
-        """Whether any request is copied. Cheap enough for every step."""
+        """True if any request is copied. Cheap enough for every step."""
         return bool(self._copies)
 
     @property
     def is_releasing(self) -> bool:
-        """Whether a request is on its way to the holder of its replica."""
+        """True if a request is being released to the holder of its replica."""
         return any(copy.release is not None for copy in self._line)
 
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
@@ -279,7 +279,7 @@ class Copier(Generic[OwnerT]):
         self._shared.outbox.publish()
 
     def advance(self) -> bool:
-        """Does one thing that is due, and takes no longer than one block's copy. False: nothing is due."""
+        """Do one thing that is due; takes no longer than one block's copy. False: nothing is due."""
         with self._shared.lock:
             due = self._next()
         match due:
@@ -296,7 +296,7 @@ class Copier(Generic[OwnerT]):
         return True
 
     def fail(self, reason: str) -> None:
-        """Ends all copies. Their requests go on."""
+        """End all copies. Their requests continue."""
         with self._shared.lock:
             transfer_ids = tuple(self._copies)
         for transfer_id in transfer_ids:
@@ -305,11 +305,11 @@ class Copier(Generic[OwnerT]):
         self._shared.outbox.publish()
 
     def close(self) -> None:
-        """Ends all copies. Idempotent."""
+        """End all copies. Idempotent."""
         self._sender.close()
 
     def check_integrity(self) -> None:
-        """Asserts that every slot is free or of a copy. With the engine's lock held."""
+        """Assert that every slot is free or belongs to a copy. The caller holds the engine's lock."""
         staged = [slot for copy in self._line for _, slot in copy.staged]
         slots = self._free_slots + staged
         assert len(set(slots)) == len(slots), "a slot is free or used twice"
@@ -327,7 +327,7 @@ class Copier(Generic[OwnerT]):
             raise InvalidArgument("block_tokens", self._layout.block_tokens, limit)
 
     def _open(self, owner: OwnerT, ticket: Ticket) -> _Copy[OwnerT]:
-        """Under the lock."""
+        """Begin a copy. The caller holds the lock."""
         if ticket.transfer_id in self._copies or any(copy.owner is owner for copy in self._line):
             raise InvalidArgument("ticket", ticket.transfer_id.hex(), "given after the copy before it has ended")
         self._account.begin_copy(owner)
@@ -336,7 +336,7 @@ class Copier(Generic[OwnerT]):
         return copy
 
     def _next(self) -> "_Stage[OwnerT] | _Mark | _Finish | _Abort | None":
-        """Under the lock. Copies take turns, so that a long prompt does not keep the others waiting."""
+        """Return the next thing to do. Copies take turns: a long one delays no other. The caller holds the lock."""
         for _ in range(len(self._line)):
             copy = self._line[0]
             self._line.rotate(-1)
@@ -377,7 +377,7 @@ class Copier(Generic[OwnerT]):
             release.token_count = stopped_tokens or 0
 
     def _readable_blocks(self, copy: _Copy[OwnerT]) -> int:
-        """Its first blocks that may be staged."""
+        """Number of its first blocks that may be staged."""
         if copy.release is not None and copy.release.token_count:
             return self._layout.block_count(copy.release.token_count)
         return self._account.whole_blocks(copy.owner)
@@ -390,7 +390,7 @@ class Copier(Generic[OwnerT]):
         return _Finish(copy.ticket.transfer_id, token_note(tail))
 
     def _is_late(self, copy: _Copy[OwnerT]) -> bool:
-        """Whether the holder is silent, or takes too long for what is released to it."""
+        """Return True if the holder is silent, or takes too long to receive a released request."""
         now_s = self._now_s()
         is_silent = copy.silent_since_s is not None and now_s - copy.silent_since_s >= _SILENT_S
         return is_silent or (copy.release is not None and now_s >= copy.release.until_s)
@@ -401,8 +401,9 @@ class Copier(Generic[OwnerT]):
         return f"the holder has answered nothing for {_SILENT_S:g} s"
 
     def _may_stage(self, copy: _Copy[OwnerT]) -> bool:
-        """Each holder may have as many slots as it leaves free: one that has stopped reading never takes all (dynamic
-        thresholds, Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998)."""
+        """Return True if the holder may have another slot: each has at most as many as it leaves free, so that a stuck
+        one never takes all (dynamic thresholds, Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2),
+        1998)."""
         return self._held_slots.get(copy.holder, 0) < len(self._free_slots)
 
     def _stage(self, due: "_Stage[OwnerT]") -> None:
@@ -430,13 +431,13 @@ class Copier(Generic[OwnerT]):
         self._sender.write_layers(copy.ticket.transfer_id, range(self._layout.layer_count), index, (slot,))
 
     def _free_slot(self, copy: _Copy[OwnerT], slot: int) -> None:
-        """Under the lock."""
+        """Free a slot. The caller holds the lock."""
         self._free_slots.append(slot)
         self._held_slots[copy.holder] -= 1
         if not self._held_slots[copy.holder]:
             del self._held_slots[copy.holder]
 
-    # What the sender tells.
+    # Callbacks of the sender.
 
     def _hear(self, event: PushEvent) -> None:
         match event:

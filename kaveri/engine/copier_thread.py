@@ -1,6 +1,6 @@
 """The thread on which an engine copies KV to replicas, and the slots and pushes of a pool in this process.
 
-copier.py decides what is copied and when; this is where it waits, for its rate and for prompts that are pushed.
+copier.py decides the copies and their order; this thread waits, for the rate limit and for pushes of prompts.
 """
 
 import threading
@@ -23,30 +23,30 @@ from kaveri.telemetry.logs import get_logger
 
 _CLOSE_TIMEOUT_S = 5.0
 _YIELD_S = 0.005
-"""Between two blocks while prompts are pushed from the same instance."""
+"""Pause between two blocks while prompts are pushed from the same instance."""
 _LONGEST_WAIT_S = 1.0
-"""Before a block, however low the rate: holders hear no later than that of requests that have ended."""
+"""Longest wait before a block, at any rate limit: it bounds how late holders learn that a request has ended."""
 _LOOK_EVERY_S = 0.1
-"""While there are copies, time limits are looked at this often, also when nothing else happens."""
+"""While there are copies, time limits are checked at this interval, even if nothing else happens."""
 
 
 def slots_of(layout: KvLayout, options: ReplicaOptions) -> int:
-    """Blocks of the staging pool."""
+    """Number of blocks in the staging pool."""
     return max(4, options.staging_bytes // (layout.layer_count * layout.block_bytes))
 
 
 class CopyPlane(Protocol):
-    """What moves the blocks of one engine's copies: its staging slots, and what pushes them."""
+    """Interface that moves the blocks of one engine's copies: its staging slots, and their sender."""
 
     def start(self, listener: PushListener) -> CopySender:
-        """Allocates the slots, once, before stage()."""
+        """Allocate the slots, once, before stage()."""
 
     def stage(self, block_id: int, slot: int) -> None:
         """See Staging."""
 
 
 class PoolCopyPlane:
-    """A CopyPlane of a pool in this process. transports: what carries copies, in the order of preference."""
+    """A CopyPlane of a pool in this process. transports: transports of copies, in the order of preference."""
 
     def __init__(self, pool: KvPool, slot_count: int, transports: Sequence[Transport]) -> None:
         self._pool = pool
@@ -63,9 +63,9 @@ class PoolCopyPlane:
 
 
 class CopierThread(Generic[OwnerT]):
-    """A Copier, and the thread that advances it. Nothing is there before the first copy.
+    """A Copier, and the thread that advances it. Nothing is allocated before the first copy.
 
-    layout: of the engine. is_pushing: whether prompts are pushed from here; copies leave room for them.
+    layout: of the engine. is_pushing: returns True while prompts are pushed from here; copies leave room for them.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class CopierThread(Generic[OwnerT]):
         self._started().release(key, timeout_s)
 
     def wake(self) -> None:
-        """Blocks may have been completed, or requests have ended. Any thread, any lock."""
+        """Wake the thread: blocks may have been completed, or requests have ended. Any thread, any lock."""
         if self._copier is not None and self._copier.has_copies:
             self._work.set()
 
     def close(self) -> None:
-        """Ends all copies and the thread. Idempotent."""
+        """End all copies and the thread. Idempotent."""
         with self._starting:
             self._ending.set()
             copier, thread = self._copier, self._thread
@@ -147,7 +147,7 @@ class CopierThread(Generic[OwnerT]):
         self._plane.stage(block_id, slot)
 
     def _leave_room(self) -> None:
-        """Waits before a block, for others that use the network. What it is about to read may be given up meanwhile."""
+        """Wait before a block, for others that use the network. The block may be given up meanwhile."""
         block_bytes = self._layout.layer_count * self._layout.block_bytes
         wait_s = min(self._pace.wait_s(block_bytes, time.monotonic()), _LONGEST_WAIT_S)
         if self._is_pushing():
@@ -163,7 +163,7 @@ class CopierThread(Generic[OwnerT]):
             try:
                 while not self._ending.is_set() and self._copier.advance():
                     pass
-                # A release that has failed without a word of the holder.
+                # A release that has failed without an answer of the holder.
                 self._shared.outbox.publish()
             except Exception as error:  # As above.
                 get_logger().exception("copier_failed", error=repr(error))

@@ -1,4 +1,4 @@
-"""Chooses the element type that `--dtype auto` computes in. Imports torch only to ask what the CPU can do."""
+"""Chooses the element type for `--dtype auto`. Imports torch only to read the CPU's abilities."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,22 +9,22 @@ _INSTRUCTIONS = {
     "bfloat16": ("avx512_bf16", "amx_bf16", "bf16"),
     "float16": ("avx512_fp16", "amx_fp16", "fp16_arith"),
 }
-"""By element type, the names of torch.cpu.get_capabilities() that multiply matrices of it: two of x86, one of ARM."""
+"""By element type, CPU capabilities of torch.cpu that multiply matrices of it: two of x86, one of ARM."""
 
 
 def computed_dtype(stored: str, capabilities: Mapping[str, Any]) -> str:
-    """The type to compute a checkpoint in on a CPU: float32 where the CPU lacks instructions for the stored one.
+    """Return the type to compute a checkpoint in on a CPU: float32 if the CPU lacks instructions for the stored one.
 
-    capabilities: torch.cpu.get_capabilities(). Of other architectures than x86 and ARM nothing is known, and the stored
-    type is kept. Pure.
+    capabilities: torch.cpu.get_capabilities(). For architectures other than x86 and ARM the stored type is kept, as
+    nothing is known. Pure.
     """
     known = [name for name in _INSTRUCTIONS.get(stored, ()) if name in capabilities]
     return "float32" if known and not any(capabilities[name] for name in known) else stored
 
 
 def auto_dtype(stored: str, on_cpu: bool) -> str:
-    """What `auto` means for a checkpoint of this type: computed_dtype() on a CPU, else the stored type. Says so in the
-    log when it is another type."""
+    """Return the meaning of `auto` for a checkpoint of this type: computed_dtype() on a CPU, else the stored type. Logs
+    it if it differs."""
     if not on_cpu:
         return stored
     import torch

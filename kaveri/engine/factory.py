@@ -36,17 +36,17 @@ from kaveri.security.tls_files import TlsFiles
 from kaveri.telemetry.logs import get_logger
 
 _VLLM_CPU_BLOCK_TOKENS = 32
-"""The least that its attention takes there; its own default of 128 leaves much of a small pool unused."""
+"""Smallest block size of its attention there; its own default of 128 leaves much of a small pool unused."""
 _SOCKET_PREFIX = "kaveri-kv-"
 _RUNNER_PARTS = (*ModelRunner.__annotations__, "attach", "run", "completed", "landed")
 
 
 class BuiltEngine(PrefillEngine, DecodeEngine, Protocol):
-    """What build_engine builds: an engine for either side, or for both."""
+    """The result of build_engine: an engine for either side, or for both."""
 
 
 def build_engine(settings: EngineSettings) -> BuiltEngine:
-    """Loads the model, allocates and touches the pool, opens the KV listener; takes seconds. start() is the caller's.
+    """Load the model, allocate and touch the pool, open the KV listener; takes seconds. The caller calls start().
 
     Raises ConfigError, naming the setting.
     """
@@ -72,7 +72,7 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
 
 
 def _built(settings: EngineSettings) -> ModelRunner | BuiltEngine:
-    """What the engine's builder makes of the settings. Raises ConfigError."""
+    """Return the result of the engine's builder. Raises ConfigError."""
     try:
         build = ENGINES.load(settings.engine)
     except ValueError as error:
@@ -93,7 +93,7 @@ def _built(settings: EngineSettings) -> ModelRunner | BuiltEngine:
 
 
 def _is_engine(built: object) -> bool:
-    """Whether it is an engine of its own; else a runner, which Kaveri drives step by step."""
+    """Return True for a complete engine; False for a runner, which Kaveri drives step by step."""
     return hasattr(built, "info")
 
 
@@ -124,7 +124,7 @@ def vllm_engine(settings: EngineSettings) -> BuiltEngine:
 
 
 def build_runner(settings: EngineSettings) -> tuple[ModelRunner, int]:
-    """The model, as an engine of these settings drives it, and the number of blocks of its pool, which is not made yet.
+    """Return the model runner for these settings, and the number of blocks of its pool, which is not made yet.
 
     Raises ConfigError, naming the setting.
     """
@@ -147,7 +147,7 @@ def _fitted(built: ModelRunner | BuiltEngine, settings: EngineSettings) -> tuple
 
 
 def profiled_engine(runner: ModelRunner, settings: EngineSettings) -> ProfiledEngine:
-    """As what a profile knows the engine of these settings."""
+    """Return the description by which a profile identifies the engine of these settings."""
     model, fingerprint = settings.model, runner.layout.model_fingerprint
     if isinstance(runner, TimedRunner):
         model, fingerprint = runner.latency.name, f"{fingerprint}-{runner.latency.name}"
@@ -161,7 +161,7 @@ def profiled_engine(runner: ModelRunner, settings: EngineSettings) -> ProfiledEn
 
 
 def _heed_profile(runner: ModelRunner, settings: EngineSettings) -> None:
-    """Refuses another engine's profile, and says where the size of chunks comes from."""
+    """Refuse another engine's profile, and log where the size of chunks comes from."""
     log = get_logger()
     profile = settings.profile
     if profile is None:
@@ -180,12 +180,12 @@ def _heed_profile(runner: ModelRunner, settings: EngineSettings) -> None:
 
 
 def kv_transports(settings: EngineSettings) -> tuple[Transport, ...]:
-    """The transports that the settings name. Raises ConfigError."""
+    """Return the transports in the settings. Raises ConfigError."""
     return _transports_maker(settings)()
 
 
 def _transports_maker(settings: EngineSettings) -> Callable[[], tuple[Transport, ...]]:
-    """Can be sent to the processes of ranks."""
+    """Return a maker of transports that can be sent to the processes of ranks."""
     reads_kv = settings.engine not in ("fake", "timed") or (settings.engine == "fake" and settings.fake_verify_kv)
     if MOCK in settings.kv_transports and reads_kv:
         reason = "mock moves no bytes; only the timed engine, or a fake one that does not verify its KV, can do without"
@@ -205,7 +205,7 @@ def _spoken_transports(
 
 
 def _require_sensible(settings: EngineSettings) -> None:
-    """What can be refused before a model is loaded."""
+    """Raise ConfigError for settings that can be refused before a model is loaded."""
     if settings.max_model_len != 0:
         require_model_len(settings.max_model_len)
     if settings.block_tokens is not None and settings.block_tokens < 1:
@@ -252,13 +252,13 @@ def transformers_runner(settings: EngineSettings) -> ModelRunner:
 
 
 def _served_vocab_size(model: str) -> int | None:
-    """What the config.json of a model's folder says; None for a hub id, or a model without one. Raises ConfigError."""
+    """Return the vocabulary size of a model's folder; None for a hub id, or a model without one. Raises ConfigError."""
     folder = Path(resolve_model(model)).expanduser()
     path = folder / "config.json"
     if not path.is_file():
         return None
     config = read_config_json(folder)
-    # A model of text and images has the sizes of its text model in a part of its own.
+    # A model of text and images has the sizes of its text model in a section of its own.
     parts = [config, config.get("text_config")]
     for part in parts:
         if isinstance(part, dict) and "vocab_size" in part:
@@ -278,7 +278,7 @@ def _total_blocks(layout: KvLayout, kv_cache_memory: int) -> int:
 
 
 def _fitting_model_len(layout: KvLayout, model_tokens: int, settings: EngineSettings, total_blocks: int) -> int:
-    """The length to serve: every request that is let in must fit into the empty pool, or it could never finish."""
+    """Return the length to serve: every admitted request must fit into the empty pool, or it could never finish."""
     pool_tokens = total_blocks * layout.block_tokens
     if model_tokens <= pool_tokens:
         return model_tokens
@@ -303,7 +303,7 @@ def _fitting_model_len(layout: KvLayout, model_tokens: int, settings: EngineSett
 
 
 def listen_endpoints(settings: EngineSettings) -> tuple[KvEndpoint, ...]:
-    """Where an engine of these settings takes pushes, the best way first. Raises ConfigError."""
+    """Return the addresses where an engine of these settings takes pushes, best first. Raises ConfigError."""
     spoken = {name: _spoken_as(name) for name in settings.kv_transports}
     over_tcp = [name for name, (_, has_path) in spoken.items() if not has_path]
     if settings.kv_port and len(over_tcp) > 1:
@@ -314,7 +314,7 @@ def listen_endpoints(settings: EngineSettings) -> tuple[KvEndpoint, ...]:
 
 
 def _spoken_as(name: str) -> tuple[str, bool]:
-    """The name by which peers know a transport, and whether its addresses are paths."""
+    """Return the name by which peers know a transport, and True if its addresses are paths."""
     if name in TRANSPORTS.own:
         return name, name in PATH_NAMES
     (made,) = make_transports((name,))
@@ -328,7 +328,7 @@ def _listen_address(has_path: bool, settings: EngineSettings) -> str:
 
 
 def _remove_abandoned_sockets() -> None:
-    """A killed process leaves the file of its socket, on which no process listens."""
+    """Remove socket files of killed processes, on which no process listens."""
     for path in Path(tempfile.gettempdir()).glob(f"{_SOCKET_PREFIX}*.sock"):
         pid = path.name.removeprefix(_SOCKET_PREFIX).partition("-")[0]
         # A living process may be about to listen; a process that lives in another container answers.

@@ -1,6 +1,6 @@
 """Host memory as a GPU addresses it: its kernels then gather and scatter blocks across the bus themselves.
 
-A copy by way of ordinary host memory is made twice, on one CPU thread, and waits for the device: 1 to 6 GB/s on a host
+A copy through ordinary host memory is made twice, on one CPU thread, and waits for the device: 1 to 6 GB/s on a host
 with an H100, where its bus takes 52.
 """
 
@@ -19,7 +19,7 @@ _PORTABLE_AND_MAPPED = 1 | 2
 
 
 def host_window(memory: npt.NDArray[np.uint8], device: torch.device, owner: object) -> Tensor | None:
-    """The same bytes as a tensor of the device, uint8, in the same shape. None where the device is no GPU, or its
+    """Return the same bytes as a uint8 tensor of the device, in the same shape. None if the device is no GPU, or its
     driver does not lock the pages.
 
     memory: C-contiguous. owner: its pages stay locked as long as this object lives, and no copy may be under way later.
@@ -35,18 +35,18 @@ def host_window(memory: npt.NDArray[np.uint8], device: torch.device, owner: obje
             get_logger().warning("kv_pool_not_locked", pool_bytes=memory.nbytes, cuda_error=int(error))
             return None
         window: Tensor = torch.as_tensor(_Pages(memory), device=device)
-    # It holds the memory, too: pages must be unlocked before they are unmapped.
+    # It references the memory, too: pages must be unlocked before they are unmapped.
     weakref.finalize(owner, _unlock, memory)
     return window
 
 
 def in_words(blocks: Tensor) -> Tensor:
-    """[..., bytes], uint8, as int64 where the bytes of a block allow it: kernels copy element by element."""
+    """View [..., bytes], uint8, as int64 if the bytes of a block allow it: kernels copy element by element."""
     return blocks.view(torch.int64) if blocks.shape[-1] % 8 == 0 else blocks
 
 
 def copy_blocks(source: Tensor, target: Tensor, block_ids: Sequence[int]) -> None:
-    """Copies blocks of all layers, and waits for the device.
+    """Copy blocks of all layers, and wait for the device.
 
     source, target: [layer_count, block_count, ...], of one dtype and size. One may be a window on the host's memory.
     """
@@ -76,7 +76,7 @@ def _unlock(memory: npt.NDArray[np.uint8]) -> None:
 
 
 def _forget_error(device: torch.device) -> None:
-    """CUDA keeps the last error until it is read; the next kernel would be blamed for it."""
+    """Clear CUDA's last error, which is kept until it is read: the next kernel would be blamed for it."""
     try:
         torch.zeros(1, device=device).add_(1)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Moves the KV of one pool: pushes its blocks out and lets pushes land in it. Knows no request."""
+"""Moves the KV of one pool: pushes its blocks and lets pushes land in it. Knows no request."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, require_pushable
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The blocks are leased to this transfer: its ticket may be given away."""
+    """The blocks are leased to this transfer: its ticket may be passed on."""
 
     transfer_id: bytes
 
@@ -27,7 +27,7 @@ PlaneListener = Callable[[PlaneEvent], None]
 
 
 class KvPlane(Protocol):
-    """What an engine moves KV with. Any thread may call it; no call but close() waits.
+    """Interface by which an engine moves KV. Any thread may call it; no call but close() waits.
 
     Every opened push ends with PushAccepted or PushFailed, every granted transfer with TransferLanded or
     TransferReleased. Then nothing touches its blocks any more.
@@ -35,35 +35,35 @@ class KvPlane(Protocol):
 
     @property
     def endpoints(self) -> tuple[tuple[KvEndpoint, ...], ...]:
-        """Where it takes pushes: for each tensor-parallel rank, best first. Empty when it takes none."""
+        """Addresses where it takes pushes: for each tensor-parallel rank, best first. Empty when it takes none."""
 
     def require_fit(self, ticket: Ticket) -> None:
-        """Raises LayoutMismatch and InvalidArgument for a ticket that this pool's blocks cannot be pushed by."""
+        """Raise LayoutMismatch and InvalidArgument for a ticket that this pool's blocks cannot be pushed by."""
 
     def open_push(self, source: Any, ticket: Ticket) -> None:
-        """Begins to push what `source` names, as it is computed."""
+        """Begin to push the KV of `source`, as it is computed."""
 
     def abort_push(self, transfer_id: bytes) -> None:
-        """Gives a push up. Ignored before open_push() and after the push has ended."""
+        """Cancel a push. Ignored before open_push() and after the push has ended."""
 
     def grant(self, ticket: Ticket) -> None:
-        """Leases the ticket's blocks to its transfer. Granted follows, or TransferReleased alone."""
+        """Lease the ticket's blocks to its transfer. Granted follows, or TransferReleased alone."""
 
     def revoke(self, transfer_id: bytes) -> None:
-        """Gives a landing up. Ignored before grant() and after the transfer has ended."""
+        """Cancel a landing. Ignored before grant() and after the transfer has ended."""
 
     def flow(self) -> KvFlow:
-        """What is under way."""
+        """Snapshot of the transfers under way."""
 
     def close(self) -> None:
-        """Ends all transfers. Idempotent."""
+        """End all transfers. Idempotent."""
 
 
 class PoolPlane:
-    """A KvPlane of one pool. Sources are of pushes.py.
+    """A KvPlane of one pool. Sources are those of pushes.py.
 
-    layout: of the whole engine. rank: which of its ranks the pool is. make_receiver: None when no pushes are taken.
-    Raises what the makers raise.
+    layout: of the whole engine. rank: the pool's rank. make_receiver: None when no pushes are taken. Raises the makers'
+    errors.
     """
 
     def __init__(

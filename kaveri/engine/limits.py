@@ -12,18 +12,18 @@ SHORTEST_MODEL_LEN = 2
 """One token of prompt and one of answer: no request is shorter."""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
-"""Of NVIDIA's driver, of AMD's, and of Windows' subsystem for Linux."""
+"""Device files of NVIDIA's driver, of AMD's, and of Windows' subsystem for Linux."""
 
 
 def require_model_len(max_model_len: int) -> None:
-    """Raises ConfigError for a length that no request fits into."""
+    """Raise ConfigError for a length that no request fits into."""
     if max_model_len < SHORTEST_MODEL_LEN:
         reason = f"is {max_model_len}; it must be at least {SHORTEST_MODEL_LEN}: one token of prompt and one of answer"
         raise ConfigError("max_model_len", reason)
 
 
 def require_room(max_model_len: int, layout: KvLayout, total_blocks: int) -> None:
-    """Raises ConfigError unless the longest request fits into the empty pool, and there is one."""
+    """Raise ConfigError unless the longest request fits into the empty pool, and the pool has blocks."""
     require_model_len(max_model_len)
     needed_blocks = layout.block_count(max_model_len)
     if needed_blocks > total_blocks:
@@ -35,7 +35,7 @@ def require_room(max_model_len: int, layout: KvLayout, total_blocks: int) -> Non
 
 
 def require_memory(kv_cache_memory: int) -> None:
-    """Raises ConfigError for a pool that is larger than this machine's memory, or than this container's."""
+    """Raise ConfigError for a pool that is larger than this machine's memory, or than this container's."""
     available_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # No container, or one without a limit ("max"): no number to read.
     with contextlib.suppress(OSError, ValueError):
@@ -46,11 +46,11 @@ def require_memory(kv_cache_memory: int) -> None:
 
 
 def has_gpu() -> bool:
-    """Whether a driver of GPUs is there. Loads no library to find out."""
+    """Return True if a driver of GPUs is installed. Loads no library to find out."""
     return any(path.exists() for path in _GPU_DEVICES)
 
 
 def require_device(device: str) -> None:
-    """Raises ConfigError for a device that no engine computes on."""
+    """Raise ConfigError for a device that no engine computes on."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
         raise ConfigError("device", f"is {device!r}; choose auto, cpu, cuda or cuda:N")

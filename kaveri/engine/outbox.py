@@ -8,9 +8,9 @@ from kaveri.engine.contract import EngineEvent, EngineListener
 
 
 class Outbox:
-    """Events that the listener has not heard. No thread waits here: the one that delivers does so for all.
+    """Undelivered events. No thread waits here: the one that delivers does so for all.
 
-    on_error: told, on the delivering thread, what the listener has raised.
+    on_error: called, on the delivering thread, with the listener's exception.
     """
 
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
@@ -24,13 +24,13 @@ class Outbox:
         self._closed = False
 
     def put(self, event: EngineEvent) -> None:
-        """Queues an event. The caller's lock makes the order, and the caller publishes once it has let that lock go."""
+        """Queue an event. The caller's lock defines the order; the caller publishes after releasing it."""
         if not self._closed:
             self.put_count += 1
             self._events.append(event)
 
     def close(self, *last_events: EngineEvent) -> None:
-        """Takes no more events. With `last_events` what is queued still goes out, and those behind it; else nothing."""
+        """Accept no more events. With `last_events`, the queue and then these are delivered; otherwise nothing is."""
         if self._closed:
             return
         self._closed = True
@@ -39,7 +39,7 @@ class Outbox:
         self._events.extend(last_events)
 
     def publish(self) -> None:
-        """Hands everything queued to the listener in one call, unless another thread is at it: that one goes on."""
+        """Deliver the queue to the listener in one call, unless another thread is delivering: that one continues."""
         while self._events and self.listener is not None and self._delivering.acquire(blocking=False):
             try:
                 if events := [self._events.popleft() for _ in range(len(self._events))]:

@@ -36,7 +36,7 @@ from kaveri.kv.transfer.ticket import Ticket
 from kaveri.telemetry.logs import log_settings
 
 _ANSWER_TIMEOUT_S = 10.0
-"""A process that does not answer for so long is ended: it stands still."""
+"""A process that does not answer for this long is ended: it is presumed stuck."""
 _INTEGRITY_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 15.0
 """Longer than an engine takes to close."""
@@ -63,7 +63,7 @@ def start_process() -> tuple["Connection[Any, Any]", StartedProcess]:
 class OwnProcessEngine:
     """PrefillEngine and DecodeEngine of another process, which ends with this one.
 
-    Calls are carried out in order. Those that can be refused (prefill, push_to, admit, replicate) wait for the answer,
+    Calls are carried out in order. Calls that can be refused (prefill, push_to, admit, replicate) wait for the answer,
     a fraction of a millisecond; no other call waits. Statistics are those of the last message.
     """
 
@@ -73,7 +73,7 @@ class OwnProcessEngine:
     _snapshot: tuple[EngineStats, KvFlow]
 
     def __init__(self, settings: EngineSettings) -> None:
-        """Loads the engine; takes seconds or minutes. Raises ConfigError as build_engine does."""
+        """Load the engine; takes seconds or minutes. Raises ConfigError as build_engine does."""
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._answers: dict[int, Future[Any]] = {}
@@ -81,7 +81,7 @@ class OwnProcessEngine:
         self._undelivered: deque[Sequence[EngineEvent]] = deque()
         self._is_over = self._closing = False
         opened: Future[EngineInfo] = Future()
-        # It starts the process, too: the kernel ends a process whose parent thread has ended.
+        # It also starts the process: the kernel ends a process whose parent thread has ended.
         self._thread = threading.Thread(target=self._run, args=(settings, opened), name="engine-process", daemon=True)
         self._thread.start()
         self.info = opened.result()
@@ -91,7 +91,7 @@ class OwnProcessEngine:
         if self._is_over:
             listener([_stopped()])
         else:
-            # When it has just ended, the listener is called for that.
+            # If it has just ended, the listener is called for that.
             with contextlib.suppress(EngineError):
                 self._tell("start")
 
@@ -144,7 +144,7 @@ class OwnProcessEngine:
             self._tell("abort", key)
 
     def _tell(self, method: str, *arguments: object) -> None:
-        """Calls without an answer. Raises EngineError once the process has ended."""
+        """Send a call without an answer. Raises EngineError once the process has ended."""
         self._send((None, method, arguments))
 
     def _ask(self, method: str, *arguments: object) -> "Future[Any]":
@@ -167,7 +167,7 @@ class OwnProcessEngine:
         timeout_s = _ANSWER_TIMEOUT_S if timeout_s is None else timeout_s
         answer = self._ask(method, *arguments)
         if threading.current_thread() is self._thread:
-            # The listener calls, on the thread that reads. Events that come first are delivered when it has returned.
+            # Calls from the listener, on the reading thread. Events that come first are delivered when it has returned.
             while not answer.done():
                 self._take(*self._connection.recv())
         try:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 _IDLE_S = 0.25
-"""Statistics that changed without an event are sent after so long."""
+"""Statistics that changed without an event are sent after this long."""
 _SWITCH_INTERVAL_S = 0.0005
-"""A call waits for the engine's thread this long at most, as long as that one runs Python."""
+"""A call waits at most this long for the engine's thread while that one runs Python."""
 
 
 class EngineServer:
@@ -38,7 +38,7 @@ class EngineServer:
         self._sent_stats = engine.stats()
 
     def serve(self) -> None:
-        """Works until `close` was called or the connection has ended."""
+        """Serve until `close` was called or the connection has ended."""
         while True:
             if not self._connection.poll(_IDLE_S):
                 if self._engine.stats() != self._sent_stats:
@@ -59,7 +59,7 @@ class EngineServer:
         try:
             result = getattr(self._engine, method)(*arguments)
         except Exception as raised:
-            # Of a call without an answer: the engine has stopped, and EngineStopped says so.
+            # A call without an answer: the engine has stopped, and EngineStopped reports it.
             error = raised
         if number is not None:
             self._send(number, result, error)
@@ -78,7 +78,7 @@ class EngineServer:
 
 
 def serve(connection: "Connection[Any, Any]") -> None:
-    """Build the engine of the settings that come first, and serve it."""
+    """Build the engine from the settings that arrive first, and serve it."""
     # Signals to the whole process group are the service's: it closes the engine.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -111,7 +111,7 @@ def main() -> None:
     except (EOFError, OSError):
         # The service has gone.
         os._exit(1)
-    # Threads of libraries do not keep the process.
+    # Threads of libraries do not keep the process alive.
     sys.stderr.flush()
     os._exit(0)
 

@@ -1,16 +1,16 @@
-"""Spreads bytes over time. Pure: the caller says what time it is, and waits."""
+"""Spreads bytes over time. Pure: the caller supplies the time, and waits."""
 
 
 class Pace:
-    """bytes_per_s: what may begin in a second; 0: no limit."""
+    """A rate limit. bytes_per_s: bytes that may begin in a second; 0: no limit."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
-        # When the bytes before are paid for.
+        # When the earlier bytes are paid for.
         self._free_at_s = 0.0
 
     def wait_s(self, byte_count: int, now_s: float) -> float:
-        """How long to wait before the next bytes. They count from now on. What was not used before is lost."""
+        """Seconds to wait before the next bytes, which count from now on. Unused capacity is lost."""
         if not self._bytes_per_s:
             return 0.0
         begin_s = max(now_s, self._free_at_s)

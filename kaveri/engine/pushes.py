@@ -1,8 +1,8 @@
-"""The prefill side's pushes: which blocks may be read, which are written, when a hand-over is complete.
+"""The prefill side's pushes: readable blocks, written blocks, and the completion of hand-overs.
 
 Per layer, blocks go out in index order and each exactly once, although two threads write: the engine's own, layer by
-layer while a step computes, and the caller of push_to, for what was computed before. So every call to the sender
-happens under one lock, which is never held while waiting for anything. The end of a push takes no lock of this file.
+layer while a step computes, and the caller of push_to, for blocks computed before. So every call to the sender happens
+under one lock, which is never held while waiting for anything. The end of a push takes no lock of this file.
 """
 
 import threading
@@ -19,26 +19,26 @@ from kaveri.v1 import kv_pb2
 
 @dataclass(eq=False, slots=True)
 class Source:
-    """What of a sequence's blocks may be pushed, and what is. Guarded by Pushes."""
+    """A sequence's blocks that may be pushed and those that are. Guarded by Pushes."""
 
     block_ids: list[int]
     token_count: int
     ready: int = 0
-    """Blocks with final KV in every layer. The part-full last block counts once the prompt is computed."""
+    """Blocks with final KV in every layer. A part-full last block counts once the prompt is computed."""
     ready_in_step: int = 0
-    """The same in those layers that the running step has passed; equals `ready` between steps."""
+    """The same in the layers that the running step has passed; equals `ready` between steps."""
     note: bytes | None = None
     """The serialized hand-over, once the first token is known."""
     transfer_id: bytes | None = None
-    """The last push opened. It may have failed meanwhile: the sender ignores what is written to it then."""
+    """The last push opened. It may have failed meanwhile: the sender ignores later writes to it."""
     first_block: int = 0
-    """Blocks that hold nothing but what the receiver of that push has already."""
+    """Number of leading blocks whose tokens the receiver of that push has already."""
     written: list[int] = field(default_factory=list)
-    """Per layer, up to which block the source is queued for that push."""
+    """Per layer, number of blocks of the source that are queued for that push."""
 
 
 class Pushes:
-    """Feeds the sender from the sources of one engine. Safe to use from any thread."""
+    """Feeds the sender from the sources of one engine. Thread-safe."""
 
     def __init__(self, sender: PushSender, layout: KvLayout) -> None:
         self._sender = sender
@@ -48,10 +48,10 @@ class Pushes:
         self._layers_done = 0
 
     def open(self, source: Source, ticket: Ticket) -> None:
-        """Begins a push: queues what is computed, and hands over if that is all.
+        """Begin a push: queue the computed blocks, and hand over if those are all.
 
-        The blocks that hold nothing but what the receiver has already (ticket.first_block) are left out. The sender no
-        longer reads for an earlier push of this source. Raises LayoutMismatch and TransferFailed.
+        The blocks whose tokens the receiver has already (ticket.first_block) are left out. The sender no longer reads
+        for an earlier push of this source. Raises LayoutMismatch and TransferFailed.
         """
         with self._lock:
             self._sender.open(ticket)
@@ -64,15 +64,15 @@ class Pushes:
                 self._sender.finish(ticket.transfer_id, source.note)
 
     def abort(self, transfer_id: bytes) -> None:
-        """Gives a push up; the sender tells when the blocks are no longer read. Behind open(), never before it."""
+        """Cancel a push; the sender reports when the blocks are no longer read. After open(), never before it."""
         with self._lock:
             self._sender.abort(transfer_id)
 
     def begin_step(self, advances: Iterable[tuple[Source, int]]) -> None:
-        """The engine is about to compute prompts, which are followed layer by layer.
+        """Record that the engine is about to compute prompts, which are followed layer by layer.
 
-        advances: each prompt of the step, with how many of its tokens are computed behind it. What a source has in its
-        blocks already, from a prefix cache, counts as computed by this step.
+        advances: each prompt of the step, with the number of its tokens that are computed after it. KV that a source's
+        blocks hold already, from a prefix cache, counts as computed by this step.
         """
         with self._lock:
             for source, computed in advances:
@@ -81,7 +81,7 @@ class Pushes:
                 self._in_step.append(source)
 
     def layer_done(self, layer: int) -> None:
-        """The step's KV of this layer is in the pool: it goes out while the next layer computes."""
+        """Push the step's KV of this layer, which is in the pool, while the next layer computes."""
         with self._lock:
             self._layers_done = layer + 1
             for source in self._in_step:
@@ -89,7 +89,7 @@ class Pushes:
                     self._write(source, layer, source.ready_in_step)
 
     def end_step(self) -> None:
-        """All layers are computed. Catches up with what no layer_done has told."""
+        """Record that all layers are computed; catch up with those that layer_done has not reported."""
         with self._lock:
             for source in self._in_step:
                 source.ready = source.ready_in_step
@@ -100,7 +100,7 @@ class Pushes:
             self._layers_done = 0
 
     def hand_over(self, source: Source, first_token_id: int) -> None:
-        """The prompt is computed and the first token drawn: the open push, if any, and every later one carry it."""
+        """Record that the first token is drawn: the open push, if any, and every later one carry it."""
         with self._lock:
             source.note = kv_pb2.HandOver(first_token_id=first_token_id).SerializeToString()
             if source.transfer_id is not None:
@@ -116,7 +116,7 @@ class Pushes:
 
 
 def first_token_of(note: bytes) -> int | None:
-    """The token that a hand-over names; None when the note is none of ours."""
+    """Return the token in a hand-over; None if the note is malformed."""
     try:
         return kv_pb2.HandOver.FromString(note).first_token_id
     except DecodeError:
@@ -124,7 +124,7 @@ def first_token_of(note: bytes) -> int | None:
 
 
 def ticket_refusal(ticket: Ticket, token_count: int) -> str | None:
-    """Why a prompt of so many tokens cannot be pushed by this ticket; None when it can, as far as they tell."""
+    """Return why a prompt of this many tokens cannot be pushed by this ticket; None if it can, as far as they show."""
     pushed = ticket.layout.block_count(token_count) - ticket.first_block
     if (ticket.token_count, len(ticket.block_ids)) == (token_count, pushed):
         return None

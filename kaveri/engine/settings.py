@@ -35,7 +35,7 @@ ENGINES = PluginPoint(
 )
 """Callables from EngineSettings to a ModelRunner, or to an engine of its own; see kaveri.engine.factory."""
 DEFAULT_CHUNK_TOKENS = 512
-"""What TetriInfer (arXiv 2401.11181, section 3.3.3) measured for OPT-13B on its accelerator; a guess anywhere else."""
+"""As measured by TetriInfer (arXiv 2401.11181, section 3.3.3) for OPT-13B on its accelerator; a guess elsewhere."""
 DEFAULT_BLOCK_TOKENS = 16
 OF_TRANSFERS = (
     "kv_host",
@@ -49,11 +49,11 @@ OF_TRANSFERS = (
     "kv_tls_ca",
     "replication_rate",
 )
-"""Settings that a program without transfers does not take."""
+"""Names of settings that a program without transfers does not accept."""
 
 
 def model_len(text: str) -> int:
-    """For `setting`: 0, or a length that a request can have. Raises ValueError."""
+    """Parser for `setting`: 0, or a length that a request can have. Raises ValueError."""
     try:
         length = int(text)
     except ValueError as error:
@@ -66,7 +66,7 @@ def model_len(text: str) -> int:
 
 
 def _profile_at(path: str) -> Profile | None:
-    """For `setting`. Raises ValueError."""
+    """Parser for `setting`: the profile in a file. Raises ValueError."""
     try:
         return read_profile(path) if path else None
     except ConfigError as error:
@@ -74,7 +74,7 @@ def _profile_at(path: str) -> Profile | None:
 
 
 def _kv_token_bytes(text: str) -> int:
-    """For `setting`. Raises ValueError."""
+    """Parser for `setting`: the size of a token's KV. Raises ValueError."""
     count = size_bytes(text)
     if count % KV_UNIT_BYTES:
         raise ValueError(f"is {text}; it must be a multiple of {KV_UNIT_BYTES} bytes")
@@ -109,7 +109,7 @@ class MadeUpSettings:
 
     @property
     def fake_model(self) -> FakeModel:
-        """The model that they pretend to have."""
+        """Return the model that they pretend to have."""
         shape = self.fake_shape.of_kv(self.fake_kv_token_bytes) if self.fake_kv_token_bytes else self.fake_shape
         return replace(
             shape,
@@ -207,27 +207,27 @@ class EngineSettings(MadeUpSettings):
 
     @property
     def kv_listen_host(self) -> str:
-        """Where listeners for KV bind. "::": all interfaces."""
+        """Address where listeners for KV bind. "::": all interfaces."""
         return self.kv_host or "127.0.0.1"
 
     @property
     def kv_advertise_host(self) -> str | None:
-        """The host in tickets. None: kv_listen_host."""
+        """Host in tickets. None: kv_listen_host."""
         return None
 
     @property
     def receiving(self) -> ReceiverOptions:
-        """How pushed KV is taken."""
+        """Options for receiving pushed KV."""
         return ReceiverOptions(self.kv_credit_bytes, self.kv_digests)
 
     @property
     def replicas(self) -> ReplicaOptions:
-        """How requests are copied to other instances."""
+        """Options for copying requests to other instances."""
         return ReplicaOptions(bytes_per_s=self.replication_rate)
 
     @property
     def kv_tls(self) -> TlsFiles | None:
-        """None where no file is given. Raises ConfigError when one is missing, or they would change nothing."""
+        """TLS files; None if none are given. Raises ConfigError when one is missing, or they would change nothing."""
         files = tls_files(self.kv_tls_cert, self.kv_tls_key, self.kv_tls_ca, "", "kv_tls_")
         if files is not None and TLS not in self.kv_transports:
             transports = ",".join(self.kv_transports)

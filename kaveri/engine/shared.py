@@ -1,4 +1,4 @@
-"""What the threads of an engine share, and the lock that guards it. Knows no request and no transfer."""
+"""State that the threads of an engine share, and the lock that guards it. Knows no request and no transfer."""
 
 import threading
 from collections.abc import Callable, Collection
@@ -13,65 +13,65 @@ from kaveri.errors import EngineError
 from kaveri.telemetry.logs import get_logger
 
 _RECENT = 0.999
-"""What a step keeps of the longest one before it: half of it after 700 steps."""
+"""Decay per step of the longest step's duration: half of it after 700 steps."""
 
 
 class Shared:
     """`lock` is held for microseconds: no model, transfer, listener or future is called meanwhile.
 
-    Events are put in the outbox under the lock, so their order is the order in which things happened. The thread that
-    put one publishes it after releasing the lock.
+    Events are put in the outbox under the lock, so they are in order. The thread that put one publishes it after
+    releasing the lock.
 
-    on_stopped: called once, without the lock, when the engine has stopped by itself.
+    on_stopped: called once, without the lock, when the engine has broken.
     """
 
     def __init__(self, on_stopped: Callable[[], None] = lambda: None) -> None:
         self.lock = threading.Lock()
         self.work = threading.Condition(self.lock)
-        """What the engine thread sleeps on."""
+        """Condition that the engine thread sleeps on."""
         self.outbox = Outbox(self._on_listener_error)
         self.promises: set[Future[Any]] = set()
-        """Futures that a caller waits for. The thread that removes one, under the lock, sets its outcome."""
+        """Futures that a caller waits for. The thread that removes one, under the lock, sets its result."""
         self.woken = False
-        """Something is new for the engine thread, which resets it."""
+        """True if there is news for the engine thread, which resets it."""
         self.turn_count = 0
         """Turns that the engine thread has begun; it counts them itself, under the lock."""
         self.longest_step_s = 0.0
+        """Seconds of the longest recent step; the engine thread writes it."""
         self.computed_tokens = 0
-        """Of all steps; the engine thread counts them, under the lock."""
-        """Of the engine thread's recent steps; it writes this itself."""
+        """Tokens computed by all steps; the engine thread counts them, under the lock."""
         self.is_busy = False
-        """The engine thread does not sleep, or has been woken."""
+        """True unless the engine thread sleeps and has not been woken."""
         self.closing = False
         self.broken: str | None = None
-        """Why the engine has stopped by itself."""
+        """Reason for which the engine has broken."""
         self._on_stopped = on_stopped
 
     def promise(self) -> "Future[Any]":
-        """A new future that the caller cannot cancel. Under the lock."""
+        """Return a new future that the caller cannot cancel. The caller holds the lock."""
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
         self.promises.add(future)
         return future
 
     def wake(self) -> None:
-        """Something is new for the engine thread. Under the lock."""
+        """Record news for the engine thread. The caller holds the lock."""
         self.woken = True
         self.notify()
 
     def notify(self) -> None:
-        """The engine thread may have something to do. Under the lock."""
+        """Wake the engine thread, which may have something to do. The caller holds the lock."""
         self.is_busy = True
         self.work.notify()
 
     def sleep(self, timeout_s: float | None = None) -> None:
-        """The engine thread waits for notify(). Under the lock, which it releases meanwhile."""
+        """Wait for notify(), on the engine thread. The caller holds the lock, which is released meanwhile."""
         self.is_busy = False
         self.work.wait(timeout_s)
         self.is_busy = True
 
     def counted(self, stats: EngineStats) -> EngineStats:
-        """The statistics with those of the thread's turns. Under the lock."""
+        """Add the counts of the engine thread's turns to the statistics. The caller holds the lock."""
         return replace(
             stats,
             computed_tokens=self.computed_tokens,
@@ -81,27 +81,28 @@ class Shared:
         )
 
     def stepped(self, took_s: float) -> None:
-        """Takes in how long a step took. For the engine thread."""
+        """Record the duration of a step. For the engine thread."""
         self.longest_step_s = max(took_s, _RECENT * self.longest_step_s)
 
     def require_alive(self) -> None:
-        """Raises EngineError once the engine has stopped. Under the lock."""
+        """Raise EngineError once the engine has stopped. The caller holds the lock."""
         if self.broken is not None:
             raise EngineError(self.broken)
         if self.closing:
             raise EngineError("it is closed")
 
     def close(self) -> None:
-        """No event follows, and the engine thread ends. Takes the lock."""
+        """End the engine thread; no event follows. Takes the lock."""
         with self.lock:
             self.closing = True
             self.outbox.close()
             self.work.notify()
 
     def stop(self, reason: str, members: Collection[StepMember] = ()) -> None:
-        """The engine is broken: every request is lost, and EngineStopped is the last event. Takes the lock.
+        """Break the engine: every request is lost, and EngineStopped is the last event. Takes the lock.
 
-        members: the requests of the step that has raised; none: it broke outside of a step."""
+        members: the requests of the step that has raised; none: it broke outside of a step.
+        """
         with self.lock:
             if self.broken is not None or self.closing:
                 return
@@ -114,7 +115,7 @@ class Shared:
         self._on_stopped()
 
     def fail_promises(self, reason: str) -> None:
-        """Every future that a caller waits for fails with EngineError. Takes the lock."""
+        """Fail every future that a caller waits for with EngineError. Takes the lock."""
         with self.lock:
             promises, self.promises = self.promises, set()
         for future in promises:

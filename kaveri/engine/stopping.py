@@ -1,4 +1,4 @@
-"""Says when a request ends, the same on every engine and on both sides. Pure."""
+"""Decides when a request ends, the same on every engine and on both sides. Pure."""
 
 from collections.abc import Set as AbstractSet
 
@@ -8,7 +8,7 @@ _NONE: frozenset[int] = frozenset()
 
 
 def barred_token_ids(params: SamplingParams, eos_token_ids: AbstractSet[int], index: int) -> AbstractSet[int]:
-    """The token ids that must not be drawn at `index` of the answer: they would end it before min_tokens."""
+    """Return the token ids that must not be drawn at `index` of the answer: they would end it before min_tokens."""
     if index >= params.min_tokens:
         return _NONE
     return frozenset(params.stop_token_ids) | (_NONE if params.ignore_eos else eos_token_ids)
@@ -22,9 +22,9 @@ def finish_reason(
     context_tokens: int,
     max_model_len: int,
 ) -> FinishReason | None:
-    """Whether the request ends with the token `token_id` drawn at `index` of the answer.
+    """Return why the request ends with the token `token_id` drawn at `index` of the answer; None if it goes on.
 
-    context_tokens: tokens of prompt and answer, this one included. Stop texts are the router's business.
+    context_tokens: tokens of prompt and answer, this one included. The router handles stop texts.
     """
     if token_id in params.stop_token_ids or (not params.ignore_eos and token_id in eos_token_ids):
         return FinishReason.STOP

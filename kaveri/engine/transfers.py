@@ -1,12 +1,12 @@
-"""The KV side of every engine: which request a transfer belongs to, tickets, and what a transfer's end means.
+"""The KV side of every engine: maps transfers to requests, makes tickets, and handles the ends of transfers.
 
-Leaves bytes to the plane (kv_plane.py), blocks and the lives of requests to the engine's account, and calls neither
-the plane nor a future with the engine's lock held.
+Leaves bytes to the plane (kv_plane.py), blocks and the lives of requests to the engine's account, and calls neither the
+plane nor a future with the engine's lock held.
 
     push_to ── plane.open_push ── PushAccepted: the request ends, KvPushed | PushFailed: KvPushFailed
     reserve ── grant ── plane.grant ── Granted: the ticket ── TransferLanded: Landed | TransferReleased: LandingFailed
 
-A request may end while its transfer is open. Its blocks are free when the transfer has ended, too.
+A request may end while its transfer is open. Its blocks are free once the transfer has ended, too.
 """
 
 import secrets
@@ -57,39 +57,39 @@ class TransferOwner(Protocol):
 
     @property
     def held_tokens(self) -> int | None:
-        """Tokens whose KV a landing brings, where that is not the whole prompt: the request is resumed."""
+        """Tokens whose KV a landing brings, if that is not the whole prompt: the request is resumed."""
 
     @property
     def source(self) -> Any:
-        """What the plane pushes its blocks by."""
+        """The source by which the plane pushes its blocks."""
 
 
 OwnerT = TypeVar("OwnerT", bound=TransferOwner)
 
 
 class TransferAccount(Protocol[OwnerT]):
-    """The engine's requests and their blocks. Every call is made with the engine's lock held."""
+    """Interface to the engine's requests and their blocks. Every call is made with the engine's lock held."""
 
     def find_prefill(self, key: EngineKey) -> OwnerT | None:
-        """The live request of the prefill side."""
+        """Return the live request of the prefill side."""
 
     def open_decode(self, request: EngineRequest, held_tokens: int | None) -> OwnerT:
-        """Takes a new request of the decode side. Raises RequestAlreadyExists and NoCapacity."""
+        """Add a new request of the decode side. Raises RequestAlreadyExists and NoCapacity."""
 
     def hold(self, owner: OwnerT, transfer_id: bytes) -> None:
-        """This transfer may touch the request's blocks from now on."""
+        """Record that this transfer may touch the request's blocks from now on."""
 
     def let_go(self, owner: OwnerT) -> None:
-        """No transfer touches them any more. Those of an ended request may be reused."""
+        """Record that no transfer touches its blocks any more. Those of an ended request may be reused."""
 
     def land(self, owner: OwnerT, first_token_id: int | None) -> str | None:
-        """All KV is here; prefill drew this token, or the request is resumed. Returns why it cannot go on, if so."""
+        """Record that all KV is here; prefill drew this token, or the request is resumed. Returns an error, if any."""
 
     def end(self, owner: OwnerT) -> None:
-        """The request is done."""
+        """End the request."""
 
     def abort(self, key: EngineKey) -> tuple[OwnerT | None, OwnerT | None]:
-        """Ends the request on both sides. Returns those that were live: prefill's and decode's."""
+        """End the request on both sides. Returns the live ones: prefill's and decode's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +97,13 @@ class _AwaitedTicket:
     future: "Future[Ticket]"
     expires_at_s: float
     source: KvLayout
-    """Of the engine that is to push."""
+    """Layout of the engine that will push."""
 
 
 class Transfers(Generic[OwnerT]):
-    """The transfers of one engine. Safe to use from any thread.
+    """The transfers of one engine. Thread-safe.
 
-    info: of the engine; its endpoints are not read. now_s, token_bytes: others where time and chance are simulated.
+    info: of the engine; its endpoints are not read. now_s, token_bytes: replaced in simulations.
     """
 
     def __init__(
@@ -126,16 +126,16 @@ class Transfers(Generic[OwnerT]):
         self._plane: KvPlane
 
     def attach(self, plane: KvPlane) -> None:
-        """What moves the KV and tells hear() of it. Before any other call."""
+        """Set the plane, which moves the KV and calls hear(). Before any other call."""
         self._plane = plane
 
     @property
     def endpoints(self) -> tuple[KvEndpoint, ...]:
-        """Where pushes are taken, rank by rank."""
+        """Addresses where pushes are taken, rank by rank."""
         return tuple(endpoint for of_rank in self._plane.endpoints for endpoint in of_rank)
 
     def is_pushing(self) -> bool:
-        """Whether a prompt is pushed from here. Any thread, no lock."""
+        """True if a prompt is pushed from here. Any thread, no lock."""
         return bool(self._pushes)
 
     def flow(self) -> KvFlow:
@@ -143,12 +143,12 @@ class Transfers(Generic[OwnerT]):
         return self._plane.flow()
 
     def close(self) -> None:
-        """Ends all transfers; every ticket that is waited for fails. Idempotent."""
+        """End all transfers; every ticket that is waited for fails. Idempotent."""
         self._plane.close()
         self._shared.fail_promises("it is closed")
 
     def forget(self) -> None:
-        """Forgets all transfers; they have ended. Under the lock."""
+        """Forget all transfers, which have ended. The caller holds the lock."""
         self._pushes.clear()
         self._landings.clear()
         self._awaited.clear()
@@ -201,7 +201,7 @@ class Transfers(Generic[OwnerT]):
         self._shared.outbox.publish()
 
     def abort_push(self, transfer_id: bytes) -> None:
-        """Gives the push of an ended request up."""
+        """Cancel the push of an ended request."""
         self._plane.abort_push(transfer_id)
 
     # Landings.
@@ -213,9 +213,9 @@ class Transfers(Generic[OwnerT]):
         source: KvLayout | None = None,
         held_tokens: int | None = None,
     ) -> "tuple[OwnerT | None, Future[Ticket]]":
-        """Opens a request and promises its ticket; see DecodeEngine.reserve(). grant() or refuse() is to follow.
+        """Open a request and promise its ticket; see DecodeEngine.reserve(). grant() or refuse() must follow.
 
-        The request is None where the future has failed.
+        The request is None if the future has failed.
         """
         try:
             self._info.require_servable(request)
@@ -238,7 +238,7 @@ class Transfers(Generic[OwnerT]):
         return owner, awaited.future
 
     def grant(self, owner: OwnerT, block_ids: Sequence[int], first_block: int = 0) -> None:
-        """Leases the blocks of a reserved request to a transfer, and makes the ticket for it."""
+        """Lease the blocks of a reserved request to a transfer, and make its ticket."""
         endpoints = self._plane.endpoints
         with self._shared.lock:
             awaited = self._awaited.get(owner)
@@ -267,7 +267,7 @@ class Transfers(Generic[OwnerT]):
             self._plane.revoke(ticket.transfer_id)
 
     def refuse(self, owner: OwnerT, error: KaveriError) -> None:
-        """Ends a live request of either side that cannot go on: its ticket fails with `error`, or RequestFailed."""
+        """End a live request that cannot continue: its ticket fails with `error`, or RequestFailed is sent."""
         with self._shared.lock:
             if owner.done:
                 return
@@ -281,10 +281,10 @@ class Transfers(Generic[OwnerT]):
             awaited.future.set_exception(error)
         self._shared.outbox.publish()
 
-    # What the plane tells.
+    # Events of the plane.
 
     def hear(self, event: PlaneEvent) -> None:
-        """The plane's listener."""
+        """Handle an event of the plane."""
         match event:
             case Granted():
                 self._on_granted(event)
@@ -332,14 +332,14 @@ class Transfers(Generic[OwnerT]):
             if awaited is None:
                 self._shared.outbox.put(outcome)
         if awaited is not None:
-            # The ticket was never given away.
+            # The ticket was never passed on.
             reason = event.reason if isinstance(event, TransferReleased) else "it landed before it was granted"
             awaited.future.set_exception(EngineError(f"no ticket could be granted: {reason}"))
 
     def _landing_outcome(
         self, owner: OwnerT, event: TransferLanded | TransferReleased
     ) -> Landed | LandingFailed | RequestFailed:
-        """Under the lock."""
+        """Apply the end of a landing. The caller holds the lock."""
         if isinstance(event, TransferReleased):
             return LandingFailed(owner.key, event.reason)
         first_token_id: int | None = None
@@ -353,7 +353,7 @@ class Transfers(Generic[OwnerT]):
         return Landed(owner.key, event.kv_bytes, first_token_id)
 
     def _take_awaited(self, owner: OwnerT) -> _AwaitedTicket | None:
-        """Under the lock: removes the promise of a ticket, for the caller to keep. None: there is none."""
+        """Remove the promise of a ticket, which the caller fulfils. None: there is none. The caller holds the lock."""
         awaited = self._awaited.pop(owner, None)
         if awaited is None or awaited.future not in self._shared.promises:
             return None
