@@ -1,4 +1,4 @@
-"""Every live request of a stepwise engine and who holds its blocks. No I/O, no locks: the engine's lock guards it."""
+"""Live requests of a stepwise engine and their blocks. No I/O, no locks: the engine's lock guards it."""
 
 from collections import deque
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Account:
     def __init__(self, layout: KvLayout, total_blocks: int, max_batch: int, on_free: Callable[[], None]) -> None:
         self.prefills: dict[EngineKey, Sequence] = {}
         self.prefilling: deque[Sequence] = deque()
-        """Those of `prefills` that are not fully computed, in the order of submission."""
+        """Requests of `prefills` that are not fully computed, in the order of submission."""
         self.decodes: dict[EngineKey, Sequence] = {}
         # Ended, but a step or a transfer can still touch their blocks.
         self._quarantined: set[Sequence] = set()
@@ -33,18 +33,18 @@ class Account:
         self.residency = Residency(self._allocator, layout, max_batch)
 
     def open_prefill(self, sequence: Sequence) -> None:
-        """Takes the blocks of the prompt and queues it. Raises RequestAlreadyExists and NoCapacity."""
+        """Take the blocks of the prompt and queue it. Raises RequestAlreadyExists and NoCapacity."""
         self._open(self.prefills, "prefill", sequence, len(sequence.token_ids))
         self.prefilling.append(sequence)
 
     def open_decode(self, sequence: Sequence) -> None:
-        """Takes the blocks of the prompt and one more token. Raises RequestAlreadyExists and NoCapacity."""
+        """Take the blocks of the prompt and one more token. Raises RequestAlreadyExists and NoCapacity."""
         self._open(self.decodes, "decode", sequence, len(sequence.token_ids) + 1)
 
     def adopt(self, sequence: Sequence) -> list[Sequence]:
-        """A computed request of the prefill side becomes a landed one of the decode side, with its blocks.
+        """Turn a computed request of the prefill side into a landed one of the decode side, with its blocks.
 
-        Returns it when it had to give them up, since there was none for its next token.
+        Returns it if it had to give them up, since there was none for its next token.
         """
         assert sequence.phase is SequencePhase.COMPUTED, "only a computed prompt can be decoded"
         if sequence.key in self.decodes:
@@ -55,7 +55,7 @@ class Account:
         return self.residency.make_whole(sequence)
 
     def end(self, sequence: Sequence) -> None:
-        """The request is done: nothing more is heard of it. Its blocks follow when nothing can touch them."""
+        """End a request: no event of it follows. Its blocks are freed once nothing can touch them."""
         sequence.done = True
         if sequence.phase in (SequencePhase.PREFILLING, SequencePhase.COMPUTED):
             del self.prefills[sequence.key]
@@ -67,7 +67,7 @@ class Account:
         self.settle(sequence)
 
     def settle(self, sequence: Sequence) -> None:
-        """Frees the blocks of an ended request, or keeps them while a step or a transfer can touch them."""
+        """Free the blocks of an ended request, or keep them while a step or a transfer can touch them."""
         if sequence.touched:
             self._quarantined.add(sequence)
         else:
@@ -76,7 +76,7 @@ class Account:
             self._on_free()
 
     def clear(self) -> None:
-        """Frees the whole pool. Nothing runs and no transfer is open any more."""
+        """Free the whole pool. No step runs and no transfer is open any more."""
         for owner in self._allocator.owners():
             self._allocator.release(owner)
         self.prefills.clear()
@@ -86,7 +86,7 @@ class Account:
         self._quarantined.clear()
 
     def stats(self) -> EngineStats:
-        """Takes time in proportion to the live requests, no more."""
+        """Snapshot of the engine; takes time in proportion to the live requests."""
         admitted = len(self.residency.running) + len(self.residency.waiting)
         held = (*self.prefills.values(), *self.decodes.values())
         return EngineStats(
@@ -98,7 +98,7 @@ class Account:
         )
 
     def check_integrity(self) -> None:
-        """Asserts that every block is free, held by a live request, or quarantined by a step or a transfer."""
+        """Assert that every block is free, held by a live request, or quarantined by a step or a transfer."""
         live = [*self.prefills.values(), *self.decodes.values(), *self._quarantined]
         self._allocator.check_integrity(live)
         for sequence in live:

@@ -1,4 +1,4 @@
-"""Forms a step: which sequences, and how many tokens of each. Pure: reads sequences, changes none."""
+"""Forms a step: its sequences, and the number of tokens of each. Pure: reads sequences, changes none."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from kaveri.engine.stepwise.sequence import Sequence
 
 
 class PlannedSlice(NamedTuple):
-    """The next `token_count` tokens of `sequence` are computed by the step."""
+    """A step's part of a sequence: its next `token_count` tokens."""
 
     sequence: Sequence
     token_count: int
@@ -17,14 +17,14 @@ class PlannedSlice(NamedTuple):
 def form_step(
     running: Iterable[Sequence], prefilling: Iterable[Sequence], chunk_tokens: int, *, suspect_first: bool = True
 ) -> list[PlannedSlice]:
-    """One token of every running sequence that only lacks its newest, and a chunk of at most `chunk_tokens` beside.
+    """Form a step: one token of every running sequence that only lacks its newest, and a chunk of up to `chunk_tokens`.
 
     The chunk is filled in order, first with what preempted sequences recompute, then with prompts; several share a
-    chunk, a long one is spread over several, and each sequence remembers how far it came (TetriInfer,
-    arXiv 2401.11181, section 3.3.3). At most MAX_SCORED_TOKENS are of prompts whose log-probabilities are reported.
+    chunk, a long one is spread over several, and each sequence records its progress (TetriInfer, arXiv 2401.11181,
+    section 3.3.3). At most MAX_SCORED_TOKENS are of prompts whose log-probabilities are reported.
 
-    A suspect (EngineRequest.suspect_until) is computed alone: beside others it would be blamed for what one of them
-    does for the first time. suspect_first: the step is the first suspect's, if there is one; else the others'.
+    A suspect (EngineRequest.suspect_until) is computed alone: otherwise it could be blamed for a first failure of
+    another. suspect_first: True to compute the first suspect, if there is one; False the others.
     """
     running, prefilling = tuple(running), tuple(prefilling)
     # Most have never been one.

@@ -1,8 +1,8 @@
 """An engine that drives a ModelRunner step by step, on either side of a hand-over or on both.
 
-Owns the pool, the engine thread and the order in which things happen. Leaves arithmetic to the runner, bytes to the
-KV sender and receiver, the KV side of requests to transfers, and their lives to stepwise_lifecycle. One lock guards the
-lifecycle (shared).
+Owns the pool, the engine thread and the order of events. Leaves arithmetic to the runner, bytes to the KV sender and
+receiver, the KV side of requests to transfers, and their lives to stepwise_lifecycle. One lock guards the lifecycle
+(shared).
 """
 
 import secrets
@@ -39,15 +39,14 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class StepwiseEngine:
-    """Both PrefillEngine and DecodeEngine (contract.py). RequestFailed means a bad hand-over, or that no token could
-    be drawn; whatever else goes wrong in a step stops the engine, which names the step's requests.
+    """Both PrefillEngine and DecodeEngine (contract.py). RequestFailed means a bad hand-over, or that no token could be
+    drawn; any other failure in a step stops the engine, which names the step's requests.
 
-    total_blocks: blocks of each layer; the whole pool is allocated and touched here.
-    chunk_tokens: most prompt tokens of a step, prompts and recomputation together.
-    max_batch: most decode requests of a step; admitted ones beyond wait here, in order.
-    listen: where to take pushes, best first. Empty for an engine that only prefills: reserve() fails there.
-    transports: what carries KV, in the order in which this engine's pushes prefer them; None for the socket transports.
-    receiving: how pushes are taken. replicas: how requests are copied to the holders of their replicas.
+    total_blocks: blocks of each layer; the whole pool is allocated and touched here. chunk_tokens: most prompt tokens
+    of a step, prompts and recomputation together. max_batch: most decode requests of a step; admitted ones beyond wait
+    here, in order. listen: where to take pushes, best first. Empty for an engine that only prefills: reserve() fails
+    there. transports: transports of KV, in the order in which this engine's pushes prefer them; None for the socket
+    transports. receiving: how pushes are taken. replicas: how requests are copied to the holders of their replicas.
     Raises ConfigError when one request of the runner's max_model_len does not fit into the empty pool, or when it
     cannot listen.
     """
@@ -172,7 +171,7 @@ class StepwiseEngine:
         source: KvLayout | None = None,
         held_tokens: int | None = None,
     ) -> "Future[Ticket]":
-        """As the contract; the future is done when this returns."""
+        """See the contract; the future is done when this returns."""
         sequence, granted = self._transfers.reserve(request, expires_in_s, source, held_tokens)
         if sequence is not None:
             self._transfers.grant(sequence, self._lifecycle.landing_blocks(sequence))
@@ -185,7 +184,7 @@ class StepwiseEngine:
         self._shared.outbox.publish()
 
     def admit(self, key: EngineKey) -> None:
-        """As the contract; also ignores a request that is not landed."""
+        """See the contract; also ignores a request that is not landed."""
         with self._shared.lock:
             self._shared.require_alive()
             self._lifecycle.admit(key)
@@ -199,7 +198,7 @@ class StepwiseEngine:
     # The engine thread.
 
     def _loop(self) -> None:
-        # Events that this thread has put and not published. Those of other threads are theirs to publish.
+        # Events that this thread has put and not published. Other threads publish their own.
         news = False
         try:
             while True:
@@ -212,7 +211,7 @@ class StepwiseEngine:
                     stopping = self._lifecycle.last_blocks()
                     news = news or self._shared.outbox.put_count > put_count
                     if not planned and not news and not stopping:
-                        # Whatever makes work notifies, close() too.
+                        # All sources of work notify, close() too.
                         self._shared.sleep()
                         continue
                 self._shared.outbox.publish()
@@ -223,8 +222,8 @@ class StepwiseEngine:
                     began_s = time.monotonic()
                     self._step(planned)
                     self._shared.stepped(time.monotonic() - began_s)
-        # Whatever a step raises, SystemExit too, the state of model and cache is unknown: no request may be left
-        # waiting for tokens.
+        # After any exception in a step, even SystemExit, the state of model and cache is unknown: no request may be
+        # left waiting for tokens.
         except BaseException as error:
             self._shared.stop(repr(error), self._lifecycle.members(self._computing))
             get_logger().exception("engine_failed", error=repr(error))
@@ -238,7 +237,7 @@ class StepwiseEngine:
         with self._shared.lock:
             for sequence, _ in stopping:
                 self._lifecycle.stopped(sequence)
-        # One may have gone on meanwhile, and been preempted.
+        # One may have continued meanwhile, and been preempted.
         self._shared.outbox.publish()
         self._copier.wake()
 

@@ -1,7 +1,7 @@
-"""A model runner that makes tokens up, and proves that the KV it is given is the KV it has written.
+"""A model runner that makes up tokens, and checks that the KV it reads is the KV that was written.
 
 The next token is a pure function of the tokens so far and of the index of the draw, so a request gets the same answer
-wherever and however it is placed. What stands for KV is a record per position::
+wherever and however it is placed. In place of KV there is a record per position::
 
     chain     64 bits over all tokens up to this one: chain' = chain * M + token + 1 (mod 2**64), from _CHAIN_SEED
     place     position << 32 | token
@@ -34,7 +34,7 @@ _WORD_BYTES = 8
 _DRAWN_TOKEN_IDS = 1000
 _NONE: frozenset[int] = frozenset()
 KV_LAYERS = 32
-"""Of a model whose KV has a given size."""
+"""Layers of a model whose KV has a given size."""
 KV_UNIT_BYTES = 2 * KV_LAYERS * 2 * _WORD_BYTES
 """Sizes of a token's KV are multiples of it: K and V of each layer, a record in each."""
 
@@ -44,7 +44,7 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeModel:
-    """What the fake runner pretends to be. Two runners exchange KV when their shapes and vocabularies are equal."""
+    """The model that the fake runner imitates. Two runners exchange KV when their shapes and vocabularies are equal."""
 
     vocab_size: int = 1000
     """Prompts are of ids below it. Answers too, and of the first 1000 ids only, so that whatever the vocabulary, a
@@ -57,11 +57,11 @@ class FakeModel:
     block_tokens: int = 16
     kv_head_count: int = 2
     head_dim: int = 8
-    """In float32; kv_head_count * head_dim must be a multiple of 4, so that a position's record fits its row."""
+    """float32 values; kv_head_count * head_dim must be a multiple of 4, so that a position's record fits its row."""
     step_s: float = 0.0
     """Seconds that every step takes, spread over its layers."""
     prefill_token_s: float = 0.0
-    """Seconds more for each token of a slice of several tokens (a prompt, or a recomputation)."""
+    """Additional seconds for each token of a slice of several tokens (a prompt, or a recomputation)."""
     verify: bool = True
     """Check the KV of all earlier positions in every step. Off: only what the next step reads is written, which is
     cheap enough for high token rates and large KV."""
@@ -75,7 +75,7 @@ class FakeModel:
 
     @property
     def drawn_size(self) -> int:
-        """Answers are of ids below it."""
+        """Answers consist of ids below this."""
         return min(self.vocab_size, _DRAWN_TOKEN_IDS)
 
     @property
@@ -87,15 +87,15 @@ class FakeModel:
         )
 
     def of_kv(self, token_bytes: int) -> "FakeModel":
-        """The same with one KV head and this much KV for each token, a multiple of KV_UNIT_BYTES."""
+        """Return the same model with one KV head and this much KV for each token, a multiple of KV_UNIT_BYTES."""
         return replace(self, layer_count=KV_LAYERS, kv_head_count=1, head_dim=token_bytes // (2 * KV_LAYERS * 4))
 
     def next_token(self, token_ids: Sequence[int], draw_index: int) -> int:
-        """The token that follows `token_ids`, drawn at `draw_index` of the answer. The reference for tests."""
+        """Return the token that follows `token_ids`, drawn at `draw_index` of the answer. The reference for tests."""
         return self.draw(self.chain(token_ids), draw_index)
 
     def answer(self, token_ids: Sequence[int], generated_count: int, token_count: int) -> list[int]:
-        """The `token_count` tokens that follow `token_ids`, going on past eos_token_id."""
+        """Return the `token_count` tokens that follow `token_ids`, even after eos_token_id."""
         chain = self.chain(token_ids)
         answer = []
         for index in range(generated_count, generated_count + token_count):
@@ -104,13 +104,13 @@ class FakeModel:
         return answer
 
     def chain(self, token_ids: Sequence[int], before: int = _CHAIN_SEED) -> int:
-        """The chain behind `token_ids`, which follow the tokens of the chain `before`."""
+        """Return the chain after `token_ids`, which follow the tokens of the chain `before`."""
         for token_id in token_ids:
             before = (before * _MULTIPLIER + token_id + 1) & _MASK
         return before
 
     def draw(self, chain: int, draw_index: int, barred: AbstractSet[int] = _NONE) -> int:
-        """The token drawn behind a chain: splitmix64 of chain and index. barred: ids that are not drawn."""
+        """Return the token drawn after a chain: splitmix64 of chain and index. barred: ids that are not drawn."""
         mixed = (chain + (draw_index + 1) * _GOLDEN) & _MASK
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK
@@ -121,19 +121,19 @@ class FakeModel:
         return self.drawable(token_id + (token_id >= self.eos_token_id), barred)
 
     def drawable(self, token_id: int, barred: AbstractSet[int]) -> int:
-        """The token itself, or the next one that is not barred."""
+        """Return the token itself, or the next one that is not barred."""
         while token_id in barred:
             token_id = (token_id + 1) % self.drawn_size
         return token_id
 
     def logprobs(self, token_id: int, count: int | None) -> Logprobs | None:
-        """Made up, for a token and `count` others; None where none are asked for."""
+        """Return made-up values for a token and `count` others; None if none are requested."""
         if count is None:
             return None
         return Logprobs(-0.5, tuple(((token_id + rank) % self.vocab_size, -0.5 - rank) for rank in range(count)))
 
     def scored(self, part: SequenceSlice, drawn: DrawnToken | None) -> Drawn:
-        """What a slice gives, with what it asks for about its prompt."""
+        """Return the result of a slice, with the log-probabilities that it requests for its prompt."""
         if not part.scored_ids:
             return drawn
         count = part.params.prompt_logprobs or 0
@@ -141,18 +141,18 @@ class FakeModel:
         return ScoredSlice(tuple(self.prompt_logprobs(place, token_id, count) for place, token_id in positions), drawn)
 
     def prompt_logprobs(self, position: int, token_id: int, count: int) -> Logprobs:
-        """Made up, for a prompt's token and `count` others, and exact in float32."""
+        """Return made-up values for a prompt's token and `count` others, exact in float32."""
         logprob = -1.0 - (31 * position + token_id) % 97 / 8
         return Logprobs(logprob, tuple(((token_id + 1 + rank) % self.vocab_size, -0.5 - rank) for rank in range(count)))
 
 
 class StaleKv(Exception):
-    """The KV of an earlier position is not what was written for it: an engine or a transfer is at fault."""
+    """The KV of an earlier position differs from what was written for it: an engine or a transfer is at fault."""
 
 
 class FakeRunner:
-    """A ModelRunner (runner.py) on FakeModel. Of the sampling parameters it reads what ends an answer, and logprobs,
-    which it makes up."""
+    """A ModelRunner (runner.py) on FakeModel. Of the sampling parameters it reads those that end an answer, and
+    logprobs, which it makes up."""
 
     name = "fake"
     device = "cpu"
@@ -164,7 +164,7 @@ class FakeRunner:
         self.vocab_size = model.vocab_size
         self.eos_token_ids = frozenset({model.eos_token_id})
         row_words = model.kv_head_count * model.head_dim * 4 // _WORD_BYTES
-        # [layer_count, K and V, row_words]: what every record is masked with.
+        # [layer_count, K and V, row_words]: the mask of every record.
         count = model.layer_count * 2 * row_words
         masks = (np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)).reshape(model.layer_count, 2, row_words)
         self._masks: Words = masks
@@ -187,7 +187,7 @@ class FakeRunner:
         """Nothing to copy: the pool is the only memory."""
 
     def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
-        """Raises StaleKv when `verify` is on and a slice's earlier positions do not read back."""
+        """Compute a step. Raises StaleKv when `verify` is on and a slice's earlier positions do not read back."""
         before = self._chains_before(batch)
         lengths = [len(part.token_ids) for part in batch]
         if max(lengths) == 1:
@@ -228,13 +228,13 @@ class FakeRunner:
         return barred_token_ids(part.params, self.eos_token_ids, index)
 
     def _blocks(self, batch: Sequence[SequenceSlice], positions: Sequence[int]) -> Indices:
-        """The block of one position of each slice."""
+        """Return the block of one position of each slice."""
         block_tokens = self.layout.block_tokens
         pairs = zip(batch, positions, strict=True)
         return np.array([part.block_ids[position // block_tokens] for part, position in pairs], np.int64)
 
     def _chains_before(self, batch: Sequence[SequenceSlice]) -> Words:
-        """The chain behind position start - 1 of each slice, read from the KV."""
+        """Return the chain after position start - 1 of each slice, read from the KV."""
         if self.model.verify:
             return np.array([self._verified_chain(part) for part in batch], np.uint64)
         lasts = np.array([part.start - 1 for part in batch], np.int64)
@@ -262,7 +262,7 @@ class FakeRunner:
                 f"position {position} of {part.start} in block {block_ids[position // self.layout.block_tokens]}"
             )
         chain = int(chains[-1])
-        # A decode step's own token was drawn behind this very chain; consistent KV of another request differs here.
+        # A decode step's own token was drawn after this very chain; consistent KV of another request differs here.
         if len(part.token_ids) == 1 and part.draw_index > 0 and part.draw:
             expected = self.model.draw(chain, part.draw_index - 1, self._barred(part, part.draw_index - 1))
             if part.token_ids[0] != expected:
@@ -270,13 +270,13 @@ class FakeRunner:
         return chain
 
     def _chains(self, chain: np.uint64, token_ids: Sequence[int]) -> Words:
-        """The chain behind each of these tokens: chain * M**(i+1) + sum of (token_j + 1) * M**(i-j), j <= i."""
+        """Return the chain after each of these tokens: chain * M**(i+1) + sum of (token_j + 1) * M**(i-j), j <= i."""
         count = len(token_ids)
         steps = (np.asarray(token_ids, np.uint64) + np.uint64(1)) * self._inverse_powers[1 : count + 1]
         return (np.cumsum(steps, dtype=np.uint64) + chain) * self._powers[1 : count + 1]
 
     def _draw(self, chains: Words, draw_indices: Words) -> list[int]:
-        """FakeModel.draw for many at once."""
+        """Vectorized FakeModel.draw."""
         model = self.model
         mixed = chains + (draw_indices + np.uint64(1)) * np.uint64(_GOLDEN)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
@@ -291,7 +291,7 @@ class FakeRunner:
     def _write(
         self, blocks: Indices, slots: Indices, records: Words, prefill_tokens: int, on_layer: LayerListener | None
     ) -> None:
-        """Layer by layer, with the step's time spread evenly over the layers."""
+        """Write records layer by layer, with the step's time spread evenly over the layers."""
         layer_count, _, row_words = self._masks.shape
         layer_s = (self.model.step_s + prefill_tokens * self.model.prefill_token_s) / layer_count
         if on_layer is None and layer_s > 0:

@@ -1,4 +1,4 @@
-"""Every transition of a request inside a stepwise engine, and the events that tell of it. No I/O, no threads, no clock.
+"""Every transition of a request inside a stepwise engine, and the events that it causes. No I/O, no threads, no clock.
 
 The caller serialises all calls, runs the model between plan() and apply(), and carries out the transfers. So an engine
 with threads (stepwise.py) and one that runs on a simulated clock share all decisions.
@@ -43,7 +43,7 @@ class Lifecycle:
         put: Callable[[EngineEvent], None],
         on_work: Callable[[], None],
     ) -> None:
-        """put: takes events, in the order in which things happen. on_work: called when plan() may have something new.
+        """put: takes events, in order. on_work: called when plan() may return something new.
 
         chunk_tokens: most prompt tokens of a step. max_batch: most decode requests of a step.
         """
@@ -52,22 +52,22 @@ class Lifecycle:
         self._put = put
         self._on_work = on_work
         self._was_suspects = False
-        """Whether the last step was a suspect's."""
+        """True if the last step computed a suspect."""
         self._account = Account(info.layout, info.total_blocks, max_batch, on_free=on_work)
 
     def open_prefill(self, request: EngineRequest) -> None:
-        """Takes the prompt's blocks and queues it. Raises RequestAlreadyExists and NoCapacity."""
+        """Take the prompt's blocks and queue it. Raises RequestAlreadyExists and NoCapacity."""
         sequence = Sequence.of(request, SequencePhase.PREFILLING)
         self._account.open_prefill(sequence)
         sequence.source = Source(sequence.block_ids, len(request.token_ids))
         self._on_work()
 
     def landing_blocks(self, sequence: Sequence) -> list[int]:
-        """The blocks of a reserved request that KV lands in."""
+        """Return the blocks of a reserved request that KV lands in."""
         return sequence.block_ids[: self._info.layout.block_count(sequence.held_tokens or sequence.prompt_tokens)]
 
     def adopt(self, key: EngineKey) -> None:
-        """A computed prompt without an open push becomes a landed request here. Others are ignored."""
+        """Turn a computed prompt without an open push into a landed request here. Others are ignored."""
         sequence = self._account.prefills.get(key)
         if sequence is not None and sequence.phase is SequencePhase.COMPUTED and sequence.transfer_id is None:
             sequence.mirrored = sequence.computed // self._info.layout.block_tokens
@@ -77,7 +77,7 @@ class Lifecycle:
             self._on_work()
 
     def admit(self, key: EngineKey) -> None:
-        """A landed request may run from the next step on. Others are ignored."""
+        """Let a landed request run from the next step on. Others are ignored."""
         sequence = self._account.decodes.get(key)
         if sequence is not None and sequence.phase is SequencePhase.LANDED:
             self._account.residency.admit(sequence)
@@ -89,7 +89,7 @@ class Lifecycle:
         return self._account.prefills.get(key)
 
     def open_decode(self, request: EngineRequest, held_tokens: int | None) -> Sequence:
-        """Takes the blocks of the prompt and one more token."""
+        """Take the blocks of the prompt and one more token."""
         sequence = Sequence.of(request, SequencePhase.RESERVED)
         sequence.held_tokens = held_tokens
         self._account.open_decode(sequence)
@@ -148,7 +148,7 @@ class Lifecycle:
         if not sequence.block_ids or sequence.pending != 1:
             return "it is being computed again"
         self._account.residency.stop(sequence)
-        # The engine's thread brings the last block to the pool.
+        # The engine's thread copies the last block to the pool.
         self._on_work()
         return None
 
@@ -161,8 +161,9 @@ class Lifecycle:
         self._on_work()
 
     def last_blocks(self) -> list[tuple[Sequence, list[int]]]:
-        """Of each request that is being stopped and is in no step, the blocks that are not in the pool yet. All KV is
-        there while the runner has not taken it up. The blocks are free for others after stopped() at the earliest."""
+        """Return, for each request that is being stopped and is in no step, the blocks that are not in the pool yet.
+        The pool holds all KV that the runner has not taken over. They are free for others after stopped() at the
+        earliest."""
         stopping, block_count = self._account.residency.stopping, self._info.layout.block_count
         last_blocks = [
             (
@@ -179,7 +180,7 @@ class Lifecycle:
         return last_blocks
 
     def stopped(self, sequence: Sequence) -> None:
-        """Its last blocks are in the pool now. It may have ended or gone on meanwhile."""
+        """Record that its last blocks are in the pool now. It may have ended or continued meanwhile."""
         sequence.is_saving = False
         if sequence.done:
             self._account.settle(sequence)
@@ -190,7 +191,7 @@ class Lifecycle:
                 self._put(Preempted(preempted.key))
 
     def unmirrored_blocks(self, planned: list[PlannedSlice]) -> list[tuple[Sequence, list[int]]]:
-        """Of each request that is copied, the blocks that this step completes."""
+        """Return, for each request that is copied, the blocks that this step completes."""
         block_tokens = self._info.layout.block_tokens
         return [
             (sequence, sequence.block_ids[sequence.mirrored : (sequence.computed + token_count) // block_tokens])
@@ -201,7 +202,7 @@ class Lifecycle:
     # Steps.
 
     def plan(self) -> list[PlannedSlice]:
-        """Forms the next step and marks its sequences; empty when there is nothing to do."""
+        """Form the next step and mark its sequences; empty when there is nothing to do."""
         for sequence in self._account.residency.prepare_step():
             self._put(Preempted(sequence.key))
         running, prefilling = self._account.residency.running, self._account.prefilling
@@ -217,7 +218,7 @@ class Lifecycle:
 
     @staticmethod
     def members(planned: list[PlannedSlice]) -> list[StepMember]:
-        """The requests of a step that has raised, and are not done."""
+        """Return the requests of a step that has raised, without those that are done."""
         return [
             StepMember(sequence.key, sequence.draw_index, sequence.suspect_until)
             for sequence, _ in planned
@@ -230,9 +231,9 @@ class Lifecycle:
         drawn: Iterable[Drawn],
         mirrored: Iterable[tuple[Sequence, list[int]]] = (),
     ) -> tuple[list[tuple[Source, int]], list[bytes]]:
-        """Accounts for a step that has run. mirrored: unmirrored_blocks() of it, which are in the pool now.
+        """Account for a step that has run. mirrored: its unmirrored_blocks(), which are in the pool now.
 
-        Returns the computed prompts to hand over, each with the token drawn behind it, and the pushes to abort.
+        Returns the computed prompts to hand over, each with the token drawn after it, and the pushes to abort.
         """
         for sequence, block_ids in mirrored:
             sequence.mirrored += len(block_ids)
@@ -291,7 +292,7 @@ class Lifecycle:
         return computed, unwanted
 
     def clear(self) -> None:
-        """Frees the whole pool. Nothing runs and no transfer is open any more."""
+        """Free the whole pool. No step runs and no transfer is open any more."""
         self._account.clear()
 
     def stats(self) -> EngineStats:

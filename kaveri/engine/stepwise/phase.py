@@ -1,10 +1,10 @@
-"""Where a request stands inside an engine."""
+"""Phases of a request inside an engine."""
 
 import enum
 
 
 class SequencePhase(enum.Enum):
-    """Where a request stands. The prefill side uses the first two, the decode side the others."""
+    """Phase of a request. The prefill side uses the first two, the decode side the others."""
 
     PREFILLING = enum.auto()
     """Submitted, the prompt not fully computed."""
@@ -13,12 +13,12 @@ class SequencePhase(enum.Enum):
     RESERVED = enum.auto()
     """Blocks are leased to a transfer that has not landed."""
     LANDED = enum.auto()
-    """The KV is here, or was and is to be recomputed; not admitted."""
+    """The KV is here, or must be recomputed after a preemption; not admitted."""
     WAITING = enum.auto()
     """Admitted, not in the running batch: the batch is full, or the blocks were given up."""
     RUNNING = enum.auto()
     """In the running batch: drawing tokens, or recomputing."""
     STOPPING = enum.auto()
-    """To be released: it joins no further step. Its last block is not in the pool yet."""
+    """Being released: it joins no further step. Its last block is not in the pool yet."""
     STOPPED = enum.auto()
     """All its KV is in the pool, for the holder of its replica."""

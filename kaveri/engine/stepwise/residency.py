@@ -1,6 +1,6 @@
-"""Which decode sequences hold blocks and which of them run: growth, preemption, resumption. No I/O, no locks.
+"""Blocks and batch places of decode sequences: growth, preemption, resumption. No I/O, no locks.
 
-What each container holds, in the order in which it gives blocks up::
+The containers, in the order in which they give blocks up::
 
     landed    KV here, not admitted yet          the latest landing first
     waiting   admitted, outside the batch        the latest admission first
@@ -8,9 +8,9 @@ What each container holds, in the order in which it gives blocks up::
     reserved  leased to a transfer               never: it lands, fails or expires
     stopped   on its way to another instance     never: it leaves, or goes on after a while
 
-No request waits without end: the earliest admitted sequence is the last to give its blocks up and the first to get
-them back; while any admitted sequence lacks blocks no new reservation is taken, so the ones before it are finitely
-many; and a sequence alone in the pool fits by construction.
+No request starves: the earliest admitted sequence is the last to give its blocks up and the first to get them back;
+while any admitted sequence lacks blocks no new reservation is taken, so the ones before it are finitely many; and a
+sequence alone in the pool fits by construction.
 """
 
 from bisect import insort
@@ -37,16 +37,16 @@ class Residency:
 
     @property
     def short_of_blocks(self) -> bool:
-        """Whether an admitted sequence waits for blocks that it has given up."""
+        """True if an admitted sequence waits for blocks that it has given up."""
         return any(not sequence.block_ids for sequence in self.waiting)
 
     def land(self, sequence: Sequence) -> None:
-        """The KV of a reserved sequence is here."""
+        """Record that the KV of a reserved sequence has landed."""
         sequence.phase = SequencePhase.LANDED
         self.landed[sequence] = None
 
     def make_whole(self, sequence: Sequence) -> list[Sequence]:
-        """Gives a sequence outside the batch the block of its next token, or takes all that it has and returns it."""
+        """Give a sequence outside the batch the block of its next token, or take all that it has and return it."""
         wanted = self._layout.block_count(len(sequence.token_ids)) - len(sequence.block_ids)
         preempted: list[Sequence] = []
         if wanted > self._allocator.free_count:
@@ -56,7 +56,7 @@ class Residency:
         return preempted
 
     def admit(self, sequence: Sequence) -> None:
-        """A landed sequence may run. It waits for a place in the batch behind those admitted before."""
+        """Let a landed sequence run. It waits for a place in the batch after those admitted before."""
         del self.landed[sequence]
         sequence.phase = SequencePhase.WAITING
         sequence.admission = self._admission_count
@@ -64,22 +64,22 @@ class Residency:
         self.waiting.append(sequence)
 
     def stop(self, sequence: Sequence) -> None:
-        """It joins no further step. Its blocks stay its own."""
+        """Stop a sequence: it joins no further step. It keeps its blocks."""
         self.remove(sequence)
         sequence.phase = SequencePhase.STOPPING
         self.stopping[sequence] = None
 
     def stopped(self, sequence: Sequence) -> None:
-        """Nothing has to be done for it any more."""
+        """Record that a sequence has stopped, and its blocks are complete."""
         del self.stopping[sequence]
         sequence.phase = SequencePhase.STOPPED
 
     def go_on(self, sequence: Sequence) -> list[Sequence]:
-        """A stopped sequence takes its place again. Returns it when it had to give up its blocks, since there was none
+        """Put a stopped sequence back in its place. Returns it if it had to give up its blocks, since there was none
         for its next token."""
         self.remove(sequence)
         if sequence.in_step:
-            # Its seat is free still: the batch changes between steps only.
+            # Its seat is still free: the batch changes between steps only.
             sequence.phase = SequencePhase.RUNNING
             insort(self.running, sequence, key=_admission)
             return []
@@ -92,7 +92,7 @@ class Residency:
         return [] if sequence.is_saving else self.make_whole(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forgets a sequence; its blocks are the caller's to release."""
+        """Forget a sequence; the caller releases its blocks."""
         if sequence.phase is SequencePhase.LANDED:
             del self.landed[sequence]
         elif sequence.phase is SequencePhase.WAITING:
@@ -103,7 +103,7 @@ class Residency:
             del self.stopping[sequence]
 
     def prepare_step(self) -> list[Sequence]:
-        """Makes the running batch able to take one step, and returns those that gave up their blocks for it.
+        """Make the running batch able to take one step, and return those that gave up their blocks for it.
 
         Called between steps only: blocks that are given up here are free at once.
         """
@@ -113,14 +113,14 @@ class Residency:
         return preempted
 
     def clear(self) -> None:
-        """Forgets all sequences."""
+        """Forget all sequences."""
         self.landed.clear()
         self.waiting.clear()
         self.running.clear()
         self.stopping.clear()
 
     def check_integrity(self, decodes: Iterable[Sequence]) -> None:
-        """Asserts that each of these, and no other, is reserved or in the one container that its phase names."""
+        """Assert that each of these, and no other, is reserved or in the one container of its phase."""
         counted = 0
         for sequence in decodes:
             phase = sequence.phase
@@ -133,7 +133,7 @@ class Residency:
         assert counted == sum(map(len, containers)), "an ended sequence is still here"
 
     def _grow(self, preempted: list[Sequence]) -> None:
-        """Every running sequence has blocks for all of its tokens afterwards; the latest admitted leave if need be."""
+        """Give every running sequence blocks for all of its tokens; preempt the latest admitted if need be."""
         block_tokens = self._layout.block_tokens
         index = 0
         # The list shrinks at its end only, by preemption, so the index stays right.
@@ -147,7 +147,7 @@ class Residency:
             index += 1
 
     def _make_room(self, wanted: int, sequence: Sequence, preempted: list[Sequence]) -> bool:
-        """Preempts until `wanted` blocks are free. False when `sequence` itself had to go."""
+        """Preempt until `wanted` blocks are free. False if `sequence` itself was preempted."""
         while self._allocator.free_count < wanted:
             victim = self._latest_outside() or self.running[-1]
             if victim.phase is SequencePhase.RUNNING:
@@ -160,7 +160,7 @@ class Residency:
         return True
 
     def _join(self, preempted: list[Sequence]) -> None:
-        """Fills the batch from those waiting, in order; only the first that lacks blocks may take some."""
+        """Fill the batch from those waiting, in order; only the first that lacks blocks may take some."""
         blocked = False
         for sequence in self.waiting.copy():
             if len(self.running) >= self._max_batch:
@@ -173,7 +173,7 @@ class Residency:
             insort(self.running, sequence, key=_admission)
 
     def _resume(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
-        """Gives a preempted sequence blocks for all its tokens and the next, at the cost of later ones outside the
+        """Give a preempted sequence blocks for all its tokens and the next, at the cost of later ones outside the
         batch. False, and nothing changed, when that is not enough."""
         wanted = self._layout.block_count(len(sequence.token_ids))
         # One spare block for each running sequence, or the next growth would preempt it again at once.
@@ -190,7 +190,7 @@ class Residency:
         return True
 
     def _latest_outside(self) -> Sequence | None:
-        """Who outside the batch gives blocks up next."""
+        """Return the sequence outside the batch that gives blocks up next."""
         for sequence in reversed(self.landed):
             if sequence.block_ids:
                 return sequence

@@ -1,7 +1,7 @@
-"""The model below an engine that we drive step by step: one packed batch in, one drawn token per sequence out.
+"""The model below an engine that Kaveri drives step by step: one packed batch in, one drawn token per sequence out.
 
 engine/stepwise.py owns requests, blocks, chunks, batches and transfers; a runner owns weights and arithmetic. The
-transformers runner computes; the fake runner makes tokens up; both work on the same pool of blocks.
+transformers runner computes; the fake runner makes up tokens; both work on the same pool of blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,13 +28,13 @@ class SequenceSlice:
     """Index within the answer of the token to draw; keys the random number together with params.seed."""
     params: ResolvedParams
     scored_ids: Sequence[int] = ()
-    """The tokens behind the slice's first positions, whose log-probabilities are wanted: one for each position, without
-    the last one of a prompt. Empty: none are."""
+    """The tokens after the slice's first positions, whose log-probabilities are requested: one for each position,
+    without the last one of a prompt. Empty: none are."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnToken:
-    """A token with what was asked about it."""
+    """A token with its requested log-probabilities."""
 
     token_id: int
     logprobs: Logprobs | None
@@ -42,20 +42,20 @@ class DrawnToken:
 
 @dataclass(frozen=True, slots=True)
 class NoToken:
-    """No token could be drawn: the request cannot go on. Its neighbours in the batch are not affected."""
+    """No token could be drawn: the request cannot continue. The other slices of the batch are not affected."""
 
     reason: str
     is_final: bool = False
-    """As of RequestFailed: an exception was raised for this slice alone."""
+    """See RequestFailed: an exception was raised for this slice alone."""
 
 
 NOT_FINITE = "the model's logits are NaN or infinite"
-"""Why no token is drawn where the largest logit is no finite number."""
+"""Reason for drawing no token if the largest logit is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredSlice:
-    """What a slice with scored_ids has given."""
+    """Result of a slice with scored_ids."""
 
     entries: tuple[Logprobs, ...]
     """One for each of scored_ids, with params.prompt_logprobs likeliest tokens."""
@@ -63,10 +63,10 @@ class ScoredSlice:
 
 
 Drawn = DrawnToken | NoToken | ScoredSlice | None
-"""What a step has drawn for one slice; None where no token was asked for."""
+"""Result of a step for one slice; None if no token was requested."""
 
 LayerListener = Callable[[int], None]
-"""Told that a layer's KV of the whole step is in the pool, in layer order, on the runner's thread."""
+"""Called when a layer's KV of the whole step is in the pool, in layer order, on the runner's thread."""
 
 
 class ModelRunner(Protocol):
@@ -75,24 +75,24 @@ class ModelRunner(Protocol):
     name: str
     """"transformers" or "fake"; becomes EngineInfo.engine."""
     device: str
-    """"cpu" or "cuda[:index]": where it computes."""
+    """"cpu" or "cuda[:index]": the device that it computes on."""
     layout: KvLayout
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
 
     def attach(self, pool: KvPool) -> None:
-        """Gives the runner its blocks, once, before the first step."""
+        """Give the runner its blocks, once, before the first step."""
 
     def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
-        """Computes one step: writes the KV of every slice into its blocks, then draws where asked.
+        """Compute one step: write the KV of every slice into its blocks, then draw where requested.
 
         Slices of one token (decode) and of many (prefill chunks) may be mixed. A sequence's tokens must not depend on
-        what else is in the batch, up to floating-point rounding. What stopping.barred_token_ids names is not drawn.
+        the rest of the batch, up to floating-point rounding. The ids in stopping.barred_token_ids are not drawn.
         """
 
     def completed(self, block_ids: Sequence[int]) -> None:
-        """Behind run(): these blocks are to be read from the pool. A runner with a device copies them from there."""
+        """Make these blocks readable in the pool, after run(). A runner with a device copies them from there."""
 
     def landed(self, block_ids: Sequence[int]) -> None:
-        """These blocks of the pool were written by a transfer. A runner with a device copies them there."""
+        """Take over blocks of the pool that a transfer has written. A runner with a device copies them there."""

@@ -1,4 +1,4 @@
-"""One request inside the stepwise engine: its tokens, its blocks, how far it is computed. No I/O, no locks."""
+"""One request inside the stepwise engine: its tokens, its blocks, its progress. No I/O, no locks."""
 
 from dataclasses import dataclass, field
 
@@ -25,7 +25,7 @@ class Sequence:
     """Index within the answer of the next token to draw."""
     phase: SequencePhase
     held_tokens: int | None = None
-    """Resumed: the KV of so many tokens lands, and the rest is computed here."""
+    """Resumed: the KV of this many tokens lands, and the rest is computed here."""
     block_ids: list[int] = field(default_factory=list)
     """Grows in place between steps; empty after a preemption."""
     computed: int = 0
@@ -34,25 +34,25 @@ class Sequence:
     started: bool = False
     """Its first chunk has begun."""
     source: Source | None = None
-    """What of its blocks may be pushed. Prefill side only."""
+    """Its blocks that may be pushed. Prefill side only."""
     runner_unaware: bool = False
     """A transfer has written its blocks, and the runner does not know yet."""
     in_step: bool = False
     """The running step reads or writes its blocks."""
     is_saving: bool = False
-    """The engine's thread brings its last blocks to the pool."""
+    """The engine's thread is copying its last blocks to the pool."""
     transfer_id: bytes | None = None
     """The open transfer that reads its blocks (prefill side) or can write them (decode side)."""
     is_copied: bool = False
     """Its blocks are copied to a replica."""
     mirrored: int = 0
-    """Whole blocks whose KV is in the pool, where the runner computes on a device's memory; kept while it is copied."""
+    """Whole blocks whose KV is in the pool, if the runner computes in a device's memory; kept while it is copied."""
     generation: int = 0
-    """How often it has given its blocks up."""
+    """Times that it has given its blocks up."""
     done: bool = False
     """Ended. Its blocks are free as soon as neither a step nor a transfer can touch them."""
     suspect_until: int = 0
-    """As of EngineRequest."""
+    """See EngineRequest."""
     prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,28 +60,28 @@ class Sequence:
 
     @classmethod
     def of(cls, request: EngineRequest, phase: SequencePhase) -> "Sequence":
-        """Copies what will grow; takes no blocks."""
+        """Copy the values that will grow; takes no blocks."""
         sequence = cls(request.key, request.params, list(request.token_ids), request.generated_count, phase)
         sequence.suspect_until = request.suspect_until
         return sequence
 
     @property
     def pending(self) -> int:
-        """Tokens whose KV is to be computed before the next one can be drawn; 1 for a decode step."""
+        """Tokens whose KV must be computed before the next one can be drawn; 1 for a decode step."""
         return len(self.token_ids) - self.computed
 
     @property
     def is_suspect(self) -> bool:
-        """Whether a step takes no other suspect beside it."""
+        """True if a step takes no other suspect beside it."""
         return is_suspect(self.draw_index, self.suspect_until)
 
     @property
     def touched(self) -> bool:
-        """Whether the engine's thread or a transfer can still touch its blocks."""
+        """True if the engine's thread or a transfer can still touch its blocks."""
         return self.in_step or self.is_saving or self.transfer_id is not None
 
     def slice(self, token_count: int) -> SequenceSlice:
-        """The next `token_count` tokens to compute; draws when they reach the end."""
+        """Return the next `token_count` tokens to compute; draws when they reach the end."""
         start, stop = self.computed, self.computed + token_count
         draw = stop == len(self.token_ids)
         scored_ids = self.token_ids[start + 1 : stop + 1] if self.is_scored else ()
@@ -91,6 +91,6 @@ class Sequence:
 
     @property
     def is_scored(self) -> bool:
-        """Whether the log-probabilities of its tokens are reported while they are computed."""
+        """True if the log-probabilities of its tokens are reported while they are computed."""
         is_first = self.phase is SequencePhase.PREFILLING and self.draw_index == 0
         return is_first and self.params.prompt_logprobs is not None

@@ -1,8 +1,7 @@
-"""A model runner that takes another machine's time: tokens and KV are the fake runner's, seconds a latency model's.
+"""A model runner with another machine's timing: tokens and KV are the fake runner's, seconds a latency model's.
 
-Many instances of a large model can so be run as real services on a small machine. Blocks, batches, preemption and
-transfers are those of any stepwise engine. Not modelled: the size of the KV cache, which here is the fake model's, and
-so neither the time to push it.
+Runs many instances of a large model as real services on a small machine. Blocks, batches, preemption and transfers are
+those of any stepwise engine. Not modelled: the size of the KV cache, here the fake model's, and so the time to push it.
 """
 
 import time
@@ -19,9 +18,9 @@ _LATE_REPORT_S = 10.0
 
 
 class TimedRunner:
-    """A ModelRunner around a fake one. What that takes itself is part of a step's time, not added to it.
+    """A ModelRunner around a fake one, whose own time is part of a step's time, not added to it.
 
-    When this machine is too slow to keep the model's time, a warning says so, at most every 10 s.
+    When this machine is too slow to keep the model's time, a warning is logged, at most every 10 s.
     """
 
     name = "timed"
@@ -49,7 +48,7 @@ class TimedRunner:
         self._fake.landed(block_ids)
 
     def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
-        """Spreads the step's time evenly over the layers. Raises what the fake runner raises."""
+        """Spread the step's time evenly over the layers. Raises the fake runner's errors."""
         started_s = time.monotonic()
         step_s = self.latency.step_s([(part.start, len(part.token_ids)) for part in batch])
         layer_s = step_s / self.layout.layer_count

@@ -1,4 +1,4 @@
-"""The attention that transformers calls in each layer: writes the layer's KV into blocks, tells of it, attends.
+"""The attention that transformers calls in each layer: writes the layer's KV into blocks, reports it, attends.
 
 PagedAttention (Kwon et al. 2023, section 4.1) with gathered blocks instead of a kernel of our own: a chunk attends over
 its own K and V, or over its gathered history; decoding sequences are gathered into one padded batch per group.
@@ -66,7 +66,7 @@ def paged_attention(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float | None
 ) -> Tensor:
-    """[batch, heads, tokens, head_dim]. mask: additive; None: causal from position 0."""
+    """Attention over [batch, heads, tokens, head_dim]. mask: additive; None: causal from position 0."""
     if softcap is None:
         return scaled_dot_product_attention(
             query,

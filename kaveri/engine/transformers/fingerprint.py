@@ -1,4 +1,4 @@
-"""Names a checkpoint by its contents, so that instances of two different models never exchange KV."""
+"""Identifies a checkpoint by its contents, so that instances of two different models never exchange KV."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ _SAMPLE_BYTES = 4096
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers loads from `folder`. Raises ConfigError when there are none."""
+    """Return the safetensors files that transformers loads from `folder`. Raises ConfigError when there are none."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -30,7 +30,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def fingerprint(folder: Path) -> str:
-    """32 hexadecimal digits (xxh3_128) of the configuration and of the weight files' names, sizes and contents.
+    """Return 32 hexadecimal digits (xxh3_128) of the configuration and of the weight files' names, sizes and contents.
 
     A file above 1 GiB is read at its header and at 256 evenly spaced pages: two checkpoints of one shape that differ
     in a few values only, none of them sampled, would pass for one.

@@ -1,4 +1,4 @@
-"""Loads a model of transformers and makes a runner of it, or says in one clear line why it cannot be served."""
+"""Loads a model of transformers and makes a runner of it, or explains in one line why it cannot be served."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,7 +31,7 @@ _HUB_TIMEOUT_S = 5.0
 def load_runner(
     model: str, dtype: str, device: str, max_model_len: int | None, block_tokens: int
 ) -> TransformersRunner:
-    """Loads weights and makes them ready to run; takes seconds, and on a first use of a hub id the download's time.
+    """Load weights and make them ready to run; takes seconds, and on a first use of a hub id the download's time.
 
     model: a folder, a hub id or a bundled name. dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
     On a CPU without instructions for the checkpoint's type "auto" is float32: see auto_dtype.
@@ -93,7 +93,7 @@ def _torch_device(device: str) -> torch.device:
 
 
 def local_folder(model: str) -> Path:
-    """The folder with the model's files; downloads them when `model` is a hub id that is not cached yet."""
+    """Return the folder with the model's files; download them if `model` is a hub id that is not cached yet."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -127,7 +127,7 @@ def _hub_folder(model: str) -> Path:
 
 
 def _loaded_dtype(dtype: str, values: Mapping[str, Any], on_cpu: bool) -> Any:
-    """For from_pretrained. Of a quantized checkpoint the stored type is that of what is not quantized: it is kept."""
+    """Return the dtype for from_pretrained. Quantized checkpoints keep the stored type, that of unquantized weights."""
     if dtype != "auto":
         return TORCH_DTYPES[dtype]
     stored = stored_dtype(values)
@@ -157,7 +157,7 @@ def _load(folder: Path, values: Mapping[str, Any], dtype: Any) -> Any:
         )
     except ConfigError:
         raise
-    except Exception as error:  # whichever class: of a configuration's values, of a kernel's package that is missing
+    except Exception as error:  # any class: for a configuration's values, for a kernel's missing package
         raise refusal(folder, values, error, "transformers") from error
     if findings["mismatched_keys"]:
         name, stored, expected = sorted(findings["mismatched_keys"])[0]
@@ -170,7 +170,7 @@ def _load(folder: Path, values: Mapping[str, Any], dtype: Any) -> Any:
 
 
 def _model_length(config: Any, wanted: int | None) -> int:
-    """The served length. Raises ConfigError where positions beyond it would not be exact."""
+    """Return the served length. Raises ConfigError if positions beyond it would not be exact."""
     positions: int | None = getattr(config, "max_position_embeddings", None)
     length = wanted if wanted is not None else positions
     if length is None:

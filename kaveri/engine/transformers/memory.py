@@ -1,9 +1,10 @@
 """The KV pool as the model's attention sees it: tensors of one layer, written by token and gathered by block.
 
 On the CPU the tensors are views of the pool itself. On a GPU they are a device copy of the same shape, and the pool is
-the host's end of every transfer: `mirror` brings blocks down before they are pushed, `landed` takes blocks up after
-they have arrived, both through a window on the pool (host_window.py). Where there is no window, as on a GPU whose
-driver does not lock the pool's pages and in tests with a copy on the CPU, blocks go through ordinary memory.
+the host's end of every transfer: `mirror` copies blocks to the pool before they are pushed, `landed` copies blocks to
+the device after they have arrived, both through a window on the pool (host_window.py). Where there is no window, as on
+a GPU whose driver does not lock the pool's pages and in tests with a copy on the CPU, blocks go through ordinary
+memory.
 """
 
 from collections.abc import Sequence
@@ -48,7 +49,7 @@ class PagedMemory:
         self._scratch = torch.empty(0, dtype=self._dtype, device=device)
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Stores the K and V of T tokens.
+        """Store the K and V of T tokens.
 
         rows: [2 * T], int64: the token rows of the keys, then of the values. keys, values: [kv_heads, T, head_dim].
         """
@@ -56,11 +57,11 @@ class PagedMemory:
         self._rows[layer].index_copy_(0, rows, both.view(rows.shape[0], -1))
 
     def clear(self, layer: int, halves: Tensor) -> None:
-        """Fills half blocks with zeros."""
+        """Fill half blocks with zeros."""
         self._halves[layer].index_fill_(0, halves, 0)
 
     def gather(self, layer: int, halves: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies half blocks into one contiguous K and one contiguous V; both are valid until the next gather.
+        """Copy half blocks into one contiguous K and one contiguous V; both are valid until the next gather.
 
         halves: [2, sequences, blocks], int64. Returns K and V: [sequences, kv_heads, blocks * block_tokens, head_dim].
         """
@@ -79,8 +80,8 @@ class PagedMemory:
         return keys, values
 
     def mirror(self, layer: int, block_ids: Tensor) -> torch.cuda.Event | None:
-        """Brings blocks of one layer down to the pool. They are there when the event has passed; None: at once. Nothing
-        to do where the pool itself is used."""
+        """Copy blocks of one layer to the pool. They are complete when the event has passed; None: at once. Nothing to
+        do where the pool itself is used."""
         if self._host is None:
             return None
         if self._window is None:
@@ -92,11 +93,11 @@ class PagedMemory:
         return event
 
     def mirror_all(self, block_ids: Sequence[int]) -> None:
-        """Brings blocks of all layers down to the pool and waits. Nothing to do where the pool itself is used."""
+        """Copy blocks of all layers to the pool and wait. Nothing to do where the pool itself is used."""
         if self._host is not None and block_ids:
             copy_blocks(self._words, self._host if self._window is None else self._window, block_ids)
 
     def landed(self, block_ids: Sequence[int]) -> None:
-        """Takes blocks of all layers up from the pool and waits. Nothing to do where the pool itself is used."""
+        """Copy blocks of all layers from the pool to the device and wait. Nothing to do without a device copy."""
         if self._host is not None and block_ids:
             copy_blocks(self._host if self._window is None else self._window, self._words, block_ids)

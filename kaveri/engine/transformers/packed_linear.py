@@ -1,8 +1,8 @@
-"""Linear layers on a CPU: each weight laid out once as oneDNN multiplies it, and one product for what reads one input.
+"""Linear layers on a CPU: weights packed once in oneDNN's layout, and one product for layers that share an input.
 
-torch lays a weight out again in every call. Here that is done while loading, and the query, key and value projections,
-or gate and up, become one matrix. Which layers read the same input is seen in a run, not read off their names. Packed
-weights take the place of the layers' own, so memory does not grow; the model's code stays as it is.
+torch packs a weight again in every call. Here that is done while loading, and the query, key and value projections, or
+gate and up, become one matrix. Layers with the same input are detected in a run, not by name. Packed weights replace
+the layers' own, so memory does not grow; the model's code stays as it is.
 """
 
 from collections import Counter
@@ -24,17 +24,17 @@ class LinearCall(NamedTuple):
     name: str
     input: Tensor
     content: Tensor
-    """A copy from the time of the call."""
+    """A copy of the input at the time of the call."""
 
 
 @contextmanager
 def watched_linears(model: nn.Module) -> Iterator[list[LinearCall]]:
-    """Notes the calls of the model's linear layers while it is open."""
+    """Record the calls of the model's linear layers while it is open."""
     calls: list[LinearCall] = []
 
     def watch(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
         def note(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            # One that is called with its input by name is not noted, and so not replaced.
+            # A layer that is called with its input by name is not recorded, and so not replaced.
             calls.extend(LinearCall(name, rows, rows.clone()) for rows in inputs)
 
         return module.register_forward_pre_hook(note)
@@ -49,10 +49,10 @@ def watched_linears(model: nn.Module) -> Iterator[list[LinearCall]]:
 
 @torch.inference_mode()
 def pack_linears(model: nn.Module, calls: Sequence[LinearCall]) -> None:
-    """Replaces the linear layers that `calls` of one run name. From here on the model runs in inference mode only.
+    """Replace the linear layers in `calls` of one run. From here on the model runs in inference mode only.
 
-    Left as they are: layers that oneDNN cannot compute here, and those whose weight is another module's, too (an output
-    layer tied to the embedding would need its weight twice).
+    Not replaced: layers that oneDNN cannot compute here, and those whose weight another module shares (an output layer
+    tied to the embedding would need its weight twice).
     """
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     packable = [
@@ -71,7 +71,7 @@ def pack_linears(model: nn.Module, calls: Sequence[LinearCall]) -> None:
 
 
 class PackedLinear(nn.Module):
-    """One layer, or several below one another."""
+    """One layer, or several with their outputs concatenated."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         """layers: of one dtype and one in_features, all with a bias or all without."""
@@ -98,7 +98,7 @@ class _Joined:
         self._parts: dict[int, Tensor] = {}
 
     def part(self, index: int, rows: Tensor) -> Tensor:
-        """[..., sizes[index]], a view with gaps between its rows."""
+        """Return [..., sizes[index]], a view with gaps between its rows."""
         # The same object, kept alive from here: another tensor cannot have its identity.
         if rows is not self._rows or index not in self._parts:
             self._rows, self._parts = rows, dict(enumerate(self.packed(rows).split(self._sizes, -1)))
@@ -109,7 +109,7 @@ class _Joined:
 
 
 class _JoinedPart(nn.Module):
-    """Stands where one of the joined layers stood."""
+    """Replaces one of the joined layers."""
 
     def __init__(self, joined: _Joined, index: int) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class _JoinedPart(nn.Module):
 
 
 def _joinable(model: nn.Module, calls: Sequence[LinearCall]) -> Iterable[list[str]]:
-    """The names of the called layers, those together that can be joined."""
+    """Return the names of the called layers, grouped by joint product."""
     times = Counter(call.name for call in calls)
     groups: dict[tuple[object, ...], list[LinearCall]] = {}
     for call in calls:
@@ -131,7 +131,7 @@ def _joinable(model: nn.Module, calls: Sequence[LinearCall]) -> Iterable[list[st
             groups[call.name,] = [call]
             continue
         group = groups.setdefault((id(call.input), layer.weight.dtype, layer.bias is None), [])
-        # Changed in place since the first call, the input is the same tensor and not the same numbers.
+        # Changed in place since the first call: the same tensor with other numbers.
         if group and not torch.equal(group[0].content, call.content):
             groups[call.name,] = [call]
         else:
@@ -146,7 +146,7 @@ def _linear(model: nn.Module, name: str) -> nn.Linear:
 
 
 def _computes(weight: Tensor) -> bool:
-    """Whether oneDNN of this build multiplies by it on this machine."""
+    """Return True if oneDNN of this build multiplies by it on this machine."""
     if weight.device.type != "cpu" or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     if weight.dtype == torch.bfloat16:

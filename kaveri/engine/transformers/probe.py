@@ -1,8 +1,7 @@
-"""Finds out how a model's layers call their attention, and refuses what the paged attention cannot carry exactly.
+"""Detects how a model's layers call their attention, and refuses models that paged attention cannot reproduce exactly.
 
-Nothing is read off the model's name: its own forward runs on two tokens, with an attention function that writes
-down how it is called, and on a few with its own attention, with position ids and without. The KV's shape comes from the
-former.
+The model's name is not used: its own forward runs on two tokens, with an attention function that records its calls, and
+on a few with its own attention, with position ids and without. The KV's shape comes from the former.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ _PROBE_NAME = "kaveri_probe"
 _PROBE_TOKENS = 4
 _ROUNDING = 8
 """Steps of the dtype's precision, of the largest logit."""
-# What attention layers pass that either changes nothing here or is honoured.
+# Arguments of attention layers that either change nothing here or are honoured.
 _KNOWN_ARGUMENTS = {
     "cache_position",
     "dropout",
@@ -41,7 +40,7 @@ _KNOWN_ARGUMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """How one layer called its attention."""
+    """Arguments with which one layer called its attention."""
 
     layer: int | None
     query_shape: tuple[int, ...]
@@ -55,7 +54,7 @@ class AttentionCall:
 
 @torch.inference_mode()
 def probe_attention(name: str, model: Any, config: Any) -> list[AttentionCall]:
-    """Runs the model once on two tokens and returns what its attention layers did."""
+    """Run the model once on two tokens and return the calls of its attention layers."""
     if not getattr(model, "_supports_attention_backend", False):
         raise ConfigError("model", f"{name} ({config.model_type}) does not take attention functions from outside")
     layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -82,9 +81,9 @@ def probe_attention(name: str, model: Any, config: Any) -> list[AttentionCall]:
 
 @torch.inference_mode()
 def require_plain_positions(name: str, model: Any, config: Any) -> None:
-    """Raises ConfigError unless positions count from 0, which is how a packed step gives them to the model.
+    """Raise ConfigError unless positions count from 0, as a packed step gives them to the model.
 
-    The model's own default is asked for by leaving them out. RoBERTa's, for one, count from its padding token's id + 1.
+    Leaving positions out uses the model's own default. RoBERTa's, for one, count from its padding token's id + 1.
     """
     model.set_attn_implementation("eager")
     padding = getattr(config, "pad_token_id", None)
@@ -105,7 +104,7 @@ def require_plain_positions(name: str, model: Any, config: Any) -> None:
 
 
 def require_paged(name: str, calls: Sequence[AttentionCall], config: Any, length: int) -> None:
-    """Raises ConfigError unless paged attention computes just what the model's own attention would."""
+    """Raise ConfigError unless paged attention computes exactly what the model's own attention would."""
     if not calls or [call.layer for call in calls] != list(range(config.num_hidden_layers)):
         raise ConfigError("model", f"{name} has layers that are no attention layers, or calls them out of order")
     for call in calls:

@@ -1,6 +1,6 @@
 """RMS norms (Zhang and Sennrich 2019, equation 4) by torch's layer norm, which is one kernel on a CPU; theirs are six.
 
-The layer norm of (x, -x) is the RMS norm of x, and of -x beside it: its mean is zero and its mean square that of x.
+The layer norm of (x, -x) is the RMS norm of x followed by that of -x: its mean is zero and its mean square that of x.
 """
 
 import inspect
@@ -29,7 +29,7 @@ class RmsNorm(nn.Module):
 
 @torch.inference_mode()
 def replace_rms_norms(model: nn.Module) -> None:
-    """Replaces the RMS norms that lie on a CPU. A norm of another kind is recognized by its output, and stays."""
+    """Replace the RMS norms that lie on a CPU. A norm of another kind is recognized by its output, and stays."""
     for name, module in list(model.named_modules()):
         eps = getattr(module, "variance_epsilon", None)
         weight = getattr(module, "weight", None)
@@ -41,7 +41,7 @@ def replace_rms_norms(model: nn.Module) -> None:
 
 
 def _same(module: Any, replacement: RmsNorm, weight: Tensor) -> bool:
-    # Some take a gate beside it.
+    # Some take a gate as well.
     if len(inspect.signature(module.forward).parameters) != 1:
         return False
     scales = torch.tensor([[1e-3], [1.0], [30.0]])

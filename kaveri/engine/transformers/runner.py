@@ -1,4 +1,4 @@
-"""The runner on a transformers model: packs a step, runs the model's own forward with our attention, draws."""
+"""The runner on a transformers model: packs a step, runs the model's own forward with paged attention, draws."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from kaveri.kv.tiers.pool import KvPool
 
 
 class TransformersRunner:
-    """A ModelRunner. Made by loading.load_runner, which has checked that this model's attention can be carried."""
+    """A ModelRunner. Made by loading.load_runner, which has checked that this model's attention is supported."""
 
     name = "transformers"
 
@@ -33,7 +33,7 @@ class TransformersRunner:
         self.eos_token_ids = eos_token_ids
 
     def attach(self, pool: KvPool) -> None:
-        """Gives the runner its blocks, once, before the first step. Raises ConfigError where the device has no room."""
+        """Give the runner its blocks, once, before the first step. Raises ConfigError if the device has no room."""
         assert self._memory is None, "a runner has one pool"
         self.layout.require_same(pool.layout)
         try:
@@ -44,7 +44,7 @@ class TransformersRunner:
 
     @torch.inference_mode()
     def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
-        """Computes one step; see ModelRunner. Raises whatever the listener raises, with the step half done."""
+        """Compute one step; see ModelRunner. Raises the listener's errors, with the step half done."""
         memory = self._memory
         assert memory is not None, "attach() comes first"
         step = pack(batch, self.layout, self._device, on_layer)
@@ -52,7 +52,7 @@ class TransformersRunner:
             input_ids=step.token_ids,
             position_ids=step.position_ids,
             use_cache=False,
-            # Drawn rows first: the logits of the others are not looked at by draws.
+            # Drawn rows first: draws do not read the logits of the others.
             logits_to_keep=torch.cat((step.drawn_rows, step.scored_rows)) if step.scored_slices else step.drawn_rows,
             kaveri_step=step,
             kaveri_memory=memory,
@@ -72,18 +72,18 @@ class TransformersRunner:
         return results
 
     def completed(self, block_ids: Sequence[int]) -> None:
-        """These blocks are to be read from the pool; see ModelRunner."""
+        """Make these blocks readable in the pool; see ModelRunner."""
         assert self._memory is not None, "attach() comes first"
         self._memory.mirror_all(block_ids)
 
     def landed(self, block_ids: Sequence[int]) -> None:
-        """These blocks of the pool were written by a transfer; see ModelRunner."""
+        """Take over blocks of the pool that a transfer has written; see ModelRunner."""
         assert self._memory is not None, "attach() comes first"
         self._memory.landed(block_ids)
 
 
 def _scored(logits: Tensor, piece: SequenceSlice, drawn: Drawn) -> Drawn:
-    """What a slice with scored_ids has given. Its request ends where that raises."""
+    """Return the result of a slice with scored_ids. An error there ends its request."""
     assert not isinstance(drawn, ScoredSlice)
     try:
         entries = score_tokens(logits, piece.scored_ids, piece.params.prompt_logprobs or 0)

@@ -28,19 +28,19 @@ _MIX_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 
 def stream_state(seed: int, index: int) -> int:
-    """64 bits from which one draw reads a number per token id: the same on every instance and in every batch.
+    """Return 64 bits from which one draw reads a number per token id: the same on every instance and in every batch.
 
     SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014, figure 13): the
-    seed's own hash is a state, and the index says how many gammas ahead of it we read the state of the draw.
+    seed's own hash is a state, and the draw's state is `index` gammas ahead of it.
     """
     state = _mix((seed + _GOLDEN_GAMMA) & _MASK_64)
     return _mix((state + (index + 1) * _GOLDEN_GAMMA) & _MASK_64)
 
 
 def waiting_times(states: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-    """[len(states), vocab_size], float64, above 0: Exponential(1) numbers, one per token id, read from each state.
+    """Exponential(1) numbers, one per token id, read from each state: [len(states), vocab_size], float64, above 0.
 
-    SplitMix64 again: token id i is the i-th number behind the state. 52 random bits each.
+    SplitMix64 again: token id i is the i-th number after the state. 52 random bits each.
     """
     gammas = torch.arange(1, vocab_size + 1, device=device).mul_(_signed(_GOLDEN_GAMMA))
     bits = gammas + torch.tensor([_signed(state) for state in states], device=device).unsqueeze(1)
@@ -61,19 +61,19 @@ def _mix(value: int) -> int:
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of a uint64."""
+    """Return the int64 with the bits of a uint64."""
     return value - ((value >> 63) << 64)
 
 
 def draw_tokens(
     logits: Tensor, slices: Sequence[SequenceSlice], eos_token_ids: AbstractSet[int] = _NO_EOS
 ) -> list[DrawnToken | NoToken]:
-    """Draws one token per row, or none where the row holds NaN, +inf or nothing but -inf (which masks a token).
+    """Draw one token per row, or none if the row holds NaN, +inf or nothing but -inf (which masks a token).
 
     logits: [rows, vocabulary], any float dtype. slices: one per row; params, draw_index are read. A row's token depends
     on its own logits, params and draw_index alone. eos_token_ids: the model's; not drawn before min_tokens.
 
-    Where that raises, rows are drawn one by one, and those whose draw raises have no token. Raises when none of several
+    If that raises, rows are drawn one by one, and those whose draw raises have no token. Raises when none of several
     rows can be drawn: that is no fault of a row.
     """
     try:
@@ -117,7 +117,7 @@ def _draw_together(
 
 
 def _without_barred(logits: Tensor, slices: Sequence[SequenceSlice], eos_token_ids: AbstractSet[int]) -> Tensor:
-    """The logits with -inf for tokens that would end an answer before its min_tokens. A copy, where there are any."""
+    """Return the logits with -inf for tokens that would end an answer before its min_tokens; copied if any."""
     barred = [barred_token_ids(piece.params, eos_token_ids, piece.draw_index) for piece in slices]
     pairs = [(row, token_id) for row, token_ids in enumerate(barred) for token_id in token_ids]
     if not pairs:
@@ -131,12 +131,12 @@ def _filters(params: ResolvedParams) -> bool:
 
 
 def _sample_plain(logits: Tensor, slices: Sequence[SequenceSlice]) -> list[int]:
-    """Draws from the whole vocabulary."""
+    """Draw from the whole vocabulary."""
     return (_weights(logits, slices) / _race(logits, slices)).argmax(-1).tolist()
 
 
 def _sample_filtered(logits: Tensor, slices: Sequence[SequenceSlice]) -> list[int]:
-    """Draws from the top_k likeliest tokens, and of those from the smallest set that reaches top_p of their weight."""
+    """Draw from the top_k likeliest tokens, and of those from the smallest set that reaches top_p of their weight."""
     weights, order = _weights(logits, slices).sort(stable=True, dim=-1, descending=True)
     vocab_size = logits.shape[-1]
     rank = torch.arange(vocab_size, device=logits.device)
@@ -151,7 +151,7 @@ def _sample_filtered(logits: Tensor, slices: Sequence[SequenceSlice]) -> list[in
 
 
 def _weights(logits: Tensor, slices: Sequence[SequenceSlice]) -> Tensor:
-    """[rows, vocabulary], float64: the probabilities after temperature, up to a factor; the likeliest token's is 1."""
+    """Probabilities after temperature, up to a factor; the likeliest token's is 1: [rows, vocabulary], float64."""
     exact = logits.double()
     # The maximum goes first, so that a tiny temperature makes -inf of the others and not inf - inf.
     exact -= exact.max(-1, keepdim=True).values
@@ -159,7 +159,7 @@ def _weights(logits: Tensor, slices: Sequence[SequenceSlice]) -> Tensor:
 
 
 def _race(logits: Tensor, slices: Sequence[SequenceSlice]) -> Tensor:
-    """[rows, vocabulary]: the waiting times of each row's draw, in the vocabulary's order."""
+    """Waiting times of each row's draw, in the vocabulary's order: [rows, vocabulary]."""
     states = [stream_state(piece.params.seed or 0, piece.draw_index) for piece in slices]
     return waiting_times(states, logits.shape[-1], logits.device)
 
@@ -169,7 +169,7 @@ def _column(values: Sequence[float], device: torch.device) -> Tensor:
 
 
 def score_tokens(logits: Tensor, token_ids: Sequence[int], count: int) -> tuple[Logprobs, ...]:
-    """What the model thinks of tokens that are known, with the `count` likeliest ones in the place of each.
+    """Return the log-probabilities of known tokens, with the `count` likeliest ones in the place of each.
 
     logits: [rows, vocabulary], any float dtype; one row for each token. Computed in float32.
     """
@@ -181,7 +181,7 @@ def score_tokens(logits: Tensor, token_ids: Sequence[int], count: int) -> tuple[
 
 
 def _logprobs(logits: Tensor, slices: Sequence[SequenceSlice], token_ids: Sequence[int]) -> dict[int, Logprobs]:
-    """By row, for the rows that asked."""
+    """Return log-probabilities by row, for the rows that requested them."""
     asked = [(row, piece.params.logprobs) for row, piece in enumerate(slices) if piece.params.logprobs is not None]
     if not asked:
         return {}
@@ -192,7 +192,7 @@ def _logprobs(logits: Tensor, slices: Sequence[SequenceSlice], token_ids: Sequen
 
 
 def _report(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
-    """Of each row: from the raw logits in float32, before temperature, top_k and top_p."""
+    """Return log-probabilities of each row, from the raw logits in float32: before temperature, top_k and top_p."""
     chosen = torch.tensor(token_ids, device=logits.device).unsqueeze(1)
     every = torch.log_softmax(logits.float(), -1)
     values = every.gather(-1, chosen).squeeze(1).tolist()

@@ -1,7 +1,7 @@
-"""What all layers of one step share: how its slices are packed into one row, and where their KV is. Built once a step.
+"""State that all layers of a step share: the packing of its slices into one row, and the places of their KV.
 
-The row is ordered for attention, not for the caller: slices of many tokens (prefill chunks) first, one after the
-other, then slices of one token (decode), the longest context first, cut into groups of similar length.
+The row is ordered for attention, not for the caller: slices of many tokens (prefill chunks) first, one after the other,
+then slices of one token (decode), the longest context first, cut into groups of similar length.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,13 +31,13 @@ class ChunkSegment:
     last: int
     start: int
     halves: Tensor | None
-    """[2, 1, blocks], int64: where K and V of [0, end) are. None when start is 0: the chunk is all there is."""
+    """[2, 1, blocks], int64: K and V of [0, end). None when start is 0: the chunk is the whole context."""
     context_tokens: int
     device: torch.device
     _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Added to the scores: [tokens, context], 0 where a token may look and -inf elsewhere. None: plain causal."""
+        """Added to the scores: [tokens, context], 0 for visible positions, else -inf. None: plain causal."""
         if window not in self._masks:
             self._masks[window] = self._make_mask(window, dtype)
         return self._masks[window]
@@ -59,12 +59,12 @@ class DecodeSegment:
     halves: Tensor
     """[2, sequences, blocks], int64; shorter sequences repeat their last block."""
     positions: Tensor
-    """[sequences], int64: the position of each sequence's token, the last one it may look at."""
+    """[sequences], int64: the position of each sequence's token, the last one visible to it."""
     context_tokens: int
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Added to the scores: [sequences, 1, 1, context], 0 where a token may look and -inf elsewhere."""
+        """Mask added to the scores: [sequences, 1, 1, context], 0 for visible positions and -inf elsewhere."""
         mask = self._masks.get(window)
         if mask is None:
             context = torch.arange(self.context_tokens, device=self.positions.device)
@@ -82,10 +82,10 @@ class Step:
     position_ids: Tensor
     """[1, T], int64."""
     kv_rows: Tensor
-    """[2 * T], int64: where the tokens' keys, then their values, are written."""
+    """[2 * T], int64: rows to which the tokens' keys, then their values, are written."""
     fresh_halves: Tensor | None
-    """Half blocks that a slice enters without filling them. They are cleared first: what an earlier owner left there
-    is masked, yet a NaN among it would survive the mask's zero weight."""
+    """Half blocks that a slice enters without filling them. They are cleared first: an earlier owner's data there is
+    masked, yet a NaN among it would survive the mask's zero weight."""
     chunks: list[ChunkSegment]
     decodes: list[DecodeSegment]
     drawn_rows: Tensor
@@ -103,10 +103,10 @@ class Step:
     """The last layer, and the copy of its KV to the pool."""
 
     def tell(self, layer: int, copied: torch.cuda.Event | None) -> None:
-        """Tells the listener of a layer whose KV is in the pool, or the layer before it.
+        """Call the listener for a layer whose KV is in the pool, or for the layer before it.
 
-        copied: passes when the KV is there; None: it is. By the next layer it nearly always has, and the device has
-        had work of this layer's meanwhile.
+        copied: passes when the KV is in the pool; None: it is. By the next layer it nearly always has, and the device
+        has had work of this layer meanwhile.
         """
         self.tell_last()
         if copied is not None:
@@ -115,7 +115,7 @@ class Step:
             self.on_layer(layer)
 
     def tell_last(self) -> None:
-        """Tells the listener of the layer that is under way, if one is. Called once more behind the last layer."""
+        """Call the listener for the layer whose copy is in flight, if any. Called once more after the last layer."""
         if self._under_way is None:
             return
         layer, copied = self._under_way
@@ -131,7 +131,7 @@ def pack(
     device: torch.device,
     on_layer: Callable[[int], None] | None,
 ) -> Step:
-    """Lays out one step. `batch` is not empty and no slice of it is."""
+    """Pack one step. Neither `batch` nor a slice of it is empty."""
     block_tokens = layout.block_tokens
     chunk_order = [index for index, piece in enumerate(batch) if len(piece.token_ids) > 1]
     decode_order = [index for index, piece in enumerate(batch) if len(piece.token_ids) == 1]
@@ -196,7 +196,7 @@ def _chunk_segment(piece: SequenceSlice, first: int, block_tokens: int, device: 
 def _decode_segments(
     pieces: Sequence[SequenceSlice], first: int, layout: KvLayout, device: torch.device
 ) -> list[DecodeSegment]:
-    """pieces: longest context first."""
+    """Group decoding sequences of similar length. pieces: longest context first."""
     block_counts = [piece.start // layout.block_tokens + 1 for piece in pieces]
     segments = []
     padding_bytes = _PADDING_BYTES if device.type == "cpu" else _GPU_PADDING_BYTES
@@ -219,7 +219,7 @@ def _decode_segments(
 
 
 def _groups(block_counts: Sequence[int], padding_blocks: int) -> list[slice]:
-    """Cuts descending lengths into runs of which none is padded by more than `padding_blocks`."""
+    """Cut descending lengths into runs of which none is padded by more than `padding_blocks`."""
     groups = []
     first, padding = 0, 0
     for index, count in enumerate(block_counts):
@@ -233,7 +233,7 @@ def _groups(block_counts: Sequence[int], padding_blocks: int) -> list[slice]:
 
 
 def _halves(blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Block ids [...] to half blocks [2, ...], K before V."""
+    """Convert block ids [...] to half blocks [2, ...], K before V."""
     return np.stack((2 * blocks, 2 * blocks + 1))
 
 
