@@ -1,10 +1,10 @@
-"""What vLLM loads as a KV connector: passes each hook to the side that it belongs to, and does nothing else.
+"""The KV connector that vLLM loads: passes each hook to the side that it belongs to, and does nothing else.
 
 vLLM makes one with the scheduler and one in each worker. Order of the hooks in a step, as tests/vllm/test_hooks.py
-holds vLLM to it: the scheduler asks get_num_new_matched_tokens and tells update_state_after_alloc for each request
-that it places, then build_connector_meta; the worker gets handle_preemptions before the model runs, save_kv_layer
-behind each layer's attention, wait_for_save behind all, and asked get_transfer_results; the scheduler hears
-request_finished_all_groups of each request that has ended, and takes back the blocks of those in the results.
+verifies: the scheduler asks get_num_new_matched_tokens and tells update_state_after_alloc for each request that it
+places, then build_connector_meta; the worker gets handle_preemptions before the model runs, save_kv_layer after each
+layer's attention, wait_for_save after all, then get_transfer_results; the scheduler gets request_finished_all_groups
+for each request that has ended, and takes back the blocks of those in the results.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ CONNECTOR_NAME = "KaveriConnector"
 
 
 class KaveriConnector(KVConnectorBase_V1, SupportsHMA):
-    """scheduler_side, worker_side: set on the one that vLLM has made for that role, else None."""
+    """The KV connector. scheduler_side, worker_side: set in vLLM's instance for that role, else None."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -45,16 +45,16 @@ class KaveriConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """True: a prompt that is preempted while it is computed must be computed again, never handed off."""
+        """Return True: a prompt that is preempted while it is computed must be computed again, never handed off."""
         return True
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """False: within a full CUDA graph save_kv_layer is not called, but on a device nothing waits for it. KV is
-        copied behind the step (Mirror)."""
+        """Return False: within a full CUDA graph save_kv_layer is not called, but on a device nothing waits for it. KV
+        is copied after the step (Mirror)."""
         return False
 
-    # The scheduler's.
+    # The scheduler's hooks.
 
     def on_new_request(self, request: Any) -> None:
         self._scheduler.requested(request)
@@ -74,7 +74,7 @@ class KaveriConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request), None
 
-    # The worker's.
+    # The worker's hooks.
 
     def get_mem_pool_context(self) -> Any:
         return self._worker.cache.allocation()
@@ -87,10 +87,10 @@ class KaveriConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.begin_step(kv_connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing: transfers write by themselves."""
+        """Do nothing: transfers write by themselves."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request is computed only when all of its KV has landed."""
+        """Do nothing: a request is computed only when all of its KV has landed."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         self._worker.layer_done(layer_name)
@@ -114,7 +114,7 @@ class KaveriConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 class StepMetadata(KVConnectorMetadata):
-    """What the scheduler's side tells the workers' of a step."""
+    """Message of a step from the scheduler's side to the workers'."""
 
     def __init__(self, orders: StepOrders) -> None:
         self.orders = orders

@@ -1,4 +1,4 @@
-"""The connector's side in vLLM's scheduler: vLLM's words for our requests, and back. Decides nothing by itself."""
+"""The connector's side in vLLM's scheduler: translates between vLLM's requests and ours. Decides nothing by itself."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -19,55 +19,55 @@ _PARAM = "kaveri_engine_id"
 
 
 class Placement(NamedTuple):
-    """A request whose KV a transfer brings has its blocks."""
+    """A request that waits for a transfer has been given its blocks."""
 
     entry: Entry
     first_block: int
-    """Those before it have their KV already, from vLLM's prefix cache."""
+    """Number of leading blocks whose KV vLLM's prefix cache holds."""
     block_count: int
-    """Of all that it has."""
+    """Number of all its blocks."""
 
 
 class RequestAdvance(NamedTuple):
-    """A request is computed by a step."""
+    """A step computes tokens of a request."""
 
     entry: Entry
     token_count: int
     """Tokens that the step computes."""
     computed: int
-    """Tokens whose KV it has behind the step."""
+    """Tokens whose KV it has after the step."""
     block_ids: Sequence[int]
-    """All of its blocks, on the prefill side and where they are copied to a replica."""
+    """All of its blocks; on the prefill side, and if they are copied to a replica."""
 
 
 class StepHooks(Protocol):
-    """The engine, as the scheduler's side sees it. Called by vLLM on the thread that steps it."""
+    """Callbacks of the scheduler's side to the engine. Called by vLLM on the thread that steps it."""
 
     def find(self, engine_id: str) -> VllmRequest | None:
-        """The request that vLLM was given under this id of ours."""
+        """Return the request that vLLM was given under this engine id."""
 
     def stepping(
         self, placements: Sequence[Placement], advances: Sequence[RequestAdvance], preempted: Sequence[Entry]
     ) -> Sequence[PromptChunk]:
-        """A step begins: it has placed, computes, and has preempted these. Returns the prompts for the ranks to
-        follow."""
+        """Handle the begin of a step, which has placed, computes, and has preempted these. Returns the prompts for the
+        ranks to follow."""
 
     def keeps_blocks(self, entry: Entry) -> bool:
-        """vLLM is done with a request; whether its blocks are to be kept until we say."""
+        """Return True if the blocks of a request that vLLM has finished are kept until the engine releases them."""
 
 
 def transfer_params(engine_id: str) -> dict[str, Any]:
-    """What goes into vLLM's SamplingParams.extra_args, so that the hooks know a request for ours."""
+    """Return the content of vLLM's SamplingParams.extra_args by which the hooks recognize a request of the engine."""
     return {"kv_transfer_params": {_PARAM: engine_id}}
 
 
 def engine_id_of(extra_args: Mapping[str, Any]) -> str:
-    """The engine id that transfer_params() has put there; empty: none."""
+    """Return the engine id from transfer_params(); empty: none."""
     return str(extra_args.get("kv_transfer_params", {}).get(_PARAM, ""))
 
 
 class SchedulerSide:
-    """Answers vLLM's scheduler. Requests that are not ours are left alone."""
+    """Answers vLLM's scheduler. Requests of other users of vLLM are left alone."""
 
     def __init__(self, block_tokens: int) -> None:
         self.hooks: StepHooks | None = None
@@ -81,43 +81,42 @@ class SchedulerSide:
         self._left_block_ids: list[int] = []
 
     def left(self, block_ids: Sequence[int]) -> None:
-        """With the next step the ranks make these blocks readable, which no step computes any more."""
+        """Make these blocks, which no step computes any more, readable at the ranks with the next step."""
         self._left_block_ids += block_ids
 
     def landed(self, block_ids: Sequence[int]) -> None:
-        """The next step may read these blocks, which a transfer has written."""
+        """Let the next step read these blocks, which a transfer has written."""
         self._landed_block_ids += block_ids
 
     def release(self, entry: Entry) -> None:
-        """With the next step vLLM takes back the blocks of a request that has ended. Once for each."""
+        """Give vLLM the blocks of an ended request back with the next step. Called once for each."""
         entry.state = EntryReleased()
         self._released.append(entry.vllm_id)
 
     def release_unknown(self, vllm_id: str) -> None:
-        """The same for a request without an entry here."""
+        """Do the same for a request without an entry here."""
         self._released.append(vllm_id)
 
     @property
     def has_reports(self) -> bool:
-        """Whether the next step has something to report to vLLM."""
+        """True if the next step has something to report to vLLM."""
         return bool(self._released or self._left_block_ids)
 
     def requested(self, request: Any) -> None:
-        """vLLM has taken a request in."""
+        """Handle a request that vLLM has accepted."""
         engine_id = (request.kv_transfer_params or {}).get(_PARAM)
         ours = self.hooks.find(engine_id) if self.hooks is not None and engine_id is not None else None
         if ours is not None:
             self._entries[request.request_id] = ours.enter(request.request_id, request)
             if ours.held_tokens is not None:
-                # vLLM looks for these blocks in its prefix cache. At least one is left for the transfer to bring, so
-                # that the request waits for it; VllmCore.begin_answer adds the hashes of the others.
+                # vLLM looks for these blocks in its prefix cache. At least one is left for the transfer, so that the
+                # request waits for it; VllmCore.begin_answer adds the hashes of the others.
                 del request.block_hashes[(ours.held_tokens - 1) // self._block_tokens :]
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int, bool]:
-        """How many tokens beyond its own cache's a transfer will bring, and that vLLM shall wait for them.
+        """Return how many tokens beyond its own cache's a transfer will bring, and True if vLLM must wait for them.
 
-        All of them: vLLM still computes the last one, which is the one that prefill draws. Of a resumed request those
-        that are held.
+        All of them: vLLM still computes the last one, which prefill draws. For a resumed request, the held ones.
         """
         entry = self._entries.get(request.request_id)
         if entry is None or not isinstance(entry.state, AwaitingBlocks):
@@ -126,7 +125,7 @@ class SchedulerSide:
         return (request.num_tokens if held_tokens is None else held_tokens) - computed_tokens, True
 
     def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
-        """vLLM has placed a request that waits for its KV."""
+        """Handle the placement of a request that waits for its KV."""
         entry = self._entries[request.request_id]
         if isinstance(entry.state, AwaitingBlocks):
             facts = entry.owner.state.facts
@@ -135,7 +134,7 @@ class SchedulerSide:
             self._placements.append(Placement(entry, first_block, len(block_ids)))
 
     def stepping(self, scheduler_output: Any) -> StepOrders:
-        """vLLM has decided what the next step computes."""
+        """Return the orders for the next step, which vLLM has scheduled."""
         chunks = self._tell_hooks(scheduler_output)
         completed = tuple(self._completed_block_ids)
         left = tuple(self._left_block_ids)
@@ -166,7 +165,7 @@ class SchedulerSide:
         return self.hooks.stepping(placements, advances, preempted)
 
     def finished(self, request: Any) -> bool:
-        """vLLM computes a request no more. Whether it keeps its blocks until the worker's side reports it."""
+        """Handle the end of a request in vLLM. True if it keeps its blocks until the worker's side reports it."""
         entry = self._entries.pop(request.request_id, None)
         if entry is None or self.hooks is None:
             return False

@@ -1,4 +1,4 @@
-"""The connector's side beside the model: the pool over vLLM's memory, and what its rank needs to know of a step.
+"""The connector's side in the model's process: the pool over vLLM's memory, and a step's information for its rank.
 
 Bytes are moved by the rank's end of the data plane, which belongs to the engine that has attached it.
 """
@@ -18,10 +18,10 @@ from kaveri.engine.vllm.rank_server import serve_rank
 
 
 class WorkerSide:
-    """Called by vLLM on the thread that computes.
+    """The connector's worker side. Called by vLLM on the thread that computes.
 
-    mirrored: have a mirror of vLLM's cache even where it lies in host memory; for tests of what devices need.
-    ranks_at: where the engine listens for its ranks, when this one is in a process of its own; else empty.
+    mirrored: have a mirror of vLLM's cache even if it lies in host memory; for tests of devices. ranks_at: address
+    where the engine listens for its ranks, if this one is in a process of its own; else empty.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class WorkerSide:
         return self._plane
 
     def register(self, caches: Mapping[str, Tensor]) -> None:
-        """vLLM's KV cache is there. Raises ConfigError when it is none that we can push."""
+        """Handle the allocation of vLLM's KV cache. Raises ConfigError if it has an unsupported form."""
         rank = get_tensor_model_parallel_rank()
         layout = layout_of(self._vllm_config, self._kv_cache_config, self._model_fingerprint)
         part = layout.rank(rank)
@@ -67,7 +67,7 @@ class WorkerSide:
             serve_rank(self._plane, rank, self._ranks_at)
 
     def begin_step(self, orders: StepOrders) -> None:
-        """The model is about to make a step."""
+        """Handle the begin of a step of the model."""
         self._orders = orders
         if self._mirror is not None:
             self._mirror.take_out(orders.left_block_ids)
@@ -76,28 +76,28 @@ class WorkerSide:
             self._plane.begin_step(orders.chunks)
 
     def layer_done(self, layer_name: str) -> None:
-        """The step's KV of this layer is in vLLM's cache, or will be when the device gets there."""
+        """Record that the step's KV of this layer is in vLLM's cache, or will be when the device gets there."""
         if self._mirror is None and self._plane is not None:
             self._plane.layer_done(self._layers[layer_name])
 
     def end_step(self) -> None:
-        """The same of all layers."""
+        """Record the same for all layers."""
         if self._plane is not None:
             if self._mirror is not None:
                 self._mirror.take_out(sorted(self._plane.written_blocks().union(self._orders.completed_block_ids)))
             self._plane.end_step()
 
     def take_released(self) -> set[str]:
-        """Whose blocks vLLM takes back at the end of the step, by its own ids; each once."""
+        """Return the requests, by vLLM's ids, whose blocks vLLM takes back at the end of the step; each once."""
         orders, self._orders = self._orders, StepOrders()
         return set(orders.released)
 
 
 def _permit_matrix_tiles() -> None:
-    """Asks the kernel for AMX tile registers where the CPU has them.
+    """Ask the kernel for AMX tile registers if the CPU has them.
 
     vLLM's attention in bfloat16 uses them without asking, and a process without the permission is ended by SIGILL. It
-    is the process's, and oneDNN asks for it only in some kernels.
+    is a permission of the process, and oneDNN asks for it only in some kernels.
     """
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()

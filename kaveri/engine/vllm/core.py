@@ -1,6 +1,6 @@
-"""vLLM's in-process engine as we drive it. Everything of vLLM's inside that the engine touches is touched here.
+"""vLLM's in-process engine, driven step by step. Every access of the engine to vLLM's internals is here.
 
-Not safe for threads: called by the thread that constructs the engine, then by the engine thread alone.
+Not thread-safe: called by the thread that constructs the engine, then by the engine thread alone.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from kaveri.engine.vllm.connector_scheduler import SchedulerSide, transfer_param
 from kaveri.engine.vllm.rank import Rank
 
 _PROMPT, _DECODING = 0, 1
-"""Priorities: where blocks run out, vLLM preempts the highest."""
+"""Priorities: when blocks run out, vLLM preempts the highest."""
 
 
 class VllmCore:
@@ -36,7 +36,7 @@ class VllmCore:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self._llm = llm
-        # Stands for the time of arrival, by which vLLM orders requests of one priority.
+        # In place of the time of arrival, by which vLLM orders requests of one priority.
         self._count = 0
         self._scheduler = llm.engine_core.engine_core.scheduler
         self._seat_count = self._scheduler.max_num_active_reqs
@@ -48,10 +48,10 @@ class VllmCore:
         self.scheduler_side: SchedulerSide = connector.scheduler_side
 
     def add(self, engine_id: str, token_ids: Sequence[int], params: Any, *, is_prefill: bool) -> None:
-        """Queues a request. Raises whatever vLLM does when it refuses one.
+        """Queue a request. Raises vLLM's error when it refuses one.
 
-        Prompts are computed in the order of this call, and what they need is taken from requests that decode: they were
-        promised their blocks.
+        Prompts are computed in the order of this call, and their blocks are taken from requests that decode: they were
+        promised to them.
         """
         params.extra_args = {**(params.extra_args or {}), **transfer_params(engine_id)}
         self._count += 1
@@ -60,39 +60,39 @@ class VllmCore:
         self._llm.add_request(engine_id, prompt, params, arrival_time=float(self._count), priority=priority)
 
     def begin_answer(self, request: Any, first_token_id: int | None) -> None:
-        """The KV of a request that waited for it is there, but its last token's, which is this one: the next step
-        computes it. None: the tokens of a resumed request are all known, and their KV is there as far as it was held.
-        request: vLLM's own record of it."""
+        """Begin the decoding of a request whose KV has landed, except its last token's, which is first_token_id: the
+        next step computes it. None: the tokens of a resumed request are all known, and the held part of their KV has
+        landed. request: vLLM's own record of it."""
         if first_token_id is not None:
             request.prompt_token_ids[-1] = request._all_token_ids[-1] = first_token_id
-            # Of the block that this token completes, if it does.
+            # The hash of the block that this token completes, if any.
             if request.block_hashes and request.num_tokens % self._block_tokens == 0:
                 request.block_hashes.pop()
         request.update_block_hashes()
         self._scheduler.finished_recving_kv_req_ids.add(request.request_id)
 
     def decode(self, request: Any) -> None:
-        """A computed prompt is decoded from the next step on, as the same request of vLLM. Like others that decode, it
-        can be preempted from now on. request: vLLM's own record of it."""
+        """Decode a computed prompt from the next step on, as the same request of vLLM. Like others that decode, it can
+        be preempted from now on. request: vLLM's own record of it."""
         request.priority = _DECODING
 
     def abort(self, vllm_id: str) -> None:
-        """Ends a request; the connector is asked whether its blocks are kept. Unknown ids are ignored."""
+        """End a request; the connector decides if its blocks are kept. Unknown ids are ignored."""
         self._llm.abort_request([vllm_id], internal=True)
 
     def step(self, batch_count: int, held: Collection[Any] = ()) -> list[Any]:
-        """One step of the scheduler and, when it schedules anything, of the model; vLLM's RequestOutputs.
+        """Run one step of the scheduler and, if it schedules anything, of the model; return vLLM's RequestOutputs.
 
         batch_count: requests in the running batch. The step has room for a chunk and their tokens; vLLM's own limit has
-        room for a full batch, and prompts would take what is empty of it.
-        held: vLLM's records of requests that it has begun and that keep their blocks, but are left out of this step.
+        room for a full batch, and prompts would use the unused part. held: vLLM's records of requests that it has begun
+        and that keep their blocks, but are left out of this step.
         """
         scheduler = self._scheduler
         scheduler.max_num_scheduled_tokens = self._chunk_tokens + batch_count
         left_out = [request for request in scheduler.running if request in held]
         computed = [request for request in scheduler.running if request not in held]
         if scheduler.use_v2_model_runner:
-            # It keeps a slot for each of them.
+            # vLLM keeps a slot for each of them.
             scheduler.max_num_active_reqs = self._seat_count - len(left_out)
         # Requests that decode before prompts that are under way, which would take all tokens of the step.
         scheduler.running = sorted(computed, key=_is_prompt)
@@ -103,47 +103,48 @@ class VllmCore:
         return outputs
 
     def undrawable(self, request: Any) -> bool:
-        """Whether the last step of a request had NaN among its logits, so that its token means nothing. request: vLLM's
-        own record of it. Infinite logits count where vLLM computes them in float32 and the draw is a sampled one."""
+        """Return True if the last step of a request had NaN among its logits, so that its token is meaningless.
+        request: vLLM's record. Infinite logits count where vLLM computes them in float32 and the draw is a sampled
+        one."""
         return bool(request.num_nans_in_logits)
 
     def holds(self, vllm_id: str) -> bool:
-        """Whether vLLM knows the request, be it only for its blocks."""
+        """Return True if vLLM knows the request, even if only for its blocks."""
         return vllm_id in self._scheduler.requests
 
     def blocks_of(self, vllm_id: str) -> list[int]:
-        """The blocks of a request, in the order of its tokens."""
+        """Return the blocks of a request, in the order of its tokens."""
         block_ids: list[int] = self._scheduler.kv_cache_manager.get_block_ids(vllm_id)[0]
         return block_ids
 
     @property
     def unfinished_count(self) -> int:
-        """Requests that run or wait, for a transfer too."""
+        """Number of requests that run or wait, even for a transfer."""
         return sum(self._scheduler.get_request_counts())
 
     @property
     def running_count(self) -> int:
-        """Requests in the running batch."""
+        """Number of requests in the running batch."""
         return int(self._scheduler.get_request_counts()[0])
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that no request holds; those of the prefix cache that are not in use are free."""
+        """Number of blocks that no request holds; unused blocks of the prefix cache are free."""
         return int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def tables(self) -> dict[str, list[int]]:
-        """The blocks of each request that vLLM knows, by vLLM's id."""
+        """Return the blocks of each request that vLLM knows, by vLLM's id."""
         return {
             vllm_id: self._scheduler.kv_cache_manager.get_block_ids(vllm_id)[0] for vllm_id in self._scheduler.requests
         }
 
     def reference_counts(self) -> dict[int, int]:
-        """How many requests hold each block that is held at all; the null block, which is never free, left out."""
+        """Return the number of requests that hold each held block; without the null block, which is never free."""
         blocks = self._scheduler.kv_cache_manager.block_pool.blocks
         return {block.block_id: block.ref_cnt for block in blocks if block.ref_cnt and not block.is_null}
 
     def shutdown(self) -> None:
-        """Ends vLLM and its ranks, and frees its memory."""
+        """End vLLM and its ranks, and free its memory."""
         for rank in self.ranks:
             rank.shutdown()
         with contextlib.suppress(Exception):

@@ -1,6 +1,6 @@
 """The data planes of all ranks as one: a push is accepted, and a transfer has landed, when it is in every rank.
 
-A transfer has one name in all ranks. When it fails in one it is given up in the others, and has ended when no rank's
+A transfer has one id in all ranks. When it fails in one it is cancelled in the others, and has ended when no rank's
 blocks can be touched any more.
 """
 
@@ -38,15 +38,15 @@ from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, require_pushable
 from kaveri.kv.transports import PATH_NAMES
 
 _STAGED_TIMEOUT_S = 10.0
-"""A rank copies one block in a millisecond or so. One that does not answer for so long is as good as lost."""
+"""A rank copies one block in a millisecond or so. One that does not answer for this long is presumed lost."""
 
 
 class DataPlane:
     """A KvPlane. No call but close() waits for a rank in another process.
 
     setup: for all ranks; each listens at an address of its own (rank_endpoint). listener: called on any thread, and
-    within the call to grant() or open_push(), too. on_lost: a rank is gone, and all is lost with it.
-    Raises ConfigError when a rank cannot listen; the ranks are detached then.
+    within the call to grant() or open_push(), too. on_lost: called when a rank is gone, and all is lost with it. Raises
+    ConfigError when a rank cannot listen; the ranks are detached then.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class DataPlane:
         self._landings: dict[bytes, _Spread] = {}
         self._copies: dict[bytes, _Spread] = {}
         self._copy_listener: PushListener = lambda _: None
-        # By serial: the ranks that have not staged the block, and what is set when all have.
+        # By serial: the ranks that have not staged the block, and the event that is set when all have.
         self._staging: dict[int, tuple[set[int], threading.Event]] = {}
         self._serials = itertools.count()
         endpoints = []
@@ -113,11 +113,11 @@ class DataPlane:
     # Copies to replicas; see CopyPlane (copier_thread.py) and CopySender (copier.py).
 
     def hear_copies(self, listener: PushListener) -> None:
-        """Who hears of the pushes of replicas, from now on."""
+        """Set the listener for pushes of replicas."""
         self._copy_listener = listener
 
     def stage(self, block_id: int, slot: int) -> None:
-        """Copies a block to a slot in every rank, and waits for them. Raises EngineError when one does not answer."""
+        """Copy a block to a slot in every rank, and wait for them. Raises EngineError when one does not answer."""
         serial, staged = next(self._serials), threading.Event()
         with self._lock:
             self._staging[serial] = set(range(len(self._ranks))), staged
@@ -129,11 +129,11 @@ class DataPlane:
             raise EngineError(f"a rank has not copied a block within {_STAGED_TIMEOUT_S:g} s")
 
     def open_copy(self, ticket: Ticket) -> None:
-        """Begins the push of a replica."""
+        """Begin the push of a replica."""
         self._open(self._copies, ticket, OpenCopy)
 
     def do(self, call: RankCall) -> None:
-        """The same call to every rank."""
+        """Make the same call to every rank."""
         for rank in self._ranks:
             rank.do(call)
 
@@ -204,12 +204,12 @@ class _Spread:
     """One transfer over all ranks. Guarded by the data plane's lock."""
 
     gathering: Gathering
-    """Of the ranks."""
+    """Combines the ranks' transfers."""
     ungranted: set[int]
 
 
 def rank_endpoint(endpoint: KvEndpoint, rank: int) -> KvEndpoint:
-    """Where a rank listens, when the engine is to listen there: the first there, each other beside it.
+    """Return where a rank listens if the engine listens at `endpoint`: rank 0 there, the others next to it.
 
     >>> rank_endpoint(KvEndpoint("tcp", "127.0.0.1:7000"), 2).address
     '127.0.0.1:7002'

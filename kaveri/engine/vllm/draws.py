@@ -1,8 +1,8 @@
 """Draws vLLM's tokens as the transformers engine draws its own: by (seed, index within the answer, token id).
 
-vLLM is set to be greedy, and a logits processor leaves it nothing but the drawn token. So an answer that goes on in
-another batch, after a preemption or on another instance goes on as if nothing had happened, and vLLM's generators, one
-per request with a state of their own, are not used. Log-probabilities are vLLM's, taken from the logits before.
+vLLM is set to be greedy, and a logits processor leaves it nothing but the drawn token. So an answer continues unchanged
+in another batch, after a preemption or on another instance, and vLLM's generators, one per request with a state of
+their own, are not used. Log-probabilities are vLLM's, taken from the logits before.
 
     EngineArgs(logits_processors=[KeyedDraws], ...), SamplingParams from kaveri.engine.vllm.sampling
 """
@@ -31,26 +31,26 @@ _EXTRA_ARG = "kaveri"
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What the draws of one request depend on, beside the logits. Travels in vLLM's SamplingParams.extra_args."""
+    """Inputs of one request's draws, besides the logits. Sent in vLLM's SamplingParams.extra_args."""
 
     params: ResolvedParams
-    """temperature, top_k, top_p and seed are read, and with min_tokens stop_token_ids and ignore_eos."""
+    """Uses temperature, top_k, top_p and seed, and with min_tokens stop_token_ids and ignore_eos."""
     answer_start: int
-    """Tokens before the answer: the index of a drawn token is what precedes it less these."""
+    """Tokens before the answer: subtract it from a token's position to get its index in the answer."""
     first_index: int
     """Index within the answer of the first token that this placement draws."""
     eos_token_ids: frozenset[int] = frozenset()
-    """The model's; read with min_tokens."""
+    """The model's end-of-answer tokens; read with min_tokens."""
     engine_id: str = ""
-    """Where a draw that raises is told. Empty: another process draws, so the step raises."""
+    """Id under which a draw that raises is recorded. Empty: another process draws, so the step raises."""
 
     @property
     def changes_logits(self) -> bool:
-        """Whether any token is drawn otherwise than greedily among all."""
+        """True if any token is drawn otherwise than greedily among all."""
         return self.params.temperature > 0 or self.params.min_tokens > self.first_index
 
     def to_extra_args(self) -> dict[str, Any]:
-        """Plain values, for the way to the workers."""
+        """Convert to plain values, to be sent to the workers."""
         params = self.params
         ending: dict[str, Any] = {}
         if params.min_tokens > self.first_index:
@@ -74,7 +74,7 @@ class Draw:
 
     @classmethod
     def from_extra_args(cls, extra_args: Mapping[str, Any] | None, *, is_engines: bool = False) -> "Draw | None":
-        """None: the request is not one of ours. is_engines: whether the engine is in this process."""
+        """Parse to_extra_args(). None: the request is not one of ours. is_engines: the engine is in this process."""
         values = (extra_args or {}).get(_EXTRA_ARG)
         if values is None:
             return None
@@ -88,9 +88,9 @@ class Draw:
 class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
     """A logits processor for both of vLLM's model runners; vLLM picks one when it configures itself.
 
-    The older runner tells of requests by their row in the batch and how rows move; the newer one ("V2") by a slot that
-    a request keeps, and at each step which slot every row is. Where a row is a chunk that does not end its prompt,
-    vLLM throws away what is drawn.
+    The older runner identifies requests by their row in the batch and reports how rows move; the newer one ("V2") by a
+    slot that a request keeps, and reports every row's slot at each step. If a row is a chunk that does not end its
+    prompt, vLLM discards the draw.
     """
 
     def __init__(self, vllm_config: Any, *_: object) -> None:
@@ -104,10 +104,10 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Nothing to refuse: kaveri.domain.sampling has checked, and requests of others are left alone."""
+        """Refuse nothing: kaveri.domain.sampling has checked, and requests of others are left alone."""
 
     def apply(self, logits: Tensor, ctx: LogitsContext | None = None) -> Tensor:
-        """logits: [rows, vocabulary], float32; changed in place: -inf for all but the token of a row that is ours."""
+        """Keep the drawn token only: -inf for others. logits: [rows, vocabulary], float32; changed in place."""
         placed = self._placed_by_row() if ctx is None else self._placed_by_slot(ctx)
         keep_drawn(logits, placed)
         return logits
@@ -115,14 +115,14 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
     # The older runner.
 
     def is_argmax_invariant(self) -> bool:
-        """False: vLLM's greedy sampling must see what we leave."""
+        """Return False: vLLM's greedy sampling must see the changed logits."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follows requests into, out of and within the batch."""
+        """Track requests into, out of and within the batch."""
         if batch_update is None:
             return
-        # In vLLM's order. A row that is removed may have been given away already: its new owner was added after.
+        # In vLLM's order. A removed row may already have a new owner, which was added after.
         for row in batch_update.removed:
             self._drop(row)
         for row, params, prompt_token_ids, output_token_ids in batch_update.added:
@@ -140,7 +140,7 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
     # The newer runner.
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Whether the request's logits will be changed."""
+        """Return True if the request's logits will be changed."""
         self._drop(req_idx)
         draw = Draw.from_extra_args(sampling_params.extra_args, is_engines=self._is_engines)
         if draw is None or not draw.changes_logits:
@@ -154,7 +154,7 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
             yield row, draw, prompt_tokens + len(output_token_ids) - draw.answer_start
 
     def _placed_by_slot(self, ctx: LogitsContext) -> Iterable[tuple[int, Draw, int]]:
-        # Without speculative decoding, which vLLM refuses beside us, a request has one row.
+        # Without speculative decoding, which vLLM refuses with this processor, a request has one row.
         slots, lengths = ctx.idx_mapping_np.tolist(), ctx.seq_lens_upper_bound_np.tolist()
         for row, (slot, length) in enumerate(zip(slots, lengths, strict=False)):
             if slot in self._draws:
@@ -170,14 +170,14 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
 
 
 def keep_drawn(logits: Tensor, placed: Iterable[tuple[int, Draw, int]]) -> None:
-    """Leaves, in each of these rows, nothing but its token: 0 there and -inf everywhere else.
+    """Leave, in each of these rows, nothing but its token: 0 there and -inf everywhere else.
 
     logits: [rows, vocabulary], floating point, changed in place. placed: row, request and index within the answer of
-    the token that is due. A greedy row only loses the tokens that must not end its answer yet; one from which no token
-    can be drawn becomes NaN. A request whose own draw raises is entered in RAISED_DRAWS, where its engine is in this
-    process; elsewhere that is raised.
+    the next token. A greedy row only loses the tokens that must not end its answer yet; one from which no token can be
+    drawn becomes NaN. A request whose own draw raises is entered in RAISED_DRAWS if its engine is in this process;
+    elsewhere the error is raised.
     """
-    # Before first_index it is a chunk that does not end its prompt: nothing is due.
+    # Before first_index it is a chunk that does not end its prompt: there is no draw.
     due = [each for each in placed if each[2] >= each[1].first_index]
     for row, draw, index in due:
         try:
@@ -207,7 +207,7 @@ def _bar(logits: Tensor, row: int, draw: Draw, index: int) -> None:
 
 
 def _note_raised(draw: Draw, reason: str, cause: Exception | None = None) -> None:
-    """The engine ends the request behind the step, whatever token vLLM takes from its row."""
+    """Record a failed draw: the engine ends the request after the step, whichever token vLLM takes from its row."""
     if not draw.engine_id:
         raise EngineError(reason) from cause
     RAISED_DRAWS[draw.engine_id] = reason

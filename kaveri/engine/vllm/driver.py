@@ -1,4 +1,4 @@
-"""The engine thread: sleeps until there is something to do, and takes turns. The only one that calls vLLM."""
+"""The engine thread: sleeps until there is something to do, then runs a turn. The only one that calls vLLM."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from kaveri.engine.vllm.steps import Steps
 from kaveri.telemetry.logs import get_logger
 
 _STALLED_S = 0.05
-"""How long the thread sleeps at most when nothing that vLLM has can run: what changes that wakes it."""
+"""Longest sleep of the thread when nothing in vLLM can run: whatever changes that wakes it."""
 _CHECK_TIMEOUT_S = 30.0
 
 
@@ -61,8 +61,8 @@ class Driver:
                     self._shared.stepped(time.monotonic() - began_s)
                 for check in checks:
                     self._answer(check)
-        # Whatever a step raises, SystemExit too, the state of model and cache is unknown: no request may be left
-        # waiting for tokens.
+        # After any exception in a step, even SystemExit, the state of model and cache is unknown: no request may be
+        # left waiting for tokens.
         except BaseException as error:
             self._shared.stop(repr(error), self._steps.members())
             get_logger().exception("engine_failed", error=repr(error))
@@ -71,7 +71,7 @@ class Driver:
                 self._transfers.close()
 
     def _sleep(self, stalled: bool) -> None:
-        """Returns when there is something to do. With the lock held."""
+        """Sleep until there is something to do. The caller holds the lock."""
         while not (self._shared.closing or self._shared.woken or self._steps.has_reports):
             runnable = self._steps.runnable_count() > 0
             if runnable and not stalled:

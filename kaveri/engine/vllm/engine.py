@@ -3,10 +3,10 @@
 Owns the calls of the seam. Leaves computing, batching and blocks to vLLM (core), its thread to the driver, requests to
 requests, and KV to transfers and the ranks' ends of the data plane.
 
-What vLLM does not offer is made of what it does: a prompt is a request for the whole answer, which is left out of
-vLLM's steps behind its first token until it is adopted, when it goes on, or pushed, when it ends; a reservation is a
-request that waits for its KV, its prompt followed by the token that prefill has yet to draw; vLLM learns that the KV is
-there when the service admits the request.
+The calls are mapped to vLLM's requests: a prompt is a request for the whole answer, which is left out of vLLM's steps
+after its first token until it is adopted, and continues, or pushed, and ends; a reservation is a request that waits for
+its KV, its prompt followed by the token that prefill has yet to draw; vLLM is notified of the KV when the service
+admits the request.
 """
 
 import secrets
@@ -42,13 +42,13 @@ _CLOSE_TIMEOUT_S = 5.0
 class VllmEngine:
     """Both PrefillEngine and DecodeEngine (contract.py).
 
-    max_batch: most decode requests in the running batch; admitted ones beyond wait here, in order.
-    listen: where to take pushes, best first. Empty for an engine that only prefills: reserve() fails there.
-    transports: makes what carries KV, for each rank, in the order in which this engine's pushes prefer them; at the top
-    of a module where ranks are in processes of their own. None for the socket transports.
-    receiving: how each rank takes pushes. replicas: how requests are copied to the holders of their replicas.
-    Raises ConfigError when one request of the model's length does not fit into the empty pool, or when it cannot
-    listen; the core is the caller's own then, and the engine's otherwise.
+    max_batch: most decode requests in the running batch; admitted ones beyond wait here, in order. listen: where to
+    take pushes, best first. Empty for an engine that only prefills: reserve() fails there. transports: makes the
+    transports of KV, for each rank, in the order in which this engine's pushes prefer them; at the top of a module
+    where ranks are in processes of their own. None for the socket transports. receiving: how each rank takes pushes.
+    replicas: how requests are copied to the holders of their replicas. Raises ConfigError when one request of the
+    model's length does not fit into the empty pool, or when it cannot listen; the core is the caller's own then, and
+    the engine's otherwise.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class VllmEngine:
             eos_token_ids=core.eos_token_ids,
             epoch=secrets.randbits(63),
             kv_endpoints=(),
-            # Heads that several ranks hold are pushed by one of them, and each rank marks what it has pushed.
+            # Heads that several ranks hold are pushed by one of them, and each rank marks its own pushes.
             can_replicate=layout.kv_head_count % layout.tensor_ranks == 0,
         )
         self._shared = Shared()
@@ -139,7 +139,7 @@ class VllmEngine:
         self._copier.wake()
 
     def check_integrity(self) -> None:
-        """As the contract. Waits for the step under way, if any; must not be called by the listener."""
+        """See the contract. Waits for the step under way, if any; must not be called by the listener."""
         self._driver.check_integrity()
 
     # The prefill side.
@@ -162,7 +162,7 @@ class VllmEngine:
         source: KvLayout | None = None,
         held_tokens: int | None = None,
     ) -> "Future[Ticket]":
-        """As the contract; the engine thread grants the ticket, when vLLM has given it blocks."""
+        """See the contract; the engine thread grants the ticket, when vLLM has allocated the blocks."""
         return self._transfers.reserve(request, expires_in_s, source, held_tokens)[1]
 
     def adopt(self, key: EngineKey) -> None:
@@ -171,7 +171,7 @@ class VllmEngine:
             self._requests.adopt(key)
 
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
-        """As the contract. Engines with more tensor-parallel ranks than KV heads refuse."""
+        """See the contract. Engines with more tensor-parallel ranks than KV heads refuse."""
         if not self._info.can_replicate:
             raise InvalidArgument("engine", "of more ranks than KV heads", "one that copies KV to replicas")
         self._copier.replicate(key, ticket)
@@ -180,7 +180,7 @@ class VllmEngine:
         self._copier.release(key, timeout_s)
 
     def admit(self, key: EngineKey) -> None:
-        """As the contract; also ignores a request that is not landed."""
+        """See the contract; also ignores a request that is not landed."""
         with self._shared.lock:
             self._shared.require_alive()
             self._requests.admit(key)

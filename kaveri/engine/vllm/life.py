@@ -29,17 +29,17 @@ from kaveri.kv.layout.layout import KvLayout
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What does not change during a request's life."""
+    """Constants of a request's life."""
 
     engine_id: str
-    """Ours, never used again; the id that vLLM is given."""
+    """Engine id of the request, never reused; the id that vLLM is given."""
     key: EngineKey
     prompt_tokens: int
     generated_count: int
-    """How many of them earlier attempts generated."""
+    """Number of its tokens that earlier attempts generated."""
     block_tokens: int
     held_tokens: int | None = None
-    """Resumed: the KV of so many tokens lands, and the rest is computed here."""
+    """Resumed: the KV of this many tokens lands, and the rest is computed here."""
 
     @property
     def landing_tokens(self) -> int:
@@ -47,11 +47,11 @@ class RequestFacts:
         return self.held_tokens or self.prompt_tokens
 
     def block_count(self, token_count: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Return the blocks that hold this many tokens."""
         return -(-token_count // self.block_tokens)
 
     def next_block(self, computed: int) -> int:
-        """Blocks that the token behind `computed` tokens takes: 1 where those fill their blocks."""
+        """Return the blocks that the token after `computed` tokens takes: 1 if those fill their blocks."""
         return int(computed % self.block_tokens == 0)
 
 
@@ -62,9 +62,9 @@ class RequestFacts:
 class _State:
     facts: RequestFacts
     computed: int = 0
-    """Tokens whose KV is in its blocks, as of the last step."""
+    """Tokens whose KV is in its blocks, after the last step."""
     promised: int = 0
-    """Free blocks that are kept for it."""
+    """Free blocks that are reserved for it."""
 
     @property
     def transfer_id(self) -> bytes | None:
@@ -102,20 +102,20 @@ class VllmComputed(_Touched):
 
     first_token_id: int
     ahead: tuple[TokenStep, ...] = ()
-    """Tokens that were drawn before it was admitted, and are told then."""
+    """Tokens that were drawn before it was admitted, and are reported then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmReserved(_Touched):
-    """A prompt whose KV a transfer is to bring."""
+    """A prompt that waits for a transfer of its KV."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived(_State):
-    """A prompt with its first token, or a resumed one; its KV is here, or was and is to be computed again."""
+    """A prompt with its first token, or a resumed one; its KV is here, or must be computed again after a preemption."""
 
     first_token_id: int | None
-    """None for a resumed request, which draws its next token here."""
+    """None for a resumed request, whose next token is drawn here."""
     ahead: tuple[TokenStep, ...] = ()
 
 
@@ -132,12 +132,12 @@ class Joining(_State):
     """In the running batch; vLLM has not begun it."""
 
     index: int
-    """Within the answer, of the next token."""
+    """Index within the answer of the next token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmRunning(_State):
-    """vLLM computes it."""
+    """Being computed by vLLM."""
 
     index: int
 
@@ -158,7 +158,7 @@ class Leaving(_State):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left(_State):
-    """vLLM does not compute it, and keeps its blocks."""
+    """Kept out of vLLM's steps, with its blocks."""
 
     former: "Arrived | Leaving"
 
@@ -183,10 +183,10 @@ State = (
     | VllmEnded
 )
 OF_PREFILL = (Submitted, VllmPrefilling, VllmComputed)
-"""States of the prefill side. The others, but VllmEnded, are of the decode side."""
+"""States of the prefill side. The others, except VllmEnded, are of the decode side."""
 IN_BATCH = (Joining, VllmRunning, Evicted, Leaving)
 HELD = (VllmComputed, Arrived, Waiting, Left)
-"""States in which vLLM keeps a request's blocks and computes nothing for it, unless it may run ahead."""
+"""States in which vLLM keeps a request's blocks and does not compute it, unless it may run ahead."""
 MAX_AHEAD = 8
 """Tokens that a prompt which stays may draw before it is admitted: an admission takes a few steps of a fast model."""
 
@@ -203,7 +203,7 @@ class TransferOpened:
 
 @dataclass(frozen=True, slots=True)
 class TransferEnded:
-    """No transfer touches them any more."""
+    """No transfer touches its blocks any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ class KvArrived:
 
 @dataclass(frozen=True, slots=True)
 class AdoptedForDecode:
-    """It is decoded here."""
+    """It is to be decoded here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,17 +225,17 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The running batch has room for it, and vLLM goes on with the request that has its KV."""
+    """The running batch has room for it, and vLLM continues the request that has its KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedAnew:
-    """The running batch has room for it. It gave its blocks up, so vLLM is given it as another request."""
+    """The running batch has room for it. It gave its blocks up, so vLLM is given a new request."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveAsked:
-    """It is to be released."""
+    """It is to be released to another instance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,33 +245,33 @@ class LeftBatch:
 
 @dataclass(frozen=True, slots=True)
 class WentOn:
-    """It is not released after all."""
+    """Its release was cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksAllocated:
-    """vLLM has given it so many blocks, for the KV that a transfer brings."""
+    """vLLM has allocated this many blocks for the KV of a transfer."""
 
     block_count: int
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """The step that begins computes it. block_count: that it has then, while it is a prompt."""
+    """A step that computes it begins. block_count: its blocks then, while it is a prompt."""
 
     block_count: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """The step that computed it has ended; its KV of so many tokens is in its blocks."""
+    """The step that computed it has ended; the KV of this many tokens is in its blocks."""
 
     computed: int
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The step drew its next token. finish: why it is the last."""
+    """The step drew its next token. finish: the reason if it is the last."""
 
     token_id: int
     logprobs: Logprobs | None
@@ -280,7 +280,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """The step found no room for it."""
+    """The step had no room for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,16 +295,16 @@ class BlocksGivenUp:
 
 @dataclass(frozen=True, slots=True)
 class VllmFailed:
-    """vLLM cannot go on with it."""
+    """vLLM cannot continue it."""
 
     reason: str
     is_final: bool = False
-    """As of RequestFailed."""
+    """See RequestFailed."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoLongerNeeded:
-    """It is not needed any more: it was aborted, pushed, or refused."""
+    """Not needed any more: aborted, pushed, or refused."""
 
 
 Event = (
@@ -330,23 +330,23 @@ Event = (
 )
 
 Action = EngineEvent | TokenStep | AbortPush | PassFirstToken
-"""What a step asks for: an event or a token for the listener, a call to the ranks."""
+"""Output of step(): an event or a token for the listener, or a call to the ranks."""
 
 
 def submitted(engine_id: str, request: EngineRequest, layout: KvLayout) -> Submitted:
-    """A new prompt to compute. Its blocks are promised."""
+    """Return the state of a new prompt to compute. Its blocks are reserved."""
     facts = _facts(engine_id, request, layout)
     return Submitted(facts=facts, promised=facts.block_count(facts.prompt_tokens))
 
 
 def reserved(engine_id: str, request: EngineRequest, layout: KvLayout, held_tokens: int | None = None) -> VllmReserved:
-    """A new prompt whose KV is to land. Its blocks, and that of its next token, are promised."""
+    """Return the state of a new prompt whose KV will land. Its blocks, and that of its next token, are reserved."""
     facts = replace(_facts(engine_id, request, layout), held_tokens=held_tokens)
     return VllmReserved(facts=facts, promised=facts.block_count(facts.prompt_tokens + 1))
 
 
 def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
-    """The state behind an event, and what it asks for, in order. An event that cannot happen is an AssertionError."""
+    """Return the state after an event, and its actions, in order. An event that cannot happen is an AssertionError."""
     match event:
         case TransferOpened() | TransferEnded():
             return _with_transfer(state, event), ()
@@ -389,7 +389,7 @@ def _with_transfer(state: State, event: TransferOpened | TransferEnded) -> State
 def _ended(state: State, event: NoLongerNeeded | VllmFailed | BlocksTaken) -> tuple[State, tuple[Action, ...]]:
     facts, open_id = state.facts, state.transfer_id
     ended = VllmEnded(facts=facts, open_id=open_id)
-    # The blocks are others' from now on, or the token means nothing: what was queued must not be accepted.
+    # Others may own the blocks from now on, or the token is meaningless: what was queued must not be accepted.
     abort = (AbortPush(open_id),) if open_id is not None and isinstance(state, OF_PREFILL) else ()
     match state, event:
         case (VllmEnded(), _):

@@ -1,4 +1,4 @@
-"""Loads a model on vLLM and makes an engine of it, or says in one clear line why it cannot be served."""
+"""Loads a model on vLLM and makes an engine of it, or explains in one line why it cannot be served."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _PREFILLS_AT_ONCE = 64
 """Most prompts that one step packs; vLLM keeps buffers for each."""
 _LEAST_FREE_SHARE = 0.01
-"""Of a GPU's memory, for an engine to start on it: several instances may share one."""
+"""Share of a GPU's memory that must be free for an engine to start: several instances may share one."""
 _OURS = {
     "async_scheduling": "blocks are accounted for step by step",
     "block_size": "set block_tokens",
@@ -54,7 +54,7 @@ _OURS = {
     "watermark": "requests are promised their blocks before vLLM hears of them",
     "watermark_config": "requests are promised their blocks before vLLM hears of them",
 }
-"""Options of vLLM that are not the user's to set here, and what to do instead."""
+"""Options of vLLM that users cannot set here, and what to do instead."""
 _OF_THE_MODEL = (
     "config_format",
     "convert",
@@ -68,16 +68,16 @@ _OF_THE_MODEL = (
     "quantization",
     "quantization_config",
 )
-"""Options that make another model of the same checkpoint: its KV is none of the plain one's."""
+"""Options that make another model of the same checkpoint: its KV is incompatible with the plain one's."""
 
 
 def load_engine(
     settings: EngineSettings, listen: Sequence[KvEndpoint], transports: Callable[[], Sequence[Transport]]
 ) -> "VllmEngine":
-    """Loads weights, allocates the KV cache, opens the KV listener; takes seconds. start() is the caller's.
+    """Load weights, allocate the KV cache, open the KV listener; takes seconds. The caller calls start().
 
-    Must be called by the thread that imports vLLM, once in a process: vLLM's state is the process's.
-    listen: where it takes pushes. transports: see VllmEngine. Raises ConfigError.
+    Must be called by the thread that imports vLLM, once in a process: vLLM's state is global. listen: addresses where
+    it takes pushes. transports: see VllmEngine. Raises ConfigError.
     """
     core = load_core(settings)
     from kaveri.engine.vllm.engine import VllmEngine
@@ -97,9 +97,9 @@ def load_engine(
 
 
 def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
-    """vLLM with our connector in it; see load_engine.
+    """Return vLLM with the KV connector in it; see load_engine.
 
-    mirrored: push and land by way of a copy, as on a device, where there is no need to; for tests.
+    mirrored: push and land through a copy, as on a device, without need; for tests.
     """
     engine_args = settings.engine_args or {}
     for key, value in engine_args.items():
@@ -112,9 +112,9 @@ def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
         raise ConfigError("VLLM_ENABLE_V1_MULTIPROCESSING", "is not 0; Kaveri drives vLLM within its own process")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # Else a request whose logits are NaN would get token 0; see VllmCore.undrawable.
+    # Otherwise a request whose logits are NaN would get token 0; see VllmCore.undrawable.
     os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = "1"
-    # Of ranks: this process has threads, gRPC's among them, which do not survive a fork.
+    # Start of ranks: this process has threads, gRPC's among them, which do not survive a fork.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     limit_primitive_cache()
     # After the environment is set, which vLLM reads when it is imported.
@@ -138,7 +138,7 @@ def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
         **engine_args,
         "model": str(folder),
         "dtype": vllm_dtype(settings.dtype, values, current_platform.is_cpu()),
-        # -1: what the model was made for, or less when the cache holds less.
+        # -1: the model's own length, or less when the cache holds less.
         "max_model_len": settings.max_model_len or -1,
         "kv_cache_memory_bytes": settings.kv_cache_memory,
         "max_num_batched_tokens": settings.chunk_tokens + settings.max_batch,
@@ -188,7 +188,7 @@ def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
 
 
 def vllm_dtype(dtype: str, values: Mapping[str, Any], on_cpu: bool) -> str:
-    """vLLM's option: `dtype` itself, or what auto_dtype makes of the type that vLLM would choose on this CPU.
+    """Return vLLM's option: `dtype` itself, or auto_dtype's choice for the type that vLLM would choose on this CPU.
 
     values: of config.json. On CPUs vLLM computes float16 checkpoints in float16, all others in bfloat16.
     """
@@ -202,7 +202,7 @@ def vllm_dtype(dtype: str, values: Mapping[str, Any], on_cpu: bool) -> str:
 def _start(
     folder: Path, values: Mapping[str, Any], arguments: dict[str, Any], rank_count: int
 ) -> "tuple[Any, Sequence[Rank]]":
-    """vLLM's engine and its ranks. arguments: of EngineArgs. Raises ConfigError."""
+    """Return vLLM's engine and its ranks. arguments: of EngineArgs. Raises ConfigError."""
     from vllm import EngineArgs, LLMEngine
 
     from kaveri.engine.vllm.remote_rank import RankMeeting
@@ -215,7 +215,7 @@ def _start(
         arguments["kv_transfer_config"].kv_connector_extra_config["ranks_at"] = meeting.path if meeting else ""
         try:
             llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
-        except Exception as error:  # vLLM has no one class for what it cannot do
+        except Exception as error:  # vLLM has no common class for unsupported options
             raise refusal(folder, values, error, "vllm") from error
         if meeting is None:
             return llm, (_worker_side().plane,)
@@ -227,8 +227,8 @@ def _start(
 
 
 def model_fingerprint(checkpoint: str, engine_args: Mapping[str, Any]) -> str:
-    """Names a model by its checkpoint's fingerprint, and by the options that change what is computed with it. Two that
-    write an option's default, one of them only, count as different."""
+    """Identify a model by its checkpoint's fingerprint, and by the options that change its computation. An option that
+    is set to its default counts as different from an unset one."""
     changes = {name: engine_args[name] for name in _OF_THE_MODEL if engine_args.get(name) is not None}
     if not changes:
         return checkpoint
@@ -237,7 +237,7 @@ def model_fingerprint(checkpoint: str, engine_args: Mapping[str, Any]) -> str:
 
 
 def _worker_side() -> "WorkerSide":
-    """The connector's, of an engine that computes in this process."""
+    """Return the connector's worker side in an engine that computes in this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     from kaveri.engine.vllm.connector import KaveriConnector

@@ -1,4 +1,4 @@
-"""Where vLLM's KV cache lies and what a block of it looks like: one pool over vLLM's own memory, nothing is copied."""
+"""vLLM's KV cache as a pool: its location, and the layout of a block. Nothing is copied."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.floa
 
 
 class SharedCache:
-    """Lets vLLM allocate its KV cache in a memory file, so that others of this host can write into it (shm)."""
+    """Makes vLLM allocate its KV cache in a memory file, so that other local processes can write into it (shm)."""
 
     def __init__(self) -> None:
         self.memory: SharedMemory | None = None
@@ -30,14 +30,14 @@ class SharedCache:
 
     @contextmanager
     def allocation(self) -> Iterator[None]:
-        """vLLM allocates its cache within, as the connector's get_mem_pool_context asks."""
+        """Redirect vLLM's allocation within, as the connector's get_mem_pool_context requires."""
         with _ZerosFromFile(self):
             yield
 
 
 class _ZerosFromFile(TorchFunctionMode):
-    """vLLM makes its whole cache by one torch.zeros(byte_count, dtype=torch.int8). On the host that one comes from a
-    memory file; whatever else is called is left alone."""
+    """Intercepts the one torch.zeros(byte_count, dtype=torch.int8) that makes vLLM's whole cache, and on the host takes
+    it from a memory file; other calls are left alone."""
 
     def __init__(self, cache: SharedCache) -> None:
         super().__init__()
@@ -56,11 +56,11 @@ class _ZerosFromFile(TorchFunctionMode):
 
 
 def blocks_of(caches: Mapping[str, Tensor], layout: KvLayout) -> Tensor:
-    """vLLM's KV cache as [layer_count, block_count, block_bytes], uint8: a view, on the device that it lies on.
+    """vLLM's KV cache as [layer_count, block_count, block_bytes], uint8: a view, on the cache's device.
 
-    caches: what vLLM registers: a tensor [block_count, kv_head_count, block_tokens, 2 * head_dim] for each layer, in
-    the order of the layers and in whatever order of bytes. Raises ConfigError when a block of a layer is not one run
-    of bytes, or the layers are not evenly spaced.
+    caches: as vLLM registers them: a tensor [block_count, kv_head_count, block_tokens, 2 * head_dim] for each layer, in
+    the order of the layers and in whatever order of bytes. Raises ConfigError when a block of a layer is not one run of
+    bytes, or the layers are not evenly spaced.
     """
     tensors = list(caches.values())
     first = tensors[0]
@@ -80,7 +80,7 @@ def blocks_of(caches: Mapping[str, Tensor], layout: KvLayout) -> Tensor:
 
 
 def pool_over(cache: Tensor, layout: KvLayout, shared: SharedMemory | None) -> KvPool | None:
-    """The pool whose memory is vLLM's own; None where no transport of ours reads and writes it.
+    """Return the pool over vLLM's own memory; None if no transport reads and writes it.
 
     cache: as blocks_of returns it. shared: the file that vLLM may have allocated it from.
     """
@@ -90,13 +90,13 @@ def pool_over(cache: Tensor, layout: KvLayout, shared: SharedMemory | None) -> K
     if shared is not None and shared.bytes.ctypes.data != memory.ctypes.data:
         shared = None
     if shared is None:
-        # What is first touched on the way of a request costs several times a copy.
+        # First touching a page during a request costs several times a copy.
         memory.reshape(-1)[:: os.sysconf("SC_PAGE_SIZE")] = 0
     return KvPool.over(layout, memory, shared)
 
 
 def _is_one_run(tensor: Tensor) -> bool:
-    """Whether tensor[i] is dense, whatever the order of its dimensions."""
+    """Return True if tensor[i] is dense, in any order of its dimensions."""
     expected = 1
     for stride, length in sorted(zip(tensor.stride()[1:], tensor.shape[1:], strict=True)):
         if length > 1 and stride != expected:
@@ -106,10 +106,10 @@ def _is_one_run(tensor: Tensor) -> bool:
 
 
 def layout_of(vllm_config: Any, kv_cache_config: Any, model_fingerprint: str) -> KvLayout:
-    """What a block of this vLLM engine looks like, over all ranks. After the model is loaded.
+    """Return the layout of a block of this vLLM engine, over all ranks. After the model is loaded.
 
-    model_fingerprint: of the checkpoint; the layout's tells apart what vLLM makes of it, too. Raises ConfigError where
-    we cannot name it.
+    model_fingerprint: of the checkpoint; the layout's also covers vLLM's choices for it. Raises ConfigError if they
+    cannot be named.
     """
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
@@ -136,15 +136,15 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, model_fingerprint: str) ->
 
 
 def _with_rotary_choice(model_fingerprint: str) -> str:
-    """LongRoPE (Ding et al. 2024, arXiv 2402.13753) has two sets of factors, and vLLM picks one for all positions by
-    the length that it is started with. The KV of the one is none of the other's."""
+    """Add vLLM's choice of rotary factors: LongRoPE (Ding et al. 2024, arXiv 2402.13753) has two sets, and vLLM picks
+    one for all positions by the length that it is started with. Their KV is incompatible."""
     chosen = {rotary.use_long_rope for rotary in _ROPE_DICT.values() if hasattr(rotary, "use_long_rope")}
     return model_fingerprint + "-long" if True in chosen else model_fingerprint
 
 
 def _order(vllm_config: Any, layer_names: Sequence[str]) -> str:
-    """Names what lies where within a block. Blocks may be copied between two engines only when all of it is equal.
-    Where the heads come first, blocks of unlike numbers of ranks may be: vLLM computes each head by itself.
+    """Return a name of the order of data within a block. Blocks may be copied between two engines only when all of it
+    is equal. If the heads come first, blocks of unlike numbers of ranks may be: vLLM computes each head by itself.
 
     On the CPU the instruction set decides: "vec" holds K transposed, "amx" in tiles.
     """
@@ -155,6 +155,6 @@ def _order(vllm_config: Any, layer_names: Sequence[str]) -> str:
     if len(kinds) != 1:
         raise ConfigError("model", f"its layers have different attention backends on vLLM: {', '.join(sorted(kinds))}")
     physical = vllm_config.cache_config.get_resolved_kv_cache_layout()
-    # The layout's letters: layer, block, head, token, and what belongs to one token and head.
+    # The layout's letters: layer, block, head, token, and the data of one token and head.
     heads_first = HEADS_FIRST if physical.name.startswith("LBH") else ""
     return f"{heads_first}vllm-{vllm.__version__}-{kinds.pop().rstrip('-').lower()}-{physical.name}"

@@ -1,8 +1,8 @@
-"""A copy in host memory of a KV cache that lies on a device: what is pushed goes out of it, what lands comes in by it.
+"""A copy in host memory of a KV cache on a device: pushes read from it, and landings write to it.
 
-Block i of the pool stands for block i of the cache. Copies wait for the device: what a chunk has computed is copied
-behind the whole chunk, so a push overlaps with the chunks that follow, not with the layers of its own. They go through
-a window on the pool (host_window.py), or through ordinary memory where there is none.
+Block i of the pool mirrors block i of the cache. Copies wait for the device: the KV of a chunk is copied after the
+whole chunk, so a push overlaps with the chunks that follow, not with the layers of its own. They go through a window on
+the pool (host_window.py), or through ordinary memory if there is none.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from kaveri.kv.tiers.pool import KvPool
 
 
 class Mirror:
-    """Called by the engine's thread alone.
+    """Copies blocks between the pool and the cache. Called by the engine's thread alone.
 
     cache: [layer_count, block_count, block_bytes], uint8, on any device: a view of vLLM's own memory.
     """
@@ -28,12 +28,12 @@ class Mirror:
         self._cache = in_words(cache)
 
     def take_out(self, block_ids: Sequence[int]) -> None:
-        """Copies blocks of all layers from the cache; what was computed into them before is in the copy."""
+        """Copy blocks of all layers from the cache to the pool; KV computed before the call is in the copy."""
         if block_ids:
             copy_blocks(self._cache, self._host, block_ids)
 
     def bring_in(self, block_ids: Sequence[int]) -> None:
-        """Copies blocks of all layers to the cache; when it returns whatever reads them finds them there."""
+        """Copy blocks of all layers to the cache; later readers find them there when it returns."""
         if block_ids:
             copy_blocks(self._host, self._cache, block_ids)
             if self._cache.is_cuda:

@@ -13,7 +13,7 @@ from kaveri.errors import ConfigError
 
 
 def parse_engine_args(text: str) -> Mapping[str, Any]:
-    """For `kaveri.config.setting`: '{"max_num_seqs": 64}', or the path of a file of such a mapping, @ before it or not.
+    """Parser for `kaveri.config.setting`: '{"max_num_seqs": 64}', or the path of such a file, with or without @.
 
     Names may be written as on vLLM's command line, max-num-seqs. Nothing is checked that needs vLLM. Raises ValueError.
     """
@@ -42,7 +42,7 @@ def _read(path: Path) -> Any:
 
 
 def require_known(engine_args: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a name that is no option of the vLLM that is installed."""
+    """Raise ConfigError for a name that is no option of the installed vLLM."""
     from vllm import EngineArgs
 
     known = [option.name for option in fields(EngineArgs)]

@@ -1,4 +1,4 @@
-"""What a step of vLLM asks of the connector's worker sides. Plain values, which go to other processes where there are
+"""Orders of a step to the connector's worker sides. Plain values, which are sent to other processes if there are
 several ranks."""
 
 from dataclasses import dataclass
@@ -6,22 +6,22 @@ from typing import NamedTuple
 
 
 class PromptChunk(NamedTuple):
-    """A step computes tokens of a prompt whose KV is to be pushed."""
+    """The part of a step that computes tokens of a prompt whose KV is to be pushed."""
 
     engine_id: str
     token_count: int
-    """Of the whole prompt."""
+    """Tokens of the whole prompt."""
     new_block_ids: tuple[int, ...]
-    """Blocks that it was given for this step; they follow those that it has."""
+    """Blocks that it was given for this step, after those that it has."""
     before: int
-    """How many tokens it had computed, those of the prefix cache not counted."""
+    """Tokens computed before the step, without those of the prefix cache."""
     computed: int
-    """How many it has behind the step, those counted."""
+    """Tokens computed after the step, including those of the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOrders:
-    """Of one step, the same for every rank."""
+    """Orders of one step, the same for every rank."""
 
     chunks: tuple[PromptChunk, ...] = ()
     landed_block_ids: tuple[int, ...] = ()
@@ -29,6 +29,6 @@ class StepOrders:
     released: tuple[str, ...] = ()
     """vLLM's ids of requests that have ended and whose blocks nothing touches any more."""
     completed_block_ids: tuple[int, ...] = ()
-    """Blocks that the step completes and that are copied to replicas behind it."""
+    """Blocks that the step completes and that are copied to replicas after it."""
     left_block_ids: tuple[int, ...] = ()
     """Blocks that no step computes any more, and that are copied to replicas."""

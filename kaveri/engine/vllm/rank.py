@@ -13,25 +13,25 @@ from kaveri.kv.transfer.transport import Transport
 from kaveri.telemetry.logs import LogSettings
 
 LostListener = Callable[[str], None]
-"""Called at most once, with the reason, when the rank is gone. No event of it follows."""
+"""Called at most once, with the reason, when the rank is lost. No event of it follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """Plain values and a function at the top of a module: it may go to another process."""
+    """Setup of a rank. Plain values and a module-level function: it may be sent to another process."""
 
     listen: tuple[KvEndpoint, ...]
-    """Where to take pushes, best first. Empty: nowhere."""
+    """Addresses where it takes pushes, best first. Empty: none."""
     transports: "Callable[[], Sequence[Transport]] | None"
-    """Makes what carries KV, the preferred first; None for the socket transports."""
+    """Makes the transports of KV, the preferred first; None for the socket transports."""
     epoch: int
     receiving: ReceiverOptions = ReceiverOptions()  # noqa: RUF009 - it is frozen
     copy_slots: int = 0
     """Staging slots for blocks that are copied to replicas."""
     rank: int = 0
-    """Which of the engine's ranks it is for."""
+    """Index of the rank among the engine's."""
     logs: LogSettings | None = None
-    """Of the engine's process, for a rank that has a process of its own."""
+    """Log settings of the engine's process, for a rank that has a process of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class GrantTicket:
 
 @dataclass(frozen=True, slots=True)
 class RevokeTicket:
-    """Give a landing up. TransferReleased follows, unless it has ended."""
+    """Cancel a landing. TransferReleased follows, unless it has ended."""
 
     transfer_id: bytes
 
@@ -58,14 +58,14 @@ class BeginPush:
 
 @dataclass(frozen=True, slots=True)
 class AbortPush:
-    """Give a push up. PushFailed follows, unless it has ended."""
+    """Cancel a push. PushFailed follows, unless it has ended."""
 
     transfer_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PassFirstToken:
-    """A prompt is computed and its first token drawn: every push of it hands the token over."""
+    """Add a prompt's first token to every push of it: the prompt is computed."""
 
     engine_id: str
     first_token_id: int
@@ -73,7 +73,7 @@ class PassFirstToken:
 
 @dataclass(frozen=True, slots=True)
 class ForgetPrompt:
-    """Nothing more is pushed of a prompt."""
+    """Forget a prompt, which is not pushed any more."""
 
     engine_id: str
 
@@ -114,7 +114,7 @@ class MarkCopy:
 
 @dataclass(frozen=True, slots=True)
 class FinishCopy:
-    """All blocks of a replica are written: finish its push. PushAccepted or PushFailed follows."""
+    """Finish the push of a replica, whose blocks are all written. PushAccepted or PushFailed follows."""
 
     transfer_id: bytes
     note: bytes
@@ -122,7 +122,7 @@ class FinishCopy:
 
 @dataclass(frozen=True, slots=True)
 class AbortCopy:
-    """Give the push of a replica up. PushFailed follows, unless it has ended."""
+    """Cancel the push of a replica. PushFailed follows, unless it has ended."""
 
     transfer_id: bytes
     keep_marked: bool
@@ -146,23 +146,23 @@ RankListener = Callable[[RankEvent], None]
 
 
 class Rank(Protocol):
-    """Every call but attach() and detach() returns without waiting."""
+    """A tensor-parallel rank. Every call but attach() and detach() returns without waiting."""
 
     @property
     def layout(self) -> KvLayout:
-        """Of the whole engine."""
+        """Layout of the whole engine."""
 
     def attach(self, setup: RankSetup, listener: RankListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
-        """Makes the rank's end of the data plane; returns where it takes pushes. Raises ConfigError."""
+        """Make the rank's end of the data plane; return where it takes pushes. Raises ConfigError."""
 
     def detach(self) -> None:
-        """Ends it, with all transfers. Idempotent; waits 10 s at most."""
+        """End it, with all transfers. Idempotent; waits 10 s at most."""
 
     def do(self, call: RankCall) -> None:
-        """Carries a call out. What comes of it goes to the listener."""
+        """Carry out a call. Its events go to the listener."""
 
     def flow(self) -> KvFlow:
-        """What is under way, now or a little while ago."""
+        """Snapshot of the transfers, now or shortly before."""
 
     def shutdown(self) -> None:
-        """The rank is not needed any more. Idempotent."""
+        """Shut down a rank that is not needed any more. Idempotent."""

@@ -1,4 +1,4 @@
-"""Copies to replicas as the engine makes them in all of its ranks: one call here is one in each rank."""
+"""Copies to replicas in all ranks of an engine: one call here is one in each rank."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ class RankCopies:
         self._plane.open_copy(ticket)
 
     def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
-        """All layers: a rank has them all."""
+        """Write all layers: a rank has them all."""
         for offset, slot in enumerate(source_blocks):
             self._plane.do(WriteCopy(transfer_id, first_index + offset, slot))
 
@@ -40,4 +40,4 @@ class RankCopies:
         self._plane.do(AbortCopy(transfer_id, keep_marked=False))
 
     def close(self) -> None:
-        """Nothing: the ranks end their pushes with the data plane."""
+        """Do nothing: the ranks end their pushes with the data plane."""

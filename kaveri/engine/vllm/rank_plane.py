@@ -1,7 +1,7 @@
 """One rank's end of the data plane: its pool's sender and receiver, and the prompts that are pushed out of it.
 
-It lives where the rank's memory is: in the engine's process, or in that of one tensor-parallel rank. The engine gives
-all ranks the same calls, and each has its own listener (data_plane).
+It lives in the process of the rank's memory: in the engine's process, or in that of one tensor-parallel rank. The
+engine gives all ranks the same calls, and each has its own listener (data_plane).
 """
 
 import threading
@@ -50,11 +50,11 @@ class RankPlane:
         self._pool = pool
         self._lock = threading.Lock()
         self._kv: PoolPlane | None = None
-        # What makes the copies, and they once there is one.
+        # Makes the copies, and the copies once there are any.
         self._make_copies: Callable[[], StagedCopies] | None = None
         self._copies: StagedCopies | None = None
         self._sources: dict[str, Source] = {}
-        # Of the step under way: with how many tokens it had before.
+        # The step under way: its prompts, with how many tokens they had before.
         self._in_step: list[tuple[Source, int]] = []
 
     def attach(self, setup: RankSetup, listener: RankListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
@@ -119,10 +119,10 @@ class RankPlane:
     def shutdown(self) -> None:
         self.detach()
 
-    # What the step under way does.
+    # The step under way.
 
     def begin_step(self, chunks: Sequence[PromptChunk]) -> None:
-        """The model is about to compute these."""
+        """Record that the model is about to compute these chunks."""
         if not chunks or (kv := self._kv) is None:
             return
         for chunk in chunks:
@@ -133,18 +133,18 @@ class RankPlane:
         kv.pushes.begin_step(zip(sources, (chunk.computed for chunk in chunks), strict=True))
 
     def layer_done(self, layer: int) -> None:
-        """The step's KV of this layer is in the pool."""
+        """Record that the step's KV of this layer is in the pool."""
         if self._in_step and (kv := self._kv) is not None:
             kv.pushes.layer_done(layer)
 
     def end_step(self) -> None:
-        """The same of all layers."""
+        """Record the same for all layers."""
         if self._in_step and (kv := self._kv) is not None:
             kv.pushes.end_step()
         self._in_step.clear()
 
     def written_blocks(self) -> set[int]:
-        """The blocks that the step completes; with a prompt's first chunk those of the prefix cache, too."""
+        """Return the blocks that the step completes; with a prompt's first chunk those of the prefix cache, too."""
         block_tokens = self._pool.layout.block_tokens
         return {
             block
@@ -153,7 +153,7 @@ class RankPlane:
         }
 
     def _source(self, engine_id: str, token_count: int) -> Source:
-        # Whichever comes first: the step that begins it, or the ticket for it.
+        # On whichever comes first: the step that begins it, or the ticket for it.
         with self._lock:
             source = self._sources.get(engine_id)
             if source is None:

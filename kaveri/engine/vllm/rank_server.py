@@ -1,7 +1,7 @@
-"""The engine's calls to a tensor-parallel rank in a process of its own, as the rank's process serves them.
+"""Serves the engine's calls to a tensor-parallel rank, in the rank's own process.
 
-What goes over the connection are calls and events, a few hundred bytes each; KV goes from this process to the other
-instance's. When the connection ends, so does the data plane: the engine is gone.
+The connection carries calls and events, a few hundred bytes each; KV goes from this process to the other instance's.
+When the connection ends, so does the data plane: the engine is gone.
 """
 
 import os
@@ -19,7 +19,7 @@ from kaveri.errors import ConfigError
 from kaveri.telemetry.logs import configure_logs, get_logger
 
 END_GRACE_S = 10.0
-"""How long a rank's process may take to end by itself once its engine is gone."""
+"""Seconds in which a rank's process may end by itself once its engine is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +29,15 @@ class Detach:
 
 @dataclass(frozen=True, slots=True)
 class AskFlow:
-    """Answered ("flow", KvFlow)."""
+    """Request a snapshot of the transfers. Answered ("flow", KvFlow)."""
 
 
 RankMessage = RankSetup | Detach | AskFlow | RankCall
-"""To a rank. A setup attaches it; answered ("attached", endpoints) or ("refused", (field, reason))."""
+"""Message to a rank. A setup attaches it; answered ("attached", endpoints) or ("refused", (field, reason))."""
 
 
 def serve_rank(plane: RankPlane, rank: int, path: str) -> None:
-    """Connects to the engine, which listens at `path`, and serves it on a thread until the connection ends. Then this
+    """Connect to the engine, which listens at `path`, and serve it on a thread until the connection ends. Then this
     process ends, within END_GRACE_S: inside a collective it would wait for a killed rank without end."""
     connection = Client(path, "AF_UNIX")
     server = RankServer(plane, rank, connection)
@@ -48,7 +48,7 @@ def serve_rank(plane: RankPlane, rank: int, path: str) -> None:
 def _serve_until_the_end(server: "RankServer") -> None:
     server.run()
     time.sleep(END_GRACE_S)
-    # Its main thread may be in native code that looks at no signal.
+    # Its main thread may be in native code that handles no signal.
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -62,7 +62,7 @@ class RankServer:
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        """Until the engine is gone."""
+        """Serve until the engine is gone."""
         try:
             while True:
                 self._answer(self._connection.recv())

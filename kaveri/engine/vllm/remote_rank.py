@@ -1,7 +1,7 @@
 """Tensor-parallel ranks in processes of their own, as the engine sees them; rank_server is the other end.
 
-vLLM makes the processes. What it tells a rank of a step goes by vLLM's own way; all else goes over one connection to
-each, a Unix socket in a folder that only this user can enter.
+vLLM makes the processes. Orders of a step go through vLLM's own messages; all else goes over one connection to each, a
+Unix socket in a folder that only this user can enter.
 """
 
 import contextlib
@@ -24,19 +24,19 @@ from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.telemetry.logs import get_logger
 
 _MEET_TIMEOUT_S = 60.0
-"""For a rank to connect, once vLLM says that all are ready."""
+"""Time limit for a rank to connect, once vLLM says that all are ready."""
 _ANSWER_TIMEOUT_S = 60.0
 _DETACH_TIMEOUT_S = 10.0
 _SEND_TIMEOUT_S = 10.0
-"""A rank that takes no call for so long is lost."""
+"""A rank that accepts no call for this long is lost."""
 _QUIET_S = 15.0
-"""After so long without a word a rank is asked for one."""
+"""A rank that has sent nothing for this long is asked for an answer."""
 _CALLS_MAX = 65_536
 """Calls that may wait for a rank: a few for each request that can be under way."""
 
 
 class RankMeeting:
-    """Where the ranks of one engine connect to it. Ends with its context: no other rank is expected then.
+    """Accepts the connections of the ranks of one engine. Ends with its context: no other rank is expected then.
 
     Raises ConfigError when it cannot listen.
     """
@@ -54,7 +54,7 @@ class RankMeeting:
         self._socket.listen(rank_count)
 
     def ranks(self) -> "tuple[RemoteRank, ...]":
-        """All ranks, in their order. Raises ConfigError when one does not come."""
+        """Return all ranks, in their order. Raises ConfigError when one does not connect."""
         self._socket.settimeout(_MEET_TIMEOUT_S)
         met: dict[int, RemoteRank] = {}
         try:
@@ -82,10 +82,10 @@ class RankMeeting:
 
 
 class RemoteRank:
-    """See Rank. flow() is as of the last answer, so that no caller waits for another process.
+    """A rank in another process; see Rank. flow() is as of the last answer, so that no caller waits for it.
 
-    Calls go out on a thread of their own, what comes is read on another. A rank that answers nothing for twice _QUIET_S
-    is lost, as one that has ended is.
+    Calls are sent on a thread of their own, and answers are read on another. A rank that answers nothing for twice
+    _QUIET_S is lost, as one that has ended is.
     """
 
     def __init__(self, rank: int, layout: KvLayout, connection: "Connection[Any, Any]") -> None:
@@ -147,14 +147,14 @@ class RemoteRank:
             self._lose("takes no calls")
 
     def _write(self) -> None:
-        """Until the rank is lost, or not needed any more."""
+        """Send calls until the rank is lost, or not needed any more."""
         try:
             while (call := self._calls.get()) is not None and not self._is_lost:
                 self._connection.send(call)
         except (BrokenPipeError, ConnectionResetError):
             self._lose("has ended")
         except OSError:
-            # Part of a message may be on its way: there is nothing to go on with.
+            # Part of a message may have been sent: the connection is unusable.
             self._lose("takes no calls")
         except Exception as error:
             self._lose(f"cannot be called: {error!r}")
@@ -202,7 +202,7 @@ class RemoteRank:
             on_lost(f"tensor-parallel rank {self._rank} {what}")
 
     def _end(self) -> None:
-        """Nothing more is said or heard; the reader closes the connection."""
+        """End both directions; the reader closes the connection."""
         with self._ending:
             if self._is_lost:
                 return

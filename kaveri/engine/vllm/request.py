@@ -1,4 +1,4 @@
-"""One request of the vLLM engine, and what vLLM keeps for it. No I/O, no locks; needs no vLLM."""
+"""One request of the vLLM engine, and its entry in vLLM. No I/O, no locks; needs no vLLM."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,27 +16,27 @@ class VllmRequest:
     request: EngineRequest
     state: State
     entry: "Entry | None" = None
-    """What vLLM keeps for it now. The engine thread's own."""
+    """Its entry in vLLM now. Used by the engine thread only."""
     drawn: list[int] = field(default_factory=list)
-    """Tokens behind those of the request, the one that prefill drew included."""
+    """Tokens after those of the request, including the one that prefill drew."""
     is_copied: bool = False
     """Its blocks are copied to a replica."""
     whole_block_ids: tuple[int, ...] = ()
     """Its first blocks whose last token is computed and whose KV is in the pool. Known from its landing, and from the
     steps that compute it while it is copied."""
     tail_block_ids: tuple[int, ...] | None = None
-    """Of one that has left: the part-full block behind the whole ones, if there is one. None: not in the pool yet."""
+    """The part-full block after the whole ones, if any, of a request that has left. None: not in the pool yet."""
     generation: int = 0
-    """How often it has given its blocks up."""
+    """Times that it has given its blocks up."""
 
     @property
     def engine_id(self) -> str:
-        """What vLLM is given as the request's id."""
+        """The request's id in vLLM."""
         return self.state.facts.engine_id
 
     @property
     def key(self) -> EngineKey:
-        """What the service calls it."""
+        """The service's key of the request."""
         return self.state.facts.key
 
     @property
@@ -49,7 +49,7 @@ class VllmRequest:
 
     @property
     def source(self) -> str:
-        """What the ranks know its blocks by."""
+        """Key of its blocks at the ranks."""
         return self.engine_id
 
     @property
@@ -67,23 +67,23 @@ class VllmRequest:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether vLLM computes no other suspect beside it."""
+        """True if vLLM computes no other suspect at the same time."""
         return not self.done and is_suspect(self.draw_index, self.request.suspect_until)
 
     def give_up_blocks(self) -> None:
-        """Its blocks are others' from now on."""
+        """Give its blocks up to others."""
         self.whole_block_ids = ()
         self.generation += 1
 
     def enter(self, vllm_id: str, record: Any) -> "Entry":
-        """vLLM has taken it in."""
+        """Record that vLLM has accepted it."""
         self.entry = Entry(
             self, vllm_id, record, AwaitingBlocks() if isinstance(self.state, VllmReserved) else EntryQueued()
         )
         return self.entry
 
     def leave_entry(self) -> "VllmRequest | None":
-        """Parts with what vLLM keeps for it: that belongs to the returned stand-in, which has ended. None: nothing."""
+        """Detach its entry in vLLM: that belongs to the returned stand-in, which has ended. None: it has none."""
         if self.entry is None:
             return None
         left = VllmRequest(self.request, VllmEnded(facts=self.state.facts), self.entry)
@@ -93,44 +93,44 @@ class VllmRequest:
 
 @dataclass(frozen=True, slots=True)
 class EntryQueued:
-    """vLLM has not begun it."""
+    """Not begun by vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitingBlocks:
-    """vLLM is to give it blocks for the KV that a transfer brings."""
+    """Waits for blocks of vLLM for the KV that a transfer brings."""
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitingKv:
-    """vLLM has, and counts it as unfinished, but can do nothing for it."""
+    """Has blocks, and waits for KV: vLLM counts it as unfinished, but cannot compute it."""
 
     landing_blocks: Sequence[int]
-    """Those that the transfer writes."""
+    """Blocks that the transfer writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryComputing:
-    """vLLM computes it, or will when there are blocks."""
+    """Computed by vLLM, now or when there are blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryKept:
-    """vLLM computes it no more, and may keep its blocks."""
+    """Not computed by vLLM any more, which may keep its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryReleased:
-    """vLLM is to take the blocks back with the next step."""
+    """Blocks go back to vLLM with the next step."""
 
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """What vLLM keeps for a request that it was given. A request that is given again has another. The engine thread's
-    own."""
+    """State of a request that vLLM was given. A request that is given again has another. Used by the engine thread
+    only."""
 
     owner: VllmRequest
     vllm_id: str
     record: Any
-    """vLLM's own; VllmCore.begin_answer writes its last token, nothing else is written."""
+    """vLLM's own record; VllmCore.begin_answer writes its last token, nothing else is written."""
     state: EntryQueued | AwaitingBlocks | AwaitingKv | EntryComputing | EntryKept | EntryReleased

@@ -1,4 +1,4 @@
-"""Every request of a vLLM engine, and what of vLLM's blocks is promised to which. No I/O, no locks; needs no vLLM."""
+"""Every request of a vLLM engine, and the blocks of vLLM that are promised to it. No I/O, no locks; needs no vLLM."""
 
 import itertools
 from collections import deque
@@ -46,13 +46,13 @@ from kaveri.kv.layout.layout import KvLayout
 
 _RETRY_AFTER_S = 0.1
 _SERIALS = itertools.count()
-"""Of all engines of the process, as vLLM's logits processors are the process's."""
+"""Shared by all engines of the process, like vLLM's logits processors."""
 
 
 class Requests:
     """Requests from their submission until vLLM has their blocks back. A TransferAccount (transfers.py).
 
-    put: takes events, in the order in which things happen. on_work: called when the engine thread has something to do.
+    put: takes events, in order. on_work: called when the engine thread has something to do.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class Requests:
         self.prefills: dict[EngineKey, VllmRequest] = {}
         self.decodes: dict[EngineKey, VllmRequest] = {}
         self.waiting: deque[VllmRequest] = deque()
-        """Those of `decodes` that are Waiting, in the order of admission."""
+        """Requests of `decodes` that are Waiting, in the order of admission."""
         self.by_id: dict[str, VllmRequest] = {}
         """Live and ended ones, by engine id."""
         self.ended: set[VllmRequest] = set()
-        """Done, but vLLM has not got their blocks back, or a transfer may still touch them."""
+        """Done, but vLLM does not have their blocks back, or a transfer may still touch them."""
         self.added: list[VllmRequest] = []
-        """Those that vLLM has not been given."""
+        """Requests that vLLM has not been given."""
         self.unused_blocks = total_blocks
         """Blocks that no request held at the end of the last step."""
         self._layout = layout
@@ -87,15 +87,15 @@ class Requests:
 
     @property
     def short_of_blocks(self) -> bool:
-        """Whether a request that gave its blocks up waits for others."""
+        """True if a request that gave its blocks up waits for others."""
         return any(isinstance(request.state, Evicted) for request in self.decodes.values())
 
     def open_prefill(self, request: EngineRequest) -> VllmRequest:
-        """Takes a new prompt. Raises RequestAlreadyExists and NoCapacity."""
+        """Add a new prompt. Raises RequestAlreadyExists and NoCapacity."""
         return self._open("prefill", self.prefills, request, submitted(_new_id(), request, self._layout))
 
     def adopt(self, key: EngineKey) -> None:
-        """A computed prompt without an open push becomes one that has arrived. Others are ignored."""
+        """Turn a computed prompt without an open push into one that has arrived. Others are ignored."""
         request = self.prefills.get(key)
         if request is not None and isinstance(request.state, VllmComputed) and request.transfer_id is None:
             if key in self.decodes:
@@ -105,7 +105,7 @@ class Requests:
             self._on_work()
 
     def admit(self, key: EngineKey) -> None:
-        """A request whose KV is here may run. Others are ignored."""
+        """Let a request whose KV is here run. Others are ignored."""
         request = self.decodes.get(key)
         if request is not None and isinstance(request.state, Arrived):
             self.apply(request, Admitted())
@@ -113,7 +113,7 @@ class Requests:
             self._on_work()
 
     def apply(self, request: VllmRequest, event: Event) -> list[TokenStep | AbortPush | PassFirstToken]:
-        """Takes a request one event further. Returns its tokens, and the calls to the ranks that the caller makes."""
+        """Apply one event to a request. Returns its tokens, and the calls to the ranks that the caller makes."""
         before = request.state
         request.state, actions = step(before, event)
         match event:
@@ -138,7 +138,7 @@ class Requests:
         return rest
 
     def take_waiting(self, max_batch: int) -> list[VllmRequest]:
-        """The waiting requests that the running batch has room for, in order; the caller lets them join."""
+        """Take the waiting requests that the running batch has room for, in order; the caller lets them join."""
         room = max_batch - self.running_count()
         taken = _without_later_suspects(self.waiting, self._computes_suspect())[: max(0, room)]
         for request in taken:
@@ -146,35 +146,35 @@ class Requests:
         return taken
 
     def take_added(self) -> list[VllmRequest]:
-        """The new requests that vLLM is to be given now. Of the prompts of suspects it computes one at a time."""
+        """Take the new requests that vLLM is to be given now. Of the prompts of suspects it computes one at a time."""
         taken = _without_later_suspects(self.added, self._computes_suspect())
         self.added = [request for request in self.added if request not in taken]
         return taken
 
     def _computes_suspect(self) -> bool:
-        """Whether vLLM has a suspect to compute."""
+        """Return True if vLLM has a suspect to compute."""
         live = (request for request in self._live() if request.is_suspect and request not in self.added)
         return any(isinstance(request.state, (Submitted, VllmPrefilling, *IN_BATCH)) for request in live)
 
     def leave_entry(self, request: VllmRequest) -> None:
-        """Parts a request from the blocks that vLLM keeps for it, as if it had ended."""
+        """Detach a request from the blocks that vLLM keeps for it, as if it had ended."""
         left = request.leave_entry()
         if left is not None:
             self.ended.add(left)
 
     def forget(self, request: VllmRequest) -> None:
-        """vLLM has the blocks of an ended request back."""
+        """Forget an ended request whose blocks vLLM has back."""
         self.ended.discard(request)
         if self.by_id.get(request.engine_id) is request:
             del self.by_id[request.engine_id]
 
     def running_count(self) -> int:
-        """Requests in the running batch, evicted ones included."""
+        """Number of requests in the running batch, evicted ones included."""
         return sum(isinstance(request.state, IN_BATCH) for request in self.decodes.values())
 
     def held(self, max_batch: int) -> list[VllmRequest]:
-        """Requests that vLLM has begun and is not to compute further now. The others of those that are not admitted
-        may run ahead: the batch has room for them, and no request can lose its blocks by it."""
+        """Return the requests that vLLM has begun and must not compute further now. The others of those that are not
+        admitted may run ahead: the batch has room for them, and no request can lose its blocks by it."""
         begun = [
             request
             for request in self._live()
@@ -196,7 +196,7 @@ class Requests:
         return held
 
     def idle_count(self, max_batch: int) -> int:
-        """Requests that vLLM counts as unfinished and can do nothing for: their KV is to come, or they are held."""
+        """Return how many requests vLLM counts as unfinished but cannot compute: they wait for KV, or are held."""
         awaiting = sum(
             request.entry is not None and isinstance(request.entry.state, AwaitingKv)
             for request in (*self.decodes.values(), *self.ended)
@@ -204,13 +204,13 @@ class Requests:
         return awaiting + len(self.held(max_batch))
 
     def clear(self, total_blocks: int) -> None:
-        """vLLM has all blocks back and no transfer is open."""
+        """Forget all requests: vLLM has all blocks back and no transfer is open."""
         for table in (self.prefills, self.decodes, self.waiting, self.by_id, self.ended, self.added):
             table.clear()
         self.unused_blocks = total_blocks
 
     def stats(self) -> EngineStats:
-        """Takes time in proportion to the live requests."""
+        """Snapshot of the engine; takes time in proportion to the live requests."""
         prefilling = [r for r in self.prefills.values() if isinstance(r.state, Submitted | VllmPrefilling)]
         admitted = len(self.waiting) + self.running_count()
         return EngineStats(
@@ -222,7 +222,7 @@ class Requests:
         )
 
     def check_integrity(self, vllm_ids: Iterable[str]) -> None:
-        """Asserts that each request is in the tables of its state, and that vLLM holds none that is unknown here."""
+        """Assert that each request is in the tables of its state, and that vLLM holds none that is unknown here."""
         known = {r.entry.vllm_id for r in (*self._live(), *self.ended) if r.entry is not None}
         for vllm_id in vllm_ids:
             assert vllm_id in known, f"vLLM keeps {vllm_id}, which is unknown here"
@@ -326,13 +326,13 @@ class Requests:
             self._on_work()
 
     def left(self, request: VllmRequest, block_ids: Sequence[int]) -> None:
-        """All KV of one that has left its batch is in the pool, in these blocks."""
+        """Record that all KV of a request that has left its batch is in the pool, in these blocks."""
         if isinstance(request.state, Left):
             whole = request.state.computed // self._layout.block_tokens
             request.whole_block_ids, request.tail_block_ids = tuple(block_ids[:whole]), tuple(block_ids[whole:])
 
     def goes_on(self, request: VllmRequest) -> bool:
-        """Whether there is room for a token behind the one that prefill draws."""
+        """Return True if there is room for a token after the one that prefill draws."""
         return request.prompt_tokens + 1 < self._max_model_len
 
     def _open(
@@ -353,7 +353,7 @@ class Requests:
         return opened
 
     def _retire(self, request: VllmRequest, before: State) -> None:
-        """It is done: no event of it follows. Its blocks follow when no transfer touches them."""
+        """Record that a request is done: no event of it follows. Its blocks are freed when no transfer touches them."""
         del (self.prefills if isinstance(before, OF_PREFILL) else self.decodes)[request.key]
         if isinstance(before, Waiting) and request in self.waiting:
             self.waiting.remove(request)
@@ -372,7 +372,7 @@ def _may_run_ahead(request: VllmRequest) -> bool:
 
 
 def _without_later_suspects(requests: Iterable[VllmRequest], has_suspect: bool) -> list[VllmRequest]:
-    """Leaves out the suspects that must wait for another one. A request that waits for its KV is not computed yet."""
+    """Leave out the suspects that must wait for another one. A request that waits for its KV is not computed yet."""
     taken: list[VllmRequest] = []
     for request in requests:
         if request.is_suspect and not isinstance(request.state, VllmReserved):

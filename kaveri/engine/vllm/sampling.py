@@ -1,4 +1,4 @@
-"""Between our words and vLLM's for sampling: parameters, finish reasons, log-probabilities, refusals."""
+"""Translates sampling between Kaveri and vLLM: parameters, finish reasons, log-probabilities, refusals."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,17 +20,17 @@ _FINISH_REASONS = {
 
 
 def prefill_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> VllmSamplingParams:
-    """For a prompt. Its answer may go on as the same request of vLLM."""
+    """Return vLLM's parameters for a prompt. Its answer may continue as the same request of vLLM."""
     params = decode_params(request, eos_token_ids)
     if request.scores_prompt:
         params.prompt_logprobs = request.params.prompt_logprobs
-        # Of what comes from the prefix cache nothing is computed, and so no log-probabilities.
+        # Nothing is computed for tokens from the prefix cache, and so no log-probabilities.
         params.skip_reading_prefix_cache = True
     return params
 
 
 def decode_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> VllmSamplingParams:
-    """For a vLLM request over request.token_ids that draws all that is left of the answer.
+    """Return the parameters of a vLLM request over request.token_ids that draws the rest of the answer.
 
     vLLM ends the request as kaveri.engine.stopping would.
     """
@@ -40,14 +40,15 @@ def decode_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> Vllm
     generated = request.generated_count
     draw = Draw(request.params, len(request.token_ids) - generated, generated, eos_token_ids)
     return VllmSamplingParams(
-        # Greedy among what KeyedDraws leaves. It sees to min_tokens too: vLLM would count this placement's tokens.
+        # Greedy among the tokens that KeyedDraws leaves. It also enforces min_tokens: vLLM would count this placement's
+        # tokens.
         temperature=0.0,
         max_tokens=max(1, params.max_tokens - generated),
         # vLLM would add the ids of the checkpoint's generation config; ours are in stop_token_ids.
         ignore_eos=True,
         stop_token_ids=sorted(set(stop_token_ids)),
         logprobs=request.params.logprobs,
-        # Texts, and stop texts, are the router's business.
+        # The router handles texts, and stop texts.
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         extra_args=draw.to_extra_args(),
@@ -55,7 +56,7 @@ def decode_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> Vllm
 
 
 def finish_reason_of(reason: str | None) -> FinishReason | None:
-    """vLLM's reason in our words; None while the request goes on. Raises EngineError for one that no request has."""
+    """Convert vLLM's reason; None while the request continues. Raises EngineError for one that no request has."""
     if reason is None:
         return None
     if reason not in _FINISH_REASONS:
@@ -64,7 +65,7 @@ def finish_reason_of(reason: str | None) -> FinishReason | None:
 
 
 def logprobs_of(position: Mapping[int, Any] | None, token_id: int, asked: int | None) -> Logprobs | None:
-    """One position of vLLM's logprobs in our words; None when none were asked for.
+    """Convert one position of vLLM's logprobs; None if none were requested.
 
     position: vLLM's Logprob (logprob, rank from 1) by token id: the drawn token's and those of the `asked` likeliest.
     """
@@ -75,7 +76,7 @@ def logprobs_of(position: Mapping[int, Any] | None, token_id: int, asked: int | 
 
 
 def prompt_logprobs_of(request: EngineRequest, positions: Sequence[Mapping[int, Any] | None]) -> list[PromptLogprobs]:
-    """vLLM's prompt_logprobs as events. Raises EngineError when there are fewer than the prompt has tokens.
+    """Convert vLLM's prompt_logprobs to events. Raises EngineError when there are fewer than the prompt has tokens.
 
     positions: vLLM's Logprob by token id for each token of the prompt; None for the first one.
     """
@@ -91,7 +92,7 @@ def prompt_logprobs_of(request: EngineRequest, positions: Sequence[Mapping[int, 
 
 
 def refusal_of(error: Exception) -> KaveriError:
-    """What it means that vLLM's add_request raised `error`."""
+    """Convert an error of vLLM's add_request."""
     if isinstance(error, KaveriError):
         return error
     if isinstance(error, VLLMClientError | ValueError):

@@ -24,7 +24,7 @@ from kaveri.kv.transfer.transport import Transport
 
 
 class StagedCopies:
-    """Lives where the rank's memory is. layout: of the whole engine. pool: of the rank; its blocks are copied."""
+    """Runs where the rank's memory is. layout: of the whole engine. pool: of the rank; its blocks are copied."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class StagedCopies:
         self._sender = PartSender(layout, rank, listener, partial(KvSender, self._staging, transports=transports))
 
     def do(self, call: CopyCall) -> None:
-        """Carries a call out. What comes of it goes to the listener."""
+        """Carry out a call. Its events go to the listener."""
         match call:
             case StageBlock(serial, block_id, slot):
                 self._staging.memory[:, slot] = self._pool.memory[:, block_id]
@@ -62,5 +62,5 @@ class StagedCopies:
                 self._sender.abort(transfer_id, keep_marked=keep_marked)
 
     def close(self) -> None:
-        """Ends all pushes. Idempotent."""
+        """End all pushes. Idempotent."""
         self._sender.close()

@@ -1,4 +1,4 @@
-"""One turn of the engine: gives vLLM what is new, lets it make a step, and applies what came of it to the requests.
+"""One turn of the engine: passes new work to vLLM, lets it make a step, and applies the result to the requests.
 
 Called by the engine thread, which alone calls vLLM. Within a step vLLM's scheduler calls back (StepHooks).
 """
@@ -61,7 +61,7 @@ from kaveri.errors import NoCapacity
 
 _RETRY_AFTER_S = 0.1
 _UNKNOWN = 0
-"""Stands for the token that prefill will draw, of which nothing is computed before it is known."""
+"""Placeholder for the token that prefill will draw; nothing is computed from it before it is known."""
 
 _Actions = list[TokenStep | AbortPush | PassFirstToken]
 
@@ -80,7 +80,7 @@ class Steps:
         max_batch: int,
         on_stepped: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_stepped: called behind each step, when its tokens are known."""
+        """on_stepped: called after each step, when its tokens are known."""
         self._on_stepped = on_stepped
         self._shared = shared
         self._requests = requests
@@ -89,22 +89,22 @@ class Steps:
         self._transfers = transfers
         self._info = info
         self._max_batch = max_batch
-        # What the step under way computes.
+        # The step under way.
         self._advances: Sequence[RequestAdvance] = ()
 
     def runnable_count(self) -> int:
-        """Requests that the next step could compute something for. With the lock held."""
+        """Return the number of requests that the next step could compute something for. The caller holds the lock."""
         return self._core.unfinished_count - self._requests.idle_count(self._max_batch)
 
     @property
     def has_reports(self) -> bool:
-        """Whether the next step has something to report to vLLM."""
+        """Return True if the next step has something to report to vLLM."""
         return self._core.scheduler_side.has_reports
 
     def turn(self, added: Sequence[VllmRequest], stalled: bool) -> bool:
-        """Gives vLLM what has changed and lets it make a step. Whether anything came of it.
+        """Pass changes to vLLM and let it make a step. True if anything was done.
 
-        added: new requests. stalled: nothing came of the last turn.
+        added: new requests. stalled: the last turn did nothing.
         """
         for request in added:
             self._add(request)
@@ -135,12 +135,12 @@ class Steps:
         return reporting or advanced or bool(added)
 
     def members(self) -> list[StepMember]:
-        """The requests of the step that has raised, and are not done; none outside of a step."""
+        """Return the requests of the step that has raised, without those that are done; none outside of a step."""
         owners = [advance.entry.owner for advance in self._advances]
         return [StepMember(each.key, each.draw_index, each.request.suspect_until) for each in owners if not each.done]
 
     def check_integrity(self) -> None:
-        """Asserts that vLLM's blocks and the requests agree. Between steps: on the engine thread, or when it is not
+        """Assert that vLLM's blocks and the requests agree. Between steps: on the engine thread, or when it is not
         running."""
         tables, counts = self._core.tables(), self._core.reference_counts()
         held: dict[int, int] = {}
@@ -152,7 +152,7 @@ class Steps:
         with self._shared.lock:
             self._requests.check_integrity(tables)
 
-    # What vLLM's scheduler tells within a step; see StepHooks.
+    # Callbacks of vLLM's scheduler within a step; see StepHooks.
 
     def find(self, engine_id: str) -> VllmRequest | None:
         return self._requests.by_id.get(engine_id)
@@ -181,7 +181,7 @@ class Steps:
             assert isinstance(entry.state, AwaitingKv), "a placed request waits for its KV"
             self._transfers.grant(entry.owner, entry.state.landing_blocks, first_block)
         self._advances = advances
-        # A request that has begun says so before the step that begins it is computed.
+        # A request that has begun reports it before the step that begins it is computed.
         self._shared.outbox.publish()
         return chunks
 
@@ -190,13 +190,13 @@ class Steps:
             # vLLM itself keeps those of a request that still waits for its KV.
             return False
         with self._shared.lock:
-            # A prompt that ran ahead to the end of its answer may be pushed still.
+            # A prompt that ran ahead to the end of its answer may still be pushed.
             return entry.owner.transfer_id is not None or isinstance(entry.owner.state, VllmComputed)
 
     # Before the step.
 
     def _add(self, request: VllmRequest) -> None:
-        """Gives vLLM a request for the first time."""
+        """Give vLLM a request for the first time."""
         if request.done:
             return
         given = request.request
@@ -205,7 +205,7 @@ class Steps:
         elif request.held_tokens is not None:
             self._give(request, given.token_ids, decode_params(given, self._info.eos_token_ids))
         else:
-            # The token that prefill will draw is the last of this prompt: vLLM has its KV to compute, and no other's.
+            # The token that prefill will draw is the last of this prompt: vLLM must compute its KV, and no other's.
             token_ids, drawn_count = given.token_ids, given.generated_count
             if self._requests.goes_on(request):
                 token_ids, drawn_count = (*token_ids, _UNKNOWN), drawn_count + 1
@@ -215,11 +215,11 @@ class Steps:
     def _give(self, request: VllmRequest, token_ids: Sequence[int], params: Any, *, is_prefill: bool = False) -> None:
         try:
             self._core.add(request.engine_id, token_ids, params, is_prefill=is_prefill)
-        except Exception as error:  # vLLM has no one class for what it refuses
+        except Exception as error:  # vLLM has no common class for its refusals
             self._transfers.refuse(request, refusal_of(error))
 
     def _release_ended(self) -> None:
-        """Has vLLM end what we have ended, and take back the blocks that no transfer touches any more."""
+        """End in vLLM the requests that have ended here, and give back the blocks that no transfer touches any more."""
         with self._shared.lock:
             ended = [(request, request.entry, request.transfer_id is None) for request in self._requests.ended]
         gone = []
@@ -239,7 +239,7 @@ class Steps:
             self._plane.do(ForgetPrompt(request.engine_id))
 
     def _take_leaving(self) -> list[tuple[VllmRequest, Sequence[int]]]:
-        """Holds requests that are to be released. Returns them with their blocks, which can be read behind the next
+        """Hold requests that are to be released. Returns them with their blocks, which can be read after the next
         step."""
         with self._shared.lock:
             decodes = tuple(self._requests.decodes.values())
@@ -251,14 +251,14 @@ class Steps:
             assert request.entry is not None, "vLLM has a request that it computes"
             computed = request.state.computed
             block_ids = self._core.blocks_of(request.entry.vllm_id)[: request.state.facts.block_count(computed)]
-            # It may have ended, or gone on, just now.
+            # It may have ended, or continued, just now.
             if isinstance(request.state, Left):
                 self._core.scheduler_side.left(block_ids[len(request.whole_block_ids) :])
                 left.append((request, block_ids))
         return left
 
     def _make_room(self, stalled: bool) -> None:
-        """Takes blocks from requests that are not computed, where others wait for blocks."""
+        """Take blocks from requests that are not computed, if others wait for blocks."""
         with self._shared.lock:
             if self._requests.short_of_blocks:
                 self._give_up_adopted()
@@ -266,7 +266,7 @@ class Steps:
                     self._give_up_landed()
 
     def _admit_waiting(self) -> None:
-        """Lets vLLM compute admitted requests, as far as the batch has room."""
+        """Let vLLM compute admitted requests, as far as the batch has room."""
         joined: list[tuple[VllmRequest, int | None]] = []
         with self._shared.lock:
             for request in self._requests.take_waiting(self._max_batch):
@@ -291,14 +291,14 @@ class Steps:
                 self._core.decode(entry.record)
 
     def _submit_again(self, request: VllmRequest) -> None:
-        """Gives vLLM a request that gave its blocks up before it joined the batch."""
+        """Give vLLM a request that gave its blocks up before it joined the batch."""
         given, drawn = request.request, request.drawn
         token_ids = (*given.token_ids, *drawn)
         extended = replace(given, token_ids=token_ids, generated_count=given.generated_count + len(drawn))
         self._give(request, token_ids, decode_params(extended, self._info.eos_token_ids))
 
     def _give_up_adopted(self) -> None:
-        """Adopted requests that are not computed make room for those that were, and wait for blocks."""
+        """Make room for requests that wait for blocks: adopted requests that are not computed give up theirs."""
         for request in self._requests.decodes.values():
             held_back = isinstance(request.state, Arrived | Waiting)
             if held_back and request.entry is not None and not _awaits_kv(request):
@@ -306,10 +306,10 @@ class Steps:
                 self._requests.apply(request, BlocksGivenUp())
 
     def _give_up_landed(self) -> None:
-        """One that landed, the last, and is not computed makes room for those that were, and wait for blocks.
+        """Make room for requests that wait for blocks: the last one that landed and is not computed gives up its own.
 
-        It is computed from the beginning when its time comes. Else a service that admits none until the running ones
-        get on, and running ones that wait for the blocks of those it holds back, would wait for each other without end.
+        It is computed from the beginning later. Otherwise there would be a deadlock between a service that admits none
+        until the running ones advance, and running ones that wait for the blocks of those it holds back.
         """
         for request in reversed(self._requests.decodes.values()):
             if isinstance(request.state, Arrived | Waiting) and _awaits_kv(request):
@@ -318,10 +318,10 @@ class Steps:
                 self._shared.wake()
                 return
 
-    # Behind the step.
+    # After the step.
 
     def _apply_step(self, outputs: Sequence[Any]) -> None:
-        """Applies a step to the requests that it computed."""
+        """Apply a step to the requests that it computed."""
         actions: _Actions = []
         apply = self._requests.apply
         with self._shared.lock:
@@ -354,13 +354,13 @@ class Steps:
         self._on_stepped()
 
     def _put_tokens(self, actions: Iterable[TokenStep | AbortPush | PassFirstToken]) -> None:
-        """With the lock held."""
+        """Queue the tokens for the listener. The caller holds the lock."""
         tokens = tuple(action for action in actions if isinstance(action, TokenStep))
         if tokens:
             self._shared.outbox.put(StepTokens(tokens))
 
     def _outcome(self, request: VllmRequest, output: Any) -> Drawn | VllmFailed:
-        """What the step drew for a request."""
+        """Return the result of the step for a request."""
         drawn = output.outputs[0]
         if not drawn.token_ids:
             return VllmFailed(_ended_by_vllm(output))
@@ -374,13 +374,13 @@ class Steps:
         return Drawn(token_id, logprobs, self._finish(request, token_id))
 
     def _prompt_logprobs(self, request: VllmRequest, output: Any) -> Sequence[PromptLogprobs]:
-        """vLLM gives all of them with the first token."""
+        """Return the log-probabilities of the prompt; vLLM reports all of them with the first token."""
         if not request.request.scores_prompt:
             return ()
         return prompt_logprobs_of(request.request, output.prompt_logprobs or ())
 
     def _finish(self, request: VllmRequest, token_id: int) -> FinishReason | None:
-        """Why the request ends with this token, its next; None when it goes on."""
+        """Return why the request ends with this token, its next; None if it continues."""
         index = request.request.generated_count + len(request.drawn)
         context_tokens = request.prompt_tokens + len(request.drawn) + 1
         eos_token_ids, max_model_len = self._info.eos_token_ids, self._info.max_model_len
@@ -393,7 +393,7 @@ class Steps:
 
 
 def _chunk(request: VllmRequest, computed: int, block_ids: Sequence[int]) -> PromptChunk:
-    """What a step adds to a prompt. Before it is applied to the request."""
+    """Return a step's addition to a prompt. Called before it is applied to the request."""
     state = request.state
     known = state.block_count if isinstance(state, VllmPrefilling) else 0
     return PromptChunk(request.engine_id, request.prompt_tokens, tuple(block_ids[known:]), state.computed, computed)
