@@ -13,28 +13,28 @@ from kaveri.simulator.sequence import CountedSequence
 
 
 class PrefillSide(Protocol):
-    """The prefill instance of an attempt, as others see it."""
+    """Interface of an attempt's prefill instance to others."""
 
     record: InstanceRecord
 
     def accept(self, attempt: "SimulatedAttempt") -> None:
-        """A router sends it."""
+        """Accept an attempt that a router sends."""
 
     def push_failed(self, reserved: Any) -> None:
-        """The decode instance has died. reserved: what it had reserved."""
+        """Handle the death of the decode instance. reserved: the room that it had reserved."""
 
 
 class DecodeSide(Protocol):
-    """The decode instance of an attempt, as others see it."""
+    """Interface of an attempt's decode instance to others."""
 
     member: BeatingMember
     is_dead: bool
 
     def give_back(self, reserved: Any) -> None:
-        """The room is not wanted."""
+        """Release room that is not needed."""
 
     def land(self, reserved: Any) -> None:
-        """All KV is there."""
+        """Handle the landing of all KV."""
 
 
 _NO_SETBACK = RetryState()
@@ -42,40 +42,40 @@ _NO_SETBACK = RetryState()
 
 @dataclass(slots=True)
 class LossAccount:
-    """What the losses of instances have cost one request, as kaveri.client.answer.ServerTiming."""
+    """Cost of lost instances for one request, as in kaveri.client.answer.ServerTiming."""
 
     since_s: float = math.nan
-    """Of the last token before a loss, or of the loss where there was none; NaN: the request goes on."""
+    """Time of the last token before a loss, or of the loss if there was none; NaN: no loss is pending."""
     resumes: int = 0
     held_tokens: int = 0
     recomputed_tokens: int = 0
     stall_s: float = 0.0
 
     def lost(self, since_s: float) -> None:
-        """Its instance was lost. A second loss before the next token belongs to the first."""
+        """Record the loss of its instance. A second loss before the next token counts with the first."""
         if math.isnan(self.since_s):
             self.since_s = since_s
 
     def computes_again(self, tokens: int) -> None:
-        """It goes to a prefill instance with so many tokens."""
+        """Record that a prefill instance computes this many tokens again."""
         if not math.isnan(self.since_s):
             self.recomputed_tokens += tokens
 
     def resumed(self, tokens: int, held_tokens: int) -> None:
-        """It goes on with so many tokens where its copy is, which has the KV of `held_tokens`."""
+        """Record that a request of this many tokens resumes at its copy, which has the KV of `held_tokens`."""
         self.resumes += 1
         self.held_tokens += held_tokens
         self.recomputed_tokens += tokens - held_tokens
 
     def drew(self, drawn_s: float) -> None:
-        """There is a token again."""
+        """Record the first token after a loss."""
         if not math.isnan(self.since_s):
             self.stall_s += drawn_s - self.since_s
             self.since_s = math.nan
 
 
 class SimulatedRequest:
-    """What its client and its router know of it. Times are seconds of the timeline."""
+    """A request as its client and its router see it. Times are seconds of the timeline."""
 
     __slots__ = (
         "attempt_count",
@@ -95,7 +95,7 @@ class SimulatedRequest:
     def __init__(
         self, number: int, due_s: float, prompt_tokens: int, output_tokens: int, length: TokenRange | None
     ) -> None:
-        """length: what the cluster knows of the answer's length."""
+        """length: the answer's length as known to the cluster."""
         self.number = number
         self.due_s = due_s
         self.prompt_tokens = prompt_tokens
@@ -104,18 +104,18 @@ class SimulatedRequest:
         self.generated = 0
         """Tokens of the answer that the router has."""
         self.first_s = math.nan
-        """When prefill drew the first one."""
+        """Time at which prefill drew the first token."""
         self.last_token_s = math.nan
-        """When its last token was drawn, as far as the router had it when an instance was lost."""
+        """Time of its last token, as far as the router had it when an instance was lost."""
         self.router_s = 0.0
         self.attempt_count = 0
         self.retry = _NO_SETBACK
         self.losses: LossAccount | None = None
-        """None: nothing was lost."""
+        """None: no instance was lost."""
 
 
 class SimulatedAttempt:
-    """One placement of a request on a prefill instance, and what follows. Hashed by identity."""
+    """One placement of a request on a prefill instance, through to its end. Hashed by identity."""
 
     __slots__ = (
         "arrived_s",
@@ -153,7 +153,7 @@ class SimulatedAttempt:
         self.is_over = False
         self.decode: DecodeSide | None = None
         self.sequence: CountedSequence | None = None
-        """At prefill."""
+        """Its sequence at prefill."""
         self.seeking: Any = None
         self.place_search: Any = None
         self.heavy = False
@@ -161,10 +161,10 @@ class SimulatedAttempt:
         self.queue_s = self.prefill_s = 0.0
         self.pushing_since_s = -1.0
         self.pushed_tokens = 0
-        """Those that link_free_s counts."""
+        """Pushed tokens that link_free_s covers."""
         self.link_free_s = 0.0
-        """When the link has sent their KV."""
+        """Time at which the link has sent their KV."""
         self.replica: ReplicaLocation | None = None
-        """Where it can be resumed, since its instance was lost."""
+        """Where it can be resumed after the loss of its instance."""
         self.resumed_from: SimulatedAttempt | None = None
-        """The one that prefill computed, when this one was resumed from a copy."""
+        """The attempt that prefill computed, if this one was resumed from a copy."""

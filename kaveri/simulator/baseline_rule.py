@@ -1,4 +1,4 @@
-"""The schedulers of other systems, by what a step takes. Pure.
+"""The schedulers of other systems, by the content of their steps. Pure.
 
     prefill-first  vLLM 0.2 (arXiv 2309.06180): a step takes whole prompts while some wait and fit, else it draws tokens
     token-budget   Sarathi (arXiv 2308.16369), DeepSpeed-MII: tokens of answers first, chunks of prompts up to a budget
@@ -13,7 +13,7 @@ import enum
 
 
 class BaselineRule(enum.StrEnum):
-    """What a step takes."""
+    """Selects the content of a step."""
 
     PREFILL_FIRST = "prefill-first"
     TOKEN_BUDGET = "token-budget"

@@ -1,7 +1,7 @@
-"""Other systems' schedulers, to compare with: one engine that computes prompts and draws tokens. Pure.
+"""Schedulers of other systems, for comparison: one engine that computes prompts and draws tokens. Pure.
 
 Steps are formed from counted tokens and blocks, and last as long as the latency model says. Steps that only draw tokens
-are taken together until a request comes, ends, or lacks a block.
+are grouped until a request arrives, ends, or lacks a block.
 """
 
 import math
@@ -22,7 +22,7 @@ from kaveri.workload.run_columns import SERVER_PHASES, RunColumns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineSpec:
-    """One instance."""
+    """Settings of one instance."""
 
     rule: BaselineRule
     latency: LatencyModel
@@ -30,16 +30,16 @@ class BaselineSpec:
     block_tokens: int = 16
     max_batch: int = 256
     step_tokens: int = 2048
-    """prefill-first: most prompt tokens of a step, unless it has one prompt only. token-budget: tokens of
-    a step in all. beside: of its chunks. whole-batch ignores it."""
+    """prefill-first: most prompt tokens of a step, unless it has one prompt only. token-budget: total tokens of a step.
+    beside: tokens of its chunks. whole-batch ignores it."""
     step_prompts: int = 256
     """Most prompts of a step of whole prompts."""
     swap_token_s: float | None = None
-    """Seconds to move the KV of one token to host memory or back; a request that lacks blocks goes there. None: its
-    tokens are computed again."""
+    """Seconds to move the KV of one token to host memory or back, for a request that lacks blocks. None: its tokens are
+    computed again."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError, naming the field, its value and the limit."""
+        """Raise ConfigError, naming the field, its value and the limit."""
         for name in ("total_blocks", "block_tokens", "max_batch", "step_tokens", "step_prompts"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, f"is {getattr(self, name)}; it must be at least 1")
@@ -58,23 +58,23 @@ class _BaselineRequest:
         self.output = output
         self.drawn = 0
         self.computed = 0
-        """Tokens with KV."""
+        """Tokens whose KV is computed."""
         self.blocks = 0
         self.last_s = math.nan
 
     @property
     def tokens(self) -> int:
-        """Of prompt and answer so far."""
+        """Tokens of prompt and answer so far."""
         return self.prompt + self.drawn
 
     @property
     def pending(self) -> int:
-        """To be computed before the next token is drawn."""
+        """Tokens to compute before the next one is drawn."""
         return self.tokens - self.computed
 
 
 class BaselineRun:
-    """What a run has brought, as kaveri.simulator.report reads it."""
+    """Results of a run, as kaveri.simulator.report reads them."""
 
     def __init__(self, columns: RunColumns, preemptions: int) -> None:
         self._columns = columns
@@ -82,16 +82,16 @@ class BaselineRun:
         self.attempts = [1] * len(columns.due_s)
 
     def columns(self) -> RunColumns:
-        """What kaveri.workload.summary sums up."""
+        """Input of kaveri.workload.summary."""
         return self._columns
 
     def reason(self, number: int) -> str:
-        """No request fails."""
+        """Return "": no request fails."""
         return ""
 
 
 def baseline_of(cluster: ClusterSpec, rule: BaselineRule) -> BaselineSpec:
-    """An instance with the pool and the batch of the cluster's decode instances, and the chunks of its prefill
+    """Return an instance with the pool and the batch of the cluster's decode instances, and the chunks of its prefill
     instances. As in vLLM 0.2, a step of whole prompts takes as many tokens as the longest request has."""
     pool = cluster.decode.engine
     whole = rule in (BaselineRule.PREFILL_FIRST, BaselineRule.WHOLE_BATCH)
@@ -106,12 +106,12 @@ def baseline_of(cluster: ClusterSpec, rule: BaselineRule) -> BaselineSpec:
 
 
 def baseline_ids(count: int) -> tuple[str, ...]:
-    """The names of so many instances."""
+    """Return the ids of `count` instances."""
     return tuple(f"baseline-{number}" for number in range(count))
 
 
 def simulate_baseline(spec: BaselineSpec, requests: Sequence[PlannedRequest], count: int = 1) -> BaselineRun:
-    """Deals the requests out in turn to `count` equal instances, and runs until all have ended.
+    """Distribute the requests round robin over `count` equal instances, and run until all have ended.
 
     Raises ConfigError for a request that does not fit into a pool alone.
     """
@@ -163,7 +163,7 @@ class _BaselineInstance:
         self._free = spec.total_blocks
         self._waiting: deque[_BaselineRequest] = deque()
         self._prefilling: deque[_BaselineRequest] = deque()
-        """Admitted, and not computed whole."""
+        """Admitted, and not computed completely."""
         self._running: list[_BaselineRequest] = []
         self._swapped: deque[_BaselineRequest] = deque()
         missing = array("d", [math.nan]) * len(requests)
@@ -191,7 +191,7 @@ class _BaselineInstance:
             self._waiting.append(_BaselineRequest(self._arrived, lengths.prompt_tokens, lengths.output_tokens))
             self._arrived += 1
 
-    # What a step takes.
+    # Forming steps.
 
     def _step(self) -> None:
         match self._spec.rule:
@@ -213,7 +213,7 @@ class _BaselineInstance:
             self._decode()
 
     def _admit(self, one: _BaselineRequest) -> bool:
-        """Takes the blocks of all its tokens and the next one."""
+        """Take the blocks of all its tokens and the next one. False: there are too few."""
         wanted = self._block_count(one.tokens + 1)
         if wanted > self._free:
             return False
@@ -222,7 +222,7 @@ class _BaselineInstance:
         return True
 
     def _whole_prompts(self) -> list[_BaselineRequest]:
-        """First come, first served. While a request is in host memory, none."""
+        """Return the prompts of a step, first come, first served; none while a request is in host memory."""
         spec, taken = self._spec, list[_BaselineRequest]()
         tokens = 0
         while self._waiting and not self._swapped and len(taken) < spec.step_prompts:
@@ -235,7 +235,7 @@ class _BaselineInstance:
         return taken
 
     def _padded_batch(self) -> list[_BaselineRequest]:
-        """The next batch that fits to its end."""
+        """Return the next batch that fits until its end."""
         taken = list[_BaselineRequest]()
         while self._waiting and len(taken) < self._spec.max_batch:
             one = self._waiting[0]
@@ -280,10 +280,10 @@ class _BaselineInstance:
             else:
                 one.computed += tokens
 
-    # What a step brings.
+    # Results of a step.
 
     def _computed(self, one: _BaselineRequest) -> None:
-        """All its tokens are computed, and one more is drawn."""
+        """Record that all its tokens are computed, and one more is drawn."""
         one.computed = one.tokens
         one.drawn += 1
         if one.drawn == 1:
@@ -297,7 +297,7 @@ class _BaselineInstance:
             self._running.append(one)
 
     def _decode(self) -> None:
-        """Draws tokens until something can change."""
+        """Draw tokens until something can change."""
         spec = self._spec
         self._swap_in()
         self._grow()
@@ -324,7 +324,7 @@ class _BaselineInstance:
         self._drew(steps, rest_s)
 
     def _drew(self, steps: int, rest_s: float) -> None:
-        """The running requests have drawn a token in each of so many steps. rest_s: of the steps after the first."""
+        """Record that the running requests have drawn a token in each step. rest_s: of the steps after the first."""
         first_end_s = self._now_s - rest_s
         if steps > 1:
             self._note_gap(rest_s / (steps - 1), (steps - 1) * len(self._running))
@@ -353,7 +353,7 @@ class _BaselineInstance:
         return -(-tokens // self._spec.block_tokens)
 
     def _growth(self, steps: int) -> int:
-        """Blocks that the running requests take for so many more tokens each."""
+        """Return the blocks that the running requests need for this many more tokens each."""
         return sum(max(0, self._block_count(one.tokens + steps) - one.blocks) for one in self._running)
 
     def _take_blocks(self, one: _BaselineRequest, tokens: int) -> None:
@@ -362,7 +362,7 @@ class _BaselineInstance:
         self._free -= more
 
     def _grow(self) -> None:
-        """Each running request has a block for its next token afterwards; the latest give theirs up if need be."""
+        """Give each running request a block for its next token; the latest give theirs up if need be."""
         index = 0
         while index < len(self._running):
             one = self._running[index]
@@ -394,7 +394,7 @@ class _BaselineInstance:
     def _swap_in(self) -> None:
         while self._swapped and len(self._running) < self._spec.max_batch:
             one = self._swapped[0]
-            # A block to spare for each request that runs, or it would go out again at once.
+            # A spare block for each running request, or it would be preempted again at once.
             if self._block_count(one.tokens + 1) + len(self._running) > self._free or not self._admit(one):
                 break
             self._now_s += one.computed * (self._spec.swap_token_s or 0.0)

@@ -1,7 +1,7 @@
-"""A simulated instance of both phases: what it computes it decodes itself, on the same engine and pool. Pure.
+"""A simulated instance of both phases: prompts are decoded where they are computed, on one engine and pool. Pure.
 
-It goes the way of services/instance around those of services/prefill and services/decode: prompts enter the pool beside
-what the admission policy keeps for answers, and a computed prompt is adopted at once, without a push.
+It mirrors services/instance around services/prefill and services/decode: prompts enter the pool next to the room that
+the admission policy keeps for answers, and a computed prompt is adopted at once, without a push.
 """
 
 import random
@@ -38,7 +38,7 @@ class SimulatedColocated(SimulatedPrefill):
         self._room = DecodeRoom(pool.total_blocks, pool.block_tokens, batch)
         self._batch = batch
         self._adopted: dict[int, CountedSequence] = {}
-        """By their numbers; those that decode, or wait for the batch."""
+        """Sequences by number; they decode, or wait for the batch."""
         self._preemptions: Counter[int] = Counter()
         self._heavy_count = 0
         super().__init__(timeline, spec, record, first_beat_s, router, rng)
@@ -48,7 +48,7 @@ class SimulatedColocated(SimulatedPrefill):
         super().accept(attempt)
 
     def die(self) -> None:
-        """The process is killed. What decoded here is computed again elsewhere: there are no copies."""
+        """Kill the process. Its decoding requests are computed again elsewhere: there are no copies."""
         self._touch()
         now_s, hop_s = self._timeline.now_s, self._spec.overheads.hop_s
         for sequence in self._adopted.values():
@@ -66,7 +66,7 @@ class SimulatedColocated(SimulatedPrefill):
         return super().is_empty() and not self._adopted
 
     def _touch(self) -> None:
-        """Before blocks are taken, or a load is changed."""
+        """Advance the state before blocks are taken, or a load is changed."""
         if self.is_dead:
             return
         now_s = self._timeline.now_s
@@ -79,7 +79,7 @@ class SimulatedColocated(SimulatedPrefill):
         super()._submit_again(None)
 
     def _has_room(self, attempt: SimulatedAttempt) -> bool:
-        """Beside what is kept for answers."""
+        """Return True if there is room next to the share of answers."""
         computing = self._queue.computing
         first = next(iter(computing), None)
         kept = self._batch.kept_blocks(self._timeline.now_s, None if first is None else self._member_of(first))
@@ -97,7 +97,7 @@ class SimulatedColocated(SimulatedPrefill):
     # The hand-over.
 
     def _begin_search(self, attempt: SimulatedAttempt) -> None:
-        """Adoption always has room, so nothing is done before the first token."""
+        """Do nothing before the first token: adoption always has room."""
         if attempt.first_token_s < 0:
             return
         sequence, now_s = attempt.sequence, self._timeline.now_s
@@ -127,7 +127,7 @@ class SimulatedColocated(SimulatedPrefill):
     def land(self, reserved: object) -> None:
         raise AssertionError("nothing is pushed to an instance of both phases")
 
-    # What the engine tells.
+    # Events of the engine.
 
     def drew(self, steps: int, gap_count: int, step_s: float, resting: list[CountedSequence]) -> None:
         self._batch.run(steps, [sequence.number for sequence in resting])
@@ -149,7 +149,7 @@ class SimulatedColocated(SimulatedPrefill):
         self._batch.leave(sequence.number)
         preemptions = self._preemptions.pop(sequence.number, 0)
         self._router.finished(attempt, self._timeline.now_s, sequence.first_step_s, preemptions)
-        # They refer to one another: let go of what is not used any more.
+        # They refer to one another: drop references that are not needed any more.
         attempt.sequence = None
 
     def preempted(self, sequence: CountedSequence) -> None:

@@ -1,7 +1,7 @@
-"""The copies of a simulated instance's requests at others: holders are chosen, blocks sent in the background. Pure.
+"""Copies of a simulated instance's requests at others: holders are chosen, blocks sent in the background. Pure.
 
-It goes the way of services/decode/replicator.py and kaveri/engine/copier.py. Nothing waits for a copy. What was sent is
-worked out at the services' looks, every 0.1 s, and when the instance dies: no block takes an event of its own.
+It mirrors services/decode/replicator.py and kaveri/engine/copier.py. Nothing waits for a copy. Sent blocks are computed
+at the services' polls, every 0.1 s, and when the instance dies: no block takes an event of its own.
 """
 
 import math
@@ -27,9 +27,9 @@ from kaveri.simulator.timeline import Timeline
 _LOOK_EVERY_S = 0.1
 _NONE_FOUND_S = 0.3
 _MOST_ASKED = 32
-"""Holders that are asked at once."""
+"""Most holders that are asked at once."""
 _REST_S = 1.0
-"""A holder that cannot be reached is not asked again for so long."""
+"""Pause before an unreachable holder is asked again."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _DOUBLINGS = 0.1, 5.0, 6
 
 
@@ -42,19 +42,19 @@ class OwnedRequest:
         self.attempt = attempt
         self.sequence = sequence
         self.held: HeldKv | None = None
-        """Its copy, which grows."""
+        """Its growing copy."""
         self.former: HeldKv | None = None
         """A copy that grows no more."""
         self.unsent_from = 0
-        """Tokens that are computed when the next block can go."""
+        """Number of computed tokens at which the next block can be sent."""
         self.failures = 0
-        """In a row; they double the pauses."""
+        """Consecutive failures; they double the pauses."""
         self.none_before_s = 0.0
-        """No holder is asked before."""
+        """Earliest time of the next holder search."""
 
 
 class OwnedCopies:
-    """Of one life of an instance."""
+    """Copies of the requests of one incarnation of an instance."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class OwnedCopies:
         touch: Callable[[], None],
         rng: random.Random,
     ) -> None:
-        """touch: has the engine take in the steps that have ended."""
+        """touch: advances the engine to the steps that have ended."""
         layout, copies = record.layout, spec.decode.copies
         assert isinstance(layout, KvLayout)
         self._timeline = timeline
@@ -79,34 +79,34 @@ class OwnedCopies:
         self._engine = engine
         self._touch = touch
         self.view = ClusterView()
-        """As the monitor's broadcasts show it."""
+        """As of the monitor's last broadcast."""
         self.holders: dict[str, HeldCopies] = {}
-        """By their ids. One that has died answers that it cannot be reached."""
+        """Holders by instance id. One that has died answers that it cannot be reached."""
         self._owned: dict[int, OwnedRequest] = {}
-        """By the requests' numbers."""
+        """By number of the request."""
         self._alone: dict[OwnedRequest, None] = {}
-        """Those of them that have no copy, and for which no holder is asked."""
+        """Owned requests that have no copy, and for which no holder is asked."""
         self._unconfirmed: UnconfirmedWork[int] = UnconfirmedWork()
         self._resting_until_s: dict[str, float] = {}
         self._none_before_s = 0.0
         self._asked_count = 0
         self._looks = False
         self._looked_s = -_LOOK_EVERY_S
-        # What sends the blocks: copies take turns.
+        # Round-robin order in which copies send blocks.
         self._line: deque[OwnedRequest] = deque()
         self._sent_until_s = 0.0
         self._unsent_blocks = 0.0
-        """Part of the next block."""
+        """Sent fraction of the next block."""
         self.is_dead = False
 
     def follow(self, attempt: SimulatedAttempt, sequence: CountedSequence) -> None:
-        """The request decodes here from now on."""
+        """Start to copy a request that decodes here."""
         owned = self._owned[attempt.request.number] = OwnedRequest(attempt, sequence)
         self._alone[owned] = None
         self._look_soon()
 
     def end(self, attempt: SimulatedAttempt) -> None:
-        """Its answer is complete."""
+        """End a request whose answer is complete."""
         owned = self._owned.pop(attempt.request.number)
         for held in (owned.held, owned.former):
             if held is not None:
@@ -117,7 +117,7 @@ class OwnedCopies:
         owned.held = owned.former = None
 
     def die(self) -> None:
-        """The process is killed. What the copies have now is what can be resumed."""
+        """Kill the process. Requests can be resumed from the present state of their copies."""
         self._send()
         self.is_dead = True
         for owned in self._owned.values():
@@ -131,11 +131,11 @@ class OwnedCopies:
         self._line.clear()
 
     def is_empty(self) -> bool:
-        """Whether no request is followed."""
+        """True if no request is followed."""
         return not self._owned and not self._line
 
     def copy_lost(self, held: HeldKv) -> None:
-        """The holder takes no more of it."""
+        """Handle the end of a copy: the holder takes no more of it."""
         owned = self._owned.get(held.number)
         if owned is None or owned.held is not held:
             return
@@ -187,7 +187,7 @@ class OwnedCopies:
         self._timeline.after(self._hop_s, self._ask, (owned, found))
 
     def _ask(self, asked: tuple[OwnedRequest, ViewedInstance]) -> None:
-        """The holder hears of it."""
+        """Deliver a question to its holder."""
         owned, found = asked
         number = owned.attempt.request.number
         holder = self.holders.get(found.record.instance_id)
@@ -239,7 +239,7 @@ class OwnedCopies:
     # Blocks.
 
     def _send(self) -> None:
-        """Takes in what was sent since the last time. Blocks go one by one, each copy in turn."""
+        """Account for blocks sent since the last call. Blocks go one by one, round robin over copies."""
         now_s = self._timeline.now_s
         elapsed_s, self._sent_until_s = now_s - self._sent_until_s, now_s
         line = self._line
@@ -258,11 +258,11 @@ class OwnedCopies:
                 if sent and blocks > sent:
                     left.append((owned, blocks - sent))
             ready = left
-        # What was not used is lost.
+        # Unused capacity is lost.
         self._unsent_blocks = due if due < 1 else 0.0
 
     def _ready(self) -> list[tuple[OwnedRequest, int]]:
-        """The requests that have complete blocks to send, and how many. The first one is another one each time."""
+        """Return the requests that have complete blocks to send, with their number, in rotated order."""
         self._line.rotate(-1)
         more, block_tokens = self._engine.computed_by_run, self._layout.block_tokens
         found: list[tuple[OwnedRequest, int]] = []
@@ -277,7 +277,7 @@ class OwnedCopies:
         return found
 
     def _send_of(self, owned: OwnedRequest, blocks: int) -> int:
-        """Sends at most so many blocks of a request. Returns how many."""
+        """Send at most `blocks` blocks of a request. Returns how many."""
         held = owned.held
         assert held is not None
         if held.is_gone or not held.is_growing:
@@ -297,7 +297,7 @@ class OwnedCopies:
 
 
 def _blocks_per_s(spec: ClusterSpec, layout: KvLayout) -> float:
-    """What one instance copies in a second. 0: no limit."""
+    """Blocks that one instance copies per second. 0: no limit."""
     rates = [spec.decode.copies.blocks_per_s] if spec.decode.copies.blocks_per_s else []
     if spec.link is not None and spec.link.token_bytes:
         rates.append(spec.link.bytes_per_s / (spec.link.token_bytes * layout.block_tokens))

@@ -1,6 +1,6 @@
-"""Simulated instances with copies: their requests have copies elsewhere, and requests go on here from copies. Pure.
+"""Simulated instances with copies: their requests are copied elsewhere, and requests resume here from copies. Pure.
 
-They go the way of services/decode/replicated.py and holder.py around the instances without copies.
+They mirror services/decode/replicated.py and holder.py around the instances without copies.
 """
 
 import random
@@ -27,20 +27,20 @@ from kaveri.simulator.timeline import Timeline
 
 
 class ResumingInstance(Protocol):
-    """What goes on with resumed requests."""
+    """Interface of an instance that continues resumed requests."""
 
     engine: ResumingEngine
     member: BeatingMember
 
     def reserve_resumed(self, attempt: SimulatedAttempt) -> CountedSequence | None:
-        """Takes room ahead of all that wait for some. None: there is none."""
+        """Take room ahead of all waiting requests. None: there is none."""
 
     def land_resumed(self, attempt: SimulatedAttempt, sequence: CountedSequence, held_tokens: int) -> None:
-        """The copy is in the engine. It is admitted before those that wait for a seat."""
+        """Handle the copy's arrival in the engine. It is admitted before those that wait for a place in the batch."""
 
 
 class InstanceCopies:
-    """Both sides of the copies of one life of an instance. begin() must follow."""
+    """Copies at and from one incarnation of an instance. begin() must follow."""
 
     owned: OwnedCopies
     _instance: ResumingInstance
@@ -52,21 +52,21 @@ class InstanceCopies:
         self._spec = spec
         self._router = router
         self._resuming: dict[SimulatedAttempt, None] = {}
-        """Those that have room, and whose copies are on their way into the engine."""
+        """Attempts that have room, and whose copies are being moved into the engine."""
         self.is_dead = False
 
     def begin(self, instance: ResumingInstance, touch: Callable[[], None], rng: random.Random) -> None:
-        """The instance has been made. touch: has its engine take in the steps that have ended."""
+        """Connect the instance. touch: advances its engine to the steps that have ended."""
         self._instance = instance
         self.held.member = instance.member
         self.owned = OwnedCopies(self._timeline, self._spec, self.record, instance.engine, touch, rng)
 
     def load(self, load: SimulatedLoad) -> HolderLoad:
-        """The instance's load, with what is free for copies. Wanted for its first heartbeat, before begin()."""
+        """Return the instance's load with the free memory for copies. Needed for the first heartbeat."""
         return HolderLoad.of(load, self.held.free_bytes, self.held.total_bytes)
 
     def resume(self, attempt: SimulatedAttempt) -> None:
-        """To go on with a request from the copy that `attempt.replica` names."""
+        """Resume a request from the copy in `attempt.replica`."""
         replica, held = attempt.replica, self.held.find(attempt.request.number)
         assert replica is not None
         if self.is_dead or held is None or replica.holder_incarnation != self.record.incarnation:
@@ -84,7 +84,7 @@ class InstanceCopies:
             self._refuse(attempt)
 
     def die(self) -> None:
-        """The process is killed."""
+        """Kill the process."""
         self.is_dead = True
         self.owned.die()
         self.held.die()
@@ -93,7 +93,7 @@ class InstanceCopies:
         self._resuming.clear()
 
     def is_empty(self) -> bool:
-        """Whether nothing is left here."""
+        """True if nothing is left here."""
         return self.owned.is_empty() and self.held.is_empty() and not self._resuming
 
     def _land(self, resumed: tuple[SimulatedAttempt, CountedSequence, int]) -> None:
@@ -115,7 +115,7 @@ class InstanceCopies:
 
 
 class _ResumeRoom(NamedTuple):
-    """Where room for a resumed request is taken."""
+    """Room for a resumed request."""
 
     room: DecodeRoom
     engine: ResumingEngine
@@ -137,7 +137,7 @@ def _reserve_resumed(
     sequence = CountedSequence(number, owner, attempt.token_count, remaining, SequencePhase.RESERVED)
     if not engine.open(sequence, attempt.token_count + 1):
         return None
-    # Its router does not say how long the answer will be.
+    # Its router does not send the answer's expected length.
     room.batch.expect(number, member_of(attempt.token_count, attempt.generated, None, where.range_end), now_s)
     return sequence
 
@@ -178,7 +178,7 @@ class CopyingDecode(SimulatedDecode):
         return super().is_empty() and self.copies.is_empty()
 
     def reserve_resumed(self, attempt: SimulatedAttempt) -> CountedSequence | None:
-        """Takes room ahead of all that wait for some. None: there is none."""
+        """Take room ahead of all waiting requests. None: there is none."""
         self._touch()
         self._serial += 1
         attempt.heavy = self._spec.thresholds.is_heavy(None, attempt.request.prompt_tokens)
@@ -186,7 +186,7 @@ class CopyingDecode(SimulatedDecode):
         return _reserve_resumed(where, self._serial, None, attempt, self._timeline.now_s)
 
     def land_resumed(self, attempt: SimulatedAttempt, sequence: CountedSequence, held_tokens: int) -> None:
-        """The copy is in the engine. It is admitted before those that wait for a seat."""
+        """Handle the copy's arrival in the engine. It is admitted before those that wait for a place in the batch."""
         self._touch()
         reserved = ReservedRequest(sequence.number, attempt, _was_granted)
         reserved.sequence = sequence
@@ -245,7 +245,7 @@ class CopyingColocated(SimulatedColocated):
             self.copies.owned.follow(attempt, attempt.sequence)
 
     def reserve_resumed(self, attempt: SimulatedAttempt) -> CountedSequence | None:
-        """Takes room ahead of all that wait for some. None: there is none."""
+        """Take room ahead of all waiting requests. None: there is none."""
         self._touch()
         self._serial += 1
         attempt.heavy = self._spec.thresholds.is_heavy(None, attempt.request.prompt_tokens)
@@ -253,7 +253,7 @@ class CopyingColocated(SimulatedColocated):
         return _reserve_resumed(where, self._serial, attempt, attempt, self._timeline.now_s)
 
     def land_resumed(self, attempt: SimulatedAttempt, sequence: CountedSequence, held_tokens: int) -> None:
-        """The copy is in the engine. It is admitted before those that wait for a seat."""
+        """Handle the copy's arrival in the engine. It is admitted before those that wait for a place in the batch."""
         self._touch()
         attempt.decode, attempt.sequence = self, sequence
         self._adopted[sequence.number] = sequence

@@ -1,6 +1,6 @@
 """A simulated decode instance: the services' decisions about room, line and batch around a counted engine. Pure.
 
-It goes the way of services/decode/instance.py, event by event.
+It mirrors services/decode/instance.py, event by event.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ from kaveri.simulator.spec import ClusterSpec
 from kaveri.simulator.timeline import Timeline
 
 _LINE_LOOK_S = 0.05
-"""While requests wait for room. Whatever frees blocks looks at once, so this only finds blocks that are no longer kept
-for requests that do not land."""
+"""Poll interval while requests wait for room. Freed blocks are noticed at once, so this only finds blocks that are no
+longer kept for requests that do not land."""
 
 
 _COUNTED = BatchMember(0)
-"""Of a batch whose policy only counts its members."""
+"""Member of a batch whose policy only counts its members."""
 
 
 class ReservedRequest:
@@ -69,7 +69,7 @@ class SimulatedDecode:
         self._serial = 0
         self._in_line: dict[str, ReservedRequest] = {}
         self._by_serial: dict[int, ReservedRequest] = {}
-        """Those past the line."""
+        """Requests past the line."""
         self._heavy_count = 0
         self._looks_again = False
         self.is_dead = False
@@ -80,7 +80,7 @@ class SimulatedDecode:
     def reserve(
         self, attempt: SimulatedAttempt, waits: bool, answer: Callable[[ReservedRequest | KaveriError], object]
     ) -> ReservedRequest:
-        """Asks for room. `answer` is called when there is some, or with the refusal; with `waits` perhaps later."""
+        """Ask for room. `answer` is called when there is some, or with the refusal; with `waits` perhaps later."""
         if self.is_dead:
             answer(_gone(self))
             return ReservedRequest(0, attempt, answer)
@@ -111,12 +111,12 @@ class SimulatedDecode:
         return member_of(attempt.token_count, attempt.generated, expected, settings.decode_range_end)
 
     def leave_line(self, attempt: SimulatedAttempt) -> None:
-        """The request wants no room any more. Idempotent."""
+        """Take a request that wants no more room out of the line. Idempotent."""
         if self._in_line.pop(attempt.key, None) is not None and not self.is_dead:
             self.room.line.leave(attempt.key)
 
     def give_back(self, reserved: ReservedRequest) -> None:
-        """The request does not want the room that it has."""
+        """Release the room of a request that does not need it."""
         if reserved.number in self._by_serial and not self.is_dead:
             self._touch()
             self._forget(reserved)
@@ -125,7 +125,7 @@ class SimulatedDecode:
             self._give_room()
 
     def land(self, reserved: ReservedRequest) -> None:
-        """Its KV is here."""
+        """Handle the landing of a request's KV."""
         self._touch()
         reserved.attempt.landed_s = self._timeline.now_s
         self.room.batch.land(reserved.number)
@@ -136,7 +136,7 @@ class SimulatedDecode:
             self._give_room()
 
     def die(self) -> None:
-        """The process is killed."""
+        """Kill the process."""
         self._touch()
         now_s = self._timeline.now_s
         self.is_dead = True
@@ -158,7 +158,7 @@ class SimulatedDecode:
         for waiting in in_line:
             waiting.answer(_gone(self))
 
-    # What the engine tells.
+    # Events of the engine.
 
     def before_step_ends(self) -> None:
         now_s = self._timeline.now_s
@@ -203,7 +203,7 @@ class SimulatedDecode:
             self._give_room()
 
     def is_empty(self) -> bool:
-        """Whether nothing is left here."""
+        """True if nothing is left here."""
         is_whole = self.is_dead or self.engine.free_blocks == self.engine.blocks.total
         return is_whole and not self._in_line and not self._by_serial
 

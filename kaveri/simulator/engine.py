@@ -1,9 +1,9 @@
 """An engine that computes in steps, with blocks that are counted and seconds that a latency model gives. Pure.
 
-A batch that cannot change takes all its steps as one event, a run, in closed form: the seconds of its steps are an
-arithmetic series. An arrival in the batch, an end, or blocks that run short cut the run at the right step. Steps with
-chunks of prompts are one event each. While a request that lost its blocks waits or is recomputed, the engine goes step
-by step with kaveri.engine.stepwise's own Residency and form_step.
+The steps of a batch that cannot change are one event, a run, in closed form: the seconds of its steps are an arithmetic
+series. An arrival in the batch, an end, or blocks that run short cut the run at the right step. Steps with chunks of
+prompts are one event each. While a request that lost its blocks waits or is recomputed, the engine goes step by step
+with kaveri.engine.stepwise's own Residency and form_step.
 """
 
 import heapq
@@ -24,44 +24,44 @@ from kaveri.simulator.spec import Overheads, PoolSpec
 from kaveri.simulator.timeline import Timeline
 
 _ALMOST = 1e-9
-"""Part of a step by which the end of one may be missed in floating point."""
+"""Tolerance, as a share of a step, for the end of a step in floating point."""
 
 _ADMISSION = attrgetter("admission")
 
 
 class EngineListener(Protocol):
-    """Hears what happens, at the time at which it happens."""
+    """Receives the engine's events, at their times."""
 
     def before_step_ends(self) -> None:
-        """A step ends: the calls that follow report it, and may change the engine."""
+        """A step ends: the next calls report it, and may change the engine."""
 
     def prefill_started(self, sequence: CountedSequence) -> None:
-        """Its first chunk begins."""
+        """The sequence's first chunk begins."""
 
     def prefill_advanced(self, sequence: CountedSequence) -> None:
         """A chunk that was not the last has been computed."""
 
     def first_token(self, sequence: CountedSequence) -> None:
-        """Its prompt is computed. The last token as well when none remains."""
+        """The sequence's prompt is computed. Also its last token if none remains."""
 
     def drew(self, steps: int, gap_count: int, step_s: float, resting: list[CountedSequence]) -> None:
-        """The running requests have drawn a token in each of so many steps, of `step_s` on average: so many tokens that
-        followed another one. resting: admitted, and not among them."""
+        """The running requests have drawn a token in each of `steps` steps, of `step_s` on average. gap_count: tokens
+        that followed another one. resting: admitted, and not running."""
 
     def drew_some(self, sequences: list[CountedSequence], gap_count: int, step_s: float) -> None:
-        """Only these have drawn a token in one step: so many tokens that followed another one."""
+        """Only these have drawn a token in one step. gap_count: tokens that followed another one."""
 
     def drew_first(self, sequence: CountedSequence, time_s: float) -> None:
-        """Its first decode step ended at that time."""
+        """The sequence's first decode step ended at that time."""
 
     def ended(self, sequence: CountedSequence) -> None:
-        """It has drawn its last token."""
+        """The sequence has drawn its last token."""
 
     def preempted(self, sequence: CountedSequence) -> None:
-        """It has given its blocks up."""
+        """The sequence has given its blocks up."""
 
     def stepped(self) -> None:
-        """A step is over, and all that it brought has been told."""
+        """A step is over, and all of its results have been reported."""
 
 
 class CountedEngine:
@@ -80,7 +80,7 @@ class CountedEngine:
         prefill_overhead_s: float = 0.0,
         decode_overhead_s: float = 0.0,
     ) -> None:
-        """prefill_overhead_s, decode_overhead_s: what a step takes beyond the model, with chunks and without."""
+        """prefill_overhead_s, decode_overhead_s: seconds of a step beyond the model, with chunks and without."""
         self._timeline = timeline
         self._latency = latency
         self._block_tokens = layout.block_tokens
@@ -91,17 +91,17 @@ class CountedEngine:
         self._decode_overhead_s = decode_overhead_s
         self.blocks = CountedBlocks(total_blocks)
         self.residency = Residency(cast(Any, self.blocks), layout, max_batch)
-        # As Any, where a step passes by: the sequences are counted ones, and a cast() would cost a call.
+        # As Any on the path of each step: the sequences are counted ones, and a cast() would cost a call.
         self._decoding: Any = self.residency
         self._running = cast(list[CountedSequence], self.residency.running)
         self._waiting = cast(list[CountedSequence], self.residency.waiting)
         self._landed: Any = self.residency.landed
         self._fits = [latency.decode_fit(count) for count in range(max_batch + 1)]
-        """By the number of running requests."""
+        """Latency fits by number of running requests."""
         self.prefilling: deque[CountedSequence] = deque()
         self._by_steps = False
-        """A request lacks blocks, or computes its tokens again."""
-        # The running requests, while they are not looked at one by one.
+        """True while a request lacks blocks, or computes its tokens again."""
+        # The running requests, while they are not tracked one by one.
         self._steps = 0
         self._offset_sum = 0
         self._counts = [0] * self._block_tokens
@@ -119,13 +119,13 @@ class CountedEngine:
         self._planned: list[tuple[CountedSequence, int]] = []
         self._dead = False
         self.last_step_began_s = 0.0
-        """When the step began that ends now; within a run, any of its steps."""
+        """Begin of the step that ends now; within a run, of any of its steps."""
 
     @classmethod
     def of_pool(
         cls, timeline: Timeline, pool: PoolSpec, layout: KvLayout, overheads: Overheads, listener: EngineListener
     ) -> Self:
-        """The engine of an instance."""
+        """Return the engine of an instance."""
         return cls(
             timeline,
             pool.latency,
@@ -142,20 +142,20 @@ class CountedEngine:
 
     @property
     def free_blocks(self) -> int:
-        """After the last step that sync() knows of."""
+        """Free blocks after the last step that sync() has seen."""
         return self.blocks.free_count
 
     @property
     def admitted_count(self) -> int:
-        """Requests that run or wait for a place in the batch."""
+        """Number of requests that run or wait for a place in the batch."""
         return len(self._running) + len(self._waiting)
 
     def block_count(self, token_count: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Blocks that hold this many tokens."""
         return -(-token_count // self._block_tokens)
 
     def context_tokens(self) -> int:
-        """KV of all requests that decode here."""
+        """KV tokens of all requests that decode here."""
         tokens = 0
         if self._landed or self._waiting:
             tokens = sum(sequence.computed for sequence in (*self._landed, *self._waiting))
@@ -164,7 +164,7 @@ class CountedEngine:
         return tokens + self._offset_sum + len(self._running) * (self._steps - 1)
 
     def open(self, sequence: CountedSequence, token_count: int) -> bool:
-        """Takes the blocks of so many tokens. False: there is no room now."""
+        """Take the blocks of this many tokens. False: there is no room now."""
         wanted, blocks = -(-token_count // self._block_tokens), self.blocks
         if wanted > blocks.free_count or (self._waiting and self.residency.short_of_blocks):
             return False
@@ -177,19 +177,19 @@ class CountedEngine:
     # Requests.
 
     def prefill(self, sequence: CountedSequence) -> None:
-        """Queues a prompt whose blocks are open."""
+        """Queue a prompt whose blocks are open."""
         self.prefilling.append(sequence)
         self._work_came()
 
     def land(self, sequence: CountedSequence) -> None:
-        """The KV of a request whose blocks are open is here, and its first token is drawn."""
+        """Land a request whose blocks are open: its KV is here, and its first token is drawn."""
         sequence.computed = sequence.tokens
         sequence.tokens += 1
         self._decoding.land(sequence)
         self._blocks_may_be_taken()
 
     def adopt(self, sequence: CountedSequence) -> bool:
-        """A computed prompt becomes a landed request. False: it had to give its blocks up."""
+        """Turn a computed prompt into a landed request. False: it had to give its blocks up."""
         self.residency.land(cast(Any, sequence))
         preempted = self.residency.make_whole(cast(Any, sequence))
         if not preempted and self._busy and not self._by_steps:
@@ -198,12 +198,12 @@ class CountedEngine:
         return not preempted
 
     def admit(self, sequence: CountedSequence) -> None:
-        """A landed request may run from the next step on."""
+        """Let a landed request run from the next step on."""
         self._decoding.admit(sequence)
         self._work_came()
 
     def end(self, sequence: CountedSequence) -> None:
-        """The request is done here; its blocks come free as soon as nothing can touch them."""
+        """End a request here; its blocks are freed as soon as nothing can touch them."""
         if sequence.done:
             return
         sequence.done = True
@@ -220,7 +220,7 @@ class CountedEngine:
         self.settle(sequence)
 
     def settle(self, sequence: CountedSequence) -> None:
-        """Frees the blocks of a request that has ended, unless something can still touch them."""
+        """Free the blocks of a request that has ended, unless something can still touch them."""
         if sequence.done and not (sequence.in_step or sequence.transfer_open):
             self.blocks.free_count += len(sequence.block_ids)
             sequence.block_ids = []
@@ -228,25 +228,25 @@ class CountedEngine:
                 self._blocks_may_be_taken()
 
     def token_count(self, sequence: CountedSequence) -> int:
-        """Tokens of prompt and answer, as of the last step that sync() knows of."""
+        """Tokens of prompt and answer, after the last step that sync() has seen."""
         if sequence.phase is SequencePhase.RUNNING and not self._by_steps:
             return sequence.offset_tokens + self._steps
         return sequence.tokens
 
     @property
     def step_began_s(self) -> float:
-        """When the step under way began."""
+        """Time at which the step under way began."""
         return self._began_s
 
     def stop(self) -> None:
-        """The engine dies: nothing happens any more."""
+        """Stop the engine: no event follows."""
         self._dead = True
         self._version += 1
 
     # Steps.
 
     def sync(self, time_s: float) -> None:
-        """Takes in the steps of the run that have ended by then; not the last one, which is an event."""
+        """Apply the steps of the run that have ended by then; not the last one, which is an event."""
         if self._run_steps <= 1 or not self._busy or self._by_steps:
             return
         elapsed_s = time_s - self._began_s
@@ -257,12 +257,12 @@ class CountedEngine:
             self._commit(steps)
 
     def _blocks_may_be_taken(self) -> None:
-        """A request that lacks blocks, while nothing runs, may find some now: free ones, or those of a landed one."""
+        """Retry for a request that lacks blocks, while nothing runs: free ones, or those of a landed one."""
         if self._waiting and not self._busy:
             self._begin()
 
     def room_at(self, time_s: float) -> tuple[int, int]:
-        """Free blocks, and the KV of all requests that decode here, after the steps that have ended by then."""
+        """Free blocks, and the KV tokens of all requests that decode here, after the steps that have ended by then."""
         free, context = self.blocks.free_count, self.context_tokens()
         if self._run_steps > 1 and self._busy and not self._by_steps:
             elapsed_s = time_s - self._began_s
@@ -281,7 +281,7 @@ class CountedEngine:
             self._cut()
 
     def _cut(self) -> None:
-        """Ends the run with the step under way."""
+        """End the run with the step under way."""
         if self._run_steps > 1:
             self.sync(self._timeline.now_s)
             if self._run_steps > 1:
@@ -289,7 +289,7 @@ class CountedEngine:
                 self._schedule()
 
     def _shorten(self) -> None:
-        """Blocks were taken: the run may end sooner."""
+        """Shorten the run if need be: blocks were taken."""
         if self._run_steps > 1:
             # sync() was called before blocks were taken.
             steps = self._steps_with_blocks(self._run_steps)
@@ -303,8 +303,8 @@ class CountedEngine:
         self._timeline.at(self._began_s + seconds, self._over, self._version)
 
     def _begin(self) -> None:
-        """Forms the next run or step, if there is anything to do."""
-        # A prompt that begins may let another one come, which must not begin a second step.
+        """Form the next run or step, if there is anything to do."""
+        # A prompt that begins may cause the arrival of another, which must not begin a second step.
         self._busy, self._run_steps = True, 1
         waiting = self._waiting
         if self._by_steps:
@@ -356,7 +356,7 @@ class CountedEngine:
     def _join(self, sequence: CountedSequence) -> None:
         sequence.phase = SequencePhase.RUNNING
         running = self._running
-        # Those that joined before were admitted before, unless they came back.
+        # Earlier members were admitted earlier, unless they came back.
         if running and running[-1].admission > sequence.admission:
             place = next(index for index, other in enumerate(running) if other.admission > sequence.admission)
             running.insert(place, sequence)
@@ -397,11 +397,11 @@ class CountedEngine:
         return steps
 
     def _crossing(self, step: int) -> int:
-        """Running requests that need another block when step `step` from here has ended."""
+        """Number of running requests that need another block when step `step` from here has ended."""
         return self._counts[-(self._steps + step - 1) % self._block_tokens]
 
     def _growth(self, steps: int) -> int:
-        """Blocks that the running requests take with the ends of so many steps."""
+        """Blocks that the running requests take with the ends of this many steps."""
         size, counts = self._block_tokens, self._counts
         whole, rest = divmod(steps, size)
         # Step `step` from here counts at -(self._steps + step - 1) % size.
@@ -429,7 +429,7 @@ class CountedEngine:
         return steps + 1
 
     def _commit(self, steps: int) -> None:
-        """So many steps of the run are over, and others follow."""
+        """Apply steps of the run that are over and followed by others."""
         self.blocks.free_count -= self._growth(steps)
         first_count = self._note_first_steps() if self._joined else 0
         seconds = self._seconds(steps)
@@ -440,7 +440,7 @@ class CountedEngine:
         self._run_steps -= steps
 
     def _note_first_steps(self) -> int:
-        """The step that has ended is the first one of those that joined the batch. Returns how many these are."""
+        """Report the first step of the requests that joined the batch; it has ended. Returns how many these are."""
         time_s = self._began_s + self._first_step_s
         joined, self._joined = self._joined, []
         if self._ended_outside:
@@ -451,7 +451,7 @@ class CountedEngine:
         return len(joined)
 
     def _over(self, version: int) -> None:
-        """The run or step is over."""
+        """Handle the end of the run or step."""
         if version != self._version:
             return
         self._listener.before_step_ends()
@@ -471,7 +471,7 @@ class CountedEngine:
         self._listener.stepped()
 
     def _end_run(self, steps: int) -> None:
-        """The last of so many steps is over."""
+        """Apply the last of `steps` steps."""
         first_count = self._note_first_steps() if self._joined else 0
         gap_count = steps * len(self._running) - first_count - len(self._ended_outside)
         if steps > 1:
@@ -492,7 +492,7 @@ class CountedEngine:
                 listener.prefill_advanced(sequence)
 
     def _leave_batch(self) -> None:
-        """Takes out of the batch those that draw their last token in this step, or were ended from outside."""
+        """Remove from the batch the requests that draw their last token in this step, or were ended from outside."""
         running = self._running
         leaving: list[CountedSequence] = []
         last_step = self._steps + 1
@@ -509,14 +509,14 @@ class CountedEngine:
             sequence.phase = SequencePhase.COMPUTED
             sequence.in_step = False
             sequence.block_ids = []
-            # Those of its tokens before this step.
+            # Its tokens before this step.
             self.blocks.free_count += self.block_count(sequence.offset_tokens + self._steps)
             if not sequence.done:
                 sequence.done = True
                 self._listener.ended(sequence)
 
     def _end_chunks(self) -> list[CountedSequence]:
-        """Those whose chunks are computed."""
+        """Return the sequences whose chunks are computed."""
         computed: list[CountedSequence] = []
         for sequence, tokens in self._chunks:
             sequence.in_step = False
@@ -540,7 +540,7 @@ class CountedEngine:
             self.settle(sequence)
 
     def _grow(self) -> None:
-        """Those that go on take the blocks of their next tokens, or the engine goes on step by step."""
+        """Take the blocks of the next tokens, or else continue step by step."""
         wanted = self._counts[-(self._steps - 1) % self._block_tokens]
         if wanted <= self.blocks.free_count:
             self.blocks.free_count -= wanted
@@ -550,7 +550,7 @@ class CountedEngine:
     # Step by step.
 
     def _look_at_each(self, missing: int) -> None:
-        """Leaves the closed form. missing: tokens of each running request that it has no block for yet."""
+        """Leave the closed form. missing: tokens of each running request that it has no block for yet."""
         self._by_steps = True
         for sequence in self._running:
             sequence.tokens = sequence.offset_tokens + self._steps

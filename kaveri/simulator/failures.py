@@ -11,7 +11,7 @@ _FORM = re.compile(r"([a-z]+-\d+)@(\d+(?:\.\d+)?)s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """A process is killed. What it held is lost, and its peers' connections break at once."""
+    """Death of a process. Its state is lost, and its peers' connections break at once."""
 
     instance_id: str
     at_s: float
@@ -19,16 +19,16 @@ class Death:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureSpec:
-    """Which instances die, and when they are back."""
+    """Deaths of instances, and the times of their return."""
 
     deaths: tuple[Death, ...] = ()
     mtbf_s: float | None = None
     """Mean time between the deaths of one instance, drawn from an exponential distribution. None: none are drawn."""
     repair_s: float | None = 5.0
-    """From a death until the instance is there again, with an empty pool. None: it does not come back."""
+    """Seconds from a death until the instance is back, with an empty pool. None: it does not come back."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError, naming the field, its value and the limit."""
+        """Raise ConfigError, naming the field, its value and the limit."""
         for name, value in (("mtbf", self.mtbf_s), ("repair", self.repair_s)):
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(name, f"is {value!r}; it must be a number of seconds above 0")
@@ -37,14 +37,14 @@ class FailureSpec:
                 raise ConfigError("fail", f"is at {death.at_s!r} s; it must be a time of at least 0")
 
     def require_known(self, instance_ids: tuple[str, ...]) -> None:
-        """Raises ConfigError for the death of an instance that there is not."""
+        """Raise ConfigError for the death of an instance that does not exist."""
         for death in self.deaths:
             if death.instance_id not in instance_ids:
                 raise ConfigError("fail", f"names {death.instance_id!r}; there are {', '.join(instance_ids)}")
 
 
 def parse_death(text: str) -> Death:
-    """Reads "decode-1@30s". Raises ConfigError."""
+    """Parse "decode-1@30s". Raises ConfigError."""
     found = _FORM.fullmatch(text)
     if found is None:
         raise ConfigError("fail", f"is {text!r}; write an instance and a time, such as decode-1@30s")

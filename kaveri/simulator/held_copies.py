@@ -1,6 +1,6 @@
-"""The copies that a simulated instance holds of others' requests: their memory, and what a full holder drops. Pure.
+"""Copies that a simulated instance holds of others' requests: their memory, and evictions when it is full. Pure.
 
-It goes the way of services/decode/holder.py and kaveri/kv/replicas, with blocks that are counted.
+It mirrors services/decode/holder.py and kaveri/kv/replicas, with blocks that are counted.
 """
 
 import math
@@ -17,16 +17,16 @@ from kaveri.simulator.timeline import Timeline
 _FULL_RETRY_S = 0.5
 _SOON_S = 0.1
 _FULL_S = 3.0
-"""A copy that has waited so long for its next block is shut to its owner, which looks for another holder."""
+"""A copy that has waited this long for its next block is shut to its owner, which looks for another holder."""
 _ALMOST_ALL = 1 - 1e-6
-"""Part of a time after which rounding may count it as over."""
+"""Share of a time after which it counts as over, for rounding."""
 
 
 class CopyOwnerSide(Protocol):
-    """The instance whose request is copied."""
+    """Interface of the instance whose request is copied."""
 
     def copy_lost(self, held: "HeldKv") -> None:
-        """The holder takes no more of it."""
+        """Handle the end of a copy: the holder takes no more of it."""
 
 
 class HeldKv:
@@ -38,27 +38,27 @@ class HeldKv:
         self.holder = holder
         self.owner = owner
         self.number = number
-        """Of the request."""
+        """Number of the request."""
         self.blocks = blocks
-        """That it has room for."""
+        """Blocks that it has room for."""
         self.sent_blocks = 0
         """The watermark."""
         self.is_growing = True
-        """Its owner may add to it. Else it waits for a router, for the grace time."""
+        """True while its owner may add to it. Otherwise it waits for a router, for the grace time."""
         self.is_gone = False
         self.starved_since_s = math.inf
-        """Since when there is no block for what its owner draws."""
+        """Time since which there is no block for its owner's tokens."""
 
 
 class HeldCopies:
-    """Of one life of an instance, at most one of each request."""
+    """Copies held by one incarnation of an instance, at most one of each request."""
 
     def __init__(self, timeline: Timeline, spec: CopySpec, record: InstanceRecord, hop_s: float) -> None:
         layout = record.layout
         assert isinstance(layout, KvLayout)
         self.record = record
         self.member: BeatingMember | None = None
-        """Of the instance, once it beats."""
+        """The instance's membership, once it sends heartbeats."""
         self._timeline = timeline
         self._spec = spec
         self._layout = layout
@@ -70,12 +70,12 @@ class HeldCopies:
 
     @property
     def free_bytes(self) -> int:
-        """Of the memory for copies."""
+        """Free memory for copies."""
         return self._free_blocks * self._block_bytes
 
     @property
     def total_bytes(self) -> int:
-        """Of the same."""
+        """Total memory for copies."""
         return self._spec.replica_blocks * self._block_bytes
 
     @property
@@ -83,7 +83,7 @@ class HeldCopies:
         return self._layout.layer_count * self._layout.block_bytes
 
     def open(self, owner: CopyOwnerSide, number: int, token_count: int) -> "HeldKv | KaveriError":
-        """Takes room for a copy of a request of so many tokens. A former copy of it is dropped first. When the memory
+        """Take room for a copy of a request of this many tokens. A former copy of it is dropped first. When the memory
         is full, copies that are far cheaper to compute again are dropped, and the owner has to ask again."""
         if self.is_dead:
             return Unavailable("the holder cannot be reached")
@@ -92,7 +92,7 @@ class HeldCopies:
             self.drop(former)
         needed_bytes = copy_bytes(self._layout, token_count)
         blocks = needed_bytes // self._block_bytes
-        # Copies that wait for a block have the next one that is free.
+        # Copies that wait for a block have priority for the next free one.
         if self._starved or blocks > self._free_blocks:
             growing = (held for held in self._held.values() if held.is_growing)
             copies = (HeldCopy(held, self._tokens(held), held.blocks * self._block_bytes) for held in growing)
@@ -107,8 +107,8 @@ class HeldCopies:
         return held
 
     def grow(self, held: HeldKv) -> bool:
-        """The copy gets room for one more block than it has of the KV. False: there is none, and its owner hears of it
-        when that has been so for too long."""
+        """Give the copy room for one more block than it has of the KV. False: there is none, and its owner is notified
+        when that has lasted too long."""
         self._touch()
         wanted = held.sent_blocks + 1 - held.blocks
         taken = max(0, min(wanted, self._free_blocks))
@@ -124,30 +124,30 @@ class HeldCopies:
         return taken >= wanted
 
     def _shut_if_starved(self, held: HeldKv) -> None:
-        """Shuts a copy that has missed a block for too long: its owner may find another holder meanwhile."""
+        """Shut a copy that has lacked a block for too long: its owner may find another holder."""
         is_late = self._timeline.now_s - held.starved_since_s >= _FULL_S * _ALMOST_ALL
         if held.is_growing and not held.is_gone and is_late:
             self.shut(held)
             held.owner.copy_lost(held)
 
     def shut(self, held: HeldKv) -> None:
-        """Its owner adds nothing more. It is kept for the grace time."""
+        """Shut a copy to its owner. It is kept for the grace time."""
         held.is_growing = False
         held.starved_since_s = math.inf
         self._starved.pop(held, None)
         self._timeline.after(self._spec.orphan_grace_s, self.drop, held)
 
     def find(self, number: int) -> HeldKv | None:
-        """The copy of a request."""
+        """Return the copy of a request."""
         return self._held.get(number)
 
     def usable_tokens(self, held: HeldKv, context_tokens: int) -> int:
-        """Those of so many that a request can go on from: whole blocks, without the last token."""
+        """Tokens, of context_tokens, that a request can resume from: whole blocks, without the last token."""
         block_tokens = self._layout.block_tokens
         return min(held.sent_blocks, (context_tokens - 1) // block_tokens) * block_tokens
 
     def drop(self, held: HeldKv) -> None:
-        """Gives its memory back. Idempotent."""
+        """Free its memory. Idempotent."""
         if held.is_gone:
             return
         self._touch()
@@ -159,17 +159,17 @@ class HeldCopies:
             self._timeline.after(self._hop_s, held.owner.copy_lost, held)
 
     def die(self) -> None:
-        """The process is killed: all copies are lost."""
+        """Kill the process: all copies are lost."""
         self.is_dead = True
         for held in tuple(self._held.values()):
             self.drop(held)
 
     def is_empty(self) -> bool:
-        """Whether nothing is held, and all memory is free."""
+        """True if nothing is held, and all memory is free."""
         return not self._held and not self._starved and self._free_blocks == self._spec.replica_blocks
 
     def _touch(self) -> None:
-        """Before the load is changed."""
+        """Advance the state before the load is changed."""
         if self.member is not None:
             self.member.take_beats(self._timeline.now_s)
 

@@ -1,7 +1,7 @@
-"""Simulated instances as views show them: loads as of the last heartbeat, worked out when they are read. Pure.
+"""Simulated instances as views show them: loads as of the last heartbeat, computed when they are read. Pure.
 
-An instance beats at fixed intervals. Nothing has to happen at a beat: before the instance changes, and when its load is
-read, what the last beat has said is noted.
+An instance sends heartbeats at fixed intervals. They are no events: the content of the last heartbeat is recorded
+before the instance changes, and when its load is read.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Phas
 from kaveri.simulator.timeline import Timeline
 
 _ALMOST_ALL = 1 - 1e-6
-"""Part of an interval after which rounding may count it as over."""
+"""Share of an interval after which it counts as over, for rounding."""
 
 
 class SimulatedLoad:
-    """An InstanceLoad of which simulated instances fill in what they have. Made at every heartbeat, so it is cheap."""
+    """An InstanceLoad with the fields that simulated instances have. Made at every heartbeat, so it is cheap."""
 
     __slots__ = (
         "context_tokens",
@@ -61,7 +61,7 @@ class SimulatedLoad:
         self.light_requests = light_requests
 
     def numbered(self, sequence_number: int) -> "SimulatedLoad":
-        """The same load with another number."""
+        """Return the same load with another number."""
         return SimulatedLoad(
             sequence_number,
             self.waiting_requests,
@@ -77,13 +77,13 @@ class SimulatedLoad:
 
 
 class HolderLoad(SimulatedLoad):
-    """Of an instance with memory for copies."""
+    """Load of an instance with memory for copies."""
 
     __slots__ = ("replica_free_bytes", "replica_total_bytes")
 
     @classmethod
     def of(cls, load: SimulatedLoad, free_bytes: int, total_bytes: int) -> "HolderLoad":
-        """The load, with what is free for copies."""
+        """Return the load with the free memory for copies."""
         found = cls(
             load.sequence_number,
             load.waiting_requests,
@@ -100,12 +100,12 @@ class HolderLoad(SimulatedLoad):
         return found
 
     def numbered(self, sequence_number: int) -> "HolderLoad":
-        """The same load with another number."""
+        """Return the same load with another number."""
         return HolderLoad.of(super().numbered(sequence_number), self.replica_free_bytes, self.replica_total_bytes)
 
 
 class BeatingMember:
-    """A ViewedInstance whose heartbeats are heard at once."""
+    """A ViewedInstance whose heartbeats arrive at once."""
 
     def __init__(
         self,
@@ -115,8 +115,8 @@ class BeatingMember:
         interval_s: float,
         load_at: Callable[[float, int], SimulatedLoad],
     ) -> None:
-        """load_at: the load at a time, with the number of the heartbeat that says it. Not called with a time before the
-        instance's last change."""
+        """load_at: the load at a time, with the number of its heartbeat. Not called with a time before the instance's
+        last change."""
         self.record = record
         self._timeline = timeline
         self._first_beat_s = first_beat_s
@@ -127,11 +127,11 @@ class BeatingMember:
         self._former = self._load
         self.next_beat_s = first_beat_s + interval_s
         self.last_beat_s = first_beat_s
-        """Of an instance that has died."""
+        """Time of the last heartbeat of an instance that has died."""
 
     @property
     def load(self) -> InstanceLoad:
-        """As of its last heartbeat."""
+        """Load as of its last heartbeat."""
         now_s = self._timeline.now_s
         if now_s >= self.next_beat_s:
             self.take_beats(now_s)
@@ -145,13 +145,13 @@ class BeatingMember:
         return self._timeline.now_s - beat_s
 
     def stop(self) -> None:
-        """There are no more heartbeats."""
+        """Stop the heartbeats."""
         self.take_beats(self._timeline.now_s)
         self.last_beat_s = self.next_beat_s - self._interval_s
         self.next_beat_s = float("inf")
 
     def take_beats(self, until_s: float) -> None:
-        """Notes what the last heartbeat until then has said."""
+        """Record the last heartbeat until then."""
         beat_s = self.next_beat_s
         if until_s < beat_s:
             return
@@ -169,26 +169,26 @@ class BeatingMember:
         self.next_beat_s = first_s + (next_beat + 1) * interval_s
 
     def load_as_of(self, time_s: float) -> SimulatedLoad:
-        """What the last heartbeat until then has said. That was at most one heartbeat ago."""
+        """Load in the last heartbeat until then, which was at most one interval ago."""
         self.take_beats(time_s)
         load: SimulatedLoad = self._load if self.next_beat_s - self._interval_s <= time_s else self._former
         return load
 
 
 class Broadcasts:
-    """The cluster monitor's: when the last one was made, and how many there were."""
+    """The cluster monitor's broadcasts: time of the last one, and their number."""
 
     def __init__(self, timeline: Timeline, interval_s: float) -> None:
         self.timeline = timeline
         self._interval_s = interval_s
         self._last_s = 0.0
         self.count = 1
-        """Broadcasts until none_before_s, without those that last() has not looked for."""
+        """Broadcasts until none_before_s, except those that last() has not computed."""
         self.none_before_s = 0.0
-        """There is surely no other one before then."""
+        """Time before which there is no other one."""
 
     def last(self) -> tuple[float, int]:
-        """The time of the last one, and its number."""
+        """Return the time of the last one, and its number."""
         if self.timeline.now_s >= self.none_before_s:
             missed = int((self.timeline.now_s - self._last_s) / self._interval_s)
             if missed > 0:
@@ -198,11 +198,11 @@ class Broadcasts:
         return self._last_s, self.count
 
     def next_s(self) -> float:
-        """When the next one is due."""
+        """Time at which the next one is due."""
         return self.last()[0] + self._interval_s
 
     def make(self) -> None:
-        """One is made at once; the next is due an interval later."""
+        """Make one at once; the next is due an interval later."""
         self.last()
         if self.timeline.now_s > self._last_s:
             self._last_s = self.timeline.now_s
@@ -211,7 +211,7 @@ class Broadcasts:
 
 
 class HeardMember:
-    """A ViewedInstance as the cluster monitor's last broadcast has shown it."""
+    """A ViewedInstance as of the cluster monitor's last broadcast."""
 
     def __init__(self, source: BeatingMember, broadcasts: Broadcasts) -> None:
         self.record = source.record
@@ -219,14 +219,14 @@ class HeardMember:
         self._broadcasts = broadcasts
         self._taken_count = 1
         self._behind = 0
-        """Heartbeats that no broadcast has brought, since another one came before the next broadcast."""
+        """Heartbeats that no broadcast has carried, since another one came before the next broadcast."""
         self._newest: Any = source.load
         self._load: Any = self._newest
 
     @property
     def load(self) -> InstanceLoad:
-        """As of the last broadcast. Its number rises with each broadcast that brought a newer heartbeat, as that of
-        kaveri.cluster.monitored_membership does."""
+        """Load as of the last broadcast. Its number rises with each broadcast that carried a newer heartbeat, as in
+        kaveri.cluster.monitored_membership."""
         broadcasts = self._broadcasts
         if broadcasts.count != self._taken_count or broadcasts.timeline.now_s >= broadcasts.none_before_s:
             self._hear()
@@ -247,5 +247,5 @@ class HeardMember:
 
     @property
     def heartbeat_age_s(self) -> float:
-        """Seconds since the heartbeat that the broadcast has told of, or a little less."""
+        """Seconds since the heartbeat in the broadcast, or a little less."""
         return self._source.heartbeat_age_s

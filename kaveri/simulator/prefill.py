@@ -1,6 +1,6 @@
 """A simulated prefill instance: queue, engine, and the search for room at decode. Pure.
 
-It goes the way of services/prefill: role.py, engine_feed.py, room_finder.py and decode_placer.py, event by event.
+It mirrors services/prefill: role.py, engine_feed.py, room_finder.py and decode_placer.py, event by event.
 """
 
 import random
@@ -50,20 +50,20 @@ class _PendingReserve:
         self.waits = waits
         self.patient_until_s = patient_until_s
         self.decode: SimulatedDecode | None = None
-        """The life of it that was asked."""
+        """The incarnation of it that was asked."""
         self.reserved: ReservedRequest | None = None
-        """The room that was given, while its answer is on its way."""
+        """The granted room, while the answer is in flight."""
         self.is_dropped = False
 
     def answer(self, result: ReservedRequest | KaveriError) -> None:
-        """The decode instance has decided."""
+        """Handle the decode instance's decision."""
         if isinstance(result, ReservedRequest):
             self.reserved = result
         self.prefill.reserve_answered(self, result)
 
 
 class SeekingRequest:
-    """One request that looks for room."""
+    """A request that searches for room."""
 
     __slots__ = ("attempt", "none_since_s", "questions", "reserved", "unfit", "version")
 
@@ -74,10 +74,10 @@ class SeekingRequest:
         self.none_since_s = -1.0
         self.version = 0
         self.reserved: ReservedRequest | None = None
-        """The room that it has."""
+        """Its room."""
 
     def seeker(self) -> Seeker[str]:
-        """What the policy has to know."""
+        """Input of the policy."""
         attempt = self.attempt
         waits_at = None
         for name, question in self.questions.items():
@@ -121,16 +121,16 @@ class SimulatedPrefill:
         self.is_dead = False
         self._serial = 0
         self._seeking: dict[SeekingRequest, None] = {}
-        """Those that wait for an answer or a change of the view."""
+        """Requests that wait for an answer or a change of the view."""
         self.view = ClusterView()
-        """As the monitor's broadcasts show it."""
+        """As of the monitor's last broadcast."""
         self.peers: dict[str, SimulatedDecode] = {}
         self.member = BeatingMember(timeline, record, first_beat_s, spec.heartbeat_interval_s, self._load_at)
 
     # Calls of the router.
 
     def accept(self, attempt: SimulatedAttempt) -> None:
-        """Queues a request, or refuses it."""
+        """Queue a request, or refuse it."""
         if self.is_dead:
             self._router.unreached(attempt)
             return
@@ -153,7 +153,7 @@ class SimulatedPrefill:
         self._submit()
 
     def die(self) -> None:
-        """The process is killed."""
+        """Kill the process."""
         self.is_dead = True
         self.engine.stop()
         self.member.stop()
@@ -175,7 +175,7 @@ class SimulatedPrefill:
         self._router.lost(*lost)
 
     def _submit(self) -> None:
-        """Gives the engine what it needs now."""
+        """Give the engine the prompts that it needs now."""
         while (attempt := self._queue.next()) is not None:
             self._serial += 1
             remaining = attempt.request.output_tokens - attempt.generated
@@ -190,7 +190,7 @@ class SimulatedPrefill:
             self.engine.prefill(sequence)
 
     def _has_room(self, attempt: SimulatedAttempt) -> bool:
-        """Whether the prompt may take free blocks, if there are enough."""
+        """Return True if the prompt may take free blocks, if there are enough."""
         return True
 
     def _submit_again(self, _: None) -> None:
@@ -200,7 +200,7 @@ class SimulatedPrefill:
         self.member.take_beats(self._timeline.now_s)
         self._submit()
 
-    # What the engine tells.
+    # Events of the engine.
 
     def before_step_ends(self) -> None:
         now_s = self._timeline.now_s
@@ -265,7 +265,7 @@ class SimulatedPrefill:
         self._look(attempt.seeking)
 
     def broadcast_heard(self) -> None:
-        """The view has changed: all that wait look again, in the order in which they began to wait."""
+        """Handle a change of the view: all that wait search again, in the order in which they began to wait."""
         waiting, self._seeking = self._seeking, {}
         self._search.retain(self.view)
         for seeking in waiting:
@@ -335,7 +335,7 @@ class SimulatedPrefill:
         decode.reserve(question.attempt, question.waits, question.answer)
 
     def reserve_answered(self, question: _PendingReserve, result: ReservedRequest | KaveriError) -> None:
-        """A decode instance sends its answer."""
+        """Handle the answer of a decode instance."""
         if self._hop_s:
             self._timeline.after(self._hop_s, self._answered, (question, result))
         else:
@@ -372,7 +372,7 @@ class SimulatedPrefill:
             self._look(seeking)
 
     def _drop(self, seeking: SeekingRequest, instance_id: str) -> None:
-        """Gives up a question, and the room that its answer may have brought."""
+        """Give up a question, and the room that its answer may have brought."""
         question = seeking.questions.pop(instance_id)
         question.is_dropped = True
         self._search.forget(seeking.attempt.key, instance_id)
@@ -394,7 +394,7 @@ class SimulatedPrefill:
         self._router.lost(attempt, error)
         self._submit()
 
-    # The push. What a step computes is sent layer by layer while it is computed.
+    # The push. KV is sent layer by layer while its step computes.
 
     def _placed(self, attempt: SimulatedAttempt, decode: SimulatedDecode) -> None:
         sequence = attempt.sequence
@@ -408,7 +408,7 @@ class SimulatedPrefill:
             self._finish_push(attempt)
 
     def _push_chunk(self, attempt: SimulatedAttempt) -> None:
-        """The step that ends now has computed more of a prompt whose push is open."""
+        """Push the tokens that the ending step has computed of a prompt whose push is open."""
         assert attempt.sequence is not None
         now_s, layers = self._timeline.now_s, self._spec.layer_count
         computed = min(attempt.sequence.computed, attempt.token_count)
@@ -432,7 +432,7 @@ class SimulatedPrefill:
         self._timeline.at(lands_s, self._landed, attempt.seeking.reserved)
 
     def push_failed(self, reserved: ReservedRequest) -> None:
-        """The decode instance is gone: the KV is still here, and goes elsewhere."""
+        """Handle the loss of the decode instance: the KV is still here, and is pushed elsewhere."""
         attempt, now_s = reserved.attempt, self._timeline.now_s
         seeking: SeekingRequest = attempt.seeking
         if attempt.is_over or seeking.reserved is not reserved:
@@ -464,14 +464,14 @@ class SimulatedPrefill:
         self._live.discard(attempt)
         sequence.transfer_open = False
         self.engine.end(sequence)
-        # What an attempt has here refers to it: let go of what is not used any more.
+        # Objects here refer to the attempt: drop references that are not needed any more.
         attempt.sequence = attempt.seeking = None
         if self._retries:
             # A prompt waits for blocks.
             self._submit()
 
     def is_empty(self) -> bool:
-        """Whether nothing is left here."""
+        """True if nothing is left here."""
         is_whole = self.is_dead or self.engine.free_blocks == self.engine.blocks.total
         return is_whole and not self._live and not self._seeking
 

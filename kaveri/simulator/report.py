@@ -15,17 +15,17 @@ _FIGURES = ("mean", "p50", "p90")
 
 
 class SimulatedRun(Protocol):
-    """A run that has ended: a RunTable, or a BaselineRun."""
+    """A finished run: a RunTable, or a BaselineRun."""
 
     @property
     def attempts(self) -> Sequence[int]:
-        """Of each request."""
+        """Number of attempts of each request."""
 
     def columns(self) -> RunColumns:
-        """What kaveri.workload.summary sums up."""
+        """Input of kaveri.workload.summary."""
 
     def reason(self, number: int) -> str:
-        """Why the request failed."""
+        """Return why the request failed."""
 
 
 def report_of(
@@ -40,7 +40,7 @@ def report_of(
     too_long: int,
     all_rows: bool,
 ) -> dict[str, Any]:
-    """What `kaveri bench --json` prints of the same runs. all_rows: else the rows are those of failed requests."""
+    """Return the output of `kaveri bench --json` for these runs. all_rows: False for rows of failed requests only."""
     summaries = [summarize(table.columns(), slo, phases) for table in tables]
     return {
         "target": "simulated",
@@ -60,7 +60,7 @@ def report_of(
 
 
 def rows(table: SimulatedRun, all_rows: bool = True) -> Iterator[dict[str, Any]]:
-    """Each request as JSON values, with the names of `kaveri bench`."""
+    """Return each request as JSON values, with the names of `kaveri bench`."""
     run = table.columns()
     ttft_s, tpot_s, jct_s = run.ttft_s(), run.tpot_s(), run.jct_s()
     for number in range(len(run.due_s)):
@@ -91,7 +91,7 @@ def rows(table: SimulatedRun, all_rows: bool = True) -> Iterator[dict[str, Any]]
 
 
 def requests_of(run: Mapping[str, Any]) -> list[PlannedRequest]:
-    """The requests of a run in the JSON of `kaveri bench`, at the times at which they were due. Raises ConfigError."""
+    """Return the requests of a run in the JSON of `kaveri bench`, with their planned times. Raises ConfigError."""
     try:
         found = [
             (float(row["due_s"]), RequestLengths(int(row["prompt_tokens"]), int(row["output_tokens"])))
@@ -107,7 +107,7 @@ def requests_of(run: Mapping[str, Any]) -> list[PlannedRequest]:
 
 
 def differences(measured: Mapping[str, Any], simulated: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Figure by figure: measured, simulated, and the relative difference; of attainment, the difference in points."""
+    """Compare figure by figure: measured, simulated, relative difference; for attainment, in points."""
     found: list[dict[str, Any]] = []
     for name in _COMPARED:
         for figure in _FIGURES:

@@ -1,14 +1,14 @@
-"""A simulated engine whose requests may land with a part of their KV: the rest is computed beside the batch. Pure."""
+"""A simulated engine whose requests may land with a part of their KV: the rest is computed with the batch. Pure."""
 
 from kaveri.simulator.engine import CountedEngine
 from kaveri.simulator.sequence import CountedSequence
 
 
 class ResumingEngine(CountedEngine):
-    """Goes step by step while a request that was resumed lacks KV, as it does for requests that lost their blocks."""
+    """Goes step by step while a resumed request lacks KV, as it does for requests that lost their blocks."""
 
     def land_partly(self, sequence: CountedSequence, held_tokens: int) -> None:
-        """The KV of the first `held_tokens` of a request is here, whose blocks are open. All its tokens are known."""
+        """Land a request whose blocks are open with the KV of its first `held_tokens`. All its tokens are known."""
         assert 0 < held_tokens < sequence.tokens
         sequence.computed = held_tokens
         self._decoding.land(sequence)
@@ -16,8 +16,8 @@ class ResumingEngine(CountedEngine):
 
     @property
     def computed_by_run(self) -> int | None:
-        """What is added to `offset_tokens` of a running request for the tokens whose KV is here, as of the last step
-        that sync() knows of. None: `computed` of each holds."""
+        """Term to add to `offset_tokens` of a running request to get the tokens whose KV is here, after the last step
+        that sync() has seen. None: `computed` of each holds."""
         return None if self._by_steps else self._steps - 1
 
     def _begin(self) -> None:

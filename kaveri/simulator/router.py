@@ -1,6 +1,6 @@
-"""The simulated router: places requests on prefill instances, places them again, and notes how they end. Pure.
+"""The simulated router: places requests on prefill instances, retries them, and records their ends. Pure.
 
-It goes the way of services/router/request_placer.py, event by event.
+It mirrors services/router/request_placer.py, event by event.
 """
 
 import math
@@ -28,17 +28,17 @@ _HOPELESS = (InvalidArgument, LayoutMismatch)
 
 
 class ReplicaHolderSide(Protocol):
-    """What the router asks an instance that holds copies."""
+    """Interface of the router to an instance that holds copies."""
 
     record: InstanceRecord
     is_dead: bool
 
     def resume(self, attempt: SimulatedAttempt) -> None:
-        """To go on with a request from the copy that `attempt.replica` names."""
+        """Resume a request from the copy in `attempt.replica`."""
 
 
 class SimulatedRouter:
-    """The only one of its cluster, and so the cluster monitor."""
+    """The only router of its cluster, and so the cluster monitor."""
 
     def __init__(self, timeline: Timeline, spec: ClusterSpec, model: str, table: RunTable, rng: random.Random) -> None:
         self._timeline = timeline
@@ -51,7 +51,7 @@ class SimulatedRouter:
         self._line: dict[SimulatedRequest, None] = {}
         self._line_looks = False
         self._unserved: dict[SimulatedRequest, float] = {}
-        """Requests that wait beside the line for an instance of a missing phase, each since its time."""
+        """Requests that wait outside the line for an instance of a missing phase, with the time since when."""
         self.table = table
         self.view = ClusterView()
         self.prefills: dict[str, SimulatedPrefill] = {}
@@ -65,10 +65,10 @@ class SimulatedRouter:
         self._longest = min(spec.prefill.engine.max_model_len, spec.decode.engine.max_model_len)
         self._hop_s = spec.overheads.hop_s
 
-    # From clients.
+    # Calls of clients.
 
     def generate(self, request: SimulatedRequest) -> None:
-        """A client has sent a request."""
+        """Accept a request from a client."""
         self.table.planned(request)
         if request.prompt_tokens + request.output_tokens > self._longest:
             tokens = f"{request.prompt_tokens} + {request.output_tokens} tokens"
@@ -83,7 +83,7 @@ class SimulatedRouter:
             self._place(request)
 
     def _place(self, request: SimulatedRequest) -> None:
-        """Looks for an instance, unless others have waited longer."""
+        """Search for an instance, unless others have waited longer."""
         if missing_phases(self.view, self._model):
             self._unserved[request] = self._timeline.now_s
             self._look_at_line_later()
@@ -141,7 +141,7 @@ class SimulatedRouter:
             self._unserved.clear()
         while self._line:
             request = next(iter(self._line))
-            # What it sends may be refused at once.
+            # A sent request may be refused at once.
             del self._line[request]
             if not self._send(request):
                 self._line = {request: None, **self._line}
@@ -149,7 +149,7 @@ class SimulatedRouter:
                 return
 
     def _wait_for_instances(self, phase: Phase) -> None:
-        """Nothing can be placed: each request waits by itself, and not behind those before it."""
+        """Make each request wait by itself, not in the line, while nothing can be placed."""
         now_s = self._timeline.now_s
         for request in self._line:
             self._unserved.setdefault(request, now_s)
@@ -162,10 +162,10 @@ class SimulatedRouter:
         if self._unserved:
             self._look_at_line_later()
 
-    # From instances.
+    # Events of instances.
 
     def started(self, attempt: SimulatedAttempt) -> None:
-        """Its first chunk has begun."""
+        """Record that its first chunk has begun."""
         hop_s = self._hop_s
         if hop_s:
             self._timeline.after(hop_s, self._confirm, attempt)
@@ -178,7 +178,7 @@ class SimulatedRouter:
             self._look_at_line(None)
 
     def drew_first(self, attempt: SimulatedAttempt, drawn_s: float) -> None:
-        """Prefill has drawn a token."""
+        """Record that prefill has drawn a token."""
         request = attempt.request
         request.generated = attempt.generated + 1
         request.last_token_s = drawn_s
@@ -188,64 +188,64 @@ class SimulatedRouter:
             request.losses.drew(drawn_s)
 
     def handed_over(self, attempt: SimulatedAttempt, landed_s: float) -> None:
-        """Decode has the request."""
+        """Record that decode has the request."""
 
     def finished(self, attempt: SimulatedAttempt, end_s: float, first_step_s: float, preemptions: int) -> None:
-        """It has drawn its last token."""
+        """Record that it has drawn its last token."""
         attempt.is_over = True
         attempt.request.generated = attempt.request.output_tokens
         self.table.answered(attempt, end_s + 2 * self._hop_s, first_step_s, end_s, preemptions)
         self._note_end(attempt.request)
 
     def refused(self, attempt: SimulatedAttempt, error: NoCapacity) -> None:
-        """The prefill instance's queue is full."""
+        """Retry a request that was refused, as the prefill instance's queue is full."""
         self._confirm(attempt)
         attempt.is_over = True
         self._set_back(attempt, Setback.FULL, attempt.prefill.record, error, error.retry_after_s)
 
     def unreached(self, attempt: SimulatedAttempt) -> None:
-        """There is no prefill instance at that address now."""
+        """Retry a request: there is no prefill instance at that address now."""
         self._confirm(attempt)
         attempt.is_over = True
         error = Unavailable(f"{attempt.prefill.record.instance_id} cannot be reached")
         self._set_back(attempt, Setback.UNREACHED, attempt.prefill.record, error)
 
     def decode_lost(self, attempt: SimulatedAttempt) -> None:
-        """The decode instance that had the request has died. Nothing is held against the prefill instance."""
+        """Handle the death of the decode instance that had the request. The prefill instance is not blamed."""
         attempt.is_over = True
         self._set_back(attempt, Setback.LOST, None, Unavailable("the decode instance has died"))
 
     def both_lost(self, attempt: SimulatedAttempt) -> None:
-        """The instance of both phases that decoded the request has died. The next attempt avoids it, unless it was
-        resumed there."""
+        """Handle the death of the instance of both phases that decoded the request. The next attempt avoids it, unless
+        it was resumed there."""
         attempt.is_over = True
         at_fault = attempt.prefill.record if attempt.resumed_from is None else None
         self._set_back(attempt, Setback.LOST, at_fault, Unavailable("its instance has died"))
 
     def resumed(self, attempt: SimulatedAttempt, held_tokens: int) -> None:
-        """It goes on where its copy is, of the KV of so many tokens."""
+        """Record that it resumes at its copy, with the KV of `held_tokens` tokens."""
         assert attempt.request.losses is not None
         attempt.request.losses.resumed(attempt.token_count, held_tokens)
 
     def not_resumed(self, attempt: SimulatedAttempt) -> None:
-        """The holder of its copy does not go on with it."""
+        """Handle the refusal of its copy's holder to resume it."""
         attempt.is_over = True
         attempt.request.attempt_count -= 1
         attempt.replica = None
         self._set_back(attempt, Setback.REFUSED, None, NoCapacity("decode", 0.0))
 
     def resume_lost(self, attempt: SimulatedAttempt) -> None:
-        """The holder of its copy has died before it went on."""
+        """Handle the death of its copy's holder before it was resumed."""
         attempt.is_over = True
         self._set_back(attempt, Setback.LOST, None, Unavailable("the holder of its copy has died"))
 
     def goes_on(self, attempt: SimulatedAttempt, drawn_s: float) -> None:
-        """A resumed request has drawn a token again."""
+        """Record that a resumed request has drawn a token."""
         assert attempt.request.losses is not None
         attempt.request.losses.drew(drawn_s)
 
     def lost(self, attempt: SimulatedAttempt, error: KaveriError) -> None:
-        """The attempt has ended without an answer."""
+        """Handle the end of an attempt without an answer."""
         self._confirm(attempt)
         if isinstance(error, _HOPELESS):
             self._fail(attempt.request, error)
@@ -277,7 +277,7 @@ class SimulatedRouter:
     def _is_usable(self, replica: ReplicaLocation, request: SimulatedRequest) -> bool:
         holder = self.holders.get(replica.holder_id)
         if holder is None or holder.is_dead or holder.record.incarnation != replica.holder_incarnation:
-            return False  # it cannot be heard
+            return False  # it is unreachable
         context_tokens = request.prompt_tokens + request.generated
         return is_worth_a_resume(replica, context_tokens, self.view, self._model)
 
@@ -298,10 +298,10 @@ class SimulatedRouter:
         if self.on_end is not None:
             self.on_end(request)
 
-    # As the cluster monitor.
+    # Role of the cluster monitor.
 
     def wake_at_broadcast(self) -> None:
-        """A prefill instance waits for the next broadcast."""
+        """Wake a prefill instance at the next broadcast."""
         next_s = self.broadcasts.next_s()
         if self._wakes_at_s < self._timeline.now_s:
             self._wakes_at_s = next_s
@@ -314,5 +314,5 @@ class SimulatedRouter:
             prefill.broadcast_heard()
 
     def is_empty(self) -> bool:
-        """Whether no request is left."""
+        """True if no request is left."""
         return not self._line and not len(self._unconfirmed)

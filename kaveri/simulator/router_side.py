@@ -1,4 +1,4 @@
-"""What the router of a simulation hears from its instances."""
+"""Interface by which simulated instances call their router."""
 
 from typing import Protocol
 
@@ -8,7 +8,7 @@ from kaveri.simulator.table import RunTable
 
 
 class RouterSide(Protocol):
-    """What instances tell the router."""
+    """Calls of instances to the router."""
 
     table: RunTable
 
@@ -22,13 +22,13 @@ class RouterSide(Protocol):
         """Decode has the request."""
 
     def finished(self, attempt: SimulatedAttempt, end_s: float, first_step_s: float, preemptions: int) -> None:
-        """It has drawn its last token."""
+        """The answer is complete: it has drawn its last token."""
 
     def refused(self, attempt: SimulatedAttempt, error: NoCapacity) -> None:
         """The prefill instance's queue is full."""
 
     def unreached(self, attempt: SimulatedAttempt) -> None:
-        """There is no prefill instance at that address now."""
+        """Fails since there is no prefill instance at that address now."""
 
     def decode_lost(self, attempt: SimulatedAttempt) -> None:
         """The decode instance that had the request has died."""
@@ -40,16 +40,16 @@ class RouterSide(Protocol):
         """The attempt has ended without an answer."""
 
     def resumed(self, attempt: SimulatedAttempt, held_tokens: int) -> None:
-        """It goes on where its copy is, of the KV of so many tokens."""
+        """Resumed at its copy, with the KV of `held_tokens` tokens."""
 
     def not_resumed(self, attempt: SimulatedAttempt) -> None:
-        """The holder of its copy does not go on with it."""
+        """The holder of its copy refuses to resume it."""
 
     def resume_lost(self, attempt: SimulatedAttempt) -> None:
-        """The holder of its copy has died before it went on."""
+        """The holder of its copy has died before it was resumed."""
 
     def goes_on(self, attempt: SimulatedAttempt, drawn_s: float) -> None:
         """A resumed request has drawn a token again."""
 
     def wake_at_broadcast(self) -> None:
-        """A prefill instance waits for the next broadcast."""
+        """Wake a prefill instance at the next broadcast."""

@@ -6,7 +6,7 @@ from kaveri.engine.stepwise.phase import SequencePhase
 
 
 class CountedSequence:
-    """What kaveri.engine.stepwise's Residency and form_step ask of a sequence, with counts for tokens and blocks.
+    """The sequence that kaveri.engine.stepwise's Residency and form_step work on, with counts for tokens and blocks.
 
     `tokens`, `computed` and `block_ids` hold while the engine goes step by step. In a run of steps the engine keeps
     `offset_tokens` and `end_step` only.
@@ -34,14 +34,14 @@ class CountedSequence:
         "transfer_open",
     )
     is_scored = False
-    """Simulated requests ask for no log-probabilities of their prompts."""
+    """Simulated requests need no log-probabilities of their prompts."""
     suspect_until = 0
-    """Simulated steps raise nothing."""
+    """Simulated steps never raise."""
     is_suspect = False
 
     def __init__(self, number: int, owner: Any, tokens: int, remaining: int, phase: SequencePhase) -> None:
-        """number: not used by any other sequence of the engine. owner: of the caller's. tokens: prompt and the answer
-        so far. remaining: tokens that it will still draw, at least 1."""
+        """number: unique in the engine. owner: of the caller's. tokens: prompt and the answer so far. remaining: tokens
+        that it will still draw, at least 1."""
         self.number = number
         self.key = number
         self.owner = owner
@@ -57,45 +57,45 @@ class CountedSequence:
         """A push reads or writes its blocks."""
         self.done = False
         self.offset_tokens = 0
-        """In a run: its tokens, less the steps of the engine."""
+        """Within a run: its tokens minus the steps of the engine."""
         self.end_step = 0
-        """In a run: the step of the engine in which it draws its last token."""
+        """Within a run: the step of the engine in which it draws its last token."""
         self.first_step_s = -1.0
-        """When its first decode step ended."""
+        """End of its first decode step."""
         self.mirrored = self.generation = 0
         self.runner_unaware = False
 
     @property
     def token_ids(self) -> range:
-        """Only as long as the tokens."""
+        """Only its length is right: the number of tokens."""
         return range(self.tokens)
 
     @property
     def pending(self) -> int:
-        """Tokens whose KV is to be computed before the next one can be drawn."""
+        """Tokens whose KV must be computed before the next one can be drawn."""
         return self.tokens - self.computed
 
     @property
     def touched(self) -> bool:
-        """Whether a step or a transfer can still touch its blocks."""
+        """True if a step or a transfer can still touch its blocks."""
         return self.in_step or self.transfer_open
 
 
 class CountedBlocks:
-    """A BlockAllocator that counts blocks and names none."""
+    """A BlockAllocator that counts blocks without block numbers."""
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.free_count = total
 
     def allocate(self, owner: object, count: int) -> list[int]:
-        """Takes blocks. There must be enough."""
+        """Take blocks. There must be enough."""
         assert count <= self.free_count, f"{count} of {self.free_count} blocks"
         self.free_count -= count
         return [0] * count
 
     def release(self, owner: CountedSequence) -> int:
-        """Frees the blocks that the sequence holds."""
+        """Free the blocks that the sequence holds."""
         count = len(owner.block_ids)
         self.free_count += count
         owner.block_ids = []

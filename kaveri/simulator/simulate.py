@@ -1,7 +1,7 @@
-"""Runs a simulation: a cluster, and the requests that it is sent. Pure: the same spec and requests give the same table.
+"""Runs a simulation of a cluster and its requests. Pure: the same spec and requests give the same table.
 
-No decision is made in this room: placement, ordering, admission, room and retries are those of kaveri.policy, steps
-those of kaveri.engine.stepwise. What the services do between two decisions is written down again, event by event.
+No decision is made in this package: placement, ordering, admission, room and retries are those of kaveri.policy, steps
+those of kaveri.engine.stepwise. The services' work between two decisions is written down again, event by event.
 """
 
 import gc
@@ -28,15 +28,15 @@ _MODEL = "model"
 
 
 def simulate(spec: ClusterSpec, requests: Sequence[PlannedRequest], concurrency: int | None = None) -> RunTable:
-    """Sends the requests at their times, or in a closed loop of `concurrency`, and runs until all have ended.
+    """Send the requests at their times, or in a closed loop of `concurrency`, and run until all have ended.
 
-    Raises ConfigError for requests that do not come in the order of their times.
+    Raises ConfigError for requests that are not in the order of their times.
     """
     return Simulation(spec, requests, concurrency).run()
 
 
 class Simulation:
-    """One run. `router`, `prefills` and `decodes` may be looked at after it."""
+    """One run. `router`, `prefills` and `decodes` may be read after it."""
 
     def __init__(self, spec: ClusterSpec, requests: Sequence[PlannedRequest], concurrency: int | None = None) -> None:
         if not requests:
@@ -53,9 +53,9 @@ class Simulation:
         self.prefills = self.router.prefills
         self.decodes: dict[str, SimulatedDecode] = {}
         self._copies: dict[str, InstanceCopies] = {}
-        """Of instances with copies."""
+        """Copies of the instances that have them."""
         self._present: set[str] = set()
-        """Instances whose leases hold."""
+        """Instances whose leases are valid."""
         for instance_id in (*spec.decode_ids, *spec.prefill_ids, *spec.colocated_ids):
             # The first heartbeats were made before the first request came.
             self._start(instance_id, 1, -self._rng.random() * spec.heartbeat_interval_s)
@@ -95,11 +95,11 @@ class Simulation:
         self._present.add(instance_id)
 
     def _rng_of_copies(self, record: InstanceRecord) -> random.Random:
-        """Others draw the same with copies as without."""
+        """Random numbers of copies, separate so that other draws are the same with copies as without."""
         return random.Random(f"{self._spec.seed} {record.instance_id} {record.incarnation}")
 
     def _show_members(self) -> None:
-        """Instances have come or gone: router and prefill instances have new views."""
+        """Give router and prefill instances new views: instances have joined or left."""
         members: dict[str, ViewedInstance] = {}
         heard: dict[str, ViewedInstance] = {}
         for instance_id, prefill in self.prefills.items():
@@ -117,7 +117,7 @@ class Simulation:
             self._show_holders(view)
 
     def _show_holders(self, decodes: ClusterView) -> None:
-        """decodes: as the monitor's broadcasts show them."""
+        """Update the holders. decodes: as of the monitor's last broadcast."""
         both = {
             name: one.member for name, one in self.prefills.items() if name in self._copies and name in self._present
         }
@@ -156,7 +156,7 @@ class Simulation:
             self.timeline.after(failures.repair_s, self._restart, record)
 
     def _leave(self, record: InstanceRecord) -> None:
-        """The lease of a dead instance has run out."""
+        """Remove a dead instance whose lease has expired."""
         if self._instance(record.instance_id).member.record.incarnation == record.incarnation:
             self._present.discard(record.instance_id)
             self._show_members()
@@ -168,8 +168,8 @@ class Simulation:
             self._draw_death(record.instance_id)
 
     def run(self) -> RunTable:
-        """Until every request has ended."""
-        # A run makes millions of objects and no cycles of them: looking for some takes a tenth of its time.
+        """Run until every request has ended."""
+        # A run makes millions of objects and no reference cycles: garbage collection would take a tenth of its time.
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -217,7 +217,7 @@ class Simulation:
         return SimulatedRequest(number, due_s, lengths.prompt_tokens, lengths.output_tokens, None)
 
     def check_conservation(self) -> None:
-        """Asserts that every request ended once, and that nothing is left."""
+        """Assert that every request ended once, and that nothing is left."""
         assert all(ends == 1 for ends in self.table.ends), "a request ended never, or more than once"
         empty = {name: one.is_empty() for name, one in self.prefills.items()}
         empty |= {name: one.is_empty() for name, one in self.decodes.items()}

@@ -1,4 +1,4 @@
-"""What is simulated: the cluster, its engines, its links, its overheads. Pure.
+"""Specification of a simulation: the cluster, its engines, its links, its overheads. Pure.
 
 The names and defaults of settings are those of the services.
 """
@@ -31,7 +31,7 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSpec:
-    """Instances that compute prompts."""
+    """Prefill instances."""
 
     engine: PoolSpec
     max_queue: int = 256
@@ -46,14 +46,14 @@ class CopySpec:
 
     replication: ReplicationMode = ReplicationMode.OFF
     replica_blocks: int = 65_536
-    """What `replica_memory` has room for."""
+    """Blocks that fit into `replica_memory`."""
     replica_min_tokens: int = 256
     blocks_per_s: float = 0.0
-    """Most blocks that one instance copies in a second, of `replication_rate`. 0: no limit but the link's."""
+    """Most blocks that one instance copies in a second, from `replication_rate`. 0: no limit but the link's."""
     orphan_grace_s: float = 10.0
 
     def __post_init__(self) -> None:
-        """Raises ConfigError, naming the field, its value and the limit."""
+        """Raise ConfigError, naming the field, its value and the limit."""
         for name, least in (("replica_blocks", 1), ("replica_min_tokens", 1), ("blocks_per_s", 0)):
             if not least <= getattr(self, name) < math.inf:
                 raise ConfigError(name, f"is {getattr(self, name)!r}; it must be a number of at least {least}")
@@ -63,13 +63,13 @@ class CopySpec:
 
     @property
     def is_on(self) -> bool:
-        """Whether there are copies."""
+        """True if there are copies."""
         return self.replication is not ReplicationMode.OFF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSpec:
-    """Instances that draw tokens."""
+    """Decode instances."""
 
     engine: PoolSpec
     decode_policy: AdmissionPolicy = AdmissionPolicy.GREEDY
@@ -89,7 +89,7 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """What the services take beyond the engines' steps, in seconds. All 0: they take no time."""
+    """Seconds that the services take beyond the engines' steps. All 0: they take no time."""
 
     hop_s: float = 0.0
     """A message from one process to another."""
@@ -108,7 +108,7 @@ class Overheads:
 
     @property
     def are_known(self) -> bool:
-        """Whether any was given."""
+        """True if any was given."""
         return any(getattr(self, entry.name) > 0 for entry in fields(self))
 
 
@@ -129,34 +129,34 @@ class ClusterSpec:
     thresholds: HeavyThresholds = DEFAULT_THRESHOLDS
     heartbeat_interval_s: float = 0.1
     layer_count: int = 2
-    """Of the model: KV is pushed layer by layer while a chunk is computed. The timed engine has 2."""
+    """Layers of the model: KV is pushed layer by layer while a chunk is computed. The timed engine has 2."""
     lengths_known: bool = True
-    """Whether the length of an answer can be read in its request, as with `kaveri bench` without --natural-length."""
+    """True if a request states the length of its answer, as with `kaveri bench` without --natural-length."""
     failures: FailureSpec = field(default_factory=FailureSpec)
     seed: int = 0
 
     @property
     def prefill_ids(self) -> tuple[str, ...]:
-        """Of the prefill instances."""
+        """Ids of the prefill instances."""
         return tuple(f"prefill-{number}" for number in range(self.prefill_count))
 
     @property
     def decode_ids(self) -> tuple[str, ...]:
-        """Of the decode instances."""
+        """Ids of the decode instances."""
         return tuple(f"decode-{number}" for number in range(self.decode_count))
 
     @property
     def colocated_ids(self) -> tuple[str, ...]:
-        """Of the instances of both phases."""
+        """Ids of the instances of both phases."""
         return tuple(f"colocated-{number}" for number in range(self.colocated_count))
 
     @property
     def instance_ids(self) -> tuple[str, ...]:
-        """Of all."""
+        """Ids of all instances."""
         return (*self.prefill_ids, *self.decode_ids, *self.colocated_ids)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError, naming the field, its value and the limit."""
+        """Raise ConfigError, naming the field, its value and the limit."""
         for name, count in (("prefill", self.prefill_count), ("decode", self.decode_count)):
             if self.colocated_count and count:
                 raise ConfigError(name, f"is {count}; beside instances of both phases there are no others")

@@ -1,7 +1,7 @@
-"""Reads what is simulated from the file that `kaveri up --config` reads. Raises ConfigError, naming file and key.
+"""Reads a simulation from the file that `kaveri up --config` reads. Raises ConfigError, naming file and key.
 
-Of the sections [up], [router], [prefill], [decode] and [colocated], and the settings for all of them in front, it takes
-those that a simulation knows. The engine is the timed one, whatever `engine` says: a simulation takes its time from
+Of the sections [up], [router], [prefill], [decode] and [colocated], and the common settings before them, it uses those
+that a simulation supports. The engine is the timed one, whatever `engine` says: a simulation takes its time from
 `latency_model`.
 """
 
@@ -53,7 +53,7 @@ _REPLICA_MEMORY = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class ReadSpec:
-    """A spec, and what its file says that a simulation does not follow."""
+    """A spec, and the settings of its file that a simulation does not follow."""
 
     spec: ClusterSpec
     not_simulated: tuple[str, ...]
@@ -69,8 +69,8 @@ def read_spec(
     layer_count: int,
     preset: Mapping[str, Mapping[str, object]] | None = None,
 ) -> ReadSpec:
-    """known: section to the settings that its service has; others are refused. preset: sections, which count where the
-    file says nothing. The rest is as of ClusterSpec."""
+    """Read a spec. known: section to the settings that its service has; others are refused. preset: sections, used for
+    settings that the file lacks. The other arguments are those of ClusterSpec."""
     table = _read_toml(path, "SPEC")
     preset = preset or {}
     shared = {key: value for key, value in table.items() if not isinstance(value, dict)}
@@ -152,7 +152,7 @@ def read_spec(
 
 
 def read_overheads(path: Path) -> Overheads:
-    """A TOML file with some of the fields of Overheads, in seconds."""
+    """Read a TOML file with some of the fields of Overheads, in seconds."""
     table = _read_toml(path, "--overheads")
     names = [entry.name for entry in fields(Overheads)]
     for key, value in table.items():
@@ -227,7 +227,7 @@ def _copies(section: _Section) -> CopySpec:
         replication=section.one_of("replication", ReplicationMode.OFF, ReplicationMode),
         replica_blocks=memory // block_bytes,
         replica_min_tokens=section.whole("replica_min_tokens", 256),
-        # At least a block goes in each second.
+        # At least one block is sent in each second.
         blocks_per_s=max(1.0, rate / block_bytes) if rate else 0.0,
         orphan_grace_s=section.number("orphan_grace_s", 10.0),
     )

@@ -41,7 +41,7 @@ class RunTable:
         self.attempts = array("q", [0]) * count
         self.preemptions = array("q", [0]) * count
         self.ends = array("q", [0]) * count
-        """How often each request has ended: once, when all is well."""
+        """Times that each request has ended: once, if all is well."""
         self._losses = {name: array("d", [0.0]) * count for name in SERVER_LOSSES}
         self._gap_s = array("d")
         self._gap_counts = array("q")
@@ -49,19 +49,19 @@ class RunTable:
         self._reasons: dict[int, str] = {}
 
     def gaps(self, gap_s: float, count: int) -> None:
-        """So many tokens, at least 1, have followed another one of their answer after this time."""
+        """Record `count` tokens, at least 1, that have followed another one of their answer after gap_s."""
         self._gap_s.append(gap_s)
         self._gap_counts.append(count)
 
     def planned(self, request: SimulatedRequest) -> None:
-        """The request is due."""
+        """Record that the request is due."""
         number = request.number
         self._due[number] = request.due_s
         self._prompt[number] = request.prompt_tokens
         self._planned[number] = request.output_tokens
 
     def failed(self, request: SimulatedRequest, error: str, reason: str) -> None:
-        """It has ended with an error."""
+        """Record that it has ended with an error."""
         number = request.number
         self.ends[number] += 1
         self.attempts[number] = request.attempt_count
@@ -73,7 +73,7 @@ class RunTable:
     def answered(
         self, attempt: SimulatedAttempt, last_s: float, first_step_s: float, end_s: float, preemptions: int
     ) -> None:
-        """It was answered. last_s: when its client had the last token. first_step_s: end of its first decode step, or
+        """Record an answer. last_s: when its client had the last token. first_step_s: end of its first decode step, or
         less than 0. end_s: when its last token was drawn."""
         request, server = attempt.request, self._server
         number = request.number
@@ -100,11 +100,11 @@ class RunTable:
             self._decode[number] = self._numbers[attempt.decode.member.record.instance_id]
 
     def reason(self, number: int) -> str:
-        """Why the request failed."""
+        """Return why the request failed."""
         return self._reasons.get(number, "")
 
     def outcome(self, number: int) -> EndedRequest:
-        """Of a request that has ended."""
+        """Outcome of a request that has ended."""
         first_s, last_s = self._first[number], self._last[number]
         return EndedRequest(
             self._due[number],
@@ -115,7 +115,7 @@ class RunTable:
         )
 
     def columns(self) -> RunColumns:
-        """What kaveri.workload.summary sums up."""
+        """Input of kaveri.workload.summary."""
         last_s = _floats(self._last)
         ended_s = last_s[~np.isnan(last_s)]
         return RunColumns(

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Timeline:
-    """Calls in the order of their times; those of one time in the order in which they were asked for."""
+    """Calls in the order of their times; those of one time in the order of scheduling."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -14,22 +14,22 @@ class Timeline:
         self._count = 0
 
     def at(self, time_s: float, call: Callable[[Any], object], argument: Any = None) -> None:
-        """Calls `call(argument)` at a time that is not past."""
+        """Schedule `call(argument)` at a time that is not past."""
         self._count += 1
         heapq.heappush(self._calls, (time_s, self._count, call, argument))
 
     def after(self, delay_s: float, call: Callable[[Any], object], argument: Any = None) -> None:
-        """Calls `call(argument)` so many seconds from now."""
+        """Schedule `call(argument)` in `delay_s` seconds."""
         self._count += 1
         heapq.heappush(self._calls, (self.now_s + delay_s, self._count, call, argument))
 
     @property
     def next_s(self) -> float:
-        """When the next call is due; infinite when there is none."""
+        """Time of the next call; infinite when there is none."""
         return self._calls[0][0] if self._calls else float("inf")
 
     def run_until(self, until_s: float) -> None:
-        """Makes all calls that are due by then, and those due by then that they ask for."""
+        """Make all calls that are due by then, including those that they schedule."""
         calls, pop = self._calls, heapq.heappop
         while calls and calls[0][0] <= until_s:
             time_s, _, call, argument = pop(calls)
@@ -38,7 +38,7 @@ class Timeline:
             call(argument)
 
     def step(self) -> None:
-        """Makes the next call. There must be one. The clock never runs back."""
+        """Make the next call. There must be one. The clock never runs back."""
         time_s, _, call, argument = heapq.heappop(self._calls)
         assert time_s >= self.now_s, f"{time_s} is before {self.now_s}"
         self.now_s = time_s
