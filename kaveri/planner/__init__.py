@@ -1,1 +1,1 @@
-"""Plans how many instances a workload needs, and with which parallelism. Pure: it asks the simulator."""
+"""Plans how many instances a workload needs, and their parallelism. Pure: it runs simulations."""

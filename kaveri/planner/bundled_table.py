@@ -20,12 +20,12 @@ _FOLDER = Path(__file__).parent / "bundled"
 
 
 def bundled_names(table: str) -> tuple[str, ...]:
-    """The entries of a bundled table."""
+    """Return the names of a bundled table's entries."""
     return tuple(tomllib.loads((_FOLDER / f"{table}.toml").read_text()))
 
 
 def read_entry(name_or_file: str, table: str, kind: type[EntryT], field: str) -> EntryT:
-    """An entry of a bundled table by its name, or a TOML file with the fields of one entry.
+    """Read an entry of a bundled table by its name, or from a TOML file with the fields of one entry.
 
     kind: a dataclass of `name` and of numbers above 0 or texts. field: named in errors.
     """

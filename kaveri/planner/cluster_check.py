@@ -1,4 +1,4 @@
-"""What the whole planned cluster does, by simulations over seeds, and what one failure does to it. Pure."""
+"""Simulates the whole planned cluster over seeds, and with one failure. Pure."""
 
 import math
 import statistics
@@ -31,12 +31,12 @@ class Attainment:
     mean: float
     low: float
     high: float
-    """Of the mean's 95 % interval."""
+    """Upper end of the mean's 95 % interval."""
     missed_ttft: float
     missed_tpot: float
-    """Shares of requests; a request may miss both. Unanswered requests miss TTFT."""
+    """Shares of requests that miss each SLO; a request may miss both. Unanswered requests miss TTFT."""
     slo_scale: float | None
-    """The factor of both SLOs at which exactly the asked share meets them, on average: below 1 there is room. None: at
+    """Factor on both SLOs at which exactly the required share meets them, on average: below 1 there is room. None: at
     no factor."""
 
 
@@ -54,16 +54,16 @@ class PlannedCluster:
     same_node: bool = False
     """Pushes stay within machines."""
     replication: ReplicationMode = ReplicationMode.OFF
-    """Where copies of decode instances' KV go. Each has memory for as many blocks of copies as its pool has."""
+    """Placement of copies of decode instances' KV. Each has memory for as many blocks of copies as its pool has."""
 
     @property
     def gpus(self) -> int:
-        """Of all instances."""
+        """Total number of GPUs."""
         prefill, decode = self.prefill.parallelism, self.decode.parallelism
         return self.prefill_count * prefill.gpus + self.decode_count * decode.gpus
 
     def spec(self, seed: int, failures: FailureSpec) -> ClusterSpec:
-        """For the simulator."""
+        """Return the simulator's spec."""
         speed = self.hardware.link_between_nodes
         if self.same_node or self.gpus <= self.hardware.gpus_per_node:
             speed = self.hardware.link_in_node
@@ -81,7 +81,7 @@ class PlannedCluster:
 
     @property
     def replicates(self) -> bool:
-        """Whether there are copies."""
+        """True if there are copies."""
         return self.replication is not ReplicationMode.OFF
 
     @property
@@ -99,8 +99,8 @@ class PlannedCluster:
         first_seed: int,
         died: Sequence[str] = (),
     ) -> Attainment:
-        """attain: the share that is asked for. died: instances that die for good when a third of the requests have
-        come."""
+        """Simulate the cluster. attain: required share. died: instances that die for good when a third of the requests
+        have arrived."""
         runs = []
         for seed in range(first_seed, first_seed + SEEDS):
             requests = demand.draw(request_count, demand.rate_per_s, seed)
@@ -110,13 +110,13 @@ class PlannedCluster:
         return attainment_of(runs, slo, attain)
 
     def lanes_of(self, role: str) -> tuple[str, ...]:
-        """The simulated instances that the first instance of a role is made of."""
+        """Return the simulated instances of which the first instance of a role consists."""
         option = self.prefill if role == "prefill" else self.decode
         return tuple(f"{role}-{lane}" for lane in range(option.parallelism.pp))
 
 
 def attainment_of(runs: Sequence[RunColumns], slo: Slo, attain: float) -> Attainment:
-    """Of SEEDS runs of one cluster. attain: the share that is asked for."""
+    """Return the attainment of SEEDS runs of one cluster. attain: required share."""
     shares, ttft, tpot, scales = [], [], [], []
     for run in runs:
         shares.append(float(slo.met(run).mean()))

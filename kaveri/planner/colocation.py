@@ -1,8 +1,8 @@
 """Instances of both phases: the fewest GPUs with which they serve a rate. Pure.
 
-DistServe says where phases apart do not pay (arXiv 2401.09670, section 7): few GPUs, or throughput before latency. An
-instance computes chunks of prompts beside its batch, as kaveri.simulator.baselines simulates it; requests are dealt out
-in turn. Pipelines are not tried.
+DistServe names the cases in which disaggregation does not pay (arXiv 2401.09670, section 7): few GPUs, or throughput
+before latency. An instance computes chunks of prompts together with its batch, as kaveri.simulator.baselines simulates
+it; requests are distributed round robin. Pipelines are not tried.
 """
 
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ from kaveri.workload.summary import Slo
 
 BLOCK_TOKENS = 16
 _HOPELESS = 0.05
-"""A count whose first simulation misses the share by so much is not simulated again."""
+"""A count whose first simulation misses the share by this much is not simulated again."""
 _HOPS = 4
-"""A request goes to its router and its instance, and a token back. Baselines are simulated without them."""
+"""Messages per request: to its router, to its instance, and a token back. Baselines are simulated without them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,21 +35,21 @@ class ColocatedPlan:
     parallelism: Parallelism
     step: StepLatency
     spec: BaselineSpec
-    """Of one instance."""
+    """Spec of one instance."""
     count: int
     attainment: Attainment
     price_per_hour: float
-    """Of all, in US dollars."""
+    """Total price, in US dollars."""
 
     @property
     def gpus(self) -> int:
-        """Of all instances."""
+        """Total number of GPUs."""
         return self.count * self.parallelism.gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColocationQuestion:
-    """What instances of both phases must do."""
+    """Requirements on instances of both phases."""
 
     model: ModelShape
     hardware: Hardware
@@ -65,8 +65,8 @@ class ColocationQuestion:
 
 
 def cheapest_colocated(question: ColocationQuestion, most_gpus: int) -> ColocatedPlan | None:
-    """The fewest GPUs, up to most_gpus, with which the lower end of the attainment's interval is the share asked for.
-    None: so few do not serve it."""
+    """Return the plan with the fewest GPUs, up to most_gpus, with which the lower end of the attainment's interval is
+    the required share. None: most_gpus do not suffice."""
     model, hardware = question.model, question.hardware
     possible = [one for one in possible_parallelisms(model, hardware, most_gpus) if one.pp == 1]
     steps = read_step_latencies(question.profiles, model, hardware, [one.tp for one in possible])
@@ -87,7 +87,7 @@ def cheapest_colocated(question: ColocationQuestion, most_gpus: int) -> Colocate
 
 
 def colocated_spec(question: ColocationQuestion, step: StepLatency, total_blocks: int) -> BaselineSpec:
-    """One instance, with so many blocks of BLOCK_TOKENS."""
+    """Return the spec of one instance, with total_blocks blocks of BLOCK_TOKENS."""
     return BaselineSpec(
         rule=BaselineRule.BESIDE,
         latency=_with_overheads(step.latency, question.overheads),
@@ -99,7 +99,7 @@ def colocated_spec(question: ColocationQuestion, step: StepLatency, total_blocks
 
 
 def colocated_attainment(question: ColocationQuestion, spec: BaselineSpec, count: int) -> Attainment:
-    """Of so many instances."""
+    """Return the attainment of `count` instances."""
     runs = [_run(question, spec, count, seed) for seed in _seeds(question)]
     return attainment_of(runs, question.slo, question.attain)
 
@@ -109,7 +109,7 @@ def _seeds(question: ColocationQuestion) -> range:
 
 
 def _runs(question: ColocationQuestion, spec: BaselineSpec, count: int) -> Iterator[RunColumns]:
-    """One of each seed; only the first where it is hopeless."""
+    """Run one simulation for each seed; only the first if it misses the share by far."""
     for seed in _seeds(question):
         run = _run(question, spec, count, seed)
         yield run

@@ -2,7 +2,7 @@
 
 DistServe's simu_decode (arXiv 2401.09670, algorithm 1). A pipeline of PP stages has PP batches under way. With equal
 batches each draws a token in the time of one whole step, so the instance is simulated as PP lanes: engines that take
-whole steps, each with its share of the pool. What batches of unlike size cost each other is left out.
+whole steps, each with its share of the pool. The mutual cost of batches of unlike size is left out.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ _ROUNDING = 1 + 1e-6
 
 
 class _Certain(Exception):
-    """The run may stop."""
+    """Ends a run whose verdict is certain."""
 
 
 def lane_pool(
     latency: LatencyModel, kv_tokens: int, lanes: int, chunk_tokens: int, max_batch: int, max_model_len: int
 ) -> PoolSpec:
-    """One lane of an instance that has room for so many tokens in all."""
+    """Return one lane of an instance that has room for kv_tokens tokens in all."""
     return PoolSpec(
         latency=latency,
         # A lane can always hold one request.
@@ -50,7 +50,7 @@ def lane_pool(
 def judge_decode(
     requests: Sequence[PlannedRequest], pool: PoolSpec, lanes: int, tpot_s: float, target: float
 ) -> Verdict:
-    """Whether a share of at least `target` has a TPOT of at most tpot_s, as soon as it is certain."""
+    """Return the verdict, once it is certain, on whether a share of at least `target` has a TPOT of at most tpot_s."""
     prefill = PrefillSpec(
         engine=PoolSpec(
             latency=NO_TIME,
@@ -67,10 +67,11 @@ def judge_decode(
 
 
 def judge(simulation: Simulation, requests: Sequence[PlannedRequest], slo: Slo, verdict: Verdict) -> Verdict:
-    """Runs until the verdict is certain. An overloaded instance is found out long before its requests end: a request
-    that has not ended when its SLO of TPOT allows no more time has missed it.
+    """Run until the verdict is certain. Overload is detected long before the requests end: a request that has not ended
+    when its SLO of TPOT allows no more time has missed it.
 
-    The prompts must take no time: that time counts from the request's arrival."""
+    The prompts must take no time: that time counts from the request's arrival.
+    """
     table, late = simulation.table, set[int]()
 
     def note_end(request: SimulatedRequest) -> None:
@@ -98,7 +99,7 @@ def judge(simulation: Simulation, requests: Sequence[PlannedRequest], slo: Slo, 
 
 
 def alone_tpot_s(latency: LatencyModel, request: PlannedRequest) -> float:
-    """Of a request that has an instance for itself: the mean of its decode steps."""
+    """Mean of the decode steps of a request that has an instance for itself."""
     lengths = request.lengths
     steps = lengths.output_tokens - 1
     if steps < 1:
@@ -111,8 +112,8 @@ def alone_tpot_s(latency: LatencyModel, request: PlannedRequest) -> float:
 def likely_rate_per_s(
     pool: PoolSpec, lanes: int, tpot_s: float, max_batch: int, mean_prompt_tokens: float, mean_output_tokens: float
 ) -> float:
-    """About the goodput, to begin the search with: the batch that fills the pool or takes tpot_s for a step, with the
-    mean request. Infinite where nothing is decoded."""
+    """Estimate the goodput, as a start of the search: the batch that fills the pool or takes tpot_s for a step, with
+    the mean request. Infinite if nothing is decoded."""
     steps = mean_output_tokens - 1
     if steps <= 0:
         return math.inf
@@ -125,7 +126,7 @@ def likely_rate_per_s(
 
 
 def highest_rate_per_s(latency: LatencyModel, lanes: int, max_batch: int, mean_output_tokens: float) -> float:
-    """No decode instance answers more: its largest batch at all times, and no context to read."""
+    """Upper bound on the rate of a decode instance: its largest batch at all times, and no context to read."""
     steps = mean_output_tokens - 1
     if steps <= 0:
         return math.inf

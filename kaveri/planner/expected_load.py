@@ -14,26 +14,26 @@ from kaveri.errors import ConfigError
 from kaveri.workload.requests import PlannedRequest, RequestLengths, gamma_arrivals, plan_requests
 
 LEAST_RUN_S = 60.0
-"""Of a simulation. In a shorter one most requests would come before the first long answers end, and find empty
-instances."""
+"""Minimum duration of a simulation. In a shorter one most requests would arrive before the first long answers end, and
+find empty instances."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedLoad:
-    """Lengths to draw from, and how bursts come."""
+    """Lengths to draw from, and the burstiness of arrivals."""
 
     lengths: Sequence[RequestLengths]
-    """Of requests that were seen; each is drawn as often as any other."""
+    """Lengths of observed requests; each is drawn with equal probability."""
     rate_per_s: float
     """Requests per second that the cluster must serve."""
     burstiness: float = 1.0
     """Squared coefficient of variation of the gaps between arrivals; 1: Poisson."""
     recorded_s: Sequence[float] = ()
-    """When each of `lengths` arrived, in ascending order. Requests then come in that order and with those gaps, scaled
-    to the rate, from a random one on; a mean gap after the last comes the first. Empty: lengths and gaps are drawn."""
+    """Arrival times of `lengths`, ascending. Requests then come in that order and with those gaps, scaled to the rate,
+    from a random one on; a mean gap after the last comes the first. Empty: lengths and gaps are drawn."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError, naming the flag, its value and the limit."""
+        """Raise ConfigError, naming the flag, its value and the limit."""
         if not self.lengths:
             raise ConfigError("--trace", "has no requests")
         for flag, value in (("--rate", self.rate_per_s), ("--burstiness", self.burstiness)):
@@ -45,13 +45,13 @@ class ExpectedLoad:
     def as_recorded(
         cls, lengths: Sequence[RequestLengths], recorded_s: Sequence[float], rate_per_s: float | None
     ) -> Self:
-        """rate_per_s: None: the record's own. Raises ConfigError where no time lies between the arrivals."""
+        """Use recorded arrivals. rate_per_s: None: the record's own. Raises ConfigError if they are simultaneous."""
         found_per_s = recorded_rate_per_s(recorded_s)
         rate_per_s = found_per_s if rate_per_s is None else rate_per_s
         return cls(lengths=lengths, rate_per_s=rate_per_s, recorded_s=recorded_s)
 
     def draw(self, count: int, rate_per_s: float, seed: int) -> list[PlannedRequest]:
-        """At least so many requests at that rate, and as many more as LEAST_RUN_S takes."""
+        """Draw at least `count` requests at that rate, and as many more as LEAST_RUN_S takes."""
         count = max(count, math.ceil(rate_per_s * LEAST_RUN_S))
         rng = random.Random(seed)
         if self.recorded_s:
@@ -71,7 +71,7 @@ class ExpectedLoad:
 
 
 def recorded_rate_per_s(recorded_s: Sequence[float]) -> float:
-    """Requests per second of arrivals in ascending order. Raises ConfigError where no time lies between them."""
+    """Requests per second of arrivals in ascending order. Raises ConfigError if no time lies between them."""
     span_s = recorded_s[-1] - recorded_s[0]
     if span_s <= 0:
         raise ConfigError(
@@ -81,7 +81,7 @@ def recorded_rate_per_s(recorded_s: Sequence[float]) -> float:
 
 
 def parse_lengths(text: str) -> list[RequestLengths]:
-    """Reads "512,64" or "512,64;100,200": prompt and answer tokens. Raises ConfigError."""
+    """Parse "512,64" or "512,64;100,200": prompt and answer tokens. Raises ConfigError."""
     found = []
     for part in text.split(";"):
         try:

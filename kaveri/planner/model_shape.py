@@ -1,4 +1,4 @@
-"""The sizes of a model that decide its memory and its time. Pure."""
+"""The sizes of a model that determine its memory and its time. Pure."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class ModelShape:
     ffn_size: int
     """m."""
     ffn_matrices: int = 2
-    """Of one layer: 3 where the feed-forward block is gated."""
+    """Matrices in the feed-forward block of one layer: 3 if it is gated."""
     vocab_size: int
     max_model_len: int
 
@@ -34,16 +34,16 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the whole model, biases and norms left out."""
+        """Bytes of the whole model's weights, without biases and norms."""
         embeddings = (self.vocab_size + self.max_model_len) * self.hidden_size
         return _NUMBER_BYTES * (self.layers * self.layer_weights + embeddings)
 
     @property
     def kv_token_bytes(self) -> int:
-        """KV of one token in all layers."""
+        """Bytes of one token's KV in all layers."""
         return _NUMBER_BYTES * 2 * self.layers * self.hidden_size * self.kv_heads // self.heads
 
 
 def read_model_shape(name_or_file: str) -> ModelShape:
-    """A bundled model by its name, or a TOML file with the same fields. Raises ConfigError."""
+    """Read a bundled model by its name, or a TOML file with the same fields. Raises ConfigError."""
     return read_entry(name_or_file, "models", ModelShape, "--model")

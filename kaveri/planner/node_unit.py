@@ -21,7 +21,7 @@ from kaveri.planner.placement_search import PhaseOption
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeUnit:
-    """Instances that stand in the same machines, a segment of each in every machine."""
+    """Instances that share machines, with a segment of each in every machine."""
 
     prefill: PhaseOption
     prefill_count: int
@@ -31,27 +31,27 @@ class NodeUnit:
 
     @property
     def gpus(self) -> int:
-        """Of the whole unit."""
+        """GPUs of the whole unit."""
         prefill, decode = self.prefill.parallelism, self.decode.parallelism
         return self.prefill_count * prefill.gpus + self.decode_count * decode.gpus
 
     @property
     def goodput_per_s(self) -> float:
-        """Of the phase that binds. Each phase was searched by itself."""
+        """Goodput of the slower phase. Each phase was searched by itself."""
         return min(
             self.prefill_count * self.prefill.goodput_per_s,
             self.decode_count * self.decode.goodput_per_s,
         )
 
     def count(self, rate_per_s: float) -> int:
-        """Units that carry the rate."""
+        """Return how many units carry the rate."""
         return math.ceil(rate_per_s / self.goodput_per_s - 1e-9)
 
 
 def cheapest_unit(
     prefill_options: Sequence[PhaseOption], decode_options: Sequence[PhaseOption], rate_per_s: float, hardware: Hardware
 ) -> NodeUnit:
-    """The unit that carries the rate with the fewest GPUs; of equal ones, the best goodput per GPU, in few machines.
+    """Return the unit that carries the rate with the fewest GPUs; of equals, the best per GPU, in few machines.
 
     Raises ConfigError when no prefill and decode instance with a common number of segments fit into machines.
     """
@@ -83,7 +83,7 @@ def _common_divisors(one: int, other: int) -> list[int]:
 
 
 def _divisions(prefill_gpus: int, decode_gpus: int, gpus: int) -> list[tuple[int, int]]:
-    """All pairs of counts of prefill and decode segments that fit into one machine."""
+    """Return all pairs of counts of prefill and decode segments that fit into one machine."""
     return [
         (prefill_count, decode_count)
         for prefill_count in range(1, gpus // prefill_gpus + 1)

@@ -1,13 +1,13 @@
-"""What a cluster was asked for of late, as the workload to plan for. Pure.
+"""The recent workload of a cluster, as the workload to plan for. Pure.
 
-DistServe plans again by what it has observed (arXiv 2401.09670, section 4.3): here the rate and the bursts of arrivals,
-and the lengths of whole answers. Requests that still run are left out, and so are those that were cut short; both are
-counted. In a steady stream the requests that ended last have the lengths of all; soon after a start, short answers are
+DistServe replans from observations (arXiv 2401.09670, section 4.3): here the rate and the bursts of arrivals, and the
+lengths of whole answers. Requests that still run are left out, and so are those that were cut short; both are counted.
+In a steady stream the requests that ended last have the lengths of all; soon after a start, short answers are
 over-represented, and the requests that still run show it.
 
-A pause is not told from a burst: one long gap among short ones has the variance of heavy bursts. So a burstiness above
-MOST_BURSTINESS is not planned for unless it is given. Arrivals may also be taken as they came, pauses and all. Which
-answer belongs to which arrival is not known: lengths are drawn.
+A pause cannot be distinguished from a burst: one long gap among short ones has the variance of heavy bursts. So a
+burstiness above MOST_BURSTINESS is not planned for unless it is given. Arrivals may also be used as recorded, pauses
+and all. The mapping of answers to arrivals is unknown: lengths are drawn.
 """
 
 import itertools
@@ -22,27 +22,27 @@ from kaveri.workload.requests import RequestLengths
 
 FLAG = "--from-cluster"
 LEAST_COUNT = 20
-"""Arrivals and answers; of fewer nothing can be said."""
+"""Minimum number of arrivals and of answers for an estimate."""
 MOST_BURSTINESS = 10.0
 """Above it a pause in the traffic is more likely than bursts."""
 _LEAST_BURSTINESS = 0.01
-"""Nearly even. Gaps that are all alike have no gamma distribution."""
+"""Nearly even. Gaps of equal length have no gamma distribution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSample:
-    """What one router was asked for of late."""
+    """The recent workload of one router."""
 
     observed_s: float
-    """All arrivals of so many seconds are below."""
+    """Length of the observation window in seconds; includes all arrivals below."""
     arrived_ago_s: Sequence[float]
-    """In any order."""
+    """Seconds since each arrival, in any order."""
     answered: Sequence[tuple[float, RequestLengths]]
-    """Of requests with a whole answer: seconds since the end, and the lengths."""
+    """Requests with a whole answer: seconds since the end, and the lengths."""
     cut_short_ago_s: Sequence[float]
     """Seconds since the end of requests that were cancelled, failed, or lost their client."""
     running: Sequence[RequestLengths]
-    """Of requests that are not over: prompt, and answer so far."""
+    """Requests in progress: prompt, and answer so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,27 +51,27 @@ class ObservedWorkload:
 
     router_count: int
     period_s: float
-    """Arrivals and ends are of so many seconds."""
+    """Length of the observation window in seconds."""
     arrivals_s: tuple[float, ...]
     """Seconds after the period began, in ascending order."""
     burstiness: float
     """Squared coefficient of variation of the gaps between arrivals."""
     longest_gap_s: float
-    """Between two arrivals."""
+    """Longest gap between two arrivals, in seconds."""
     lengths: tuple[RequestLengths, ...]
-    """Of whole answers."""
+    """Lengths of requests with a whole answer."""
     too_long_count: int
-    """Whole answers that are left out, as the model that is planned for does not take them."""
+    """Whole answers that are left out, as they are too long for the planned model."""
     cut_short_count: int
-    """Left out."""
+    """Requests cut short, which are left out."""
     running_count: int
-    """Left out."""
+    """Running requests, which are left out."""
     longest_running_tokens: int
-    """Of the answers of these, so far; 0: none runs."""
+    """Longest answer so far among the running requests; 0: none runs."""
 
     @property
     def arrival_count(self) -> int:
-        """In the period."""
+        """Arrivals in the period."""
         return len(self.arrivals_s)
 
     @property
@@ -81,11 +81,11 @@ class ObservedWorkload:
 
     @property
     def cut_short_share(self) -> float:
-        """Of the requests that ended. The rate has them in it, and the plan gives them whole answers."""
+        """Share of ended requests that were cut short. The rate includes them; the plan gives them whole answers."""
         return self.cut_short_count / (self.cut_short_count + len(self.lengths) + self.too_long_count)
 
     def demand(self, rate_per_s: float | None, burstiness: float | None) -> ExpectedLoad:
-        """To plan for. None: as observed. Raises ConfigError where MOST_BURSTINESS is exceeded by what was observed."""
+        """Return the load to plan for. None: as observed. Raises ConfigError if it exceeds MOST_BURSTINESS."""
         if burstiness is None and self.burstiness > MOST_BURSTINESS:
             reason = (
                 f"has seen a burstiness of {self.burstiness:.3g}, with a gap of {self.longest_gap_s:.3g} s between two"
@@ -100,19 +100,19 @@ class ObservedWorkload:
         )
 
     def recorded_demand(self, rate_per_s: float | None, seed: int) -> ExpectedLoad:
-        """To plan for arrivals as they came, scaled to the rate. None: their rate from the first to the last. Each gets
-        lengths that are drawn. Raises ConfigError where all came at one time."""
+        """Return the load for arrivals as recorded, scaled to the rate. None: their rate from the first to the last.
+        Each gets lengths that are drawn. Raises ConfigError if all arrived at one time."""
         rng = random.Random(seed)
         lengths = tuple(rng.choice(self.lengths) for _ in self.arrivals_s)
         return ExpectedLoad.as_recorded(lengths, self.arrivals_s, rate_per_s)
 
 
 def observed_workload(samples: Sequence[RouterSample], last_s: float, longest: int) -> ObservedWorkload:
-    """The samples of all routers as one. last_s: what is older does not count. longest: tokens of prompt and answer.
+    """Combine the samples of all routers. last_s: older samples do not count. longest: tokens of prompt and answer.
 
     Arrivals and answers are those of the time that every router has observed: one that has just started shortens it,
     and so does a busy one that keeps only its last requests. Otherwise the lengths of idle routers would have too large
-    a share. Raises ConfigError where there are fewer than LEAST_COUNT arrivals or answers.
+    a share. Raises ConfigError if there are fewer than LEAST_COUNT arrivals or answers.
     """
     period_s = min(last_s, *(sample.observed_s for sample in samples))
     ages_s = sorted((ago_s for sample in samples for ago_s in sample.arrived_ago_s if ago_s <= period_s), reverse=True)

@@ -1,4 +1,4 @@
-"""Which parallel configurations of an instance there are, and how many tokens of KV they hold. Pure."""
+"""Possible parallel configurations of an instance, and the tokens of KV that they hold. Pure."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ from kaveri.planner.hardware import Hardware
 from kaveri.planner.model_shape import ModelShape
 
 USABLE_SHARE = 0.92
-"""Of a GPU's memory, for weights and KV; the rest is for activations and the runtime. DistServe's own counts
+"""Share of a GPU's memory for weights and KV; the rest is for activations and the runtime. DistServe's own counts
 (max_num_tokens.csv, LLMServe/DistServe at 82831f1) imply 0.915 to 0.924 on A100 80 GB."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Parallelism:
-    """How one instance is spread over GPUs."""
+    """Distribution of one instance over GPUs."""
 
     tp: int
     """Tensor parallelism: GPUs that share each layer (DistServe's intra-op)."""
@@ -22,7 +22,7 @@ class Parallelism:
 
     @property
     def gpus(self) -> int:
-        """Of one instance."""
+        """GPUs of one instance."""
         return self.tp * self.pp
 
     def __str__(self) -> str:
@@ -30,13 +30,13 @@ class Parallelism:
 
 
 def kv_tokens(model: ModelShape, hardware: Hardware, parallelism: Parallelism) -> int:
-    """Tokens of KV that fit beside the weights. Below 1: the model does not fit."""
+    """Tokens of KV that fit next to the weights. Below 1: the model does not fit."""
     usable = int(parallelism.gpus * hardware.memory_bytes * USABLE_SHARE) - model.weight_bytes
     return usable // model.kv_token_bytes
 
 
 def parse_parallelism(text: str, field: str) -> Parallelism:
-    """Reads "2,1": TP and PP. Raises ConfigError."""
+    """Parse "2,1": TP and PP. Raises ConfigError."""
     try:
         tp, pp = (int(part) for part in text.split(","))
     except ValueError:
@@ -49,15 +49,16 @@ def parse_parallelism(text: str, field: str) -> Parallelism:
 def require_possible(
     model: ModelShape, hardware: Hardware, parallelism: Parallelism, gpus: int, field: str, *, has_pool: bool = False
 ) -> None:
-    """Raises ConfigError, with the limit, for a configuration that cannot be. has_pool: its room for KV is known, so
-    that its memory is not asked about."""
+    """Raise ConfigError, with the limit, for an impossible configuration. has_pool: its room for KV is known, so its
+    memory is not checked."""
     reason = _impossible(model, hardware, parallelism, gpus, has_pool=has_pool)
     if reason:
         raise ConfigError(field, f"is {parallelism.tp},{parallelism.pp}: {reason}")
 
 
 def possible_parallelisms(model: ModelShape, hardware: Hardware, gpus: int) -> tuple[Parallelism, ...]:
-    """All that fit: TP within one machine, PP over machines, both dividing the model (DistServe, algorithm 1)."""
+    """Return all that fit: TP within one machine, PP over machines, both dividing the model (DistServe, algorithm
+    1)."""
     found = (
         Parallelism(tp, pp)
         for tp in range(1, min(hardware.gpus_per_node, gpus) + 1)

@@ -1,4 +1,4 @@
-"""How DéjàVu shares machines between a prompt pipeline and a token pipeline (arXiv 2403.01876). Pure.
+"""DéjàVu's division of machines between a prompt pipeline and a token pipeline (arXiv 2403.01876). Pure.
 
 Equation 1 is section 4.2.1's; 2 to 7 are appendix D's. Letters are the paper's:
 
@@ -22,7 +22,7 @@ def least_token_depth(
 ) -> int:
     """Equation 3, in whole machines: the fewest that hold the token pipeline, with as many microbatches as stages.
 
-    Raises ConfigError when the KV of one microbatch in all layers leaves no room for weights: then no depth does.
+    Raises ConfigError when the KV of one microbatch in all layers leaves no room for weights: then no depth suffices.
     """
     left_bytes = memory_bytes - layers * (prompt_kv_bytes + token_kv_bytes)
     if left_bytes <= 0:
@@ -58,12 +58,12 @@ def apart_inverse_throughput_s(
 
 def streaming_bound(machines: int) -> float:
     """Equation 5 holds for m below 2 - 1/D. The paper says m below 2; from this bound on its denominator is not above
-    0, and two pipelines are slower than one whatever Y / t is."""
+    0, and two pipelines are slower than one for any Y / t."""
     return 2 - 1 / machines
 
 
 def apart_pays(machines: int, prompt_s: float, token_s: float, streaming: float) -> bool:
-    """Equation 5: Y / t > (D - 1) / (D (2 - m) - 1), for machines that are shared without rounding.
+    """Equation 5: Y / t > (D - 1) / (D (2 - m) - 1), for a division of machines without rounding.
 
     Raises ConfigError for an m outside [1, streaming_bound()).
     """
@@ -74,10 +74,10 @@ def apart_pays(machines: int, prompt_s: float, token_s: float, streaming: float)
 
 
 def prompt_transfer_s(kv_bytes: float, bytes_per_s: float) -> float:
-    """Seconds in which the KV of a microbatch's prompts crosses a link (table 6)."""
+    """Seconds for the KV of a microbatch's prompts to cross a link (table 6)."""
     return kv_bytes / bytes_per_s
 
 
 def extra_s(transfer_s: float, prompt_s: float) -> float:
-    """What a transfer that overlaps with the next prompt adds (table 6): nothing while it takes no longer."""
+    """Additional seconds of a transfer that overlaps with the next prompt (table 6): 0 if it takes no longer."""
     return max(0.0, transfer_s - prompt_s)

@@ -1,8 +1,8 @@
 """DéjàVu's planner: one pipeline, several, or one for each phase. Pure.
 
-(arXiv 2403.01876, section 4.2.1 and appendix B.) Every scheme is tried with every microbatch size, and the one that
-answers the most requests per second is taken. The paper compares makespans of one trace; a makespan of few requests is
-mostly that of filling and draining the pipelines. Here requests never run out.
+(arXiv 2403.01876, section 4.2.1 and appendix B.) Every scheme is tried with every microbatch size, and the one with the
+highest rate of requests is taken. The paper compares makespans of one trace; the makespan of few requests is mostly
+that of filling and draining the pipelines. Here requests never run out.
 """
 
 import functools
@@ -28,34 +28,34 @@ from kaveri.planner.pipeline_rate import Period, apart_period, shared_period
 from kaveri.workload.requests import RequestLengths
 
 MICROBATCH_SIZES = (2, 4, 8, 16, 32)
-"""Those of tables 2 to 5."""
+"""Microbatch sizes of tables 2 to 5."""
 PRECISION = 0.01
-"""Simulations end when half the interval is no more than this share of the mean."""
+"""Simulations end when half the interval is at most this share of the mean."""
 _FEWEST_MICROBATCHES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineQuestion:
-    """What is asked for: as many requests per second as the machines can answer, while requests never run out."""
+    """The machines and requests of a plan for the most requests per second, while requests never run out."""
 
     model: ModelShape
     hardware: Hardware
     latency: LatencyModel
-    """Of one machine that holds the whole model; a stage takes its share."""
+    """Latency of one machine that holds the whole model; a stage takes its share."""
     gpus_per_machine: int
     machines: int
     requests: Sequence[RequestLengths]
     """Microbatches are drawn from them at random, with replacement."""
     alike: bool = False
-    """All requests of a microbatch draw as many tokens, as in the paper's experiments."""
+    """All requests of a microbatch draw equally many tokens, as in the paper's experiments."""
     streaming: float = 1.05
-    """m: how much longer prompts take because their KV is streamed out. Only two pipelines pay it."""
+    """m: factor on the time of prompts because their KV is streamed out. Applies to two pipelines only."""
     microbatch_sizes: Sequence[int] = MICROBATCH_SIZES
     most_requests: int = 1 << 16
     """Bound of each simulation, which ends earlier when its interval is narrow."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError, naming the flag, its value and the limit."""
+        """Raise ConfigError, naming the flag, its value and the limit."""
         for flag, value in (("--machines", self.machines), ("--gpus-per-machine", self.gpus_per_machine)):
             if value < 1:
                 raise ConfigError(flag, f"is {value}; it must be at least 1")
@@ -76,13 +76,13 @@ class PipelineQuestion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """One way to use the machines. `name` is the paper's."""
+    """A way to use the machines. `name` is the paper's."""
 
     name: str
     pipelines: int
-    """That share the requests: Baseline-DP's d."""
+    """Number of pipelines that share the requests: Baseline-DP's d."""
     depth: int
-    """Stages of one pipeline; of the token pipeline where the phases are apart."""
+    """Stages of one pipeline; of the token pipeline if the phases are apart."""
     prompt_depth: int
     """Stages of the prompt pipeline; 0: one pipeline for both phases."""
     microbatch: int
@@ -90,40 +90,40 @@ class Scheme:
     """Seconds per request while requests never run out."""
     low_s: float
     high_s: float
-    """The 95 % interval of `request_s`."""
+    """Upper end of the 95 % interval of `request_s`."""
     request_count: int
-    """Requests that were simulated, warm-up and drain included."""
+    """Simulated requests, including warm-up and drain."""
 
     @property
     def is_precise(self) -> bool:
-        """Whether the interval is narrow."""
+        """True if the interval is narrow."""
         return self.high_s - self.low_s <= 2 * PRECISION * self.request_s
 
     @property
     def requests_per_s(self) -> float:
-        """The steady rate."""
+        """Steady rate."""
         return 1 / self.request_s
 
     @property
     def machine_hours(self) -> float:
-        """Per 1,000 requests."""
+        """Machine hours per 1,000 requests."""
         return self.machines * self.request_s * 1000 / 3600
 
     @property
     def machines(self) -> int:
-        """That it uses."""
+        """Number of machines used."""
         return self.pipelines * self.depth + self.prompt_depth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
-    """The best of each scheme, and what the equations say."""
+    """The best of each scheme, and the results of the equations."""
 
     question: PipelineQuestion
     schemes: tuple[Scheme, ...]
     """Baseline, Baseline-DP, DéjàVu; without those that do not fit."""
     microbatch: int
-    """Of which the equations speak: the best scheme's."""
+    """Microbatch size used in the equations: the best scheme's."""
     prompt_machines: float
     """Equation 7."""
     least_prompt_depth: int
@@ -135,19 +135,19 @@ class PipelinePlan:
 
     @property
     def best(self) -> Scheme:
-        """The highest rate; of equal ones the simplest."""
+        """The scheme with the highest rate; of equal ones the simplest."""
         return min(self.schemes, key=lambda scheme: scheme.request_s)
 
     @property
     def is_certain(self) -> bool:
-        """Whether the best one's interval is apart from those of the others."""
+        """True if the best one's interval does not overlap those of the others."""
         best = self.best
         return all(best.high_s < other.low_s for other in self.schemes if other is not best)
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """As a Scheme before it is simulated."""
+    """A Scheme before it is simulated."""
 
     name: str
     pipelines: int
@@ -155,10 +155,10 @@ class _Candidate:
     prompt_depth: int
     microbatch: int
     period: Callable[[Sequence[int]], Period]
-    """Of one of the pipelines, by the tokens of its microbatches."""
+    """Period of one of the pipelines, from the tokens of its microbatches."""
 
     def simulated(self, question: PipelineQuestion, count: int) -> Scheme:
-        """With so many microbatches in a pipeline."""
+        """Simulate with `count` microbatches in a pipeline."""
         found = self.period(_drawn_tokens(question, self.microbatch, count))
         requests = self.microbatch * self.pipelines
         return Scheme(
@@ -175,7 +175,7 @@ class _Candidate:
 
 
 def plan_pipelines(question: PipelineQuestion) -> PipelinePlan:
-    """Raises ConfigError when the model fits into no pipeline of these machines."""
+    """Plan the pipelines. Raises ConfigError when the model fits into no pipeline of these machines."""
     candidates = (
         _baselines(question, "Baseline", [1]),
         _baselines(
@@ -234,14 +234,14 @@ def _fits(question: PipelineQuestion, depth: int, microbatch: int, prompts_only:
 
 
 def _drawn_tokens(question: PipelineQuestion, size: int, count: int) -> list[int]:
-    """Of the longest answer of each of `count` microbatches. All schemes of one size get the same microbatches."""
+    """Draw the longest answer of each of `count` microbatches. All schemes of one size get the same microbatches."""
     rng = random.Random(size)
     answers = [one.output_tokens for one in question.requests]
     return [max(rng.choices(answers, k=1 if question.alike else size)) for _ in range(count)]
 
 
 def _fastest(question: PipelineQuestion, candidates: Sequence[_Candidate]) -> Scheme:
-    """Simulates twice as many microbatches of those that may be the fastest, until their intervals are narrow."""
+    """Return the fastest scheme; simulate the contenders twice as long until their intervals are narrow."""
     for doublings in itertools.count():
         # Far more than there are stages to fill.
         count = max(_FEWEST_MICROBATCHES, 32 * question.machines) << doublings
@@ -255,7 +255,7 @@ def _fastest(question: PipelineQuestion, candidates: Sequence[_Candidate]) -> Sc
 
 
 def _baselines(question: PipelineQuestion, name: str, ways: Sequence[int]) -> list[_Candidate]:
-    """Equal pipelines of both phases, in so many ways to divide the machines; one pipeline is simulated."""
+    """Return equal pipelines of both phases, one candidate per division of the machines; one is simulated."""
     found = []
     for pipelines, size in itertools.product(ways, question.microbatch_sizes):
         depth = question.machines // pipelines
@@ -267,7 +267,7 @@ def _baselines(question: PipelineQuestion, name: str, ways: Sequence[int]) -> li
 
 
 def _apart(question: PipelineQuestion) -> list[_Candidate]:
-    """A prompt pipeline and a token pipeline with one size of microbatches, in all divisions of the machines."""
+    """Return a prompt pipeline and a token pipeline of one microbatch size, in all divisions of the machines."""
     found = []
     for size, prompt_depth in itertools.product(question.microbatch_sizes, range(1, question.machines)):
         depth = question.machines - prompt_depth

@@ -1,4 +1,4 @@
-"""The steady rate of pipelines: seconds between the ends of microbatches while they never run out. Pure."""
+"""Steady rate of pipelines: seconds between the ends of microbatches while they never run out. Pure."""
 
 import itertools
 import math
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from kaveri.planner.pipeline_schedule import shared_ends
 
 BATCHES = 20
-"""Of ends; the interval is that of their means (Law, Simulation Modeling and Analysis, section 9.5.3)."""
+"""Number of batch means; the interval is that of their mean (Law, Simulation Modeling and Analysis, section 9.5.3)."""
 _T_95 = 2.093
 """Student's t of BATCHES - 1 degrees of freedom."""
 _WARM_UP_SHARE = 8
-"""One of so many ends is left out at the start, at least twice the depth."""
+"""1 / this of the ends is left out at the start, at least twice the depth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ class Period:
 
 
 def shared_period(tokens: Sequence[int], depth: int, prompt_s: float, token_s: float) -> Period:
-    """Of one pipeline for both phases; as shared_ends().
+    """Period of one pipeline for both phases; see shared_ends().
 
-    Warm-up is left out, and the drain: ends after the last microbatch began. So there must be many more microbatches
-    than stages.
+    Warm-up and drain are left out, that is, ends after the last microbatch began. So there must be many more
+    microbatches than stages.
     """
     ends = shared_ends(tokens, depth, prompt_s, token_s)
     first, last = max(len(ends) // _WARM_UP_SHARE, 2 * depth), len(ends) - depth
@@ -40,10 +40,10 @@ def shared_period(tokens: Sequence[int], depth: int, prompt_s: float, token_s: f
 
 
 def apart_period(tokens: Sequence[int], prompt_s: float, token_s: float) -> Period:
-    """Of a prompt pipeline and a token pipeline: the slower one's, as in appendix D's I_dis = max(I_p, I_t).
+    """Period of a prompt pipeline and a token pipeline: the slower one's, as in appendix D's I_dis = max(I_p, I_t).
 
-    Passes of a full pipeline take one time, so its first stage never rests: a microbatch takes that of its passes in a
-    stage. The first token is the prompt pipeline's. prompt_s, token_s: of one stage of the respective pipeline.
+    Passes of a full pipeline take one time, so its first stage never rests: a microbatch takes the time of its passes
+    in a stage. The first token is the prompt pipeline's. prompt_s, token_s: of one stage of the respective pipeline.
     """
     each = len(tokens) // BATCHES
     found = _period(

@@ -1,8 +1,8 @@
-"""How long a pipeline of equal stages takes for microbatches that end early: DéjàVu's baseline. Pure.
+"""Schedule of a pipeline of equal stages whose microbatches end early: DéjàVu's baseline. Pure.
 
-A microbatch passes all stages once for its prompts and once for each further token. A stage takes what comes first. As
-many microbatches as stages are under way; when one ends, the next one begins: the paper's modified FasterTransformer
-(arXiv 2403.01876, section 5.2.1, appendix B).
+A microbatch passes all stages once for its prompts and once for each further token. A stage is first come, first
+served. As many microbatches as stages are under way; when one ends, the next one begins: the paper's modified
+FasterTransformer (arXiv 2403.01876, section 5.2.1, appendix B).
 """
 
 import heapq
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 
 def shared_ends(tokens: Sequence[int], depth: int, prompt_s: float, token_s: float) -> list[float]:
-    """When each microbatch ends, in the order of their ends, in one pipeline of both phases.
+    """Return the end of each microbatch, in the order of the ends, in one pipeline of both phases.
 
-    tokens: of the longest answer of each microbatch, at least 1; the prompt pass draws the first.
-    prompt_s, token_s: of one stage.
+    tokens: of the longest answer of each microbatch, at least 1; the prompt pass draws the first. prompt_s, token_s: of
+    one stage.
     """
     waiting = list(tokens)[::-1]
-    # When the next pass may begin, a number that keeps the order, passes after this one, and how long a stage takes.
+    # Earliest begin of the next pass, a number that keeps the order, passes after this one, and time of a stage.
     ready = [(0.0, number, waiting.pop() - 1, prompt_s) for number in range(min(depth, len(waiting)))]
     number = len(ready)
     free_s = [0.0] * depth

@@ -1,4 +1,4 @@
-"""The goodput of one instance of each phase, by configuration: DistServe's algorithm 1. Pure.
+"""Goodput of one instance of each phase, by configuration: DistServe's algorithm 1. Pure.
 
 As in its section 4.1 (arXiv 2401.09670), phases are searched apart. Every (TP, PP) that fits is tried; its goodput is
 found by bisection over simulations of one instance, which end as soon as the attainment is certain. The queue's
@@ -25,12 +25,12 @@ from kaveri.workload.goodput import GoodputSearch, Probe
 from kaveri.workload.requests import PlannedRequest
 
 RESOLUTION = 0.02
-"""The bisection ends when the rates that hold and fail are so near, as a share."""
+"""The bisection ends when the highest rate that holds and the lowest that fails differ by at most this share."""
 _MAX_RUNS = 18
 
 
 class PlannedPhase(enum.StrEnum):
-    """What an instance is planned for."""
+    """Phase of a planned instance."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -38,36 +38,36 @@ class PlannedPhase(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PhaseOption:
-    """One configuration of an instance of one phase, and what it can do."""
+    """One configuration of an instance of one phase, and its goodput."""
 
     phase: PlannedPhase
     parallelism: Parallelism
     step: StepLatency
     pool: PoolSpec
-    """Of one lane; there are PP lanes."""
+    """Pool of one lane; there are PP lanes."""
     alone: float
-    """Share of requests that meet the SLO when an instance has nothing else to do."""
+    """Share of requests that meet the SLO on an idle instance."""
     goodput_per_s: float
     """Requests per second of one instance. 0: it meets the SLO at no rate."""
     run_count: int
-    """Simulations that found it."""
+    """Number of simulations of the search."""
 
     @property
     def per_gpu(self) -> float:
-        """Goodput per GPU: what DistServe maximises."""
+        """Goodput per GPU, which DistServe maximises."""
         return self.goodput_per_s / self.parallelism.gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSettings:
-    """How configurations are tried."""
+    """Settings of the search."""
 
     attain: float
-    """Share of requests that must meet the SLO."""
+    """Required share of requests that meet the SLO."""
     request_count: int
     max_batch: int
     chunk_tokens: int | None
-    """None: what saturates the GPUs, by the latency model."""
+    """Prompt tokens of a chunk. None: the saturating size, by the latency model."""
     seed: int
 
 
@@ -80,7 +80,7 @@ def search_prefill(
     slo_ttft_s: float,
     settings: SearchSettings,
 ) -> PhaseOption:
-    """The goodput of one prefill instance by the SLO of TTFT alone."""
+    """Find the goodput of one prefill instance by the SLO of TTFT alone."""
     pool, sample = _prepare(model, hardware, parallelism, step, demand, settings)
     stages, latency = parallelism.pp, step.latency
 
@@ -115,7 +115,7 @@ def search_decode(
     slo_tpot_s: float,
     settings: SearchSettings,
 ) -> PhaseOption:
-    """The goodput of one decode instance by the SLO of TPOT alone."""
+    """Find the goodput of one decode instance by the SLO of TPOT alone."""
     pool, sample = _prepare(model, hardware, parallelism, step, demand, settings)
     lanes = parallelism.pp
     alone = _share([alone_tpot_s(step.latency, request) for request in sample], slo_tpot_s)
@@ -158,8 +158,8 @@ def _least_prompt_s(step: StepLatency, request: PlannedRequest, chunk_tokens: in
 def _goodput(
     holds: Callable[[float], bool], likely_per_s: float, highest_per_s: float, alone: float, settings: SearchSettings
 ) -> tuple[float, int]:
-    """The highest rate that holds, and the simulations that it took. likely_per_s: where to begin; runs far above the
-    goodput take the longest."""
+    """Return the highest rate that holds, and the number of simulations. likely_per_s: where to begin; runs far above
+    the goodput take the longest."""
     if alone < settings.attain:
         return 0.0, 0
     # No instance can keep up with more.

@@ -1,4 +1,4 @@
-"""Answers how many instances of which configuration serve a workload within its SLOs. Pure."""
+"""Plans how many instances of which configuration serve a workload within its SLOs. Pure."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,35 +24,35 @@ EQUAL_SHARE = 2 * RESOLUTION
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanQuestion:
-    """What is asked for."""
+    """A question to the planner."""
 
     model: ModelShape
     hardware: Hardware
     profiles: Sequence[str]
     """See kaveri.planner.profiles."""
     gpus: int
-    """The most that the plan may use."""
+    """Maximum number of GPUs of the plan."""
     slo_ttft_s: float
     slo_tpot_s: float
     attain: float
-    """Share of requests that must meet both."""
+    """Required share of requests that meet both."""
     demand: ExpectedLoad
     prefill_parallelism: Parallelism | None = None
-    """None: all that fit are tried."""
+    """Parallelism of prefill instances. None: all that fit are tried."""
     decode_parallelism: Parallelism | None = None
     same_node: bool = False
     """DistServe's algorithm 2: KV never leaves a machine."""
     replication: ReplicationMode = ReplicationMode.OFF
-    """Where copies of decode instances' KV go. It counts in the whole cluster, and so when an instance dies."""
+    """Placement of copies of decode instances' KV. They count in the whole cluster, and so when an instance dies."""
     chunk_tokens: int | None = None
     max_batch: int = 256
     request_count: int = 1000
-    """Of each simulation, at least."""
+    """Minimum number of requests of each simulation."""
     overheads: Overheads = field(default_factory=Overheads)
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ConfigError, naming the flag, its value and the limit."""
+        """Raise ConfigError, naming the flag, its value and the limit."""
         for flag, value in (("--slo-ttft-s", self.slo_ttft_s), ("--slo-tpot-s", self.slo_tpot_s)):
             if not 0 < value < math.inf:
                 raise ConfigError(flag, f"is {value:g}; it must be a number of seconds above 0")
@@ -79,7 +79,7 @@ class PlanQuestion:
 
     @property
     def colocation(self) -> ColocationQuestion:
-        """The same of instances of both phases."""
+        """The same question for instances of both phases."""
         return ColocationQuestion(
             model=self.model,
             hardware=self.hardware,
@@ -97,43 +97,43 @@ class PlanQuestion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedCluster:
-    """A cluster that was simulated, and what is predicted of it."""
+    """A simulated cluster, and its predicted attainment."""
 
     cluster: PlannedCluster
     attainment: Attainment
 
     @property
     def price_per_hour(self) -> float:
-        """In US dollars."""
+        """Price in US dollars."""
         return self.cluster.gpus * self.cluster.hardware.price_per_hour
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
-    """The cheapest cluster that was found."""
+    """The cheapest cluster found."""
 
     question: PlanQuestion
     cluster: PlannedCluster
     prefill_options: tuple[PhaseOption, ...]
     decode_options: tuple[PhaseOption, ...]
-    """All that were tried, the best per GPU first."""
+    """All options tried, the best per GPU first."""
     attainment: Attainment
     frontier: tuple[SimulatedCluster, ...]
-    """Of the clusters that were simulated, those with a higher attainment than all cheaper ones, the cheapest first."""
+    """Simulated clusters with a higher attainment than all cheaper ones, the cheapest first."""
     without_prefill: Attainment
-    """When one prefill instance dies for good."""
+    """Attainment when one prefill instance dies for good."""
     without_decode: Attainment
     colocated: ColocatedPlan | None
     """Instances of both phases that serve the rate with fewer GPUs; None: there are none."""
 
     @property
     def is_estimate(self) -> bool:
-        """Whether a latency model of it was not measured."""
+        """True if a latency model of it was not measured."""
         return self.cluster.prefill.step.is_estimate or self.cluster.decode.step.is_estimate
 
     @property
     def price_per_hour(self) -> float:
-        """In US dollars."""
+        """Price in US dollars."""
         return self.cluster.gpus * self.question.hardware.price_per_hour
 
     @property
@@ -145,9 +145,9 @@ class ClusterPlan:
 
 
 def plan(question: PlanQuestion) -> ClusterPlan:
-    """The fewest GPUs that serve the rate. Algorithm 1 or 2 gives the instances; more are added until enough requests
-    of the whole simulated cluster meet both SLOs: until the lower end of the attainment's interval is the share asked
-    for.
+    """Plan the fewest GPUs that serve the rate. Algorithm 1 or 2 gives the instances; more are added until enough
+    requests of the whole simulated cluster meet both SLOs: until the lower end of the attainment's interval is the
+    required share.
 
     Raises ConfigError for a question that no number of GPUs answers, or not so few.
     """
@@ -179,9 +179,9 @@ def plan(question: PlanQuestion) -> ClusterPlan:
         tried.append(SimulatedCluster(cluster=cluster, attainment=attainment))
         if attainment.low >= question.attain:
             break
-        # Each phase alone meets its SLO as often as asked; both together do so less often.
+        # Each phase alone meets its SLO as often as required; both together do so less often.
         cluster = _larger(cluster, unit)[0 if attainment.missed_ttft >= attainment.missed_tpot else -1]
-    # What one more step would buy.
+    # The benefit of one more step.
     tried += [
         SimulatedCluster(cluster=larger, attainment=_attainment(question, larger))
         for larger in _larger(cluster, unit)
@@ -201,7 +201,7 @@ def plan(question: PlanQuestion) -> ClusterPlan:
 
 
 def frontier(tried: Sequence[SimulatedCluster]) -> tuple[SimulatedCluster, ...]:
-    """Those whose attainment is certain to be higher than that of every cheaper one, by the interval's lower end."""
+    """Return the clusters whose attainment is certainly higher than that of all cheaper ones, by the lower end."""
     found: list[SimulatedCluster] = []
     for one in sorted(tried, key=lambda one: (one.cluster.gpus, -one.attainment.low)):
         if not found or one.attainment.low > found[-1].attainment.low:
@@ -210,7 +210,7 @@ def frontier(tried: Sequence[SimulatedCluster]) -> tuple[SimulatedCluster, ...]:
 
 
 def search(question: PlanQuestion) -> tuple[tuple[PhaseOption, ...], tuple[PhaseOption, ...]]:
-    """Algorithm 1's two searches: of prefill and of decode, the best goodput per GPU first.
+    """Run algorithm 1's two searches: of prefill and of decode, the best goodput per GPU first.
 
     Raises ConfigError when an SLO cannot be met by any configuration, even alone.
     """
@@ -249,14 +249,14 @@ def search(question: PlanQuestion) -> tuple[tuple[PhaseOption, ...], tuple[Phase
 
 
 def best_per_gpu(options: Sequence[PhaseOption]) -> PhaseOption:
-    """Algorithm 1's choice: the highest goodput per GPU. Of equal ones, the one of the fewest GPUs."""
+    """Return algorithm 1's choice: the highest goodput per GPU. Of equal ones, the one with the fewest GPUs."""
     best = max(option.per_gpu for option in options)
     equal = [option for option in options if option.per_gpu >= best * (1 - EQUAL_SHARE)]
     return min(equal, key=lambda option: (option.parallelism.gpus, -option.per_gpu))
 
 
 def cheapest(options: Sequence[PhaseOption], rate_per_s: float) -> PhaseOption:
-    """The fewest GPUs at that rate; of equal ones, the best per GPU.
+    """Return the option with the fewest GPUs at that rate; of equal ones, the best per GPU.
 
     At high rates that is best_per_gpu(). At low rates half an idle instance costs more than a worse configuration.
     """
@@ -266,14 +266,14 @@ def cheapest(options: Sequence[PhaseOption], rate_per_s: float) -> PhaseOption:
 
 
 def instances(option: PhaseOption, rate_per_s: float) -> int:
-    """Algorithm 1's replication: n or m."""
+    """Return algorithm 1's replication: n or m."""
     return math.ceil(rate_per_s / option.goodput_per_s - 1e-9)
 
 
 def search_each(
     question: PlanQuestion, candidates: Sequence[Parallelism], search_one: Callable[[Parallelism], PhaseOption]
 ) -> tuple[PhaseOption, ...]:
-    """The candidates that can carry the rate with the fewest GPUs, the best per GPU first.
+    """Search the candidates that may carry the rate with the fewest GPUs. The best per GPU come first.
 
     candidates: in ascending order of their GPUs. With `same_node` all are tried, because both phases must fit together.
     """
@@ -316,7 +316,7 @@ def _require_affordable(question: PlanQuestion, cluster: PlannedCluster) -> None
 
 
 def _larger(cluster: PlannedCluster, unit: NodeUnit | None) -> tuple[PlannedCluster, ...]:
-    """With one more prefill instance, and with one more decode instance; or with one more unit, which has both."""
+    """Return clusters with one more prefill instance, one more decode instance, or one more unit of both."""
     if unit is None:
         return (
             replace(cluster, prefill_count=cluster.prefill_count + 1),
@@ -332,7 +332,7 @@ def _larger(cluster: PlannedCluster, unit: NodeUnit | None) -> tuple[PlannedClus
 
 def _colocated(question: PlanQuestion, most_gpus: int) -> ColocatedPlan | None:
     if question.prefill_parallelism is not None or question.decode_parallelism is not None:
-        # Phases apart were asked for.
+        # Disaggregation was asked for.
         return None
     return cheapest_colocated(question.colocation, most_gpus)
 

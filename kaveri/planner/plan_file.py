@@ -16,7 +16,7 @@ _NO_FAILURES = FailureSpec()
 
 
 def to_toml(plan: ClusterPlan, latency_files: dict[str, str]) -> str:
-    """A file of settings for timed engines. latency_files: of latency models that are estimates, name to file.
+    """Return a file of settings for timed engines. latency_files: latency models that are estimates, name to file.
 
     A pipeline of PP stages becomes PP instances of one engine each, as the plan was simulated.
     """
@@ -42,7 +42,7 @@ def to_toml(plan: ClusterPlan, latency_files: dict[str, str]) -> str:
 
 
 def to_json(plan: ClusterPlan) -> dict[str, Any]:
-    """Everything that was found."""
+    """Return all findings as JSON."""
     cluster, question = plan.cluster, plan.question
     return {
         "model": question.model.name,
@@ -72,7 +72,7 @@ def to_json(plan: ClusterPlan) -> dict[str, Any]:
 
 
 def summary_lines(plan: ClusterPlan) -> list[str]:
-    """The plan in a few sentences."""
+    """Summarize the plan in a few sentences."""
     cluster, question = plan.cluster, plan.question
     arrivals = " as recorded" if question.demand.recorded_s else ""
     copies = f", requests go on from copies ({cluster.replication})" if cluster.replicates else ""
@@ -111,7 +111,7 @@ def summary_lines(plan: ClusterPlan) -> list[str]:
 
 
 def interval_text(attainment: Attainment) -> str:
-    """A share and its interval."""
+    """Format a share and its interval."""
     return f"{attainment.mean:.1%} (95 % interval {attainment.low:.1%} to {attainment.high:.1%})"
 
 

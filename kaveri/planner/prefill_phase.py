@@ -1,7 +1,7 @@
-"""One prefill instance by itself: when each prompt is computed, pipelines included. Pure.
+"""One prefill instance by itself: the time of each prompt's computation, pipelines included. Pure.
 
-DistServe's simu_prefill (arXiv 2401.09670, algorithm 1): whatever is computed goes to a decode instance at once, so the
-instance never waits for room. Steps are formed by the engines' own form_step, first come first served.
+DistServe's simu_prefill (arXiv 2401.09670, algorithm 1): computed prompts go to a decode instance at once, so the
+instance never waits for room. Steps are formed by the engines' own form_step, first come, first served.
 """
 
 from collections import deque
@@ -18,10 +18,10 @@ from kaveri.workload.requests import PlannedRequest
 def prefill_ends(
     requests: Sequence[PlannedRequest], latency: LatencyModel, stages: int, chunk_tokens: int
 ) -> Iterator[tuple[PlannedRequest, float]]:
-    """Each request with the time of its first token, in that order.
+    """Yield each request with the time of its first token, in that order.
 
-    stages: of the pipeline. Each has the same share of a step's seconds. A stage begins a step when it has ended the
-    one before, and when the stage in front has ended this one.
+    stages: of the pipeline. Each takes the same share of a step's seconds. A stage begins a step when it has ended the
+    one before, and when the previous stage has ended this one.
     """
     waiting: deque[CountedSequence] = deque()
     free_s = [0.0] * stages

@@ -29,22 +29,22 @@ _CHUNKS = tuple(range(128, 16_384 + 1, 128))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLatency:
-    """How long the steps of an instance of one degree of tensor parallelism take."""
+    """Step latencies of an instance of one degree of tensor parallelism."""
 
     latency: LatencyModel
     file: str
-    """What `latency_model` must say to have it; empty: no file holds it."""
+    """Value of `latency_model` that selects it; empty: no file holds it."""
     is_estimate: bool
-    """It was not measured, but worked out from another one."""
+    """True if it was not measured, but computed from another one."""
 
 
 def read_step_latencies(
     profiles: Sequence[str], model: ModelShape, hardware: Hardware, degrees: Sequence[int]
 ) -> dict[int, StepLatency]:
-    """By degree of tensor parallelism; those that were not profiled are estimates.
+    """Return step latencies by degree of tensor parallelism; degrees that were not profiled are estimates.
 
-    profiles: bundled families such as opt-13b-a100, bundled names, or files, TP=FILE where TP is not 1. Raises
-    ConfigError for a profile of other hardware. A bundled family of another model is scaled to this one.
+    profiles: bundled families such as opt-13b-a100, bundled names, or files, TP=FILE if TP is not 1. Raises ConfigError
+    for a profile of other hardware. A bundled family of another model is scaled to this one.
     """
     if not profiles:
         raise ConfigError("--profile", "is not given; name a bundled family, or a file of `kaveri profile`")
@@ -55,7 +55,7 @@ def read_step_latencies(
 
 
 def saturating_tokens(latency: LatencyModel) -> int:
-    """DistServe's L_m (section 3.1): the smallest chunk that has 95 % of the best throughput of prompts.
+    """Return DistServe's L_m (section 3.1): the smallest chunk that has 95 % of the best throughput of prompts.
 
     The curve is that of the latency model, whole prompts of one chunk each.
     """
@@ -64,7 +64,7 @@ def saturating_tokens(latency: LatencyModel) -> int:
 
 
 def scaled_to_model(latency: LatencyModel, measured: ModelShape, wanted: ModelShape) -> LatencyModel:
-    """The same degree of tensor parallelism, another model: an estimate.
+    """Estimate another model's latency at the same degree of tensor parallelism.
 
     Matrices scale with L (4h^2 + 2hm), attention with L h. The constant of a prefill step stays as it is (C3), that of
     a decode step is the time to read the weights (C4).
@@ -75,7 +75,7 @@ def scaled_to_model(latency: LatencyModel, measured: ModelShape, wanted: ModelSh
 
 
 def scaled_to_degree(latency: LatencyModel, measured_tp: int, wanted_tp: int) -> LatencyModel:
-    """The same model, another degree of tensor parallelism: an estimate, without the cost of communication."""
+    """Estimate another degree of tensor parallelism for the same model, without the cost of communication."""
     share = measured_tp / wanted_tp
     return _scaled(latency, f"{latency.name} as tp{wanted_tp}", share, share)
 
@@ -103,7 +103,7 @@ def _scaled(latency: LatencyModel, name: str, weights: float, attention: float) 
 
 
 def _of_degree(tp: int, measured: Mapping[int, tuple[StepLatency, ModelShape]], model: ModelShape) -> StepLatency:
-    # A lower degree first: it has less communication in it than there will be, and so is not too slow.
+    # Prefer a lower degree: it includes less communication than there will be, and so is not too slow.
     nearest = min(measured, key=lambda known: (abs(known - tp), known))
     step, shape = measured[nearest]
     latency = step.latency
@@ -143,7 +143,7 @@ def _read(text: str, model: ModelShape, hardware: Hardware) -> dict[int, tuple[S
 
 
 def model_of(profiles: Sequence[str]) -> str:
-    """The bundled model that the first profile names; empty: it names none."""
+    """Return the bundled model in the first profile's name; empty: it names none."""
     found = [name for name in bundled_names("models") if profiles and profiles[0].startswith(f"{name}-")]
     return found[0] if found else ""
 

@@ -1,4 +1,4 @@
-"""Whether a plan for what a cluster was asked for of late is better than the cluster. Pure."""
+"""Compares a plan for a cluster's recent workload with the cluster. Pure."""
 
 import enum
 from dataclasses import asdict, dataclass
@@ -12,7 +12,7 @@ from kaveri.planner.running_cluster import RunningCluster
 
 
 class Advice(enum.StrEnum):
-    """What to do with the cluster."""
+    """Advice about the cluster."""
 
     KEEP = "keep"
     CHANGE = "change"
@@ -20,30 +20,30 @@ class Advice(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replan:
-    """A plan beside what runs. Both were judged by the same simulations."""
+    """A plan next to the running cluster. Both were judged by the same simulations."""
 
     observed: ObservedWorkload
     running: RunningCluster
     attainment: Attainment
-    """Of what runs."""
+    """Attainment of the running cluster."""
     plan: ClusterPlan
 
     @property
     def fewest_gpus(self) -> int:
-        """That serve the workload, with phases apart or on the same instances."""
+        """Fewest GPUs that serve the workload, with phases apart or on the same instances."""
         colocated = self.plan.colocated
         return self.plan.cluster.gpus if colocated is None else colocated.gpus
 
     @property
     def advice(self) -> Advice:
-        """CHANGE: it is shown that too few requests meet the SLOs, or that fewer GPUs do as well. A cluster of which
-        neither is shown stays, so that noise does not move it to and fro."""
+        """CHANGE if too few requests provably meet the SLOs, or fewer GPUs do as well; else KEEP, so that noise does
+        not move the cluster to and fro."""
         misses = self.attainment.high < self.plan.question.attain
         return Advice.CHANGE if misses or self.fewest_gpus < self.running.gpus else Advice.KEEP
 
     @property
     def reason(self) -> str:
-        """Of the advice, with its figures."""
+        """Reason for the advice, with its figures."""
         attain, fewest = self.plan.question.attain, self.fewest_gpus
         judged = verdict(self.attainment, attain)
         enough = f"{fewest} GPU is enough" if fewest == 1 else f"{fewest} GPUs are enough"
@@ -58,7 +58,7 @@ class Replan:
 
 
 def verdict(attainment: Attainment, attain: float) -> str:
-    """Of what runs. attain: the share that is asked for."""
+    """Describe the running cluster's attainment. attain: required share."""
     if attainment.high < attain:
         return f"what runs misses {attain:.0%}"
     if attainment.low < attain:
@@ -67,7 +67,7 @@ def verdict(attainment: Attainment, attain: float) -> str:
 
 
 def replan_lines(found: Replan) -> list[str]:
-    """In a few sentences, to stand behind the plan's own."""
+    """Describe the result in a few sentences, to follow the plan's own."""
     found_now = observed_lines(found.plan.question, found.observed, found.running, found.attainment)
     return [*found_now, f"{found.advice}: {found.reason}"]
 
@@ -75,7 +75,7 @@ def replan_lines(found: Replan) -> list[str]:
 def observed_lines(
     question: PlanQuestion, observed: ObservedWorkload, running: RunningCluster, attainment: Attainment
 ) -> list[str]:
-    """What is known without a plan. attainment: of what runs."""
+    """Describe the observations without a plan. attainment: of the running cluster."""
     so_far = f" (up to {observed.longest_running_tokens} tokens so far)" if observed.running_count else ""
     routers = f"{observed.router_count} router{'' if observed.router_count == 1 else 's'}"
     cut_short = f" ({observed.cut_short_share:.0%}; planned as whole answers)" if observed.cut_short_count else ""
@@ -96,7 +96,7 @@ def observed_lines(
 
 
 def replan_json(found: Replan) -> dict[str, Any]:
-    """The plan's JSON, and what else was found."""
+    """Return the plan's JSON with the other findings."""
     observed = found.observed
     return {
         **to_json(found.plan),

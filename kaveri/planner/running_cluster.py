@@ -1,8 +1,8 @@
-"""The instances that a cluster has now, as a cluster to simulate. Pure.
+"""The present instances of a cluster, as a cluster to simulate. Pure.
 
-A view says how many there are, which phases they serve, and how many tokens of KV their pools hold. It does not say
-their GPUs, chunks and batches: the degree of tensor parallelism is asked for, or read from the layout of their KV, and
-the rest is taken as for a plan.
+A view gives their number, their phases, and the tokens of KV that their pools hold. It does not give their GPUs, chunks
+and batches: the degree of tensor parallelism is given, or read from the layout of their KV, and the rest is taken as
+for a plan.
 """
 
 import math
@@ -25,13 +25,13 @@ TP_FLAG = "--running-tp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningInstances:
-    """Instances that serve the same phases now, and take requests."""
+    """Instances that serve the same phases now, and accept requests."""
 
     count: int
     tp: int
-    """GPUs of each."""
+    """GPUs of each instance."""
     pool_tokens: int
-    """Tokens of KV that the smallest of their pools holds; 0: not known."""
+    """Tokens of KV in the smallest of their pools; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +46,12 @@ class RunningCluster:
 
     @property
     def gpus(self) -> int:
-        """Of all instances."""
+        """Total number of GPUs."""
         return sum(some.count * some.tp for some in (self.prefill, self.decode, self.colocated) if some is not None)
 
     @property
     def counts(self) -> str:
-        """In words."""
+        """Describe the counts in words."""
         if self.colocated is not None:
             return f"{self.colocated.count} of both phases x TP {self.colocated.tp}"
         named = (("prefill", self.prefill), ("decode", self.decode))
@@ -87,7 +87,7 @@ def running_cluster(view: ClusterView, model: str, tps: Sequence[int]) -> Runnin
 
 
 def running_attainment(question: PlanQuestion, running: RunningCluster) -> Attainment:
-    """Of the instances that run, for the question's workload and SLOs, in the simulations that judge a plan.
+    """Return the running instances' attainment for the question, in the simulations that judge a plan.
 
     Raises ConfigError for a degree of tensor parallelism that the model cannot have.
     """
@@ -110,7 +110,7 @@ def running_attainment(question: PlanQuestion, running: RunningCluster) -> Attai
 
 
 def parse_tps(text: str) -> tuple[int, ...]:
-    """Reads "2", or "2,1" of prefill and decode. Empty: none. Raises ConfigError."""
+    """Parse "2", or "2,1" of prefill and decode. Empty: none. Raises ConfigError."""
     if not text:
         return ()
     try:
@@ -138,7 +138,7 @@ def _instances(some: Sequence[ViewedInstance], tp: int, which: str) -> RunningIn
 
 
 def _option(question: PlanQuestion, some: RunningInstances, phase: PlannedPhase) -> PhaseOption:
-    """What was not searched for is NaN."""
+    """Return the option of the running instances. Figures of the search are NaN."""
     model, parallelism = question.model, Parallelism(some.tp, 1)
     # A stage of a pipeline runs as an instance of its own (kaveri.planner.plan_file), without room for the whole model.
     require_possible(model, question.hardware, parallelism, some.tp, TP_FLAG, has_pool=some.pool_tokens > 0)

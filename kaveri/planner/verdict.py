@@ -1,10 +1,10 @@
-"""Whether enough requests meet their SLO, known as soon as it is certain. Pure."""
+"""Decides, as soon as it is certain, whether enough requests meet their SLO. Pure."""
 
 import math
 
 
 class Verdict:
-    """Counts requests of one run, until the rest cannot change the answer."""
+    """Counts requests of one run, until the rest cannot change the result."""
 
     def __init__(self, count: int, target: float) -> None:
         """count: requests of the run. target: the share that must meet the SLO."""
@@ -13,7 +13,7 @@ class Verdict:
         self._met = self._missed = 0
 
     def note(self, met: bool) -> None:
-        """One more request has ended, or cannot meet its SLO any more."""
+        """Record one more request that has ended, or cannot meet its SLO any more."""
         if met:
             self._met += 1
         else:
@@ -21,15 +21,15 @@ class Verdict:
 
     @property
     def is_certain(self) -> bool:
-        """Whether the run may stop."""
+        """True if the run may stop."""
         return self.holds or self._missed > self._count - self._needed
 
     @property
     def holds(self) -> bool:
-        """Whether enough have met their SLO already."""
+        """True if enough have met their SLO already."""
         return self._met >= self._needed
 
     @property
     def attainment(self) -> float:
-        """At most this share of the run meets the SLO; exact where the run did not stop early."""
+        """Upper bound on the share of the run that meets the SLO; exact if the run did not stop early."""
         return 1 - self._missed / self._count
