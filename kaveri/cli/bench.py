@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 _WARM_UP_CONCURRENCY = 4
 _WARM_UP_SEED = 2**32
-"""Added to the seed: prompts that no counted run sends, so that no cache along the way has seen those."""
+"""Added to the seed of warm-up prompts, so that no counted run sends them and no cache has seen the counted ones."""
 _MAX_PROMPT = 1024
 _MAX_OUTPUT = 512
 _ATTAINMENT = 0.9
 _MAX_RUNS = 12
 _GOODPUT_RESOLUTION = 0.05
-"""The goodput is found when a rate at most this much higher is known to fail."""
+"""The search ends when a rate at most this much higher than the goodput is known to fail."""
 
 
 def bench(
@@ -249,9 +249,9 @@ class _BenchSettings:
     model: str | None
     workload: Workload
     lengths_flag: str
-    """The flag from which its lengths come, or at least the longest."""
+    """The flag from which its lengths come, or at least their maximum."""
     plan: Callable[[Workload, float | None], list[PlannedRequest]]
-    """The requests at a rate; None: at the workload's own times, or in a closed loop."""
+    """Makes the requests at a rate; None: at the workload's own times, or in a closed loop."""
     rate_per_s: float | None
     concurrency: int | None
     max_in_flight: int
@@ -260,7 +260,7 @@ class _BenchSettings:
     repeats: int
     slo: "Slo"
     attainment: float | None
-    """What a search for the goodput aims at; None: no search."""
+    """Required SLO attainment in a search for the goodput; None: no search."""
     max_runs: int
     timeout_s: float
     seed: int
@@ -270,7 +270,7 @@ class _BenchSettings:
 
     @property
     def place(self) -> str:
-        """What is driven, for people."""
+        """The target, as text for people."""
         return self.http or self.target
 
 
@@ -302,7 +302,7 @@ def _workload(
 
 
 async def _run(settings: _BenchSettings) -> bool:
-    """Returns whether enough requests were answered. Cancelled, it reports the runs that are complete."""
+    """Run the benchmark. True if enough requests were answered. Reports the complete runs when cancelled."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -335,7 +335,7 @@ async def _run(settings: _BenchSettings) -> bool:
 def _report(
     bench: "_BenchRuns", info: "ModelInfo", phases: "Mapping[str, Phases]", settings: _BenchSettings, interrupted: bool
 ) -> bool:
-    """Prints and draws the runs that are complete, at least one. Returns whether enough requests were answered."""
+    """Print and draw the complete runs, at least one. True if enough requests were answered."""
     from rich.console import Console
 
     from kaveri.loadgen.provenance import provenance
@@ -382,7 +382,7 @@ def _report(
 
 
 class _BenchRuns:
-    """Runs against one cluster, one after the other. `runs` are those that count, each with its rate."""
+    """Runs against one cluster, one after the other. `runs` are the counted ones, each with its rate."""
 
     def __init__(
         self, client: "AsyncClient | LoadTarget", info: "ModelInfo", settings: _BenchSettings, progress: "Progress"
@@ -400,7 +400,7 @@ class _BenchRuns:
         self._progress = progress
 
     async def warm_up(self) -> None:
-        """Opens connections and lets every process meet its first requests; nothing of it counts."""
+        """Open connections and let every process serve its first requests, which do not count."""
         from kaveri.loadgen.driver import run_closed
 
         settings = self._settings
@@ -428,7 +428,7 @@ class _BenchRuns:
         return run
 
     async def search_goodput(self) -> None:
-        """Runs at one rate after the other; `goodput_search` knows what that has shown so far."""
+        """Run at one rate after the other; `goodput_search` holds the results so far."""
         from kaveri.workload.goodput import GoodputSearch, Probe
 
         settings = self._settings
@@ -460,7 +460,7 @@ class _BenchRuns:
 def _goodput(
     search: "GoodputSearch", settings: _BenchSettings, instances: int, runs: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Rates are those really offered, which those that were asked for are only on average."""
+    """Return the result of the search. Rates are the offered ones, which match the requested ones only on average."""
     held, failed = search.held, search.failed
     offered_per_s: dict[float, float] = {run["rate_per_s"]: run["offered_per_s"] for run in runs}
     rate_per_s = offered_per_s[held.rate_per_s] if held is not None else None

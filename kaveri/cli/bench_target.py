@@ -1,4 +1,4 @@
-"""What `kaveri bench` drives: the routers of a cluster, or any OpenAI endpoint."""
+"""The target of `kaveri bench`: the routers of a cluster, or any OpenAI endpoint."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 async def reach_routers(
     target: str, model: str | None, timeout_s: float, resources: contextlib.AsyncExitStack
 ) -> "tuple[AsyncClient | LoadTarget, ModelInfo, dict[str, Phases]]":
-    """A client of the routers, the model that they serve, and the phases of its instances. Raises ConfigError."""
+    """Return a client of the routers, their model, and the phases of its instances. Raises ConfigError."""
     client = await resources.enter_async_context(AsyncClient(options.targets_of(target), timeout_s=timeout_s))
     for info in await client.list_models():
         if model in (None, info.name):
@@ -31,7 +31,7 @@ async def reach_routers(
 async def reach_endpoint(
     url: str, model: str | None, resources: contextlib.AsyncExitStack
 ) -> "tuple[AsyncClient | LoadTarget, ModelInfo, dict[str, Phases]]":
-    """A client of the endpoint, and the model that it serves: of several the first. Raises ConfigError."""
+    """Return a client of the endpoint, and the first model that it serves. Raises ConfigError."""
     require_modules("--http", "gateway", "httpx2")
     from kaveri.loadgen.http_endpoint import HttpEndpoint
 

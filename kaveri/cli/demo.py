@@ -33,7 +33,7 @@ _PLAIN_WIDTH = 120
 
 @dataclass
 class _Ask:
-    """One prompt, and what came of it so far."""
+    """One prompt and the state of its answer."""
 
     prompt: str
     expected: str
@@ -44,12 +44,12 @@ class _Ask:
 
     @property
     def is_right(self) -> bool:
-        """Whether the answer has ended, and is the expected one."""
+        """True if the answer has ended, and is the expected one."""
         return self.last is not None and self.text.strip() == self.expected
 
     @property
     def mark(self) -> str:
-        """How it stands, as rich markup."""
+        """State of the answer, as rich markup."""
         if self.error is not None:
             return "[red]✗ failed[/]"
         if self.last is None:
@@ -59,7 +59,7 @@ class _Ask:
 
 @dataclass
 class _DemoProgress:
-    """Prints what happens, with the seconds since the start."""
+    """Prints events, with the seconds since the start."""
 
     console: Console
     started_s: float = field(default_factory=time.monotonic)
@@ -69,7 +69,7 @@ class _DemoProgress:
 
 
 def main() -> int:
-    """Runs the demo; 0 when every request was answered, and no kill has changed an answer, 130 after Ctrl-C."""
+    """Run the demo. Returns 0 if every request was answered and no kill has changed an answer, 130 after Ctrl-C."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_PLAIN_WIDTH)
@@ -109,7 +109,7 @@ def _load_asks() -> list[_Ask]:
 
 
 def _load_longest() -> dict[str, str]:
-    """The prompts with the longest answers."""
+    """Load the prompts with the longest answers."""
     entries = json.loads(Path(resolve_model(KAVERI_TINY), "demo_prompts.json").read_text())
     longest = sorted(entries, key=lambda entry: len(entry["expected"]))[-_KILLED_COUNT:]
     return {entry["prompt"]: entry["expected"].strip() for entry in longest}
@@ -142,7 +142,7 @@ async def _ask(client: AsyncClient, ask: _Ask) -> None:
 
 
 def _frame(asks: list[_Ask], width: int) -> Group:
-    """Two lines per request: its prompt, and the end of the answer so far."""
+    """Render two lines per request: its prompt, and the end of the answer so far."""
     lines: list[Text] = []
     for ask in asks:
         lines.append(Text.from_markup(f"{ask.mark} [bold]{escape(ask.prompt)}[/]", overflow="ellipsis"))

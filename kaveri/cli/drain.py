@@ -69,7 +69,7 @@ async def _undrain(instance: str, targets: "Sequence[str]") -> bool:
 
 
 async def _ask(targets: "Sequence[str]", method: str, request: Any) -> Any:
-    """The answer of the first router that can be reached. Raises KaveriError."""
+    """Return the answer of the first reachable router. Raises KaveriError."""
     from grpc import aio
 
     from kaveri.client.api_key import find_api_key, key_metadata

@@ -1,4 +1,4 @@
-"""What the console script `kaveri` calls. The SDK's package alone lacks the command's packages."""
+"""Entry point of the console script `kaveri`. The SDK's package alone lacks the command's packages."""
 
 import sys
 from typing import NoReturn

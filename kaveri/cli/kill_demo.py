@@ -1,4 +1,4 @@
-"""The end of the demo: processes are killed in the middle of answers, and the answers go on."""
+"""The end of the demo: processes are killed in the middle of answers, and the answers continue."""
 
 import asyncio
 import signal
@@ -23,7 +23,7 @@ _WAIT_S = 30.0
 
 @dataclass
 class _Reading:
-    """One answer as it comes."""
+    """An answer that is being read."""
 
     prompt: str
     expected: str
@@ -32,7 +32,7 @@ class _Reading:
     last_s: float = 0.0
     longest_pause_s: float = 0.0
     timing: ServerTiming | None = None
-    """Once it has ended."""
+    """Set once it has ended."""
 
     async def read(self, client: AsyncClient, grew: Callable[[], None]) -> None:
         async with client.stream(self.prompt, params=SamplingParams(temperature=0)) as stream:
@@ -49,12 +49,12 @@ class _Reading:
 
     @property
     def is_right(self) -> bool:
-        """Whether it is the expected one."""
+        """True if it is the expected one."""
         return self.text.strip() == self.expected
 
     @property
     def recovery(self) -> str:
-        """How it went on."""
+        """Description of its recovery."""
         assert self.timing is not None, "it has not ended"
         if self.timing.resumes:
             return f"resumed from the copy of its KV, {self.timing.recomputed_tokens} tokens computed again"
@@ -64,7 +64,7 @@ class _Reading:
 
 
 async def show_kills(stack: LocalStack, expected: Mapping[str, str], console: Console) -> bool:
-    """Kills a decode process, and then a router, in the middle of answers. Whether all answers are right.
+    """Kill a decode process, and then a router, in the middle of answers. True if all answers are right.
 
     expected: prompts and their answers, each of more than 60 tokens.
     """
@@ -84,7 +84,7 @@ async def show_kills(stack: LocalStack, expected: Mapping[str, str], console: Co
 async def _read_all(
     client: AsyncClient, expected: Mapping[str, str], disturb: Callable[[], Awaitable[None]]
 ) -> list[_Reading]:
-    """Reads an answer to each prompt, all at once. disturb: awaited when every answer has some tokens."""
+    """Read an answer to each prompt, all at once. disturb: awaited when every answer has some tokens."""
     readings = [_Reading(prompt, answer) for prompt, answer in expected.items()]
     have_some = asyncio.Event()
 
@@ -117,7 +117,7 @@ async def _find(stack: LocalStack, choose: Callable[[ClusterView], str]) -> str:
 
 
 def _busiest_decode(view: ClusterView) -> str:
-    """The decode instance with the most requests, empty while none has any."""
+    """Return the decode instance with the most requests; empty while none has any."""
     running = {name: each.load.running_requests for name, each in view.instances.items() if name.startswith("decode-")}
     busiest = max(running, key=lambda name: running[name], default="")
     return busiest if running.get(busiest) else ""

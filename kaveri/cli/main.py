@@ -1,4 +1,4 @@
-"""The console script `kaveri`: its commands, and how their errors look."""
+"""The console script `kaveri`: its commands, and the format of their errors."""
 
 import importlib
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class ListedCommand(TyperCommand):
 
 
 class _ServiceEntry(ListedCommand):
-    """The command that becomes a service's process."""
+    """A command that becomes a service's process."""
 
     def __init__(self, role: ServiceKind, noun: str) -> None:
         super().__init__(role, f"Run one {noun}.", "", **_OF_SERVICE)

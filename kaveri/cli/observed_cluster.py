@@ -1,4 +1,4 @@
-"""What a cluster was asked for of late, and what runs in it, as its routers say: for `kaveri plan --from-cluster`."""
+"""A cluster's recent workload and present instances, from its routers: for `kaveri plan --from-cluster`."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,16 +19,16 @@ class ObservedCluster:
     """One model's part of a cluster."""
 
     model: str
-    """As its routers name it."""
+    """Name of the model at its routers."""
     view: "ClusterView"
     samples: "tuple[RouterSample, ...]"
-    """Of all routers of the model."""
+    """Samples of all routers of the model."""
 
 
 async def observe_cluster(target: str) -> ObservedCluster:
-    """target: routers, HOST:PORT with commas between them. The first that answers shows the cluster; then all routers
-    of its model are asked. Raises KaveriError when one of them does not answer: what came there would be missing. Sends
-    the key in KAVERI_API_KEY."""
+    """Query a cluster. target: routers, HOST:PORT with commas between them. The first that answers shows the cluster;
+    then all routers of its model are queried. Raises KaveriError when one of them does not answer: its arrivals would
+    be missing. Sends the key in KAVERI_API_KEY."""
     from grpc import aio
 
     from kaveri.client.api_key import find_api_key, key_metadata
@@ -71,7 +71,7 @@ async def observe_cluster(target: str) -> ObservedCluster:
 
 
 def sample_from_proto(message: "cluster_pb2.GetWorkloadResponse") -> "RouterSample":
-    """A router's answer as a value."""
+    """Convert a router's answer."""
     from kaveri.planner.observed_workload import RouterSample
 
     return RouterSample(

@@ -28,7 +28,7 @@ TimeoutS = Annotated[float, typer.Option(help="Seconds until the request is give
 
 
 def targets_of(text: str) -> tuple[str, ...]:
-    """The routers that --target names. What is no address, the client refuses."""
+    """Parse the routers in --target. The client refuses invalid addresses."""
     return tuple(part.strip() for part in text.split(","))
 
 
@@ -41,7 +41,7 @@ _TLS = {
 
 
 def speaks_tls(command: Callable[..., None]) -> Callable[..., None]:
-    """The same command with --tls-cert, --tls-key, --tls-ca and --tls-name for whatever it connects to."""
+    """Add --tls-cert, --tls-key, --tls-ca and --tls-name for all connections of the command."""
 
     @functools.wraps(command)
     def run(*args: Any, **given: Any) -> None:

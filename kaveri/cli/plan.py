@@ -37,7 +37,7 @@ _DEFAULT_LAST_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class ObservedNow:
-    """What `--from-cluster` found."""
+    """Result of `--from-cluster`."""
 
     workload: "ObservedWorkload"
     cluster: "RunningCluster"
@@ -196,7 +196,7 @@ def plan(
 
 
 def _recorded(trace: Path, rate: float | None, longest: int) -> "tuple[ExpectedLoad, int]":
-    """The workload of a trace as it was recorded, and how many requests were left out because they are too long."""
+    """Read the workload of a trace as recorded, and the number of requests left out because they are too long."""
     from kaveri.planner.expected_load import ExpectedLoad
 
     fitting, too_long = read_fitting(trace, longest)
@@ -204,7 +204,8 @@ def _recorded(trace: Path, rate: float | None, longest: int) -> "tuple[ExpectedL
 
 
 def _compare(question: "PlanQuestion", now: ObservedNow) -> "Replan":
-    """Raises ConfigError where the question has no answer, and says before what is known of what runs."""
+    """Compare the plan with the running cluster. Raises ConfigError for a question without an answer, after printing
+    the observations."""
     from kaveri.planner.plan import plan as find_plan
     from kaveri.planner.replan import Replan, observed_lines, verdict
     from kaveri.planner.running_cluster import running_attainment
@@ -246,7 +247,7 @@ def _report(
     too_long: int,
     both: "Replan | None" = None,
 ) -> None:
-    """both: with --from-cluster."""
+    """Print and write the plan. both: with --from-cluster."""
     from kaveri.planner.plan_file import to_json
     from kaveri.planner.replan import replan_json
 
@@ -259,7 +260,7 @@ def _report(
 
 
 def _write(found: "ClusterPlan", out: Path) -> None:
-    """The plan, and beside it the latency models that are estimates."""
+    """Write the plan, and next to it the latency models that are estimates."""
     from kaveri.planner.plan_file import to_toml
 
     files: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The lengths for which `kaveri plan` plans: from a trace, or as given."""
+"""Lengths for which `kaveri plan` plans: from a trace, or as given."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ _ALL = 1 << 31
 
 
 def read_lengths(trace: Path | None, lengths: str, longest: int) -> tuple[list[RequestLengths], int]:
-    """Those that fit, and how many were left out because they are too long."""
+    """Read the lengths that fit, and the number left out because they are too long."""
     from kaveri.planner.expected_load import parse_lengths
 
     if (trace is None) == (not lengths):
@@ -21,7 +21,7 @@ def read_lengths(trace: Path | None, lengths: str, longest: int) -> tuple[list[R
 
 
 def read_fitting(trace: Path, longest: int) -> tuple[Workload, int]:
-    """The requests of a trace that fit, with their times, in the order of their arrival, and how many were left out."""
+    """Read the requests of a trace that fit, with their times, in the order of arrival, and the number left out."""
     from kaveri.workload.traces import read_trace
 
     entries = read_trace(trace, _ALL)

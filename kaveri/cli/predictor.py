@@ -21,7 +21,7 @@ predictor_app = typer.Typer(
 
 def _launcher(step: str, help_text: str) -> Callable[[typer.Context], NoReturn]:
     def launch(context: typer.Context) -> NoReturn:
-        # A process of its own, as torch is no part of the command line.
+        # A process of its own, since the command line must not import torch.
         os.execv(sys.executable, [sys.executable, "-P", "-m", "kaveri.predictor", step, *context.args])
 
     launch.__doc__ = help_text

@@ -14,11 +14,11 @@ from kaveri.config.settings import taken_names
 from kaveri.config.sources import CONFIG_FLAG, flag_of
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""Context settings under which every flag, known or not, ends up in `context.args`."""
+"""Context settings with which every flag, known or not, ends up in `context.args`."""
 
 
 def launcher(role: ServiceKind, help_text: str) -> Callable[[typer.Context], NoReturn]:
-    """A command that replaces this process with the role's service and hands all its flags on."""
+    """Return a command that replaces this process with the role's service and passes all its flags on."""
 
     def launch(context: typer.Context) -> NoReturn:
         os.execv(sys.executable, [sys.executable, *program_of(role), *context.args])
@@ -29,7 +29,7 @@ def launcher(role: ServiceKind, help_text: str) -> Callable[[typer.Context], NoR
 
 @dataclass(frozen=True, slots=True)
 class ServiceFlag:
-    """What a shell may complete, as typer's own completions describe it."""
+    """A completion for shells, in the form of typer's own completions."""
 
     value: str
     type: str = "plain"
@@ -37,10 +37,11 @@ class ServiceFlag:
 
 
 class ServiceCommand(TyperCommand):
-    """The command of a service. Shells complete its flags, which are no options of the command itself."""
+    """The command of a service. Shells complete its flags, although they are no options of the command itself."""
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        """The service's flags that begin with what was typed. Settings are looked up here only: that takes time."""
+        """Return the service's flags that begin with the typed text. Looks up settings only here, since that takes
+        time."""
         settings = settings_types().get("predictor" if self.name == "serve" else self.name or "")
         if settings is None or not incomplete.startswith("-"):
             return []

@@ -122,7 +122,7 @@ def simulate(
             workload, trace, requests, rate, burstiness, concurrency, max_prompt, max_output, longest, seed
         )
     tables: list[SimulatedRun] = []
-    # When a baseline was busy is not kept.
+    # Busy times of a baseline are not recorded.
     phases: dict[str, tuple[str, ...]] = {}
     if baseline is not None:
         instances = len(cluster.instance_ids)
@@ -170,7 +170,7 @@ def _plan(
     longest: int,
     seed: int,
 ) -> tuple[list[PlannedRequest], int]:
-    """The requests, and how many were left out because they are too long."""
+    """Return the requests, and the number left out because they are too long."""
     if trace is not None:
         from kaveri.workload.traces import read_trace
 
@@ -206,7 +206,7 @@ def _bench_file(path: Path) -> dict[str, Any]:
 
 
 def _medians(figures: dict[str, Any]) -> dict[str, Any]:
-    """Each figure's median over the runs."""
+    """Return each figure's median over the runs."""
     if set(figures) == {"median", "min", "max"}:
         return figures["median"]  # type: ignore[no-any-return]
     return {name: _medians(value) for name, value in figures.items() if isinstance(value, dict)}

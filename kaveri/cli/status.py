@@ -35,7 +35,7 @@ def status(
     try:
         asyncio.run(_show(target, as_json, watch))
     except KeyboardInterrupt:
-        # How --watch ends.
+        # The end of --watch.
         return
 
 
@@ -51,7 +51,7 @@ async def _show(target: str, as_json: bool, watch: bool) -> None:
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        # A pipe has no width of its own, and nothing in the table may be cut off in it.
+        # A pipe has no width, and nothing in the table may be cut off in it.
         console.width = _PIPE_WIDTH
     async with AsyncExitStack() as channels:
         stubs = {
@@ -74,7 +74,7 @@ async def _show(target: str, as_json: bool, watch: bool) -> None:
 
 
 async def _view(stubs: "Mapping[str, cluster_pb2_grpc.ClusterServiceAsyncStub]") -> "ClusterView":
-    """The view of the first router that answers. Raises KaveriError when none does."""
+    """Return the view of the first router that answers. Raises KaveriError when none does."""
     from grpc import aio
 
     from kaveri.client.api_key import find_api_key, key_metadata
@@ -101,7 +101,7 @@ async def _view(stubs: "Mapping[str, cluster_pb2_grpc.ClusterServiceAsyncStub]")
 
 
 def _of_copies(load: "InstanceLoad") -> tuple[str, ...]:
-    """A cell for each of _OF_COPIES."""
+    """Return a cell for each of _OF_COPIES."""
     memory = f"{load.replica_free_bytes >> 20}/{load.replica_total_bytes >> 20}" if load.replica_total_bytes else ""
     counts = load.replica_counts
     if counts is None:

@@ -1,4 +1,4 @@
-"""kaveri trace: where one request spent its time, over all processes."""
+"""kaveri trace: the time of one request, by part, over all processes."""
 
 import asyncio
 import json
@@ -47,9 +47,9 @@ def trace(
 
 
 def time_line(account: "cluster_pb2.GetRequestAccountResponse") -> list[TimedPart]:
-    """The parts of the request's time that are known, in the order of their beginnings.
+    """Return the known parts of the request's time, in the order of their beginnings.
 
-    Of several attempts it is the last one that went through prefill. A push overlaps the computation of the prompt.
+    Of several attempts, the last one that went through prefill is shown. A push overlaps the computation of the prompt.
     """
     timing, parts = account.timing, list[TimedPart]()
     sent = [step.at_s for step in account.steps if step.event.startswith("attempt ") and " to " in step.event]
@@ -67,7 +67,7 @@ def time_line(account: "cluster_pb2.GetRequestAccountResponse") -> list[TimedPar
     add(prefill, "queue", sent_s, timing.prefill_queue_s)
     add(prefill, "prompt", began_s, timing.prefill_s)
     add(prefill, f"push by {timing.kv_transport}", landed_s - timing.kv_transfer_s, timing.kv_transfer_s)
-    # From its end: a session that came later, or the holder of a copy, has not seen the beginning.
+    # Counted from its end: a later session, or the holder of a copy, has not seen the beginning.
     decode_began_s = timing.e2e_s - timing.decode_s
     if timing.decode_s:
         add(decode, "waits for the batch", decode_began_s - timing.decode_queue_s, timing.decode_queue_s)
@@ -76,7 +76,7 @@ def time_line(account: "cluster_pb2.GetRequestAccountResponse") -> list[TimedPar
 
 
 def render(request_id: str, account: "cluster_pb2.GetRequestAccountResponse") -> str:
-    """The account as text."""
+    """Format the account as text."""
     timing = account.timing
     parts = time_line(account)
     whole_s = max([timing.e2e_s, *(part.end_s for part in parts)], default=0.0)
@@ -94,7 +94,7 @@ def render(request_id: str, account: "cluster_pb2.GetRequestAccountResponse") ->
     lines += [f"{_ms(step.at_s):>12}  {step.event}" for step in account.steps]
     width = max((len(part.where) for part in parts), default=0)
     for part in parts:
-        # What has begun before the last session came is cut off at its left.
+        # Parts that began before the last session are cut off at the left.
         first = max(0, round(_WIDTH * part.begin_s / whole_s))
         bar = " " * first + "█" * max(1, round(_WIDTH * part.end_s / whole_s) - first)
         took = _ms(part.end_s - part.begin_s)
@@ -108,7 +108,7 @@ def render(request_id: str, account: "cluster_pb2.GetRequestAccountResponse") ->
 
 
 async def _find(request_id: str, target: str) -> "cluster_pb2.GetRequestAccountResponse":
-    """Of the latest session. Raises KaveriError when no router that answers knows the request."""
+    """Return the account of the latest session. Raises KaveriError when no router that answers knows the request."""
     from grpc import aio
 
     from kaveri.client.api_key import find_api_key, key_metadata

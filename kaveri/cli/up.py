@@ -43,7 +43,7 @@ _FILE_KEY = "kaveri.config"
 
 
 def _read_config(context: typer.Context, path: str) -> str:
-    """Makes what a file says of this command's options their defaults. Raises ConfigError."""
+    """Use a file's options of this command as their defaults. Raises ConfigError."""
     if path:
         from kaveri.config.services import UP_SECTION, setting_sections
 
@@ -224,7 +224,7 @@ def up(
 
 
 def _gateway_count(asked: int | None) -> int:
-    """How many gateways to start. Raises ConfigError when some are asked for and cannot run here."""
+    """Return how many gateways to start. Raises ConfigError if some are requested and cannot run here."""
     missing = missing_modules(*_GATEWAY_PACKAGES)
     if not missing:
         return 1 if asked is None else asked
@@ -237,7 +237,7 @@ def _gateway_count(asked: int | None) -> int:
 
 
 def _redis_url(context: typer.Context, url: str, file: str) -> str:
-    """What flags say, else variables, else the file of settings; empty: a private Redis."""
+    """Return the URL from flags, else variables, else the file of settings; empty: a private Redis."""
     in_file: dict[str, Given] = context.meta.get(_FILE_KEY, {})
     flags = {"redis_url": url, "redis_url_file": file}
     sources = [
@@ -256,7 +256,7 @@ def _redis_url(context: typer.Context, url: str, file: str) -> str:
 def _with_preset(
     flags: "ServiceFlags", running: Sequence[ServiceKind], config_file: str, wanted: PresetSettings
 ) -> "ServiceFlags":
-    """The flags, and what a preset says of settings that no flag, variable or file gives. Raises ConfigError."""
+    """Add a preset's settings that no flag, variable or file gives. Raises ConfigError."""
     of_role = dict(flags.of_role)
     for role in running:
         given = _read_settings(role, flags, config_file).given
@@ -269,7 +269,7 @@ def _with_preset(
 def _check_settings(
     flags: "ServiceFlags", running: Sequence[ServiceKind], config_file: str
 ) -> "tuple[str, TlsFiles | None]":
-    """The engine that the instances will have, and the certificates that services show.
+    """Return the engine that the instances will have, and the certificates that services show.
 
     Raises ConfigError for what a service would refuse at its start.
     """
@@ -282,7 +282,7 @@ def _check_settings(
 
 
 def _read_settings(role: ServiceKind, flags: "ServiceFlags", config_file: str) -> ReadSettings[Any]:
-    """A role's settings as its service will read them. Raises ConfigError."""
+    """Read a role's settings as its service will. Raises ConfigError."""
     from kaveri.config.services import setting_sections, settings_types
     from kaveri.local.service_flags import roles_of
 
@@ -298,7 +298,7 @@ def _read_settings(role: ServiceKind, flags: "ServiceFlags", config_file: str) -
 
 
 def _predictor_of(model: str, engine: str) -> str:
-    """The predictor that is bundled with a model; empty when there is none, or when the engine makes tokens up."""
+    """Return the predictor that is bundled with a model; empty if there is none, or the engine makes up tokens."""
     return (bundled_predictor(model) or "") if engine in ("transformers", "vllm") else ""
 
 
@@ -309,7 +309,7 @@ async def _run(config: "StackConfig") -> int:
     from kaveri.local.stack import LocalStack
     from kaveri.telemetry.logs import configure_logs
 
-    # The stack's reports show what happens; logs are for details.
+    # The stack's reports show the events; logs are for details.
     configure_logs("up", "up", "error")
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     loop = asyncio.get_running_loop()
