@@ -11,7 +11,7 @@ CALIBRATION_BINS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationBin:
-    """The predictions whose most probable bucket had a probability in [low, high); the last bin includes 1."""
+    """Predictions whose most probable bucket had a probability in [low, high); the last bin includes 1."""
 
     low: float
     high: float
@@ -24,7 +24,7 @@ class CalibrationBin:
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """The figures at one granularity."""
+    """Accuracy at one granularity."""
 
     granularity: int
     bucket_count: int
@@ -33,9 +33,9 @@ class Accuracy:
     accuracy: float
     """Share of prompts whose answer falls into the most probable bucket."""
     majority: float
-    """The same share if the most frequent bucket of these answers were always predicted."""
+    """The same share for always predicting the most frequent bucket of these answers."""
     within_one: float
-    """Share whose answer falls into the most probable bucket or one beside it."""
+    """Share whose answer falls into the most probable bucket or a neighbour."""
     calibration_error: float
     """Expected calibration error (Guo et al., arXiv 1706.04599, section 2): mean |accuracy - confidence| over bins."""
     bins: tuple[CalibrationBin, ...]
@@ -44,7 +44,7 @@ class Accuracy:
 def measure_accuracy(
     probabilities: Sequence[Sequence[float]], output_tokens: Sequence[int], granularity: int, factor: int = 1
 ) -> Accuracy:
-    """Compares predictions with the lengths that the answers had.
+    """Compare predictions with the answers' real lengths.
 
     probabilities: of each bucket of `granularity` tokens, a row per answer. output_tokens: the answers' lengths.
     factor: measures at granularity * factor instead, where neighbouring buckets' probabilities are added up.

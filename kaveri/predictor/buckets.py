@@ -10,12 +10,12 @@ from kaveri.domain.length import TokenRange
 
 
 def bucket_of(tokens: int, granularity: int, count: int) -> int:
-    """The bucket of an answer of `tokens` tokens. The last bucket also holds all longer answers."""
+    """Return the bucket of an answer of `tokens` tokens. The last bucket also holds all longer answers."""
     return min(tokens // granularity, count - 1)
 
 
 def range_of(bucket: int, granularity: int, count: int, longest_answer_tokens: int) -> TokenRange:
-    """The lengths in a bucket. The last bucket ends after the longest known answer, or after its granularity.
+    """Return the lengths in a bucket. The last bucket ends after the longest known answer, or after its granularity.
 
     Raises IndexError for a bucket outside [0, count).
     """
@@ -26,5 +26,5 @@ def range_of(bucket: int, granularity: int, count: int, longest_answer_tokens: i
 
 
 def merge_buckets(probabilities: Sequence[float], factor: int) -> list[float]:
-    """The probabilities of buckets `factor` times as wide: sums over `factor` neighbours."""
+    """Return the probabilities of buckets `factor` times as wide: sums over `factor` neighbours."""
     return [sum(probabilities[start : start + factor]) for start in range(0, len(probabilities), factor)]

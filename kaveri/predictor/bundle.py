@@ -124,7 +124,7 @@ class LengthPredictor:
 
 
 class Retokenizer:
-    """Converts token ids of the served model to the classifier's, by way of text."""
+    """Converts token ids of the served model to the classifier's, through text."""
 
     def __init__(self, served: Any, own: Any, max_tokens: int) -> None:
         """served, own: fast tokenizers. max_tokens: the classifier's limit."""

@@ -10,7 +10,7 @@ from kaveri.errors import ConfigError
 from kaveri.models import resolve_model
 
 SCRATCH = "scratch"
-"""The value of --base that means: no pretrained model."""
+"""Value of --base for no pretrained model."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Classifier:
     model: Any
     """A transformers *ForSequenceClassification, in float32, with a padding token."""
     own_tokenizer: Any | None
-    """None: it uses the served model's token ids."""
+    """None if it uses the served model's token ids."""
 
 
 def classifier_from_scratch(

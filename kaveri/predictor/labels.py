@@ -17,13 +17,13 @@ _HELD_OUT_PERCENT = 10
 
 
 class Split(enum.StrEnum):
-    """What a label is used for."""
+    """Use of a label."""
 
     TRAIN = "train"
     VALIDATION = "validation"
-    """Chooses among the epochs of one training."""
+    """Selects the best epoch of a training."""
     HELD_OUT = "held-out"
-    """Never used in training: for evaluation."""
+    """Never used in training, only for evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Label:
     model: str
     """Served name of the model that answered."""
     vocab_size: int
-    """That model's vocabulary size."""
+    """Vocabulary size of the served model."""
     prompt_tokens: int
     """Tokens of the prompt, as counted by the cluster."""
     output_tokens: int

@@ -18,7 +18,7 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a predictor predicts, for which model, and the digests of its files."""
+    """The served model, the buckets and the file digests of a predictor."""
 
     model: str
     """Served name of the model whose answers it was trained on."""
@@ -32,7 +32,7 @@ class Manifest:
     max_prompt_tokens: int
     """Longer prompts are truncated to this."""
     own_tokenizer: bool
-    """Whether the classifier has its own tokenizer, so prompts must be tokenized again."""
+    """True if the classifier has its own tokenizer, so prompts must be tokenized again."""
     files: Mapping[str, str] = field(default_factory=dict)
     """SHA-256 of every other file, by its path in the folder."""
 

@@ -34,7 +34,7 @@ from kaveri.predictor.labels import Label, Split, load_tokenizer, read_labels, t
 from kaveri.predictor.manifest import MANIFEST_FILE, Manifest, write_manifest
 
 RECORD_FILE = "training.json"
-"""How a predictor was trained: settings, counts, accuracy per epoch. Not needed to serve it."""
+"""Record of a training: settings, counts, accuracy per epoch. Not needed to serve it."""
 _WORK_FOLDER = "training"
 _SETTINGS_FILE = "settings.json"
 _WEIGHT_DECAY = 0.01
@@ -54,7 +54,7 @@ class TrainSettings:
     epochs: int
     batch_size: int
     learning_rate: float
-    """The peak; rises over the first 6 % of the steps, then falls linearly."""
+    """Peak learning rate; rises over the first 6 % of the steps, then falls linearly."""
     max_prompt_tokens: int
     """Longer prompts are truncated to this."""
     layers: int
@@ -116,10 +116,10 @@ class _TrainingData:
     served_tokenizer: Any
     manifest: Manifest
     examples: dict[Split, list[dict[str, Any]]]
-    """Of TRAIN and VALIDATION: {"input_ids": list of ids, "labels": bucket}."""
+    """TRAIN and VALIDATION examples: {"input_ids": list of ids, "labels": bucket}."""
     counts: Counter[Split]
     cut_count: int
-    """Answers that ended because they were cut."""
+    """Number of answers that were cut."""
 
     @classmethod
     def prepare(cls, labels: Sequence[Label], settings: TrainSettings) -> "_TrainingData":
