@@ -22,7 +22,7 @@ from kaveri.profiling.plan import StepPlan
 _SEED = 20240118
 _ROUND_S = 0.05
 _ROUND_RUNS = 10
-"""In a round a short step is repeated until its runs add up to _ROUND_S, at most this many times, to average out
+"""Maximum runs of a short step in a round, where it is repeated until its runs add up to _ROUND_S, to average out
 noise."""
 _FILL_TOKENS = 512
 """Tokens of a step that computes the context that is copied; not measured."""
@@ -116,7 +116,7 @@ class _Bench:
         self._context = self._pool.memory[:, : len(block_ids)].copy()
 
     def run(self, step: _Step, clock: Callable[[], float]) -> float:
-        """Returns the seconds that the runner took."""
+        """Run a step. Returns the seconds that the runner took."""
         each = self._layout.block_count(step.ranges[0][1])
         if step.ranges[0][0] > 0:
             self._lay(len(step.ranges), each)
@@ -152,4 +152,4 @@ class _Bench:
 
 
 def _ignore_layer(layer: int) -> None:
-    """A listener that does nothing."""
+    """Layer listener that does nothing."""

@@ -33,7 +33,7 @@ class StepLimits:
     block_tokens: int
 
     def holds(self, count: int, tokens: int) -> bool:
-        """Whether the pool holds `count` sequences of `tokens` each, and the model one of them."""
+        """Return True if the pool holds `count` sequences of `tokens` each, and the model one of them."""
         return tokens <= self.max_model_len and count * -(-tokens // self.block_tokens) <= self.total_blocks
 
 
@@ -47,7 +47,7 @@ class StepPlan:
 
 
 def plan_steps(limits: StepLimits, quick: bool) -> StepPlan:
-    """quick: about a third of the steps. Raises ConfigError when the engine is too small for a fit."""
+    """Choose the steps. quick: about a third of them. Raises ConfigError when the engine is too small for a fit."""
     chunks = chunk_sizes(limits, quick)
     prefill = [_as_few_prompts(chunk, limits.max_model_len) for chunk in chunks]
     prefill += [

@@ -26,7 +26,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw_profile(profile: Profile, path: Path) -> None:
-    """The format follows the file's suffix. Raises OSError."""
+    """Draw a profile. The format follows the file's suffix. Raises OSError."""
     # Not at the top: matplotlib is optional, and slow to import.
     from matplotlib.figure import Figure
 

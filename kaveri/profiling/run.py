@@ -1,4 +1,4 @@
-"""From settings to a profile: builds the engine's runner, measures, fits, writes, plots and prints the findings."""
+"""Runs a profiling: builds the engine's runner, measures, fits, writes, plots and prints the findings."""
 
 import importlib.metadata
 import statistics
@@ -33,7 +33,8 @@ _UNSTEADY = 1.25
 
 
 def run_profile(config: ProfileConfig) -> None:
-    """Takes minutes; prints findings to stdout and progress to stderr. Raises ConfigError."""
+    """Measure and write a profile. Takes minutes; prints findings to stdout and progress to stderr. Raises
+    ConfigError."""
     out = Path(config.out).expanduser()
     plot = Path(config.plot).expanduser() if config.plot else None
     # Check the outputs before minutes of measuring.
