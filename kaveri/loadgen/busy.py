@@ -20,7 +20,7 @@ def resource_times(run: LoadRun, phases: Mapping[str, Phases]) -> dict[resource_
 
 
 def busy_spans(records: Iterable[RequestRecord]) -> dict[str, dict[Phase, list[tuple[float, float]]]]:
-    """For each instance and phase, the busy spans of its answered requests as (begin_s, end_s) of the run."""
+    """Busy spans of answered requests by instance and phase, as (begin_s, end_s) of the run."""
     spans = resource_time.busy_spans(columns_of_records(records))
     return {
         instance_id: {Phase(phase): [tuple(span) for span in rows.tolist()] for phase, rows in by_phase.items()}

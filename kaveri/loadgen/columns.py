@@ -47,7 +47,7 @@ def columns_of(run: LoadRun) -> RunColumns:
 
 
 def columns_of_records(records: Iterable[RequestRecord]) -> RunColumns:
-    """Of records alone, where the length of the run does not matter."""
+    """Convert records alone, without the length of the run."""
     return columns_of(LoadRun(tuple(records), 0.0, ()))
 
 

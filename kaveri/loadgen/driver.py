@@ -26,11 +26,11 @@ class RequestRecord:
 
     planned: PlannedRequest
     due_s: float
-    """When it should have been sent: its arrival, or in a closed loop the end of the previous request."""
+    """Due time: its arrival, or in a closed loop the end of the previous request."""
     sent_s: float = 0.0
     first_s: float | None = None
     last_s: float | None = None
-    """When its last tokens arrived."""
+    """Time at which its last tokens arrived."""
     received_tokens: int = 0
     gaps_s: list[float] = field(default_factory=list)
     """Times between consecutive chunks; a chunk has several tokens when the client is slower than the model."""
@@ -40,7 +40,7 @@ class RequestRecord:
     """The error's message."""
     server: ServerTiming | None = None
     prompt_tokens: int | None = None
-    """As counted by the cluster; None until it was answered."""
+    """Prompt tokens as counted by the cluster; None until it was answered."""
 
     @property
     def lengths(self) -> RequestLengths:
@@ -63,7 +63,7 @@ class LoadRun:
 
 
 class LoadTarget(ABC):
-    """Something else than a cluster's gRPC that answers requests."""
+    """Interface of a target that is not a cluster's gRPC."""
 
     @abstractmethod
     async def send(
@@ -73,7 +73,7 @@ class LoadTarget(ABC):
         settings: "RequestSettings",
         now_s: Callable[[], float],
     ) -> None:
-        """Asks, and records the answer or its error. now_s: seconds after the start of the run."""
+        """Send a request, and record its answer or error. now_s: seconds after the start of the run."""
 
 
 async def run_load(
@@ -84,7 +84,7 @@ async def run_load(
     max_in_flight: int,
     on_end: Callable[[RequestRecord], None],
 ) -> LoadRun:
-    """A closed loop of `concurrency` requests, or if that is None an open loop. on_end: called for each request."""
+    """Run a closed loop of `concurrency` requests, or if that is None an open loop. on_end: called for each request."""
     if concurrency is None:
         return await run_open(client, requests, send, max_in_flight, on_end)
     return await run_closed(client, requests, send, concurrency, on_end)

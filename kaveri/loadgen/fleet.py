@@ -1,4 +1,4 @@
-"""Asks a router which instances answer the requests."""
+"""Queries a router for the instances that answer the requests."""
 
 from grpc import aio
 

@@ -41,7 +41,7 @@ class HttpEndpoint(LoadTarget):
         await self._client.aclose()
 
     async def models(self) -> dict[str, int | None]:
-        """Name to most tokens of prompt and answer; None where the server does not say. Raises Unavailable."""
+        """Return models, and their maximum tokens of prompt and answer; None if not stated. Raises Unavailable."""
         try:
             async with asyncio.timeout(_ASK_TIMEOUT_S):
                 response = await self._client.get(f"{self.url}/models")
@@ -93,7 +93,7 @@ class HttpEndpoint(LoadTarget):
 
 
 def base_url(text: str) -> str:
-    """ "http://host:8000" and "http://host:8000/v1/" as "http://host:8000/v1". Raises ConfigError."""
+    """Normalize "http://host:8000" and "http://host:8000/v1/" to "http://host:8000/v1". Raises ConfigError."""
     try:
         url = httpx2.URL(text.rstrip("/"))
     except (httpx2.InvalidURL, ValueError) as error:
@@ -104,7 +104,7 @@ def base_url(text: str) -> str:
 
 
 def _note(record: RequestRecord, data: str, now_s: float) -> bool:
-    """What an event says. False: it has ended the answer with an error."""
+    """Record an event. False: it has ended the answer with an error."""
     try:
         event = json.loads(data)
         if error := event.get("error"):

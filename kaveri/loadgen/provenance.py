@@ -1,4 +1,4 @@
-"""What a run was measured with: version and commit, machine, Python, and the command line."""
+"""Provenance of a measurement: version and commit, machine, Python, and the command line."""
 
 import datetime
 import importlib.metadata
@@ -16,8 +16,8 @@ _GIT_TIMEOUT_S = 5.0
 
 
 def provenance(arguments: Sequence[str]) -> dict[str, Any]:
-    """As JSON values. arguments: of the command line, without the program. Of the machine that sends the load; a
-    cluster elsewhere is not described."""
+    """Return provenance as JSON values. arguments: of the command line, without the program. Describes the machine that
+    sends the load, not a cluster elsewhere."""
     return {
         "version": importlib.metadata.version("kaveri"),
         "commit": _commit(),
@@ -29,7 +29,7 @@ def provenance(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Of the source tree that this is run from, with "+" behind it where files differ from it. None: it is none."""
+    """Commit of the source tree of this program, followed by "+" if files differ from it. None: no source tree."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
