@@ -1,6 +1,6 @@
-"""What a setting's name stands for: Kaveri's own, those that installed packages register, and "package.module:name".
+"""Resolves names in settings: Kaveri's own, those of installed packages, and "package.module:name".
 
-Kaveri's own names are a table of the same paths that a package writes into its entry points, so that a source tree
+Kaveri's own names are a table of the paths that a package would write into its entry points, so that a source tree
 needs no installation to know them. Both are loaded in the same way. Own names win.
 """
 
@@ -13,38 +13,38 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OWN = "kaveri"
-"""The origin of Kaveri's own."""
+"""Origin of Kaveri's own names."""
 _MOST_SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A name, and where its object is."""
+    """A name, and the path of its object."""
 
     name: str
     path: str
     """ "package.module:name"; the name may have dots."""
     origin: str
-    """The distribution that registers it, with its version; OWN for Kaveri's own."""
+    """Distribution that registers it, with its version; OWN for Kaveri's own."""
 
 
 @dataclass(frozen=True)
 class PluginPoint:
-    """What one setting can name. Reads the environment's entry points only for a name that is not Kaveri's own."""
+    """The names of one setting. Reads the environment's entry points only for a name that is not Kaveri's own."""
 
     kind: str
-    """For people: "engine"."""
+    """Name for people: "engine"."""
     group: str
-    """Of entry points: "kaveri.engines"."""
+    """Group of entry points: "kaveri.engines"."""
     own: Mapping[str, str]
-    """Name to path."""
+    """Kaveri's own: name to path."""
     prefix: str = ""
-    """Begins the entry points of this setting, in a group that several settings share: "decode-placement."."""
+    """Prefix of this setting's entry points, in a group that several settings share: "decode-placement."."""
     needs: Mapping[str, str] = field(default_factory=dict)
-    """Own name to the package without which it does not work, for those that not every installation has."""
+    """Own name to the package that it needs, for names that some installations lack."""
 
     def registrations(self) -> Iterator[Registration]:
-        """All that can be given by name, Kaveri's own first."""
+        """All registered names, Kaveri's own first."""
         for name, path in self.own.items():
             yield Registration(name, path, OWN)
         for entry in sorted(importlib.metadata.entry_points(group=self.group), key=lambda entry: entry.name):
@@ -53,23 +53,24 @@ class PluginPoint:
                 yield Registration(entry.name.removeprefix(self.prefix), entry.value, origin)
 
     def names(self) -> str:
-        """For errors: all of them, and that a path can be given."""
+        """All names, and the form of a path, as text for errors."""
         found = dict.fromkeys(registration.name for registration in self.registrations())
         return f"{', '.join(found)}, or package.module:name"
 
     def known(self, text: str) -> str:
-        """For `setting`: the name itself. Anything but Kaveri's own is loaded, to find out that it can be. Raises
+        """Parser for `setting`: the name itself. Any but Kaveri's own is loaded, to check that it can be. Raises
         ValueError."""
         if text not in self.own:
             self.load(text)
         return text
 
     def load(self, name: str) -> Any:
-        """The object that a name or a path stands for. Raises ValueError."""
+        """Return the object of a name or a path. Raises ValueError."""
         return load_path(self.path_of(name))
 
     def path_of(self, name: str) -> str:
-        """Raises ValueError for a name that is neither registered nor a path, or that two packages register."""
+        """Return the path of a name. Raises ValueError for a name that is neither registered nor a path, or that two
+        packages register."""
         if name in self.own:
             return self.own[name]
         if ":" in name:
@@ -83,7 +84,7 @@ class PluginPoint:
         return found[0].path
 
     def fault(self, registration: Registration) -> str:
-        """Why a registration cannot be used here; empty when it can be loaded."""
+        """Return why a registration cannot be used here; empty when it can be loaded."""
         if registration.origin == OWN:
             needed = self.needs.get(registration.name)
             if needed is not None and importlib.util.find_spec(needed) is None:
@@ -98,7 +99,7 @@ class PluginPoint:
 
 
 def load_path(path: str) -> Any:
-    """The object at "package.module:name". Raises ValueError, whatever importing the module raises."""
+    """Return the object at "package.module:name". Raises ValueError for any exception of the import."""
     module, _, name = path.partition(":")
     if not module or not name:
         raise ValueError(f"is {path!r:.{_MOST_SHOWN}}; write package.module:name")
