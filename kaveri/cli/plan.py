@@ -204,8 +204,7 @@ def _recorded(trace: Path, rate: float | None, longest: int) -> "tuple[ExpectedL
 
 
 def _compare(question: "PlanQuestion", now: ObservedNow) -> "Replan":
-    """Compare the plan with the running cluster. Raises ConfigError for a question without an answer, after printing
-    the observations."""
+    """Compare the plan with the running cluster. Raises ConfigError, after printing observations, without an answer."""
     from kaveri.planner.plan import plan as find_plan
     from kaveri.planner.replan import Replan, observed_lines, verdict
     from kaveri.planner.running_cluster import running_attainment

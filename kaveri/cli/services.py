@@ -40,8 +40,7 @@ class ServiceCommand(TyperCommand):
     """The command of a service. Shells complete its flags, although they are no options of the command itself."""
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        """Return the service's flags that begin with the typed text. Looks up settings only here, since that takes
-        time."""
+        """Return the service's flags that begin with the typed text. Only this looks up settings, which takes time."""
         settings = settings_types().get("predictor" if self.name == "serve" else self.name or "")
         if settings is None or not incomplete.startswith("-"):
             return []

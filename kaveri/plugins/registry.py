@@ -69,8 +69,7 @@ class PluginPoint:
         return load_path(self.path_of(name))
 
     def path_of(self, name: str) -> str:
-        """Return the path of a name. Raises ValueError for a name that is neither registered nor a path, or that two
-        packages register."""
+        """Return the path of a name. Raises ValueError for an unknown name, or one that two packages register."""
         if name in self.own:
             return self.own[name]
         if ":" in name:

@@ -33,8 +33,7 @@ _UNSTEADY = 1.25
 
 
 def run_profile(config: ProfileConfig) -> None:
-    """Measure and write a profile. Takes minutes; prints findings to stdout and progress to stderr. Raises
-    ConfigError."""
+    """Measure and write a profile; takes minutes. Prints findings to stdout, progress to stderr. Raises ConfigError."""
     out = Path(config.out).expanduser()
     plot = Path(config.plot).expanduser() if config.plot else None
     # Check the outputs before minutes of measuring.

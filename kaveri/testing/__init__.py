@@ -1,1 +1,1 @@
-"""For tests of Kaveri and of anybody's plug-in: conformance suites, a local cluster, fault injection."""
+"""Tools for tests of Kaveri and of plug-ins: conformance suites, a local cluster, fault injection."""

@@ -1,7 +1,7 @@
-"""What every engine must do. Subclass EngineConformance in a test module and provide the `harness` fixture.
+"""Requirements on every engine. Subclass EngineConformance in a test module and provide the `harness` fixture.
 
-It holds an engine to kaveri/engine/contract.py: tokens, order of events, blocks, limits. It does not verify speed,
-how much of a push overlaps with computing, nor what a peer that dies or lies does (kv has a suite for that).
+It holds an engine to kaveri/engine/contract.py: tokens, order of events, blocks, limits. It does not verify speed, the
+overlap of pushes and computation, nor peers that die or break the protocol (kv has a suite for that).
 """
 
 import random
@@ -45,7 +45,7 @@ MAX_MODEL_LEN = 128
 CHUNK_TOKENS = 16
 _ABUNDANT_BLOCKS = 400
 _EOS_PROMPTS = 300
-"""Most prompts tried for an answer with an end-of-sequence id in it."""
+"""Most prompts tried to find an answer that contains an end-of-sequence id."""
 
 
 class EngineHarness(Protocol):
@@ -53,21 +53,21 @@ class EngineHarness(Protocol):
     have an end-of-sequence id, and draw it in some of its answers."""
 
     def prefill_engine(self, *, max_model_len: int, total_blocks: int, chunk_tokens: int) -> PrefillEngine:
-        """Not started."""
+        """Make an engine, not started."""
 
     def decode_engine(
         self, *, max_model_len: int, total_blocks: int, chunk_tokens: int, max_batch: int
     ) -> "TwoSidedEngine":
-        """Not started. Plays both sides in the test of adopt() only."""
+        """Make an engine, not started. It plays both sides in the test of adopt() only."""
 
     def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
-        """The tokens that follow this prompt, drawn greedily and past any end-of-sequence id, by other means than the
-        engine's own. At most MAX_MODEL_LEN tokens in all."""
+        """Return the tokens that follow this prompt, drawn greedily and past any end-of-sequence id, computed
+        independently of the engine. At most MAX_MODEL_LEN tokens in all."""
 
 
 @dataclass
 class Pair:
-    """A prefill and a decode engine that run, and what they tell."""
+    """A running prefill and decode engine, and their recorders."""
 
     prefill: PrefillEngine
     decode: DecodeEngine
@@ -75,13 +75,13 @@ class Pair:
     decoded: EngineRecorder
 
     def reserve(self, request: EngineRequest, expires_in_s: float = 60.0) -> Ticket:
-        """A ticket, waiting for room if need be."""
+        """Reserve a ticket, waiting for room if need be."""
         return when_there_is_room(
             lambda: self.decode.reserve(request, expires_in_s, self.prefill.info.layout).result(SOON_S)
         )
 
     def hand_over(self, request: EngineRequest) -> None:
-        """Submits the request, placed already: one that ends with its first token must find its room to give back."""
+        """Reserve room, then submit and push: a request that ends with its first token must have room to release."""
         ticket = self.reserve(request)
         when_there_is_room(lambda: self.prefill.prefill(request))
         self.prefill.push_to(request.key, ticket)
@@ -89,8 +89,8 @@ class Pair:
     def land_then_admit(
         self, requests: Sequence[EngineRequest], landed: Callable[[EngineRequest], object] = lambda request: None
     ) -> None:
-        """Hands over all of them before the first one is admitted: together they fill the pool, however slow this
-        thread is. Not for a pair that admits by itself. landed: called with each that has landed."""
+        """Hand over all requests before the first one is admitted: together they fill the pool, even if this thread is
+        slow. Not for a pair that admits by itself. landed: called with each that has landed."""
         for request in requests:
             self.hand_over(request)
             self.decoded.wait_for(Landed, request.key)
@@ -99,7 +99,7 @@ class Pair:
             self.decode.admit(request.key)
 
     def answer(self, request: EngineRequest) -> list[int]:
-        """All tokens drawn for the request on both sides, once it has ended."""
+        """Return all tokens drawn for the request on both sides, once it has ended."""
         first = self.prefilled.wait_for(FirstToken, request.key)
         if first.finish is not None:
             return [first.token_id]
@@ -108,7 +108,7 @@ class Pair:
 
 
 def when_there_is_room(call: Callable[[], ResultT]) -> ResultT:
-    """What `call` returns as soon as it does not raise NoCapacity any more."""
+    """Call until it does not raise NoCapacity any more, and return the result."""
     give_up_at_s = time.monotonic() + SOON_S
     while True:
         try:
@@ -128,7 +128,7 @@ def running_pair(
     max_batch: int = 8,
     admit: bool = True,
 ) -> Iterator[Pair]:
-    """Engines that start now and are closed at the end."""
+    """Start engines, and close them at the end."""
     with ExitStack() as stack:
         prefill = harness.prefill_engine(
             max_model_len=max_model_len, total_blocks=prefill_blocks, chunk_tokens=CHUNK_TOKENS
@@ -156,7 +156,7 @@ def _abort_when_finished(decode: DecodeEngine, event: EngineEvent) -> None:
 def make_request(
     engine: Engine, name: str, prompt_tokens: int, max_tokens: int, seed: int = 0, **params: object
 ) -> EngineRequest:
-    """A greedy request with a random prompt that depends on name and seed only."""
+    """Make a greedy request with a random prompt that depends on name and seed only."""
     rng = random.Random(f"{name}-{seed}")
     token_ids = tuple(rng.randrange(engine.info.vocab_size) for _ in range(prompt_tokens))
     wanted = ResolvedParams(
@@ -168,7 +168,7 @@ def make_request(
 def request_that_draws(
     harness: EngineHarness, engine: Engine, token_ids: frozenset[int]
 ) -> tuple[EngineRequest, list[int], int]:
-    """A request, its answer, and where in that the first of these tokens is: neither the first nor the last."""
+    """Return a request, its answer, and the index of the first of these tokens in it, neither first nor last."""
     for number in range(_EOS_PROMPTS):
         request = make_request(engine, f"eos{number}", 5, 30)
         whole = harness.answer(request.token_ids, 30)
@@ -183,7 +183,7 @@ class TwoSidedEngine(PrefillEngine, DecodeEngine, Protocol):
 
 
 class _Adopting:
-    """Keeps what an engine has prefilled on that engine."""
+    """Keeps requests on the engine that has prefilled them."""
 
     def __init__(self, engine: TwoSidedEngine) -> None:
         self._engine = engine
@@ -338,7 +338,7 @@ class EngineConformance:
                     assert len({token_id for token_id, _ in entry.top}) == 2
                     assert entry.top[0][1] >= entry.top[1][1]
             assert place == prompt_tokens
-            # Who did not ask gets none.
+            # Requests without log-probabilities get none.
             pair.answer(plain)
             assert not pair.prefilled.of(PromptLogprobs, plain.key)
             wait_until_free(pair.prefill, pair.decode)
@@ -346,7 +346,7 @@ class EngineConformance:
     def test_a_prompt_has_the_same_logprobs_again_and_a_later_attempt_none(self, harness: EngineHarness) -> None:
         with running_pair(harness) as pair:
             first = make_request(pair.prefill, "r", 50, 4, prompt_logprobs=0)
-            # The same prompt, of which an engine may have kept KV.
+            # The same prompt, whose KV an engine may have kept.
             again = replace(first, key=EngineKey("again", 1))
             later = replace(first, key=EngineKey("later", 1), generated_count=1)
             for each in (first, again, later):

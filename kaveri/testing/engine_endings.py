@@ -1,7 +1,7 @@
-"""What every engine must do with min_tokens. Subclass EndingConformance beside EngineConformance.
+"""Requirements on every engine for min_tokens. Subclass EndingConformance together with EngineConformance.
 
-Tokens that would end an answer are not drawn before it has min_tokens tokens, counted from its first one, whatever
-instance draws them. Does not verify the log-probabilities of such draws, nor stop texts, which are the router's.
+Tokens that would end an answer are not drawn before it has min_tokens tokens, counted from its first one, on any
+instance. Does not verify the log-probabilities of such draws, nor stop texts, which the router handles.
 """
 
 from dataclasses import replace
@@ -26,7 +26,7 @@ _MIN_TOKENS = 20
 
 
 def _asked_again(request: EngineRequest, name: str, **params: object) -> EngineRequest:
-    """The same prompt under another key."""
+    """Return the same prompt under another key."""
     changed = replace(request.params, **params)  # type: ignore[arg-type]
     return replace(request, key=EngineKey(name, 1), params=changed)
 
@@ -89,7 +89,7 @@ class EndingConformance:
                 resume(pair, resumed, pair.decode.info.layout.block_tokens)
                 pair.decoded.wait_for_finish(resumed.key)
                 assert pair.decoded.token_ids[resumed.key] == answer[drawn:]
-            # Behind them the token is drawn as ever.
+            # After min_tokens the token is drawn as usual.
             token_ids = asked.token_ids + tuple(answer[:_MIN_TOKENS])
             last = replace(asked, key=EngineKey("last", 1), token_ids=token_ids, generated_count=_MIN_TOKENS)
             due = _answer(pair, replace(last, params=replace(last.params, stop_token_ids=(), min_tokens=0)))[0]

@@ -1,4 +1,4 @@
-"""Listens to engines in tests: keeps their events, waits for them, and checks the order that the contract promises."""
+"""Listens to engines in tests: records events, waits for them, and checks the order that the contract promises."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ from kaveri.engine.contract import (
 )
 
 SOON_S = 60.0
-"""Long enough for a busy machine; what is waited for takes a small part of it."""
+"""Long enough for a busy machine; the awaited events take a small part of it."""
 
 EventT = TypeVar("EventT")
 
@@ -39,7 +39,7 @@ class EngineRecorder:
         self.calls: list[tuple[EngineEvent, ...]] = []
         """The events of each call of the listener."""
         self.token_ids: dict[EngineKey, list[int]] = {}
-        """What was drawn for each request, on this side."""
+        """Tokens drawn for each request, on this side."""
         self.finished: dict[EngineKey, FinishReason] = {}
         self.problems: list[str] = []
         self._first_index: dict[EngineKey, int] = {}
@@ -62,7 +62,7 @@ class EngineRecorder:
                 self.on_event(event)
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Waits until the condition holds; it is asked after every call of the listener.
+        """Wait until the condition holds; it is checked after every call of the listener.
 
         Raises AssertionError after SOON_S, or when the engine broke its promises.
         """
@@ -76,23 +76,23 @@ class EngineRecorder:
             assert not self.problems, self.problems
 
     def wait_for(self, kind: type[EventT], key: EngineKey) -> EventT:
-        """The first event of this kind about this request."""
+        """Wait for the first event of this kind of this request."""
         self.wait_until(lambda: bool(self.of(kind, key)), f"{kind.__name__} of {key}")
         return self.of(kind, key)[0]
 
     def wait_for_tokens(self, key: EngineKey, token_count: int) -> list[int]:
-        """The tokens of this request, once there are at least `token_count`."""
+        """Wait for at least `token_count` tokens of this request, and return them."""
         drawn = f"{token_count} tokens of {key}"
         self.wait_until(lambda: len(self.token_ids.get(key, ())) >= token_count, drawn)
         return self.token_ids[key]
 
     def wait_for_finish(self, key: EngineKey) -> FinishReason:
-        """Why this request ended."""
+        """Wait for the end of this request, and return its reason."""
         self.wait_until(lambda: key in self.finished, f"end of {key}")
         return self.finished[key]
 
     def of(self, kind: type[EventT], key: EngineKey | None = None) -> list[EventT]:
-        """The events of this kind, about this request if one is given."""
+        """Return the events of this kind, of this request if one is given."""
         return [
             event
             for event in self.events
@@ -113,7 +113,7 @@ class EngineRecorder:
                 self.problems.append(f"two tokens of one request in one step: {event}")
             for step in event.steps:
                 self._draw(step.key, step.index, step.token_id, step.finish)
-        # An engine of both sides may hear that a push was accepted after decode has ended the request.
+        # An engine of both sides may receive the acceptance of a push after decode has ended the request.
         elif (isinstance(event, Landed) and event.key in self.finished) or (
             isinstance(event, KvPushed | KvPushFailed) and event.key in self._ended_by_first_token
         ):
@@ -131,7 +131,7 @@ class EngineRecorder:
 
 
 def wait_until_free(*engines: Engine, within_s: float = SOON_S) -> None:
-    """Waits until every block of these engines is free, then checks their integrity."""
+    """Wait until every block of these engines is free, then check their integrity."""
     give_up_at_s = time.monotonic() + within_s
     for engine in engines:
         while engine.stats().free_blocks < engine.info.total_blocks:
@@ -144,7 +144,7 @@ def wait_until_free(*engines: Engine, within_s: float = SOON_S) -> None:
 
 
 def wait_until_idle(*engines: Engine, within_s: float = SOON_S) -> None:
-    """Waits until no engine has anything to do."""
+    """Wait until no engine has anything to do."""
     give_up_at_s = time.monotonic() + within_s
     while any(engine.stats().is_busy for engine in engines):
         assert time.monotonic() < give_up_at_s, [engine.stats() for engine in engines]

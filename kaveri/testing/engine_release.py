@@ -1,7 +1,7 @@
-"""What every engine that lets requests go must do. Subclass ReleaseConformance beside ReplicationConformance.
+"""Requirements on engines that release requests. Subclass ReleaseConformance with ReplicationConformance.
 
-The holder is a ReplicaStore. That it has all KV is proved by going on from it. The suite does not verify how long a
-request stands still.
+The holder is a ReplicaStore. Resuming from it proves that it has all KV. The suite does not verify how long a request
+stands still.
 """
 
 from typing import Any
@@ -35,14 +35,14 @@ _TRIES = 5
 
 
 def _begin(pair: Pair, holder: ReplicaHoldingEngine, request: EngineRequest) -> None:
-    """Brings the request to the decode engine, and begins its replica."""
+    """Bring the request to the decode engine, and begin its replica."""
     pair.hand_over(request)
     pair.decoded.wait_for(Landed, request.key)
     holder.replicate(pair.decode, request)
 
 
 def _wait_until_held(pair: Pair, holder: ReplicaHoldingEngine, key: EngineKey, token_count: int) -> None:
-    """Until engine and holder have reported a replica of so many tokens. The engine may be first."""
+    """Wait until engine and holder have reported a replica of this many tokens. The engine may be first."""
     wait_until_grown(pair.decoded, key, token_count)
     grown = ReplicaGrew(replica_key(key), token_count)
     holder.heard.wait_for(ReplicaGrew, lambda event: event == grown)
@@ -54,7 +54,7 @@ def _drawn(pair: Pair, key: EngineKey) -> list[int]:
 
 
 def _release(pair: Pair, holder: ReplicaHoldingEngine, request: EngineRequest) -> list[int]:
-    """Releases the request, and returns the tokens that were drawn for it. Asserts that the holder lacks none."""
+    """Release the request, and return the tokens that were drawn for it. Asserts that the holder lacks none."""
     pair.decode.release(request.key, SOON_S)
     let_go = pair.decoded.wait_for(LetGo, request.key)
     drawn = _drawn(pair, request.key)
@@ -66,7 +66,7 @@ def _release(pair: Pair, holder: ReplicaHoldingEngine, request: EngineRequest) -
 
 
 def _wait_until_released(pair: Pair, key: EngineKey) -> None:
-    """Until the request has left, goes on for sure, or has ended."""
+    """Wait until the request has left, certainly continues, or has ended."""
 
     def is_decided() -> bool:
         told = (*pair.decoded.of(LetGo, key), *pair.decoded.of(ReleaseFailed, key))
@@ -85,7 +85,7 @@ class ReleaseConformance:
         params: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95} if moment == "drawing sampled" else {}
         with running_pair(harness) as pair:
             block_tokens = pair.decode.info.layout.block_tokens
-            # Shorter than a block, at its end and behind it, and longer.
+            # Shorter than a block, at its end and just after it, and longer.
             lengths = (2, block_tokens - 1, block_tokens, 2 * block_tokens + 1, 60)
             requests = [make_request(pair.prefill, f"r{n}", n, 90, **params) for n in lengths]
             for request in requests:
@@ -185,7 +185,7 @@ class ReleaseConformance:
             block_tokens = pair.decode.info.layout.block_tokens
 
             def release(event: EngineEvent) -> None:
-                # On the thread that tells of the token: a fast engine draws all before the test's own thread wakes up.
+                # On the thread that reports the token: a fast engine draws all before the test's own thread wakes up.
                 for step in event.steps if isinstance(event, StepTokens) else ():
                     if step.index == 2:
                         pair.decode.release(step.key, 0.2)

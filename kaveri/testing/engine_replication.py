@@ -1,7 +1,7 @@
-"""What every engine that copies KV to replicas must do. Subclass ReplicationConformance beside ResumptionConformance.
+"""Requirements on engines that copy KV to replicas. Subclass ReplicationConformance with ResumptionConformance.
 
-The holder is a ReplicaStore. What is copied is proved by resuming from it. The suite does not verify how fast a replica
-follows, nor what a holder does that breaks the protocol.
+The holder is a ReplicaStore. Resuming from it proves its content. The suite does not verify how fast a replica follows,
+nor holders that break the protocol.
 """
 
 from collections.abc import Iterator
@@ -49,10 +49,10 @@ _STORE_BLOCKS = 200
 
 
 class ReplicationHarness(EngineHarness, Protocol):
-    """Engines that replicate, and stores that they can replicate to."""
+    """Makes engines that replicate, and stores that they can replicate to."""
 
     def replica_store(self, layout: KvLayout, block_count: int) -> ReplicaStore:
-        """A store of so many blocks, not started."""
+        """Make a store of this many blocks, not started."""
 
 
 class ReplicaHoldingEngine:
@@ -64,21 +64,21 @@ class ReplicaHoldingEngine:
         store.start(self.heard)
 
     def replicate(self, engine: DecodeEngine, request: EngineRequest) -> None:
-        """Has the engine copy the request's KV to this holder."""
+        """Make the engine copy the request's KV to this holder."""
         key = replica_key(request.key)
         tokens = len(request.token_ids)
         engine.replicate(request.key, self.store.open(key, engine.info.layout, tokens, 60.0))
 
     def wait_for(self, kind: type[ReplicaEvent], key: EngineKey) -> ReplicaEvent:
-        """The first event of this kind of a request's replica."""
+        """Wait for the first event of this kind of a request's replica."""
         return self.heard.wait_for(kind, lambda event: event.key == replica_key(key))
 
     def watermark(self, key: EngineKey) -> int:
-        """Of a request's replica."""
+        """Watermark of a request's replica."""
         return self.store.watermark(replica_key(key))
 
     def resume(self, pair: Pair, request: EngineRequest, drawn: list[int]) -> None:
-        """Resumes a request on the pair's decode engine, from what is held here and the tokens drawn so far."""
+        """Resume a request on the pair's decode engine, from the KV held here and the tokens drawn so far."""
         self.store.seal(replica_key(request.key))
         token_ids = request.token_ids + tuple(drawn)
         resumed = replace(request, token_ids=token_ids, generated_count=request.generated_count + len(drawn))
@@ -95,7 +95,7 @@ class ReplicaHoldingEngine:
 
 
 def replica_key(key: EngineKey) -> ReplicaKey:
-    """What a test calls the replica of a request."""
+    """Key of a request's replica in tests."""
     return ReplicaKey(key.request_id, 0, key.serial)
 
 
@@ -103,7 +103,7 @@ def replica_key(key: EngineKey) -> ReplicaKey:
 def open_holder(
     harness: ReplicationHarness, pair: Pair, block_count: int = _STORE_BLOCKS
 ) -> Iterator[ReplicaHoldingEngine]:
-    """A holder of replicas of so many blocks, closed at the end."""
+    """Open a holder of replicas of this many blocks, and close it at the end."""
     holder = ReplicaHoldingEngine(harness.replica_store(pair.decode.info.layout, block_count))
     try:
         yield holder
@@ -112,7 +112,7 @@ def open_holder(
 
 
 def _require_watermarks_behind_tokens(recorder: EngineRecorder, request: EngineRequest) -> list[int]:
-    """Asserts of each watermark, when it was reported, that it rose and its last token was computed. Returns them."""
+    """Assert that each watermark, when it was reported, rose and its last token was computed. Returns them."""
     computed, watermarks = len(request.token_ids), [0]
     for event in tuple(recorder.events):
         if isinstance(event, StepTokens):
@@ -125,7 +125,7 @@ def _require_watermarks_behind_tokens(recorder: EngineRecorder, request: EngineR
 
 
 def wait_until_grown(recorder: EngineRecorder, key: EngineKey, token_count: int) -> None:
-    """Until the engine has reported a replica of at least so many tokens."""
+    """Wait until the engine has reported a replica of at least this many tokens."""
 
     def has_grown() -> bool:
         return any(event.token_count >= token_count for event in recorder.of(Replicated, key))

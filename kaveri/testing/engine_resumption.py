@@ -1,7 +1,7 @@
-"""What every engine that resumes requests must do. Subclass ResumptionConformance beside EngineConformance.
+"""Requirements on every engine that resumes requests. Subclass ResumptionConformance together with EngineConformance.
 
-A request is resumed from the KV of its first tokens, which here the prefill engine of the pair computes and pushes: to
-the engine that resumes, it is a push like that of a replica. Every answer is compared with an undisturbed run.
+A request is resumed from the KV of its first tokens, which the prefill engine of the pair computes and pushes: for the
+resuming engine, it is a push like that of a replica. Every answer is compared with an undisturbed run.
 """
 
 import math
@@ -31,7 +31,7 @@ _LOGPROB_TOLERANCE = 1e-3
 
 
 def reserve_resumed(pair: Pair, request: EngineRequest, held_tokens: int, expires_in_s: float = 60.0) -> Ticket:
-    """A ticket for the KV of the request's first tokens, waiting for room if need be."""
+    """Reserve a ticket for the KV of the request's first tokens, waiting for room if need be."""
     layout = pair.prefill.info.layout
     return when_there_is_room(
         lambda: pair.decode.reserve(request, expires_in_s, layout, held_tokens=held_tokens).result(SOON_S)
@@ -39,7 +39,7 @@ def reserve_resumed(pair: Pair, request: EngineRequest, held_tokens: int, expire
 
 
 def push_held(pair: Pair, request: EngineRequest, ticket: Ticket) -> None:
-    """Has the prefill engine compute and push what the ticket is for. It says nothing of the tokens behind."""
+    """Make the prefill engine compute and push the ticket's tokens. Later tokens are not passed to it."""
     params = replace(request.params, max_tokens=MAX_MODEL_LEN, ignore_eos=True, stop_token_ids=(), logprobs=None)
     held = EngineRequest(request.key, request.token_ids[: ticket.token_count], 0, params)
     when_there_is_room(lambda: pair.prefill.prefill(held))
@@ -47,18 +47,18 @@ def push_held(pair: Pair, request: EngineRequest, ticket: Ticket) -> None:
 
 
 def resume(pair: Pair, request: EngineRequest, held_tokens: int) -> None:
-    """Reserves, and pushes the KV of the first tokens."""
+    """Reserve, and push the KV of the first tokens."""
     push_held(pair, request, reserve_resumed(pair, request, held_tokens))
 
 
 def drawn_so_far(request: EngineRequest, answer: list[int], generated_count: int, name: str) -> EngineRequest:
-    """The request behind so many tokens of its answer, under another key."""
+    """Return the request after this many tokens of its answer, under another key."""
     token_ids = request.token_ids + tuple(answer[:generated_count])
     return replace(request, key=EngineKey(name, 2), token_ids=token_ids, generated_count=generated_count)
 
 
 def _logprobs(pair: Pair, key: EngineKey) -> list[Logprobs | None]:
-    """Of every token drawn for the request, on both sides, in order."""
+    """Log-probabilities of every token drawn for the request, on both sides, in order."""
     first = [event.logprobs for event in pair.prefilled.of(FirstToken, key)]
     steps = [step for event in pair.decoded.of(StepTokens) for step in event.steps if step.key == key]
     return first + [step.logprobs for step in steps]
@@ -87,7 +87,7 @@ class ResumptionConformance:
             logprobs = _logprobs(pair, undisturbed.key)
             for generated_count in (1, _DRAWN, 27, 39):
                 whole = (37 + generated_count - 1) // block_tokens * block_tokens
-                # Whole blocks, and all tokens but the last, as of a request that was released.
+                # Whole blocks, and all tokens but the last, as after a release.
                 for held_tokens in {block_tokens, whole, 37 + generated_count - 1, 1}:
                     name = f"{generated_count} drawn, {held_tokens} held"
                     request = drawn_so_far(undisturbed, answer, generated_count, name)

@@ -1,8 +1,8 @@
-"""What every replica store must do. Subclass ReplicaConformance in a test module and provide the `harness` fixture.
+"""Requirements on every replica store. Subclass ReplicaConformance in a test module and provide the `harness` fixture.
 
-It holds a store to kaveri/kv/replicas/store.py: bytes, watermarks, events, memory, what follows when owners end. Owners
-and engines are Kaveri's own senders and receivers. It does not verify speed, nor what a sender that breaks the protocol
-does: the suite for transports does.
+It holds a store to kaveri/kv/replicas/store.py: bytes, watermarks, events, memory, and the ends of owners. Owners and
+engines are Kaveri's own senders and receivers. It does not verify speed, nor senders that break the protocol: the suite
+for transports does.
 """
 
 import random
@@ -40,25 +40,25 @@ from kaveri.kv.transfer.transport import Transport
 EventT = TypeVar("EventT")
 
 SOON_S = 60.0
-"""Long enough for a busy machine; what is waited for takes a small part of it."""
+"""Long enough for a busy machine; the awaited events take a small part of it."""
 _POOL_BLOCKS = 64
-"""Of an owner, and of an engine."""
+"""Blocks of an owner's pool, and of an engine's."""
 
 
 class ReplicaHarness(Protocol):
     """Makes the stores under test."""
 
     layout: KvLayout
-    """Of the store, with at least 2 layers."""
+    """Layout of the store, with at least 2 layers."""
     transports: Sequence[Transport]
-    """Those of owners and engines. They push to the store, and it to engines that listen on a Unix socket."""
+    """Transports of owners and engines. Owners push to the store, and it to engines that listen on a Unix socket."""
 
     def store(self, memory_bytes: int) -> ReplicaStore:
-        """A store that may take so many bytes, not started. All of one harness take pushes at the same addresses."""
+        """Make a store of at most memory_bytes, not started. All of one harness take pushes at the same addresses."""
 
 
 class Heard:
-    """A listener that keeps what it hears, and waits for it. Thread-safe."""
+    """A listener that records events, and waits for them. Thread-safe."""
 
     def __init__(self) -> None:
         self.events: list[object] = []
@@ -71,11 +71,11 @@ class Heard:
             self._changed.notify_all()
 
     def of(self, kind: type[EventT], is_wanted: Callable[[EventT], bool] = lambda _: True) -> list[EventT]:
-        """The events of this kind that are wanted."""
+        """Return the events of this kind that match."""
         return [event for event in tuple(self.events) if isinstance(event, kind) and is_wanted(event)]
 
     def wait_for(self, kind: type[EventT], is_wanted: Callable[[EventT], bool] = lambda _: True) -> EventT:
-        """The first of these events. Raises AssertionError after SOON_S."""
+        """Wait for the first of these events. Raises AssertionError after SOON_S."""
         with self._changed:
             arrived = self._changed.wait_for(lambda: self.of(kind, is_wanted), SOON_S)
         assert arrived, f"no {kind.__name__} after {SOON_S} s; the last events: {self.events[-5:]}"
@@ -91,16 +91,16 @@ class ReplicaOwner:
         rng = np.random.default_rng(seed)
         self.pool.memory[:] = rng.integers(0, 256, self.pool.memory.shape, np.uint8)
         self.token_ids = [int(token_id) for token_id in rng.integers(0, 2**32, self.tokens(_POOL_BLOCKS))]
-        """Of a request that has the pool's blocks in their order."""
+        """Tokens of a request that has the pool's blocks in their order."""
         self.heard = Heard()
         self.sender = KvSender(self.pool, self.heard, transports=harness.transports)
 
     def tokens(self, block_count: int) -> int:
-        """What so many blocks hold."""
+        """Return the tokens of this many blocks."""
         return block_count * self.layout.block_tokens
 
     def write(self, ticket: Ticket, first: int, end: int) -> None:
-        """Queues blocks [first, end)."""
+        """Queue blocks [first, end)."""
         for layer in range(self.layout.layer_count):
             self.sender.write(ticket.transfer_id, layer, first, range(first, end))
 
@@ -120,12 +120,12 @@ class ReplicaOwner:
         self.heard.wait_for(PushMarked, lambda event: event == marked)
 
     def wait_for_blocks(self, ticket: Ticket, block_count: int) -> None:
-        """Until the store has granted so many in all."""
+        """Wait until the store has granted this many blocks in all."""
         extended = PushExtended(ticket.transfer_id, block_count)
         self.heard.wait_for(PushExtended, lambda event: event == extended)
 
     def wait_for_failure(self, ticket: Ticket) -> str:
-        """Why the push has failed."""
+        """Return why the push has failed."""
         return self.heard.wait_for(PushFailed, lambda event: event.transfer_id == ticket.transfer_id).reason
 
 
@@ -141,20 +141,20 @@ class Target:
         self._free = list(range(_POOL_BLOCKS))
 
     def grant(self, token_count: int) -> Ticket:
-        """For blocks that no other ticket of this pool is for."""
+        """Grant a ticket for blocks of no other ticket of this pool."""
         count = self.pool.layout.block_count(token_count)
         blocks, self._free = self._free[:count], self._free[count:]
         return self.receiver.grant(blocks, token_count, 60.0)
 
     def require_holds(self, ticket: Ticket, owner: ReplicaOwner) -> None:
-        """Asserts that the ticket's blocks hold the owner's first blocks."""
+        """Assert that the ticket's blocks hold the owner's first blocks."""
         self.heard.wait_for(TransferLanded, lambda event: event.transfer_id == ticket.transfer_id)
         theirs = owner.pool.memory[:, : len(ticket.block_ids)]
         assert (self.pool.memory[:, list(ticket.block_ids)] == theirs).all(), "the replica is not what its owner wrote"
 
 
 class ReplicaWorld:
-    """A store, and what is around it; all is closed at the end."""
+    """A store with its owners and engines; all are closed at the end."""
 
     def __init__(self, harness: ReplicaHarness, block_count: int, folder: Path, stack: ExitStack) -> None:
         self.harness = harness
@@ -169,27 +169,27 @@ class ReplicaWorld:
         self._count = 0
 
     def owner(self, seed: int = 0) -> ReplicaOwner:
-        """Another instance that owns requests."""
+        """Make another instance that owns requests."""
         owner = ReplicaOwner(self.harness, seed)
         self._stack.callback(owner.sender.close)
         return owner
 
     def target(self) -> Target:
-        """Another engine."""
+        """Make another engine."""
         self._count += 1
         target = Target(self.harness, self._folder / f"target{self._count}.sock")
         self._stack.callback(target.receiver.close)
         return target
 
     def open(self, owner: ReplicaOwner, name: str = "r", block_count: int = 1, expires_in_s: float = 60.0) -> Ticket:
-        """A replica of a request that has so many whole blocks, and the owner's push for it."""
+        """Open a replica of a request that has this many whole blocks, and the owner's push for it."""
         token_count = max(1, owner.tokens(block_count))
         ticket = self.store.open(key_of(name), self.layout, token_count, expires_in_s)
         owner.sender.open(ticket)
         return ticket
 
     def copied(self, owner: ReplicaOwner, name: str = "r", block_count: int = 1) -> Ticket:
-        """The same, with all its whole blocks marked."""
+        """Do the same, and mark all its whole blocks."""
         ticket = self.open(owner, name, block_count)
         owner.mark(ticket, 0, block_count)
         owner.wait_for_mark(ticket, block_count)
@@ -197,30 +197,30 @@ class ReplicaWorld:
         return ticket
 
     def wait_until_used(self, block_count: int) -> None:
-        """Until so many blocks of the store are in use, and no other."""
+        """Wait until exactly this many blocks of the store are in use."""
         used_bytes = block_count * self.block_bytes
         self.wait_until(lambda: self.store.usage().used_bytes == used_bytes, f"{block_count} blocks in use")
         self.store.check_integrity()
 
     def wait_until_grown(self, token_count: int) -> None:
-        """Until a replica has reported this watermark."""
+        """Wait until a replica has reported this watermark."""
         self.heard.wait_for(ReplicaGrew, lambda event: event.token_count == token_count)
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Until the condition holds."""
+        """Wait until the condition holds."""
         give_up_at_s = time.monotonic() + SOON_S
         while not condition():
             assert time.monotonic() < give_up_at_s, f"no {what} after {SOON_S} s: {self.store.usage()}"
             threading.Event().wait(0.002)
 
     def told(self, name: str) -> list[ReplicaEvent]:
-        """The events of a replica."""
+        """Return the events of a replica."""
         kinds = (ReplicaGrew, ReplicaOrphaned, ReplicaDropped, ReplicaGivenUp)
         return [event for event in self.heard.of(object) if isinstance(event, kinds) and event.key == key_of(name)]
 
 
 def key_of(name: str) -> ReplicaKey:
-    """The key of a test's replica."""
+    """Return the key of a test's replica."""
     return ReplicaKey(name, 0, 1)
 
 
@@ -229,7 +229,7 @@ class ReplicaConformance:
 
     @pytest.fixture
     def world(self, harness: ReplicaHarness, tmp_path: Path) -> Iterator[Callable[[int], ReplicaWorld]]:
-        """Makes the world around a store of so many blocks."""
+        """Make the world of a store of this many blocks."""
         with ExitStack() as stack:
             yield lambda block_count: ReplicaWorld(harness, block_count, tmp_path, stack)
 
@@ -355,7 +355,7 @@ class ReplicaConformance:
         owner, target = here.owner(), here.target()
         ticket = here.copied(owner, block_count=3)
         owner.write(ticket, 3, 4)
-        # To all others its process has ended.
+        # Seen by all others, its process has ended.
         owner.sender.close()
         here.heard.wait_for(ReplicaOrphaned)
         here.wait_until_used(3)
@@ -471,7 +471,7 @@ class ReplicaConformance:
         owner.mark(ticket, 0, 1)
         owner.wait_for_mark(ticket, 1)
         assert not owner.heard.of(PushExtended, lambda event: event.transfer_id == ticket.transfer_id)
-        # What waits comes before what is new.
+        # Waiting copies come before new ones.
         with pytest.raises(NoCapacity):
             here.open(owner, "c", block_count=0)
         here.store.drop(key_of("b"))

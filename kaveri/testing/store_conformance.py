@@ -1,6 +1,6 @@
-"""What every ClusterStore must do. Subclass StoreConformance in a test module and provide the `cluster` fixture.
+"""Requirements on every ClusterStore. Subclass StoreConformance in a test module and provide the `cluster` fixture.
 
-It does not verify throughput, nor what happens when watchers disagree about which of two stores is the cluster's.
+It does not verify throughput, nor watchers that disagree about which of two stores is the cluster's.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from kaveri.kv.transfer.ticket import KvEndpoint
 
 _LEASE_TTL_S = 0.5
 _SOON_S = 5.0
-"""Long enough for a busy machine; what is tested takes a small part of it."""
+"""Long enough for a busy machine; the tested events take a small part of it."""
 
 DECODE = InstanceRecord(
     instance_id="decode-0",
@@ -68,25 +68,25 @@ class ClusterUnderTest(Protocol):
     """One shared cluster state, and stores on it."""
 
     def open_store(self, follow: ViewSource = ViewSource.HEARTBEATS) -> ClusterStore:
-        """A store that was not entered yet."""
+        """Open a store that was not entered yet."""
 
     async def take_away(self) -> None:
-        """Makes the state unreachable."""
+        """Make the state unreachable."""
 
     async def bring_back_empty(self) -> None:
-        """Makes it reachable again, with nothing in it."""
+        """Make it reachable again, with nothing in it."""
 
     async def refuse_heartbeats(self) -> None:
-        """Makes it refuse heartbeats, while all else that happens in it can still be heard."""
+        """Make it refuse heartbeats, while all other changes are still received."""
 
     async def take_heartbeats(self) -> None:
-        """Ends refuse_heartbeats()."""
+        """End refuse_heartbeats()."""
 
 
 async def view_that(
     store: ClusterStore, condition: Callable[[ClusterView], bool], within_s: float = _SOON_S
 ) -> ClusterView:
-    """The first view that meets the condition. Raises AssertionError, with the last view, after `within_s` seconds."""
+    """Return the first view that meets the condition. Raises AssertionError, with the last one, after `within_s`."""
     give_up_at_s = time.monotonic() + within_s
     view = store.view()
     while not condition(view):
@@ -97,24 +97,24 @@ async def view_that(
 
 
 def has(*instance_ids: str) -> Callable[[ClusterView], bool]:
-    """Whether a view holds exactly these instances."""
+    """Return a condition: the view holds exactly these instances."""
     return lambda view: set(view.instances) == set(instance_ids)
 
 
 def named(record: InstanceRecord, sequence_number: int) -> InstanceStatus:
-    """An instance as a leader names it."""
+    """Return an instance as a leader reports it."""
     return InstanceStatus(record, InstanceLoad(sequence_number), heartbeat_age_s=0.01)
 
 
 def shows(instance_id: str, sequence_number: int) -> Callable[[ClusterView], bool]:
-    """Whether a view holds this instance with at least this heartbeat."""
+    """Return a condition: the view holds this instance with at least this heartbeat."""
     return lambda view: (
         instance_id in view.instances and view.instances[instance_id].load.sequence_number >= sequence_number
     )
 
 
 async def lead(store: ClusterStore, candidate_id: str, ttl_s: float = 60.0) -> int:
-    """Campaigns until `candidate_id` leads; its fencing token."""
+    """Campaign until `candidate_id` leads; return its fencing token."""
     async with asyncio.timeout(_SOON_S):
         while (token := await store.campaign(candidate_id, ttl_s)) is None:  # noqa: ASYNC110 - its end sets no event
             await asyncio.sleep(0.02)
@@ -123,7 +123,7 @@ async def lead(store: ClusterStore, candidate_id: str, ttl_s: float = 60.0) -> i
 
 @contextlib.asynccontextmanager
 async def beating(store: ClusterStore, record: InstanceRecord) -> AsyncIterator[None]:
-    """Keeps an instance registered while the context lasts; its lease is left to run out."""
+    """Keep an instance registered while the context lasts; its lease is left to expire."""
     running = asyncio.create_task(Heartbeat(store, record, InstanceLoad, interval_s=0.05).run())
     try:
         yield
@@ -217,7 +217,7 @@ class StoreConformance:
             assert await old_life.heartbeat(old, InstanceLoad(50)) == HeartbeatAnswer()
             assert await new_life.heartbeat(new, InstanceLoad(1)) == HeartbeatAnswer(other=old)
             await view_that(router, lambda view: has("decode-0")(view) and view.instances["decode-0"].record == new)
-            # The old life, frozen for a while, comes back: neither its heartbeat nor its end may be seen.
+            # The old incarnation, frozen for a while, comes back: neither its heartbeat nor its end may be seen.
             assert await old_life.heartbeat(old, InstanceLoad(51)) == HeartbeatAnswer(holds=False, other=new)
             await old_life.deregister(old)
             assert await new_life.heartbeat(new, InstanceLoad(2)) == HeartbeatAnswer()
@@ -233,7 +233,7 @@ class StoreConformance:
         async with cluster.open_store() as instance, cluster.open_store(follow) as other:
             await instance.heartbeat(old, InstanceLoad(50, free_blocks=7))
             await view_that(other, shows("decode-0", 50))
-        # It has died without a word, and its successor knows nothing of it.
+        # It has died silently, and its successor knows nothing of it.
         async with cluster.open_store() as instance, cluster.open_store(follow) as other:
             assert other.view().instances["decode-0"].record.incarnation == 9
             await instance.heartbeat(new, InstanceLoad(1, free_blocks=8))
@@ -241,7 +241,7 @@ class StoreConformance:
             assert view.instances["decode-0"].load == InstanceLoad(1, free_blocks=8)
             async with cluster.open_store(follow) as late:
                 assert late.view().instances["decode-0"].record == new
-            # What the old life says at its end comes too late to end the new one.
+            # The last messages of the old incarnation come too late to end the new one.
             await instance.deregister(old)
             async with cluster.open_store(follow) as late:
                 assert late.view().instances["decode-0"].record == new
@@ -297,7 +297,7 @@ class StoreConformance:
 
     async def test_claim_of_a_router_life_that_has_ended_is_taken_over(self, cluster: ClusterUnderTest) -> None:
         theirs = replace(REQUEST, router_id="router-1")
-        # So near to the former one that a number of 53 bits does not tell them apart.
+        # So near to the former one that a number of 53 bits does not distinguish them.
         again = replace(ROUTER, incarnation=ROUTER.incarnation + 1)
         async with cluster.open_store() as one, cluster.open_store() as other:
             await one.heartbeat(replace(ROUTER, lease_ttl_s=60.0), InstanceLoad())
@@ -369,7 +369,7 @@ class StoreConformance:
     async def test_after_the_return_of_an_empty_store_the_living_show_up_and_the_dead_go(
         self, cluster: ClusterUnderTest
     ) -> None:
-        # A lease as in production: what must happen within it includes finding the store again.
+        # A lease as in production: it must suffice to find the store again.
         living, dead = replace(DECODE, lease_ttl_s=1.0), replace(PREFILL, lease_ttl_s=1.0)
         async with cluster.open_store() as instance, cluster.open_store() as router:
             await instance.heartbeat(dead, InstanceLoad())
@@ -427,7 +427,7 @@ class StoreConformance:
                 await view_that(store, lambda view: view.store_connected)
             new_life = await stack.enter_async_context(cluster.open_store())
             await new_life.heartbeat(new, InstanceLoad(1))
-            # The old life was frozen all the time.
+            # The old incarnation was frozen all the time.
             assert await old_life.heartbeat(old, InstanceLoad(9)) == HeartbeatAnswer(holds=False, other=new)
             assert await new_life.heartbeat(new, InstanceLoad(2)) == HeartbeatAnswer()
             view = await view_that(router, shows("decode-0", 2))

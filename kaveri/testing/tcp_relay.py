@@ -1,6 +1,6 @@
-"""TCP connections that are passed on, so that a test can stop them or break them. For one event loop.
+"""A relay of TCP connections, so that a test can stop or break them. For one event loop.
 
-A connection that stands still says nothing: no byte passes, and its end does not pass either.
+A stopped connection passes nothing: no byte, and not its end either.
 """
 
 import asyncio
@@ -12,11 +12,11 @@ from typing import Self
 _PIECE_BYTES = 1 << 16
 
 Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
-"""Opens a connection to the place that bytes are passed on to."""
+"""Opens a connection to the relay's target."""
 
 
 class RelayedConnection:
-    """One connection, and that over which it is passed on."""
+    """A connection and its relayed counterpart."""
 
     def __init__(self) -> None:
         self._flows = asyncio.Event()
@@ -25,21 +25,21 @@ class RelayedConnection:
         self._closed = False
 
     def stand_still(self, still: bool) -> None:
-        """Nothing passes while `still`. What was held back passes then, in order."""
+        """Pass nothing while `still`. Bytes held back are passed afterwards, in order."""
         if still and not self._closed:
             self._flows.clear()
         else:
             self._flows.set()
 
     def close(self) -> None:
-        """Breaks it."""
+        """Break it."""
         self._closed = True
         self._flows.set()
         for writer in self._writers:
             writer.transport.abort()
 
     async def run(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connect: Connect) -> None:
-        """Passes bytes on until one side ends."""
+        """Relay bytes until one side ends."""
         self._writers.append(writer)
         await self._flows.wait()
         try:
@@ -65,7 +65,7 @@ class RelayedConnection:
 
 
 class TcpRelay:
-    """Passes every connection to `address` on to `target`. Listens while its context lasts.
+    """Relays every connection to `address` to `target`. Listens while its context lasts.
 
     address, target: (host, port). Port 0 of the address: a free one, which `address` names then.
     """
@@ -91,15 +91,15 @@ class TcpRelay:
         await asyncio.gather(*(task for task in self._connections.values() if task is not None))
 
     def cut(self) -> None:
-        """Nothing passes from now on, over new connections either."""
+        """Pass nothing from now on, over new connections either."""
         self._stand_still(True)
 
     def mend(self) -> None:
-        """What was held back passes."""
+        """Pass the bytes held back."""
         self._stand_still(False)
 
     def reset(self) -> None:
-        """Breaks every connection; new ones are taken."""
+        """Break every connection; new ones are accepted."""
         for connection in self._connections:
             connection.close()
 

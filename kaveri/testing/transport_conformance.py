@@ -1,4 +1,4 @@
-"""What every KV transport must do, as tests over a real sender and a real receiver.
+"""Requirements on every KV transport, as tests over a real sender and a real receiver.
 
 The author of a transport subclasses TransportConformance in a test module and names it::
 
@@ -9,8 +9,8 @@ The author of a transport subclasses TransportConformance in a test module and n
             return str(directory / "kv.sock")
 
 Randomised runs (transport_runs.py) print their seeds. A test makes runs for RUN_SECONDS; KAVERI_KV_RUNS=500 makes that
-many instead, however long they take. KAVERI_KV_SEED is the first seed. What is not verified: speed, behaviour over a
-network that loses or delays, and memory that is not the host's.
+many instead, without a time limit. KAVERI_KV_SEED is the first seed. Not verified: speed, behaviour over a network that
+loses or delays, and memory that is not the host's.
 """
 
 import gc
@@ -42,7 +42,7 @@ FIRST_SEED = int(os.environ.get("KAVERI_KV_SEED") or random.randrange(1_000_000_
 
 
 class TransportConformance(RefusalTests, DeathTests, MarkTests):
-    """Subclass it; see the head of the file. What lands is here."""
+    """Subclass this; see the head of the file. These tests are about landed bytes."""
 
     def test_blocks_land_where_the_ticket_says_and_nowhere_else(self, world: TransportWorld) -> None:
         world.allocator.allocate("hole", 1)
@@ -157,6 +157,6 @@ class TransportConformance(RefusalTests, DeathTests, MarkTests):
 
 
 def _mapped_pool_count() -> int:
-    """Pools, one's own and others', that are mapped in this process."""
+    """Number of pools that are mapped in this process, its own and others'."""
     gc.collect()
     return Path("/proc/self/maps").read_text().count("/memfd:kaveri-kv")

@@ -1,4 +1,4 @@
-"""What must hold when a side of a KV transport ends, or stands still: part of the suite in transport_conformance.py."""
+"""Requirements when a side of a KV transport ends, or stands still: part of the suite in transport_conformance.py."""
 
 import dataclasses
 import signal
@@ -49,7 +49,7 @@ class DeathTests(TransportSuite):
         world.require_released(first)
         world.require_released(second)
         world.start_receiver()
-        # The sender may believe in the former connection still: then the first push finds out.
+        # The sender may still believe in the former connection: then the first push detects it.
         world.push(dataclasses.replace(first, endpoints=world.receiver.endpoints), [1, 2])
         assert world.require_failed(first)
         world.push(dataclasses.replace(second, endpoints=world.receiver.endpoints), [1, 2])
@@ -130,7 +130,7 @@ class DeathTests(TransportSuite):
             else:
                 if how == "expired":
                     world.require_released(witness)
-                # Quarantined blocks hold whatever was written, so only the other transfer's are compared.
+                # Quarantined blocks hold anything, so only the other transfer's are compared.
                 other = world.grant(2)
                 world.push(other, [1, 0])
                 assert isinstance(world.landed.wait(other), TransferLanded)
@@ -140,7 +140,7 @@ class DeathTests(TransportSuite):
             assert how in world.require_released(ticket)
             peer.tell("finish", ticket.transfer_id, b"")
             assert isinstance(peer.wait(ticket), PushFailed)
-        # check_integrity of the fixture finds whatever came late: the released blocks are marked.
+        # check_integrity of the fixture detects late writes: the released blocks are marked.
 
     def test_a_stopped_receiver_holds_the_source_blocks_no_longer_than_the_ticket(
         self, large_world: TransportWorld, nursery: PeerNursery
@@ -163,10 +163,10 @@ class DeathTests(TransportSuite):
 
     @staticmethod
     def _peer_address(world: TransportWorld) -> str:
-        """Where a receiver in another process may listen, beside the world's own."""
+        """Address for a receiver in another process, next to the world's own."""
         return f"{world.address}.peer" if world.address.startswith("/") else world.address
 
     @staticmethod
     def _address_again(world: TransportWorld) -> str:
-        """The address of the running receiver, for its successor."""
+        """Address of the running receiver, for its successor."""
         return world.receiver.endpoints[0].address

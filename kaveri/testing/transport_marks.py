@@ -1,4 +1,4 @@
-"""What must hold of open transfers, over every KV transport: part of the suite in transport_conformance.py."""
+"""Requirements on open transfers, over every KV transport: part of the suite in transport_conformance.py."""
 
 import contextlib
 import signal
@@ -26,14 +26,14 @@ _SOURCE = [40, 3, 4, 5, 63, 0, 1, 22]
 
 
 class WrongLater:
-    """A digest that is right for the first `right_bytes`, and sees a flipped byte behind them."""
+    """A digest that is right for the first `right_bytes`, and sees a flipped byte after them."""
 
     def __init__(self, right_bytes: int) -> None:
         self._right_bytes = right_bytes
         self._digest: Digest = xxh3()
 
     def update(self, data: memoryview, /) -> None:
-        """Takes more bytes."""
+        """Add bytes."""
         seen = bytearray(data)
         if len(seen) > self._right_bytes:
             seen[-1] ^= 1
@@ -41,7 +41,7 @@ class WrongLater:
         self._digest.update(memoryview(seen))
 
     def intdigest(self) -> int:
-        """The digest of what it saw."""
+        """Digest of the bytes as seen."""
         return self._digest.intdigest()
 
 
@@ -191,7 +191,7 @@ class MarkTests(TransportSuite):
             assert "revoked" in world.require_released(ticket)
             peer.wait(ticket)
         assert world.kept_counts[ticket.transfer_id] >= 8
-        # check_integrity of the fixture finds whatever came late.
+        # check_integrity of the fixture detects late writes.
 
     def test_a_wrong_digest_is_found_at_the_first_mark(self, world: TransportWorld) -> None:
         ticket = world.grant_open(2, _SOURCE)
@@ -287,19 +287,19 @@ class MarkTests(TransportSuite):
 
     @staticmethod
     def _write(world: TransportWorld, ticket: Ticket, start: int, end: int, sender: KvSender | None = None) -> None:
-        """Source blocks [start, end) of the transfer, of every layer."""
+        """Push source blocks [start, end) of the transfer, of every layer."""
         layers, source = range(world.source.layout.layer_count), world.sources[ticket.transfer_id][start:end]
         (sender or world.sender).write_layers(ticket.transfer_id, layers, start, source)
 
     @staticmethod
     def _require_marked(world: TransportWorld, ticket: Ticket, block_count: int, note: bytes = b"") -> None:
-        """Waits until both sides know of the mark."""
+        """Wait until both sides have recorded the mark."""
         world.pushed.wait_for_step(PushMarked(ticket.transfer_id, block_count))
         world.landed.wait_for_step(TransferMarked(ticket.transfer_id, block_count, note))
 
 
 class _Lying:
-    """A transport whose links say another block count at some marks."""
+    """A transport whose links send a wrong block count at some marks."""
 
     def __init__(self, inner: Any, told: dict[int, int]) -> None:
         self._inner = inner

@@ -39,39 +39,39 @@ from kaveri.kv.transports.socket import SocketTransport
 from kaveri.telemetry.logs import configure_logs
 
 WAIT_S = 60.0
-"""Deadline of every wait; a loaded machine is slow, a hang never ends."""
+"""Deadline of every wait; a loaded machine is slow, but a hang never ends."""
 _PATIENCE_S = 60.0
-"""The same where connections to dead and stopped processes may have to be waited for first."""
+"""Deadline of waits that may include connections to dead and stopped processes."""
 _PACKET_BYTES = 1 << 18
 
 Event = PushAccepted | PushFailed | TransferLanded | TransferReleased
 
 
 def fill_pool(pool: KvPool, seed: int) -> None:
-    """Random bytes, the same for the same seed."""
+    """Fill the pool with random bytes, the same for the same seed."""
     noise = np.random.default_rng(seed).bytes(pool.memory.nbytes)
     pool.memory[:] = np.frombuffer(noise, np.uint8).reshape(pool.memory.shape)
 
 
 def load_transport(factory: str) -> Transport:
-    """Calls "module:callable"."""
+    """Call "module:callable"."""
     module, _, name = factory.partition(":")
     return cast(Transport, getattr(importlib.import_module(module), name)())
 
 
 def load_patient_transport(factory: str) -> Transport:
-    """The same, with all the time that a busy machine may take to connect: a push that fails then has another reason,
-    since processes that stand still are woken or killed."""
+    """Do the same, with as long a connect timeout as a busy machine may need: a push that fails then has another
+    reason, since stopped processes are woken or killed."""
     transport = load_transport(factory)
     connecting = transport.inner if isinstance(transport, EmulatedTransport) else transport
-    # Others have the time that they have.
+    # Other transports keep their own timeouts.
     if isinstance(connecting, SocketTransport):
         connecting.connect_timeout_s = _PATIENCE_S
     return transport
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
-    """Waits for a condition; fails the test after the deadline."""
+    """Wait for a condition; fail the test after the deadline."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s:g} s"
@@ -79,8 +79,8 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT
 
 
 class Recorder:
-    """Keeps the ends of one side's transfers, in `doubled` those of transfers that had ended already, and what open
-    transfers report on their way. on_event: hears of the ends."""
+    """Records the ends of one side's transfers, in `doubled` those of transfers that had ended already, and the steps
+    of open transfers. on_event: called with the ends."""
 
     def __init__(self, on_event: Callable[[Event], None] = lambda _: None) -> None:
         self._changed = threading.Condition()
@@ -105,14 +105,14 @@ class Recorder:
             self._changed.notify_all()
 
     def wait(self, ticket: Ticket, timeout_s: float = WAIT_S) -> Event:
-        """The event of this transfer."""
+        """Wait for the event of this transfer."""
         with self._changed:
             arrived = self._changed.wait_for(lambda: ticket.transfer_id in self.events, timeout_s)
             assert arrived, f"no event of the transfer within {timeout_s:g} s"
             return self.events[ticket.transfer_id]
 
     def wait_for_step(self, step: TransferStep, timeout_s: float = WAIT_S) -> None:
-        """Waits until an open transfer has reported this."""
+        """Wait until an open transfer has reported this step."""
         with self._changed:
             told = self._changed.wait_for(lambda: step in self.steps.get(step.transfer_id, ()), timeout_s)
             seen = self.steps.get(step.transfer_id), self.events.get(step.transfer_id)
@@ -130,7 +130,7 @@ class Side:
         self.recorder = Recorder(on_event)
 
     def start_sender(self, layout: KvLayout, block_count: int, seed: int, digest: DigestFactory = xxh3) -> KvPool:
-        """Its pool, filled by fill_pool()."""
+        """Start a sender. Returns its pool, filled by fill_pool()."""
         self._begin()
         pool = KvPool(layout, block_count)
         fill_pool(pool, seed)
@@ -140,7 +140,7 @@ class Side:
     def start_receiver(
         self, layout: KvLayout, block_count: int, address: str, epoch: int, credit_bytes: int
     ) -> tuple[KvPool, tuple[KvEndpoint, ...]]:
-        """Its pool, and where it listens."""
+        """Start a receiver. Returns its pool and addresses."""
         self._begin()
         pool, transport = KvPool(layout, block_count), load_transport(self._factory)
         self._side = KvReceiver(
@@ -155,22 +155,22 @@ class Side:
         return pool, self._side.endpoints
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """What a method of the KvSender or KvReceiver returns; "grant_open" is grant() of an open transfer."""
+        """Call a method of the KvSender or KvReceiver; "grant_open" is grant() of an open transfer."""
         if method == "grant_open":
             assert isinstance(self._side, KvReceiver)
             return self._side.grant(*arguments, is_open=True)
         return getattr(self._side, method)(*arguments)
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """The same for a method that returns nothing."""
+        """Call a method that returns nothing."""
         self.ask(method, *arguments)
 
     def wait(self, ticket: Ticket) -> Event:
-        """The event of this transfer."""
+        """Wait for the event of this transfer."""
         return self.recorder.wait(ticket, _PATIENCE_S)
 
     def end(self) -> list[str]:
-        """Closes it. What has been left of it."""
+        """Close it. Returns leftovers."""
         if self._side is not None:
             self._side.close()
             self._side = None
@@ -189,7 +189,7 @@ class PeerProcess:
     def __init__(self, channel: socket.socket, pid: int) -> None:
         self._channel = channel
         self._pid = pid
-        # Names this very process, even once its number has been given to another one.
+        # Identifies this very process, even once its number has been reused.
         self._process = os.pidfd_open(pid)
         self.is_alive = True
         # Commands while it is stopped. They would eventually fill the socket.
@@ -242,11 +242,11 @@ class PeerProcess:
         return self.recorder.events[ticket.transfer_id]
 
     def end(self) -> list[str]:
-        """See Side.end. It may start another side then."""
+        """See Side.end. Another side may be started then."""
         return cast(list[str], self.ask("end"))
 
     def signal(self, number: signal.Signals) -> None:
-        """SIGKILL, SIGSTOP or SIGCONT. Returns once all its threads are gone, or stand still."""
+        """Send SIGKILL, SIGSTOP or SIGCONT. Returns once all its threads are gone, or stand still."""
         signal.pidfd_send_signal(self._process, number)
         if number == signal.SIGKILL:
             # Readable once the last of its threads has ended. Its socket ends earlier, when others may still be open.
@@ -265,7 +265,7 @@ class PeerProcess:
                 _send(self._channel, message)
 
     def close(self) -> None:
-        """Kills it. Idempotent."""
+        """Kill it. Idempotent."""
         if self.is_alive:
             self.signal(signal.SIGKILL)
         if self._process >= 0:
@@ -288,13 +288,13 @@ class PeerProcess:
             _send(self._channel, (method, arguments, is_asked))
 
     def _answer(self) -> tuple[Any, list[int]]:
-        """The next answer, and the descriptors that came with it."""
+        """Return the next answer, and the descriptors that came with it."""
         while (heard := self._hear()) is None:
             pass
         return heard
 
     def _hear(self) -> tuple[Any, list[int]] | None:
-        """Takes one message, which is an event or what it returns."""
+        """Receive one message. Handles an event, or returns an answer."""
         (kind, content), descriptors = _receive(self._channel)
         assert kind != "error", f"the peer process: {content}"
         if kind == "answer":
@@ -304,7 +304,7 @@ class PeerProcess:
 
 
 class PeerNursery:
-    """Starts peer processes in milliseconds each, one transport's. Use as a context manager."""
+    """Starts peer processes of one transport in milliseconds each. Use as a context manager."""
 
     def __init__(self, factory: str) -> None:
         self._channel, theirs = _channels()
@@ -322,7 +322,7 @@ class PeerNursery:
         self._process.wait()
 
     def start(self) -> PeerProcess:
-        """One more process; the caller's to close."""
+        """Start another process; the caller closes it."""
         ours, theirs = _channels()
         with theirs:
             _send(self._channel, (), [theirs.fileno()])
@@ -330,7 +330,7 @@ class PeerNursery:
 
 
 def open_descriptors() -> set[tuple[str, str]]:
-    """Every descriptor of this process with what it refers to, so that one that is given out again counts as new."""
+    """Every descriptor of this process with its target, so that a reused number counts as new."""
     descriptors = set()
     for number in os.listdir("/proc/self/fd"):
         # The one that lists them is gone by now.
@@ -351,7 +351,7 @@ def _send(channel: socket.socket, message: Any, descriptors: list[int] | None = 
 
 
 def _receive(channel: socket.socket) -> tuple[Any, list[int]]:
-    """Raises EOFError and TimeoutError."""
+    """Receive a message. Raises EOFError and TimeoutError."""
     try:
         packet, descriptors, _, _ = socket.recv_fds(channel, _PACKET_BYTES, 1)
     except ConnectionResetError:
@@ -362,7 +362,7 @@ def _receive(channel: socket.socket) -> tuple[Any, list[int]]:
 
 
 def _nurse(factory: str, channel: socket.socket) -> None:
-    """A nursery: forks a peer for each socket that comes, until its own ends."""
+    """Run a nursery: fork a peer for each socket that arrives, until its own ends."""
     # Peers are not waited for: their sockets close when they end.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     load_transport(factory)
@@ -377,7 +377,7 @@ def _nurse(factory: str, channel: socket.socket) -> None:
 
 
 def _serve(factory: str, channel: socket.socket) -> None:
-    """A peer: runs commands until its socket closes."""
+    """Run a peer: carry out commands until its socket closes."""
     try:
         side = Side(factory)
         while True:
@@ -407,7 +407,7 @@ def _serve(factory: str, channel: socket.socket) -> None:
 
 
 def main() -> None:
-    """Runs until its socket ends."""
+    """Run until the socket ends."""
     factory, descriptor = sys.argv[1:]
     configure_logs("kv-peer", factory, "error")
     with contextlib.suppress(EOFError):

@@ -1,4 +1,4 @@
-"""What every KV transport must refuse or give up: part of the suite in transport_conformance.py."""
+"""Transfers that every KV transport must refuse or give up: part of the suite in transport_conformance.py."""
 
 import contextlib
 import dataclasses
@@ -95,7 +95,7 @@ class RefusalTests(TransportSuite):
             world.grant(2)
         world.sender.abort(tickets[0].transfer_id)
         world.require_released(tickets[0])
-        # On blocks of the transfer that was given up, beside the one that is under way.
+        # On blocks of the transfer that was given up, while another one is under way.
         world.require_works()
         source = list(range(len(tickets[1].block_ids)))
         for layer in range(SMALL_LAYOUT.layer_count):
@@ -165,7 +165,7 @@ class RefusalTests(TransportSuite):
         assert isinstance(world.landed.wait(ticket), TransferLanded)
 
     def test_a_ticket_that_nobody_uses_expires(self, world: TransportWorld) -> None:
-        # The sender gives up by itself, too, unless it is connected soon enough to be refused.
+        # The sender also gives up by itself, unless it is connected soon enough to be refused.
         world.require_works()
         ticket = world.grant(2, expires_in_s=0.1)
         assert "expired" in world.require_released(ticket)

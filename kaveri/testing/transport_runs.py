@@ -1,6 +1,6 @@
 """A randomised run of a transport: random layouts, blocks and pieces, transfers that end in random ways, and a process
-on the other side that is killed or stopped at a random moment. The same seed draws the same run; when the kernel and
-the threads bring it on, no seed says.
+on the other side that is killed or stopped at a random moment. The same seed draws the same run; its timing depends on
+the kernel and the threads.
 
 Asserted of each: landed blocks hold what was sent, from the moment of their event on; marked blocks do when their
 transfer ends, however it does; blocks that were given back are never written to; all others never change; a source
@@ -40,11 +40,11 @@ from kaveri.testing.transport_peer import (
 )
 
 FREED = 0xEE
-"""Written into blocks that were given back. Nothing else may write there afterwards."""
+"""Written into blocks that were given back. No other writes may follow."""
 _READ_MARK = 0xDD
-"""Written into source blocks that were given back. It may arrive nowhere."""
+"""Written into source blocks that were given back. It must not arrive anywhere."""
 _POOL_BYTES = 4 << 20
-"""Most of one pool: a moment of every link's time."""
+"""Size limit of one pool: a moment of every link's time."""
 _DELAY_S = 0.004
 """Longest pause between two steps, and before a signal: about the time of such a transfer."""
 
@@ -56,19 +56,19 @@ _FAULTS = ("kill", "kill", "stop", "stop and kill", "none")
 
 
 class OneByteWrong:
-    """A digest that sees the first byte of all it is given flipped: to the receiver, a byte flipped on the way."""
+    """A digest that sees its first byte flipped: to the receiver, a byte flipped in transit."""
 
     def __init__(self) -> None:
         self._digest: Digest = xxh3()
 
     def update(self, data: memoryview, /) -> None:
-        """Takes more bytes, the first one flipped."""
+        """Add bytes, the first one flipped."""
         flipped = bytearray(data)
         flipped[0] ^= 1
         self._digest.update(memoryview(flipped))
 
     def intdigest(self) -> int:
-        """A digest of other bytes."""
+        """Digest of other bytes."""
         return self._digest.intdigest()
 
 
@@ -90,20 +90,20 @@ class _RunAccount:
 
     memory: npt.NDArray[np.uint8]
     reference: npt.NDArray[np.uint8]
-    """The sender's pool as it was filled."""
+    """The sender's pool after it was filled."""
     allocator: BlockAllocator
     expected: npt.NDArray[np.uint8] = field(init=False)
     transfers: dict[bytes, _Transfer] = field(default_factory=dict)
     landed: set[bytes] = field(default_factory=set)
     wrong: list[str] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
-    """Reentrant: events of another process are heard while it is asked for a ticket."""
+    """Reentrant: events of another process are handled while it is asked for a ticket."""
 
     def __post_init__(self) -> None:
         self.expected = self.memory.copy()
 
     def settle(self, event: Event, marked_count: int) -> None:
-        """A transfer has landed or been given back. marked_count: blocks that were marked before."""
+        """Account for a transfer that has landed or been given back. marked_count: blocks that were marked before."""
         with self.lock:
             transfer = self.transfers[event.transfer_id]
             assert transfer.ticket is not None
@@ -121,7 +121,7 @@ class _RunAccount:
                 self.allocator.release(event.transfer_id)
 
     def check(self) -> None:
-        """Compares all blocks except those that a sender may still write to."""
+        """Compare all blocks except those that a sender may still write to."""
         with self.lock:
             is_settled = np.ones(self.allocator.total, bool)
             for owner in self.allocator.owners():
@@ -134,7 +134,7 @@ class _RunAccount:
 
 
 class RandomRun:
-    """See the head of the file. carry_out() once."""
+    """A run; see the head of the file. Call carry_out() once."""
 
     def __init__(self, factory: str, address: str, nursery: PeerNursery, seed: int) -> None:
         self._factory, self._address, self._nursery, self._seed = factory, address, nursery, seed
@@ -156,7 +156,7 @@ class RandomRun:
         self._transfers = self._draw_transfers()
 
     def carry_out(self) -> None:
-        """Raises AssertionError."""
+        """Carry out the run. Raises AssertionError."""
         threads, descriptors = set(threading.enumerate()), open_descriptors()
         with contextlib.ExitStack() as stack:
             peer = stack.enter_context(self._nursery.start()) if self._where != "here" else None
@@ -207,7 +207,7 @@ class RandomRun:
             if not count and ending in ("end early", "flip a byte"):
                 ending = "land"
             expires_in_s = chance.uniform(0.03, 0.2) if ending == "expire" else 600.0
-            # Fewer blocks than were granted are no mistake of an open transfer.
+            # Fewer blocks than were granted are no error of an open transfer.
             is_open = ending != "end early" and chance.random() < 0.4
             transfers.append(_Transfer(ending, source, pieces, expires_in_s, is_open))
         return transfers
@@ -267,7 +267,7 @@ class RandomRun:
                 self._source.memory[:, transfer.source] = _READ_MARK
 
     def _bring_on(self, peer: PeerProcess | None) -> None:
-        """All steps of all transfers in random order, and the fault somewhere between."""
+        """Make all steps of all transfers in random order, and the fault somewhere between."""
         chance = self._chance
         if self._where == "receiver elsewhere":
             for transfer in self._transfers:
@@ -296,7 +296,7 @@ class RandomRun:
             peer.signal(signal.SIGKILL if self._fault == "kill" else signal.SIGSTOP)
 
     def _grant(self, transfer: _Transfer) -> None:
-        """Leaves it without a ticket when the receiver has no room."""
+        """Grant a ticket; leave the transfer without one when the receiver has no room."""
         owner = object()
         with contextlib.suppress(NoCapacity), self._account.lock:
             blocks = self._account.allocator.allocate(owner, len(transfer.source))
@@ -351,7 +351,7 @@ class RandomRun:
         getattr(self._wrong_sender, method)(*arguments)
 
     def _settle(self, is_killed: bool) -> None:
-        """Waits for the ends of all transfers, and compares them with what they had to be."""
+        """Wait for the ends of all transfers, and compare them with the expected ones."""
         for transfer in self._transfers:
             ticket, ending = transfer.ticket, transfer.ending
             if ticket is None:
@@ -382,7 +382,7 @@ class RandomRun:
             assert not isinstance(pushed, PushAccepted), outcome
 
     def _start_again(self, stack: contextlib.ExitStack, is_killed: bool) -> None:
-        """A receiver of the next epoch at the same address takes transfers of the same sender."""
+        """Check that a receiver of the next epoch at the same address takes transfers of the same sender."""
         address, epoch = self._endpoints[0].address, (self._epoch + 1) % (1 << 64)
         again = stack.enter_context(self._nursery.start())
         if not is_killed:

@@ -1,4 +1,4 @@
-"""What the parts of the transports' suite share: the worlds that they test in, and what is not to be left behind."""
+"""Fixtures shared by the parts of the transports' suite: the worlds that they test in, and the check for leftovers."""
 
 import threading
 import time
@@ -21,13 +21,13 @@ class TransportSuite:
     factory: ClassVar[str]
 
     def address(self, directory: Path) -> str:
-        """Where a receiver may listen."""
+        """Address where a receiver may listen."""
         raise NotImplementedError
 
     @pytest.fixture(scope="class")
     @classmethod
     def nursery(cls) -> Iterator[PeerNursery]:
-        """Starts processes."""
+        """Nursery for processes of the tests."""
         with PeerNursery(cls.factory) as nursery:
             yield nursery
 
@@ -42,7 +42,7 @@ class TransportSuite:
         while (left := set(threading.enumerate()) - threads) and time.monotonic() < until_s:
             next(iter(left)).join(0.1)
         assert not left, f"threads are left: {left}"
-        # Others of this process may close theirs meanwhile, so what counts is what is new.
+        # Others of this process may close theirs meanwhile, so only new ones count.
         assert not (new := open_descriptors() - descriptors), f"descriptors are left: {new}"
 
     @pytest.fixture
@@ -56,7 +56,7 @@ class TransportSuite:
 
     @pytest.fixture
     def large_world(self, tmp_path: Path, nothing_left: None) -> Iterator[TransportWorld]:
-        """Its source pool equals that of a sender in another process."""
+        """World whose source pool equals that of a sender in another process."""
         world = TransportWorld(self.factory, self.address(tmp_path), PEER_LAYOUT, PEER_BLOCKS)
         try:
             yield world
@@ -66,6 +66,6 @@ class TransportSuite:
 
     @staticmethod
     def _arrived(world: TransportWorld, ticket: Ticket, layer: int, source: list[int]) -> bool:
-        """The bytes of these first blocks of a layer are in the target pool."""
+        """Return True if the bytes of these first blocks of a layer are in the target pool."""
         blocks = list(ticket.block_ids[: len(source)])
         return bool((world.target.memory[layer, blocks] == world.source.memory[layer, source]).all())

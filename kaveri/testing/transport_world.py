@@ -1,4 +1,4 @@
-"""A sender and a receiver over one transport, and the account of what the receiver's pool must hold."""
+"""A sender and a receiver over one transport, and the expected content of the receiver's pool."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ PEER_BLOCKS = 512
 class TransportWorld:
     """A sender and a receiver over one transport, with the account of the receiver's blocks.
 
-    The receiver's pool must equal `expected` at every rest: granted blocks change by a landing only, blocks of released
+    The receiver's pool must equal `expected` whenever idle: granted blocks change by a landing only, blocks of released
     transfers are filled with FREED at once and stay so, and all others never change. Of an open transfer, what was
     marked is compared with its source when it is released.
     """
@@ -37,16 +37,16 @@ class TransportWorld:
         self.allocator = BlockAllocator(block_count)
         self.tickets: dict[bytes, Ticket] = {}
         self.sources: dict[bytes, list[int]] = {}
-        """Of open transfers: source blocks, in order."""
+        """Source blocks of open transfers, in order."""
         self.kept_counts: dict[bytes, int] = {}
-        """Of open transfers that were released: how many blocks were marked and right then."""
+        """Blocks of released open transfers that were marked and right then."""
         self.pushed, self.landed = Recorder(), Recorder(self._settle)
         self.epoch = 0
         self.receiver = self.start_receiver()
         self.sender = self.start_sender()
 
     def start_receiver(self) -> KvReceiver:
-        """A receiver of the next epoch at the world's address."""
+        """Start a receiver of the next epoch at the world's address."""
         self.epoch += 1
         transport = load_transport(self.factory)
         listen = [KvEndpoint(transport.name, self.address)]
@@ -56,12 +56,12 @@ class TransportWorld:
         return self.receiver
 
     def start_sender(self, digest: DigestFactory = xxh3, idle_s: float = 60.0) -> KvSender:
-        """One more sender; the caller closes it, unless it becomes self.sender."""
+        """Start another sender; the caller closes it, unless it becomes self.sender."""
         transports = [load_transport(self.factory)]
         return KvSender(self.source, self.pushed, transports=transports, digest=digest, idle_s=idle_s)
 
     def grant(self, block_count: int, expires_in_s: float = 60.0) -> Ticket:
-        """Takes blocks and leases them to a transfer."""
+        """Take blocks and lease them to a transfer."""
         owner = object()
         blocks = self.allocator.allocate(owner, block_count)
         token_count = block_count * self.target.layout.block_tokens
@@ -71,7 +71,7 @@ class TransportWorld:
         return ticket
 
     def grant_open(self, block_count: int, source_blocks: list[int], expires_in_s: float = 60.0) -> Ticket:
-        """Leases blocks to an open transfer, of so many of these source blocks at first."""
+        """Lease blocks to an open transfer, for the first block_count of these source blocks."""
         owner = object()
         blocks = self.allocator.allocate(owner, block_count)
         token_count = len(source_blocks) * self.target.layout.block_tokens
@@ -82,14 +82,14 @@ class TransportWorld:
         return ticket
 
     def extend(self, ticket: Ticket, block_count: int) -> None:
-        """Leases more blocks to an open transfer."""
+        """Lease more blocks to an open transfer."""
         blocks = tuple(self.allocator.allocate(ticket.transfer_id, block_count))
         known = self.tickets[ticket.transfer_id]
         self.tickets[ticket.transfer_id] = replace(known, block_ids=known.block_ids + blocks)
         assert self.receiver.extend(ticket.transfer_id, blocks)
 
     def push(self, ticket: Ticket, source_blocks: list[int], sender: KvSender | None = None) -> None:
-        """All of a transfer, layer by layer."""
+        """Push all of a transfer, layer by layer."""
         sender = sender or self.sender
         sender.open(ticket)
         for layer in range(self.source.layout.layer_count):
@@ -97,11 +97,11 @@ class TransportWorld:
         sender.finish(ticket.transfer_id, b"note")
 
     def expect(self, ticket: Ticket, source_blocks: list[int]) -> None:
-        """This transfer, once landed, has put these blocks where its ticket says."""
+        """Expect that this transfer, once landed, has put these blocks where its ticket says."""
         self.expected[:, ticket.block_ids] = self.source.memory[:, source_blocks]
 
     def require_landed(self, ticket: Ticket, source_blocks: list[int]) -> None:
-        """Waits for the landing and for its acceptance, and compares the whole pool."""
+        """Wait for the landing and for its acceptance, and compare the whole pool."""
         landed, accepted = self.landed.wait(ticket), self.pushed.wait(ticket)
         kv_bytes = self.source.memory[:, source_blocks].nbytes
         assert landed == TransferLanded(ticket.transfer_id, kv_bytes, b"note"), landed
@@ -110,37 +110,37 @@ class TransportWorld:
         self.check_target()
 
     def require_released(self, ticket: Ticket, timeout_s: float = WAIT_S) -> str:
-        """Waits until the blocks are given back; returns why."""
+        """Wait until the blocks are given back; return the reason."""
         event = self.landed.wait(ticket, timeout_s)
         assert isinstance(event, TransferReleased), event
         return event.reason
 
     def require_failed(self, ticket: Ticket, timeout_s: float = WAIT_S) -> str:
-        """Waits until the sender gives the source blocks back; returns why."""
+        """Wait until the sender gives the source blocks back; return the reason."""
         event = self.pushed.wait(ticket, timeout_s)
         assert isinstance(event, PushFailed), event
         return event.reason
 
     def require_works(self) -> None:
-        """One more transfer lands."""
+        """Assert that another transfer lands."""
         ticket, blocks = self.grant(2), [1, 0]
         self.push(ticket, blocks)
         self.require_landed(ticket, blocks)
 
     def check_target(self) -> None:
-        """Compares the whole target pool with what it must hold."""
+        """Compare the whole target pool with its expected content."""
         wrong = np.argwhere((self.target.memory != self.expected).any(axis=2))
         assert not len(wrong), f"wrong bytes in (layer, block) {wrong[:10].tolist()}"
 
     def check_integrity(self) -> None:
-        """No event twice, no block leaked, none written to after it was given back."""
+        """Assert that no event came twice, no block leaked, and none was written to after it was given back."""
         assert not self.pushed.doubled
         assert not self.landed.doubled
         self.allocator.check_integrity(set(self.tickets))
         self.check_target()
 
     def close(self) -> None:
-        """Ends both sides. All granted blocks are accounted for then."""
+        """End both sides, and assert that all granted blocks are accounted for."""
         self.sender.close()
         self.receiver.close()
         for event in self.landed.events.values():
