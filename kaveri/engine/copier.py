@@ -401,9 +401,8 @@ class Copier(Generic[OwnerT]):
         return f"the holder has answered nothing for {_SILENT_S:g} s"
 
     def _may_stage(self, copy: _Copy[OwnerT]) -> bool:
-        """Return True if the holder may have another slot: each has at most as many as it leaves free, so that a stuck
-        one never takes all (dynamic thresholds, Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2),
-        1998)."""
+        """Return True if the holder may have another slot: at most as many as it leaves free, so that a stuck one never
+        takes all (dynamic thresholds, Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998)."""
         return self._held_slots.get(copy.holder, 0) < len(self._free_slots)
 
     def _stage(self, due: "_Stage[OwnerT]") -> None:

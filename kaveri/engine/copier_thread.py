@@ -27,7 +27,7 @@ _YIELD_S = 0.005
 _LONGEST_WAIT_S = 1.0
 """Longest wait before a block, at any rate limit: it bounds how late holders learn that a request has ended."""
 _LOOK_EVERY_S = 0.1
-"""While there are copies, time limits are checked at this interval, even if nothing else happens."""
+"""Interval at which time limits are checked while there are copies, even if nothing else happens."""
 
 
 def slots_of(layout: KvLayout, options: ReplicaOptions) -> int:

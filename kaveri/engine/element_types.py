@@ -9,7 +9,7 @@ _INSTRUCTIONS = {
     "bfloat16": ("avx512_bf16", "amx_bf16", "bf16"),
     "float16": ("avx512_fp16", "amx_fp16", "fp16_arith"),
 }
-"""By element type, CPU capabilities of torch.cpu that multiply matrices of it: two of x86, one of ARM."""
+"""CPU capabilities of torch.cpu, by the element type whose matrices they multiply: two of x86, one of ARM."""
 
 
 def computed_dtype(stored: str, capabilities: Mapping[str, Any]) -> str:

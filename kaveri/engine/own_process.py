@@ -1,6 +1,6 @@
 """An engine in a process of its own: its steps share no interpreter lock with the service's event loop and gRPC.
 
-vLLM computes with Python between its kernels, so beside an event loop that writes a message per step it loses a fifth
+vLLM computes with Python between its kernels, so next to an event loop that writes a message per step it loses a fifth
 of its tokens per second. The other end of the connection is own_process_server.py.
 """
 

@@ -35,7 +35,7 @@ ENGINES = PluginPoint(
 )
 """Callables from EngineSettings to a ModelRunner, or to an engine of its own; see kaveri.engine.factory."""
 DEFAULT_CHUNK_TOKENS = 512
-"""As measured by TetriInfer (arXiv 2401.11181, section 3.3.3) for OPT-13B on its accelerator; a guess elsewhere."""
+"""Measured by TetriInfer (arXiv 2401.11181, section 3.3.3) for OPT-13B on its accelerator; a guess elsewhere."""
 DEFAULT_BLOCK_TOKENS = 16
 OF_TRANSFERS = (
     "kv_host",

@@ -57,8 +57,7 @@ def require_possible(
 
 
 def possible_parallelisms(model: ModelShape, hardware: Hardware, gpus: int) -> tuple[Parallelism, ...]:
-    """Return all that fit: TP within one machine, PP over machines, both dividing the model (DistServe, algorithm
-    1)."""
+    """Return all that fit: TP in one machine, PP over machines, both dividing the model (DistServe, algorithm 1)."""
     found = (
         Parallelism(tp, pp)
         for tp in range(1, min(hardware.gpus_per_node, gpus) + 1)

@@ -20,7 +20,7 @@ class Classifier:
     model: Any
     """A transformers *ForSequenceClassification, in float32, with a padding token."""
     own_tokenizer: Any | None
-    """None if it uses the served model's token ids."""
+    """The classifier's tokenizer; None if it uses the served model's token ids."""
 
 
 def classifier_from_scratch(

@@ -111,7 +111,7 @@ class SimulatedRequest:
         self.attempt_count = 0
         self.retry = _NO_SETBACK
         self.losses: LossAccount | None = None
-        """None: no instance was lost."""
+        """Cost of losses; None: no instance was lost."""
 
 
 class SimulatedAttempt:
@@ -165,6 +165,6 @@ class SimulatedAttempt:
         self.link_free_s = 0.0
         """Time at which the link has sent their KV."""
         self.replica: ReplicaLocation | None = None
-        """Where it can be resumed after the loss of its instance."""
+        """Copy from which it can be resumed after the loss of its instance."""
         self.resumed_from: SimulatedAttempt | None = None
         """The attempt that prefill computed, if this one was resumed from a copy."""

@@ -79,11 +79,11 @@ class OwnedCopies:
         self._engine = engine
         self._touch = touch
         self.view = ClusterView()
-        """As of the monitor's last broadcast."""
+        """View as of the monitor's last broadcast."""
         self.holders: dict[str, HeldCopies] = {}
         """Holders by instance id. One that has died answers that it cannot be reached."""
         self._owned: dict[int, OwnedRequest] = {}
-        """By number of the request."""
+        """Owned requests by number."""
         self._alone: dict[OwnedRequest, None] = {}
         """Owned requests that have no copy, and for which no holder is asked."""
         self._unconfirmed: UnconfirmedWork[int] = UnconfirmedWork()

@@ -123,7 +123,7 @@ class SimulatedPrefill:
         self._seeking: dict[SeekingRequest, None] = {}
         """Requests that wait for an answer or a change of the view."""
         self.view = ClusterView()
-        """As of the monitor's last broadcast."""
+        """View as of the monitor's last broadcast."""
         self.peers: dict[str, SimulatedDecode] = {}
         self.member = BeatingMember(timeline, record, first_beat_s, spec.heartbeat_interval_s, self._load_at)
 

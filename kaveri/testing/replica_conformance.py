@@ -111,11 +111,11 @@ class ReplicaOwner:
         self.sender.mark(ticket.transfer_id, end, note)
 
     def unanswered_bytes(self) -> int:
-        """What is written, of pushes that are under way."""
+        """Bytes written by pushes that are under way."""
         return sum(peer.unaccepted_bytes for peer in self.sender.flow().peers)
 
     def wait_for_mark(self, ticket: Ticket, block_count: int) -> None:
-        """Until the store has answered a mark."""
+        """Wait until the store has answered a mark."""
         marked = PushMarked(ticket.transfer_id, block_count)
         self.heard.wait_for(PushMarked, lambda event: event == marked)
 

@@ -256,7 +256,7 @@ class PeerProcess:
                     self._hear()
             self.is_alive = False
         if number == signal.SIGSTOP:
-            # On a busy machine its threads go on until one of them has taken the signal.
+            # On a busy machine its threads continue until one of them has taken the signal.
             wait_until(self._stands_still, "the process stands still")
             self._held = []
         if number == signal.SIGCONT:

@@ -47,8 +47,8 @@ class FakeModel:
     """The model that the fake runner imitates. Two runners exchange KV when their shapes and vocabularies are equal."""
 
     vocab_size: int = 1000
-    """Prompts are of ids below it. Answers too, and of the first 1000 ids only, so that whatever the vocabulary, a
-    prompt that fits it gets the same answer."""
+    """Prompts are of ids below it. Answers too, and of the first 1000 ids only, so that a prompt gets the same answer
+    with any vocabulary that it fits."""
     eos_token_id: int = 0
     eos_probability: float = 0.0
     """Chance of each draw to be eos_token_id, decided by the tokens so far. 0: an answer ends by max_tokens only."""

@@ -17,7 +17,7 @@ class SequencePhase(enum.Enum):
     WAITING = enum.auto()
     """Admitted, not in the running batch: the batch is full, or the blocks were given up."""
     RUNNING = enum.auto()
-    """In the running batch: drawing tokens, or recomputing."""
+    """Drawing tokens in the running batch, or recomputing."""
     STOPPING = enum.auto()
     """Being released: it joins no further step. Its last block is not in the pool yet."""
     STOPPED = enum.auto()

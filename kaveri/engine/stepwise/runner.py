@@ -42,7 +42,7 @@ class DrawnToken:
 
 @dataclass(frozen=True, slots=True)
 class NoToken:
-    """No token could be drawn: the request cannot continue. The other slices of the batch are not affected."""
+    """Failure to draw a token: the request cannot continue. The other slices of the batch are not affected."""
 
     reason: str
     is_final: bool = False

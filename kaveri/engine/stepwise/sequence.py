@@ -72,7 +72,7 @@ class Sequence:
 
     @property
     def is_suspect(self) -> bool:
-        """True if a step takes no other suspect beside it."""
+        """True if a step takes no other suspect at the same time."""
         return is_suspect(self.draw_index, self.suspect_until)
 
     @property

@@ -91,7 +91,7 @@ class Step:
     drawn_rows: Tensor
     """[draws], int64: rows of the step after which a token is drawn."""
     drawn_slices: list[int]
-    """For each draw the index of its slice in the caller's batch."""
+    """Index of each draw's slice in the caller's batch."""
     scored_rows: Tensor
     """[scored], int64: rows whose next token, which is known, gets a log-probability."""
     scored_slices: list[int]

@@ -103,9 +103,8 @@ class VllmCore:
         return outputs
 
     def undrawable(self, request: Any) -> bool:
-        """Return True if the last step of a request had NaN among its logits, so that its token is meaningless.
-        request: vLLM's record. Infinite logits count where vLLM computes them in float32 and the draw is a sampled
-        one."""
+        """Return True if a request's last step had NaN among its logits: its token is meaningless. request: vLLM's
+        record. Infinite logits count where vLLM computes them in float32 and the draw is a sampled one."""
         return bool(request.num_nans_in_logits)
 
     def holds(self, vllm_id: str) -> bool:

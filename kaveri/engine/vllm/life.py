@@ -115,7 +115,7 @@ class Arrived(_State):
     """A prompt with its first token, or a resumed one; its KV is here, or must be computed again after a preemption."""
 
     first_token_id: int | None
-    """None for a resumed request, whose next token is drawn here."""
+    """First token of the answer; None for a resumed request, whose next token is drawn here."""
     ahead: tuple[TokenStep, ...] = ()
 
 
@@ -129,7 +129,7 @@ class Waiting(_State):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joining(_State):
-    """In the running batch; vLLM has not begun it."""
+    """Part of the running batch; vLLM has not begun it."""
 
     index: int
     """Index within the answer of the next token."""
@@ -144,14 +144,14 @@ class VllmRunning(_State):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evicted(_State):
-    """In the running batch without blocks; vLLM computes it again when there are some."""
+    """Part of the running batch without blocks; vLLM computes it again when there are some."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving(_State):
-    """To be released. vLLM may be computing it; the next step leaves it out."""
+    """About to be released. vLLM may be computing it; the next step leaves it out."""
 
     index: int
 
@@ -203,7 +203,7 @@ class TransferOpened:
 
 @dataclass(frozen=True, slots=True)
 class TransferEnded:
-    """No transfer touches its blocks any more."""
+    """The transfer has ended and touches its blocks no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ class KvArrived:
 
 @dataclass(frozen=True, slots=True)
 class AdoptedForDecode:
-    """It is to be decoded here."""
+    """Decode it here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,7 @@ class JoinedAnew:
 
 @dataclass(frozen=True, slots=True)
 class LeaveAsked:
-    """It is to be released to another instance."""
+    """Release it to another instance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ class LeftBatch:
 
 @dataclass(frozen=True, slots=True)
 class WentOn:
-    """Its release was cancelled."""
+    """Cancel its release."""
 
 
 @dataclass(frozen=True, slots=True)

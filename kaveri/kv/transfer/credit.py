@@ -39,12 +39,12 @@ class _SenderAccount:
 class CreditBook(Generic[SenderT]):
     """The credit of one receiver. Not thread-safe.
 
-    Every sender has `least_bytes`, whatever the others do, so the first bytes of a transfer never wait for other
-    senders. Those with transfers open have the same window, `total_bytes` over their number, as far as there is
-    something to come; what they hold beyond least_bytes they share: no more than total_bytes + least_bytes * senders is
-    ever held. When one more begins to push, the windows of the others shrink as they use them; what comes home then is
-    given round robin. A sender that has pushed all it had keeps what it did not need: least_bytes, and more where a
-    transfer was given up, until the next one uses it or the connection ends.
+    Every sender is guaranteed `least_bytes`, so the first bytes of a transfer never wait for other senders. Senders
+    with open transfers have equal windows, `total_bytes` over their number, up to the bytes still to come; they share
+    the credit beyond least_bytes: at most total_bytes + least_bytes * senders is ever held. When another one begins to
+    push, the windows of the others shrink as they use them; the returned credit is given round robin. A sender that has
+    pushed everything keeps its unused credit: least_bytes, and more if a transfer was given up, until the next one uses
+    it or the connection ends.
     """
 
     def __init__(self, total_bytes: int, least_bytes: int) -> None:

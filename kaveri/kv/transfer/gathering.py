@@ -37,8 +37,7 @@ class Gathering:
         self.part_count = len(self.left)
 
     def step(self, event: TransferStep) -> TransferStep | None:
-        """Record one transfer's step. Returns the step of the whole once all have taken it: all take them in one
-        order."""
+        """Record one transfer's step. Returns the step of the whole once all have taken it, in the same order."""
         step = replace(event, transfer_id=self.transfer_id)
         taken_count = self.steps.pop(step, 0) + 1
         if taken_count < self.part_count:

@@ -209,11 +209,11 @@ class KvReceiver:
         self._credit.check_integrity()
 
     def admit(self, give: GiveCredit) -> SenderCredit:
-        """For transports; see Intake."""
+        """See TransferIntake.admit."""
         return self._credit.admit(give)
 
     def wants_digests(self, capabilities: Capabilities) -> bool:
-        """For transports; see Intake."""
+        """See TransferIntake.wants_digests."""
         return self._digests is Digests.ON or (self._digests is Digests.AUTO and capabilities.is_byte_stream)
 
     def open(
@@ -226,7 +226,7 @@ class KvReceiver:
         with_digest: bool = True,
         progress: Progress | None = None,
     ) -> PoolLanding:
-        """For transports; see Intake."""
+        """See TransferIntake.open."""
         landing = self._landing(transfer_id)
         # The epoch first: a ticket of an earlier incarnation is unknown here for a reason worth reporting.
         if epoch != self.epoch:

@@ -17,7 +17,7 @@ class SharedCredit:
         self._book: CreditBook[SenderCredit] = CreditBook(total_bytes, least_bytes)
 
     def admit(self, give: GiveCredit) -> "SenderCredit":
-        """See Intake.admit."""
+        """See TransferIntake.admit."""
         credit = SenderCredit(self, give)
         self.change(lambda book: book.join(credit))
         return credit

@@ -221,8 +221,7 @@ class StagedPushes:
         self._thread = threading.Thread(target=self._run, name="kv-stage", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Called once, and first. Raises RuntimeError if that fails; there is nothing to close
-        then."""
+        """Start the thread, once and first. Raises RuntimeError if that fails; there is nothing to close then."""
         self._thread.start()
 
     @property
