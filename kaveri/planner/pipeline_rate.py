@@ -28,8 +28,8 @@ class Period:
 def shared_period(tokens: Sequence[int], depth: int, prompt_s: float, token_s: float) -> Period:
     """Period of one pipeline for both phases; see shared_ends().
 
-    Warm-up and drain are left out, that is, ends after the last microbatch began. So there must be many more
-    microbatches than stages.
+    Warm-up is left out, and the drain: ends after the last microbatch began. So there must be many more microbatches
+    than stages.
     """
     ends = shared_ends(tokens, depth, prompt_s, token_s)
     first, last = max(len(ends) // _WARM_UP_SHARE, 2 * depth), len(ends) - depth

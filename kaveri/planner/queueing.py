@@ -25,7 +25,7 @@ def average_ttft_intra_op_s(rate_per_s: float, service_s: float, speedup: float)
 
 
 def highest_rate_per_s(service_s: float, stages: int = 1) -> float:
-    """Rate at which the queue grows without end: no rate above it meets any SLO for long."""
+    """Arrival rate from which on the queue grows without end: no rate above it meets any SLO for long."""
     return stages / service_s if service_s > 0 else math.inf
 
 

@@ -198,13 +198,13 @@ class SimulatedRouter:
         self._note_end(attempt.request)
 
     def refused(self, attempt: SimulatedAttempt, error: NoCapacity) -> None:
-        """Retry a request that was refused, as the prefill instance's queue is full."""
+        """Handle a refusal: the prefill instance's queue is full."""
         self._confirm(attempt)
         attempt.is_over = True
         self._set_back(attempt, Setback.FULL, attempt.prefill.record, error, error.retry_after_s)
 
     def unreached(self, attempt: SimulatedAttempt) -> None:
-        """Retry a request: there is no prefill instance at that address now."""
+        """Handle an address at which there is no prefill instance now."""
         self._confirm(attempt)
         attempt.is_over = True
         error = Unavailable(f"{attempt.prefill.record.instance_id} cannot be reached")

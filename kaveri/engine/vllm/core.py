@@ -50,8 +50,8 @@ class VllmCore:
     def add(self, engine_id: str, token_ids: Sequence[int], params: Any, *, is_prefill: bool) -> None:
         """Queue a request. Raises vLLM's error when it refuses one.
 
-        Prompts are computed in the order of this call, and their blocks are taken from requests that decode: they were
-        promised to them.
+        Prompts are computed in the order of this call. Their blocks are promised to them, and taken from requests that
+        decode if need be.
         """
         params.extra_args = {**(params.extra_args or {}), **transfer_params(engine_id)}
         self._count += 1
