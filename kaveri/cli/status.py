@@ -51,7 +51,7 @@ async def _show(target: str, as_json: bool, watch: bool) -> None:
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        # A pipe has no width, and nothing in the table may be cut off in it.
+        # Piped output has no terminal width: print the whole table.
         console.width = _PIPE_WIDTH
     async with AsyncExitStack() as channels:
         stubs = {

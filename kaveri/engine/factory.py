@@ -36,7 +36,7 @@ from kaveri.security.tls_files import TlsFiles
 from kaveri.telemetry.logs import get_logger
 
 _VLLM_CPU_BLOCK_TOKENS = 32
-"""Smallest block size of its attention there; its own default of 128 leaves much of a small pool unused."""
+"""Smallest block that vLLM's attention takes on CPUs; vLLM's default of 128 leaves much of a small pool unused."""
 _SOCKET_PREFIX = "kaveri-kv-"
 _RUNNER_PARTS = (*ModelRunner.__annotations__, "attach", "run", "completed", "landed")
 

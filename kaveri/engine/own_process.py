@@ -189,7 +189,8 @@ class OwnProcessEngine:
             self._connection, self._process = start_process()
             self._connection.send((settings, log_settings()))
             outcome = self._connection.recv()
-        except (EOFError, OSError) as error:
+        # Settings that cannot be sent, too: the caller waits for the outcome.
+        except Exception as error:
             opened.set_exception(ConfigError("engine", f"its process has ended while it was loaded: {error!r}"))
             return
         if isinstance(outcome, ConfigError):
@@ -198,13 +199,19 @@ class OwnProcessEngine:
             return
         info, self._snapshot = outcome
         opened.set_result(info)
+        try:
+            self._read()
+        finally:
+            self._end()
+
+    def _read(self) -> None:
+        """Take messages and deliver events until the connection ends."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 self._take(*self._connection.recv())
                 while self._undelivered:
                     assert self._listener is not None, "events come after start()"
                     self._listener(self._undelivered.popleft())
-        self._end()
 
     def _take(self, number: int | None, result: Any, error: BaseException | None, snapshot: Any) -> None:
         if snapshot is not None:

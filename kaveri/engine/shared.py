@@ -65,7 +65,7 @@ class Shared:
         self.work.notify()
 
     def sleep(self, timeout_s: float | None = None) -> None:
-        """Wait for notify(), on the engine thread. The caller holds the lock, which is released meanwhile."""
+        """Wait for notify() on the engine thread. The caller holds the lock; waiting releases it."""
         self.is_busy = False
         self.work.wait(timeout_s)
         self.is_busy = True

@@ -87,7 +87,7 @@ def running_cluster(view: ClusterView, model: str, tps: Sequence[int]) -> Runnin
 
 
 def running_attainment(question: PlanQuestion, running: RunningCluster) -> Attainment:
-    """Return the running instances' attainment for the question, in the simulations that judge a plan.
+    """Return the share of requests that meet both SLOs on the running instances, simulated as a plan is.
 
     Raises ConfigError for a degree of tensor parallelism that the model cannot have.
     """

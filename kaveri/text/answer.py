@@ -86,11 +86,6 @@ class Answer:
         self._taken_count = len(self.token_ids)
 
     @property
-    def unreceived_characters(self) -> int:
-        """Number of characters that the client has and that are not decided here yet."""
-        return self._skipped_characters
-
-    @property
     def missing_characters(self) -> int:
         """Number of characters that the client claims to have beyond the text of its tokens, which includes text held
         back."""

@@ -300,11 +300,6 @@ class DecodeInstance:
     def undrain(self) -> None:
         self._engine_room.is_draining = False
 
-    def require_taking(self) -> None:
-        """Raises Unavailable while the instance drains."""
-        if self._engine_room.is_draining:
-            raise draining()
-
     @property
     def is_idle(self) -> bool:
         return self._idle.is_set()

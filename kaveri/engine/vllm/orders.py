@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class PromptChunk(NamedTuple):
-    """The part of a step that computes tokens of a prompt whose KV is to be pushed."""
+    """Tokens of one prompt that a step computes and whose KV is pushed."""
 
     engine_id: str
     token_count: int

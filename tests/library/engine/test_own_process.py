@@ -142,6 +142,12 @@ def test_a_setting_that_the_engine_refuses_is_refused_here(pids: list[int]) -> N
     assert caught.value.field == "kv_port"
 
 
+@pytest.mark.timeout(60)
+def test_settings_that_cannot_be_sent_are_an_error_and_nobody_waits(pids: list[int]) -> None:
+    with pytest.raises(ConfigError, match="its process has ended while it was loaded"):
+        OwnProcessEngine(_settings(engine_args={"hook": lambda: None}))
+
+
 def test_a_process_that_dies_while_it_loads_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_process.sys, "executable", "/bin/false")
     with pytest.raises(ConfigError, match="its process has ended while it was loaded"):
