@@ -85,8 +85,8 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.copies: set[str] = set()
         """Requests of which this instance holds a copy."""
         self.resumes: list[decode_pb2.ResumeRequest] = []
-        self.reserved: set[tuple[str, int]] = set()
-        """Requests and attempts that prefill has placed here, and that have not begun."""
+        self.reserved: dict[tuple[str, int], int] = {}
+        """max_tokens of the requests that prefill has placed here and that have not begun, by id and attempt."""
         self.attachable: set[str] = set()
         """Requests of earlier sessions that run here, with answers of `attached_tokens`."""
         self.attached_tokens = 20
@@ -114,7 +114,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         if (request.request_id, request.attempt) in self.aborted:
             return
         prompt_length = len(request.token_ids) - request.generated_count
-        self.reserved.discard((request.request_id, request.attempt))
+        self.reserved.pop((request.request_id, request.attempt), None)
         self.running[request.request_id] = ScriptedRequest(
             request.request_id,
             request.router_id,
@@ -129,7 +129,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
 
     def abandon(self, request: prefill_pb2.PrefillRequest) -> None:
         """Prefill lets the request go before it is handed over."""
-        self.reserved.discard((request.request_id, request.attempt))
+        self.reserved.pop((request.request_id, request.attempt), None)
         running = self.running.get(request.request_id)
         if running is not None and (running.router_id, running.attempt) == (request.router_id, request.attempt):
             del self.running[request.request_id]
@@ -139,9 +139,9 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         if running is not None and (running.router_id, running.attempt) == (request.router_id, request.attempt):
             # Its own router, which may lack what went over a former stream.
             running.next_index = min(running.next_index, max(1, request.generated_count))
-            return decode_pb2.AttachResponse(incarnation=self.incarnation)
-        if (request.request_id, request.attempt) in self.reserved:
-            return decode_pb2.AttachResponse(incarnation=self.incarnation)
+            return self._attached(running.max_tokens)
+        if (max_tokens := self.reserved.get((request.request_id, request.attempt))) is not None:
+            return self._attached(max_tokens)
         if self.attach_refusal is not None:
             await abort(context, self.attach_refusal)
         if request.request_id not in self.attachable:
@@ -160,7 +160,10 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         )
         self._wake.set()
         await self.may_answer.wait()
-        attached = decode_pb2.Attached(max_tokens=self.attached_tokens, first_index=0)
+        return self._attached(self.attached_tokens)
+
+    def _attached(self, max_tokens: int) -> decode_pb2.AttachResponse:
+        attached = decode_pb2.Attached(max_tokens=max_tokens, first_index=0)
         return decode_pb2.AttachResponse(attached=attached, incarnation=self.incarnation)
 
     async def Resume(self, request: decode_pb2.ResumeRequest, context: Any) -> decode_pb2.ResumeResponse:  # noqa: N802
@@ -192,7 +195,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.abort_messages.append(request.by_router)
         for entry in request.attempts:
             self.aborted.append((entry.request_id, entry.attempt))
-            self.reserved.discard((entry.request_id, entry.attempt))
+            self.reserved.pop((entry.request_id, entry.attempt), None)
             running = self.running.get(entry.request_id)
             ours = running is not None and running.router_id == entry.router_id
             if running is not None and ours and running.attempt <= entry.attempt:

@@ -149,7 +149,7 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
             await self._before("placed", context)
             life = decode.incarnation if self.placed_life is None else self.placed_life
             if not decode.running.get(request.request_id):
-                decode.reserved.add((request.request_id, request.attempt))
+                decode.reserved[request.request_id, request.attempt] = request.params.max_tokens
             yield prefill_pb2.PrefillResponse(placed=_placed(decode.instance_id, life))
             if self.decode_first and not finish:
                 decode.start(request)

@@ -205,3 +205,20 @@ async def test_the_aborts_of_many_requests_reach_an_instance_in_few_messages(clu
         for decode in cluster.decodes.values():
             await eventually(lambda decode=decode: len(decode.aborted) == 500)  # type: ignore[misc]
             assert decode.abort_messages == [True]
+
+
+async def test_a_request_that_decode_had_before_the_token_stream_stood_is_answered_whole(
+    cluster: ScriptedCluster,
+) -> None:
+    decode = cluster.decodes["decode-0"]
+    decode.pause_at = 7
+    decode.thawed.clear()
+    async with cluster.router() as router:
+        call, responses = await read_once_placed(cluster, router, "early", "decode-0")
+        # The router cannot know what went over a former stream: it attaches the request.
+        decode.thawed.set()
+        await eventually(lambda: decode.is_paused)
+        cluster.let_all_go()
+        responses += await rest_of(call)
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert responses[-1].timing.attempts == 1
