@@ -8,7 +8,7 @@ from kaveri.domain.attachment import Attached, Attachment
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.errors import InvalidArgument
 from kaveri.v1 import decode_pb2
-from kaveri.wire.messages import drawing_to_proto, params_from_proto
+from kaveri.wire.messages import drawing_to_proto, params_from_proto, sent_in_answer
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_CLIENTS_ID_BYTES = 96
@@ -138,7 +138,9 @@ def attached_to_proto(attached: Attached) -> decode_pb2.Attached:
     )
 
 
+@sent_in_answer("the instance's answer to Attach")
 def attached_from_proto(message: decode_pb2.Attached) -> Attached:
+    """Decode an answer to Attach. Raises Unavailable."""
     params = replace(params_from_proto(message.resolved_params), max_tokens=message.max_tokens)
     return Attached(params, message.first_index, tuple(message.token_ids))
 

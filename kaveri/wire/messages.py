@@ -1,6 +1,7 @@
 """Converts domain values to protobuf messages and back, for values shared by several contracts. Pure."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 from google.protobuf import json_format
@@ -18,7 +19,7 @@ from kaveri.domain.view import (
     Role,
     ViewedInstance,
 )
-from kaveri.errors import EngineBroke, EngineError, InvalidArgument
+from kaveri.errors import EngineBroke, EngineError, InvalidArgument, Unavailable
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.layout.parts import PartPlace
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, TicketPart
@@ -224,8 +225,21 @@ def ticket_to_proto(ticket: Ticket) -> kv_pb2.Ticket:
     )
 
 
+@contextmanager
+def sent_in_answer(what: str) -> Iterator[None]:
+    """Turn InvalidArgument into Unavailable: a wrong value in an answer is its sender's fault, not the request's.
+
+    what: names the answer.
+    """
+    try:
+        yield
+    except InvalidArgument as error:
+        raise Unavailable(f"{what} is of no use: {error}") from error
+
+
+@sent_in_answer("the instance's ticket")
 def ticket_from_proto(message: kv_pb2.Ticket) -> Ticket:
-    """Decode a ticket. Raises InvalidArgument."""
+    """Decode a ticket, which comes in an answer. Raises Unavailable."""
     return Ticket(
         transfer_id=message.transfer_id,
         secret=message.secret,

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from grpc import StatusCode, aio
 
 from kaveri.domain.view import ViewedInstance
-from kaveri.errors import InvalidArgument, KaveriError, Unavailable
+from kaveri.errors import KaveriError, Unavailable
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.rpc.channels import Channels
@@ -77,12 +77,7 @@ class DecodePeers:
                     reason = f"the decode instance gave no answer within {answer_s} s"
                     raise Unavailable(reason) from error
                 raise error_of(error) from error
-        try:
-            ticket = ticket_from_proto(response.ticket)
-        except InvalidArgument as error:
-            # Its fault, and not the request's.
-            raise Unavailable(f"the decode instance's ticket is of no use: {error}") from error
-        return Reservation(ticket, response.incarnation)
+        return Reservation(ticket_from_proto(response.ticket), response.incarnation)
 
     async def abort(self, target: ViewedInstance, request: PrefillRequest, reservation: int) -> None:
         """Ends the request at `target`, up to that reservation: a later one stays, however late this arrives. What

@@ -45,7 +45,6 @@ from services.router.lifecycle_values import (
     Disown,
     Ended,
     Event,
-    Exhausted,
     Finishing,
     FirstTokenReported,
     Follow,
@@ -120,8 +119,6 @@ def step(state: State, event: Event, now_s: float) -> Step:
             return resume_refused(state, event)
         case TextStopped():
             return _text_stopped(state, event)
-        case Exhausted():
-            return _exhausted(state, event)
         case GraceOver():
             return _grace_over(state, event)
         case Cancelled():
@@ -262,6 +259,9 @@ def _sought(state: State, event: Sought) -> Step:
 def _not_found(state: State, event: NotFound) -> Step:
     match state:
         case SeekingOwner(attempt, next_index):
+            if next_index >= attempt.most_tokens:
+                # The client has every token and no end: one that ends by a stop token comes with its end.
+                return Ended(FinishReason.LENGTH, None), (CompleteAnswer(),)
             return Unplaced(next_index, attempt.suspect_until), ()
         case _:
             raise impossible(state, event)
@@ -416,16 +416,6 @@ def _text_stopped(state: State, event: TextStopped) -> Step:
         case SeekingOwner(attempt):
             # The client has the tokens that hold it, of an earlier session.
             return Ended(FinishReason.STOP, attempt), (LeaveAttempt(), Abort(attempt.number, None))
-        case _:
-            raise impossible(state, event)
-
-
-def _exhausted(state: State, event: Exhausted) -> Step:
-    match state:
-        case Lost(attempt):
-            return Ended(FinishReason.LENGTH, attempt), (CompleteAnswer(), *state.withheld)
-        case Unplaced():
-            return Ended(FinishReason.LENGTH, None), (CompleteAnswer(),)
         case _:
             raise impossible(state, event)
 

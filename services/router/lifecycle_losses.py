@@ -2,14 +2,17 @@
 
 from dataclasses import replace
 
+from kaveri.domain.sampling import FinishReason
 from kaveri.errors import EngineBroke, KaveriError, NoCapacity, Unavailable
 from kaveri.policy.retry import Setback
 from services.router.lifecycle_values import (
     Abort,
     Action,
     Attempt,
+    CompleteAnswer,
     Decoding,
     Disown,
+    Ended,
     Event,
     GivenUp,
     HeldEvents,
@@ -42,19 +45,25 @@ def lost(
     was_reached: bool = True,
     decode_has_ended: bool = False,
 ) -> Step:
-    """The attempt cannot go on. was_reached: whether the instance knows of it."""
+    """The attempt cannot go on. was_reached: whether the instance knows of it.
+
+    An answer that has all its tokens lacks nothing but its end: it is complete, whatever the error. No attempt follows.
+    """
     decode, leg = (None, PrefillLeg.WORKING) if isinstance(state, Prefilling) else (state.decode, leg_of(state))
     replica = state.replica if isinstance(state, Placed | Decoding) else None
     attempt = _with_suspicion(state.attempt, error)
     now = Lost(attempt, state.next_index, error, _setback(error, was_reached), decode, leg, replica)
+    actions: tuple[Action, ...] = leaving(state)
     if decode_has_ended:
-        return now, (LeaveAttempt(), *withheld_by(state))
-    if replica is not None:
-        return replace(now, withheld=(Abort(state.attempt.number, decode),)), (LeaveAttempt(),)
-    if decode is None and isinstance(error, Unavailable) and was_reached:
+        actions = (LeaveAttempt(), *withheld_by(state))
+    elif decode is None and isinstance(error, Unavailable) and was_reached:
         # A prefill instance that dies takes the name of the decode instance with it.
-        return now, (LeaveAttempt(), Abort(state.attempt.number, None))
-    return now, leaving(state)
+        actions = (LeaveAttempt(), Abort(state.attempt.number, None))
+    if state.next_index >= attempt.most_tokens:
+        return Ended(FinishReason.LENGTH, attempt), (CompleteAnswer(), *actions)
+    if replica is not None and not decode_has_ended:
+        return replace(now, withheld=(Abort(state.attempt.number, decode),)), (LeaveAttempt(),)
+    return now, actions
 
 
 def _with_suspicion(attempt: Attempt, error: KaveriError) -> Attempt:

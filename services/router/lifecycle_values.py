@@ -205,11 +205,6 @@ class TextStopped:
 
 
 @dataclass(frozen=True, slots=True)
-class Exhausted:
-    """The answer has all the tokens that it may have, and no instance is working on it."""
-
-
-@dataclass(frozen=True, slots=True)
 class GraceOver:
     """The time of AwaitReport is over."""
 
@@ -252,7 +247,6 @@ Event = (
     | PrefillEnded
     | DecodeLost
     | TextStopped
-    | Exhausted
     | GraceOver
     | Cancelled
     | Superseded

@@ -39,7 +39,6 @@ from services.router.lifecycle_values import (
     Decoding,
     Disown,
     Ended,
-    Exhausted,
     Follow,
     InstanceLife,
     LeaveAttempt,
@@ -253,9 +252,6 @@ class RequestPlacer:
                 await self._take_over(entry, number, can_resume=False)
                 if isinstance(entry.state, Ended):
                     return
-            if lost.next_index >= entry.accepted.most_tokens:
-                entry.handle(Exhausted(), time.monotonic())
-                return
 
     def _usable_replica(self, entry: RequestEntry) -> ReplicaLocation | None:
         """The replica from which the request is to go on, if there is one and its holder can be heard."""
@@ -402,8 +398,6 @@ class RequestPlacer:
             if entry.state.setback in (Setback.LOST, Setback.BROKEN):
                 metrics.LOST_ATTEMPTS.inc()
                 entry.note_loss(str(entry.state.error), entry.state.decode or entry.state.attempt.prefill)
-        if not isinstance(entry.state, Ended) and len(entry.answer.token_ids) >= entry.accepted.most_tokens:
-            entry.handle(Exhausted(), time.monotonic())
         return found
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kaveri.errors import InvalidArgument
+from kaveri.errors import InvalidArgument, Unavailable
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.v1 import cluster_pb2
@@ -17,7 +17,7 @@ def test_a_ticket_without_a_number_of_seconds_is_refused(expires_in_s: float) ->
     message = ticket_to_proto(Ticket(bytes(16), bytes(16), 1, (KvEndpoint("tcp", "h:1"),), (0,), 4, 60.0, LAYOUT))
     assert ticket_from_proto(message).expires_in_s == 60.0
     message.expires_in_s = expires_in_s
-    with pytest.raises(InvalidArgument, match=r"ticket\.expires_in_s"):
+    with pytest.raises(Unavailable, match=r"ticket\.expires_in_s"):
         ticket_from_proto(message)
 
 

@@ -100,6 +100,8 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.may_answer.set()
         self.draws_before_its_answer = False
         """Begin to draw when Resume comes, whenever its answer goes out."""
+        self.withholds_ends = False
+        """Send the last token of an answer, and not its end."""
         self.read_here = False
         """Say that the client reads every answer here."""
         self._wake = asyncio.Event()
@@ -272,8 +274,9 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
                 self.pause_at = None
                 self.may_step.clear()
             if running.next_index >= running.max_tokens:
-                update.finish_reason = sampling_pb2.FINISH_REASON_LENGTH
-                update.timing.decode_s = 0.25
+                if not self.withholds_ends:
+                    update.finish_reason = sampling_pb2.FINISH_REASON_LENGTH
+                    update.timing.decode_s = 0.25
                 del self.running[running.request_id]
             elif running.next_index == self.stop_at:
                 update.finish_reason = sampling_pb2.FINISH_REASON_STOP

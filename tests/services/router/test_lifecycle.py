@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason
-from kaveri.errors import EngineBroke, KaveriError, NoCapacity, Unavailable
+from kaveri.errors import EngineBroke, EngineError, KaveriError, NoCapacity, Unavailable
 from kaveri.policy.retry import Setback
 from services.router.lifecycle import HAND_OVER_GRACE_S, step
 from services.router.lifecycle_values import (
@@ -29,7 +29,6 @@ from services.router.lifecycle_values import (
     Disown,
     Ended,
     Event,
-    Exhausted,
     Finishing,
     FirstTokenReported,
     Follow,
@@ -162,6 +161,33 @@ def test_who_has_announced_a_request_is_told_when_it_ends_before_its_placement_i
     assert state.next_index == 2
 
 
+LAST = Attempt(1, PREFILL, 0, 3)
+"""An attempt for an answer of three tokens."""
+
+
+@pytest.mark.parametrize(
+    ("loss", "actions"),
+    [
+        (DecodeLost(GONE), [CompleteAnswer(), LeaveAttempt(), Abort(1, ONE)]),
+        (GivenUp(1, ONE, GONE), [CompleteAnswer(), LeaveAttempt()]),
+        (GivenUp(1, ONE, EngineError("raised")), [CompleteAnswer(), LeaveAttempt()]),
+        (DecodeNamed(OTHER), [CompleteAnswer(), LeaveAttempt(), Abort(1, ONE)]),
+    ],
+)
+@pytest.mark.parametrize("replica", [None, ReplicaLocation(*OTHER, 4)])
+def test_an_answer_that_has_all_its_tokens_is_complete_when_its_end_is_lost(
+    loss: Event, actions: list[Action], replica: ReplicaLocation | None
+) -> None:
+    taken = run(DecodeNamed(ONE), FIRST, tokens(ONE, 1, 8, 9), ReplicaNamed(1, ONE, replica), state=Prefilling(LAST, 0))
+    assert isinstance(taken[0], Decoding)
+    assert run(loss, state=taken[0]) == (Ended(FinishReason.LENGTH, LAST), actions)
+
+
+def test_an_answer_that_its_client_has_whole_is_complete_where_nobody_has_the_request() -> None:
+    state, actions = run(Sought(replace(LAST, first_index=3)), NotFound(), state=Unplaced(3))
+    assert (state, actions) == (Ended(FinishReason.LENGTH, None), [CompleteAnswer()])
+
+
 def test_a_gap_loses_the_attempt() -> None:
     state, actions = run(DecodeNamed(ONE), FIRST, tokens(ONE, 1, 8), tokens(ONE, 3, 10))
     assert isinstance(state, Lost)
@@ -264,7 +290,6 @@ def test_an_instance_of_both_phases_is_followed_from_the_start() -> None:
         (Prefilling(ATTEMPT, 0), Sent(ATTEMPT)),
         (Prefilling(ATTEMPT, 0), DecodeLost(GONE)),
         (Prefilling(ATTEMPT, 0), GraceOver()),
-        (Decoding(ATTEMPT, 2, ONE, PrefillLeg.WORKING), Exhausted()),
         (Ended(FinishReason.LENGTH, ATTEMPT), FIRST),
         (Ended(FinishReason.LENGTH, ATTEMPT), TextStopped()),
     ],
@@ -393,10 +418,11 @@ class AnyOrder(RuleBasedStateMachine):
     # The service.
 
     @precondition(lambda self: isinstance(self.state, Unplaced) and not self.number)
-    @rule(received=st.integers(0, 3))
+    @rule(received=st.sampled_from([0, 1, 3, MOST_TOKENS]))
     def client_has_tokens_of_an_earlier_session(self, received: int) -> None:
         self.answer = [token_of(0, PREFILL, index) for index in range(received)]
         self.state = Unplaced(received)
+        self.sought()
 
     @precondition(lambda self: isinstance(self.state, Unplaced | Lost))
     @rule()
@@ -479,11 +505,6 @@ class AnyOrder(RuleBasedStateMachine):
     def grace_over(self) -> None:
         self.take(GraceOver())
 
-    @precondition(lambda self: isinstance(self.state, Lost))
-    @rule()
-    def exhausted(self) -> None:
-        self.take(Exhausted())
-
     @precondition(lambda self: self.number > 2)
     @rule(event=st.sampled_from([Cancelled(), CannotAnswer(GONE)]))
     def ends_early(self, event: Event) -> None:
@@ -514,6 +535,11 @@ class AnyOrder(RuleBasedStateMachine):
         assert [index for _, _, index in self.answer] == list(range(len(self.answer)))
         if isinstance(self.state, SeekingOwner | Prefilling | Placed | Resuming | Decoding | Lost | Unplaced):
             assert self.state.next_index == len(self.answer)
+
+    @invariant()
+    def an_answer_with_all_its_tokens_is_never_placed_again(self) -> None:
+        if isinstance(self.state, Unplaced | Lost):
+            assert len(self.answer) < MOST_TOKENS
 
     @invariant()
     def an_attempt_has_tokens_of_one_decode_instance_that_was_named(self) -> None:

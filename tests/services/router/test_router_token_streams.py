@@ -6,6 +6,7 @@ import pytest
 import structlog
 
 from kaveri.domain.owner import Owner, Ownership
+from kaveri.v1 import decode_pb2, sampling_pb2
 from services.router import subscriptions, token_feeds
 from services.router.lifecycle_values import InstanceLife
 from tests.services.router.cluster_script import ScriptedCluster, holds_the_last_token, read_once_placed
@@ -222,3 +223,42 @@ async def test_a_request_that_decode_had_before_the_token_stream_stood_is_answer
         responses += await rest_of(call)
         assert tokens_of(responses) == answer(PROMPT, 20)
         assert responses[-1].timing.attempts == 1
+
+
+async def test_an_answer_to_attach_that_is_of_no_use_loses_the_attempt_and_not_the_request(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = cluster.decodes["decode-0"]
+    decode.pause_at = 7
+    decode.thawed.clear()
+    empty = decode_pb2.AttachResponse(incarnation=decode.incarnation)
+    monkeypatch.setattr(decode, "_attached", lambda max_tokens: empty)
+    async with cluster.router() as router:
+        call, responses = await read_once_placed(cluster, router, "early", "decode-0")
+        decode.thawed.set()
+        await eventually(lambda: len(cluster.taken()) == 2)
+        cluster.let_all_go()
+        responses += await rest_of(call)
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert responses[-1].timing.attempts == 2
+
+
+@pytest.mark.parametrize("max_attempts", [1, 3])
+async def test_an_answer_whose_last_token_came_before_its_stream_broke_is_complete(
+    cluster: ScriptedCluster, max_attempts: int
+) -> None:
+    decode = cluster.decodes["decode-0"]
+    decode.pause_at, decode.withholds_ends = 3, True
+    async with cluster.router(max_attempts=max_attempts) as router:
+        call, responses = await read_once_placed(cluster, router, "whole", "decode-0")
+        await eventually(lambda: decode.is_paused)
+        cluster.let_all_go()
+        entry = router.router.table.get("whole")
+        assert entry is not None
+        await eventually(lambda: len(entry.answer.token_ids) == 20)
+        await cluster.kill("decode-0")
+        responses += await rest_of(call)
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert responses[-1].finish_reason == sampling_pb2.FINISH_REASON_LENGTH
+        assert responses[-1].usage.completion_tokens == 20
+        assert responses[-1].timing.attempts == len(cluster.taken()) == 1
