@@ -289,7 +289,10 @@ class PrefillRole:
 
     def _replace(self, request_id: str, ownership: Ownership) -> None:
         """Ends the request that has this id. Raises StaleAttempt or RequestAlreadyExists when that has the same owner
-        or a newer one."""
+        or a newer one, also when it has been handed over already: an older owner would have it computed again."""
+        kept = self._kept.get(request_id, time.monotonic())
+        if kept is not None and ownership.is_same_request(kept.ownership) and ownership.owner <= kept.owner:
+            raise ownership.owner.stale(request_id, kept.owner)
         self._kept.forget(request_id)
         if (life := self._lives.get(request_id)) is None:
             return

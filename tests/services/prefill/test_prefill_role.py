@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kaveri.domain.attachment import Attachment
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import FinishReason
 from kaveri.engine.contract import (
@@ -262,6 +263,21 @@ async def test_older_and_equal_attempts_are_refused_and_leave_the_newer_one_alon
     world.abort("a", 4, "router")
     assert world.engine.aborted == [older.key, newer.key]
     assert world.role.load().waiting_requests == 0
+
+
+async def test_an_older_owner_does_not_have_a_prompt_computed_again_that_was_handed_over_to_a_newer_one() -> None:
+    world, secret = RoleWorld(), bytes(16)
+    world.accept("a", secret=secret)
+    later, _ = world.role.attach(Attachment("a", Ownership(Owner(1, 1), "other", secret), (1,) * 20, 0))
+    world.hand_over_to_decode(later)
+    with pytest.raises(RequestAlreadyExists):
+        # Its router stood still meanwhile, and counts its attempt as lost.
+        world.accept("a", attempt=2, secret=secret)
+    again, _ = world.role.attach(Attachment("a", Ownership(Owner(2, 1), "other", secret), (1,) * 20, 0))
+    assert again is later
+    # Another client's request may have the same id.
+    world.accept("a", attempt=2, secret=bytes(17))
+    assert world.role.load().waiting_requests == 1
 
 
 async def test_another_routers_request_of_the_same_id_ends_the_former_for_good() -> None:
