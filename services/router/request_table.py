@@ -159,8 +159,12 @@ class RequestTable:
         """Requests stay here again."""
         self._sends_away = False
 
-    def was_sent_away(self, request_id: str) -> bool:
-        """Whether the client of the request is looking for another router, as far as known."""
+    def is_left_to_a_later_session(self, request_id: str, session: int) -> bool:
+        """Whether an instance that has this session of the request is to go on: the input of a later session is being
+        checked here, or the client is looking for another router, as far as known."""
+        slot = self._slots.get(request_id)
+        if slot is not None and slot.session > session:
+            return True
         return self._sent_away.get(request_id, 0.0) > time.monotonic()
 
     def _take_returned(self, request_id: str, session: int, secret: bytes) -> KeptPlace | None:

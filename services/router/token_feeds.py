@@ -379,8 +379,8 @@ class TokenFeeds:
         entry = self._table.get(update.request_id)
         has_ended = update.finish_reason or update.error
         if entry is None:
-            # Its placement may have come after the request had ended. One that was sent away goes on.
-            if not has_ended and not self._table.was_sent_away(update.request_id):
+            # Its placement may have come after the request had ended.
+            if not (has_ended or self._table.is_left_to_a_later_session(update.request_id, update.session)):
                 self.disown(update.request_id, Owner(update.session, update.attempt), life.instance_id)
             return
         if update.session != entry.accepted.session:

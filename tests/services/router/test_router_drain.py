@@ -10,6 +10,7 @@ import pytest
 from grpc import aio
 from structlog.testing import capture_logs
 
+from kaveri.cluster.store import RequestClaim
 from kaveri.domain.view import InstanceState
 from kaveri.v1 import inference_pb2
 from services.router import service
@@ -118,6 +119,41 @@ async def test_tokens_of_a_request_that_was_sent_away_do_not_abort_it(cluster: S
         decode.may_step.set()
         await eventually(lambda: not decode.running)
         assert decode.aborted == []
+
+
+async def test_tokens_of_a_session_do_not_abort_it_while_the_input_of_the_next_one_is_checked(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = cluster.decodes["decode-0"]
+    decode.pause_at = 7
+    async with cluster.router() as router:
+        former = router.stub.Generate(ask_attachable("mine"), timeout=60)
+        await eventually(lambda: decode.is_paused)
+        # The cluster store answers late.
+        open_claim, is_checked, may_go_on = router.router.claims.open, asyncio.Event(), asyncio.Event()
+
+        async def open_late(claim: RequestClaim, ttl_s: float) -> bytes:
+            is_checked.set()
+            await may_go_on.wait()
+            return await open_claim(claim, ttl_s)
+
+        monkeypatch.setattr(router.router.claims, "open", open_late)
+        again = ask_attachable("mine", session=1)
+        again.params.seed = 1
+        later = asyncio.create_task(collect(router.stub.Generate(again, timeout=60)))
+        await is_checked.wait()
+        read: list[int] = []
+        monkeypatch.setattr(router.router.feeds, "_relayed", read.append)
+        decode.pause_at = decode.running["mine"].next_index + 5
+        decode.may_step.set()
+        await eventually(lambda: sum(read) == 5)
+        decode.attachable.add("mine")
+        may_go_on.set()
+        cluster.let_all_go()
+        assert tokens_of(await later) == answer(PROMPT, 20)
+        assert decode.aborted == []
+        assert len(cluster.taken()) == 1
+        former.cancel()
 
 
 async def test_a_single_router_waits_and_sends_clients_away_when_another_one_comes(cluster: ScriptedCluster) -> None:
