@@ -1,7 +1,8 @@
 """Scores the test suite with planted bugs: `make mutants`. tests/mutants/README.md says how to write one.
 
 Each mutant is applied to a copy of the project, by itself. Its narrowest tests run first, its wider ones only when it
-survived those. A mutant is killed when a test fails or does not end.
+survived those. A mutant is killed when a test fails. One whose tests did not end is counted by itself: a loaded machine
+does that too.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -29,6 +31,8 @@ _LONGEST_TEST_S = 60
 _LONGEST_RUN_S = 600
 _SURVIVED, _FAILED = 0, 1
 """pytest's exit codes; every other one means that the tests could not run."""
+_TIMED_OUT = re.compile(r"Timeout \(>|\+ Timeout \+")
+"""What pytest-timeout says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +75,21 @@ def load(lists: Path = LISTS) -> list[Mutant]:
 def score(mutants: Iterable[Mutant], outcomes: dict[str, str]) -> str:
     """A Markdown table of the rooms. Equivalent mutants do not count."""
     killed: collections.Counter[str] = collections.Counter()
+    hung: collections.Counter[str] = collections.Counter()
     total: collections.Counter[str] = collections.Counter()
     for mutant in mutants:
         if not mutant.equivalent and mutant.mutant_id in outcomes:
             total[mutant.room] += 1
             killed[mutant.room] += outcomes[mutant.mutant_id] == "killed"
-    rows = ["| room | mutants | killed | |", "| --- | ---: | ---: | ---: |"]
+            hung[mutant.room] += outcomes[mutant.mutant_id] == "hung"
+    rows = ["| room | mutants | killed | hung | |", "| --- | ---: | ---: | ---: | ---: |"]
     rows += [
-        f"| {room} | {total[room]} | {killed[room]} | {killed[room] / total[room]:.0%} |" for room in sorted(total)
+        f"| {room} | {total[room]} | {killed[room]} | {hung[room]} | {killed[room] / total[room]:.0%} |"
+        for room in sorted(total)
     ]
     if total:
-        rows.append(f"| all | {total.total()} | {killed.total()} | {killed.total() / total.total():.0%} |")
+        share = f"{killed.total() / total.total():.0%}"
+        rows.append(f"| all | {total.total()} | {killed.total()} | {hung.total()} | {share} |")
     return "\n".join(rows)
 
 
@@ -109,19 +117,19 @@ def main() -> int:
                 except queue.Empty:
                     return
                 started_s = time.monotonic()
-                outcome = _try(mutant, copy)
+                outcome, by = _try(mutant, copy)
                 outcomes[mutant.mutant_id] = outcome
                 seconds = time.monotonic() - started_s
-                print(f"{outcome:9} {seconds:6.1f} s  {mutant.room}: {mutant.mutant_id}", flush=True)
+                print(f"{outcome:9} {seconds:6.1f} s  {mutant.room}: {mutant.mutant_id}  {by}", flush=True)
 
     workers = [threading.Thread(target=work) for _ in range(arguments.workers)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    survivors = [mutant for mutant in mutants if outcomes.get(mutant.mutant_id) == "survived"]
-    for mutant in survivors:
-        print(f"\nsurvived: {mutant.mutant_id} ({mutant.file})\n  {mutant.why}")
+    for mutant in mutants:
+        if outcomes.get(mutant.mutant_id) in ("survived", "hung"):
+            print(f"\n{outcomes[mutant.mutant_id]}: {mutant.mutant_id} ({mutant.file})\n  {mutant.why}")
     print("\n" + score(mutants, outcomes))
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(outcomes, indent=1, sort_keys=True) + "\n")
@@ -147,22 +155,23 @@ def _copy_project(target: Path) -> Path:
     return target
 
 
-def _try(mutant: Mutant, copy: Path) -> str:
+def _try(mutant: Mutant, copy: Path) -> tuple[str, str]:
+    """The outcome, and the test that failed."""
     original = (ROOT / mutant.file).read_bytes()
     try:
         mutant.apply(copy)
         for tests in (mutant.tests, mutant.wider):
-            if tests and (outcome := _run_tests(tests, copy)) != "survived":
-                return outcome
-        return "survived"
+            if tests and (result := _run_tests(tests, copy))[0] != "survived":
+                return result
+        return "survived", ""
     except ValueError as error:
         print(error, file=sys.stderr)
-        return "untried"
+        return "untried", ""
     finally:
         (copy / mutant.file).write_bytes(original)
 
 
-def _run_tests(tests: Sequence[str], copy: Path) -> str:
+def _run_tests(tests: Sequence[str], copy: Path) -> tuple[str, str]:
     # No byte code: a mutant of the same size, written within the same second, would be taken for what was compiled.
     environment = dict(
         os.environ,
@@ -184,18 +193,19 @@ def _run_tests(tests: Sequence[str], copy: Path) -> str:
     try:
         output = process.communicate(timeout=_LONGEST_RUN_S)[0]
     except subprocess.TimeoutExpired:
-        return "killed"
+        return "hung", ""
     finally:
         # The tests' own child processes, which a test that was cut short has left.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if process.returncode == _SURVIVED:
-        return "survived"
+        return "survived", ""
     if process.returncode == _FAILED:
-        return "killed"
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+        return "hung" if _TIMED_OUT.search(output) else "killed", failed[1] if failed else ""
     print(output[-2000:], file=sys.stderr)
-    return "untried"
+    return "untried", ""
 
 
 if __name__ == "__main__":

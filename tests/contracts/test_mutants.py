@@ -47,7 +47,21 @@ def test_the_score_counts_rooms_and_leaves_equivalent_mutants_out():
         return mutants.Mutant(room, mutant_id, "a.py", "x", "y", "Because.", ("tests",), equivalent=equivalent)
 
     listed = [mutant("a", "a1"), mutant("a", "a2"), mutant("b", "b1"), mutant("b", "b2", "no effect")]
-    table = mutants.score(listed, {"a1": "killed", "a2": "survived", "b1": "killed"})
-    assert "| a | 2 | 1 | 50% |" in table
-    assert "| b | 1 | 1 | 100% |" in table
-    assert "| all | 3 | 2 | 67% |" in table
+    table = mutants.score(listed, {"a1": "killed", "a2": "hung", "b1": "killed"})
+    assert "| a | 2 | 1 | 1 | 50% |" in table
+    assert "| b | 1 | 1 | 0 | 100% |" in table
+    assert "| all | 3 | 2 | 1 | 67% |" in table
+
+
+@pytest.mark.parametrize(
+    ("body", "limit_s", "outcome"),
+    [
+        ("assert True", 60, ("survived", "")),
+        ("assert False", 60, ("killed", "test_planted.py::test_it")),
+        ("import time; time.sleep(30)", 1, ("hung", "test_planted.py::test_it")),
+    ],
+)
+def test_a_test_that_fails_is_told_from_one_that_does_not_end(tmp_path, monkeypatch, body, limit_s, outcome):
+    monkeypatch.setattr(mutants, "_LONGEST_TEST_S", limit_s)
+    (tmp_path / "test_planted.py").write_text(f"def test_it():\n    {body}\n")
+    assert mutants._run_tests(("test_planted.py",), tmp_path) == outcome

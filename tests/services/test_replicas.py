@@ -311,6 +311,20 @@ async def test_the_copy_of_a_lost_owner_is_kept_for_the_grace_and_then_dropped(
     await by_hand.eventually(lambda: cluster.replicas[owned.holder.instance_id].usage().used_bytes == 0, "dropped")
 
 
+async def test_a_holder_does_not_take_the_next_life_of_an_owner_for_the_one_that_it_has_a_copy_of(
+    cluster: Any, by_hand: Any, begin: Any
+) -> None:
+    owned = await begin()
+    holder = owned.holder.service._holder
+    (held,) = holder._held.values()
+    owner_id, life = held.offer.owner_id, held.offer.owner_incarnation
+    assert owner_id == owned.owner.instance_id
+    assert holder._is_there(owner_id, life)
+    assert not holder._is_there(owner_id, life + 1)
+    await by_hand.abort(owned.owner, "a")
+    await nothing_is_held(cluster, by_hand)
+
+
 async def test_nothing_resumes_a_lost_request_for_longer_than_the_grace(cluster: Any, by_hand: Any, begin: Any) -> None:
     owned = await begin(max_tokens=400)
     owned.owner.host._service.break_off("it is killed")

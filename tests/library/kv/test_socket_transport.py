@@ -103,6 +103,11 @@ def test_a_silent_stranger_is_sent_away(connect: Connect) -> None:
     connect().require_closed()
 
 
+def test_a_sender_does_not_stay_connected_to_another_life_of_its_receiver(receiver: KvReceiver) -> None:
+    with pytest.raises(LinkLost, match=f"epoch {EPOCH} answers"):
+        SocketTransport("tcp").connect(receiver.endpoints[0], EPOCH - 1, KvPool(LAYOUT, 4), None)  # type: ignore[arg-type]
+
+
 def test_another_version_is_sent_away(connect: Connect) -> None:
     stranger = connect()
     hello = bytearray(Hello().pack())

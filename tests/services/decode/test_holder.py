@@ -1,5 +1,6 @@
 """Which copies a holder keeps, of which owners, over a store that moves nothing."""
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable
@@ -11,9 +12,10 @@ from prometheus_client import CollectorRegistry
 
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import ReplicaOffer, Resumption
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.errors import InvalidArgument, NoCapacity, RequestAlreadyExists, StaleAttempt, Unavailable
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.replicas.store import ReplicaGrew, ReplicaKey, ReplicaUsage
+from kaveri.kv.replicas.store import ReplicaDropped, ReplicaGrew, ReplicaKey, ReplicaOrphaned, ReplicaUsage
 from services.decode import holding
 from services.decode.holder import ReplicaHolder
 from services.decode.replica_metrics import ReplicaMetrics
@@ -142,6 +144,54 @@ def test_an_update_of_another_copy_or_with_another_secret_changes_nothing(holder
         holder.update("r", owned(1, 1, bytes(range(16))), 3)
     holder.close("r", owned(0, 1))
     assert holder.held_count == 0
+
+
+def test_an_update_of_a_former_owner_gives_it_nothing_back(holder: ReplicaHolder) -> None:
+    holder.open(offer(3))
+    holder.update("r", owned(2, 1), 3)
+    holder.update("r", owned(1, 1), 3)
+    holder.close("r", owned(1, 1))
+    assert holder.held_count == 1
+
+
+def test_another_request_with_the_same_id_gets_no_room_while_the_copy_is_in_use(
+    holder: ReplicaHolder, store: Store
+) -> None:
+    holder.open(offer(3))
+    held = set(store.keys)
+    with pytest.raises(Unavailable):
+        holder.open(replace(offer(4), ownership=owned(9, 9, bytes(range(16)))))
+    assert store.keys == held
+
+
+async def test_another_request_with_the_same_id_neither_closes_a_copy_nor_waits_for_it(holder: ReplicaHolder) -> None:
+    holder.open(offer(3))
+    other = owned(9, 9, bytes(range(16)))
+    holder.close("r", other)
+    assert holder.held_count == 1
+    with pytest.raises(InvalidArgument):
+        async with asyncio.timeout(10.0):
+            await holder.await_resumed("r", other, 3)
+
+
+def test_late_news_of_a_copy_change_nothing_of_the_one_that_replaced_it(holder: ReplicaHolder, store: Store) -> None:
+    holder.open(offer(1))
+    (former,) = store.keys
+    holder.open(offer(1, attempt=2))
+    lost = "the link is lost"
+    for news in (ReplicaGrew(former, 16), ReplicaOrphaned(former, lost), ReplicaDropped(former, lost)):
+        holder._hear(news)
+    (held,) = holder._held.values()
+    assert (held.key.attempt, held.watermark, held.state) == (2, 0, holding.Growing())
+
+
+async def test_a_former_owner_resumes_nothing_however_long_the_present_one_has_the_copy(holder: ReplicaHolder) -> None:
+    holder.open(offer(1, session=1, attempt=2))
+    late = Resumption("r", owned(0, 5), TOKENS, 1, ResolvedParams(), 60.0, None, holder_incarnation=7)
+    with pytest.raises(RequestAlreadyExists):
+        await holder.resume(late)
+    with pytest.raises(StaleAttempt):
+        await holder.resume(replace(late, ownership=owned(1, 1)))
 
 
 def test_a_copy_that_finds_no_block_for_long_is_shut_and_kept(holder: ReplicaHolder, store: Store) -> None:

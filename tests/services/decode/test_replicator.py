@@ -10,11 +10,11 @@ from prometheus_client import CollectorRegistry
 
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import ResolvedParams
-from kaveri.domain.view import ClusterView
+from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, Role
 from kaveri.engine.contract import EngineKey, EngineRequest, LetGo
 from kaveri.policy.growth import BatchMember
 from kaveri.policy.replication import CopyRules, ReplicationMode
-from services.decode.copying import Holder, Moving
+from services.decode.copying import Copied, Holder, Moving
 from services.decode.lifecycle import DecodeOutcome, Ready, Released, Running
 from services.decode.replica_metrics import ReplicaMetrics
 from services.decode.replicator import ReplicationSettings, Replicator, _Owned
@@ -99,3 +99,21 @@ async def test_a_preempted_request_is_not_let_go_before_it_draws_again(bench: Be
     bench.request.state = Running(0.0, 0.0, 2, holds_blocks=holds_blocks)
     bench.replicator.drain()
     assert bench.replicator._moves(bench.request) is holds_blocks
+
+
+@pytest.mark.parametrize("life", [HOLDER.incarnation, HOLDER.incarnation + 1])
+async def test_a_request_is_let_go_only_to_the_life_of_its_holder_that_has_the_copy(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, life: int
+) -> None:
+    record = InstanceRecord(HOLDER.instance_id, life, Role.ENGINE, HOLDER.address, "m")
+    view = ClusterView({HOLDER.instance_id: InstanceStatus(record, InstanceLoad())})
+    monkeypatch.setattr(bench.replicator._store, "view", lambda: view)
+    monkeypatch.setattr(bench.replicator, "_needed_blocks", lambda request: 1)
+    monkeypatch.setattr(bench.replicator, "_has_room", lambda instance, request: True)
+    monkeypatch.setattr(bench.replicator._engine, "release", lambda key, timeout_s: None, raising=False)
+    bench.request.state = Running(0.0, 0.0, 2)
+    owned = bench.replicator._owned[KEY]
+    owned.copy = Copied(HOLDER, 0, 3)
+    bench.replicator.drain()
+    bench.replicator._move_some()
+    assert isinstance(owned.copy, Moving) is (life == HOLDER.incarnation)

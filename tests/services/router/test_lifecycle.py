@@ -144,6 +144,26 @@ def test_tokens_of_another_life_of_the_named_instance_are_not_taken() -> None:
     assert isinstance(state, Decoding)
 
 
+def test_tokens_that_another_instance_draws_for_the_same_attempt_are_dropped_while_decode_draws() -> None:
+    another_life = ONE._replace(incarnation=10)
+    drawn = run(DecodeNamed(ONE), FIRST, tokens(ONE, 1, 8), tokens(OTHER, 2, 80), tokens(another_life, 2, 90))
+    assert appended(drawn[1]) == [7, 8]
+    assert run(tokens(ONE, 2, 9), state=drawn[0])[1] == [Append((9,), (), None)]
+
+
+def test_of_tokens_that_overlap_the_answer_only_the_new_ones_are_appended() -> None:
+    _, actions = run(DecodeNamed(ONE), FIRST, tokens(ONE, 1, 8), tokens(ONE, 1, 8, 9), tokens(ONE, 2, 9, 10, 11))
+    assert appended(actions) == [7, 8, 9, 10, 11]
+
+
+def test_what_gives_a_former_attempt_up_at_the_same_instance_is_nothing_to_the_present_one() -> None:
+    second = replace(ATTEMPT, number=2)
+    drawing = Decoding(second, 2, ONE, PrefillLeg.COMPLETE)
+    for state in (drawing, Resuming(second, 2, ONE)):
+        assert run(GivenUp(1, ONE, GONE), state=state) == (state, [])
+    assert isinstance(run(GivenUp(2, ONE, GONE), state=drawing)[0], Lost)
+
+
 def test_no_more_tokens_are_held_than_the_answer_may_have() -> None:
     state, _ = run(tokens(ONE, 1, *range(20)))
     assert isinstance(state, Prefilling)

@@ -87,7 +87,7 @@ async def test_a_later_session_waits_for_the_end_of_a_dead_routers_claim_of_anot
     cluster: ScriptedCluster,
 ) -> None:
     """The store was away while the request's first session began, so the claim before it is still there."""
-    of_another = replace(HELD, secret_hash="of another request")
+    of_another = replace(HELD, secret_hash="of another request", hint=b"of another request")
     async with cluster.router() as router, MemoryStore(cluster.cluster) as other:
         await other.heartbeat(OTHER, InstanceLoad())
         await eventually(lambda: OTHER.instance_id in router.router.store.view().instances)

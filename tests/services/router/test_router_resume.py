@@ -164,6 +164,23 @@ async def test_a_holder_that_dies_while_it_is_asked_costs_no_token(
     assert len(cluster.taken()) == 2
 
 
+async def test_a_resume_that_another_life_of_the_holder_answers_is_none(
+    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
+) -> None:
+    holder.may_answer.clear()
+    holder.may_step.clear()
+    await cluster.add_decode("decode-2")
+    async with begun(cluster) as (router, collecting):
+        cluster.place_on = "decode-2"
+        await cluster.kill("decode-0")
+        await eventually(lambda: is_asked(router) and bool(holder.resumes))
+        holder.incarnation += 1
+        holder.may_answer.set()
+        responses = await collecting
+    assert tokens_of(responses) == answer(PROMPT, 20)
+    assert (responses[-1].timing.resumes, responses[-1].timing.decode_instance_id) == (0, "decode-2")
+
+
 async def test_a_holder_that_goes_silent_while_it_is_asked_is_left(
     cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
 ) -> None:
@@ -290,6 +307,24 @@ async def test_an_old_hint_costs_a_question_and_the_request_is_found_where_it_ru
     assert answer(PROMPT, 10) + tokens_of(rest) == answer(PROMPT, 20)
     assert not cluster.taken(), "the prompt was not computed again"
     assert (rest[-1].timing.attempts, rest[-1].timing.resumes) == (1, 0)
+
+
+async def test_the_next_life_of_a_hinted_owner_is_not_asked_for_what_the_holder_has(
+    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
+) -> None:
+    owner.attachable.add("one")
+    holder.copies.add("one")
+    async with cluster.router() as router:
+        await eventually(lambda: router.router.feeds.is_connected(InstanceLife("decode-1", holder.incarnation)))
+        request = ask(request_id="one", secret=SECRET, session=1)
+        request.params.seed = 1
+        request.received.token_ids.extend(answer(PROMPT, 10))
+        request.received.max_tokens = 20
+        hint = OwnerHint(None, InstanceLife("decode-0", 1), InstanceLife("decode-1", holder.incarnation))
+        request.received.owner.CopyFrom(hint_to_proto(hint))
+        rest = await rest_of(router.stub.Generate(request, timeout=20))
+    assert answer(PROMPT, 10) + tokens_of(rest) == answer(PROMPT, 20)
+    assert (rest[-1].timing.resumes, owner.attached) == (1, [])
 
 
 @pytest.mark.parametrize("hinted", ["decode", "prefill", "decode, the store by a former one", "none"])

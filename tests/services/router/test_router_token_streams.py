@@ -123,15 +123,17 @@ async def test_a_placement_that_names_a_former_life_of_a_decode_instance_is_lost
     for prefill in cluster.prefills.values():
         prefill.hold.add("placed")
     async with cluster.router() as router:
-        collecting = asyncio.create_task(collect(router.stub.Generate(ask(), timeout=60)))
+        collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="moved"), timeout=20)))
         await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
         await cluster.kill("decode-0")
         again = await cluster.add_decode("decode-0")
         await eventually(lambda: bool(again.subscribers))
+        again.attachable.add("moved")
         cluster.let_all_go()
         responses = await collecting
         assert tokens_of(responses) == answer(PROMPT, 20)
         assert responses[-1].timing.attempts == 2
+        assert not again.attached, "the next life is not asked for it"
 
 
 async def test_an_instance_that_no_view_ever_names_is_forgotten_with_its_last_request(

@@ -1,0 +1,77 @@
+"""Former owners and strangers change nothing of a request, and are told so."""
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kaveri.domain.attachment import Attachment
+from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.sampling import ResolvedParams
+from kaveri.engine.contract import EngineKey, EngineRequest, TokenStep
+from kaveri.errors import RequestAlreadyExists
+from kaveri.policy.growth import BatchMember
+from services.decode.attaching import Awaited
+from services.decode.lifecycle import Running
+from services.decode.metrics import DecodeMetrics
+from services.decode.owners import RequestOwners
+from services.decode.requests import DecodeRequest, KnownAttempts, ResumedHere
+
+PROMPT = tuple(range(1, 11))
+SECRET = b"s" * 16
+FORMER = Ownership(Owner(0, 2), "router-0", SECRET)
+PRESENT = Ownership(Owner(1, 1), "router-1", SECRET)
+
+
+@pytest.fixture
+def owners() -> RequestOwners:
+    """It remembers no owner of what is not here."""
+    made = RequestOwners(10.0, lambda name: None, DecodeMetrics(CollectorRegistry()))
+    made._attempts = KnownAttempts(0.0, 0)
+    return made
+
+
+def add(owners: RequestOwners) -> DecodeRequest:
+    """A request of the present owner that has drawn five tokens behind prefill's, and sent them."""
+    engine_request = EngineRequest(EngineKey("r", 1), PROMPT, 0, ResolvedParams(max_tokens=20))
+    request = DecodeRequest(engine_request, PRESENT, 0.0, 60.0, BatchMember(10), Running(0.0))
+    owners.requests.add(request)
+    for index in range(1, 6):
+        request.log.gain(TokenStep(request.key, index, 100 + index, None, None), None)
+    request.log.take("r", request.owner)
+    return request
+
+
+@pytest.mark.parametrize("owner", [FORMER, PRESENT._replace(router_id="router-0")])
+async def test_a_stream_that_is_opened_again_gets_no_request_that_belongs_to_another(
+    owners: RequestOwners, owner: Ownership
+) -> None:
+    request = add(owners)
+    stream = owners.open_stream(owner.router_id, [Awaited("r", owner.owner, 2)])
+    (notice,) = await stream.next_batch()
+    assert (notice.owner, notice.token_ids) == (owner.owner, [])
+    assert "another owner" in notice.end.error
+    assert not request.log.has_unsent, "its own router would get tokens again"
+
+
+async def test_a_stream_that_is_opened_again_goes_on_where_its_router_is(owners: RequestOwners) -> None:
+    add(owners)
+    stream = owners.open_stream("router-1", [Awaited("r", PRESENT.owner, 3)])
+    (gained,) = await stream.next_batch()
+    assert (gained.index, gained.token_ids) == (3, [103, 104, 105])
+
+
+def test_only_the_owner_that_has_resumed_a_request_is_told_so(owners: RequestOwners) -> None:
+    request = add(owners)
+    request.resumed = ResumedHere(8, None)  # type: ignore[arg-type]
+    assert owners.resumed("r", PRESENT) is request
+    for other in (FORMER, PRESENT._replace(owner=Owner(1, 2)), PRESENT._replace(secret=b"another secret, too")):
+        assert owners.resumed("r", other) is None
+
+
+async def test_a_former_owner_is_refused_however_long_the_present_one_has_the_request(owners: RequestOwners) -> None:
+    add(owners)
+    with pytest.raises(RequestAlreadyExists):
+        owners.note_owner("r", FORMER)
+    with pytest.raises(RequestAlreadyExists):
+        owners.attach(Attachment("r", FORMER, (*PROMPT, 100), 1))
+    assert owners.attach(Attachment("r", PRESENT, (*PROMPT, 100), 1)).params.max_tokens == 20
+    owners.streams.close_all()

@@ -1,0 +1,87 @@
+"""What former lives of instances and routers say, or the next ones at their addresses, is not taken for theirs."""
+
+import pytest
+
+from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
+from kaveri.cluster.store import RequestClaim
+from kaveri.domain.attachment import Attachment
+from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, Role
+from kaveri.errors import Unavailable
+from kaveri.rpc.channels import Channels
+from kaveri.v1 import inference_pb2
+from services.router.claims import RequestClaims
+from services.router.lifecycle_values import InstanceLife
+from services.router.prefill_watch import PrefillWatch
+from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.scripted_answers import PROMPT, eventually
+
+SECRET = b"s" * 16
+
+
+async def test_another_life_that_answers_at_the_address_is_not_followed_and_owns_nothing(
+    cluster: ScriptedCluster,
+) -> None:
+    decode, record = cluster.decodes["decode-0"], cluster.instances["decode-0"].record
+    async with cluster.router() as router:
+        feeds, life = router.router.feeds, InstanceLife("decode-0", record.incarnation)
+        await eventually(lambda: feeds.is_connected(life))
+        assert not feeds.is_connected(life._replace(incarnation=life.incarnation + 1))
+        # It has started again, and the view does not name it yet.
+        decode.incarnation += 1
+        decode.attachable.add("one")
+        mine = Ownership(Owner(1, 1), "router", SECRET)
+        with pytest.raises(Unavailable, match="restarted"):
+            await feeds.attach(record, Attachment("one", mine, PROMPT, 0))
+        subscription = feeds._subscriptions["decode-0"]
+        calls = {subscription.call}
+
+        def has_asked_again() -> bool:
+            calls.add(subscription.call)
+            return len(calls) > 3
+
+        subscription.break_off("planted")
+        await eventually(has_asked_again)
+        assert not feeds.is_connected(life)
+
+
+class ClaimedStore(MemoryStore):
+    """An id is claimed by a router that has started again since."""
+
+    lookups = 0
+
+    async def claim_request(self, claim: RequestClaim, ttl_s: float) -> RequestClaim | None:
+        self.lookups += 1
+        return RequestClaim("mine", "router-9", 7) if self.lookups < 8 else None
+
+    def view(self) -> ClusterView:
+        record = InstanceRecord("router-9", 8, Role.ROUTER, "127.0.0.1:1", "m", lease_ttl_s=1.0)
+        return ClusterView({"router-9": InstanceStatus(record, InstanceLoad(), 0.0)})
+
+
+async def test_the_next_life_of_a_router_does_not_speak_for_the_claims_of_the_one_before() -> None:
+    async with ClaimedStore(MemoryCluster()) as store:
+        claims = RequestClaims(store, "router-0", 1)
+        assert await claims.open(claims.claim_of("mine", 0, b""), 60.0) == b""
+
+
+async def test_a_request_whose_router_has_started_again_may_be_cancelled(cluster: ScriptedCluster) -> None:
+    """Its client may re-attach here."""
+    async with cluster.router() as router:
+        former = RequestClaim("mine", "router-0", router.router.incarnation + 1, secret_hash="of its client")
+        cluster.cluster.put_request(former, 60.0)
+        assert (await router.stub.Cancel(inference_pb2.CancelRequest(request_id="mine"), timeout=60)).found
+        await router.router.store.close_requests([former])
+
+
+async def test_a_prefill_instance_that_went_silent_may_serve_once_it_has_started_again() -> None:
+    channels = Channels()
+    watch = PrefillWatch(channels, 0.5)
+    record = InstanceRecord("prefill-0", 1, Role.ENGINE, "127.0.0.1:1", "m")
+    watch.suspected(record)
+    for incarnation, silent_ids in ((1, {"prefill-0"}), (2, set())):
+        life = InstanceRecord("prefill-0", incarnation, Role.ENGINE, "127.0.0.1:1", "m")
+        watch.update(ClusterView({"prefill-0": InstanceStatus(life, InstanceLoad(), 0.0)}))
+        assert watch.silent_ids == silent_ids
+    watch.close()
+    await channels.close()
