@@ -7,10 +7,10 @@ from kaveri.domain.attachment import Attachment
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineKey, EngineRequest, TokenStep
-from kaveri.errors import RequestAlreadyExists
+from kaveri.errors import RequestAlreadyExists, RequestNotFound
 from kaveri.policy.growth import BatchMember
 from services.decode.attaching import Awaited
-from services.decode.lifecycle import Running
+from services.decode.lifecycle import InLine, Running, State
 from services.decode.metrics import DecodeMetrics
 from services.decode.owners import RequestOwners
 from services.decode.requests import DecodeRequest, KnownAttempts, ResumedHere
@@ -29,10 +29,10 @@ def owners() -> RequestOwners:
     return made
 
 
-def add(owners: RequestOwners) -> DecodeRequest:
+def add(owners: RequestOwners, state: State | None = None) -> DecodeRequest:
     """A request of the present owner that has drawn five tokens behind prefill's, and sent them."""
     engine_request = EngineRequest(EngineKey("r", 1), PROMPT, 0, ResolvedParams(max_tokens=20))
-    request = DecodeRequest(engine_request, PRESENT, 0.0, 60.0, BatchMember(10), Running(0.0))
+    request = DecodeRequest(engine_request, PRESENT, 0.0, 60.0, BatchMember(10), state or Running(0.0))
     owners.requests.add(request)
     for index in range(1, 6):
         request.log.gain(TokenStep(request.key, index, 100 + index, None, None), None)
@@ -75,3 +75,15 @@ async def test_a_former_owner_is_refused_however_long_the_present_one_has_the_re
         owners.attach(Attachment("r", FORMER, (*PROMPT, 100), 1))
     assert owners.attach(Attachment("r", PRESENT, (*PROMPT, 100), 1)).params.max_tokens == 20
     owners.streams.close_all()
+
+
+@pytest.mark.parametrize(
+    ("state", "generated", "reason"),
+    [(InLine(stays=False), (100,), "not landed"), (Running(0.0), (), "first token is known to prefill alone")],
+)
+def test_what_prefill_has_still_to_tell_of_a_request_is_asked_of_prefill(
+    owners: RequestOwners, state: State, generated: tuple[int, ...], reason: str
+) -> None:
+    add(owners, state)
+    with pytest.raises(RequestNotFound, match=reason):
+        owners.attach(Attachment("r", PRESENT, (*PROMPT, *generated), len(generated), landed=True))
