@@ -78,8 +78,11 @@ class Observed:
     async def until(self, condition: Callable[[], AsyncIterator[str]]) -> None:
         """Sends requests until nothing is missing. condition: names what is."""
         give_up_at_s = time.monotonic() + WITHIN_S
-        while missing := [name async for name in condition()]:
-            assert time.monotonic() < give_up_at_s, f"after {WITHIN_S} s still: {missing}"
+        # The first is enough: all queries together keep a core busy for a second.
+        while missing := await _first(condition()):
+            assert time.monotonic() < give_up_at_s, (
+                f"after {WITHIN_S} s still: {missing}; of all: {[name async for name in condition()]}"
+            )
             await self.ask()
 
     def exposed(self) -> set[str]:
@@ -180,18 +183,24 @@ async def test_every_panel_has_series_after_an_instance_was_lost_and_the_loss_ra
         await observed.cluster.kill(owner)
 
         async def missing() -> AsyncIterator[str]:
-            for name, expr in (*_panels(), *_rules()):
-                if name not in FOR_RARE_EVENTS and not await observed.prometheus.values(expr):
-                    yield f"{name}: {expr}"
             alerts = await observed.prometheus.alerts()
             for name in ("KaveriAttemptsLost", "KaveriInstancesLost"):
                 if alerts[name] != "firing":
                     yield f"{name} does not fire"
+            for name, expr in (*_panels(), *_rules()):
+                if name not in FOR_RARE_EVENTS and not await observed.prometheus.values(expr):
+                    yield f"{name}: {expr}"
 
         await observed.until(missing)
     finally:
         reading.task.cancel()
         await asyncio.gather(reading.task, return_exceptions=True)
+
+
+async def _first(names: AsyncIterator[str]) -> str | None:
+    async for name in names:
+        return name
+    return None
 
 
 def _decoding(view: ClusterView) -> list[str]:

@@ -23,6 +23,7 @@ from tests.support.scripted_ports import inherited_tls
 DEPLOYED = Path(__file__).resolve().parents[2] / "deploy" / "prometheus"
 _START_S = 60.0
 _POLL_S = 0.1
+_FOR = "2s"
 
 
 def prometheus_program(name: str) -> str:
@@ -40,6 +41,15 @@ def rule_groups() -> list[dict[str, Any]]:
     return [
         group for path in sorted(DEPLOYED.glob("rules/*.yml")) for group in yaml.safe_load(path.read_text())["groups"]
     ]
+
+
+def _prompt_rule_groups() -> list[dict[str, Any]]:
+    """The same, with alerts that fire after _FOR. tests/contracts/test_prometheus.py verifies the deployed times."""
+    groups = rule_groups()
+    for rule in (rule for group in groups for rule in group["rules"]):
+        if "for" in rule:
+            rule["for"] = _FOR
+    return groups
 
 
 class PrometheusApi:
@@ -77,13 +87,15 @@ class PrometheusApi:
 
 @contextlib.asynccontextmanager
 async def run_prometheus(folder: Path, routers: Sequence[str]) -> AsyncIterator[PrometheusApi]:
-    """Runs Prometheus with the deployed configuration while the context lasts; only the addresses of /sd are others,
-    and it scrapes every second. folder: for its configuration, data and log. routers: "host:port" of their metrics.
-    With --tls it shows a certificate, as the comment in that configuration says."""
+    """Runs Prometheus with the deployed configuration while the context lasts; only the addresses of /sd are others, it
+    scrapes every second, and alerts fire after seconds instead of minutes. folder: for its configuration, data and log.
+    routers: "host:port" of their metrics. With --tls it shows a certificate, as the comment in that configuration says.
+    """
     program = prometheus_program("prometheus")
     config = yaml.safe_load((DEPLOYED / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    config["rule_files"] = [str(DEPLOYED / pattern) for pattern in config["rule_files"]]
+    (folder / "rules.yml").write_text(yaml.safe_dump({"groups": _prompt_rule_groups()}))
+    config["rule_files"] = [str(folder / "rules.yml")]
     (job,) = config["scrape_configs"]
     scheme, tls = "http", dict[str, Any]()
     if (files := inherited_tls()) is not None:
