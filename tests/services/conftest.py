@@ -362,6 +362,10 @@ def kv_transports() -> tuple[str, ...]:
     return TRANSPORT_NAMES
 
 
+_WITH_VLLM = ("shm", "tcp")
+"""A transport that writes into the receiver's memory, and one that sends it a stream."""
+
+
 @pytest.fixture(params=(*TRANSPORT_NAMES, "nixl", "gloo"))
 def each_kv_transport(request: pytest.FixtureRequest) -> tuple[str, ...]:
     """One by one those that run on this machine. tls, which needs certificates, has a file of its own."""
@@ -371,10 +375,20 @@ def each_kv_transport(request: pytest.FixtureRequest) -> tuple[str, ...]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Whichever test comes first waits for vLLM to load its model, a minute where much else runs."""
+    """With vLLM, tests of all transports run over _WITH_VLLM: `make test` runs them over each, and tests/vllm brings KV
+    to vLLM over each."""
     if config.getoption("--engine") == "vllm":
+        kept = [item for item in items if _transport_of(item) in (None, *_WITH_VLLM)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
         for item in items:
+            # Whichever comes first waits for vLLM to load its model, a minute where much else runs.
             item.add_marker(pytest.mark.timeout(600))
+
+
+def _transport_of(item: pytest.Item) -> str | None:
+    callspec = getattr(item, "callspec", None)
+    return None if callspec is None else callspec.params.get("each_kv_transport")
 
 
 @pytest.fixture(scope="session")
