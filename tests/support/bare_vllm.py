@@ -13,6 +13,7 @@ from typing import Any
 
 from kaveri.domain.sampling import ResolvedParams, SamplingParams
 from kaveri.engine.contract import EngineKey, EngineRequest
+from tests.support.forked_ranks import fork_ranks
 
 _MOST_S = 300.0
 
@@ -35,7 +36,7 @@ def bare_vllm_answers(
     }
     context = multiprocessing.get_context("forkserver")
     # So that vLLM is imported once for all of them.
-    context.set_forkserver_preload(["vllm"])
+    context.set_forkserver_preload(["tests.support.imported_vllm"])
     receiving, sending = context.Pipe(duplex=False)
     # Not a daemon: with tensor parallelism it has processes of its own, which end with it.
     process = context.Process(target=_serve, args=(asked, dict(os.environ), sending))
@@ -54,6 +55,7 @@ def bare_vllm_answers(
 
 def _serve(asked: dict[str, Any], environment: dict[str, str], sending: Connection) -> None:
     os.environ.update(environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"})
+    fork_ranks()
     sending.send(_answer(asked))
 
 

@@ -144,7 +144,7 @@ class VllmEngines:
             prepare,
             str(self._folder),
             _VLLM_LOADING,
-            preload=["tests.support.vllm_services"],
+            preload=["tests.support.imported_vllm", "tests.support.vllm_services"],
             OMP_NUM_THREADS="1",
             VLLM_LOGGING_LEVEL="ERROR",
             VLLM_ENABLE_V1_MULTIPROCESSING="0",

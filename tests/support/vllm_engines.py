@@ -16,6 +16,7 @@ from kaveri.engine.vllm.engine import VllmEngine
 from kaveri.engine.vllm.loading import load_core
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transports import make_transports
+from tests.support.forked_ranks import fork_ranks
 
 _VACATE_STEPS = 100
 
@@ -26,6 +27,7 @@ def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
     loading: of EngineSettings, and "mirrored" of load_core.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    fork_ranks()
     mirrored = loading.pop("mirrored", False)
     core = load_core(EngineSettings(model=model, **loading), mirrored)
 

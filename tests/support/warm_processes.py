@@ -27,11 +27,12 @@ from unittest import mock
 from kaveri import leash
 from kaveri.engine import own_process, own_process_server
 from kaveri.local.process import ChildProcess
+from tests.support.forked_ranks import fork_ranks
 
 _DOORS = ("-torch", "services.router.service", "services.gateway.service")
 """Routers hide torch before they import anything."""
 _INSTANCES = ("services.instance.service", "kaveri.engine.transformers.loading")
-_VLLM = ("vllm", "kaveri.engine.vllm.loading", "services.instance.service")
+_VLLM = ("tests.support.imported_vllm", "services.instance.service")
 _WARM_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """A process with threads cannot be copied by fork."""
 _RUN = "kaveri.config.run_service"
@@ -230,6 +231,7 @@ def _fork_engine() -> None:
     if pid == 0:
         ours.close()
         leash.fasten(parent_pid)
+        fork_ranks()
         with contextlib.suppress(EOFError, OSError):
             own_process_server.serve(Connection(theirs.detach()))
         sys.stderr.flush()

@@ -1,4 +1,7 @@
-"""`kaveri up --engine vllm` on the bundled model, as a user runs it."""
+"""`kaveri up --engine vllm` on the bundled model, as a user runs it.
+
+Nothing is imported beforehand, and vLLM starts the two ranks of decode anew.
+"""
 
 import os
 import re
@@ -22,6 +25,7 @@ def test_up_serves_the_bundled_model_with_vllms_own_options(tmp_path: Path) -> N
     options = tmp_path / "vllm.yaml"
     options.write_text("seed: 7\n")
     command = [str(Path(sys.executable).with_name("kaveri")), "up", "--engine", "vllm", "--engine-args", str(options)]
+    command += ["--decode.engine-args", '{"seed": 7, "tensor_parallel_size": 2}']
     command += ["--prefill", "1", "--decode", "1", "--port", "0", "--predictor", "none"]
     command += ["--kv-cache-memory", "32MiB", "--log-dir", str(tmp_path), "--start-timeout-s", str(_START_S)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}) as up:

@@ -48,7 +48,7 @@ class Lender:
             prepare,
             str(self._model),
             loading,
-            preload=["tests.support.vllm_engines"],
+            preload=["tests.support.imported_vllm", "tests.support.vllm_engines"],
             has_children=self._tensor_ranks > 1,
             # Ranks may share a core here.
             VLLM_CPU_OMP_THREADS_BIND="nobind",

@@ -47,7 +47,7 @@ def load() -> Iterator[Callable[..., EngineProcess]]:
                 __import__("tests.support.vllm_engines", fromlist=["prepare"]).prepare,
                 str(folder),
                 loading,
-                preload=["tests.support.vllm_engines"],
+                preload=["tests.support.imported_vllm", "tests.support.vllm_engines"],
                 VLLM_CPU_OMP_THREADS_BIND="nobind",
                 OMP_NUM_THREADS="1",
                 VLLM_LOGGING_LEVEL="ERROR",

@@ -1,0 +1,29 @@
+"""Imports, when it is imported, all that vLLM imports for an engine of the tests' models.
+
+vLLM imports most of itself when it is first used. Processes that copy this one by fork have it then.
+"""
+
+import gc
+import importlib
+
+_MODULES = (
+    "kaveri.engine.vllm.connector",
+    "kaveri.engine.vllm.engine",
+    "kaveri.engine.vllm.loading",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.opt",
+    "vllm.model_executor.models.phi3",
+    "vllm.model_executor.models.qwen2",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+)
+
+for _name in _MODULES:
+    importlib.import_module(_name)
+# vLLM names the processes of ranks. The library finds the memory of a name by the environment, which copies replace.
+importlib.import_module("setproctitle").getproctitle()
+# Engines collect garbage while they start, which takes a third of a second over all these modules, each time.
+gc.collect()
+gc.freeze()
