@@ -215,6 +215,12 @@ def test_a_gap_loses_the_attempt() -> None:
     assert appended(actions) == [7, 8]
 
 
+def test_a_gap_between_the_first_token_and_those_of_decode_loses_the_attempt() -> None:
+    state, actions = run(DecodeNamed(ONE), FIRST, tokens(ONE, 2, 9))
+    assert isinstance(state, Lost)
+    assert appended(actions) == [7]
+
+
 def test_tokens_of_a_former_attempt_are_disowned_unless_they_are_the_last() -> None:
     second = replace(ATTEMPT, number=2)
     for state in (Prefilling(second, 0), Lost(second, 0, GONE, Setback.LOST, None, PrefillLeg.WORKING)):
