@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -105,7 +106,7 @@ def test_a_silent_stranger_is_sent_away(connect: Connect) -> None:
 
 def test_a_sender_does_not_stay_connected_to_another_life_of_its_receiver(receiver: KvReceiver) -> None:
     with pytest.raises(LinkLost, match=f"epoch {EPOCH} answers"):
-        SocketTransport("tcp").connect(receiver.endpoints[0], EPOCH - 1, KvPool(LAYOUT, 4), None)  # type: ignore[arg-type]
+        SocketTransport("tcp").connect(receiver.endpoints[0], EPOCH - 1, KvPool(LAYOUT, 4), Mock()).close()
 
 
 def test_another_version_is_sent_away(connect: Connect) -> None:
