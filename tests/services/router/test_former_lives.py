@@ -1,5 +1,7 @@
 """What former lives of instances and routers say, or the next ones at their addresses, is not taken for theirs."""
 
+from dataclasses import replace
+
 import pytest
 
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
@@ -14,7 +16,7 @@ from services.router.claims import RequestClaims
 from services.router.lifecycle_values import InstanceLife
 from services.router.prefill_watch import PrefillWatch
 from tests.services.router.cluster_script import ScriptedCluster
-from tests.services.router.scripted_answers import PROMPT, eventually
+from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, tokens_of
 
 SECRET = b"s" * 16
 
@@ -43,6 +45,21 @@ async def test_another_life_that_answers_at_the_address_is_not_followed_and_owns
         subscription.break_off("planted")
         await eventually(has_asked_again)
         assert not feeds.is_connected(life)
+
+
+async def test_an_instance_that_starts_again_at_its_address_is_followed_in_its_new_life(
+    cluster: ScriptedCluster,
+) -> None:
+    decode, instance = cluster.decodes["decode-0"], cluster.instances["decode-0"]
+    cluster.place_on = "decode-0"
+    async with cluster.router() as router:
+        feeds = router.router.feeds
+        await eventually(lambda: feeds.is_connected(InstanceLife("decode-0", decode.incarnation)))
+        decode.incarnation += 1
+        instance.heartbeat._record = replace(instance.record, incarnation=decode.incarnation)
+        await eventually(lambda: feeds.is_connected(InstanceLife("decode-0", decode.incarnation)))
+        responses = await collect(router.stub.Generate(ask(), timeout=60))
+    assert (tokens_of(responses), responses[-1].timing.attempts) == (answer(PROMPT, 20), 1)
 
 
 class ClaimedStore(MemoryStore):
