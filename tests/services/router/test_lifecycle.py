@@ -129,6 +129,13 @@ def test_what_a_former_instance_gives_up_is_nothing_to_an_attempt_that_has_moved
     assert isinstance(state, Decoding)
 
 
+def test_nothing_is_kept_of_what_an_instance_sends_that_the_attempt_has_left() -> None:
+    state, actions = run(DecodeNamed(ONE), DecodeNamed(OTHER), tokens(ONE, 1, 8), GivenUp(1, ONE, GONE))
+    assert isinstance(state, Placed)
+    assert (state.decode, state.held.events) == (OTHER, ())
+    assert actions == [Follow(1, ONE), Follow(1, OTHER)]
+
+
 def test_an_end_that_overtakes_its_placement_is_taken_with_the_placement() -> None:
     state, actions = run(FIRST, tokens(ONE, 1, 8), GivenUp(1, ONE, GONE), DecodeNamed(ONE))
     assert appended(actions) == [7, 8]
