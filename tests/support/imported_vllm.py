@@ -20,8 +20,10 @@ _MODULES = (
     "vllm.v1.worker.cpu_worker",
 )
 
-for _name in _MODULES:
-    importlib.import_module(_name)
+# What an import does with a GPU may not survive a fork; tests/gpu have a copy of the package alone.
+if importlib.import_module("vllm.platforms").current_platform.is_cpu():
+    for _name in _MODULES:
+        importlib.import_module(_name)
 # vLLM names the processes of ranks. The library finds the memory of a name by the environment, which copies replace.
 importlib.import_module("setproctitle").getproctitle()
 # Engines collect garbage while they start, which takes a third of a second over all these modules, each time.
