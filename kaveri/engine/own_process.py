@@ -7,6 +7,7 @@ of its tokens per second. The other end of the connection is own_process_server.
 import contextlib
 import itertools
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as AnswerTimeout
+from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -27,14 +30,18 @@ from kaveri.engine.contract import (
     EngineRequest,
     EngineStats,
     EngineStopped,
+    RequestFailed,
+    StepTokens,
+    TokenStep,
 )
 from kaveri.engine.settings import EngineSettings
-from kaveri.errors import ConfigError, EngineError
+from kaveri.errors import ConfigError, EngineError, RequestAlreadyExists
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.telemetry.logs import log_settings
 
+_Packed = list[tuple[Any, ...]] | EngineEvent
 _ANSWER_TIMEOUT_S = 10.0
 """A process that does not answer for this long is ended: it is presumed stuck."""
 _INTEGRITY_TIMEOUT_S = 60.0
@@ -50,6 +57,36 @@ class StartedProcess(Protocol):
     def kill(self) -> None: ...
 
 
+def send(connection: "Connection[Any, Any]", message: object) -> None:
+    """Send a message. Connection.send would take several times as long. Raises OSError."""
+    connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
+def receive(connection: "Connection[Any, Any]") -> Any:
+    """Return the next message. Raises EOFError and OSError."""
+    return pickle.loads(connection.recv_bytes())
+
+
+def pack(events: Sequence[EngineEvent]) -> list[_Packed]:
+    """Make events cheap to send: those of tokens become plain tuples, a thirtieth of the time for every step."""
+    return [
+        [(*step.key, step.index, step.token_id, step.logprobs, step.finish) for step in event.steps]
+        if isinstance(event, StepTokens)
+        else event
+        for event in events
+    ]
+
+
+def unpack(packed: Sequence[_Packed]) -> list[EngineEvent]:
+    """Reverse pack()."""
+    return [
+        StepTokens(tuple(TokenStep(EngineKey(request_id, serial), *drawn) for request_id, serial, *drawn in event))
+        if isinstance(event, list)
+        else event
+        for event in packed
+    ]
+
+
 def start_process() -> tuple["Connection[Any, Any]", StartedProcess]:
     """Start the process and return a connection to it. It dies with the thread that calls this."""
     ours, theirs = socket.socketpair()
@@ -63,8 +100,10 @@ def start_process() -> tuple["Connection[Any, Any]", StartedProcess]:
 class OwnProcessEngine:
     """PrefillEngine and DecodeEngine of another process, which ends with this one.
 
-    Calls are carried out in order. Calls that can be refused (prefill, push_to, admit, replicate) wait for the answer,
-    a fraction of a millisecond; no other call waits. Statistics are those of the last message.
+    Calls are carried out in order. Calls that can be refused (push_to, replicate, prefill where blocks may be short)
+    wait for the answer, a fraction of a millisecond; no other call waits. A prompt that is refused without a wait is a
+    RequestFailed. Statistics are those of the last message that brought some: they
+    come with every event but tokens in the middle of an answer, and at least every 50 ms otherwise.
     """
 
     info: EngineInfo
@@ -79,6 +118,7 @@ class OwnProcessEngine:
         self._answers: dict[int, Future[Any]] = {}
         self._listener: EngineListener | None = None
         self._undelivered: deque[Sequence[EngineEvent]] = deque()
+        self._unanswered_blocks = 0
         self._is_over = self._closing = False
         opened: Future[EngineInfo] = Future()
         # It also starts the process: the kernel ends a process whose parent thread has ended.
@@ -103,7 +143,9 @@ class OwnProcessEngine:
         self._thread.join(_CLOSE_TIMEOUT_S)
 
     def stats(self) -> EngineStats:
-        return self._snapshot[0]
+        stats = self._snapshot[0]
+        # A process that stands still answers nothing more, and is found to be stuck.
+        return replace(stats, is_busy=True) if self._answers else stats
 
     def kv_flow(self) -> KvFlow:
         return self._snapshot[1]
@@ -113,7 +155,16 @@ class OwnProcessEngine:
             self._answer("check_integrity", timeout_s=_INTEGRITY_TIMEOUT_S)
 
     def prefill(self, request: EngineRequest) -> None:
-        self._answer("prefill", request)
+        self.info.require_servable(request)
+        block_count = self.info.layout.block_count(len(request.token_ids))
+        if self._sure_free_blocks() < block_count:
+            self._answer("prefill", request)
+            return
+        if self._is_over:
+            raise _ended()
+        with self._lock:
+            self._unanswered_blocks += block_count
+        self._ask("prefill", request).add_done_callback(partial(self._prefill_answered, request.key, block_count))
 
     def push_to(self, key: EngineKey, ticket: Ticket) -> None:
         self._answer("push_to", key, ticket)
@@ -131,7 +182,7 @@ class OwnProcessEngine:
         self._tell("adopt", key)
 
     def admit(self, key: EngineKey) -> None:
-        self._answer("admit", key)
+        self._tell("admit", key)
 
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
         self._answer("replicate", key, ticket)
@@ -142,6 +193,20 @@ class OwnProcessEngine:
     def abort(self, key: EngineKey) -> None:
         with contextlib.suppress(EngineError):
             self._tell("abort", key)
+
+    def _sure_free_blocks(self) -> int:
+        """Return the number of blocks that are free even if each running request has taken one since the last message,
+        and each prompt of a call without an answer its own."""
+        stats = self._snapshot[0]
+        return stats.free_blocks - stats.running_requests - self._unanswered_blocks
+
+    def _prefill_answered(self, key: EngineKey, block_count: int, answer: "Future[None]") -> None:
+        with self._lock:
+            self._unanswered_blocks -= block_count
+        error = answer.exception()
+        # A key that is live is a fault of the caller, whose first request with it goes on.
+        if error is not None and not self._is_over and not isinstance(error, RequestAlreadyExists):
+            self._undelivered.append([RequestFailed(key, str(error))])
 
     def _tell(self, method: str, *arguments: object) -> None:
         """Send a call without an answer. Raises EngineError once the process has ended."""
@@ -169,7 +234,7 @@ class OwnProcessEngine:
         if threading.current_thread() is self._thread:
             # Calls from the listener, on the reading thread. Events that come first are delivered when it has returned.
             while not answer.done():
-                self._take(*self._connection.recv())
+                self._take(*receive(self._connection))
         try:
             return answer.result(timeout_s)
         except AnswerTimeout as error:
@@ -179,7 +244,7 @@ class OwnProcessEngine:
     def _send(self, message: object) -> None:
         try:
             with self._lock:
-                self._connection.send(message)
+                send(self._connection, message)
         except OSError as error:
             raise _ended() from error
 
@@ -187,8 +252,8 @@ class OwnProcessEngine:
         """Start the process and read what it sends until it ends."""
         try:
             self._connection, self._process = start_process()
-            self._connection.send((settings, log_settings()))
-            outcome = self._connection.recv()
+            send(self._connection, (settings, log_settings()))
+            outcome = receive(self._connection)
         # Settings that cannot be sent, too: the caller waits for the outcome.
         except Exception as error:
             opened.set_exception(ConfigError("engine", f"its process has ended while it was loaded: {error!r}"))
@@ -208,7 +273,7 @@ class OwnProcessEngine:
         """Take messages and deliver events until the connection ends."""
         with contextlib.suppress(EOFError, OSError):
             while True:
-                self._take(*self._connection.recv())
+                self._take(*receive(self._connection))
                 while self._undelivered:
                     assert self._listener is not None, "events come after start()"
                     self._listener(self._undelivered.popleft())
@@ -224,7 +289,7 @@ class OwnProcessEngine:
             else:
                 answer.set_exception(error)
         elif result:
-            self._undelivered.append(result)
+            self._undelivered.append(unpack(result))
 
     def _end(self) -> None:
         with self._lock:

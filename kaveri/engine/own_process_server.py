@@ -1,7 +1,7 @@
 """The process of an engine that own_process.py starts: builds the engine, carries out calls, sends its events.
 
-Messages to the service: (number, result, error, snapshot). number: the call's; None: `result` holds events. snapshot:
-(EngineStats, KvFlow) now; None: as before. It ends when the connection does.
+Messages to the service: (number, result, error, snapshot). number: the call's; None: `result` holds packed events.
+snapshot: (EngineStats, KvFlow) now; None: about as before. It ends when the connection does.
 """
 
 import gc
@@ -9,13 +9,15 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from kaveri.config.services import find_services
-from kaveri.engine.contract import EngineEvent
+from kaveri.engine.contract import EngineEvent, StepTokens
+from kaveri.engine.own_process import pack, receive, send
 from kaveri.errors import ConfigError
 from kaveri.telemetry.logs import configure_logs, get_logger
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 _IDLE_S = 0.25
 """Statistics that changed without an event are sent after this long."""
+_STATS_EVERY_S = 0.05
+"""Statistics are sent at least this often while tokens are."""
 _SWITCH_INTERVAL_S = 0.0005
 """A call waits at most this long for the engine's thread while that one runs Python."""
 
@@ -36,6 +40,7 @@ class EngineServer:
         self._engine = engine
         self._lock = threading.Lock()
         self._sent_stats = engine.stats()
+        self._sent_s = 0.0
 
     def serve(self) -> None:
         """Serve until `close` was called or the connection has ended."""
@@ -44,9 +49,9 @@ class EngineServer:
                 if self._engine.stats() != self._sent_stats:
                     self._send(None, ())
                 continue
-            number, method, arguments = self._connection.recv()
+            number, method, arguments = receive(self._connection)
             if method == "start":
-                self._engine.start(partial(self._send, None))
+                self._engine.start(self._send_events)
             elif method == "reserve":
                 self._engine.reserve(*arguments).add_done_callback(partial(self._answer_reserve, number))
             else:
@@ -68,13 +73,23 @@ class EngineServer:
         error = done.exception()
         self._send(number, None if error is not None else done.result(), error)
 
+    def _send_events(self, events: Sequence[EngineEvent]) -> None:
+        is_due = time.monotonic() >= self._sent_s + _STATS_EVERY_S
+        self._send(None, pack(events), with_stats=is_due or not all(map(_only_continues, events)))
+
     def _send(
-        self, number: int | None, result: Sequence[EngineEvent] | Any, error: BaseException | None = None
+        self, number: int | None, result: object, error: BaseException | None = None, *, with_stats: bool = True
     ) -> None:
-        stats = self._engine.stats()
+        snapshot = (self._engine.stats(), self._engine.kv_flow()) if with_stats else None
         with self._lock:
-            self._sent_stats = stats
-            self._connection.send((number, result, error, (stats, self._engine.kv_flow())))
+            if snapshot is not None:
+                self._sent_stats, self._sent_s = snapshot[0], time.monotonic()
+            send(self._connection, (number, result, error, snapshot))
+
+
+def _only_continues(event: EngineEvent) -> bool:
+    """Return True for tokens of answers that go on."""
+    return isinstance(event, StepTokens) and all(step.finish is None for step in event.steps)
 
 
 def serve(connection: "Connection[Any, Any]") -> None:
@@ -83,7 +98,7 @@ def serve(connection: "Connection[Any, Any]") -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     find_services()
-    settings, logs = connection.recv()
+    settings, logs = receive(connection)
     if logs is not None:
         configure_logs(logs.service, logs.instance_id, logs.level)
     from kaveri.engine.factory import build_engine
@@ -91,16 +106,16 @@ def serve(connection: "Connection[Any, Any]") -> None:
     try:
         engine = build_engine(settings)
     except ConfigError as error:
-        connection.send(error)
+        send(connection, error)
         return
     except BaseException as error:
         get_logger().exception("engine_not_built")
-        connection.send(ConfigError("engine", f"ended while it was loaded: {error!r}"))
+        send(connection, ConfigError("engine", f"ended while it was loaded: {error!r}"))
         return
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()
-    connection.send((engine.info, (engine.stats(), engine.kv_flow())))
+    send(connection, (engine.info, (engine.stats(), engine.kv_flow())))
     EngineServer(connection, engine).serve()
 
 

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 
 from kaveri.engine import own_process, own_process_server
-from kaveri.engine.contract import EngineStopped
+from kaveri.engine.contract import EngineStopped, FirstToken, RequestFailed
 from kaveri.engine.own_process import OwnProcessEngine
 from kaveri.engine.settings import EngineSettings
 from kaveri.engine.stepwise.fake import FakeModel
-from kaveri.errors import ConfigError, EngineError
+from kaveri.errors import ConfigError, EngineError, NoCapacity, RequestAlreadyExists
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.host import HostReplicas
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transports import make_transports
-from kaveri.testing.engine_conformance import EngineConformance, make_request
+from kaveri.testing.engine_conformance import EngineConformance, make_request, running_pair
 from kaveri.testing.engine_endings import EndingConformance
-from kaveri.testing.engine_recorder import SOON_S, EngineRecorder
+from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
 from kaveri.testing.engine_release import ReleaseConformance
 from kaveri.testing.engine_replication import ReplicationConformance
 from kaveri.testing.engine_resumption import ResumptionConformance
@@ -107,6 +107,18 @@ class TestEngineInItsOwnProcess(
     def harness(self, pids: list[int], tmp_path: Path) -> _Harness:
         return _Harness(tmp_path)
 
+    def test_request_that_is_live_already_is_refused(self, harness: _Harness) -> None:
+        """As everywhere, but prefill() does not wait for the refusal."""
+        with running_pair(harness) as pair:
+            request = make_request(pair.prefill, "r", 60, 5)
+            pair.prefill.prefill(request)
+            pair.prefill.prefill(request)
+            ticket = pair.reserve(request)
+            with pytest.raises(RequestAlreadyExists):
+                pair.decode.reserve(request, 60.0).result(SOON_S)
+            pair.prefill.push_to(request.key, ticket)
+            assert pair.answer(request) == harness.answer(request.token_ids, 5)
+
 
 def test_the_end_of_the_process_stops_the_engine_and_fails_what_is_asked_of_it(pids: list[int]) -> None:
     engine, recorder = OwnProcessEngine(_settings(fake_step_s=0.05)), EngineRecorder()
@@ -128,12 +140,34 @@ def test_a_process_that_stands_still_is_ended_and_stops_the_engine(
 ) -> None:
     engine, recorder = OwnProcessEngine(_settings()), EngineRecorder()
     engine.start(recorder)
-    monkeypatch.setattr(own_process, "_ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(own_process, "_INTEGRITY_TIMEOUT_S", 0.5)
     os.kill(pids[0], signal.SIGSTOP)
-    with pytest.raises(EngineError, match="has not answered prefill"):
-        engine.prefill(make_request(engine, "r", 40, 20))
+    engine.prefill(make_request(engine, "r", 40, 20))
+    assert engine.stats().is_busy, "the watch of the instance finds an engine stuck that is busy and makes no step"
+    with pytest.raises(EngineError, match="has not answered check_integrity"):
+        engine.check_integrity()
     engine._thread.join(SOON_S)
     assert [event for event in recorder.events if isinstance(event, EngineStopped)]
+
+
+def test_a_prompt_that_finds_no_room_against_what_the_last_message_said_fails(
+    pids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, recorder = OwnProcessEngine(_settings(total_blocks=8, max_model_len=120)), EngineRecorder()
+    engine.start(recorder)
+    first, second = (make_request(engine, name, 100, 5) for name in ("first", "second"))
+    engine.prefill(first)
+    with pytest.raises(NoCapacity):
+        engine.prefill(second)
+    engine.abort(first.key)
+    wait_until_free(engine)
+    monkeypatch.setattr(engine, "_sure_free_blocks", lambda: 8)
+    third = make_request(engine, "third", 100, 5)
+    engine.prefill(third)
+    engine.prefill(second)
+    assert "blocks" in recorder.wait_for(RequestFailed, second.key).reason
+    assert recorder.wait_for(FirstToken, third.key)
+    engine.close()
 
 
 def test_a_setting_that_the_engine_refuses_is_refused_here(pids: list[int]) -> None:
