@@ -102,14 +102,14 @@ class OwnProcessEngine:
 
     Calls are carried out in order. Calls that can be refused (push_to, replicate, prefill where blocks may be short)
     wait for the answer, a fraction of a millisecond; no other call waits. A prompt that is refused without a wait is a
-    RequestFailed. Statistics are those of the last message that brought some: they
-    come with every event but tokens in the middle of an answer, and at least every 50 ms otherwise.
+    RequestFailed. stats() is that of the last message; kv_flow() may be 50 ms older while answers go on.
     """
 
     info: EngineInfo
     _connection: "Connection[Any, Any]"
     _process: StartedProcess
-    _snapshot: tuple[EngineStats, KvFlow]
+    _stats: EngineStats
+    _kv_flow: KvFlow
 
     def __init__(self, settings: EngineSettings) -> None:
         """Load the engine; takes seconds or minutes. Raises ConfigError as build_engine does."""
@@ -143,12 +143,12 @@ class OwnProcessEngine:
         self._thread.join(_CLOSE_TIMEOUT_S)
 
     def stats(self) -> EngineStats:
-        stats = self._snapshot[0]
+        stats = self._stats
         # A process that stands still answers nothing more, and is found to be stuck.
         return replace(stats, is_busy=True) if self._answers else stats
 
     def kv_flow(self) -> KvFlow:
-        return self._snapshot[1]
+        return self._kv_flow
 
     def check_integrity(self) -> None:
         if not self._is_over:
@@ -197,7 +197,7 @@ class OwnProcessEngine:
     def _sure_free_blocks(self) -> int:
         """Return the number of blocks that are free even if each running request has taken one since the last message,
         and each prompt of a call without an answer its own."""
-        stats = self._snapshot[0]
+        stats = self._stats
         return stats.free_blocks - stats.running_requests - self._unanswered_blocks
 
     def _prefill_answered(self, key: EngineKey, block_count: int, answer: "Future[None]") -> None:
@@ -262,7 +262,7 @@ class OwnProcessEngine:
             self._process.wait()
             opened.set_exception(outcome)
             return
-        info, self._snapshot = outcome
+        info, self._stats, self._kv_flow = outcome
         opened.set_result(info)
         try:
             self._read()
@@ -278,9 +278,10 @@ class OwnProcessEngine:
                     assert self._listener is not None, "events come after start()"
                     self._listener(self._undelivered.popleft())
 
-    def _take(self, number: int | None, result: Any, error: BaseException | None, snapshot: Any) -> None:
-        if snapshot is not None:
-            self._snapshot = snapshot
+    def _take(
+        self, number: int | None, result: Any, error: BaseException | None, stats: EngineStats, kv_flow: KvFlow | None
+    ) -> None:
+        self._stats, self._kv_flow = stats, kv_flow or self._kv_flow
         if number is not None:
             with self._lock:
                 answer = self._answers.pop(number)

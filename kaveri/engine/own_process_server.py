@@ -1,7 +1,7 @@
 """The process of an engine that own_process.py starts: builds the engine, carries out calls, sends its events.
 
-Messages to the service: (number, result, error, snapshot). number: the call's; None: `result` holds packed events.
-snapshot: (EngineStats, KvFlow) now; None: about as before. It ends when the connection does.
+Messages to the service: (number, result, error, EngineStats, KvFlow). number: the call's; None: `result` holds packed
+events. KvFlow: None: about as before. It ends when the connection does.
 """
 
 import gc
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 _IDLE_S = 0.25
 """Statistics that changed without an event are sent after this long."""
-_STATS_EVERY_S = 0.05
-"""Statistics are sent at least this often while tokens are."""
+_KV_FLOW_EVERY_S = 0.05
+"""KvFlow is sent at least this often while there are tokens."""
 _SWITCH_INTERVAL_S = 0.0005
 """A call waits at most this long for the engine's thread while that one runs Python."""
 
@@ -40,7 +40,7 @@ class EngineServer:
         self._engine = engine
         self._lock = threading.Lock()
         self._sent_stats = engine.stats()
-        self._sent_s = 0.0
+        self._flow_sent_s = 0.0
 
     def serve(self) -> None:
         """Serve until `close` was called or the connection has ended."""
@@ -74,17 +74,19 @@ class EngineServer:
         self._send(number, None if error is not None else done.result(), error)
 
     def _send_events(self, events: Sequence[EngineEvent]) -> None:
-        is_due = time.monotonic() >= self._sent_s + _STATS_EVERY_S
-        self._send(None, pack(events), with_stats=is_due or not all(map(_only_continues, events)))
+        is_due = time.monotonic() >= self._flow_sent_s + _KV_FLOW_EVERY_S
+        self._send(None, pack(events), with_kv_flow=is_due or not all(map(_only_continues, events)))
 
     def _send(
-        self, number: int | None, result: object, error: BaseException | None = None, *, with_stats: bool = True
+        self, number: int | None, result: object, error: BaseException | None = None, *, with_kv_flow: bool = True
     ) -> None:
-        snapshot = (self._engine.stats(), self._engine.kv_flow()) if with_stats else None
+        # One thread after the other: newer statistics come later.
         with self._lock:
-            if snapshot is not None:
-                self._sent_stats, self._sent_s = snapshot[0], time.monotonic()
-            send(self._connection, (number, result, error, snapshot))
+            self._sent_stats = self._engine.stats()
+            kv_flow = None
+            if with_kv_flow:
+                kv_flow, self._flow_sent_s = self._engine.kv_flow(), time.monotonic()
+            send(self._connection, (number, result, error, self._sent_stats, kv_flow))
 
 
 def _only_continues(event: EngineEvent) -> bool:
@@ -115,7 +117,7 @@ def serve(connection: "Connection[Any, Any]") -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()
-    send(connection, (engine.info, (engine.stats(), engine.kv_flow())))
+    send(connection, (engine.info, engine.stats(), engine.kv_flow()))
     EngineServer(connection, engine).serve()
 
 

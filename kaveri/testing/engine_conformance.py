@@ -23,6 +23,7 @@ from kaveri.engine.contract import (
     EngineEvent,
     EngineKey,
     EngineRequest,
+    EngineStats,
     FirstToken,
     KvPushed,
     KvPushFailed,
@@ -701,10 +702,16 @@ class EngineConformance:
             pair.decoded.wait_for(Landed, request.key)
             landed = pair.decode.stats()
             assert (landed.waiting_requests, landed.running_requests, landed.context_tokens) == (1, 0, 50)
+            running: list[EngineStats] = []
+
+            def look(event: EngineEvent) -> None:
+                if isinstance(event, StepTokens):
+                    running.append(pair.decode.stats())
+
+            pair.decoded.on_event = look
             pair.decode.admit(request.key)
-            running = pair.decode.stats()
-            assert running.waiting_requests == 0
             pair.decoded.wait_for_finish(request.key)
+            assert (running[0].waiting_requests, running[0].running_requests) == (0, 1)
             wait_until_free(pair.prefill, pair.decode)
 
     def test_steps_are_counted_and_an_engine_with_nothing_to_compute_is_not_busy(self, harness: EngineHarness) -> None:
