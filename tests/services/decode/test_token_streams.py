@@ -201,6 +201,7 @@ async def test_a_failure_wakes_its_stream() -> None:
     waiting = asyncio.create_task(stream.next_batch())
     await asyncio.sleep(0)
     streams.fail(request(), End(error="another router has begun it", replaced=True))
+    assert stream.changed.is_set(), "it would wait for the next beat"
     (gained,) = await asyncio.wait_for(waiting, WAIT_S)
     assert (gained.end.error, gained.end.replaced) == ("another router has begun it", True)
 
