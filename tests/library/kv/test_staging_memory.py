@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Set
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,4 +79,31 @@ def test_thirty_shapes_in_rotation_take_no_more_staging_than_four(tmp_path: Path
         # A page for each beginning.
         assert 0 < most_bytes <= STAGINGS_MAX * (staging_bytes + (1 << 16))
     assert threading.active_count() == threads
+    wait_until(lambda: bytes_beside(known) == 0, "all staging is free")
+
+
+def test_a_shape_waits_for_the_memory_of_those_that_were_evicted(tmp_path: Path, without_collector: None) -> None:
+    pushed, source = Recorder(), KvPool(LAYOUT, 128)
+    other = replace(LAYOUT, block_tokens=17)
+    target = KvPool.over(other, np.zeros((2, 4, other.block_bytes), np.uint8))
+    listen = [KvEndpoint("unix", str(tmp_path / "kv.sock"))]
+    known = mapped_pools().keys()
+    with (
+        contextlib.closing(KvReceiver(target, Recorder(), listen=listen, epoch=1, transports=TRANSPORTS)) as receiver,
+        contextlib.closing(KvSender(source, pushed, transports=TRANSPORTS)) as sender,
+    ):
+        room: Any = sender._mapped._room
+        for _ in range(STAGINGS_MAX):
+            # Of one that was evicted, and still sends.
+            assert room.acquire(blocking=False)
+        ticket = receiver.grant([0, 1], 2 * 16, 60.0)
+        sender.open(ticket)
+        for layer in range(LAYOUT.layer_count):
+            sender.write(ticket.transfer_id, layer, 0, [0, 1])
+        sender.finish(ticket.transfer_id, b"")
+        wait_until(lambda: bool(room._cond._waiters), "it waits for memory")
+        assert bytes_beside(known) == 0
+        for _ in range(STAGINGS_MAX):
+            room.release()
+        assert isinstance(pushed.wait(ticket), PushAccepted)
     wait_until(lambda: bytes_beside(known) == 0, "all staging is free")
