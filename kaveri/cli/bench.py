@@ -5,7 +5,7 @@ import contextlib
 import json
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,15 +15,7 @@ import typer
 from kaveri.cli import options
 from kaveri.client.defaults import DEFAULT_TARGET
 from kaveri.errors import ConfigError
-from kaveri.workload.requests import (
-    PlannedRequest,
-    RequestLengths,
-    Workload,
-    WorkloadClass,
-    draw_lengths,
-    gamma_arrivals,
-    plan_requests,
-)
+from kaveri.workload.requests import RequestLengths, Schedule, Workload, WorkloadClass, draw_lengths
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -143,93 +135,36 @@ def bench(
     where --prompts and --natural-length do not say otherwise. Latencies count from the moment at which a request was
     due, and the report says when the client could not keep up.
     """
-    for flag, value in (
-        ("--rate", rate),
-        ("--burstiness", burstiness),
-        ("--speed", speed),
-        ("--slo-ttft-s", slo_ttft_s),
-        ("--slo-tpot-s", slo_tpot_s),
-        ("--timeout-s", timeout_s),
-    ):
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(flag, f"is {value:g}; it must be more than 0")
-    if rate is not None and concurrency is not None:
-        raise ConfigError("--concurrency", "is a closed loop and --rate an open one; give one of them")
-    if rate is None and concurrency is None and trace is None:
-        raise ConfigError("--rate", "is not given; give --rate (open loop), --concurrency (closed loop) or --trace")
-    if prompts is not None and trace is not None:
-        raise ConfigError("--prompts", "has prompts and --trace lengths; give one of them")
-    own_times = trace is not None and rate is None and concurrency is None
-    for flag, given, used, needs in (
-        ("--workload", workload, trace is None and prompts is None, "draws lengths; --trace and --prompts have theirs"),
-        ("--burstiness", burstiness, rate is not None, "is of the gaps of --rate, which is not given"),
-        ("--speed", speed, own_times, "is of a trace's own times: give --trace, and neither --rate nor --concurrency"),
-        ("--max-prompt", max_prompt, trace is None and prompts is None, "bounds drawn lengths; these have their own"),
-        ("--max-output", max_output, trace is None, "bounds drawn lengths; --trace has its own"),
-        ("--attainment", attainment, find_goodput, "is the aim of --find-goodput, which is not given"),
-        ("--max-runs", max_runs, find_goodput, "bounds --find-goodput, which is not given"),
-        (
-            "--max-failed",
-            max_failed,
-            not find_goodput,
-            "is of --find-goodput's rates too, which fail requests on purpose",
-        ),
-    ):
-        if given is not None and not used:
-            raise ConfigError(flag, needs)
-    longest_prompt, longest_output = max_prompt or _MAX_PROMPT, max_output or _MAX_OUTPUT
+    options.check_positive(slo_ttft_s=slo_ttft_s, slo_tpot_s=slo_tpot_s, timeout_s=timeout_s)
+    schedule = _schedule(rate, burstiness, concurrency, speed, seed, trace)
     from kaveri.loadgen.plot import check_plot
     from kaveri.loadgen.report import Slo
 
     slo = Slo(slo_ttft_s, slo_tpot_s)
-    aim = _ATTAINMENT if attainment is None else attainment
     if find_goodput:
-        _check_goodput(rate, slo, aim, repeats)
+        attainment = _ATTAINMENT if attainment is None else attainment
+        _check_goodput(rate, slo, attainment, repeats, max_failed)
+    else:
+        options.refuse_given("is the aim of --find-goodput, which is not given", attainment=attainment)
+        options.refuse_given("bounds --find-goodput, which is not given", max_runs=max_runs)
     if plot is not None:
         check_plot(plot)
-    if prompts is not None:
-        from kaveri.workload.prompts import read_prompts
-
-        texts: list[RequestPrompt] = [prompt for _, prompt in read_prompts(prompts)[:requests]]
-        lengths = [
-            RequestLengths(len(text.content) if text.kind == "prompt_token_ids" else 0, longest_output)
-            for text in texts
-        ]
-        load, lengths_flag = Workload(lengths=lengths, prompts=texts), "--max-output"
-    else:
-        lengths_flag = "--trace" if trace is not None else "--max-prompt"
-        kind = workload or WorkloadClass.MIXED
-        load = _workload(kind, trace, requests, longest_prompt, longest_output, random.Random(seed))
-
-    def plan(load: Workload, rate_per_s: float | None) -> list[PlannedRequest]:
-        count = len(load.lengths)
-        if rate_per_s is not None:
-            # The same gaps at every rate, scaled.
-            arrivals_s = gamma_arrivals(count, rate_per_s, burstiness or 1.0, random.Random(seed))
-        elif concurrency is not None:
-            arrivals_s = [0.0] * count
-        else:
-            arrivals_s = [time_s / (speed or 1.0) for time_s in load.times_s]
-        return plan_requests(load.lengths, arrivals_s, load.prompts)
-
+    load, lengths_flag = _workload(workload, trace, prompts, requests, max_prompt, max_output, seed)
     settings = _BenchSettings(
         target=target,
         http=http,
         model=model,
         workload=load,
         lengths_flag=lengths_flag,
-        plan=plan,
-        rate_per_s=rate,
-        concurrency=concurrency,
+        schedule=schedule,
         max_in_flight=max_in_flight,
         natural_length=natural_length or prompts is not None,
         warm_up=warm_up,
         repeats=repeats,
         slo=slo,
-        attainment=aim if find_goodput else None,
+        attainment=attainment,
         max_runs=max_runs or _MAX_RUNS,
         timeout_s=timeout_s,
-        seed=seed,
         max_failed=max_failed,
         as_json=as_json,
         plot=plot,
@@ -250,10 +185,7 @@ class _BenchSettings:
     workload: Workload
     lengths_flag: str
     """The flag from which its lengths come, or at least their maximum."""
-    plan: Callable[[Workload, float | None], list[PlannedRequest]]
-    """Makes the requests at a rate; None: at the workload's own times, or in a closed loop."""
-    rate_per_s: float | None
-    concurrency: int | None
+    schedule: Schedule
     max_in_flight: int
     natural_length: bool
     warm_up: int
@@ -263,7 +195,6 @@ class _BenchSettings:
     """Required SLO attainment in a search for the goodput; None: no search."""
     max_runs: int
     timeout_s: float
-    seed: int
     max_failed: int | None
     as_json: bool
     plot: Path | None
@@ -274,7 +205,28 @@ class _BenchSettings:
         return self.http or self.target
 
 
-def _check_goodput(rate: float | None, slo: "Slo", attainment: float, repeats: int) -> None:
+def _schedule(
+    rate: float | None,
+    burstiness: float | None,
+    concurrency: int | None,
+    speed: float | None,
+    seed: int,
+    trace: Path | None,
+) -> Schedule:
+    options.check_positive(rate=rate, burstiness=burstiness, speed=speed)
+    if rate is None:
+        if concurrency is None and trace is None:
+            raise ConfigError("--rate", "is not given; give --rate (open loop), --concurrency (closed loop) or --trace")
+        options.refuse_given("is of the gaps of --rate, which is not given", burstiness=burstiness)
+    if rate is not None or concurrency is not None:
+        reason = "is of a trace's own times: give --trace, and neither --rate nor --concurrency"
+        options.refuse_given(reason, speed=speed)
+    return Schedule(
+        rate_per_s=rate, concurrency=concurrency, burstiness=burstiness or 1.0, speed=speed or 1.0, seed=seed
+    )
+
+
+def _check_goodput(rate: float | None, slo: "Slo", attainment: float, repeats: int, max_failed: int | None) -> None:
     if rate is None:
         raise ConfigError("--find-goodput", "needs --rate, the first rate to try")
     if not slo.is_set:
@@ -283,22 +235,39 @@ def _check_goodput(rate: float | None, slo: "Slo", attainment: float, repeats: i
         raise ConfigError("--attainment", f"is {attainment:g}; it must be more than 0 and at most 1")
     if repeats != 1:
         raise ConfigError("--repeats", "does not go with --find-goodput, which runs once at each rate")
+    options.refuse_given("is of --find-goodput's rates too, which fail requests on purpose", max_failed=max_failed)
 
 
 def _workload(
-    workload: WorkloadClass,
+    kind: WorkloadClass | None,
     trace: Path | None,
+    prompts: Path | None,
     count: int,
-    max_prompt: int,
-    max_output: int,
-    rng: random.Random,
-) -> Workload:
-    if trace is None:
-        return Workload(lengths=draw_lengths(workload, count, rng, max_prompt, max_output))
-    from kaveri.workload.traces import read_trace
+    max_prompt: int | None,
+    max_output: int | None,
+    seed: int,
+) -> tuple[Workload, str]:
+    """Return the workload, and the flag from which its lengths come."""
+    if prompts is None and trace is None:
+        longest = max_prompt or _MAX_PROMPT, max_output or _MAX_OUTPUT
+        lengths = draw_lengths(kind or WorkloadClass.MIXED, count, random.Random(seed), *longest)
+        return Workload(lengths=lengths), "--max-prompt"
+    if prompts is not None and trace is not None:
+        raise ConfigError("--prompts", "has prompts and --trace lengths; give one of them")
+    options.refuse_given("draws lengths; --trace and --prompts have theirs", workload=kind)
+    options.refuse_given("bounds drawn lengths; these have their own", max_prompt=max_prompt)
+    if trace is not None:
+        from kaveri.workload.traces import trace_workload
 
-    entries = read_trace(trace, count)
-    return Workload(lengths=[entry.lengths for entry in entries], times_s=[entry.arrival_s for entry in entries])
+        options.refuse_given("bounds drawn lengths; --trace has its own", max_output=max_output)
+        return trace_workload(trace, count), "--trace"
+    from kaveri.workload.prompts import read_prompts
+
+    assert prompts is not None
+    texts: list[RequestPrompt] = [prompt for _, prompt in read_prompts(prompts)[:count]]
+    token_counts = [len(text.content) if text.kind == "prompt_token_ids" else 0 for text in texts]
+    lengths = [RequestLengths(tokens, max_output or _MAX_OUTPUT) for tokens in token_counts]
+    return Workload(lengths=lengths, prompts=texts), "--max-output"
 
 
 async def _run(settings: _BenchSettings) -> bool:
@@ -323,7 +292,7 @@ async def _run(settings: _BenchSettings) -> bool:
                     await bench.search_goodput()
                 else:
                     for number in range(settings.repeats):
-                        await bench.run(settings.rate_per_s, f"run {number + 1} of {settings.repeats}")
+                        await bench.run(settings.schedule.rate_per_s, f"run {number + 1} of {settings.repeats}")
         except asyncio.CancelledError:
             # Ctrl-C, perhaps after hours of runs.
             if bench.runs:
@@ -350,7 +319,7 @@ def _report(
         "provenance": provenance(sys.argv[1:]),
         "target": settings.place,
         "model": info.name,
-        "seed": settings.seed,
+        "seed": settings.schedule.seed,
         "slo": asdict(settings.slo) if settings.slo.is_set else None,
         "lengths": {"forced": not settings.natural_length, "known_to_the_cluster": not settings.natural_length},
         "interrupted": interrupted,
@@ -404,23 +373,23 @@ class _BenchRuns:
         from kaveri.loadgen.driver import run_closed
 
         settings = self._settings
-        requests = settings.plan(self._workload, settings.rate_per_s)[: settings.warm_up]
+        requests = settings.schedule.plan(self._workload)[: settings.warm_up]
         if requests:
             bar = self._progress.add_task("warming up", total=len(requests))
-            send = self._send(settings.seed + _WARM_UP_SEED)
+            send = self._send(settings.schedule.seed + _WARM_UP_SEED)
             await run_closed(self._client, requests, send, _WARM_UP_CONCURRENCY, lambda _: self._progress.advance(bar))
 
     async def run(self, rate_per_s: float | None, name: str) -> "LoadRun":
         from kaveri.loadgen.driver import run_load
 
         settings = self._settings
-        requests = settings.plan(self._workload, rate_per_s)
+        requests = settings.schedule.plan(self._workload, rate_per_s)
         bar = self._progress.add_task(name, total=len(requests))
         run = await run_load(
             self._client,
             requests,
-            self._send(settings.seed + len(self.runs)),
-            settings.concurrency,
+            self._send(settings.schedule.seed + len(self.runs)),
+            settings.schedule.concurrency,
             settings.max_in_flight,
             lambda _: self._progress.advance(bar),
         )
@@ -431,13 +400,13 @@ class _BenchRuns:
         """Run at one rate after the other; `goodput_search` holds the results so far."""
         from kaveri.workload.goodput import GoodputSearch, Probe
 
-        settings = self._settings
-        assert settings.rate_per_s is not None
+        settings, first_per_s = self._settings, self._settings.schedule.rate_per_s
+        assert first_per_s is not None
         assert settings.attainment is not None
         if len(self._workload.lengths) < 2:
             raise ConfigError("--requests", "leaves a single request, which has no rate for --find-goodput")
         search = self.goodput_search = GoodputSearch(
-            settings.rate_per_s, settings.attainment, settings.max_runs, _GOODPUT_RESOLUTION
+            first_per_s, settings.attainment, settings.max_runs, _GOODPUT_RESOLUTION
         )
         while (rate_per_s := search.next_rate()) is not None:
             run = await self.run(rate_per_s, f"{rate_per_s:.3g} requests/s")

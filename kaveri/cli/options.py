@@ -2,10 +2,14 @@
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+
+from kaveri.config.sources import flag_of
+from kaveri.errors import ConfigError
 
 Target = Annotated[
     str, typer.Option(help="Router to ask, HOST:PORT; several with commas between them.", envvar="KAVERI_TARGET")
@@ -25,6 +29,20 @@ Seed = Annotated[int | None, typer.Option(help="Makes draws repeatable. Unset: r
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer. May be given several times.")]
 KeyLimit = Annotated[int, typer.Option(help="Limit of this key. 0: none.")]
 TimeoutS = Annotated[float, typer.Option(help="Seconds until the request is given up.")]
+
+
+def check_positive(**given: float | None) -> None:
+    """Raise ConfigError for a flag that is given and is not a finite number above 0."""
+    for name, value in given.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(flag_of(name), f"is {value:g}; it must be more than 0")
+
+
+def refuse_given(reason: str, **given: object) -> None:
+    """Raise ConfigError for the first flag that has a value."""
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(flag_of(name), reason)
 
 
 def targets_of(text: str) -> tuple[str, ...]:

@@ -4,21 +4,18 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kaveri.cli import options
 from kaveri.config.presets import Preset, preset_settings
 from kaveri.errors import ConfigError
 from kaveri.simulator.baseline_rule import BaselineRule
-from kaveri.workload.requests import (
-    PlannedRequest,
-    Workload,
-    WorkloadClass,
-    draw_lengths,
-    gamma_arrivals,
-    plan_requests,
-)
+from kaveri.workload.requests import PlannedRequest, Schedule, Workload, WorkloadClass, draw_lengths
+
+if TYPE_CHECKING:
+    from kaveri.simulator.spec import ClusterSpec
 
 
 def simulate(
@@ -89,27 +86,17 @@ def simulate(
     from kaveri.simulator.spec_file import read_overheads, read_spec
     from kaveri.workload.summary import Slo
 
-    for flag, value in (
-        ("--rate", rate),
-        ("--burstiness", burstiness),
-        ("--slo-ttft-s", slo_ttft_s),
-        ("--slo-tpot-s", slo_tpot_s),
-    ):
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(flag, f"is {value:g}; it must be more than 0")
-    if rate is not None and concurrency is not None:
-        raise ConfigError("--concurrency", "is a closed loop and --rate an open one; give one of them")
+    options.check_positive(rate=rate, burstiness=burstiness, slo_ttft_s=slo_ttft_s, slo_tpot_s=slo_tpot_s)
+    schedule = Schedule(rate_per_s=rate, concurrency=concurrency, burstiness=burstiness, seed=seed)
     if baseline is not None:
-        refused = {"--concurrency": concurrency, "--fail": fail, "--mtbf": mtbf, "--overheads": overheads}
-        for flag, given in refused.items():
-            if given is not None and given != []:
-                raise ConfigError(flag, f"is given; --baseline {baseline} does not follow it")
+        reason = f"is given; --baseline {baseline} does not follow it"
+        options.refuse_given(reason, concurrency=concurrency, fail=fail or None, mtbf=mtbf, overheads=overheads)
     taken = Overheads() if overheads is None else read_overheads(overheads)
     wanted = None if preset is None else preset_settings(preset)
     sections = {} if wanted is None else wanted.sections
     read = read_spec(spec, setting_sections(), taken, seed, not natural_length, layers, sections)
-    deaths = tuple(parse_death(text) for text in fail or ())
-    cluster = replace(read.spec, failures=FailureSpec(deaths=deaths, mtbf_s=mtbf, repair_s=repair))
+    failures = FailureSpec(deaths=tuple(map(parse_death, fail or ())), mtbf_s=mtbf, repair_s=repair)
+    cluster = replace(read.spec, failures=failures)
     slo, measured, too_long = Slo(slo_ttft_s, slo_tpot_s), None, 0
     if compare is not None:
         measured = _bench_file(compare)
@@ -118,23 +105,17 @@ def simulate(
             slo = Slo(**measured["slo"])
     else:
         longest = min(cluster.prefill.engine.max_model_len, cluster.decode.engine.max_model_len)
-        planned, too_long = _plan(
-            workload, trace, requests, rate, burstiness, concurrency, max_prompt, max_output, longest, seed
-        )
+        planned, too_long = _plan(workload, trace, requests, schedule, max_prompt, max_output, longest)
     tables: list[SimulatedRun] = []
-    # Busy times of a baseline are not recorded.
-    phases: dict[str, tuple[str, ...]] = {}
     if baseline is not None:
-        instances = len(cluster.instance_ids)
-        tables.append(simulate_baseline(baseline_of(cluster, baseline), planned, instances))
+        tables.append(simulate_baseline(baseline_of(cluster, baseline), planned, len(cluster.instance_ids)))
     else:
         tables += [run(replace(cluster, seed=seed + number), planned, concurrency) for number in range(repeats)]
-        phases |= dict.fromkeys(cluster.prefill_ids, ("prefill",)) | dict.fromkeys(cluster.decode_ids, ("decode",))
-        phases |= dict.fromkeys(cluster.colocated_ids, ("prefill", "decode"))
     report = report_of(
         tables,
         slo,
-        phases,
+        # Busy times of a baseline are not recorded.
+        _phases(cluster) if baseline is None else {},
         model=cluster.decode.engine.latency.name,
         seed=seed,
         rate_per_s=rate,
@@ -158,38 +139,34 @@ def simulate(
     raise typer.Exit(0 if any(entry["answered"] for entry in report["runs"]) else 1)
 
 
+def _phases(cluster: "ClusterSpec") -> dict[str, tuple[str, ...]]:
+    """Return the phases of each instance."""
+    apart = dict.fromkeys(cluster.prefill_ids, ("prefill",)) | dict.fromkeys(cluster.decode_ids, ("decode",))
+    return apart | dict.fromkeys(cluster.colocated_ids, ("prefill", "decode"))
+
+
 def _plan(
     workload: WorkloadClass,
     trace: Path | None,
     count: int,
-    rate: float | None,
-    burstiness: float,
-    concurrency: int | None,
+    schedule: Schedule,
     max_prompt: int,
     max_output: int,
     longest: int,
-    seed: int,
 ) -> tuple[list[PlannedRequest], int]:
     """Return the requests, and the number left out because they are too long."""
     if trace is not None:
-        from kaveri.workload.traces import read_trace
+        from kaveri.workload.traces import trace_workload
 
-        entries = read_trace(trace, count)
-        load = Workload(lengths=[entry.lengths for entry in entries], times_s=[entry.arrival_s for entry in entries])
+        load = trace_workload(trace, count)
     else:
-        if rate is None and concurrency is None:
+        if schedule.rate_per_s is None and schedule.concurrency is None:
             raise ConfigError("--rate", "is not given; give --rate, --concurrency, --trace or --compare")
-        load = Workload(lengths=draw_lengths(workload, count, random.Random(seed), max_prompt, max_output))
+        load = Workload(lengths=draw_lengths(workload, count, random.Random(schedule.seed), max_prompt, max_output))
     fitting = load.fitting(longest)
     if not fitting.lengths:
         raise ConfigError("--trace" if trace else "--max-prompt", f"no request fits into {longest} tokens")
-    if rate is not None:
-        arrivals_s = gamma_arrivals(len(fitting.lengths), rate, burstiness, random.Random(seed))
-    elif concurrency is not None:
-        arrivals_s = [0.0] * len(fitting.lengths)
-    else:
-        arrivals_s = list(fitting.times_s)
-    return plan_requests(fitting.lengths, arrivals_s), len(load.lengths) - len(fitting.lengths)
+    return schedule.plan(fitting), len(load.lengths) - len(fitting.lengths)
 
 
 def _bench_file(path: Path) -> dict[str, Any]:

@@ -77,6 +77,33 @@ class PlannedRequest:
     """Prompt to send; if None, a random one of the planned length is generated."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Arrivals of a run: drawn at a rate, all at once for a closed loop, or a trace's own. Raises ConfigError."""
+
+    rate_per_s: float | None
+    concurrency: int | None
+    burstiness: float
+    speed: float = 1.0
+    """Divides a trace's own times."""
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.rate_per_s is not None and self.concurrency is not None:
+            raise ConfigError("--concurrency", "is a closed loop and --rate an open one; give one of them")
+
+    def plan(self, load: Workload, rate_per_s: float | None = None) -> list[PlannedRequest]:
+        """Plan a workload. rate_per_s: replaces the schedule's own; the gaps are the same at every rate, scaled."""
+        count, rate_per_s = len(load.lengths), rate_per_s or self.rate_per_s
+        if rate_per_s is not None:
+            arrivals_s = gamma_arrivals(count, rate_per_s, self.burstiness, random.Random(self.seed))
+        elif self.concurrency is not None:
+            arrivals_s = [0.0] * count
+        else:
+            arrivals_s = [time_s / self.speed for time_s in load.times_s]
+        return plan_requests(load.lengths, arrivals_s, load.prompts)
+
+
 def draw_lengths(
     workload: WorkloadClass, count: int, rng: random.Random, most_prompt_tokens: int, most_output_tokens: int
 ) -> list[RequestLengths]:

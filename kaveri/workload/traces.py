@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from kaveri.errors import ConfigError
-from kaveri.workload.requests import RequestLengths
+from kaveri.workload.requests import RequestLengths, Workload
 
 _AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
@@ -23,6 +23,12 @@ class TraceEntry:
     arrival_s: float
     """Seconds after the first request."""
     lengths: RequestLengths
+
+
+def trace_workload(path: Path, count: int) -> Workload:
+    """Return the lengths and times of a trace's first `count` requests; see read_trace."""
+    entries = read_trace(path, count)
+    return Workload(lengths=[entry.lengths for entry in entries], times_s=[entry.arrival_s for entry in entries])
 
 
 def read_trace(path: Path, count: int) -> list[TraceEntry]:
