@@ -1,6 +1,7 @@
 """The Prometheus metrics of an instance's decode phase."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
@@ -14,64 +15,43 @@ class DecodeMetrics:
     """One set per process; tests that host several instances give each a registry of its own."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        self.landing_seconds = Histogram(
-            "kaveri_decode_landing_seconds",
-            "From a reservation to the landing of its KV.",
-            buckets=LATENCY_BUCKETS_S,
-            registry=registry,
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self.landing_seconds = histogram(
+            "kaveri_decode_landing_seconds", "From a reservation to the landing of its KV.", buckets=LATENCY_BUCKETS_S
         )
-        self.queue_seconds = Histogram(
+        self.queue_seconds = histogram(
             "kaveri_decode_queue_seconds",
             "From the landing of the KV to the request's first token here.",
             buckets=LATENCY_BUCKETS_S,
-            registry=registry,
         )
-        self.decode_seconds = Histogram(
-            "kaveri_decode_seconds",
-            "From a request's first to its last token here.",
-            buckets=ANSWER_BUCKETS_S,
-            registry=registry,
+        self.decode_seconds = histogram(
+            "kaveri_decode_seconds", "From a request's first to its last token here.", buckets=ANSWER_BUCKETS_S
         )
-        self.step_seconds = Histogram(
+        self.step_seconds = histogram(
             "kaveri_decode_step_seconds",
             "Between the tokens of two consecutive steps while requests run.",
             buckets=TOKEN_BUCKETS_S,
-            registry=registry,
         )
-        self.step_requests = Histogram(
-            "kaveri_decode_step_requests",
-            "Requests that gained a token in a step.",
-            buckets=_BATCH_BUCKETS,
-            registry=registry,
+        self.step_requests = histogram(
+            "kaveri_decode_step_requests", "Requests that gained a token in a step.", buckets=_BATCH_BUCKETS
         )
-        self.tokens = Counter("kaveri_decode_tokens", "Tokens generated.", registry=registry)
-        self.read_tokens = Counter(
-            "kaveri_decode_read_tokens", "Tokens that callers have read here, and not at routers.", registry=registry
+        self.tokens = counter("kaveri_decode_tokens", "Tokens generated.")
+        self.read_tokens = counter(
+            "kaveri_decode_read_tokens", "Tokens that callers have read here, and not at routers."
         )
-        self.received_bytes = Counter("kaveri_kv_received_bytes", "KV bytes landed and verified.", registry=registry)
-        self.preemptions = Counter(
-            "kaveri_decode_preemptions", "Requests preempted because blocks ran out.", registry=registry
-        )
-        self.in_line = Gauge(
-            "kaveri_decode_line_requests",
-            "Requests that wait for room.",
-            registry=registry,
-        )
-        self.orphans = Gauge(
-            "kaveri_decode_orphans", "Requests that go on without a token stream of their router.", registry=registry
-        )
-        self.kept = Gauge(
-            "kaveri_decode_kept_answers", "Answers that have ended and are kept to be repeated.", registry=registry
-        )
-        self.attaches = Counter(
-            "kaveri_decode_attaches", "Requests that were given to a later session or attempt.", registry=registry
-        )
-        self.requests = Counter(
+        self.received_bytes = counter("kaveri_kv_received_bytes", "KV bytes landed and verified.")
+        self.preemptions = counter("kaveri_decode_preemptions", "Requests preempted because blocks ran out.")
+        self.in_line = gauge("kaveri_decode_line_requests", "Requests that wait for room.")
+        self.orphans = gauge("kaveri_decode_orphans", "Requests that go on without a token stream of their router.")
+        self.kept = gauge("kaveri_decode_kept_answers", "Answers that have ended and are kept to be repeated.")
+        self.attaches = counter("kaveri_decode_attaches", "Requests that were given to a later session or attempt.")
+        self.requests = counter(
             "kaveri_decode_requests",
             "Requests by outcome: finished, aborted, replaced, deadline, no_room, left_line, refused, not_landed, "
             "router_gone, moved or failed.",
             ["outcome"],
-            registry=registry,
         )
         self._last_step_s: float | None = None
 

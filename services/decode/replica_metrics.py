@@ -1,5 +1,7 @@
 """The Prometheus metrics of replicas: copies held here, copies of the requests here, and resumes."""
 
+from functools import partial
+
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestNotFound
@@ -12,62 +14,44 @@ class ReplicaMetrics:
     """One set per process; tests that host several instances give each a registry of its own."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        self.held = Gauge(
-            "kaveri_replicas_held", "Copies of other instances' requests that this one holds.", registry=registry
-        )
-        self.bytes = Gauge(
-            "kaveri_replica_bytes", "Host memory for copies, by state: used or free.", ["state"], registry=registry
-        )
-        self.owned = Gauge(
-            "kaveri_replicas_owned", "Requests here of which another instance holds a copy.", registry=registry
-        )
-        self.unprotected = Gauge(
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        self.held = gauge("kaveri_replicas_held", "Copies of other instances' requests that this one holds.")
+        self.bytes = gauge("kaveri_replica_bytes", "Host memory for copies, by state: used or free.", ["state"])
+        self.owned = gauge("kaveri_replicas_owned", "Requests here of which another instance holds a copy.")
+        self.unprotected = gauge(
             "kaveri_unprotected_requests",
             "Requests here that are worth a copy, and of which no whole block is copied yet.",
-            registry=registry,
         )
-        self.lag_tokens = Gauge(
-            "kaveri_replica_lag_tokens",
-            "Most tokens of one request here whose copy lacks them.",
-            registry=registry,
-        )
-        self.copied_tokens = Counter(
+        self.lag_tokens = gauge("kaveri_replica_lag_tokens", "Most tokens of one request here whose copy lacks them.")
+        self.copied_tokens = counter(
             "kaveri_replica_copied_tokens",
             "Tokens of requests here whose KV has been copied to holders; again, where a holder was replaced.",
-            registry=registry,
         )
-        self.opens = Counter(
+        self.opens = counter(
             "kaveri_replica_opens",
             "Copies of requests here that a holder was asked for, by outcome: granted, refused or failed.",
             ["outcome"],
-            registry=registry,
         )
-        self.losses = Counter(
-            "kaveri_replica_losses", "Copies of requests here that ended before their requests.", registry=registry
-        )
-        self.moves = Counter(
+        self.losses = counter("kaveri_replica_losses", "Copies of requests here that ended before their requests.")
+        self.moves = counter(
             "kaveri_replica_moves",
             "Requests that this instance has let go while it drained, with all their KV at the holder.",
-            registry=registry,
         )
-        self.drops = Counter(
+        self.drops = counter(
             "kaveri_replica_drops",
             "Copies dropped here, by cause: given_up, closed, resumed, replaced, full, orphaned, unused, "
             "deadline or draining.",
             ["cause"],
-            registry=registry,
         )
-        self.resumes = Counter(
+        self.resumes = counter(
             "kaveri_resumes",
             "Calls of Resume, by outcome: resumed, not_found, no_room, invalid or refused.",
             ["outcome"],
-            registry=registry,
         )
-        self.resumed_tokens = Counter(
+        self.resumed_tokens = counter(
             "kaveri_resumed_tokens",
             "Tokens of resumed requests, by the source of their KV: held or computed.",
             ["source"],
-            registry=registry,
         )
         # There from the start: Prometheus does not count what a series begins with.
         for outcome in ("granted", "refused", "failed"):

@@ -1,5 +1,7 @@
 """The Prometheus metrics of an instance's prefill phase."""
 
+from functools import partial
+
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from kaveri.telemetry.metrics import LATENCY_BUCKETS_S
@@ -9,63 +11,52 @@ class PrefillMetrics:
     """One set per process; tests that host several instances give each a registry of its own."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        self.queue_seconds = Histogram(
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self.queue_seconds = histogram(
             "kaveri_prefill_queue_seconds",
             "From a request's arrival to the start of its first chunk.",
             buckets=LATENCY_BUCKETS_S,
-            registry=registry,
         )
-        self.prefill_seconds = Histogram(
+        self.prefill_seconds = histogram(
             "kaveri_prefill_seconds",
             "From the start of a request's first chunk to its first token.",
             buckets=LATENCY_BUCKETS_S,
-            registry=registry,
         )
-        self.transfer_seconds = Histogram(
+        self.transfer_seconds = histogram(
             "kaveri_kv_transfer_seconds",
             "From the ticket to the acceptance of the KV; overlaps the prefill.",
             buckets=LATENCY_BUCKETS_S,
-            registry=registry,
         )
-        self.tail_seconds = Histogram(
+        self.tail_seconds = histogram(
             "kaveri_kv_tail_seconds",
             "From the first token to the acceptance of the KV: what the prefill did not hide.",
             buckets=LATENCY_BUCKETS_S,
-            registry=registry,
         )
-        self.transfer_bytes = Counter(
-            "kaveri_kv_transfer_bytes", "KV bytes pushed and accepted.", ["transport"], registry=registry
-        )
-        self.tokens = Counter("kaveri_prefill_tokens", "Prompt tokens computed.", registry=registry)
-        self.requests = Counter(
+        self.transfer_bytes = counter("kaveri_kv_transfer_bytes", "KV bytes pushed and accepted.", ["transport"])
+        self.tokens = counter("kaveri_prefill_tokens", "Prompt tokens computed.")
+        self.requests = counter(
             "kaveri_prefill_requests",
             "Requests by outcome: handed_over, finished (with the first token), cancelled, deadline, refused, "
             "given_back (by a drain, before it was begun), released (held, and not pushed), failed.",
             ["outcome"],
-            registry=registry,
         )
-        self.placements = Counter(
+        self.placements = counter(
             "kaveri_prefill_placements",
             "Attempts to place a request by outcome: reserved, no_room, unavailable, push_failed.",
             ["outcome"],
-            registry=registry,
         )
-        self.predictions = Counter(
+        self.predictions = counter(
             "kaveri_predictions",
             "Length predictions by outcome: used, outlived (the answer is longer already), late, failed, none.",
             ["outcome"],
-            registry=registry,
         )
-        self.prediction_seconds = Histogram(
+        self.prediction_seconds = histogram(
             "kaveri_prediction_seconds",
             "From asking a predictor to its answer; one sample a call.",
             buckets=LATENCY_BUCKETS_S,
-            registry=registry,
         )
-        self.waiting = Gauge("kaveri_prefill_queued_tokens", "Tokens accepted and not computed yet.", registry=registry)
-        self.orphans = Gauge(
-            "kaveri_prefill_orphans", "Requests that go on without a router that reads about them.", registry=registry
-        )
-        self.attaches = Counter(
-            "kaveri_prefill_attaches", "Requests that were given to a later session.", registry=registry
-        )
+        self.waiting = gauge("kaveri_prefill_queued_tokens", "Tokens accepted and not computed yet.")
+        self.orphans = gauge("kaveri_prefill_orphans", "Requests that go on without a router that reads about them.")
+        self.attaches = counter("kaveri_prefill_attaches", "Requests that were given to a later session.")
