@@ -74,31 +74,8 @@ def read_spec(
     table = _read_toml(path, "SPEC")
     preset = preset or {}
     shared = {key: value for key, value in table.items() if not isinstance(value, dict)}
-    not_simulated: list[str] = []
-    for section, values in table.items():
-        if not isinstance(values, dict):
-            continue
-        if section not in known:
-            raise ConfigError(f"{path} [{section}]", f"is no section; there are {', '.join(sorted(known))}")
-        for key in values:
-            if section in _SECTIONS and key in _KEYS[section]:
-                continue
-            if section != "up" and key not in known[section]:
-                raise ConfigError(f"{path} [{section}] {key}", "is no setting of Kaveri")
-            if (key, values[key]) != _FOLLOWED_ENGINE:
-                not_simulated.append(f"[{section}] {key}")
-    simulated = {key for keys in _KEYS.values() for key in keys}
-    for key in shared:
-        if not any(key in names for names in known.values()):
-            raise ConfigError(f"{path} {key}", "is no setting of Kaveri")
-        if key not in simulated and (key, shared[key]) != _FOLLOWED_ENGINE:
-            not_simulated.append(key)
-    not_simulated += [
-        f"[{section}] {key}"
-        for section, values in preset.items()
-        for key in values
-        if key not in _KEYS.get(section, ()) and not (section == "up" and key == "predictor")
-    ]
+    given = {key: value for key, value in table.items() if key not in shared}
+    not_simulated = _not_simulated(path, known, shared, given, preset)
     sections = {
         section: _Section(path, section, {**preset.get(section, {}), **shared, **table.get(section, {})})
         for section in _SECTIONS
@@ -148,7 +125,41 @@ def read_spec(
         ),
         seed=seed,
     )
-    return ReadSpec(spec, tuple(dict.fromkeys(not_simulated)))
+    return ReadSpec(spec, not_simulated)
+
+
+def _not_simulated(
+    path: Path,
+    known: Mapping[str, Collection[str]],
+    shared: Mapping[str, object],
+    sections: Mapping[str, Mapping[str, object]],
+    preset: Mapping[str, Mapping[str, object]],
+) -> tuple[str, ...]:
+    """Return the settings that a simulation does not follow. Raises ConfigError for those that no service has."""
+    found: list[str] = []
+    for section, values in sections.items():
+        if section not in known:
+            raise ConfigError(f"{path} [{section}]", f"is no section; there are {', '.join(sorted(known))}")
+        for key in values:
+            if section in _SECTIONS and key in _KEYS[section]:
+                continue
+            if section != "up" and key not in known[section]:
+                raise ConfigError(f"{path} [{section}] {key}", "is no setting of Kaveri")
+            if (key, values[key]) != _FOLLOWED_ENGINE:
+                found.append(f"[{section}] {key}")
+    simulated = {key for keys in _KEYS.values() for key in keys}
+    for key in shared:
+        if not any(key in names for names in known.values()):
+            raise ConfigError(f"{path} {key}", "is no setting of Kaveri")
+        if key not in simulated and (key, shared[key]) != _FOLLOWED_ENGINE:
+            found.append(key)
+    found += [
+        f"[{section}] {key}"
+        for section, values in preset.items()
+        for key in values
+        if key not in _KEYS.get(section, ()) and not (section == "up" and key == "predictor")
+    ]
+    return tuple(dict.fromkeys(found))
 
 
 def read_overheads(path: Path) -> Overheads:

@@ -102,66 +102,15 @@ def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
     mirrored: push and land through a copy, as on a device, without need; for tests.
     """
     engine_args = settings.engine_args or {}
-    for key, value in engine_args.items():
-        if key in _OURS:
-            raise ConfigError("engine_args", f"{key} is not to be set here: {_OURS[key]}")
-        if key == "tensor_parallel_size" and (type(value) is not int or value < 1):
-            raise ConfigError("engine_args", f"{key} is {value!r}; it must be a whole number, at least 1")
-    # In another process vLLM's scheduler could not be reached between two steps.
-    if os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
-        raise ConfigError("VLLM_ENABLE_V1_MULTIPROCESSING", "is not 0; Kaveri drives vLLM within its own process")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # Otherwise a request whose logits are NaN would get token 0; see VllmCore.undrawable.
-    os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = "1"
-    # Start of ranks: this process has threads, gRPC's among them, which do not survive a fork.
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    limit_primitive_cache()
+    _check_options(engine_args)
+    _prepare_process()
     # After the environment is set, which vLLM reads when it is imported.
-    from vllm.config import KVTransferConfig
-    from vllm.platforms import current_platform
-
-    from kaveri.engine.transformers.fingerprint import fingerprint
     from kaveri.engine.transformers.loading import local_folder
-    from kaveri.engine.vllm.connector import CONNECTOR_NAME
     from kaveri.engine.vllm.core import VllmCore
-    from kaveri.engine.vllm.draws import KeyedDraws
 
-    rank_count = engine_args.get("tensor_parallel_size", 1)
     folder = local_folder(resolve_model(settings.model))
-    values = read_config_json(folder)
-    arguments: dict[str, Any] = {
-        "enforce_eager": True,
-        "disable_hybrid_kv_cache_manager": True,
-        # vLLM refuses to start on a GPU with less than this share free, although the cache has a size of its own.
-        "gpu_memory_utilization": _LEAST_FREE_SHARE,
-        **engine_args,
-        "model": str(folder),
-        "dtype": vllm_dtype(settings.dtype, values, current_platform.is_cpu()),
-        # -1: the model's own length, or less when the cache holds less.
-        "max_model_len": settings.max_model_len or -1,
-        "kv_cache_memory_bytes": settings.kv_cache_memory,
-        "max_num_batched_tokens": settings.chunk_tokens + settings.max_batch,
-        "max_num_seqs": min(settings.chunk_tokens, _PREFILLS_AT_ONCE) + settings.max_batch,
-        "skip_tokenizer_init": True,
-        "disable_log_stats": True,
-        "async_scheduling": False,
-        # Prompts first, in our order; see VllmCore.add.
-        "scheduling_policy": "priority",
-        "logits_processors": [KeyedDraws],
-        "kv_transfer_config": KVTransferConfig(
-            kv_connector=CONNECTOR_NAME,
-            kv_connector_module_path="kaveri.engine.vllm.connector",
-            kv_role="kv_both",
-            kv_connector_extra_config={
-                "model_fingerprint": model_fingerprint(fingerprint(folder), engine_args),
-                "mirrored": mirrored,
-            },
-        ),
-    }
-    if settings.block_tokens is not None:
-        arguments["block_size"] = settings.block_tokens
-    llm, ranks = _start(folder, values, arguments, rank_count)
+    arguments = _arguments(settings, folder, mirrored)
+    llm, ranks = _start(folder, read_config_json(folder), arguments, engine_args.get("tensor_parallel_size", 1))
     config = llm.model_config
     ends_at = engine_args.get("generation_config", "auto")
     generation = read_generation_config(folder if ends_at in ("auto", "vllm") else ends_at, config.hf_config)
@@ -185,6 +134,73 @@ def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
             kv_cache_memory=settings.kv_cache_memory,
         )
     return core
+
+
+def _check_options(engine_args: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an option of vLLM that is not to be set here."""
+    for key, value in engine_args.items():
+        if key in _OURS:
+            raise ConfigError("engine_args", f"{key} is not to be set here: {_OURS[key]}")
+        if key == "tensor_parallel_size" and (type(value) is not int or value < 1):
+            raise ConfigError("engine_args", f"{key} is {value!r}; it must be a whole number, at least 1")
+
+
+def _prepare_process() -> None:
+    """Set what vLLM reads when it is imported. Raises ConfigError."""
+    # In another process vLLM's scheduler could not be reached between two steps.
+    if os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
+        raise ConfigError("VLLM_ENABLE_V1_MULTIPROCESSING", "is not 0; Kaveri drives vLLM within its own process")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # Otherwise a request whose logits are NaN would get token 0; see VllmCore.undrawable.
+    os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = "1"
+    # Start of ranks: this process has threads, gRPC's among them, which do not survive a fork.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    limit_primitive_cache()
+
+
+def _arguments(settings: EngineSettings, folder: Path, mirrored: bool) -> dict[str, Any]:
+    """Return vLLM's EngineArgs."""
+    from vllm.config import KVTransferConfig
+    from vllm.platforms import current_platform
+
+    from kaveri.engine.transformers.fingerprint import fingerprint
+    from kaveri.engine.vllm.connector import CONNECTOR_NAME
+    from kaveri.engine.vllm.draws import KeyedDraws
+
+    engine_args = settings.engine_args or {}
+    arguments: dict[str, Any] = {
+        "enforce_eager": True,
+        "disable_hybrid_kv_cache_manager": True,
+        # vLLM refuses to start on a GPU with less than this share free, although the cache has a size of its own.
+        "gpu_memory_utilization": _LEAST_FREE_SHARE,
+        **engine_args,
+        "model": str(folder),
+        "dtype": vllm_dtype(settings.dtype, read_config_json(folder), current_platform.is_cpu()),
+        # -1: the model's own length, or less when the cache holds less.
+        "max_model_len": settings.max_model_len or -1,
+        "kv_cache_memory_bytes": settings.kv_cache_memory,
+        "max_num_batched_tokens": settings.chunk_tokens + settings.max_batch,
+        "max_num_seqs": min(settings.chunk_tokens, _PREFILLS_AT_ONCE) + settings.max_batch,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "async_scheduling": False,
+        # Prompts first, in our order; see VllmCore.add.
+        "scheduling_policy": "priority",
+        "logits_processors": [KeyedDraws],
+        "kv_transfer_config": KVTransferConfig(
+            kv_connector=CONNECTOR_NAME,
+            kv_connector_module_path="kaveri.engine.vllm.connector",
+            kv_role="kv_both",
+            kv_connector_extra_config={
+                "model_fingerprint": model_fingerprint(fingerprint(folder), engine_args),
+                "mirrored": mirrored,
+            },
+        ),
+    }
+    if settings.block_tokens is not None:
+        arguments["block_size"] = settings.block_tokens
+    return arguments
 
 
 def vllm_dtype(dtype: str, values: Mapping[str, Any], on_cpu: bool) -> str:
