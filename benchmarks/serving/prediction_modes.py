@@ -37,7 +37,7 @@ async def measure_async(options: Options, report: Report) -> None:
     async with contextlib.AsyncExitStack() as stacks:
         clients: dict[str, AsyncClient] = {}
         for mode, port in ports.items():
-            config = StackConfig(
+            config = StackConfig.of(
                 model=options.model,
                 prefill_count=1,
                 decode_count=1,

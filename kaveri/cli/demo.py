@@ -87,7 +87,7 @@ async def _demo(console: Console) -> int:
     progress = _DemoProgress(console)
     # The bundled model's answers are short; by default only longer contexts are worth a copy.
     settings = {"replication": "spread", "replica_min_tokens": 16, "replica_memory": "32MiB"}
-    config = StackConfig(model=KAVERI_TINY, router_count=2, prefill_count=2, decode_count=2, settings=settings)
+    config = StackConfig.of(model=KAVERI_TINY, router_count=2, prefill_count=2, decode_count=2, **settings)
     async with LocalStack(config, progress) as stack:
         progress(f"the cluster is ready at {stack.target}; asking {len(asks)} things at once")
         async with AsyncClient(stack.target, timeout_s=_TIMEOUT_S) as client:

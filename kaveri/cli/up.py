@@ -158,9 +158,9 @@ def up(
         raise ConfigError("--colocated", "these instances do both phases; leave --prefill and --decode out")
     wanted = None if preset is None else preset_settings(preset)
     if preset is not None and wanted is not None:
-        counts_given = {"prefill": prefill, "decode": decode, "colocated": colocated}
-        wanted.require_roles(preset, [name for name, count in counts_given.items() if count])
-        prefill, decode, colocated = (given or int(wanted.up.get(name, 0)) for name, given in counts_given.items())
+        asked = {"prefill": prefill, "decode": decode, "colocated": colocated}
+        wanted.require_roles(preset, [name for name, count in asked.items() if count])
+        prefill, decode, colocated = (count or int(wanted.up.get(name, 0)) for name, count in asked.items())
         source = context.get_parameter_source("predictor")
         if source is not None and source.name == "DEFAULT":
             predictor = str(wanted.up.get("predictor", predictor))
@@ -171,9 +171,8 @@ def up(
         cluster_name_text(cluster_name)
     except ValueError as error:
         raise ConfigError("--cluster-name", str(error)) from error
-    gateway_count = _gateway_count(gateways)
     counts: dict[ServiceKind, int] = {
-        ServiceKind.GATEWAY: gateway_count,
+        ServiceKind.GATEWAY: _gateway_count(gateways),
         ServiceKind.ROUTER: routers,
         ServiceKind.PREFILL: 0 if colocated else prefill or 2,
         ServiceKind.DECODE: 0 if colocated else decode or 2,
@@ -185,28 +184,17 @@ def up(
     flags = read_service_flags(context.args, running, own_flags)
     if wanted is not None:
         flags = _with_preset(flags, running, config, wanted)
-        left_out = "; ".join(wanted.left_out)
-        print(f"preset {preset}: without {left_out}", file=sys.stderr)
+        print(f"preset {preset}: without {'; '.join(wanted.left_out)}", file=sys.stderr)
     engine, tls = _check_settings(flags, running, config)
     if tls is not None:
         use_tls(RpcTls(tls))
     stack = StackConfig(
         model=model,
-        gateway_count=gateway_count,
-        router_count=routers,
-        prefill_count=counts[ServiceKind.PREFILL],
-        decode_count=counts[ServiceKind.DECODE],
-        colocated_count=colocated,
+        counts=counts,
+        flags=flags.of_role,
         predictor=_predictor_of(model, engine) if predictor == "auto" else "" if predictor == "none" else predictor,
-        predictor_count=predictors,
         settings=flags.shared,
         config_file=config,
-        gateway_flags=flags.of_role.get(ServiceKind.GATEWAY, ()),
-        router_flags=flags.of_role.get(ServiceKind.ROUTER, ()),
-        prefill_flags=flags.of_role.get(ServiceKind.PREFILL, ()),
-        decode_flags=flags.of_role.get(ServiceKind.DECODE, ()),
-        colocated_flags=flags.of_role.get(ServiceKind.COLOCATED, ()),
-        predictor_flags=flags.of_role.get(ServiceKind.PREDICTOR, ()),
         port=port,
         gateway_port=(_GATEWAY_PORT if port else 0) if gateway_port is None else gateway_port,
         public_port=public_port,

@@ -19,6 +19,12 @@ from kaveri.security.posture import open_ports
 LOOPBACK = "127.0.0.1"
 PUBLIC_ROLES = (ServiceKind.ROUTER, ServiceKind.GATEWAY)
 """Roles that clients connect to: they keep their ports over restarts."""
+_COUNTS: Mapping[ServiceKind, int] = {
+    ServiceKind.ROUTER: 1,
+    ServiceKind.PREFILL: 2,
+    ServiceKind.DECODE: 2,
+    ServiceKind.PREDICTOR: 1,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,17 +33,13 @@ class StackConfig:
 
     model: str = KAVERI_TINY
     """A path, a hub id or a bundled name."""
-    gateway_count: int = 0
-    """Number of HTTP gateways; they need the packages of the extra `gateway`."""
-    router_count: int = 1
-    prefill_count: int = 2
-    decode_count: int = 2
-    colocated_count: int = 0
-    """Number of instances that serve both phases; usually instead of the two above."""
+    counts: Mapping[ServiceKind, int] = field(default_factory=lambda: _COUNTS)
+    """Number of instances by role; others have none. Gateways need the packages of the extra `gateway`, and predictors
+    a `predictor`."""
+    flags: Mapping[ServiceKind, tuple[str, ...]] = field(default_factory=dict)
+    """Additional flags by role: ("--max-requests", "64")."""
     predictor: str = ""
     """A bundled name or a folder; empty: no length predictor."""
-    predictor_count: int = 1
-    """Number of predictor processes, if there is a predictor."""
     port: int = 0
     """Port of the first router; the others' follow. 0: free ports."""
     gateway_port: int = 0
@@ -59,13 +61,6 @@ class StackConfig:
     """Settings of services, by name: {"engine": "fake"}. Each goes to the services that roles_of() names."""
     config_file: str = ""
     """Configuration file for every service; see `--config`."""
-    gateway_flags: tuple[str, ...] = ()
-    router_flags: tuple[str, ...] = ()
-    """Additional flags for the routers: ("--max-requests", "64")."""
-    prefill_flags: tuple[str, ...] = ()
-    decode_flags: tuple[str, ...] = ()
-    colocated_flags: tuple[str, ...] = ()
-    predictor_flags: tuple[str, ...] = ()
     log_dir: Path | None = None
     """Folder of the <instance id>.log files; None: a temporary folder that is removed with the stack."""
     drain_timeout_s: float = 30.0
@@ -80,11 +75,12 @@ class StackConfig:
         for name in ("model", "host"):
             if not getattr(self, name).strip():
                 raise ConfigError("--" + name.replace("_", "-"), "is empty")
-        for flag, port, count in (
-            ("--port", self.port, self.router_count),
-            ("--public-port", self.public_port, self.router_count),
-            ("--gateway-port", self.gateway_port, self.gateway_count),
+        for flag, port, role in (
+            ("--port", self.port, ServiceKind.ROUTER),
+            ("--public-port", self.public_port, ServiceKind.ROUTER),
+            ("--gateway-port", self.gateway_port, ServiceKind.GATEWAY),
         ):
+            count = self.counts.get(role, 0)
             if port and port + count - 1 > MAX_PORT:
                 raise ConfigError(flag, f"is {port}; {count} ports follow one another, up to {MAX_PORT}")
         if self.metrics_port and self.metrics_port + len(self.all_instance_ids) - 1 > MAX_PORT:
@@ -93,11 +89,14 @@ class StackConfig:
 
     @classmethod
     def of(cls, **given: Any) -> Self:
-        """Create a config from the stack's fields and services' settings: `StackConfig.of(prefill_count=1,
-        engine="fake")`. A setting that is empty or 0 keeps its default."""
+        """Create a config from the stack's fields, services' settings, and counts and flags of roles:
+        `StackConfig.of(prefill_count=1, decode_flags=("--max-batch", "8"), engine="fake")`. A setting that is empty or
+        0 keeps its default."""
+        counts = {role: given.pop(f"{role}_count") for role in ROLES if f"{role}_count" in given}
+        flags = {role: given.pop(f"{role}_flags") for role in ROLES if f"{role}_flags" in given}
         own = {name: value for name, value in given.items() if name in cls.__dataclass_fields__}
         settings = {name: value for name, value in given.items() if name not in own and (value or value is False)}
-        return cls(**own, settings=settings)
+        return cls(**own, counts={**_COUNTS, **counts}, flags=flags, settings=settings)
 
     @property
     def all_instance_ids(self) -> tuple[str, ...]:
@@ -106,27 +105,9 @@ class StackConfig:
 
     def instance_ids(self, role: ServiceKind) -> tuple[str, ...]:
         """Ids of all instances of a role."""
-        counts = {
-            ServiceKind.GATEWAY: self.gateway_count,
-            ServiceKind.ROUTER: self.router_count,
-            ServiceKind.PREFILL: self.prefill_count,
-            ServiceKind.DECODE: self.decode_count,
-            ServiceKind.COLOCATED: self.colocated_count,
-            ServiceKind.PREDICTOR: self.predictor_count if self.predictor else 0,
-        }
+        count = 0 if role is ServiceKind.PREDICTOR and not self.predictor else self.counts.get(role, 0)
         prefix = f"{self.name}-" if self.name else ""
-        return tuple(f"{prefix}{role}-{number}" for number in range(counts[role]))
-
-    def flags(self, role: ServiceKind) -> tuple[str, ...]:
-        """Additional flags for the instances of a role."""
-        return {
-            ServiceKind.GATEWAY: self.gateway_flags,
-            ServiceKind.ROUTER: self.router_flags,
-            ServiceKind.PREFILL: self.prefill_flags,
-            ServiceKind.DECODE: self.decode_flags,
-            ServiceKind.COLOCATED: self.colocated_flags,
-            ServiceKind.PREDICTOR: self.predictor_flags,
-        }[role]
+        return tuple(f"{prefix}{role}-{number}" for number in range(count))
 
     @property
     def ports(self) -> dict[str, int]:
@@ -173,7 +154,7 @@ def service_command(config: StackConfig, role: ServiceKind, instance_id: str, po
         settings["predictor"] = config.predictor
     settings |= {name: value for name, value in _shared(config, role).items() if name not in secrets_of(role)}
     flags = [text for name, value in settings.items() for text in (flag_of(name), str(value))]
-    return [sys.executable, *program_of(role), *flags, *config.flags(role)]
+    return [sys.executable, *program_of(role), *flags, *config.flags.get(role, ())]
 
 
 def exposed_ports(config: StackConfig, inherited: Mapping[str, str]) -> list[str]:

@@ -171,7 +171,7 @@ async def test_instance_that_never_gets_ready_fails_the_start_at_its_deadline() 
 async def test_restarted_instance_that_ends_again_is_named_at_once_with_its_last_words() -> None:
     async with run_cluster() as cluster:
         await cluster.kill("decode-0")
-        cluster.stack.config = replace(cluster.stack.config, decode_flags=("--chunk-tokens", "many"))
+        cluster.stack.config = replace(cluster.stack.config, flags={ServiceKind.DECODE: ("--chunk-tokens", "many")})
         started_at_s = time.monotonic()
         with pytest.raises(Unavailable, match=r"decode-0 exited with status 2.*many"):
             await cluster.restart("decode-0")

@@ -64,7 +64,7 @@ def test_metrics_ports_past_the_last_port_are_refused() -> None:
 
 
 def test_metrics_ports_follow_one_another_routers_first() -> None:
-    config = StackConfig(metrics_port=9100, prefill_count=1, decode_count=2)
+    config = StackConfig.of(metrics_port=9100, prefill_count=1, decode_count=2)
     ports = [config.metrics_port_of(name) for name in ("router-0", "prefill-0", "decode-0", "decode-1")]
     assert ports == [9100, 9101, 9102, 9103]
     assert flags_of(config, ServiceKind.DECODE, "decode-1")["--metrics-port"] == "9103"
