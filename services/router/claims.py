@@ -10,11 +10,14 @@ import contextlib
 import hashlib
 import itertools
 import time
+from dataclasses import replace
 
 from kaveri.cluster.store import ClusterStore, RequestClaim
 from kaveri.domain.view import ClusterView
 from kaveri.errors import InvalidArgument, RequestAlreadyExists
 from kaveri.wire.attempts import wrong_secret
+from services.router.accepted_request import OwnerHint
+from services.router.owner_hints import hint_to_proto
 
 _CLAIM_WAIT_S = 5.0
 """Longest wait for a sign of life from the router that holds a request id: more than the lease of most clusters."""
@@ -90,8 +93,9 @@ class RequestClaims:
         self._opening[claim] = ttl_s
         self._flush_later()
 
-    def note(self, claim: RequestClaim) -> None:
+    def note(self, claim: RequestClaim, owner: OwnerHint) -> None:
         """Enters the hint of a claim soon, without making anyone wait."""
+        claim = replace(claim, hint=hint_to_proto(owner).SerializeToString())
         self._hinted.pop(claim, None)
         self._hinted[claim] = None
         self._flush_later()

@@ -26,7 +26,7 @@ from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, check_request_id
 from kaveri.wire.messages import params_from_proto, params_to_proto
 from kaveri.wire.status import abort, status_of
 from services.router import metrics
-from services.router.accepted_request import NOTHING_RECEIVED, AcceptedRequest, OwnerHint
+from services.router.accepted_request import NOTHING_RECEIVED, AcceptedRequest
 from services.router.cancelled_ids import CancelledIds
 from services.router.claims import RequestClaims
 from services.router.config import RouterConfig
@@ -39,7 +39,7 @@ from services.router.intake import (
     check_sessions,
     is_ready,
 )
-from services.router.owner_hints import hint_from_bytes, hint_from_proto, hint_to_proto
+from services.router.owner_hints import hint_from_bytes, hint_from_proto
 from services.router.peers import RouterPeers
 from services.router.recent_requests import RecentRequests
 from services.router.recent_workload import RecentWorkload
@@ -79,6 +79,8 @@ class GenerateProgress:
     request_id: str
     key_name: str = ""
     """Of the client's API key. Empty: it did not come through the public port."""
+    accepted: AcceptedRequest | None = None
+    """None until its input was checked."""
     entry: RequestEntry | None = None
     span: OpenSpan | None = None
     """Of the whole call. None: it is not traced."""
@@ -302,12 +304,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.BeatResponse:
         return inference_pb2.BeatResponse()
 
-    def _check_reattach_rate(self) -> None:
-        wait_s = self._reattaches.wait_s(time.monotonic())
-        if wait_s:
-            limit = self._router.config.max_reattaches_per_s
-            raise NoCapacity("router", max(wait_s, RETRY_AFTER_S), f"more than {limit:g} re-attaches a second")
-
     def _addresses(self, public: bool) -> list[str]:
         """Of the routers that clients may re-attach through."""
         return self._router.peers.addresses(includes_own=not self._router.draining, public=public)
@@ -339,25 +335,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise NoCapacity(
                 "router", RETRY_AFTER_S, f"{self._unread_count} clients do not read the end of their answers"
             )
-        router.intake.check_model(request.model)
-        check_request_id(request_id)
-        remaining_s = context.time_remaining()
-        offered = OfferedRequest(
-            model=request.model,
-            request_id=request_id,
-            prompt=_prompt(request),
-            params=params_from_proto(request.params) if request.HasField("params") else SamplingParams(),
-            arrived_s=arrived_s,
-            timeout_s=router.config.default_timeout_s if remaining_s is None else remaining_s,
-            session=request.session,
-            secret=request.secret,
-            received=_received(request),
-            # Strangers know the public port alone.
-            direct=request.direct and not progress.key_name,
-        )
-        check_sessions(offered, is_named=bool(request.request_id))
-        if offered.session:
-            self._check_reattach_rate()
+        offered = self._offered(request, progress, context, arrived_s)
         task = asyncio.current_task()
         assert task is not None
         former = router.table.slot_of(request_id)
@@ -367,26 +345,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if offered.session and self._cancelled.has(request_id, claim.secret_hash, arrived_s):
             # Takes effect at the first await below.
             slot.cancel()
-        accepted: AcceptedRequest | None = None
-        claiming = False
         metrics.IN_FLIGHT.inc()
         try:
-            accepted = await router.intake.accept(offered)
+            accepted = progress.accepted = await router.intake.accept(offered)
             tokenized_s = time.monotonic()
-            claiming = True
-            if request.request_id:
-                stored = await router.claims.open(claim, offered.timeout_s)
-            else:
+            if not request.request_id:
                 router.claims.open_later(claim, offered.timeout_s)
-                stored = b""
-            if stored:
+            elif stored := await router.claims.open(claim, offered.timeout_s):
                 accepted = replace(accepted, received=replace(accepted.received, owner=hint_from_bytes(stored)))
-
-            def note_hint(owner: OwnerHint) -> None:
-                router.claims.note(replace(claim, hint=hint_to_proto(owner).SerializeToString()))
-
-            entry = RequestEntry(accepted, await router.intake.begin_answer(accepted), router.placer.act, note_hint)
-            progress.entry = entry
+            answer = await router.intake.begin_answer(accepted)
+            entry = progress.entry = RequestEntry(
+                accepted, answer, router.placer.act, partial(router.claims.note, claim)
+            )
             if progress.span is not None:
                 progress.span.write("tokenize", arrived_s, tokenized_s, tokens=len(accepted.prompt_token_ids))
                 entry.trace = RequestTrace(progress.span, tokenized_s)
@@ -394,39 +364,82 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             # A later session that no router knows of is the first to be accepted: routers before failed or refused.
             if accepted.received == NOTHING_RECEIVED and not was_accepted:
                 router.workload.note_arrival(arrived_s)
-            placing = router.placer.start(entry)
-            try:
-                texts = router.tokenizer.token_piece if request.token_texts else None
-                addresses = partial(self._addresses, bool(progress.key_name))
-                await write_answer(
-                    entry, context, router.config.slow_reader_s, addresses, texts, router.placer.address_of
-                )
-            finally:
-                entry.release()
-                placing.cancel()
+            await self._answer(entry, request, context, public=bool(progress.key_name))
         except asyncio.CancelledError:
             if not slot.interrupted:
                 raise
             task.uncancel()
             if slot.error is not None:
                 raise slot.error from None
-            token_count, text = 0, ""
-            if offered.session:
-                router.placer.abandon(request_id, offered.session, offered.secret)
-                accepted = accepted or await router.intake.accept(offered)
-                token_count = len(accepted.received.token_ids)
-                # What the router before held back, such as an unfinished character, is decided now.
-                answer = await router.intake.begin_answer(accepted)
-                answer.flush()
-                text = answer.take().text
-            prompt_tokens = len(accepted.prompt_token_ids) if accepted is not None and token_count else 0
-            await write_cancelled(request_id, prompt_tokens, token_count, text, context)
+            await self._answer_cancelled(offered, progress.accepted, context)
         finally:
-            if claiming:
+            if progress.accepted is not None:
                 # Also when the claim was refused or interrupted: only this router's own claim is closed.
                 router.claims.close(claim)
             router.table.release(slot)
             metrics.IN_FLIGHT.dec()
+
+    def _offered(
+        self,
+        request: inference_pb2.GenerateRequest,
+        progress: GenerateProgress,
+        context: ServicerContext,
+        arrived_s: float,
+    ) -> OfferedRequest:
+        """Read a request. Raises InvalidArgument, ModelNotFound, and NoCapacity for too many re-attaches."""
+        config = self._router.config
+        self._router.intake.check_model(request.model)
+        check_request_id(progress.request_id)
+        remaining_s = context.time_remaining()
+        offered = OfferedRequest(
+            model=request.model,
+            request_id=progress.request_id,
+            prompt=_prompt(request),
+            params=params_from_proto(request.params) if request.HasField("params") else SamplingParams(),
+            arrived_s=arrived_s,
+            timeout_s=config.default_timeout_s if remaining_s is None else remaining_s,
+            session=request.session,
+            secret=request.secret,
+            received=_received(request),
+            # Strangers know the public port alone.
+            direct=request.direct and not progress.key_name,
+        )
+        check_sessions(offered, is_named=bool(request.request_id))
+        if offered.session and (wait_s := self._reattaches.wait_s(time.monotonic())):
+            reason = f"more than {config.max_reattaches_per_s:g} re-attaches a second"
+            raise NoCapacity("router", max(wait_s, RETRY_AFTER_S), reason)
+        return offered
+
+    async def _answer(
+        self, entry: RequestEntry, request: inference_pb2.GenerateRequest, context: ServicerContext, *, public: bool
+    ) -> None:
+        """Place a request and write its answer."""
+        router = self._router
+        placing = router.placer.start(entry)
+        try:
+            texts = router.tokenizer.token_piece if request.token_texts else None
+            addresses = partial(self._addresses, public)
+            await write_answer(entry, context, router.config.slow_reader_s, addresses, texts, router.placer.address_of)
+        finally:
+            entry.release()
+            placing.cancel()
+
+    async def _answer_cancelled(
+        self, offered: OfferedRequest, accepted: AcceptedRequest | None, context: ServicerContext
+    ) -> None:
+        """Write the only response of a request that was cancelled before it began here."""
+        router, request_id = self._router, offered.request_id
+        prompt_tokens, token_count, text = 0, 0, ""
+        if offered.session:
+            router.placer.abandon(request_id, offered.session, offered.secret)
+            accepted = accepted or await router.intake.accept(offered)
+            token_count = len(accepted.received.token_ids)
+            prompt_tokens = len(accepted.prompt_token_ids) if token_count else 0
+            # What the router before held back, such as an unfinished character, is decided now.
+            answer = await router.intake.begin_answer(accepted)
+            answer.flush()
+            text = answer.take().text
+        await write_cancelled(request_id, prompt_tokens, token_count, text, context)
 
 
 def _note_gone(progress: GenerateProgress) -> None:
