@@ -1,6 +1,6 @@
 """The settings of every program that reads a configuration file, by the name of its section.
 
-No service imports this: it would import all others. kaveri.config.services finds it by name.
+No service imports this: it would import all others. kaveri.programs finds it by name.
 """
 
 from collections.abc import Mapping

@@ -33,7 +33,7 @@ def show(
 
     It takes the service's flags, --config among them, and reads the same variables and the same file.
     """
-    from kaveri.config.services import setting_sections, settings_types
+    from kaveri.programs import setting_sections, settings_types
 
     types = settings_types()
     if role not in types:

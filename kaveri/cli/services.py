@@ -9,9 +9,10 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
-from kaveri.config.services import ServiceKind, program_of, settings_types
+from kaveri.config.services import ServiceKind, program_of
 from kaveri.config.settings import taken_names
 from kaveri.config.sources import CONFIG_FLAG, flag_of
+from kaveri.programs import settings_types
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Context settings with which every flag, known or not, ends up in `context.args`."""

@@ -77,7 +77,7 @@ def simulate(
     Decisions are those of the services, times those of a latency model. Without --overheads the services themselves
     take no time.
     """
-    from kaveri.config.services import setting_sections
+    from kaveri.programs import setting_sections
     from kaveri.simulator.baselines import baseline_of, simulate_baseline
     from kaveri.simulator.failures import FailureSpec, parse_death
     from kaveri.simulator.report import SimulatedRun, differences, report_of, requests_of

@@ -15,7 +15,7 @@ import typer
 
 from kaveri.cluster.store import DEFAULT_CLUSTER
 from kaveri.config.presets import Preset, PresetSettings, preset_settings
-from kaveri.config.services import ServiceKind
+from kaveri.config.services import UP_SECTION, ServiceKind
 from kaveri.config.settings import ReadSettings, read_settings
 from kaveri.config.sources import (
     CONFIG_FLAG,
@@ -45,7 +45,7 @@ _FILE_KEY = "kaveri.config"
 def _read_config(context: typer.Context, path: str) -> str:
     """Use a file's options of this command as their defaults. Raises ConfigError."""
     if path:
-        from kaveri.config.services import UP_SECTION, setting_sections
+        from kaveri.programs import setting_sections
 
         options = {name for parameter in context.command.params if (name := parameter.name) is not None}
         names = Names(
@@ -271,8 +271,8 @@ def _check_settings(
 
 def _read_settings(role: ServiceKind, flags: "ServiceFlags", config_file: str) -> ReadSettings[Any]:
     """Read a role's settings as its service will. Raises ConfigError."""
-    from kaveri.config.services import setting_sections, settings_types
     from kaveri.local.service_flags import roles_of
+    from kaveri.programs import setting_sections, settings_types
 
     shared = [text for name, value in flags.shared.items() if role in roles_of(name) for text in (flag_of(name), value)]
     own = flags.of_role.get(role, ())

@@ -1,13 +1,8 @@
-"""Looks up the settings that each service declares, by name: the library imports no service."""
+"""The kinds of services, and how their programs are found: the library imports no service."""
 
 import enum
-import importlib
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from kaveri.config.settings import taken_names
 
 UP_SECTION = "up"
 
@@ -47,17 +42,3 @@ def program_of(role: ServiceKind) -> tuple[str, ...]:
     module = ("services.instance", role) if role in INSTANCES else (f"services.{role}",)
     # -P: a folder named "services" in the working directory is not ours.
     return ("-P", "-m", "kaveri.config.run_service", *module)
-
-
-def settings_types() -> Mapping[str, type[Any]]:
-    """Settings dataclasses by section of a configuration file. The first call takes a tenth of a second."""
-    find_services()
-    found: Mapping[str, type[Any]] = importlib.import_module("services.settings").SETTINGS
-    return found
-
-
-def setting_sections() -> dict[str, frozenset[str]]:
-    """Valid names by section; see kaveri.config.sources.Names. Those of `kaveri up` are not included."""
-    return {section: taken_names(declared) for section, declared in settings_types().items()} | {
-        UP_SECTION: frozenset()
-    }

@@ -8,12 +8,13 @@ from typing import Any, Self
 
 from kaveri.addresses import is_all_addresses
 from kaveri.cluster.store import DEFAULT_CLUSTER
-from kaveri.config.services import ServiceKind, program_of, setting_sections, settings_types
+from kaveri.config.services import ServiceKind, program_of
 from kaveri.config.settings import MAX_PORT, read_settings
 from kaveri.config.sources import CONFIG_VARIABLE, FILE_SUFFIX, flag_of, variable_of
 from kaveri.errors import ConfigError
 from kaveri.local.service_flags import ROLES, names_of, roles_of, secrets_of
 from kaveri.models import KAVERI_TINY
+from kaveri.programs import setting_sections, settings_types
 from kaveri.security.posture import open_ports
 
 LOOPBACK = "127.0.0.1"

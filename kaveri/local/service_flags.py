@@ -5,10 +5,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from kaveri.config.services import INSTANCES, ServiceKind, settings_types
+from kaveri.config.services import INSTANCES, ServiceKind
 from kaveri.config.settings import secret_names, setting_names, switch_names
 from kaveri.config.sources import flag_of, nearest, take_value
 from kaveri.errors import ConfigError
+from kaveri.programs import settings_types
 from kaveri.rpc.process import ServiceConfig
 
 ROLES = tuple(ServiceKind)

@@ -4,11 +4,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from kaveri.config.services import setting_sections
 from kaveri.config.settings import read_settings
 from kaveri.errors import ConfigError
 from kaveri.profiling.config import ProfileConfig
 from kaveri.profiling.run import run_profile
+from kaveri.programs import setting_sections
 from kaveri.rpc.process import CONFIG_ERROR_STATUS
 from kaveri.telemetry.logs import configure_logs
 

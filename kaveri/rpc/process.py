@@ -9,7 +9,7 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -18,7 +18,6 @@ import uvloop
 from kaveri.addresses import host_text, is_all_addresses, join_address
 from kaveri.cluster.store import DEFAULT_CLUSTER
 from kaveri.config.redis_url import shown
-from kaveri.config.services import setting_sections
 from kaveri.config.settings import MAX_PORT, name_text, present, read_settings, setting
 from kaveri.config.sources import SERVICE_LINKS_ADVICE
 from kaveri.errors import ConfigError
@@ -140,17 +139,19 @@ def run_service(
     role: str,
     config_type: type[ConfigT],
     serve: Callable[[ConfigT, asyncio.Event], Awaitable[int]],
+    find_sections: Callable[[], Mapping[str, Collection[str]]],
     arguments: Sequence[str] | None = None,
 ) -> int:
     """Run a service until it ends by itself or by a signal; return the process's exit status.
 
-    serve(config, stopping) does the work and returns the status; `stopping` is set by the first SIGTERM or SIGINT, upon
-    which it drains. A second signal cancels it. ConfigError, from the flags or from serve, becomes one line on stderr.
+    find_sections: see read_settings. serve(config, stopping) does the work and returns the status; `stopping` is set by
+    the first SIGTERM or SIGINT, upon which it drains. A second signal cancels it. ConfigError, from the flags or from
+    serve, becomes one line on stderr.
     """
     program = f"kaveri {role}"
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
-        read = read_settings(config_type, program, arguments, os.environ, setting_sections)
+        read = read_settings(config_type, program, arguments, os.environ, find_sections)
         config = read.config
         if not config.instance_id:
             config = dataclasses.replace(config, instance_id=f"{role}-{secrets.token_hex(3)}")

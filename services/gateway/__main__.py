@@ -5,13 +5,14 @@ import sys
 
 from kaveri.errors import ConfigError
 from kaveri.extras import lacks
+from kaveri.programs import setting_sections
 from kaveri.rpc.process import run_service
 from services.gateway.config import GatewayConfig
 
 
 def main() -> int:
     """Run the gateway with the process's own arguments; return the exit status."""
-    return run_service("gateway", GatewayConfig, _serve)
+    return run_service("gateway", GatewayConfig, _serve, setting_sections)
 
 
 async def _serve(config: GatewayConfig, stopping: asyncio.Event) -> int:

@@ -4,6 +4,7 @@ import asyncio
 import sys
 from typing import Any
 
+from kaveri.programs import setting_sections
 from kaveri.rpc.process import run_service
 from services.instance.config import ColocatedConfig, DecodeConfig, PhasesConfig, PrefillConfig
 
@@ -19,7 +20,7 @@ def main() -> int:
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command not in COMMANDS:
         sys.exit(f"services.instance: the first argument is {command!r}; it must be {', '.join(COMMANDS)}")
-    return run_service(command, COMMANDS[command], _serve, sys.argv[2:])
+    return run_service(command, COMMANDS[command], _serve, setting_sections, sys.argv[2:])
 
 
 async def _serve(config: Any, stopping: asyncio.Event) -> int:

@@ -3,13 +3,14 @@
 import asyncio
 import sys
 
+from kaveri.programs import setting_sections
 from kaveri.rpc.process import run_service
 from services.predictor.config import PredictorConfig
 
 
 def main() -> int:
     """Returns the exit status."""
-    return run_service("predictor", PredictorConfig, _serve)
+    return run_service("predictor", PredictorConfig, _serve, setting_sections)
 
 
 async def _serve(config: PredictorConfig, stopping: asyncio.Event) -> int:

@@ -6,13 +6,14 @@ import sys
 from types import ModuleType
 from typing import cast
 
+from kaveri.programs import setting_sections
 from kaveri.rpc.process import run_service
 from services.router.config import RouterConfig
 
 
 def main() -> int:
     """Runs the router with the process's own arguments; returns the exit status."""
-    return run_service("router", RouterConfig, _serve)
+    return run_service("router", RouterConfig, _serve, setting_sections)
 
 
 async def _serve(config: RouterConfig, stopping: asyncio.Event) -> int:

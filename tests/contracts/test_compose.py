@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kaveri.config.services import setting_sections
 from kaveri.config.settings import read_settings
+from kaveri.programs import setting_sections
 from kaveri.rpc.process import ServiceConfig
 from services.gateway.config import GatewayConfig
 from services.instance.config import ColocatedConfig, DecodeConfig, PrefillConfig

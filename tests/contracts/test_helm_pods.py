@@ -9,10 +9,10 @@ import pytest
 import typer.main
 
 from kaveri.cli.main import ListedCommand, app
-from kaveri.config.services import settings_types
 from kaveri.config.settings import read_settings
 from kaveri.engine.factory import listen_endpoints
 from kaveri.engine.settings import EngineSettings
+from kaveri.programs import settings_types
 from services.gateway.config import GatewayConfig
 from services.router.config import RouterConfig
 from tests.support.helm_chart import (

@@ -54,7 +54,7 @@ def test_the_wheel_has_one_top_level_package(installed: Path) -> None:
 def test_services_of_the_wheel_are_found_before_another_package_of_that_name(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "services").mkdir()
     (tmp_path / "services" / "__init__.py").write_text("raise RuntimeError('an application')")
-    find = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nfrom kaveri.config.services import settings_types\n"
+    find = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nfrom kaveri.programs import settings_types\n"
     shown = _run(f"{find}settings_types()\nprint(sys.modules['services'].__path__[0])", installed)
     assert shown.strip() == str(installed / "kaveri" / "installed" / "services")
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kaveri.config.services import setting_sections, settings_types
 from kaveri.config.settings import read_settings, setting_names
 from kaveri.engine.settings import EngineSettings
 from kaveri.errors import ConfigError
+from kaveri.programs import setting_sections, settings_types
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kaveri.config.services import setting_sections, settings_types
 from kaveri.config.settings import read_settings
+from kaveri.programs import setting_sections, settings_types
 from kaveri.rpc.process import ServiceConfig
 
 ROOT = Path(__file__).resolve().parents[2]

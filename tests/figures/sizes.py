@@ -81,8 +81,9 @@ class Circles:
 
 
 def circles() -> Circles:
-    """Circles in imports, those by a module's name in a string included."""
-    modules = {_module_of(path): path for path in product_files()}
+    """Circles in imports, those by a module's name in a string included. Programs, which nothing imports, are left out:
+    a room's `__main__` puts the room together with others."""
+    modules = {_module_of(path): path for path in product_files() if path.name != "__main__.py"}
     graph = {module: set(_imports(path, modules)) - {module} for module, path in modules.items()}
     rooms: dict[str, set[str]] = {}
     for module, imported in graph.items():

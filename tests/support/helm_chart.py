@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kaveri.config.services import setting_sections, settings_types
 from kaveri.config.settings import read_settings
+from kaveri.programs import setting_sections, settings_types
 from kaveri.rpc.process import ServiceConfig
 
 CHART = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "kaveri"

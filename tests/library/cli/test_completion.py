@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kaveri.config.services import settings_types
 from kaveri.config.settings import taken_names
+from kaveri.programs import settings_types
 
 KAVERI = Path(sys.executable).parent / "kaveri"
 

@@ -6,9 +6,9 @@ import re
 import pytest
 
 from kaveri.cli.main import app
-from kaveri.config.services import settings_types
 from kaveri.config.settings import read_settings
 from kaveri.predictor.__main__ import app as predictor_app
+from kaveri.programs import settings_types
 
 _COMMANDS = (
     "up",

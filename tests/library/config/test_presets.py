@@ -3,7 +3,7 @@
 import pytest
 
 from kaveri.config.presets import Preset, preset_settings
-from kaveri.config.services import ServiceKind, settings_types
+from kaveri.config.services import ServiceKind
 from kaveri.config.settings import read_settings
 from kaveri.errors import ConfigError
 from kaveri.policy.admission import AdmissionPolicy
@@ -11,6 +11,7 @@ from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy, PlacementPolicy
 from kaveri.policy.prediction import PredictionMode
 from kaveri.policy.replication import ReplicationMode
+from kaveri.programs import settings_types
 
 EXPECTED = {
     (Preset.TETRIINFER, ServiceKind.ROUTER): {"placement_policy": PlacementPolicy.LEAST_LOADED},

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kaveri.config.services import setting_sections
 from kaveri.errors import ConfigError
 from kaveri.latency.model import load_latency_model
 from kaveri.planner.colocation import ColocationQuestion, cheapest_colocated
@@ -28,6 +27,7 @@ from kaveri.planner.profiles import read_step_latencies, scaled_to_degree, scale
 from kaveri.planner.queueing import average_ttft_inter_op_s, average_ttft_intra_op_s, average_ttft_s
 from kaveri.planner.verdict import Verdict
 from kaveri.policy.replication import ReplicationMode
+from kaveri.programs import setting_sections
 from kaveri.simulator.failures import FailureSpec
 from kaveri.simulator.simulate import Simulation
 from kaveri.simulator.spec import ClusterSpec, DecodeSpec, Overheads, PoolSpec, PrefillSpec

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from kaveri.cli.main import main
-from kaveri.config.services import settings_types
 from kaveri.config.settings import read_settings
 from kaveri.engine.factory import build_engine
 from kaveri.engine.settings import ENGINES, EngineSettings
@@ -15,6 +14,7 @@ from kaveri.hosting.policy_settings import DECODE_PLACEMENTS, FAULTS, POLICY_POI
 from kaveri.kv.transports import TRANSPORTS, make_transports
 from kaveri.policy.placement import DecodePlacementPolicy
 from kaveri.policy.plugins import Guarded
+from kaveri.programs import settings_types
 
 POINTS = (ENGINES, TRANSPORTS, *POLICY_POINTS)
 SOURCE = """

@@ -22,6 +22,7 @@ import asyncio, gc, sys
 from dataclasses import dataclass
 from kaveri.config.settings import setting
 from kaveri.errors import ConfigError
+from kaveri.programs import setting_sections
 from kaveri.rpc.process import ServiceConfig, run_service
 
 # Python 3.12 spares some hundred objects from the beginning.
@@ -84,7 +85,7 @@ async def serve(config, stopping):
     finally:
         print("cleaned up", flush=True)
 
-sys.exit(run_service("test", Config, serve))
+sys.exit(run_service("test", Config, serve, setting_sections))
 """
 
 

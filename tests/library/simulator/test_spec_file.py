@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from kaveri.config.presets import Preset, preset_settings
-from kaveri.config.services import setting_sections
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy
 from kaveri.policy.replication import ReplicationMode
+from kaveri.programs import setting_sections
 from kaveri.simulator.spec import Overheads
 from kaveri.simulator.spec_file import ReadSpec, read_overheads, read_spec
 from services.decode.config import BatchConfig
