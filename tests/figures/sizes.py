@@ -97,6 +97,18 @@ def words(name: str) -> int:
     return len((ROOT / name).read_text().split())
 
 
+def tree_figures() -> Mapping[str, int]:
+    """Figures of the tree that have a budget."""
+    attributes = sorted(attribute_counts().values())
+    return {
+        "product_lines": sum(product_lines().values()),
+        "attributes_p95": percentile(attributes, 0.95),
+        "attributes_max": attributes[-1],
+        "body_lines_max": max(body_lines().values()),
+        "circles": circles().count,
+    }
+
+
 def percentile(values: Sequence[int], share: float) -> int:
     """The smallest of ascending values that `share` of them do not exceed."""
     return values[max(0, -(-int(share * 100) * len(values) // 100) - 1)]
