@@ -18,7 +18,7 @@ from kaveri.simulator.colocated import SimulatedColocated
 from kaveri.simulator.copies import OwnedCopies
 from kaveri.simulator.decode import ReservedRequest, SimulatedDecode
 from kaveri.simulator.held_copies import HeldCopies
-from kaveri.simulator.member import BeatingMember, HolderLoad, SimulatedLoad
+from kaveri.simulator.member import BeatingMember, SimulatedLoad
 from kaveri.simulator.resuming_engine import ResumingEngine
 from kaveri.simulator.router_side import RouterSide
 from kaveri.simulator.sequence import CountedSequence
@@ -61,9 +61,10 @@ class InstanceCopies:
         self.held.member = instance.member
         self.owned = OwnedCopies(self._timeline, self._spec, self.record, instance.engine, touch, rng)
 
-    def load(self, load: SimulatedLoad) -> HolderLoad:
-        """Return the instance's load with the free memory for copies. Needed for the first heartbeat."""
-        return HolderLoad.of(load, self.held.free_bytes, self.held.total_bytes)
+    def load(self, load: SimulatedLoad) -> SimulatedLoad:
+        """Add the free memory for copies to a load. Needed for the first heartbeat."""
+        load.replica_free_bytes, load.replica_total_bytes = self.held.free_bytes, self.held.total_bytes
+        return load
 
     def resume(self, attempt: SimulatedAttempt) -> None:
         """Resume a request from the copy in `attempt.replica`."""

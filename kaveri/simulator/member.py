@@ -24,6 +24,8 @@ class SimulatedLoad:
         "light_requests",
         "queue_room",
         "queued_prefill_tokens",
+        "replica_free_bytes",
+        "replica_total_bytes",
         "running_requests",
         "sequence_number",
         "total_blocks",
@@ -33,7 +35,6 @@ class SimulatedLoad:
     phases: tuple[Phase, ...] = ()
     ending_phases: tuple[Phase, ...] = ()
     phase_order = 0
-    replica_free_bytes = replica_total_bytes = 0
     replica_counts = None
 
     def __init__(
@@ -59,10 +60,11 @@ class SimulatedLoad:
         self.context_tokens = context_tokens
         self.heavy_requests = heavy_requests
         self.light_requests = light_requests
+        self.replica_free_bytes = self.replica_total_bytes = 0
 
     def numbered(self, sequence_number: int) -> "SimulatedLoad":
         """Return the same load with another number."""
-        return SimulatedLoad(
+        found = SimulatedLoad(
             sequence_number,
             self.waiting_requests,
             self.running_requests,
@@ -74,34 +76,8 @@ class SimulatedLoad:
             self.heavy_requests,
             self.light_requests,
         )
-
-
-class HolderLoad(SimulatedLoad):
-    """Load of an instance with memory for copies."""
-
-    __slots__ = ("replica_free_bytes", "replica_total_bytes")
-
-    @classmethod
-    def of(cls, load: SimulatedLoad, free_bytes: int, total_bytes: int) -> "HolderLoad":
-        """Return the load with the free memory for copies."""
-        found = cls(
-            load.sequence_number,
-            load.waiting_requests,
-            load.running_requests,
-            load.queued_prefill_tokens,
-            load.queue_room,
-            load.free_blocks,
-            load.total_blocks,
-            load.context_tokens,
-            load.heavy_requests,
-            load.light_requests,
-        )
-        found.replica_free_bytes, found.replica_total_bytes = free_bytes, total_bytes
+        found.replica_free_bytes, found.replica_total_bytes = self.replica_free_bytes, self.replica_total_bytes
         return found
-
-    def numbered(self, sequence_number: int) -> "HolderLoad":
-        """Return the same load with another number."""
-        return HolderLoad.of(super().numbered(sequence_number), self.replica_free_bytes, self.replica_total_bytes)
 
 
 class BeatingMember:
