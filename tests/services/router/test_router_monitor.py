@@ -19,7 +19,7 @@ from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Load
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.testing.store_conformance import DECODE, PREDICTOR, PREFILL, lead
 from kaveri.v1 import cluster_pb2
-from services.router import metrics
+from services.router import metrics, monitor
 from services.router.monitor import Monitor
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import eventually
@@ -160,7 +160,11 @@ async def test_store_that_goes_away_takes_the_lead_and_gives_it_back_with_a_grea
         await eventually(lambda: recorder.heard[-1].fencing_token > before)
 
 
-async def test_draining_router_resigns_while_its_requests_go_on(cluster: ScriptedCluster) -> None:
+async def test_draining_router_resigns_while_its_requests_go_on(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its lease does not end by itself as long as this test lasts.
+    monkeypatch.setattr(monitor, "LEADER_LEASE_S", 600.0)
     async with cluster.router(drain_timeout_s=_PATIENT_S) as under_test, MemoryStore(cluster.cluster) as other:
         router = under_test.router
         await eventually(lambda: router.monitor.leading)
