@@ -1,5 +1,6 @@
 """Listens to engines in tests: records events, waits for them, and checks the order that the contract promises."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from kaveri.engine.contract import (
     Landed,
     StepTokens,
 )
+from kaveri.errors import EngineError
 
 SOON_S = 60.0
 """Long enough for a busy machine; the awaited events take a small part of it."""
@@ -57,7 +59,9 @@ class EngineRecorder:
             self._changed.notify_all()
         for event in events:
             if self._admit_to is not None and isinstance(event, Landed):
-                self._admit_to.admit(event.key)
+                # At the end of a test it may have been closed meanwhile.
+                with contextlib.suppress(EngineError):
+                    self._admit_to.admit(event.key)
             if self.on_event is not None:
                 self.on_event(event)
 
