@@ -83,7 +83,10 @@ class TransferAccount(Protocol[OwnerT]):
         """Record that no transfer touches its blocks any more. Those of an ended request may be reused."""
 
     def land(self, owner: OwnerT, first_token_id: int | None) -> str | None:
-        """Record that all KV is here; prefill drew this token, or the request is resumed. Returns an error, if any."""
+        """Record that all KV of a request has landed. Returns an error, if any.
+
+        first_token_id: drawn by prefill; None for a resumed request.
+        """
 
     def end(self, owner: OwnerT) -> None:
         """End the request."""

@@ -45,7 +45,7 @@ def lost(
     was_reached: bool = True,
     decode_has_ended: bool = False,
 ) -> Step:
-    """The attempt cannot go on. was_reached: whether the instance knows of it.
+    """End an attempt that cannot go on. was_reached: True if the instance may know of it.
 
     An answer that has all its tokens lacks nothing but its end: it is complete, whatever the error. No attempt follows.
     """

@@ -160,8 +160,10 @@ class RequestTable:
         self._sends_away = False
 
     def is_left_to_a_later_session(self, request_id: str, session: int) -> bool:
-        """Whether an instance that has this session of the request is to go on: the input of a later session is being
-        checked here, or the client is looking for another router, as far as known."""
+        """Return True if an instance that answers this session of the request must not be told to abort it.
+
+        A later session is being checked here, or the client is looking for another router, as far as known.
+        """
         slot = self._slots.get(request_id)
         if slot is not None and slot.session > session:
             return True

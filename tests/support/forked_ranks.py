@@ -38,7 +38,7 @@ def fork_ranks() -> None:
 
 
 def _open_sockets() -> list[int]:
-    """Without the standard streams."""
+    """Return the process's open sockets, without the standard streams."""
     found = []
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:

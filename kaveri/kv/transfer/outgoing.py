@@ -120,7 +120,7 @@ class Marks:
 
     def __init__(self) -> None:
         self.queued_count = 0
-        """Block count of the last mark that was queued."""
+        """Blocks that the latest queued mark covers."""
         self._unanswered: deque[int] = deque()
 
     def sent(self, block_count: int) -> None:

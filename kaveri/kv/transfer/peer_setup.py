@@ -16,7 +16,7 @@ Route = tuple[Transport, KvEndpoint]
 
 @dataclass(frozen=True, slots=True)
 class PeerSetup:
-    """The values that all peers of a sender share."""
+    """Pool, limits and callbacks that a sender passes to each of its peers."""
 
     pool: KvPool
     digest: DigestFactory
