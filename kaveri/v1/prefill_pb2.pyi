@@ -262,7 +262,9 @@ Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
 
 @_typing.final
 class PrefillResponse(_message.Message):
-    """One step of a request's way through prefill."""
+    """Progress of a request at prefill since the last response: one or more fields. They are read in the order started,
+    placed, prompt_logprobs, first_token, handed_over.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -290,7 +292,7 @@ class PrefillResponse(_message.Message):
 
     @_builtins.property
     def attached(self) -> _decode_pb2.Attached:
-        """The first event of AttachPrefill."""
+        """Alone in the first response of AttachPrefill."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _sampling_pb2.PromptLogprobs:
@@ -308,13 +310,11 @@ class PrefillResponse(_message.Message):
         attached: _decode_pb2.Attached | None = ...,
         prompt_logprobs: _sampling_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "event", b"event", "first_token", b"first_token", "handed_over", b"handed_over", "placed", b"placed", "prompt_logprobs", b"prompt_logprobs", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "first_token", b"first_token", "handed_over", b"handed_over", "placed", b"placed", "prompt_logprobs", b"prompt_logprobs", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "event", b"event", "first_token", b"first_token", "handed_over", b"handed_over", "placed", b"placed", "prompt_logprobs", b"prompt_logprobs", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "first_token", b"first_token", "handed_over", b"handed_over", "placed", b"placed", "prompt_logprobs", b"prompt_logprobs", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "placed", "first_token", "handed_over", "attached", "prompt_logprobs"]  # noqa: Y015
-    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillResponse: _TypeAlias = PrefillResponse  # noqa: Y015
 

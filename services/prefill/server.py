@@ -43,8 +43,8 @@ class PrefillServer(PrefillServiceServicer):
         try:
             outbox = self._accept(request, context)
             while unread := await outbox.take():
-                for progress in _in_parts(unread):
-                    yield _to_proto(progress)
+                for response in _responses(unread):
+                    yield response
         except KaveriError as error:
             await abort(context, error)
 
@@ -61,8 +61,8 @@ class PrefillServer(PrefillServiceServicer):
         yield prefill_pb2.AttachPrefillResponse(progress=first)
         try:
             while unread := await outbox.take():
-                for progress in _in_parts(unread):
-                    yield prefill_pb2.AttachPrefillResponse(progress=_to_proto(progress))
+                for response in _responses(unread):
+                    yield prefill_pb2.AttachPrefillResponse(progress=response)
         except KaveriError as error:
             await abort(context, error)
 
@@ -102,6 +102,20 @@ class PrefillServer(PrefillServiceServicer):
         outbox = accepted.outbox
         context.add_done_callback(lambda _: self._role.leave(accepted, outbox))  # type: ignore[arg-type]
         return outbox
+
+
+def _responses(unread: Iterable[Progress]) -> Iterator[prefill_pb2.PrefillResponse]:
+    """Write progress into as few responses as hold it: entries of one kind, such as the parts of a long prompt report,
+    do not share one."""
+    response = prefill_pb2.PrefillResponse()
+    for progress in _in_parts(unread):
+        entry = _to_proto(progress)
+        if any(response.HasField(field.name) for field, _ in entry.ListFields()):
+            yield response
+            response = entry
+        else:
+            response.MergeFrom(entry)
+    yield response
 
 
 def _in_parts(reported: Iterable[Progress]) -> Iterator[Progress]:

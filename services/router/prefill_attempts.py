@@ -40,6 +40,8 @@ from services.router.waiting_prompts import WaitingPrompts
 
 _MOST_STREAMS = 8
 """Of one attempt at a prefill instance, when they break again and again."""
+_IN_ORDER = ("started", "placed", "prompt_logprobs", "first_token", "handed_over")
+"""Fields of a PrefillResponse, in the order in which they are read."""
 
 
 class PrefillAttempts:
@@ -162,15 +164,16 @@ class PrefillAttempts:
         self._watch.begin(steps)
         try:
             # Not `async for`: gRPC does not mix it with read(), by which the first event of Attach was read.
-            while (event := await call.read()) is not aio.EOF:
-                if over.done():
-                    break
+            while (response := await call.read()) is not aio.EOF:
                 self._watch.heard(steps)
-                if isinstance(event, prefill_pb2.AttachPrefillResponse):
-                    event = event.progress
-                self._take(entry, attempt, event)
-            else:
-                return PrefillEnded(), True, False
+                if isinstance(response, prefill_pb2.AttachPrefillResponse):
+                    response = response.progress
+                for kind in _IN_ORDER:
+                    if over.done():
+                        return PrefillEnded(), False, False
+                    if response.HasField(kind):
+                        self._take(entry, attempt, kind, response)
+            return PrefillEnded(), True, False
         except aio.AioRpcError as rpc_error:
             error = error_of(rpc_error)
             if isinstance(error, RequestCancelled):
@@ -196,7 +199,6 @@ class PrefillAttempts:
         finally:
             self._watch.end(steps)
             call.cancel()
-        return PrefillEnded(), False, False
 
     def abort_everywhere(self, request_id: str, ownership: Ownership) -> None:
         """Ends the request at whatever prefill instance has it, up to that owner."""
@@ -219,33 +221,35 @@ class PrefillAttempts:
         self.unconfirmed.remove((entry.request_id, attempt.number), attempt.prefill.instance_id)
         self._has_begun()
 
-    def _take(self, entry: RequestEntry, attempt: Attempt, event: prefill_pb2.PrefillResponse) -> None:
+    def _take(
+        self, entry: RequestEntry, attempt: Attempt, kind: str, response: prefill_pb2.PrefillResponse
+    ) -> None:
         timing, now_s = entry.timing, time.monotonic()
-        match event.WhichOneof("event"):
+        match kind:
             case "started":
                 self._confirm(entry, attempt)
-                timing.prefill_queue_s = event.started.queue_s
+                timing.prefill_queue_s = response.started.queue_s
             case "placed":
-                placed = event.placed
+                placed = response.placed
                 life = InstanceLife(placed.decode_instance_id, placed.decode_incarnation)
                 if not _has_begun_elsewhere(entry.state, life):
                     entry.note_owner(attempt.prefill, life)
                 entry.handle(DecodeNamed(life), now_s)
                 entry.note_holder()
             case "prompt_logprobs":
-                entry.take_prompt_logprobs(event.prompt_logprobs.first, event.prompt_logprobs.logprobs)
+                entry.take_prompt_logprobs(response.prompt_logprobs.first, response.prompt_logprobs.logprobs)
             case "first_token":
-                first = event.first_token
+                first = response.first_token
                 timing.prefill_s = first.prefill_s
                 logprobs = (first.logprobs,) if first.HasField("logprobs") else ()
                 entry.handle(
                     FirstTokenReported((first.token_id,), logprobs, finish_from_proto(first.finish_reason)), now_s
                 )
             case "handed_over":
-                timing.kv_bytes = event.handed_over.kv_bytes
-                timing.kv_transfer_s = event.handed_over.kv_transfer_s
-                timing.kv_tail_s = event.handed_over.kv_tail_s
-                timing.kv_transport = event.handed_over.kv_transport
+                timing.kv_bytes = response.handed_over.kv_bytes
+                timing.kv_transfer_s = response.handed_over.kv_transfer_s
+                timing.kv_tail_s = response.handed_over.kv_tail_s
+                timing.kv_transport = response.handed_over.kv_transport
                 entry.handle(HandOverReported(), now_s)
 
 

@@ -145,10 +145,15 @@ class PrefillCall:
             self.events.append(event)
 
     def seen(self, kind: str) -> bool:
-        return any(event.WhichOneof("event") == kind for event in self.events)
+        return kind in self.kinds
 
     def get(self, kind: str) -> Any:
-        return next(getattr(event, kind) for event in reversed(self.events) if event.WhichOneof("event") == kind)
+        return next(getattr(event, kind) for event in reversed(self.events) if event.HasField(kind))
+
+    @property
+    def kinds(self) -> list[str]:
+        """What was said, in order."""
+        return [field.name for event in self.events for field, _ in event.ListFields()]
 
     async def ended(self) -> None:
         """Waits for the end; raises the RPC's error."""

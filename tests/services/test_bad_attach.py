@@ -87,7 +87,7 @@ async def test_a_decode_instance_gives_a_request_to_its_own_client_alone(cluster
     router = await cluster.router()
     call = begin(router, prefill, 120)
     events = [event async for event in call]
-    first = next(event.first_token.token_id for event in events if event.WhichOneof("event") == "first_token")
+    first = next(event.first_token.token_id for event in events if event.HasField("first_token"))
     await by_hand.eventually(lambda: len(router.tokens.get(("a", 1), ())) > 3, "it decodes")
     stub = DecodeServiceStub(decode.channel)
     await check_refused(lambda wrong: stub.Attach(attachment_to_proto(wrong), timeout=60))
@@ -153,7 +153,7 @@ async def test_a_prefill_instance_gives_a_request_to_its_own_client_alone(cluste
     decode = await cluster.decode()
     router = await cluster.router()
     call = begin(router, prefill, 5)
-    assert (await call.read()).WhichOneof("event") == "started"
+    assert (await call.read()).HasField("started")
     stub = PrefillServiceStub(prefill.channel)
 
     async def attach(attachment: Attachment) -> object:
@@ -164,7 +164,7 @@ async def test_a_prefill_instance_gives_a_request_to_its_own_client_alone(cluste
     events: list[Any] = [None]
     while events[-1] is not aio.EOF:
         events.append(await call.read())
-    assert events[-2].WhichOneof("event") == "handed_over"
+    assert events[-2].HasField("handed_over")
     await by_hand.eventually(lambda: router.finished("a"), "it ends")
     await by_hand.eventually(decode.free, "it is over")
     other = replace(RIGHT, ownership=MINE._replace(secret=b"another secret, too"))
@@ -172,5 +172,5 @@ async def test_a_prefill_instance_gives_a_request_to_its_own_client_alone(cluste
     # What it keeps of the request answers a later session, but not a stream of an attempt that it never read.
     assert isinstance(await refusal(attach(replace(RIGHT, same_owner=True))), RequestNotFound)
     kept: Any = await attach(RIGHT)
-    assert kept.progress.WhichOneof("event") == "attached"
+    assert kept.progress.HasField("attached")
     await cluster.all_free()

@@ -187,7 +187,7 @@ class Traffic:
             params=params_to_proto(SamplingParams(max_tokens=6, seed=0)),
         )
         events = [event async for event in self._prefill.Prefill(message, timeout=DEADLINE_S)]
-        first = [event.first_token.token_id for event in events if event.WhichOneof("event") == "first_token"]
+        first = [event.first_token.token_id for event in events if event.HasField("first_token")]
         ended = asyncio.ensure_future(self._ended[request_id].wait())
         assert self.following is not None
         await asyncio.wait((ended, self.following), timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)

@@ -74,6 +74,8 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         """Set once it gives back what a hold stops."""
         self.knows_prompt_logprobs = True
         """Unlike one of a former version."""
+        self.joins = False
+        """Report everything in one response."""
         self.breaks_within_prompt = False
         """Fail every request behind the first part of its prompt's log-probabilities."""
         self._decode_of = decode_of
@@ -124,6 +126,18 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         return None if self.queue_limit is None else max(0, self.queue_limit - self.waiting_requests)
 
     async def Prefill(  # noqa: N802
+        self, request: prefill_pb2.PrefillRequest, context: Any
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        joined = prefill_pb2.PrefillResponse()
+        async for response in self._reports(request, context):
+            if self.joins:
+                joined.MergeFrom(response)
+            else:
+                yield response
+        if self.joins:
+            yield joined
+
+    async def _reports(
         self, request: prefill_pb2.PrefillRequest, context: Any
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         self.requests.append(request)

@@ -174,6 +174,22 @@ async def test_a_stop_text_over_token_boundaries_ends_the_request_everywhere(
         await eventually(lambda: ("stops", 1) in cluster.decodes["decode-0"].aborted)
 
 
+async def test_all_that_prefill_reports_may_come_in_one_response(
+    cluster: ScriptedCluster, tokenizer: ModelTokenizer
+) -> None:
+    for prefill in cluster.prefills.values():
+        prefill.joins = True
+    first = tokenizer.backend.decode(answer(PROMPT, 1))
+    async with cluster.router() as router:
+        whole = await collect(router.stub.Generate(ask(), timeout=60))
+        assert tokens_of(whole) == answer(PROMPT, 20)
+        assert whole[-1].timing.kv_bytes == 4096
+        # Its hand-over is reported behind the token that has ended it.
+        stopped = await collect(router.stub.Generate(ask(stop=(first,)), timeout=60))
+        assert (tokens_of(stopped), text_of(stopped)) == (answer(PROMPT, 1), "")
+        assert stopped[-1].finish_reason == sampling_pb2.FINISH_REASON_STOP
+
+
 async def test_many_requests_at_once_do_not_mix(cluster: ScriptedCluster) -> None:
     async with cluster.router() as router:
         prompts = [(300 + number, 400) for number in range(40)]
