@@ -115,13 +115,15 @@ async def test_a_token_stream_that_breaks_in_the_router_is_logged_and_opened_aga
         assert tokens_of(await collect(router.stub.Generate(ask(), timeout=60))) == answer(PROMPT, 20)
 
 
+@pytest.mark.parametrize("joins", [False, True])
 async def test_a_placement_that_names_a_former_life_of_a_decode_instance_is_lost_at_once(
-    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch, joins: bool
 ) -> None:
     monkeypatch.setattr(subscriptions, "CONNECT_GRACE_S", 60.0)
     cluster.place_on = "decode-0"
     for prefill in cluster.prefills.values():
         prefill.hold.add("placed")
+        prefill.joins = joins
     async with cluster.router() as router:
         collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="moved"), timeout=20)))
         await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
