@@ -45,6 +45,7 @@ BENCHMARKS = (
     "serving.end_to_end_vllm",
     "serving.colocated",
     "serving.startup",
+    "serving.idle",
     "serving.predictor",
     "serving.prediction_modes",
     "papers.prefill_scheduling",

@@ -19,6 +19,8 @@ class Told:
     lives: frozenset[tuple[str, int, InstanceState]] = frozenset()
     free_blocks_when_tight: Mapping[str, int] = field(default_factory=dict)
     """Free blocks by instance id, for tight instances."""
+    numbers: tuple[int, ...] = ()
+    """Sequence numbers of the loads."""
 
 
 def broadcast_statuses(view: ClusterView) -> tuple[InstanceStatus, ...]:
@@ -33,7 +35,13 @@ def told_by(view: ClusterView, statuses: tuple[InstanceStatus, ...]) -> Told:
         for status in statuses
         if status.load.free_blocks * _TIGHT < status.load.total_blocks
     }
-    return Told(view.broadcast_lives(), tight)
+    return Told(view.broadcast_lives(), tight, tuple(status.load.sequence_number for status in statuses))
+
+
+def has_new_loads(told: Told, view: ClusterView) -> bool:
+    """Return True if an instance has reported its load since."""
+    loads = (instance.load for instance in view.instances.values() if is_broadcast(instance))
+    return told.numbers != tuple(load.sequence_number for load in loads)
 
 
 def is_news(told: Told, view: ClusterView) -> bool:

@@ -1,6 +1,10 @@
-"""Keeps an instance registered: heartbeats with its load at a steady interval, and at once after a change."""
+"""Keeps an instance registered: heartbeats while its load changes, and otherwise as often as the lease requires.
+
+A load has a number. A heartbeat that only renews the lease repeats the last one, so readers know that nothing is new.
+"""
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,6 +15,12 @@ from kaveri.telemetry.logs import get_logger
 
 _MIN_PAUSE_S = 0.01
 """Min interval between heartbeats, regardless of beat_now(): at most a hundred a second."""
+_LEASE_PARTS = 3
+"""Heartbeats within one lease of an instance whose load does not change."""
+_MAX_PAUSE_S = 1.0
+"""Max time between two heartbeats, however long the lease: a store that lost its state has all instances again then."""
+_REPORTS = 2
+"""Numbered heartbeats after a change: UnconfirmedWork relies on the second one after a piece of work was sent."""
 
 
 class Heartbeat:
@@ -19,12 +29,17 @@ class Heartbeat:
     def __init__(
         self, store: ClusterStore, record: InstanceRecord, load: Callable[[], InstanceLoad], interval_s: float = 0.1
     ) -> None:
-        """load: returns the current load; its sequence_number is filled in here."""
+        """load: returns the current load; its sequence_number is filled in here. interval_s: while the load changes."""
         self._store = store
         self._record = record
         self._load = load
         self._interval_s = interval_s
         self._sequence_number = 0
+        self._reported = InstanceLoad()
+        """Load of the last heartbeat, without its number."""
+        self._unreported = _REPORTS
+        """Numbered heartbeats that are still to be sent at the interval."""
+        self._renew_at_s = 0.0
         self._due = asyncio.Event()
         self._stopping = False
 
@@ -47,7 +62,12 @@ class Heartbeat:
 
     def beat_now(self) -> None:
         """Request a heartbeat at once, after a load change that others should know. Cheap; may be called often."""
+        self.note_work()
         self._due.set()
+
+    def note_work(self) -> None:
+        """Report the load at the interval again, even if work comes and goes between two heartbeats. Cheap."""
+        self._unreported = _REPORTS
 
     def stop(self) -> None:
         """Ask run() to deregister the instance and return."""
@@ -55,8 +75,16 @@ class Heartbeat:
         self._due.set()
 
     async def _beat(self) -> None:
-        self._sequence_number += 1
-        load = replace(self._load(), sequence_number=self._sequence_number)
+        load, now_s = self._load(), time.monotonic()
+        if load != self._reported:
+            self._reported, self._unreported = load, _REPORTS
+        if self._unreported:
+            self._unreported -= 1
+            self._sequence_number += 1
+        elif now_s + self._interval_s <= self._renew_at_s:
+            return
+        self._renew_at_s = now_s + min(self._record.lease_ttl_s / _LEASE_PARTS, _MAX_PAUSE_S)
+        load = replace(load, sequence_number=self._sequence_number)
         answer = await self._store.heartbeat(self._record, load)
         if answer.holds and answer.other is None:
             return

@@ -87,11 +87,14 @@ class Membership:
         elif load.sequence_number < member.sequence_number:
             return
         else:
+            member.heard_at_s, member.lease_end_s = heard_at_s, lease_end_s
+            shown = self._shown(load, member)
+            if shown == member.load:
+                return  # It renews the lease, and brings nothing new.
             if _fixed(load) != _fixed(member.load):
                 self._is_view_current = False
-            member.load = self._shown(load, member)
+            member.load = shown
             member.sequence_number = load.sequence_number
-            member.heard_at_s, member.lease_end_s = heard_at_s, lease_end_s
         self.on_change()
 
     def forget(self, instance_id: str, incarnation: int) -> None:

@@ -36,7 +36,7 @@ from redis.asyncio.client import PubSub
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from kaveri.cluster import redis_scripts as scripts
-from kaveri.cluster.membership import Membership
+from kaveri.cluster.membership import MAX_TICK_S, Membership
 from kaveri.cluster.metrics import REFUSED_HEARTBEATS
 from kaveri.cluster.monitored_membership import MonitoredMembership
 from kaveri.cluster.redis_batches import CommandBatches, closed_as_lost
@@ -57,7 +57,8 @@ _START_TIMEOUT_S = 15.0
 _RECONNECT_MIN_S = 0.02
 # With the connect timeout this stays under the default lease, so everyone is back within one lease of Redis's return.
 _RECONNECT_MAX_S = 0.25
-_PING_AFTER_S = 0.1
+_PING_AFTER_S = MAX_TICK_S
+"""Silence after which Redis is sent a ping: the leases' clock needs something to hear this often."""
 _LOST_AFTER_S = 1.0
 _REPORT_AGAIN_S = 60.0
 _BATCH_COUNT = 500

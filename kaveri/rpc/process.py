@@ -94,7 +94,7 @@ class ServiceConfig(TlsSettings):
         "seconds that requests in flight get to finish after SIGTERM", 30.0, least=0, most=MAX_DRAIN_S
     )
     heartbeat_interval_s: float = setting(
-        "seconds between two heartbeats; a tenth of the lease loses no lease", 0.1, above=0
+        "seconds between two heartbeats while the load changes; else a third of the lease", 0.1, above=0
     )
     lease_ttl_s: float = setting(
         "seconds without a heartbeat after which this instance counts as gone; more than --heartbeat-interval-s",

@@ -6,7 +6,7 @@ from functools import partial
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from kaveri.cluster.store import ClusterStore
+from kaveri.cluster.store import ClusterStore, ViewSource
 from kaveri.domain.view import InstanceLoad, Role
 from kaveri.errors import ConfigError
 from kaveri.hosting.service_host import ServiceHost, new_incarnation, service_record
@@ -23,7 +23,7 @@ async def serve(config: PredictorConfig, stopping: asyncio.Event) -> int:
     """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
     worker = WorkerThread("predictor")
     try:
-        async with open_store(config, stopping) as store:
+        async with open_store(config, stopping, ViewSource.BROADCASTS) as store:
             if store is None:
                 return 0
             # Load before registering: callers must not find this instance while the model loads.

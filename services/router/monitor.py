@@ -9,7 +9,7 @@ kaveri/cluster/monitored_membership.py.
 import asyncio
 import time
 
-from kaveri.cluster.broadcasts import Told, broadcast_statuses, is_news, told_by
+from kaveri.cluster.broadcasts import Told, broadcast_statuses, has_new_loads, is_news, told_by
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import ClusterView, LoadBroadcast
 from kaveri.telemetry.logs import get_logger
@@ -17,8 +17,9 @@ from services.router import metrics
 
 LEADER_LEASE_S = 1.0
 """A dead leader leads for this long at most."""
-_CAMPAIGN_INTERVAL_S = LEADER_LEASE_S / 10
-"""Between two campaigns: most of the 2 s within which a dead leader is replaced are left to a busy machine."""
+_CAMPAIGN_INTERVAL_S = LEADER_LEASE_S / 3
+"""Between two campaigns: a leader can miss one, and the 2 s within which a dead leader is replaced leave a rest to a
+busy machine. Also between two broadcasts while no instance reports a load."""
 _MIN_PAUSE_S = 0.02
 """Between two broadcasts, however fast instances come and go and blocks come free."""
 
@@ -27,7 +28,7 @@ class Monitor:
     """One router's part in the monitor. For one event loop."""
 
     def __init__(self, store: ClusterStore, router_id: str, interval_s: float) -> None:
-        """router_id: of one life of the router. interval_s: between two broadcasts without news."""
+        """router_id: of one life of the router. interval_s: between two broadcasts of loads without news."""
         self._store = store
         self._router_id = router_id
         self._interval_s = interval_s
@@ -35,6 +36,7 @@ class Monitor:
         self._sequence_number = 0
         self._campaign_at_s = 0.0
         self._told = Told()
+        self._told_at_s = 0.0
         self._due = asyncio.Event()
         self._stopping = False
 
@@ -53,7 +55,7 @@ class Monitor:
                 self._due.clear()
                 if time.monotonic() >= self._campaign_at_s:
                     await self._campaign()
-                if self._fencing_token is not None:
+                if self._fencing_token is not None and self._is_due(self._store.view()):
                     await self._broadcast(self._fencing_token)
                 await self._pause()
             await self._store.resign(self._router_id)
@@ -80,8 +82,17 @@ class Monitor:
         token = await self._store.campaign(self._router_id, LEADER_LEASE_S)
         self._set_token(token, "another leads, or the store is away")
 
+    def _is_due(self, view: ClusterView) -> bool:
+        if not self._sequence_number or is_news(self._told, view):
+            return True
+        pause_s = self._interval_s
+        if not has_new_loads(self._told, view):
+            pause_s = max(pause_s, _CAMPAIGN_INTERVAL_S)
+        return time.monotonic() - self._told_at_s >= pause_s
+
     async def _broadcast(self, fencing_token: int) -> None:
         self._sequence_number += 1
+        self._told_at_s = time.monotonic()
         view = self._store.view()
         statuses = broadcast_statuses(view)
         self._told = told_by(view, statuses)
@@ -93,7 +104,9 @@ class Monitor:
 
     async def _pause(self) -> None:
         await asyncio.sleep(min(_MIN_PAUSE_S, self._interval_s))
-        rest_s = self._interval_s if self.leading else self._campaign_at_s - time.monotonic()
+        rest_s = self._campaign_at_s - time.monotonic()
+        if self.leading:
+            rest_s = min(rest_s, self._interval_s)
         try:
             async with asyncio.timeout(max(0.0, rest_s - _MIN_PAUSE_S)):
                 await self._due.wait()

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from kaveri.cluster.broadcasts import broadcast_statuses, is_news, told_by
+from kaveri.cluster.broadcasts import broadcast_statuses, has_new_loads, is_news, told_by
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Phase, Role
 
 _ROUTER = InstanceRecord("router-0", 1, Role.ROUTER, "h:1", "tiny")
@@ -45,3 +45,12 @@ def test_a_broadcast_holds_the_loads_of_its_moment() -> None:
     told = _decode(24)
     statuses = broadcast_statuses(_view(told, InstanceStatus(_ROUTER, InstanceLoad())))
     assert statuses == (told,)
+
+
+def test_a_load_is_new_when_its_instance_has_numbered_it_again_and_is_one_of_those_that_are_broadcast() -> None:
+    told = _view(_decode(50), InstanceStatus(_ROUTER, InstanceLoad()))
+    summary = told_by(told, broadcast_statuses(told))
+    again = _decode(50)
+    numbered = replace(again, load=replace(again.load, sequence_number=1))
+    assert not has_new_loads(summary, _view(again, InstanceStatus(_ROUTER, InstanceLoad(1))))
+    assert has_new_loads(summary, _view(numbered, InstanceStatus(_ROUTER, InstanceLoad())))

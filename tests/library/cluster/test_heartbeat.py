@@ -1,9 +1,10 @@
-"""Heartbeats keep their pace, come at once when asked to, and end with a deregistration only when told to stop."""
+"""Heartbeats keep their pace while a load changes, come at once when asked to, and deregister when told to stop."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -95,3 +96,36 @@ async def test_cancelled_heartbeat_leaves_its_lease_to_run_out(store: _Recording
     async with _running(heartbeat):
         await _until(lambda: "decode-0" in store.view().instances)
     assert "decode-0" in store.view().instances
+
+
+async def test_an_unchanged_load_is_reported_twice_and_then_only_renews_the_lease(store: _RecordingStore) -> None:
+    looks: list[int] = []
+
+    def load() -> InstanceLoad:
+        looks.append(1)
+        return InstanceLoad(free_blocks=7)
+
+    heartbeat = Heartbeat(store, _RECORD, load, interval_s=0.001)
+    async with _running(heartbeat):
+        await _until(lambda: len(looks) >= 10)
+    assert len(store.loads) < len(looks)
+    assert [load.sequence_number for load in store.loads[:2]] == [1, 2]
+    assert {load.sequence_number for load in store.loads[2:]} <= {2}
+
+
+async def test_a_lease_is_renewed_three_times_with_the_number_of_the_last_report(store: _RecordingStore) -> None:
+    record = replace(_RECORD, lease_ttl_s=0.3)
+    heartbeat = Heartbeat(store, record, InstanceLoad, interval_s=0.001)
+    async with _running(heartbeat):
+        await _until(lambda: len(store.loads) >= 4)
+    assert [load.sequence_number for load in store.loads[:4]] == [1, 2, 2, 2]
+    assert store.sent_at_s[3] - store.sent_at_s[2] >= 0.08
+
+
+async def test_work_that_comes_and_goes_between_two_heartbeats_is_reported_twice(store: _RecordingStore) -> None:
+    heartbeat = Heartbeat(store, _RECORD, InstanceLoad, interval_s=0.001)
+    async with _running(heartbeat):
+        await _until(lambda: len(store.loads) == 2)
+        heartbeat.note_work()
+        await _until(lambda: len(store.loads) == 4)
+    assert [load.sequence_number for load in store.loads[:4]] == [1, 2, 3, 4]

@@ -143,3 +143,16 @@ def test_a_view_is_a_new_one_when_an_instance_comes_drains_grows_serves_other_ph
     # Only whether the store can be reached: the instances are the same.
     membership.store_lost()
     assert membership.view().instances is seen[-1].instances
+
+
+def test_renewal_of_the_lease_alone_is_no_change() -> None:
+    clock, membership = _membership()
+    changes: list[int] = []
+    membership.on_change = lambda: changes.append(1)
+    _tick(clock, membership, 0.9)
+    membership.learn(_RECORD, InstanceLoad(5))
+    _tick(clock, membership, 0.9)
+    assert _ids(membership) == {"decode-0"}
+    assert not changes
+    membership.learn(_RECORD, InstanceLoad(6))
+    assert changes
