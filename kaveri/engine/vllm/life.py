@@ -348,6 +348,13 @@ def reserved(engine_id: str, request: EngineRequest, layout: KvLayout, held_toke
 def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     """Return the state after an event, and its actions, in order. An event that cannot happen is an AssertionError."""
     match event:
+        # The frequent ones first: of each request in each step.
+        case Scheduled():
+            return _scheduled(state, event)
+        case Stepped():
+            return _stepped(state, event)
+        case Drawn():
+            return _drawn(state, event)
         case TransferOpened() | TransferEnded():
             return _with_transfer(state, event), ()
         case NoLongerNeeded() | VllmFailed() | BlocksTaken():
@@ -364,12 +371,6 @@ def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
         case LeftOut():
             if isinstance(state, Joining):
                 return Evicted(facts=state.facts, index=state.index), ()
-        case Scheduled():
-            return _scheduled(state, event)
-        case Stepped():
-            return _stepped(state, event)
-        case Drawn():
-            return _drawn(state, event)
     raise _impossible(state, event)
 
 
@@ -490,6 +491,8 @@ def _scheduled(state: State, event: Scheduled) -> tuple[State, tuple[Action, ...
             return prefilling, started
         case VllmComputed() | Arrived() | Waiting():
             return replace(state, promised=0), ()
+        case VllmRunning(promised=0):
+            return state, ()
         case Joining() | VllmRunning() | Evicted():
             return VllmRunning(facts=facts, computed=state.computed, index=state.index), ()
         case Leaving():

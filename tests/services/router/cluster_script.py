@@ -87,7 +87,7 @@ class ScriptedCluster:
     prefills: dict[str, ScriptedPrefill] = field(default_factory=dict)
     colocated: dict[str, tuple[ScriptedPrefill, ScriptedDecode]] = field(default_factory=dict)
     incarnations: int = 0
-    lease_ttl_s: float = 0.3
+    lease_ttl_s: float = 0.5
     """Of instances that start from now on."""
     layout: KvLayout | None = None
     """Of instances that start from now on; their pools have 100 blocks."""
