@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kaveri.domain.running_clock import RunningClock
-from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, ViewedInstance
+from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, Role, ViewedInstance
 
 MAX_TICK_S = 0.25
 """Max seconds by which one tick advances the leases' clock; stores normally tick more often."""
@@ -89,8 +89,8 @@ class Membership:
         else:
             member.heard_at_s, member.lease_end_s = heard_at_s, lease_end_s
             shown = self._shown(load, member)
-            if shown == member.load:
-                return  # It renews the lease, and brings nothing new.
+            if shown == member.load and record.role is not Role.ROUTER:
+                return  # It renews the lease. Other routers wait for a router's sign of life.
             if _fixed(load) != _fixed(member.load):
                 self._is_view_current = False
             member.load = shown

@@ -56,10 +56,13 @@ def test_two_drains_of_a_cluster_with_one_of_each_are_waited_for(run: Run) -> No
 def test_a_client_that_is_gone_after_its_router_has_sent_it_away_is_not_computed_for(run: Run) -> None:
     """The former router lives on, so the request is no orphan."""
     long = request("long", max_tokens=280)
+    # Their router reports its load all the time, so the draining one knows at once that it lives.
+    others = [request(f"r{number}", 1.2 + 0.02 * number, max_tokens=2, router="router-1") for number in range(12)]
     deaf = Fault(kind=FaultKind.CUT_ONE_WAY, at_s=1.1, target="router-0", other="client-0", lasts_s=3.0)
     gone = Fault(kind=FaultKind.CLIENT, at_s=1.5, target="client-0")
     undrain = Fault(kind=FaultKind.UNDRAIN, at_s=1.0, target="router-0", lasts_s=3.0)
-    result = run(story(cluster(routers=2, step_s=0.03), [long], [deaf, undrain, gone], max_model_len=320))
+    faults = [deaf, undrain, gone]
+    result = run(story(cluster(routers=2, step_s=0.03), [long, *others], faults, max_model_len=320))
     assert result.counts["fault:client"] == 1
     assert _lines(result, "request_moved", "long")
     assert _lines(result, "decode-0", "request_ended", "long", "outcome=aborted")

@@ -3,6 +3,8 @@
 import asyncio
 from dataclasses import replace
 
+import pytest
+
 from kaveri.cluster.membership import MAX_TICK_S, Membership
 from kaveri.cluster.view_changes import ViewChanges
 from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Phase, Role
@@ -145,14 +147,16 @@ def test_a_view_is_a_new_one_when_an_instance_comes_drains_grows_serves_other_ph
     assert membership.view().instances is seen[-1].instances
 
 
-def test_renewal_of_the_lease_alone_is_no_change() -> None:
+@pytest.mark.parametrize("role", [Role.ENGINE, Role.ROUTER])
+def test_renewal_of_the_lease_alone_is_a_change_only_for_those_who_wait_for_a_routers_sign_of_life(role: Role) -> None:
+    record = replace(_RECORD, role=role)
     clock, membership = _membership()
+    membership.learn(record, InstanceLoad(5))
     changes: list[int] = []
     membership.on_change = lambda: changes.append(1)
     _tick(clock, membership, 0.9)
-    membership.learn(_RECORD, InstanceLoad(5))
-    _tick(clock, membership, 0.9)
-    assert _ids(membership) == {"decode-0"}
-    assert not changes
-    membership.learn(_RECORD, InstanceLoad(6))
+    membership.learn(record, InstanceLoad(5))
+    assert bool(changes) is (role is Role.ROUTER)
+    changes.clear()
+    membership.learn(record, InstanceLoad(6))
     assert changes

@@ -268,6 +268,7 @@ PLANS: dict[str, Plan] = {
         cluster(decodes=2, step_s=0.02, chunk_tokens=128),
         [*(request(f"r{number}", 0.02 * number, max_tokens=60) for number in range(12)), request("deadly", 0.2)],
         [Fault(kind=FaultKind.DEATH, at_s=0.0, target="deadly", amount=5.0)],
+        seed=1,
         max_model_len=320,
     ),
     "earlier_attempt_repeated": story(
@@ -279,6 +280,7 @@ PLANS: dict[str, Plan] = {
             Fault(kind=FaultKind.FREEZE, at_s=0.6, target="prefill-0", lasts_s=0.8),
             _reset("router-0", "client-0", at_s=0.6),
         ],
+        seed=3,
         max_model_len=320,
     ),
     "direct_answers_offered_too_early": story(
