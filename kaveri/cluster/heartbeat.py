@@ -27,16 +27,23 @@ class Heartbeat:
     """Sends the heartbeats of one incarnation. Not thread-safe: for one event loop."""
 
     def __init__(
-        self, store: ClusterStore, record: InstanceRecord, load: Callable[[], InstanceLoad], interval_s: float = 0.1
+        self,
+        store: ClusterStore,
+        record: InstanceRecord,
+        load: Callable[[], InstanceLoad],
+        interval_s: float = 0.1,
+        work_count: Callable[[], int] = lambda: 0,
     ) -> None:
-        """load: returns the current load; its sequence_number is filled in here. interval_s: while the load changes."""
+        """load: returns the current load; its sequence_number is filled in here. interval_s: while the load changes.
+        work_count: grows with work that may come and go between two heartbeats; the load is then reported again."""
         self._store = store
         self._record = record
         self._load = load
         self._interval_s = interval_s
         self._sequence_number = 0
-        self._reported = InstanceLoad()
-        """Load of the last heartbeat, without its number."""
+        self._work_count = work_count
+        self._reported = InstanceLoad(), 0
+        """Load of the last heartbeat, without its number, and the work until then."""
         self._unreported = _REPORTS
         """Numbered heartbeats that are still to be sent at the interval."""
         self._renew_at_s = 0.0
@@ -62,12 +69,8 @@ class Heartbeat:
 
     def beat_now(self) -> None:
         """Request a heartbeat at once, after a load change that others should know. Cheap; may be called often."""
-        self.note_work()
-        self._due.set()
-
-    def note_work(self) -> None:
-        """Report the load at the interval again, even if work comes and goes between two heartbeats. Cheap."""
         self._unreported = _REPORTS
+        self._due.set()
 
     def stop(self) -> None:
         """Ask run() to deregister the instance and return."""
@@ -76,8 +79,9 @@ class Heartbeat:
 
     async def _beat(self) -> None:
         load, now_s = self._load(), time.monotonic()
-        if load != self._reported:
-            self._reported, self._unreported = load, _REPORTS
+        reported = load, self._work_count()
+        if reported != self._reported:
+            self._reported, self._unreported = reported, _REPORTS
         if self._unreported:
             self._unreported -= 1
             self._sequence_number += 1

@@ -233,11 +233,6 @@ class Copier(Generic[OwnerT]):
         """True if any request is copied. Cheap enough for every step."""
         return bool(self._copies)
 
-    @property
-    def is_releasing(self) -> bool:
-        """True if a request is being released to the holder of its replica."""
-        return any(copy.release is not None for copy in self._line)
-
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
         """See DecodeEngine.replicate()."""
         self._require_copyable(ticket)

@@ -102,9 +102,6 @@ async def _passed_on(record: InstanceRecord, ask: Callable[[Any], Awaitable[Answ
         try:
             return await ask(DrainServiceStub(channel))
         except aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                reason = f"{record.instance_id} is of a former version ({record.version}): end it with SIGTERM"
-                raise Unavailable(reason) from error
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 reason = f"{record.instance_id} at {record.address} did not answer in {_PASS_ON_TIMEOUT_S:g} s"
                 raise Unavailable(reason) from error

@@ -19,7 +19,7 @@ from kaveri.engine.contract import (
     ReplicaEnded,
     StepTokens,
 )
-from kaveri.kv.replicas.store import ReplicaGrew, ReplicaOrphaned
+from kaveri.kv.replicas.store import ReplicaOrphaned
 from kaveri.testing.engine_conformance import MAX_MODEL_LEN, Pair, make_request, running_pair
 from kaveri.testing.engine_recorder import SOON_S, wait_until_free
 from kaveri.testing.engine_replication import (
@@ -39,13 +39,6 @@ def _begin(pair: Pair, holder: ReplicaHoldingEngine, request: EngineRequest) -> 
     pair.hand_over(request)
     pair.decoded.wait_for(Landed, request.key)
     holder.replicate(pair.decode, request)
-
-
-def _wait_until_held(pair: Pair, holder: ReplicaHoldingEngine, key: EngineKey, token_count: int) -> None:
-    """Wait until engine and holder have reported a replica of this many tokens. The engine may be first."""
-    wait_until_grown(pair.decoded, key, token_count)
-    grown = ReplicaGrew(replica_key(key), token_count)
-    holder.heard.wait_for(ReplicaGrew, lambda event: event == grown)
 
 
 def _drawn(pair: Pair, key: EngineKey) -> list[int]:

@@ -2,28 +2,21 @@
 
 import time
 
-from kaveri.engine.contract import KvPushFailed
 from kaveri.errors import KaveriError
 from services.decode.instance import DecodeInstance
 from services.prefill.requests import Adopted, HandOverFailed, PrefillRequest, RoomReserved
 
 
 class Adoption:
-    """The HandOver while the instance also decodes. For one event loop."""
+    """Hand-overs while the instance also decodes. Pushes nothing, keeps nothing of a request. For one event loop."""
 
     def __init__(self, instance_id: str, incarnation: int, decode: DecodeInstance) -> None:
         self._instance_id = instance_id
         self._incarnation = incarnation
         self._decode = decode
 
-    at_first_token = True
-    """Adoption always has room, so no place has to be found before the first token."""
-
-    async def run(self) -> None:
-        """No background work."""
-
     def begin(self, request: PrefillRequest) -> None:
-        """Hands over immediately."""
+        """Hand over immediately: there is always room."""
         first = request.outbox.first_token
         assert first is not None, request
         try:
@@ -40,9 +33,3 @@ class Adoption:
             return
         placed = RoomReserved(self._instance_id, self._incarnation)
         request.report(request, Adopted(placed))
-
-    def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:
-        """Never called: this hand-over pushes nothing."""
-
-    def end(self, request: PrefillRequest, handed_over: bool) -> None:
-        """Does nothing: no state is kept per request."""

@@ -1,6 +1,5 @@
 """The hand-over of an instance that can serve both phases: to its own decode side, or to other instances."""
 
-import asyncio
 from collections.abc import Callable
 
 from kaveri.engine.contract import KvPushFailed
@@ -22,9 +21,7 @@ class HereOrElsewhere:
         return self._decodes_here()
 
     async def run(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._adoption.run())
-            tasks.create_task(self._decode_placer.run())
+        await self._decode_placer.run()
 
     def begin(self, request: PrefillRequest) -> None:
         """A request that came while the instance did not decode is pushed: its first token may not be drawn yet."""

@@ -105,16 +105,14 @@ class PrefillServer(PrefillServiceServicer):
 
 
 def _responses(unread: Iterable[Progress]) -> Iterator[prefill_pb2.PrefillResponse]:
-    """Write progress into as few responses as hold it: entries of one kind, such as the parts of a long prompt report,
-    do not share one."""
-    response = prefill_pb2.PrefillResponse()
+    """Write progress into as few responses as hold it: each holds one entry of a kind, or one part of a long report."""
+    response, kinds = prefill_pb2.PrefillResponse(), set[type[Progress]]()
     for progress in _in_parts(unread):
-        entry = _to_proto(progress)
-        if any(response.HasField(field.name) for field, _ in entry.ListFields()):
+        if type(progress) in kinds:
             yield response
-            response = entry
-        else:
-            response.MergeFrom(entry)
+            response, kinds = prefill_pb2.PrefillResponse(), set()
+        kinds.add(type(progress))
+        response.MergeFrom(_to_proto(progress))
     yield response
 
 

@@ -221,9 +221,7 @@ class PrefillAttempts:
         self.unconfirmed.remove((entry.request_id, attempt.number), attempt.prefill.instance_id)
         self._has_begun()
 
-    def _take(
-        self, entry: RequestEntry, attempt: Attempt, kind: str, response: prefill_pb2.PrefillResponse
-    ) -> None:
+    def _take(self, entry: RequestEntry, attempt: Attempt, kind: str, response: prefill_pb2.PrefillResponse) -> None:
         timing, now_s = entry.timing, time.monotonic()
         match kind:
             case "started":

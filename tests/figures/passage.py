@@ -1,8 +1,9 @@
 """The files, classes and functions that one streamed request passes, by process.
 
 A cluster of one router, one prefill and one decode instance on kaveri-tiny over tcp serves one request of 180 words and
-60 tokens to one client. Functions that the processes also call in three idle seconds are left out, and so are module
-bodies and comprehensions. The request is the first of its cluster: what opens connections counts.
+60 tokens to one client. Functions that the processes also call in three seconds in which only another instance's load
+changes are left out, and so are module bodies and comprehensions. The request is the first of its cluster: what opens
+connections counts.
 """
 
 import asyncio
@@ -14,11 +15,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kaveri.cluster.redis_store import RedisStore
+from kaveri.domain.view import InstanceRecord, Role
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
+from kaveri.testing.store_conformance import beating
 
 _HOOK = Path(__file__).parent / "hook"
 _IDLE_S = 3.0
+_CHANGING = InstanceRecord("predictor-0", 1, Role.PREDICTOR, "127.0.0.1:1", "another-model", lease_ttl_s=1.0)
 _WINDOW_WITHIN_S = 60.0
 _POLL_S = 0.05
 _START = 0
@@ -80,7 +85,8 @@ async def _trace_in(folder: Path) -> Mapping[str, Passage]:
         assert await client.stdout.readline() == b"ready\n"
         pids = {kind: stack.pids()[f"{kind}-0"] for kind in ("router", "prefill", "decode")} | {"client": client.pid}
         await _end_window(folder, pids, _START)
-        await asyncio.sleep(_IDLE_S)
+        async with RedisStore(stack.redis_url, config.cluster_name) as store, beating(store, _CHANGING):
+            await asyncio.sleep(_IDLE_S)
         idle = await _end_window(folder, pids, _IDLE)
         client.stdin.write(b"\n")
         assert await client.stdout.readline() == b"answered\n"

@@ -93,10 +93,6 @@ class SchedulerSide:
         entry.state = EntryReleased()
         self._released.append(entry.vllm_id)
 
-    def release_unknown(self, vllm_id: str) -> None:
-        """Do the same for a request without an entry here."""
-        self._released.append(vllm_id)
-
     @property
     def has_reports(self) -> bool:
         """True if the next step has something to report to vLLM."""

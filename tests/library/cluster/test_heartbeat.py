@@ -123,9 +123,10 @@ async def test_a_lease_is_renewed_three_times_with_the_number_of_the_last_report
 
 
 async def test_work_that_comes_and_goes_between_two_heartbeats_is_reported_twice(store: _RecordingStore) -> None:
-    heartbeat = Heartbeat(store, _RECORD, InstanceLoad, interval_s=0.001)
+    work: list[int] = []
+    heartbeat = Heartbeat(store, _RECORD, InstanceLoad, interval_s=0.001, work_count=lambda: len(work))
     async with _running(heartbeat):
         await _until(lambda: len(store.loads) == 2)
-        heartbeat.note_work()
+        work.append(1)
         await _until(lambda: len(store.loads) == 4)
     assert [load.sequence_number for load in store.loads[:4]] == [1, 2, 3, 4]

@@ -232,7 +232,11 @@ class SimulatedEngine:
         while not self._shared.closing and self._copier.advance():
             pass
         self._outbox.publish()
-        if self._next_copy is None and not self._shared.closing and self._copier.is_releasing:
+        if (
+            self._next_copy is None
+            and not self._shared.closing
+            and any(copy.release is not None for copy in self._copier._line)
+        ):
             # Its time limits pass without an event.
             loop = asyncio.get_running_loop()
             self._next_copy = loop.call_later(_LOOK_EVERY_S, self._copy, context=self._context)
