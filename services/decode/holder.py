@@ -260,11 +260,6 @@ class ReplicaHolder:
         usage = self._store.usage()
         assert usage.replica_count == len(self._held), (usage, self._held)
 
-    @property
-    def held_count(self) -> int:
-        """Copies here."""
-        return len(self._held)
-
     def _open(self, key: ReplicaKey, offer: ReplicaOffer) -> Ticket:
         expires_in_s = min(offer.timeout_s, _QUIET_S)
         while True:

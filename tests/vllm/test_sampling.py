@@ -16,7 +16,6 @@ from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.engine.stopping import finish_reason
 from kaveri.engine.vllm.sampling import (
     decode_params,
-    finish_reason_of,
     logprobs_of,
     prefill_params,
     prompt_logprobs_of,
@@ -85,7 +84,7 @@ def test_vllm_ends_a_request_where_our_rules_do(
         status=None,
     )
     stopped = check_stop(theirs, max_model_len)
-    said = finish_reason_of(str(VllmFinishReason(_reason_of(theirs.status))) if stopped else None)
+    said = FinishReason(str(_reason_of(theirs.status))) if stopped else None
     assert said == finish_reason(ours.params, EOS, token_id, drawn, 4 + drawn, max_model_len)
 
 
@@ -95,12 +94,6 @@ def _reason_of(status: Any) -> VllmFinishReason:
     reason = RequestStatus.get_finished_reason(status)
     assert reason is not None
     return reason
-
-
-def test_a_reason_that_no_request_of_ours_can_have_is_an_error() -> None:
-    assert finish_reason_of("abort") is FinishReason.CANCELLED
-    with pytest.raises(EngineError, match="repetition"):
-        finish_reason_of("repetition")
 
 
 def test_logprobs_hold_the_likeliest_that_were_asked_for_and_no_more() -> None:

@@ -7,16 +7,10 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
-from kaveri.domain.sampling import FinishReason, Logprobs
+from kaveri.domain.sampling import Logprobs
 from kaveri.engine.contract import MAX_SCORED_TOKENS, EngineRequest, PromptLogprobs
 from kaveri.engine.vllm.draws import Draw
 from kaveri.errors import EngineError, InvalidArgument, KaveriError
-
-_FINISH_REASONS = {
-    "stop": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "abort": FinishReason.CANCELLED,
-}
 
 
 def prefill_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> VllmSamplingParams:
@@ -53,15 +47,6 @@ def decode_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> Vllm
         output_kind=RequestOutputKind.DELTA,
         extra_args=draw.to_extra_args(),
     )
-
-
-def finish_reason_of(reason: str | None) -> FinishReason | None:
-    """Convert vLLM's reason; None while the request continues. Raises EngineError for one that no request has."""
-    if reason is None:
-        return None
-    if reason not in _FINISH_REASONS:
-        raise EngineError(f"vLLM ended a request for the reason {reason!r}")
-    return _FINISH_REASONS[reason]
 
 
 def logprobs_of(position: Mapping[int, Any] | None, token_id: int, asked: int | None) -> Logprobs | None:

@@ -15,7 +15,7 @@ from kaveri.engine.stepwise.runner import NOT_FINITE
 from kaveri.engine.stopping import finish_reason
 from kaveri.engine.transfers import Transfers
 from kaveri.engine.vllm.connector_scheduler import Placement, RequestAdvance
-from kaveri.engine.vllm.core import VllmCore
+from kaveri.engine.vllm.core import StepOutput, VllmCore
 from kaveri.engine.vllm.data_plane import DataPlane
 from kaveri.engine.vllm.life import (
     OF_PREFILL,
@@ -117,7 +117,7 @@ class Steps:
             runnable = self.runnable_count() > 0
             held = {r.entry.record for r in self._requests.held(self._max_batch) if r.entry is not None}
             batch_count = self._requests.running_count()
-        outputs: Sequence[Any] = ()
+        outputs: Sequence[StepOutput] = ()
         self._advances = ()
         if reporting or runnable:
             outputs = self._core.step(batch_count, held)
@@ -320,7 +320,7 @@ class Steps:
 
     # After the step.
 
-    def _apply_step(self, outputs: Sequence[Any]) -> None:
+    def _apply_step(self, outputs: Sequence[StepOutput]) -> None:
         """Apply a step to the requests that it computed."""
         actions: _Actions = []
         apply = self._requests.apply
@@ -333,14 +333,14 @@ class Steps:
                         block_tokens = request.state.facts.block_tokens
                         request.whole_block_ids = tuple(advance.block_ids[: advance.computed // block_tokens])
             for output in outputs:
-                found = self._requests.by_id.get(output.request_id)
+                found = self._requests.by_id.get(output.engine_id)
                 if found is not None and not isinstance(found.state, VllmEnded):
                     outcome = self._outcome(found, output)
                     if isinstance(found.state, VllmPrefilling) and isinstance(outcome, Drawn):
                         for event in self._prompt_logprobs(found, output):
                             self._shared.outbox.put(event)
                     actions += apply(found, outcome)
-                    if output.finished and isinstance(outcome, Drawn) and outcome.finish is None:
+                    if output.finish_reason is not None and isinstance(outcome, Drawn) and outcome.finish is None:
                         actions += apply(found, VllmFailed(_ended_by_vllm(output)))
             for request in self._requests.decodes.values():
                 if isinstance(request.state, Joining) and _is_queued(request):
@@ -359,21 +359,20 @@ class Steps:
         if tokens:
             self._shared.outbox.put(StepTokens(tokens))
 
-    def _outcome(self, request: VllmRequest, output: Any) -> Drawn | VllmFailed:
+    def _outcome(self, request: VllmRequest, output: StepOutput) -> Drawn | VllmFailed:
         """Return the result of the step for a request."""
-        drawn = output.outputs[0]
-        if not drawn.token_ids:
+        if not output.token_ids:
             return VllmFailed(_ended_by_vllm(output))
         if (raised := RAISED_DRAWS.pop(request.engine_id, None)) is not None:
             return VllmFailed(raised, is_final=True)
         if request.entry is not None and self._core.undrawable(request.entry.record):
             return VllmFailed(NOT_FINITE)
-        token_id = drawn.token_ids[0]
-        position = drawn.logprobs[0] if drawn.logprobs else None
+        token_id = output.token_ids[0]
+        position = output.logprobs[0] if output.logprobs else None
         logprobs = logprobs_of(position, token_id, request.request.params.logprobs)
         return Drawn(token_id, logprobs, self._finish(request, token_id))
 
-    def _prompt_logprobs(self, request: VllmRequest, output: Any) -> Sequence[PromptLogprobs]:
+    def _prompt_logprobs(self, request: VllmRequest, output: StepOutput) -> Sequence[PromptLogprobs]:
         """Return the log-probabilities of the prompt; vLLM reports all of them with the first token."""
         if not request.request.scores_prompt:
             return ()
@@ -407,5 +406,5 @@ def _is_queued(request: VllmRequest) -> bool:
     return request.entry is not None and isinstance(request.entry.state, EntryQueued)
 
 
-def _ended_by_vllm(output: Any) -> str:
-    return f"vLLM ended it for the reason {output.outputs[0].finish_reason!r}"
+def _ended_by_vllm(output: StepOutput) -> str:
+    return f"vLLM ended it for the reason {output.finish_reason!r}"

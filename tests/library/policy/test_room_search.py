@@ -93,7 +93,7 @@ def test_no_two_requests_count_on_the_same_room_until_it_is_given_back() -> None
     assert asked(search.look(other, view, 0.0)) == ("a", True, False)
     for key in "ab":
         search.forget(key, "a")
-    assert search.unconfirmed_count() == 0
+    assert len(search._unconfirmed) == 0
     assert asked(search.look(other, view, 0.0)) == ("a", True, True)
 
 
