@@ -116,8 +116,7 @@ class VllmCore:
         """Convert the outputs of vLLM's core. Its output processor, which takes 8 us for each, is left out for tokens
         of which it would only make another object."""
         processor = self._llm.output_processor
-        found: list[StepOutput] = []
-        others: list[Any] = []
+        found, others = list[StepOutput](), list[Any]()
         for output in outputs:
             state = processor.request_states.get(output.request_id)
             has_logprobs = output.new_logprobs is not None or output.new_prompt_logprobs_tensors is not None
@@ -127,9 +126,8 @@ class VllmCore:
                 found.append(StepOutput(state.external_req_id, output.new_token_ids))
         for each in processor.process_outputs(others).request_outputs:
             (drawn,) = each.outputs
-            found.append(
-                StepOutput(each.request_id, drawn.token_ids, drawn.logprobs, each.prompt_logprobs, drawn.finish_reason)
-            )
+            answer = drawn.token_ids, drawn.logprobs, each.prompt_logprobs, drawn.finish_reason
+            found.append(StepOutput(each.request_id, *answer))
         return found
 
     def undrawable(self, request: Any) -> bool:

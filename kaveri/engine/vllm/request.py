@@ -68,10 +68,8 @@ class VllmRequest:
     @property
     def is_suspect(self) -> bool:
         """True if vLLM computes no other suspect at the same time."""
-        # Rarely one, and asked for each token.
-        if not self.request.suspect_until:
-            return False
-        return not self.done and is_suspect(self.draw_index, self.request.suspect_until)
+        suspect_until = self.request.suspect_until
+        return suspect_until > 0 and not self.done and is_suspect(self.draw_index, suspect_until)
 
     def give_up_blocks(self) -> None:
         """Give its blocks up to others."""
