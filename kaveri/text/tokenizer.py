@@ -163,12 +163,8 @@ class ModelTokenizer:
         short = len(ids) <= _INLINE_CHARACTERS
         return await self._run(short, deadline_s, lambda: str(self.backend.decode(ids, skip_special_tokens=False)))
 
-    def token_text(self, token_id: int) -> str:
-        """Text of a single token; part of a character is U+FFFD. Empty for an id without a token."""
-        return self.token_piece(token_id).text
-
     def token_piece(self, token_id: int) -> TokenPiece:
-        """Text of a single token, with its bytes if they differ from the text."""
+        """Text of a single token, empty for an id without one, with its bytes if they differ from the text."""
         return self._token_texts.piece(token_id)
 
     async def encode_chat(self, messages: Sequence[Turn], max_tokens: int, deadline_s: float) -> list[int]:

@@ -36,13 +36,6 @@ class RequestLengths:
     """0: a text that is not tokenized yet."""
     output_tokens: int
 
-    @property
-    def workload_class(self) -> WorkloadClass:
-        """One of the four; never MIXED."""
-        prefill = "HP" if self.prompt_tokens > HEAVY_PROMPT_TOKENS else "LP"
-        decode = "HD" if self.output_tokens > HEAVY_OUTPUT_TOKENS else "LD"
-        return WorkloadClass(prefill + decode)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:

@@ -274,7 +274,7 @@ class RequestEntry:
 
     def handle(self, event: Event, now_s: float) -> None:
         """Takes in what has happened. now_s: time.monotonic()."""
-        event = self._without_early_end(event)
+        event = self._without_early_end(self._without_unreported_prompt(event))
         self.state, actions = step(self.state, event, now_s)
         for action in actions:
             if type(action) is Append:
@@ -314,6 +314,17 @@ class RequestEntry:
     def lacks_prompt_logprobs(self) -> bool:
         """Whether the request can only go on where its prompt is computed."""
         return self.answer.lacks_prompt
+
+    def _without_unreported_prompt(self, event: Event) -> Event:
+        """No token may come before the report: such an attempt is lost. A decode instance that draws the first token
+        has not computed the prompt, and instances from elsewhere may not know prompt_logprobs."""
+        if self.answer.lacks_prompt:
+            match event:
+                case Tokens(first_index=0) if event.token_ids:
+                    return GivenUp(event.attempt, event.source, _no_report(event.source))
+                case FirstTokenReported() if isinstance(self.state, Prefilling | Placed):
+                    return PrefillEnded(_no_report(self.state.attempt.prefill))
+        return event
 
     def _client_may_be_ahead(self, event: Event) -> bool:
         """Whether the client may have tokens of the lost attempt that are not known here. A decode instance that moves
@@ -432,6 +443,10 @@ class RequestEntry:
 
 def _early_end(life: InstanceLife) -> Unavailable:
     return Unavailable(f"{life.instance_id} ended the answer before min_tokens, which it does not know")
+
+
+def _no_report(life: InstanceLife) -> Unavailable:
+    return Unavailable(f"{life.instance_id} sent a token before the prompt_logprobs, which it may not know")
 
 
 def _aim(event: Sent | Sought | ResumeAsked) -> str:

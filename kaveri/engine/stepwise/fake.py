@@ -90,10 +90,6 @@ class FakeModel:
         """Return the same model with one KV head and this much KV for each token, a multiple of KV_UNIT_BYTES."""
         return replace(self, layer_count=KV_LAYERS, kv_head_count=1, head_dim=token_bytes // (2 * KV_LAYERS * 4))
 
-    def next_token(self, token_ids: Sequence[int], draw_index: int) -> int:
-        """Return the token that follows `token_ids`, drawn at `draw_index` of the answer. The reference for tests."""
-        return self.draw(self.chain(token_ids), draw_index)
-
     def answer(self, token_ids: Sequence[int], generated_count: int, token_count: int) -> list[int]:
         """Return the `token_count` tokens that follow `token_ids`, even after eos_token_id."""
         chain = self.chain(token_ids)

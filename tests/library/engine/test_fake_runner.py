@@ -62,7 +62,7 @@ def test_tokens_do_not_depend_on_chunks_blocks_or_company(
             sequence.append(drawn.token_id)
     for prompt, sequence in zip(prompts, sequences, strict=True):
         assert sequence[len(prompt) :] == model.answer(prompt, 0, 30)
-        assert sequence[len(prompt)] == model.next_token(prompt, 0)
+        assert sequence[len(prompt)] == model.answer(prompt, 0, 1)[0]
 
 
 def test_a_larger_vocabulary_changes_no_answer_and_a_small_one_has_all_of_it() -> None:

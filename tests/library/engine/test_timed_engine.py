@@ -116,7 +116,7 @@ def test_a_step_takes_the_models_time_and_draws_the_fake_models_tokens(tmp_path:
     assert layers_s[0] >= expected_s / 2
     assert layers_s[1] >= expected_s
     assert drawn[0] is not None
-    assert drawn[0].token_id == model.next_token((1,) * 30, 0)
+    assert drawn[0].token_id == model.answer((1,) * 30, 0, 1)[0]
 
 
 @pytest.mark.parametrize("spans", [[(0, 30)], [(30, 1), (12, 1)], [(0, 30), (12, 1)]])

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from kaveri.errors import ConfigError
 from kaveri.workload.prompts import RequestPrompt
 from kaveri.workload.requests import (
+    HEAVY_OUTPUT_TOKENS,
+    HEAVY_PROMPT_TOKENS,
     RequestLengths,
     Workload,
     WorkloadClass,
@@ -22,6 +24,13 @@ from kaveri.workload.requests import (
 )
 from kaveri.workload.traces import read_trace
 
+
+def _class_of(lengths: RequestLengths) -> WorkloadClass:
+    prefill = "HP" if lengths.prompt_tokens > HEAVY_PROMPT_TOKENS else "LP"
+    decode = "HD" if lengths.output_tokens > HEAVY_OUTPUT_TOKENS else "LD"
+    return WorkloadClass(prefill + decode)
+
+
 FOUR = [workload for workload in WorkloadClass if workload is not WorkloadClass.MIXED]
 
 
@@ -30,14 +39,14 @@ def test_a_class_draws_requests_of_that_class_within_the_limits(
     workload: WorkloadClass, most_prompt: int, most_output: int, seed: int
 ) -> None:
     for lengths in draw_lengths(workload, 5, random.Random(seed), most_prompt, most_output):
-        assert lengths.workload_class is workload
+        assert _class_of(lengths) is workload
         assert 16 <= lengths.prompt_tokens <= most_prompt
         assert 8 <= lengths.output_tokens <= most_output
 
 
 def test_mixed_draws_every_class_about_as_often() -> None:
     drawn = Counter(
-        lengths.workload_class for lengths in draw_lengths(WorkloadClass.MIXED, 400, random.Random(3), 1024, 512)
+        _class_of(lengths) for lengths in draw_lengths(WorkloadClass.MIXED, 400, random.Random(3), 1024, 512)
     )
     assert set(drawn) == set(FOUR)
     assert min(drawn.values()) > 70

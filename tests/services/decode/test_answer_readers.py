@@ -160,7 +160,7 @@ async def test_a_reader_that_others_could_guess_is_refused(tokenizer: ModelToken
 
 
 async def test_a_stop_text_ends_the_reading_and_the_router_hears_at_once(tokenizer: ModelTokenizer) -> None:
-    stop = tokenizer.token_text(FIRST + 2)
+    stop = tokenizer.token_piece(FIRST + 2).text
     reading = AnswerReadHere(tokenizer, stop=(stop,))
     stream = reading.readers.open(READER)
     await reading.ask(characters=0)
@@ -192,8 +192,8 @@ async def test_special_tokens_are_shown_to_a_reader_of_a_request_that_asked_for_
     for skips in (True, False):
         whole = tokenizer.backend.decode([FIRST, *ids], skip_special_tokens=skips)
         assert whole.endswith(texts[skips])
-    assert tokenizer.token_text(FIRST + 2) in texts[False]
-    assert tokenizer.token_text(FIRST + 2) not in texts[True]
+    assert tokenizer.token_piece(FIRST + 2).text in texts[False]
+    assert tokenizer.token_piece(FIRST + 2).text not in texts[True]
     tokenizer.close()
 
 

@@ -185,7 +185,7 @@ async def test_a_stop_text_in_a_special_token_ends_the_answer_as_the_client_sees
     cluster.tokenizer = tokenizer = ModelTokenizer(plain, cluster.tokenizer.vocab_size)
     whole = tokenizer.backend.decode(ids, skip_special_tokens=skips)
     before = tokenizer.backend.decode(ids[:9])
-    shown = tokenizer.token_text(ids[9])
+    shown = tokenizer.token_piece(ids[9]).text
     async with run_gateway(cluster) as gateway:
         for stop in (None, shown, before[-2:] + shown, "never"):
             expected = whole

@@ -72,6 +72,8 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         """Every request that is attached here was handed over to it."""
         self.gives_back = asyncio.Event()
         """Set once it gives back what a hold stops."""
+        self.knows_prompt_logprobs = True
+        """Unlike one of a former version."""
         self.joins = False
         """Report everything in one response."""
         self.breaks_within_prompt = False
@@ -165,7 +167,11 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
             yield prefill_pb2.PrefillResponse(placed=_placed(decode.instance_id, life))
             if self.decode_first and not finish:
                 decode.start(request)
-            if request.params.HasField("prompt_logprobs") and not request.generated_count:
+            if (
+                request.params.HasField("prompt_logprobs")
+                and not request.generated_count
+                and self.knows_prompt_logprobs
+            ):
                 await self._before("prompt_logprobs", context)
                 for place in range(1, len(prompt), PROMPT_PART):
                     yield _prompt_part(prompt, place, request.params.prompt_logprobs)

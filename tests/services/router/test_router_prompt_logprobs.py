@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import grpc
 import pytest
 from grpc import aio
 
@@ -66,6 +67,24 @@ async def test_an_attempt_that_was_lost_within_the_prompt_repeats_nothing(cluste
             check_report(responses, PROMPT, 1)
             attempts.append(responses[-1].timing.attempts)
     assert sorted(attempts) == [1, 2]
+
+
+async def test_a_prefill_instance_that_does_not_report_has_lost_the_attempt(cluster: ScriptedCluster) -> None:
+    cluster.prefills["prefill-0"].knows_prompt_logprobs = False
+    async with cluster.router(placement_policy=PlacementPolicy.ROUND_ROBIN) as router:
+        for _ in range(2):
+            responses = await collect(router.stub.Generate(asks(1), timeout=60))
+            check_report(responses, PROMPT, 1)
+    for prefill in cluster.prefills.values():
+        prefill.knows_prompt_logprobs = False
+    async with cluster.router() as router:
+        with pytest.raises(aio.AioRpcError) as refused:
+            await collect(router.stub.Generate(asks(1), timeout=60))
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "prompt_logprobs" in (refused.value.details() or "")
+        # Nothing comes before the error: a gateway can still answer with its HTTP status.
+        with pytest.raises(aio.AioRpcError):
+            await router.stub.Generate(asks(1), timeout=60).read()
 
 
 async def test_a_client_that_re_attaches_without_a_token_gets_the_whole_report(cluster: ScriptedCluster) -> None:

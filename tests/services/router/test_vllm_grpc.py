@@ -84,7 +84,7 @@ async def test_without_likely_tokens_only_the_drawn_ones_are_reported(door: Engi
 
 
 async def test_the_end_names_the_stop_text_that_was_met(door: EngineDoor, tokenizer: ModelTokenizer) -> None:
-    texts = [tokenizer.token_text(token_id) for token_id in answer(PROMPT, 6)]
+    texts = [tokenizer.token_piece(token_id).text for token_id in answer(PROMPT, 6)]
     stop = texts[5]
     assert stop.strip()
     assert stop not in "".join(texts[:5])
