@@ -26,7 +26,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Spent:
-    """What was spent until now."""
+    """CPU time and Redis commands of a stack so far."""
 
     at_s: float
     cpu_s: Mapping[str, float]
@@ -46,7 +46,7 @@ def cpu_s(pid: int) -> float:
 
 
 async def spent(stack: LocalStack, redis: Redis) -> Spent:
-    """What the stack has spent."""
+    """Read the CPU time and the Redis commands of a stack."""
     stats = await redis.info("commandstats")
     cpu = {name: cpu_s(pid) for name, pid in stack.pids().items()}
     cpu["up"] = time.process_time()

@@ -39,7 +39,7 @@ def told_by(view: ClusterView, statuses: tuple[InstanceStatus, ...]) -> Told:
 
 
 def has_new_loads(told: Told, view: ClusterView) -> bool:
-    """Return True if an instance has reported its load since."""
+    """Return True if an instance has reported its load since that broadcast."""
     loads = (instance.load for instance in view.instances.values() if is_broadcast(instance))
     return told.numbers != tuple(load.sequence_number for load in loads)
 

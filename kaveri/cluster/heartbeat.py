@@ -1,4 +1,4 @@
-"""Keeps an instance registered: heartbeats while its load changes, and otherwise as often as the lease requires.
+"""Heartbeats that keep an instance registered: frequent while its load changes, otherwise as the lease requires.
 
 A load has a number. A heartbeat that only renews the lease repeats the last one, so readers know that nothing is new.
 """
@@ -18,7 +18,7 @@ _MIN_PAUSE_S = 0.01
 _LEASE_PARTS = 3
 """Heartbeats within one lease of an instance whose load does not change."""
 _MAX_PAUSE_S = 1.0
-"""Max time between two heartbeats, however long the lease: a store that lost its state has all instances again then."""
+"""Max time between heartbeats, for long leases: by then a store that has lost its state knows all instances again."""
 _REPORTS = 2
 """Numbered heartbeats after a change: UnconfirmedWork relies on the second one after a piece of work was sent."""
 
@@ -45,7 +45,7 @@ class Heartbeat:
         self._reported = InstanceLoad(), 0
         """Load of the last heartbeat, without its number, and the work until then."""
         self._unreported = _REPORTS
-        """Numbered heartbeats that are still to be sent at the interval."""
+        """How many heartbeats with a new number are still to be sent."""
         self._renew_at_s = 0.0
         self._due = asyncio.Event()
         self._stopping = False

@@ -90,7 +90,7 @@ class Membership:
             member.heard_at_s, member.lease_end_s = heard_at_s, lease_end_s
             shown = self._shown(load, member)
             if shown == member.load and record.role is not Role.ROUTER:
-                return  # It renews the lease. Other routers wait for a router's sign of life.
+                return  # Only a renewal. A router's counts as a change: other routers wait until they hear it.
             if _fixed(load) != _fixed(member.load):
                 self._is_view_current = False
             member.load = shown

@@ -97,7 +97,7 @@ class ServiceHost:
         self.started = asyncio.Event()
         """Set once requests are accepted."""
         self.work_count = 0
-        """See Heartbeat."""
+        """Batches of engine events so far; see Heartbeat.work_count."""
         self._config = config
         self._store = store
         self._hosted = hosted

@@ -130,7 +130,7 @@ def changing_load() -> Callable[[], InstanceLoad]:
 
 @contextlib.asynccontextmanager
 async def beating(store: ClusterStore, record: InstanceRecord) -> AsyncIterator[None]:
-    """Keep an instance registered, with a load that changes all the time, while the context lasts; its lease is left to
+    """Send heartbeats of an instance whose load changes each time, while the context is open. Its lease is left to
     expire."""
     running = asyncio.create_task(Heartbeat(store, record, changing_load(), interval_s=0.05).run())
     try:

@@ -8,7 +8,7 @@ from services.prefill.requests import Adopted, HandOverFailed, PrefillRequest, R
 
 
 class Adoption:
-    """Hand-overs while the instance also decodes. Pushes nothing, keeps nothing of a request. For one event loop."""
+    """Hand-over of a request to the decode side of the same instance. For one event loop."""
 
     def __init__(self, instance_id: str, incarnation: int, decode: DecodeInstance) -> None:
         self._instance_id = instance_id

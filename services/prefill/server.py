@@ -105,7 +105,7 @@ class PrefillServer(PrefillServiceServicer):
 
 
 def _responses(unread: Iterable[Progress]) -> Iterator[prefill_pb2.PrefillResponse]:
-    """Write progress into as few responses as hold it: each holds one entry of a kind, or one part of a long report."""
+    """Pack progress into as few responses as possible: at most one entry of each kind in a response."""
     response, kinds = prefill_pb2.PrefillResponse(), set[type[Progress]]()
     for progress in _in_parts(unread):
         if type(progress) in kinds:

@@ -18,8 +18,8 @@ from services.router import metrics
 LEADER_LEASE_S = 1.0
 """A dead leader leads for this long at most."""
 _CAMPAIGN_INTERVAL_S = LEADER_LEASE_S / 3
-"""Between two campaigns: a leader can miss one, and the 2 s within which a dead leader is replaced leave a rest to a
-busy machine. Also between two broadcasts while no instance reports a load."""
+"""Interval of campaigns: a leader may miss one, and a dead one is replaced within 2 s even on a busy machine. Also the
+interval of broadcasts while no instance reports a load."""
 _MIN_PAUSE_S = 0.02
 """Between two broadcasts, however fast instances come and go and blocks come free."""
 

@@ -104,7 +104,7 @@ class StagedPush:
         self.marks: deque[tuple[int, bytes]] = deque()
         """Marks of an open push that wait for staging: block counts, with their notes."""
         self.marked_count = 0
-        """Blocks that the latest mark covers, whether sent or waiting."""
+        """Blocks covered by the latest mark, whether it was sent or still waits."""
         self.opened = False
         self.aborted = False
         self.note: bytes | None = None
