@@ -1,8 +1,8 @@
 """The SDK's one implementation: calls InferenceService and returns the SDK's own values and errors."""
 
 import asyncio
+import secrets
 import time
-import uuid
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -28,6 +28,7 @@ from kaveri.domain.sampling import SamplingParams
 from kaveri.rpc.tls import RpcTls
 from kaveri.security.tls_files import TlsFiles
 from kaveri.v1 import inference_pb2
+from kaveri.wire.attempts import MIN_SECRET_BYTES, id_drawn_from
 from kaveri.wire.messages import params_from_proto
 
 
@@ -137,8 +138,10 @@ class AsyncClient:
         """
         started_s = time.monotonic()
         check_timeout(timeout_s)
-        request_id = uuid.uuid4().hex if request_id is None else request_id
+        secret = secrets.token_bytes(MIN_SECRET_BYTES)
+        request_id = id_drawn_from(secret) if request_id is None else request_id
         request = build_request(prompt, prompt_token_ids, messages, params, model, request_id)
+        request.secret = secret
         sessions = Sessions(request, self._connect(), self._deadline_s(timeout_s), self._direct)
         stream = self._streams[request_id] = AsyncStream(sessions, request_id, started_s)
         self._open.add(stream)

@@ -13,7 +13,6 @@ from kaveri.errors import KaveriError, NoCapacity, Unavailable
 from kaveri.telemetry.tracing import current_traceparent
 from kaveri.v1 import inference_pb2
 
-_SECRET_BYTES = 16
 _SEED_BITS = 64
 _MAX_SESSION = 65_535
 _MOST_LEFT = 16
@@ -35,15 +34,14 @@ class Sessions:
         deadline_s: float | None,
         direct: DirectStreams | None = None,
     ) -> None:
-        """Sends the request. request: owned from now on; gets a secret, and a seed unless it has one. direct: reads the
-        answer at decode instances where that is possible; None: at routers.
+        """Sends the request. request: with its secret; owned from now on, and gets a seed unless it has one. direct:
+        reads the answer at decode instances where that is possible; None: at routers.
 
         Raises DeadlineExceeded.
         """
         if not request.params.HasField("seed"):
             # Drawn here: another router must draw the same tokens.
             request.params.seed = secrets.randbits(_SEED_BITS)
-        request.secret = secrets.token_bytes(_SECRET_BYTES)
         self.received = Received(request.params.min_tokens, request.params.HasField("prompt_logprobs"))
         request.direct = direct is not None
         self._sources = AnswerSources(direct, self.received) if direct is not None else None

@@ -1,8 +1,8 @@
 """The request ids that this router has in flight, as the store knows them: one router at a time has a request id.
 
-An id that a caller has chosen is claimed before its request goes anywhere. No other process knows an id that this
-router made, so it is claimed a moment later, unless its request has ended by then. Claims are closed in batches, a
-moment after their requests have ended.
+An id that a caller has chosen is claimed before its request goes anywhere. One that this router made, or a client drew
+together with the request's secret, nobody else can send: it is claimed a moment later, unless its request has ended by
+then. Claims are closed in batches, a moment after their requests have ended.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ class RequestClaims:
         return hint
 
     def open_later(self, claim: RequestClaim, ttl_s: float) -> None:
-        """Claims an id that this router made, without making anyone wait."""
+        """Claims an id that nobody else can send, without making anyone wait."""
         self._opening[claim] = ttl_s
         self._flush_later()
 

@@ -22,7 +22,7 @@ from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import OpenSpan, begin_span, error_in_span, is_tracing, traceparent_of
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, inference_pb2_grpc
-from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, check_request_id
+from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, check_request_id, id_drawn_from
 from kaveri.wire.messages import params_from_proto, params_to_proto
 from kaveri.wire.status import abort, status_of
 from services.router import metrics
@@ -349,7 +349,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             accepted = progress.accepted = await router.intake.accept(offered)
             tokenized_s = time.monotonic()
-            if not request.request_id:
+            if not request.request_id or _is_drawn(offered):
                 router.claims.open_later(claim, offered.timeout_s)
             elif stored := await router.claims.open(claim, offered.timeout_s):
                 accepted = replace(accepted, received=replace(accepted.received, owner=hint_from_bytes(stored)))
@@ -450,6 +450,11 @@ def _note_gone(progress: GenerateProgress) -> None:
 def new_request_id() -> str:
     """For a request whose caller has given none."""
     return secrets.token_hex(16)
+
+
+def _is_drawn(offered: OfferedRequest) -> bool:
+    """Whether no other client can use the request's id, and no other router has it yet."""
+    return not offered.session and bool(offered.secret) and offered.request_id == id_drawn_from(offered.secret)
 
 
 def _received(request: inference_pb2.GenerateRequest) -> OfferedReceived | None:

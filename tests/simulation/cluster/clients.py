@@ -58,12 +58,13 @@ class Clients:
 
     async def _send(self, planned: ScheduledRequest, outcome: RequestOutcome, first_s: float) -> None:
         sdk = self._sdk(planned.client, outcome.router)
+        self._world.drawn_ids.next_id = planned.request_id if planned.draws_id else ""
         try:
             stream = sdk.stream(
                 planned.text or None,
                 prompt_token_ids=planned.prompt or None,
                 params=planned.params,
-                request_id=planned.request_id,
+                request_id=None if planned.draws_id else planned.request_id,
                 timeout_s=planned.timeout_s,
             )
             async with stream, self._cancelling(planned, outcome, sdk, stream):

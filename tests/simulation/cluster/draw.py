@@ -326,7 +326,7 @@ def _request(
     if own.random() < 0.2:
         params = replace(params, temperature=None)
     short = rng.random() < 0.04
-    return ScheduledRequest(
+    request = ScheduledRequest(
         request_id=request_id,
         client=rng.choice(clients),
         router=rng.choice(routers),
@@ -340,6 +340,7 @@ def _request(
         read_pause_s=min(rng.choice((0.02, 0.2)), 10.0 / most_tokens) if rng.random() < 0.06 else 0.0,
         sends_again=tuple(rng.choice(routers) for _ in range(rng.randint(1, 3))) if rng.random() < 0.35 else (),
     )
+    return replace(request, draws_id=not request.sends_again and own.random() < 0.6)
 
 
 def _as_long(params: SamplingParams, most_tokens: int) -> SamplingParams:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import kaveri.rpc.server
+from kaveri.wire.attempts import id_drawn_from
 from tests.simulation.cluster.loop import SimulatedLoop
 from tests.simulation.cluster.network import Network
 from tests.simulation.cluster.rpc import SimulatedServer, open_simulated_channel
@@ -28,10 +29,24 @@ _WALL_CLOCK_S = 1.8e9
 _real_random = random.Random
 
 
+class DrawnIds:
+    """Stands for id_drawn_from: clients draw the ids that the plan has for their requests."""
+
+    def __init__(self) -> None:
+        self.next_id = ""
+        """Of the request that a client sends now, if it draws the id."""
+        self._by_secret: dict[bytes, str] = {}
+
+    def id_drawn_from(self, secret: bytes) -> str:
+        if self.next_id:
+            self._by_secret[secret], self.next_id = self.next_id, ""
+        return self._by_secret.get(secret, "")
+
+
 @contextlib.contextmanager
-def replaced_world(loop: SimulatedLoop, network: Network, rng: random.Random) -> Iterator[None]:
+def replaced_world(loop: SimulatedLoop, network: Network, rng: random.Random, drawn_ids: DrawnIds) -> Iterator[None]:
     """Within it the project's code sees the simulation's clock, entropy and network. rng: all entropy comes from it."""
-    stand_ins = _stand_ins(loop, network, rng)
+    stand_ins = _stand_ins(loop, network, rng, drawn_ids)
     places = list(_places(stand_ins))
     state = random.getstate()
     random.seed(rng.getrandbits(64))
@@ -45,7 +60,9 @@ def replaced_world(loop: SimulatedLoop, network: Network, rng: random.Random) ->
         random.setstate(state)
 
 
-def _stand_ins(loop: SimulatedLoop, network: Network, rng: random.Random) -> dict[int, tuple[Any, Any]]:
+def _stand_ins(
+    loop: SimulatedLoop, network: Network, rng: random.Random, drawn_ids: DrawnIds
+) -> dict[int, tuple[Any, Any]]:
     """By identity of the original: the original, and what stands for it."""
 
     def wall_clock() -> float:
@@ -75,6 +92,7 @@ def _stand_ins(loop: SimulatedLoop, network: Network, rng: random.Random) -> dic
         (secrets.choice, rng.choice),
         (secrets.token_bytes, lambda size=32: rng.randbytes(size)),
         (secrets.token_hex, lambda size=32: rng.randbytes(size).hex()),
+        (id_drawn_from, drawn_ids.id_drawn_from),
         (uuid.uuid4, lambda: uuid.UUID(int=rng.getrandbits(128), version=4)),
         (_real_random, SeededRandom),
         (kaveri.rpc.server.RpcServer, Server),

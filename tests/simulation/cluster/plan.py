@@ -138,6 +138,8 @@ class ScheduledRequest:
     cancels_by_id: bool = False
     read_pause_s: float = 0.0
     """Its client waits so long after each chunk."""
+    draws_id: bool = False
+    """Its client draws the id together with the secret."""
     sends_again: tuple[str, ...] = ()
     """Routers that it is sent to next, with the same id, each time that it ends as unavailable or cancelled."""
 

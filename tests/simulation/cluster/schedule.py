@@ -24,7 +24,7 @@ from kaveri.text.tokenizer import ModelTokenizer
 from tests.simulation.cluster.checks import CHECKS, Check
 from tests.simulation.cluster.clients import Clients
 from tests.simulation.cluster.draw import draw_prompt
-from tests.simulation.cluster.entropy import import_services, replaced_world
+from tests.simulation.cluster.entropy import DrawnIds, import_services, replaced_world
 from tests.simulation.cluster.faults import Faults
 from tests.simulation.cluster.loop import SimulatedLoop, Stuck
 from tests.simulation.cluster.network import Network
@@ -93,8 +93,9 @@ def _simulate(plan: Plan, tokenizer: ModelTokenizer, checks: Sequence[Check], li
     network = Network(loop, _branch(rng), trace, plan.link)
     violations: list[str] = []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced_world(loop, network, _branch(rng)))
-        world = World(plan, loop, network, trace, tokenizer, _branch(rng))
+        drawn_ids = DrawnIds()
+        stack.enter_context(replaced_world(loop, network, _branch(rng), drawn_ids))
+        world = World(plan, loop, network, trace, tokenizer, _branch(rng), drawn_ids)
         stack.enter_context(watched_lives(world))
         structlog.configure(
             processors=[_LogTap(world)],

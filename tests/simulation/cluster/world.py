@@ -27,6 +27,7 @@ from services.router.config import RouterConfig
 from services.router.service import Router, router_host
 from tests.simulation.cluster.draws import DrawRecord
 from tests.simulation.cluster.engine import SimulatedEngine
+from tests.simulation.cluster.entropy import DrawnIds
 from tests.simulation.cluster.kv_network import NetworkWire
 from tests.simulation.cluster.loop import SimulatedLoop, SimulatedProcess, process_of
 from tests.simulation.cluster.network import Network
@@ -86,8 +87,10 @@ class World:
         trace: Trace,
         tokenizer: ModelTokenizer,
         rng: random.Random,
+        drawn_ids: DrawnIds,
     ) -> None:
         self.plan = plan
+        self.drawn_ids = drawn_ids
         self.loop = loop
         self.network = network
         self.trace = trace
