@@ -4,6 +4,7 @@ vLLM computes with Python between its kernels, so next to an event loop that wri
 of its tokens per second. The other end of the connection is own_process_server.py.
 """
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -17,7 +18,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as AnswerTimeout
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -30,12 +30,11 @@ from kaveri.engine.contract import (
     EngineRequest,
     EngineStats,
     EngineStopped,
-    RequestFailed,
     StepTokens,
     TokenStep,
 )
 from kaveri.engine.settings import EngineSettings
-from kaveri.errors import ConfigError, EngineError, RequestAlreadyExists
+from kaveri.errors import ConfigError, EngineError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.ticket import Ticket
@@ -101,8 +100,9 @@ class OwnProcessEngine:
     """PrefillEngine and DecodeEngine of another process, which ends with this one.
 
     Calls are carried out in order. Calls that can be refused (push_to, replicate, prefill where blocks may be short)
-    wait for the answer, a fraction of a millisecond; no other call waits. A prompt that is refused without a wait is a
-    RequestFailed. stats() is that of the last message; kv_flow() may be 50 ms older while answers go on.
+    wait for the answer, a fraction of a millisecond; no other call waits. Those that one turn of an event loop makes
+    without an answer are sent together, at its end. A prompt that is refused without a wait is a RequestFailed.
+    stats() is that of the last message; kv_flow() may be 50 ms older while answers go on.
     """
 
     info: EngineInfo
@@ -118,7 +118,12 @@ class OwnProcessEngine:
         self._answers: dict[int, Future[Any]] = {}
         self._listener: EngineListener | None = None
         self._undelivered: deque[Sequence[EngineEvent]] = deque()
-        self._unanswered_blocks = 0
+        self._told: list[object] = []
+        """Calls without an answer that are to be sent at the end of the event loop's turn."""
+        self._sent_count = 0
+        """Messages sent."""
+        self._untaken: deque[tuple[int, int]] = deque()
+        """(number of its message, blocks) of prompts that the process has not been heard to have taken."""
         self._is_over = self._closing = False
         opened: Future[EngineInfo] = Future()
         # It also starts the process: the kernel ends a process whose parent thread has ended.
@@ -145,7 +150,7 @@ class OwnProcessEngine:
     def stats(self) -> EngineStats:
         stats = self._stats
         # A process that stands still answers nothing more, and is found to be stuck.
-        return replace(stats, is_busy=True) if self._answers else stats
+        return replace(stats, is_busy=True) if self._answers or self._untaken else stats
 
     def kv_flow(self) -> KvFlow:
         return self._kv_flow
@@ -160,11 +165,7 @@ class OwnProcessEngine:
         if self._sure_free_blocks() < block_count:
             self._answer("prefill", request)
             return
-        if self._is_over:
-            raise _ended()
-        with self._lock:
-            self._unanswered_blocks += block_count
-        self._ask("prefill", request).add_done_callback(partial(self._prefill_answered, request.key, block_count))
+        self._tell("prefill", request, blocks=block_count)
 
     def push_to(self, key: EngineKey, ticket: Ticket) -> None:
         self._answer("push_to", key, ticket)
@@ -196,21 +197,33 @@ class OwnProcessEngine:
 
     def _sure_free_blocks(self) -> int:
         """Return the number of blocks that are free even if each running request has taken one since the last message,
-        and each prompt of a call without an answer its own."""
+        and each untaken prompt its own."""
         stats = self._stats
-        return stats.free_blocks - stats.running_requests - self._unanswered_blocks
-
-    def _prefill_answered(self, key: EngineKey, block_count: int, answer: "Future[None]") -> None:
         with self._lock:
-            self._unanswered_blocks -= block_count
-        error = answer.exception()
-        # A key that is live is a fault of the caller, whose first request with it goes on.
-        if error is not None and not self._is_over and not isinstance(error, RequestAlreadyExists):
-            self._undelivered.append([RequestFailed(key, str(error))])
+            return stats.free_blocks - stats.running_requests - sum(blocks for _, blocks in self._untaken)
 
-    def _tell(self, method: str, *arguments: object) -> None:
-        """Send a call without an answer. Raises EngineError once the process has ended."""
-        self._send((None, method, arguments))
+    def _tell(self, method: str, *arguments: object, blocks: int = 0) -> None:
+        """Send a call without an answer. blocks: that it takes. Raises EngineError once the process has ended."""
+        try:
+            at_the_end_of_its_turn = asyncio.get_running_loop().call_soon
+        except RuntimeError:
+            at_the_end_of_its_turn = None
+        with self._lock:
+            if self._is_over:
+                raise _ended()
+            is_first = not self._told
+            self._told.append((None, method, arguments))
+            if blocks:
+                self._untaken.append((self._sent_count + 1, blocks))
+        if at_the_end_of_its_turn is None:
+            self._send()
+        elif is_first:
+            at_the_end_of_its_turn(self._send_told)
+
+    def _send_told(self) -> None:
+        # If the process has just ended, the listener is called for that.
+        with contextlib.suppress(EngineError):
+            self._send()
 
     def _ask(self, method: str, *arguments: object) -> "Future[Any]":
         answer: Future[Any] = Future()
@@ -241,10 +254,14 @@ class OwnProcessEngine:
             self._process.kill()
             raise EngineError(f"its process has not answered {method} for {timeout_s:g} s") from error
 
-    def _send(self, message: object) -> None:
+    def _send(self, *calls: object) -> None:
+        """Send what is to be sent, and these calls behind it."""
         try:
             with self._lock:
-                send(self._connection, message)
+                calls, self._told = (*self._told, *calls), []
+                if calls:
+                    self._sent_count += 1
+                    send(self._connection, calls)
         except OSError as error:
             raise _ended() from error
 
@@ -279,9 +296,18 @@ class OwnProcessEngine:
                     self._listener(self._undelivered.popleft())
 
     def _take(
-        self, number: int | None, result: Any, error: BaseException | None, stats: EngineStats, kv_flow: KvFlow | None
+        self,
+        taken_count: int,
+        number: int | None,
+        result: Any,
+        error: BaseException | None,
+        stats: EngineStats,
+        kv_flow: KvFlow | None,
     ) -> None:
-        self._stats, self._kv_flow = stats, kv_flow or self._kv_flow
+        with self._lock:
+            self._stats, self._kv_flow = stats, kv_flow or self._kv_flow
+            while self._untaken and self._untaken[0][0] <= taken_count:
+                self._untaken.popleft()
         if number is not None:
             with self._lock:
                 answer = self._answers.pop(number)

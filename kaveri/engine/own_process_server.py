@@ -1,7 +1,8 @@
 """The process of an engine that own_process.py starts: builds the engine, carries out calls, sends its events.
 
-Messages to the service: (number, result, error, EngineStats, KvFlow). number: the call's; None: `result` holds packed
-events. KvFlow: None: about as before. It ends when the connection does.
+Messages from the service: calls (number, method, arguments), to be carried out in order. number: None: without an
+answer. Messages to the service: (taken messages, number, result, error, EngineStats, KvFlow). number: the call's; None:
+`result` holds packed events. KvFlow: None: about as before. It ends when the connection does.
 """
 
 import gc
@@ -16,9 +17,9 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from kaveri.config.services import find_services
-from kaveri.engine.contract import EngineEvent, StepTokens
+from kaveri.engine.contract import EngineEvent, RequestFailed, StepTokens
 from kaveri.engine.own_process import pack, receive, send
-from kaveri.errors import ConfigError
+from kaveri.errors import ConfigError, EngineError, RequestAlreadyExists
 from kaveri.telemetry.logs import configure_logs, get_logger
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class EngineServer:
         self._connection = connection
         self._engine = engine
         self._lock = threading.Lock()
+        self._taken_count = 0
         self._sent_stats = engine.stats()
         self._flow_sent_s = 0.0
 
@@ -49,17 +51,18 @@ class EngineServer:
                 if self._engine.stats() != self._sent_stats:
                     self._send(None, ())
                 continue
-            number, method, arguments = receive(self._connection)
-            if method == "start":
-                self._engine.start(self._send_events)
-            elif method == "reserve":
-                self._engine.reserve(*arguments).add_done_callback(partial(self._answer_reserve, number))
-            else:
-                self._call(number, method, arguments)
-                if method == "close":
-                    return
+            for number, method, arguments in receive(self._connection):
+                if method == "start":
+                    self._engine.start(self._send_events)
+                elif method == "reserve":
+                    self._engine.reserve(*arguments).add_done_callback(partial(self._answer_reserve, number))
+                else:
+                    self._call(number, method, arguments)
+                    if method == "close":
+                        return
+            self._taken_count += 1
 
-    def _call(self, number: int | None, method: str, arguments: Sequence[object]) -> None:
+    def _call(self, number: int | None, method: str, arguments: Sequence[Any]) -> None:
         result, error = None, None
         try:
             result = getattr(self._engine, method)(*arguments)
@@ -68,6 +71,9 @@ class EngineServer:
             error = raised
         if number is not None:
             self._send(number, result, error)
+        # A key that is live is a fault of the caller, whose first request with it goes on.
+        elif method == "prefill" and error is not None and not isinstance(error, RequestAlreadyExists | EngineError):
+            self._send(None, [RequestFailed(arguments[0].key, str(error))])
 
     def _answer_reserve(self, number: int, done: "Future[Any]") -> None:
         error = done.exception()
@@ -80,13 +86,14 @@ class EngineServer:
     def _send(
         self, number: int | None, result: object, error: BaseException | None = None, *, with_kv_flow: bool = True
     ) -> None:
-        # One thread after the other: newer statistics come later.
+        # One thread after the other: newer statistics come later. What was taken is in them.
         with self._lock:
+            taken_count = self._taken_count
             self._sent_stats = self._engine.stats()
             kv_flow = None
             if with_kv_flow:
                 kv_flow, self._flow_sent_s = self._engine.kv_flow(), time.monotonic()
-            send(self._connection, (number, result, error, self._sent_stats, kv_flow))
+            send(self._connection, (taken_count, number, result, error, self._sent_stats, kv_flow))
 
 
 def _only_continues(event: EngineEvent) -> bool:
