@@ -38,8 +38,8 @@ class RequestClaims:
         self._view_changed = asyncio.Event()
         self._opening: dict[RequestClaim, float] = {}
         """To be claimed, with their time to live."""
-        self._hinted: dict[RequestClaim, None] = {}
-        """Whose hints are to be entered."""
+        self._hinted: dict[RequestClaim, OwnerHint] = {}
+        """Hints that are to be entered."""
         self._ended: dict[RequestClaim, None] = {}
         """Of ended requests, to be closed."""
         self._has_ended = False
@@ -95,9 +95,7 @@ class RequestClaims:
 
     def note(self, claim: RequestClaim, owner: OwnerHint) -> None:
         """Enters the hint of a claim soon, without making anyone wait."""
-        claim = replace(claim, hint=hint_to_proto(owner).SerializeToString())
-        self._hinted.pop(claim, None)
-        self._hinted[claim] = None
+        self._hinted[claim] = owner
         self._flush_later()
 
     def close(self, claim: RequestClaim) -> None:
@@ -155,15 +153,15 @@ class RequestClaims:
     async def _flush(self) -> bool:
         """Opens, notes and closes some claims. False: the store is away."""
         opening = tuple(itertools.islice(self._opening.items(), _MOST_AT_ONCE))
-        hinted = tuple(itertools.islice(self._hinted, _MOST_AT_ONCE))
+        hinted = tuple(itertools.islice(self._hinted.items(), _MOST_AT_ONCE))
         ended = tuple(itertools.islice(self._ended, _MOST_AT_ONCE))
         for claim, _ in opening:
             del self._opening[claim]
-        for claim in hinted:
+        for claim, _ in hinted:
             del self._hinted[claim]
         await asyncio.gather(*(self._store.claim_request(claim, ttl_s) for claim, ttl_s in opening))
         if hinted:
-            await self._store.update_requests(hinted)
+            await self._store.update_requests([_with_hint(claim, owner) for claim, owner in hinted])
         if ended and not await self._store.close_requests(ended):
             return False
         for claim in ended:
@@ -181,3 +179,7 @@ class RequestClaims:
         if status is None or status.record.incarnation != holder.router_incarnation:
             return False
         return time.monotonic() - status.heartbeat_age_s >= since_s
+
+
+def _with_hint(claim: RequestClaim, owner: OwnerHint) -> RequestClaim:
+    return replace(claim, hint=hint_to_proto(owner).SerializeToString())

@@ -267,7 +267,10 @@ class RequestEntry:
             self._end_owner_change()
 
     def _note_hint(self, hint: OwnerHint) -> None:
-        self._hint = self.owner_news = hint = replace(hint, suspect_until=self.suspect_until)
+        hint = replace(hint, suspect_until=self.suspect_until)
+        if hint == self._hint:
+            return
+        self._hint = self.owner_news = hint
         if self.accepted.secret:
             self._hint_changed(hint)
         self._wake()
