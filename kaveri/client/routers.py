@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -70,9 +70,12 @@ class RouterCall(Generic[ResponseT]):
         self._call = call
         self._liveness = liveness
         self._began_s = float("-inf") if was_connected else time.monotonic()
-        self._silent_s: float | None = None
-        """For how long its router had been silent when the call was left."""
-        self._waiting: asyncio.Future[Any] | None = None
+        self._arrived: asyncio.Queue[ResponseT | BaseException] = asyncio.Queue(1)
+        """The next response, or what has ended the call or the wait for it."""
+        self._reading: asyncio.Task[None] | None = None
+        """Reads one response ahead: a reader that is cancelled while it waits for gRPC itself cancels the call."""
+        self._ended: BaseException | None = None
+        self._is_waiting = False
         self._was_cancelled = False
 
     @property
@@ -84,70 +87,92 @@ class RouterCall(Generic[ResponseT]):
         """The next response of a stream; None at its end. Raises RouterFailed, other KaveriErrors, and CancelledError
         when the waiting task or the call was cancelled. The call to a router that is silent stays open; it is not read
         again."""
-        response = await self._wait(self._call.read())
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._read_all(), name="kaveri-client read")
+        response = await self._next()
         return None if response is aio.EOF else response
 
     async def answer(self) -> ResponseT:
         """The response of a call that has one. Raises as read()."""
+        self._reading = asyncio.create_task(self._read_one(), name="kaveri-client read")
         try:
-            response: ResponseT = await self._wait(self._call)
+            return await self._next()
         except RouterFailed:
-            self._call.cancel()
+            self.cancel()
             raise
-        return response
 
     def cancel(self) -> None:
         """Ends the call here and at the router. Idempotent."""
         self._was_cancelled = True
         self._call.cancel()
+        if self._arrived.full() and self._reading is not None:
+            # It may wait until that is taken.
+            self._reading.cancel()
 
     def suspect(self, after_s: float) -> None:
         """See WaitingCall."""
-        self._silent_s = after_s
-        if self._waiting is not None:
-            self._waiting.cancel()
+        if self._is_waiting and self._arrived.empty():
+            silence = Unavailable(f"cannot reach {self.target}: it sent nothing for {after_s:g} s")
+            unheard = not self._liveness.was_heard(self.target)
+            self._arrived.put_nowait(RouterFailed(silence, unheard=unheard))
 
-    async def _wait(self, response: Any) -> Any:
-        task = asyncio.current_task()
-        # A task that has been cancelled before, and cleans up, may wait.
-        cancels = 0 if task is None else task.cancelling()
-        self._silent_s = None
-        # gRPC cancels the call together with what waits for it.
-        reading = asyncio.ensure_future(response)
-        # How it ends at a router that is silent is of no interest any more.
-        reading.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-        self._waiting = asyncio.shield(reading)
+    async def _read_all(self) -> None:
+        while self._ended is None and await self._put(self._call.read()) is not aio.EOF:
+            pass
+
+    async def _read_one(self) -> None:
+        await self._put(self._call)
+
+    async def _put(self, response: Awaitable[ResponseT]) -> ResponseT | None:
+        try:
+            found = await response
+        except (Exception, asyncio.CancelledError) as error:
+            self._ended = error
+            if not self._arrived.full():
+                self._arrived.put_nowait(error)
+            return None
+        self._liveness.heard(self.target)
+        await self._arrived.put(found)
+        return found
+
+    async def _next(self) -> ResponseT:
+        if self._ended is not None and self._arrived.empty():
+            raise self._error(self._ended)
+        self._is_waiting = True
         self._liveness.begin(self)
         try:
-            found = await self._waiting
-        except aio.AioRpcError as error:
-            raised, answered = error_of(error, peer=self.target), is_answer(error)
-            if isinstance(raised, RequestCancelled) and not answered:
-                # A gRPC server that stops cancels its calls.
-                raised = Unavailable(f"{self.target} cancelled the call")
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                # Another service has the address of a router that has gone.
-                stranger = Unavailable(f"{self.target} is no router: {raised}")
-                raise RouterFailed(stranger, refused=True) from error
-            if _is_failure(raised, answered=answered):
-                raise RouterFailed(raised, refused=answered) from error
-            raise raised from error
+            found = await self._arrived.get()
         except asyncio.CancelledError:
-            is_cancelled = self._was_cancelled or (task is not None and task.cancelling() > cancels)
-            # A closed channel cancels the call itself; a task that was cancelled before it came here only its wait.
-            if is_cancelled or (self._silent_s is None and not reading.cancelled()):
-                self._call.cancel()
-                raise
-            if self._silent_s is None:
-                # Another call has found the channel broken, and closed it.
-                raise RouterFailed(Unavailable(f"the connection to {self.target} was closed")) from None
-            silence = Unavailable(f"cannot reach {self.target}: it sent nothing for {self._silent_s:g} s")
-            raise RouterFailed(silence, unheard=not self._liveness.was_heard(self.target)) from None
+            self.cancel()
+            raise
         finally:
             self._liveness.end(self)
-            self._waiting = None
-        self._liveness.heard(self.target)
+            self._is_waiting = False
+        if isinstance(found, BaseException):
+            raise self._error(found)
         return found
+
+    def _error(self, raised: BaseException) -> BaseException:
+        """What the reader gets for it."""
+        match raised:
+            case aio.AioRpcError():
+                error, answered = error_of(raised, peer=self.target), is_answer(raised)
+                if isinstance(error, RequestCancelled) and not answered:
+                    # A gRPC server that stops cancels its calls.
+                    error = Unavailable(f"{self.target} cancelled the call")
+                found: Exception = error
+                if raised.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    # Another service has the address of a router that has gone.
+                    found = RouterFailed(Unavailable(f"{self.target} is no router: {error}"), refused=True)
+                elif _is_failure(error, answered=answered):
+                    found = RouterFailed(error, refused=answered)
+                found.__cause__ = raised
+                return found
+            case asyncio.CancelledError() if not self._was_cancelled:
+                # Another call has found the channel broken, and closed it.
+                return RouterFailed(Unavailable(f"the connection to {self.target} was closed"))
+            case _:
+                return raised
 
 
 class Routers:

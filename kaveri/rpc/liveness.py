@@ -86,11 +86,10 @@ class Liveness:
     def heard(self, target: str) -> None:
         """Record a message from the peer."""
         self.heard_s[target] = time.monotonic()
-        for call in self._waiting.get(target, ()):
-            if target in self._answered:
-                self._unheard.forget(call)
-            elif call.leaves_unheard:
-                self._unheard.heard(call)
+        if target not in self._answered:
+            for call in self._waiting.get(target, ()):
+                if call.leaves_unheard:
+                    self._unheard.heard(call)
         if target in self._prompt:
             self._watch.heard(target)
 
@@ -136,7 +135,10 @@ class Liveness:
             # A peer of a former version does not know the call; its error proves that it is alive.
             if error.code() in _UNREACHED:
                 return
-        self._answered[target] = None
+        if target not in self._answered:
+            self._answered[target] = None
+            for call in self._waiting.get(target, ()):
+                self._unheard.forget(call)
         if time.monotonic() - asked_s <= _PROMPT_S:
             self._prompt[target] = None
         self.heard(target)
