@@ -1,5 +1,6 @@
 """An engine in a process of its own does what every engine must, and its end is that of its process."""
 
+import asyncio
 import multiprocessing
 import os
 import signal
@@ -168,6 +169,29 @@ def test_a_prompt_that_finds_no_room_against_what_the_last_message_said_fails(
     assert "blocks" in recorder.wait_for(RequestFailed, second.key).reason
     assert recorder.wait_for(FirstToken, third.key)
     engine.close()
+
+
+async def test_calls_of_one_turn_are_sent_together_and_in_order(
+    pids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, recorder = OwnProcessEngine(_settings()), EngineRecorder()
+    engine.start(recorder)
+    await asyncio.sleep(0)
+    messages: list[Any] = []
+    send = own_process.send
+    monkeypatch.setattr(own_process, "send", lambda *given: (messages.append(given[1]), send(*given)))
+    first, second = (make_request(engine, name, 40, 20) for name in ("first", "second"))
+    engine.prefill(first)
+    engine.prefill(second)
+    engine.abort(second.key)
+    assert not messages
+    assert engine._sure_free_blocks() < 400, "prompts are counted from the call on"
+    await asyncio.sleep(0)
+    assert [[method for _, method, _ in calls] for calls in messages] == [["prefill", "prefill", "abort"]]
+    engine.release(first.key, 1.0)
+    engine.check_integrity()
+    assert [method for _, method, _ in messages[-1]] == ["release", "check_integrity"]
+    await asyncio.to_thread(engine.close)
 
 
 def test_a_setting_that_the_engine_refuses_is_refused_here(pids: list[int]) -> None:

@@ -14,6 +14,7 @@ from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.cluster.store import RequestClaim
 from kaveri.domain.view import InstanceLoad, InstanceRecord, Role
 from kaveri.errors import InvalidArgument
+from kaveri.wire.attempts import id_drawn_from
 from services.router.claims import _FLUSH_AFTER_S, _MOST_AT_ONCE, RequestClaims
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, rest_of, tokens_of
@@ -31,6 +32,25 @@ async def test_the_request_id_of_a_router_that_is_gone_is_free(cluster: Scripted
     async with cluster.router() as router:
         cluster.cluster.put_request(HELD, 60.0)
         assert tokens_of(await collect(router.stub.Generate(ask(request_id="mine"), timeout=60))) == answer(PROMPT, 20)
+
+
+async def test_an_id_that_its_client_drew_from_the_secret_waits_for_no_claim(cluster: ScriptedCluster) -> None:
+    """Another's claim would make a request with this id wait."""
+    secret = b"s" * 16
+    async with cluster.router() as router, MemoryStore(cluster.cluster) as other:
+        beating = asyncio.create_task(Heartbeat(other, OTHER, InstanceLoad, 0.05).run())
+        await eventually(lambda: OTHER.instance_id in router.router.store.view().instances)
+        for request_id, is_placed in ((id_drawn_from(secret), True), (id_drawn_from(b"another" * 3), False)):
+            held = replace(HELD, request_id=request_id)
+            cluster.cluster.put_request(held, 60.0)
+            call = asyncio.create_task(
+                collect(router.stub.Generate(ask(request_id=request_id, secret=secret), timeout=60))
+            )
+            await asyncio.wait({call})
+            assert is_placed or is_refused(call)
+            assert not is_placed or tokens_of(call.result()) == answer(PROMPT, 20)
+            await other.close_requests([held])
+        beating.cancel()
 
 
 async def test_the_request_id_of_a_router_that_has_died_waits_for_its_lease_and_is_free_then(
