@@ -2,7 +2,6 @@
 
 from array import array
 
-from kaveri.domain.sampling import FinishReason
 from kaveri.errors import Unavailable
 from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.wire.messages import finish_from_proto
@@ -11,9 +10,8 @@ from kaveri.wire.messages import finish_from_proto
 class Received:
     """Grows with each response. A response that does not go on exactly behind the former ones is refused."""
 
-    def __init__(self, min_tokens: int = 0, wants_prompt: bool = False) -> None:
-        """min_tokens: as the request asks for. wants_prompt: whether it asks for prompt_logprobs."""
-        self._min_tokens = min_tokens
+    def __init__(self, wants_prompt: bool = False) -> None:
+        """wants_prompt: whether the request asks for prompt_logprobs."""
         self._wants_prompt = wants_prompt
         self.prompt_count = 0
         """Tokens of the prompt whose log-probabilities have come."""
@@ -38,8 +36,7 @@ class Received:
 
     def take(self, response: inference_pb2.GenerateResponse, target: str) -> None:
         """Takes the next response in. Raises Unavailable when tokens are missing or repeated or come behind the end,
-        when one comes before all of the wanted prompt_logprobs, and when the answer was ended before min_tokens, as a
-        router of a former version does, which does not know them."""
+        and when one comes before all of the wanted prompt_logprobs."""
         if self.is_complete:
             raise Unavailable(f"{target} sent a response behind the end of the answer")
         try:
@@ -63,9 +60,6 @@ class Received:
             self.max_tokens = response.max_tokens
         if response.HasField("owner"):
             self.owner.CopyFrom(response.owner)
-        if finish is FinishReason.STOP and len(self.token_ids) <= self._min_tokens:
-            ended = f"{target} ended the answer with token {len(self.token_ids)}, before min_tokens"
-            raise Unavailable(f"{ended} ({self._min_tokens}) were drawn: is it of a former version?")
         self.is_complete = finish is not None
 
     def _take_prompt(self, report: sampling_pb2.PromptLogprobs, target: str) -> None:

@@ -72,10 +72,9 @@ class RouterCall(Generic[ResponseT]):
         self._began_s = float("-inf") if was_connected else time.monotonic()
         self._arrived: asyncio.Queue[ResponseT | BaseException] = asyncio.Queue(1)
         """The next response, or what has ended the call or the wait for it."""
-        self._reading: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[Any] | None = None
         """Reads one response ahead: a reader that is cancelled while it waits for gRPC itself cancels the call."""
         self._ended: BaseException | None = None
-        self._is_waiting = False
         self._was_cancelled = False
 
     @property
@@ -94,7 +93,7 @@ class RouterCall(Generic[ResponseT]):
 
     async def answer(self) -> ResponseT:
         """The response of a call that has one. Raises as read()."""
-        self._reading = asyncio.create_task(self._read_one(), name="kaveri-client read")
+        self._reading = asyncio.create_task(self._put(self._call), name="kaveri-client read")
         try:
             return await self._next()
         except RouterFailed:
@@ -111,7 +110,7 @@ class RouterCall(Generic[ResponseT]):
 
     def suspect(self, after_s: float) -> None:
         """See WaitingCall."""
-        if self._is_waiting and self._arrived.empty():
+        if self._arrived.empty():
             silence = Unavailable(f"cannot reach {self.target}: it sent nothing for {after_s:g} s")
             unheard = not self._liveness.was_heard(self.target)
             self._arrived.put_nowait(RouterFailed(silence, unheard=unheard))
@@ -119,9 +118,6 @@ class RouterCall(Generic[ResponseT]):
     async def _read_all(self) -> None:
         while self._ended is None and await self._put(self._call.read()) is not aio.EOF:
             pass
-
-    async def _read_one(self) -> None:
-        await self._put(self._call)
 
     async def _put(self, response: Awaitable[ResponseT]) -> ResponseT | None:
         try:
@@ -138,7 +134,6 @@ class RouterCall(Generic[ResponseT]):
     async def _next(self) -> ResponseT:
         if self._ended is not None and self._arrived.empty():
             raise self._error(self._ended)
-        self._is_waiting = True
         self._liveness.begin(self)
         try:
             found = await self._arrived.get()
@@ -147,7 +142,6 @@ class RouterCall(Generic[ResponseT]):
             raise
         finally:
             self._liveness.end(self)
-            self._is_waiting = False
         if isinstance(found, BaseException):
             raise self._error(found)
         return found

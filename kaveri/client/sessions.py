@@ -42,7 +42,7 @@ class Sessions:
         if not request.params.HasField("seed"):
             # Drawn here: another router must draw the same tokens.
             request.params.seed = secrets.randbits(_SEED_BITS)
-        self.received = Received(request.params.min_tokens, request.params.HasField("prompt_logprobs"))
+        self.received = Received(request.params.HasField("prompt_logprobs"))
         request.direct = direct is not None
         self._sources = AnswerSources(direct, self.received) if direct is not None else None
         self.cancel_asked = False

@@ -34,7 +34,6 @@ class Supervisor:
         self._launch = launch
         self._report = report
         self._restarts = restart
-        self._told_to_end = False
         self._watching = asyncio.create_task(self._watch(), name=f"supervisor of {name}")
 
     async def stop(self, grace_s: float) -> None:
@@ -59,7 +58,6 @@ class Supervisor:
         self.process = self._launch()
 
     async def _let_go(self) -> None:
-        self._told_to_end = True
         self._watching.cancel()
         await asyncio.gather(self._watching, return_exceptions=True)
 

@@ -32,28 +32,9 @@ def least_token_depth(
     return math.ceil(layers * weight_bytes / left_bytes)
 
 
-def token_machines(machines: int, prompt_s: float, token_s: float, new_tokens: float, streaming: float) -> float:
-    """Equations 1 and 6: D_t = D N t / (m Y + N t), not rounded."""
-    return machines * new_tokens * token_s / (streaming * prompt_s + new_tokens * token_s)
-
-
 def prompt_machines(machines: int, prompt_s: float, token_s: float, new_tokens: float, streaming: float) -> float:
     """Equations 1 and 7: D_p = D m Y / (m Y + N t), not rounded."""
     return machines * streaming * prompt_s / (streaming * prompt_s + new_tokens * token_s)
-
-
-def colocated_inverse_throughput_s(machines: int, prompt_s: float, token_s: float, new_tokens: float) -> float:
-    """Equation 4: seconds per microbatch of one pipeline for both phases."""
-    return (machines - 1) * (prompt_s - token_s) / machines + prompt_s + new_tokens * token_s
-
-
-def apart_inverse_throughput_s(
-    machines: int, prompt_depth: float, prompt_s: float, token_s: float, new_tokens: float, streaming: float
-) -> float:
-    """Appendix D's I_dis = max(I_p, I_t): seconds per microbatch of two pipelines, the first of `prompt_depth`."""
-    prompts_s = streaming * machines * prompt_s / prompt_depth
-    tokens_s = new_tokens * machines * token_s / (machines - prompt_depth)
-    return max(prompts_s, tokens_s)
 
 
 def streaming_bound(machines: int) -> float:
@@ -71,13 +52,3 @@ def apart_pays(machines: int, prompt_s: float, token_s: float, streaming: float)
         limit = f"at least 1 and below 2 - 1/D = {streaming_bound(machines):.4g}, where equation 5 holds"
         raise ConfigError("--streaming", f"is {streaming:g}; it must be {limit}")
     return prompt_s / token_s > (machines - 1) / (machines * (2 - streaming) - 1)
-
-
-def prompt_transfer_s(kv_bytes: float, bytes_per_s: float) -> float:
-    """Seconds for the KV of a microbatch's prompts to cross a link (table 6)."""
-    return kv_bytes / bytes_per_s
-
-
-def extra_s(transfer_s: float, prompt_s: float) -> float:
-    """Additional seconds of a transfer that overlaps with the next prompt (table 6): 0 if it takes no longer."""
-    return max(0.0, transfer_s - prompt_s)

@@ -18,7 +18,6 @@ from kaveri.planner.model_shape import ModelShape
 from kaveri.planner.parallelism import Parallelism, kv_tokens
 from kaveri.planner.prefill_phase import prefill_ends
 from kaveri.planner.profiles import StepLatency, saturating_tokens
-from kaveri.planner.queueing import highest_rate_per_s as highest_prefill_rate_per_s
 from kaveri.planner.verdict import Verdict
 from kaveri.simulator.spec import PoolSpec
 from kaveri.workload.goodput import GoodputSearch, Probe
@@ -101,7 +100,8 @@ def search_prefill(
 
     # The least time a prompt can take: its share of the fullest steps.
     least_s = statistics.fmean(_least_prompt_s(step, request, pool.chunk_tokens) for request in sample)
-    highest = highest_prefill_rate_per_s(least_s, stages)
+    # From this rate on the queue grows without end: no rate above it meets any SLO for long.
+    highest = stages / least_s if least_s > 0 else math.inf
     goodput, runs = _goodput(holds, highest, highest, alone, settings)
     return PhaseOption(PlannedPhase.PREFILL, parallelism, step, pool, alone, goodput, runs)
 

@@ -412,6 +412,13 @@ class PrefillRole:
             size = kept_bytes(request.token_count, logprobs)
             self._kept.add(request.request_id, request, size, time.monotonic())
         request.outbox.close(close.error)
+        if not self._lives:
+            self._idle.set()
+        # What was told of it goes first: its client waits for that.
+        asyncio.get_running_loop().call_soon(self._closed, life, close)
+
+    def _closed(self, life: _Life, close: Close) -> None:
+        request = life.request
         self._metrics.requests.labels(close.outcome).inc()
         get_logger().info(
             "request_ended",
@@ -424,10 +431,8 @@ class PrefillRole:
             seconds=round(close.seconds, 6),
             **trace_fields(life.spans),
         )
-        if not self._lives:
-            self._idle.set()
-        # Others may wait for its blocks, or for its share of the engine's work. Not from within submit().
-        asyncio.get_running_loop().call_soon(self._feed.submit)
+        # Others may wait for its blocks, or for its share of the engine's work.
+        self._feed.submit()
 
 
 def _draining() -> Unavailable:

@@ -277,7 +277,7 @@ class RequestEntry:
 
     def handle(self, event: Event, now_s: float) -> None:
         """Takes in what has happened. now_s: time.monotonic()."""
-        event = self._without_early_end(self._without_unreported_prompt(event))
+        event = self._without_unreported_prompt(event)
         self.state, actions = step(self.state, event, now_s)
         for action in actions:
             if type(action) is Append:
@@ -340,18 +340,6 @@ class RequestEntry:
         if self.direct is not None:
             self.direct.note_read(attempt, is_read)
             self._wake()
-
-    def _without_early_end(self, event: Event) -> Event:
-        """Instances of a former version, and engines from elsewhere, may not know min_tokens. An answer that they end
-        before is a lost attempt: the next one draws that token again."""
-        min_tokens = self.accepted.params.min_tokens
-        match event:
-            case Tokens(finish=FinishReason.STOP) if event.first_index + len(event.token_ids) <= min_tokens:
-                return GivenUp(event.attempt, event.source, _early_end(event.source))
-            case FirstTokenReported(finish=FinishReason.STOP) if isinstance(self.state, Prefilling | Placed):
-                if len(self.answer.token_ids) < min_tokens:
-                    return PrefillEnded(_early_end(self.state.attempt.prefill))
-        return event
 
     def _end_owner_change(self) -> None:
         """Once there are tokens again, and it is known how the request went on."""
@@ -442,10 +430,6 @@ class RequestEntry:
         # A client that re-attaches must bring a suspicion along, or the request would end more instances.
         has_suspicion = self.owner_news is not None and self.owner_news.suspect_until > 0
         return self.answer.has_output or (has_suspicion and bool(self.answer.token_ids))
-
-
-def _early_end(life: InstanceLife) -> Unavailable:
-    return Unavailable(f"{life.instance_id} ended the answer before min_tokens, which it does not know")
 
 
 def _no_report(life: InstanceLife) -> Unavailable:

@@ -344,14 +344,6 @@ async def test_an_answer_with_a_hole_is_an_error_not_a_shorter_answer(target: st
             await client.generate(prompt)
 
 
-async def test_an_answer_that_a_router_of_a_former_version_ends_too_early_is_an_error(target: str) -> None:
-    async with AsyncClient(target) as client:
-        whole = await client.generate("stop", params=SamplingParams(min_tokens=3, max_tokens=4))
-        assert len(whole.token_ids) == 4
-        with pytest.raises(Unavailable, match=r"min_tokens \(4\)"):
-            await client.generate("stop", params=SamplingParams(min_tokens=4, max_tokens=4))
-
-
 async def test_cancelling_a_reader_cancels_the_request_though_its_stream_is_kept(
     service: InferenceDouble, target: str
 ) -> None:

@@ -141,7 +141,7 @@ async def test_a_task_that_was_cancelled_can_still_leave_a_router_that_hangs(
 
 
 def test_a_finish_reason_that_is_not_known_is_an_error_that_says_so() -> None:
-    received = Received(0, wants_prompt=False)
+    received = Received(wants_prompt=False)
     response: Any = inference_pb2.GenerateResponse(token_ids=[1], text="a")
     response.finish_reason = 77
     with pytest.raises(Unavailable, match="finish reason 77"):

@@ -10,21 +10,23 @@ from kaveri.latency.model import load_latency_model
 from kaveri.planner.hardware import read_hardware
 from kaveri.planner.model_shape import read_model_shape
 from kaveri.planner.pipeline_equations import (
-    apart_inverse_throughput_s,
     apart_pays,
-    colocated_inverse_throughput_s,
-    extra_s,
     least_prompt_depth,
     least_token_depth,
     prompt_machines,
-    prompt_transfer_s,
     streaming_bound,
-    token_machines,
 )
 from kaveri.planner.pipeline_plan import PipelineQuestion, plan_pipelines
 from kaveri.planner.pipeline_rate import apart_period, shared_period
 from kaveri.planner.pipeline_schedule import shared_ends
 from kaveri.workload.requests import RequestLengths
+from tests.library.planner.paper_equations import (
+    apart_inverse_throughput_s,
+    colocated_inverse_throughput_s,
+    extra_s,
+    prompt_transfer_s,
+    token_machines,
+)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -24,7 +24,6 @@ from kaveri.planner.plan import ClusterPlan, PlanQuestion, SimulatedCluster, bes
 from kaveri.planner.plan_file import summary_lines, to_json, to_toml
 from kaveri.planner.prefill_phase import prefill_ends
 from kaveri.planner.profiles import read_step_latencies, scaled_to_degree, scaled_to_model
-from kaveri.planner.queueing import average_ttft_inter_op_s, average_ttft_intra_op_s, average_ttft_s
 from kaveri.planner.verdict import Verdict
 from kaveri.policy.replication import ReplicationMode
 from kaveri.programs import setting_sections
@@ -34,6 +33,7 @@ from kaveri.simulator.spec import ClusterSpec, DecodeSpec, Overheads, PoolSpec, 
 from kaveri.simulator.spec_file import read_spec
 from kaveri.workload.requests import PlannedRequest, RequestLengths, gamma_arrivals, plan_requests
 from kaveri.workload.summary import Slo
+from tests.library.planner.paper_equations import average_ttft_inter_op_s, average_ttft_intra_op_s, average_ttft_s
 
 A100 = read_hardware("a100-80g")
 OPT_13B = read_model_shape("opt-13b")
