@@ -412,6 +412,7 @@ class PrefillRole:
             size = kept_bytes(request.token_count, logprobs)
             self._kept.add(request.request_id, request, size, time.monotonic())
         request.outbox.close(close.error)
+        self._metrics.requests.labels(close.outcome).inc()
         if not self._lives:
             self._idle.set()
         # What was told of it goes first: its client waits for that.
@@ -419,7 +420,6 @@ class PrefillRole:
 
     def _closed(self, life: _Life, close: Close) -> None:
         request = life.request
-        self._metrics.requests.labels(close.outcome).inc()
         get_logger().info(
             "request_ended",
             request_id=request.request_id,
