@@ -1,7 +1,8 @@
 """Both phases on one vLLM engine in Kaveri, against `vllm serve`, each with and without vLLM's prefix cache.
 
-One client process sends all requests and records the arrival of each token: Kaveri through the SDK (gRPC), `vllm serve`
-over HTTP. One system runs at a time and has both cores; each engine computes with one thread. The systems take turns,
+One client process sends all requests and records the arrival of each token: Kaveri through the SDK as it comes (gRPC;
+with a router on the same machine it reads tokens at the instance, as gateways do), `vllm serve` over HTTP. One system
+runs at a time and has both cores; each engine computes with one thread. The systems take turns, also in which begins,
 and a ratio is the median over turns. The same on both sides: vLLM and its checkpoint in float32, chunks of 512 tokens,
 64 requests in a batch, KV blocks of 128 tokens (vLLM's default on CPUs), no compiling, greedy answers past the
 end-of-sequence token, and prompts that have no common beginnings.
@@ -214,8 +215,8 @@ async def measure_async(options: Options, report: Report) -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     for setting in caches:
         taken: Turns = {name: [] for name in SYSTEMS}
-        for repeat in range(options.choose(5, 1)):
-            for name, start in SYSTEMS.items():
+        for repeat in range(options.choose(7, 1)):
+            for name, start in sorted(SYSTEMS.items(), reverse=bool(repeat % 2)):
                 async with start(setting) as ask:
                     taken[name].append(await turn(ask, options, repeat))
         add_findings(report, taken, setting)
