@@ -73,7 +73,8 @@ class RouterCall(Generic[ResponseT]):
         self._arrived: asyncio.Queue[ResponseT | BaseException] = asyncio.Queue(1)
         """The next response, or what has ended the call or the wait for it."""
         self._reading: asyncio.Task[Any] | None = None
-        """Reads one response ahead: a reader that is cancelled while it waits for gRPC itself cancels the call."""
+        """Reads one response ahead. gRPC cancels a call when the task that waits in its read() is cancelled, so that is
+        a task of its own."""
         self._ended: BaseException | None = None
         self._was_cancelled = False
 
@@ -84,8 +85,8 @@ class RouterCall(Generic[ResponseT]):
 
     async def read(self) -> ResponseT | None:
         """The next response of a stream; None at its end. Raises RouterFailed, other KaveriErrors, and CancelledError
-        when the waiting task or the call was cancelled. The call to a router that is silent stays open; it is not read
-        again."""
+        when the waiting task or the call was cancelled. The call to a router that is silent stays open; what it still
+        brings is of no interest."""
         if self._reading is None:
             self._reading = asyncio.create_task(self._read_all(), name="kaveri-client read")
         response = await self._next()
@@ -122,13 +123,13 @@ class RouterCall(Generic[ResponseT]):
     async def _put(self, response: Awaitable[ResponseT]) -> ResponseT | None:
         try:
             found = await response
+            self._liveness.heard(self.target)
+            await self._arrived.put(found)
         except (Exception, asyncio.CancelledError) as error:
             self._ended = error
             if not self._arrived.full():
                 self._arrived.put_nowait(error)
             return None
-        self._liveness.heard(self.target)
-        await self._arrived.put(found)
         return found
 
     async def _next(self) -> ResponseT:
@@ -142,6 +143,9 @@ class RouterCall(Generic[ResponseT]):
             raise
         finally:
             self._liveness.end(self)
+        if found is aio.EOF or found is self._ended:
+            # Others may wait, and nothing else comes.
+            self._arrived.put_nowait(found)
         if isinstance(found, BaseException):
             raise self._error(found)
         return found

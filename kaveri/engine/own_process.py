@@ -101,7 +101,7 @@ class OwnProcessEngine:
 
     Calls are carried out in order. Calls that can be refused (push_to, replicate, prefill where blocks may be short)
     wait for the answer, a fraction of a millisecond; no other call waits. Those that one turn of an event loop makes
-    without an answer are sent together, at its end. A prompt that is refused without a wait is a RequestFailed.
+    without an answer are sent together, in its next turn. A prompt that is refused without a wait is a RequestFailed.
     stats() is that of the last message; kv_flow() may be 50 ms older while answers go on.
     """
 
@@ -119,11 +119,11 @@ class OwnProcessEngine:
         self._listener: EngineListener | None = None
         self._undelivered: deque[Sequence[EngineEvent]] = deque()
         self._told: list[object] = []
-        """Calls without an answer that are to be sent at the end of the event loop's turn."""
+        """Calls without an answer that are to be sent in the event loop's next turn."""
         self._sent_count = 0
-        """Messages sent."""
+        """Calls sent."""
         self._untaken: deque[tuple[int, int]] = deque()
-        """(number of its message, blocks) of prompts that the process has not been heard to have taken."""
+        """(calls up to it, its blocks) of prompts that the process has not been heard to have taken."""
         self._is_over = self._closing = False
         opened: Future[EngineInfo] = Future()
         # It also starts the process: the kernel ends a process whose parent thread has ended.
@@ -198,27 +198,27 @@ class OwnProcessEngine:
     def _sure_free_blocks(self) -> int:
         """Return the number of blocks that are free even if each running request has taken one since the last message,
         and each untaken prompt its own."""
-        stats = self._stats
         with self._lock:
+            stats = self._stats
             return stats.free_blocks - stats.running_requests - sum(blocks for _, blocks in self._untaken)
 
     def _tell(self, method: str, *arguments: object, blocks: int = 0) -> None:
         """Send a call without an answer. blocks: that it takes. Raises EngineError once the process has ended."""
         try:
-            at_the_end_of_its_turn = asyncio.get_running_loop().call_soon
+            in_its_next_turn = asyncio.get_running_loop().call_soon
         except RuntimeError:
-            at_the_end_of_its_turn = None
+            in_its_next_turn = None
         with self._lock:
             if self._is_over:
                 raise _ended()
             is_first = not self._told
             self._told.append((None, method, arguments))
             if blocks:
-                self._untaken.append((self._sent_count + 1, blocks))
-        if at_the_end_of_its_turn is None:
+                self._untaken.append((self._sent_count + len(self._told), blocks))
+        if in_its_next_turn is None:
             self._send()
         elif is_first:
-            at_the_end_of_its_turn(self._send_told)
+            in_its_next_turn(self._send_told)
 
     def _send_told(self) -> None:
         # If the process has just ended, the listener is called for that.
@@ -260,7 +260,7 @@ class OwnProcessEngine:
             with self._lock:
                 calls, self._told = (*self._told, *calls), []
                 if calls:
-                    self._sent_count += 1
+                    self._sent_count += len(calls)
                     send(self._connection, calls)
         except OSError as error:
             raise _ended() from error

@@ -1,7 +1,7 @@
 """The process of an engine that own_process.py starts: builds the engine, carries out calls, sends its events.
 
 Messages from the service: calls (number, method, arguments), to be carried out in order. number: None: without an
-answer. Messages to the service: (taken messages, number, result, error, EngineStats, KvFlow). number: the call's; None:
+answer. Messages to the service: (calls carried out, number, result, error, EngineStats, KvFlow). number: the call's; None:
 `result` holds packed events. KvFlow: None: about as before. It ends when the connection does.
 """
 
@@ -41,14 +41,14 @@ class EngineServer:
         self._engine = engine
         self._lock = threading.Lock()
         self._taken_count = 0
-        self._sent_stats = engine.stats()
+        self._sent_state = 0, engine.stats()
         self._flow_sent_s = 0.0
 
     def serve(self) -> None:
         """Serve until `close` was called or the connection has ended."""
         while True:
             if not self._connection.poll(_IDLE_S):
-                if self._engine.stats() != self._sent_stats:
+                if (self._taken_count, self._engine.stats()) != self._sent_state:
                     self._send(None, ())
                 continue
             for number, method, arguments in receive(self._connection):
@@ -60,15 +60,17 @@ class EngineServer:
                     self._call(number, method, arguments)
                     if method == "close":
                         return
-            self._taken_count += 1
+                    continue
+                self._taken_count += 1
 
     def _call(self, number: int | None, method: str, arguments: Sequence[Any]) -> None:
         result, error = None, None
         try:
             result = getattr(self._engine, method)(*arguments)
         except Exception as raised:
-            # A call without an answer: the engine has stopped, and EngineStopped reports it.
+            # Of a call without an answer that is no prompt: the engine has stopped, and EngineStopped reports it.
             error = raised
+        self._taken_count += 1
         if number is not None:
             self._send(number, result, error)
         # A key that is live is a fault of the caller, whose first request with it goes on.
@@ -86,14 +88,15 @@ class EngineServer:
     def _send(
         self, number: int | None, result: object, error: BaseException | None = None, *, with_kv_flow: bool = True
     ) -> None:
-        # One thread after the other: newer statistics come later. What was taken is in them.
+        # One thread after the other: newer statistics come later. What was carried out is in them.
         with self._lock:
             taken_count = self._taken_count
-            self._sent_stats = self._engine.stats()
+            stats = self._engine.stats()
+            self._sent_state = taken_count, stats
             kv_flow = None
             if with_kv_flow:
                 kv_flow, self._flow_sent_s = self._engine.kv_flow(), time.monotonic()
-            send(self._connection, (taken_count, number, result, error, self._sent_stats, kv_flow))
+            send(self._connection, (taken_count, number, result, error, stats, kv_flow))
 
 
 def _only_continues(event: EngineEvent) -> bool:

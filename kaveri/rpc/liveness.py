@@ -90,7 +90,7 @@ class Liveness:
             for call in self._waiting.get(target, ()):
                 if call.leaves_unheard:
                     self._unheard.heard(call)
-        if target in self._prompt:
+        if target in self._prompt and target in self._waiting:
             self._watch.heard(target)
 
     def close(self) -> None:

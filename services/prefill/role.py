@@ -413,13 +413,6 @@ class PrefillRole:
             self._kept.add(request.request_id, request, size, time.monotonic())
         request.outbox.close(close.error)
         self._metrics.requests.labels(close.outcome).inc()
-        if not self._lives:
-            self._idle.set()
-        # What was told of it goes first: its client waits for that.
-        asyncio.get_running_loop().call_soon(self._closed, life, close)
-
-    def _closed(self, life: _Life, close: Close) -> None:
-        request = life.request
         get_logger().info(
             "request_ended",
             request_id=request.request_id,
@@ -431,8 +424,10 @@ class PrefillRole:
             seconds=round(close.seconds, 6),
             **trace_fields(life.spans),
         )
-        # Others may wait for its blocks, or for its share of the engine's work.
-        self._feed.submit()
+        if not self._lives:
+            self._idle.set()
+        # Others may wait for its blocks, or for its share of the engine's work. Not from within submit().
+        asyncio.get_running_loop().call_soon(self._feed.submit)
 
 
 def _draining() -> Unavailable:

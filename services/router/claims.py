@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from kaveri.cluster.store import ClusterStore, RequestClaim
@@ -36,8 +37,8 @@ class RequestClaims:
         self._router_id = router_id
         self._router_incarnation = router_incarnation
         self._view_changed = asyncio.Event()
-        self._opening: dict[RequestClaim, float] = {}
-        """To be claimed, with their time to live."""
+        self._opening: dict[RequestClaim, tuple[float, Callable[[], None]]] = {}
+        """To be claimed, with their time to live and what is called when another holds the id."""
         self._hinted: dict[RequestClaim, OwnerHint] = {}
         """Hints that are to be entered."""
         self._ended: dict[RequestClaim, None] = {}
@@ -88,9 +89,10 @@ class RequestClaims:
                     await changed.wait()
         return hint
 
-    def open_later(self, claim: RequestClaim, ttl_s: float) -> None:
-        """Claims an id that nobody else can send, without making anyone wait."""
-        self._opening[claim] = ttl_s
+    def open_later(self, claim: RequestClaim, ttl_s: float, held: Callable[[], None]) -> None:
+        """Claims an id that nobody else can send, without making anyone wait. held: called when a later session of the
+        request has claimed it first."""
+        self._opening[claim] = ttl_s, held
         self._flush_later()
 
     def note(self, claim: RequestClaim, owner: OwnerHint) -> None:
@@ -153,13 +155,17 @@ class RequestClaims:
     async def _flush(self) -> bool:
         """Opens, notes and closes some claims. False: the store is away."""
         opening = tuple(itertools.islice(self._opening.items(), _MOST_AT_ONCE))
-        hinted = tuple(itertools.islice(self._hinted.items(), _MOST_AT_ONCE))
         ended = tuple(itertools.islice(self._ended, _MOST_AT_ONCE))
         for claim, _ in opening:
             del self._opening[claim]
+        # Behind their claims.
+        hinted = [each for each in self._hinted.items() if each[0] not in self._opening][:_MOST_AT_ONCE]
         for claim, _ in hinted:
             del self._hinted[claim]
-        await asyncio.gather(*(self._store.claim_request(claim, ttl_s) for claim, ttl_s in opening))
+        holders = await asyncio.gather(*(self._store.claim_request(claim, ttl_s) for claim, (ttl_s, _) in opening))
+        for (claim, (_, held)), holder in zip(opening, holders, strict=True):
+            if holder is not None and holder.session > claim.session:
+                held()
         if hinted:
             await self._store.update_requests([_with_hint(claim, owner) for claim, owner in hinted])
         if ended and not await self._store.close_requests(ended):

@@ -350,7 +350,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             accepted = progress.accepted = await router.intake.accept(offered)
             tokenized_s = time.monotonic()
             if not request.request_id or _is_drawn(offered):
-                router.claims.open_later(claim, offered.timeout_s)
+                router.claims.open_later(claim, offered.timeout_s, slot.supersede)
             elif stored := await router.claims.open(claim, offered.timeout_s):
                 accepted = replace(accepted, received=replace(accepted.received, owner=hint_from_bytes(stored)))
             answer = await router.intake.begin_answer(accepted)
@@ -453,7 +453,7 @@ def new_request_id() -> str:
 
 
 def _is_drawn(offered: OfferedRequest) -> bool:
-    """Whether no other client can use the request's id, and no other router has it yet."""
+    """Whether the request is the only one that can have its id."""
     return not offered.session and bool(offered.secret) and offered.request_id == id_drawn_from(offered.secret)
 
 
