@@ -21,7 +21,7 @@ def find_api_key(given: str | None) -> str:
     return key
 
 
-def check_direct(direct: bool | None, api_key: str | None) -> None:
+def check_direct(direct: bool, api_key: str | None) -> None:
     """Raises InvalidArgument when a key is given to a client that would read at decode instances. api_key: None: the
     variable counts, which is also set for commands and so refuses nothing."""
     if direct and api_key:

@@ -23,7 +23,7 @@ from kaveri.client.request import (
 )
 from kaveri.client.routers import Routers, make_routers
 from kaveri.client.sessions import Sessions
-from kaveri.client.targets import are_here, check_targets
+from kaveri.client.targets import check_targets
 from kaveri.domain.sampling import SamplingParams
 from kaveri.rpc.tls import RpcTls
 from kaveri.security.tls_files import TlsFiles
@@ -51,14 +51,13 @@ class AsyncClient:
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         tls: TlsFiles | None = None,
         api_key: str | None = None,
-        direct: bool | None = None,
+        direct: bool = False,
     ) -> None:
         """target: a router's "host:port", or several, at most 64. timeout_s: the default deadline of calls; None: no
         limit. tls: what to show to routers, and which to trust, read again when the files change; None: no TLS.
         api_key: for public ports of routers; None: what KAVERI_API_KEY says, if it is set. Without TLS everyone on the
         way can read it. direct: reads tokens at the decode instances that draw them, where it can reach them. Routers
-        still place and follow the requests, and answers are the same. Not with api_key. None: if all given routers are
-        on this machine, and there is no API key.
+        still place and follow the requests, and answers are the same. Not with api_key.
 
         Connects at the first call, and can only be used in that call's event loop from then on. Raises InvalidArgument,
         and ConfigError for files that cannot be used.
@@ -68,10 +67,8 @@ class AsyncClient:
         check_direct(direct, api_key)
         self._given = check_targets(target)
         self._timeout_s = timeout_s
-        key = find_api_key(api_key)
-        self._routers = make_routers(self._given, tls, key)
-        self._is_direct = not key and are_here(self._given) if direct is None else direct
-        self._tls = tls
+        self._routers = make_routers(self._given, tls, find_api_key(api_key))
+        self._is_direct, self._tls = direct, tls
         self._direct: DirectStreams | None = None
         self._streams: weakref.WeakValueDictionary[str, AsyncStream] = weakref.WeakValueDictionary()
         """Requests of this client by their id, as long as the caller keeps their streams."""

@@ -44,7 +44,7 @@ class Client:
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         tls: TlsFiles | None = None,
         api_key: str | None = None,
-        direct: bool | None = None,
+        direct: bool = False,
     ) -> None:
         """Starts the background thread, which ends with close(). Connects at the first call.
 
@@ -54,8 +54,7 @@ class Client:
         - api_key: for public ports of routers. None: what KAVERI_API_KEY says, if it is set. Without TLS everyone on
           the way can read it.
         - direct: reads tokens at the decode instances that draw them, where it can reach them. Routers still place and
-          follow the requests, and answers are the same. Not with api_key. None: if all given routers are on this
-          machine, and there is no API key.
+          follow the requests, and answers are the same. Not with api_key.
 
         Raises InvalidArgument, ConfigError for files that cannot be used, and RuntimeError in a forked child.
         """

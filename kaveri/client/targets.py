@@ -4,10 +4,9 @@ import random
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 
-from kaveri.addresses import is_address, split_address
+from kaveri.addresses import is_address
 from kaveri.client.request import check_name
 from kaveri.errors import InvalidArgument
-from kaveri.security.posture import is_loopback
 
 MAX_TARGETS = 64
 """Routers that a client knows, the caller's own and those that it has learned of."""
@@ -33,11 +32,6 @@ def check_targets(target: object) -> tuple[str, ...]:
         if each in given[:number]:
             raise InvalidArgument("target", each, "given once")
     return given
-
-
-def are_here(targets: Iterable[str]) -> bool:
-    """Whether all of them are loopback addresses."""
-    return all(is_address(target) and is_loopback(split_address(target)[0]) for target in targets)
 
 
 def _checked(target: str) -> str:
