@@ -1,11 +1,10 @@
 """Both phases on one vLLM engine in Kaveri, against `vllm serve`, each with and without vLLM's prefix cache.
 
-One client process sends all requests and records the arrival of each token: Kaveri through the SDK as it comes (gRPC;
-with a router on the same machine it reads tokens at the instance, as gateways do), `vllm serve` over HTTP. One system
-runs at a time and has both cores; each engine computes with one thread. The systems take turns, also in which begins,
-and a ratio is the median over turns. The same on both sides: vLLM and its checkpoint in float32, chunks of 512 tokens,
-64 requests in a batch, KV blocks of 128 tokens (vLLM's default on CPUs), no compiling, greedy answers past the
-end-of-sequence token, and prompts that have no common beginnings.
+One client process sends all requests and records the arrival of each token: Kaveri through the SDK (gRPC), `vllm serve`
+over HTTP. One system runs at a time and has both cores; each engine computes with one thread. The systems take turns,
+also in which begins, and a ratio is the median over turns. The same on both sides: vLLM and its checkpoint in float32,
+chunks of 512 tokens, 64 requests in a batch, KV blocks of 128 tokens (vLLM's default on CPUs), no compiling, greedy
+answers past the end-of-sequence token, and prompts that have no common beginnings.
 
 Closed loop: 1, 8 and 16 clients, answers of 32 to 96 tokens. With answers of one length all clients would ask at the
 same moment again and again, for four steps of prompts at once, and the median TTFT would jump from step to step.

@@ -1,8 +1,8 @@
 """The process of an engine that own_process.py starts: builds the engine, carries out calls, sends its events.
 
 Messages from the service: calls (number, method, arguments), to be carried out in order. number: None: without an
-answer. Messages to the service: (calls carried out, number, result, error, EngineStats, KvFlow). number: the call's; None:
-`result` holds packed events. KvFlow: None: about as before. It ends when the connection does.
+answer. Messages to the service: (calls carried out, number, result, error, EngineStats, KvFlow). number: the call's;
+None: `result` holds packed events. KvFlow: None: about as before. It ends when the connection does.
 """
 
 import gc

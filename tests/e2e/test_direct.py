@@ -76,7 +76,7 @@ async def cluster() -> AsyncIterator[DirectCluster]:
             metrics_port=metrics_port,
             start_timeout_s=240.0,
         ) as cluster,
-        AsyncClient(cluster.stack.targets, timeout_s=90, direct=False) as relayed,
+        AsyncClient(cluster.stack.targets, timeout_s=90) as relayed,
         _direct_client(cluster) as direct,
     ):
         yield DirectCluster(cluster, relayed, direct, metrics_port)

@@ -27,7 +27,7 @@ async def _check_frozen(cluster: LocalCluster) -> None:
     """A decode instance freezes while the SDK and a gateway read there: the answers are those that it began."""
     prompts = [f"Count from {number} to {number + 40}." for number in range(1, 7)]
     params = SamplingParams(temperature=0, max_tokens=LONG_TOKENS, ignore_eos=True)
-    async with AsyncClient(cluster.target, timeout_s=WITHIN_S, direct=False) as relayed:
+    async with AsyncClient(cluster.target, timeout_s=WITHIN_S) as relayed:
         asking = (relayed.generate(prompt, params=params) for prompt in prompts)
         expected = [answer.text for answer in await asyncio.gather(*asking)]
     fields: dict[str, Any] = {"model": "kaveri-tiny", "max_tokens": LONG_TOKENS, "temperature": 0}

@@ -17,8 +17,7 @@ async def _read_line() -> None:
 
 
 async def _main(target: str) -> None:
-    # As clients do that the router is not on the same machine with.
-    async with AsyncClient(target, direct=False) as client:
+    async with AsyncClient(target) as client:
         print("ready", flush=True)
         await _read_line()
         count = 0

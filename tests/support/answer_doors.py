@@ -92,8 +92,7 @@ class AskedDoors:
 @contextlib.asynccontextmanager
 async def asked_doors(cluster: LocalCluster) -> AsyncIterator[AskedDoors]:
     """Asks all prompts by the SDK."""
-    relayed = AsyncClient(cluster.target, timeout_s=WITHIN_S, direct=False)
-    async with relayed as client, plain_channel(cluster.target) as channel:
+    async with AsyncClient(cluster.target, timeout_s=WITHIN_S) as client, plain_channel(cluster.target) as channel:
         prompts = make_prompts()
         answers = await asyncio.gather(*(client.generate(**_given(prompt), params=_GREEDY) for prompt in prompts))
         doors = AskedDoors(cluster, prompts, answers, vllm_engine_pb2_grpc.VllmEngineStub(channel))

@@ -127,22 +127,6 @@ def test_a_key_of_public_ports_does_not_go_with_reading_at_decode_instances(monk
     AsyncClient("127.0.0.1:1", direct=True)
 
 
-@pytest.mark.parametrize(
-    ("targets", "key", "is_direct"),
-    [
-        (("127.0.0.1:1", "[::1]:1", "localhost:1"), None, True),
-        (("127.0.0.1:1", "10.0.0.1:1"), None, False),
-        (("dns:///127.0.0.1:1",), None, False),
-        (("127.0.0.1:1",), "key", False),
-    ],
-)
-def test_a_client_reads_at_decode_instances_when_it_knows_that_it_can_reach_them(
-    targets: tuple[str, ...], key: str | None, is_direct: bool
-) -> None:
-    assert AsyncClient(targets, api_key=key)._is_direct is is_direct
-    assert AsyncClient(targets, direct=False)._is_direct is False
-
-
 @pytest.mark.parametrize("timeout_s", WRONG_TIMES)
 async def test_a_wrong_timeout_is_refused_by_every_call(target: str, timeout_s: Any) -> None:
     for make in (Client, AsyncClient):
