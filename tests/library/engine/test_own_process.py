@@ -24,7 +24,7 @@ from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transports import make_transports
 from kaveri.testing.engine_conformance import EngineConformance, make_request, running_pair
 from kaveri.testing.engine_endings import EndingConformance
-from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
+from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free, wait_until_idle
 from kaveri.testing.engine_release import ReleaseConformance
 from kaveri.testing.engine_replication import ReplicationConformance
 from kaveri.testing.engine_resumption import ResumptionConformance
@@ -192,6 +192,18 @@ async def test_calls_of_one_turn_are_sent_together_and_in_order(
     engine.check_integrity()
     assert [method for _, method, _ in messages[-1]] == ["release", "check_integrity"]
     await asyncio.to_thread(engine.close)
+
+
+def test_a_prompt_that_is_refused_does_not_keep_the_engine_busy(pids: list[int]) -> None:
+    engine, recorder = OwnProcessEngine(_settings()), EngineRecorder()
+    engine.start(recorder)
+    request = make_request(engine, "r", 40, 20)
+    engine.prefill(request)
+    assert recorder.wait_for(FirstToken, request.key)
+    engine.prefill(request)
+    assert engine.stats().is_busy, "it has not been heard to have taken the prompt"
+    wait_until_idle(engine)
+    engine.close()
 
 
 def test_a_setting_that_the_engine_refuses_is_refused_here(pids: list[int]) -> None:

@@ -1,6 +1,7 @@
 """Request ids: one router at a time has a request; a dead router's are free again; reuse mixes nothing up."""
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -50,6 +51,25 @@ async def test_an_id_that_its_client_drew_from_the_secret_waits_for_no_claim(clu
             assert is_placed or is_refused(call)
             assert not is_placed or tokens_of(call.result()) == answer(PROMPT, 20)
             await other.close_requests([held])
+        beating.cancel()
+
+
+async def test_a_session_whose_id_a_later_one_has_claimed_elsewhere_ends(cluster: ScriptedCluster) -> None:
+    """A router that stood still while it tokenized finds this out when it claims the id behind the placement."""
+    secret = b"s" * 16
+    later = replace(HELD, request_id=id_drawn_from(secret), session=1, secret_hash=hashlib.sha256(secret).hexdigest())
+    decode = cluster.decodes["decode-0"]
+    decode.pause_at = 7
+    async with cluster.router() as router, MemoryStore(cluster.cluster) as other:
+        beating = asyncio.create_task(Heartbeat(other, OTHER, InstanceLoad, 0.05).run())
+        await eventually(lambda: OTHER.instance_id in router.router.store.view().instances)
+        cluster.cluster.put_request(later, 60.0)
+        call = router.stub.Generate(ask(request_id=later.request_id, secret=secret), timeout=60)
+        with pytest.raises(aio.AioRpcError) as caught:
+            await rest_of(call)
+        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        assert await other.requests() == (later,)
+        await other.close_requests([later])
         beating.cancel()
 
 
