@@ -39,7 +39,9 @@ class GenerateRequest(_message.Message):
     model: _builtins.str
     """Name of the model. Unset: the only model that the router serves."""
     request_id: _builtins.str
-    """The caller's own id and idempotency key, at most 128 bytes. Unset: the router makes one."""
+    """The caller's own id and idempotency key, at most 128 bytes. Unset: the router makes one. A request whose id nobody
+    else can send is placed at once: the first 32 hexadecimal digits of SHA-256 over "request id " and the secret.
+    """
     text: _builtins.str
     """Text, tokenized as it is: special tokens in it are special tokens."""
     session: _builtins.int
