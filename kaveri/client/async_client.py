@@ -28,8 +28,8 @@ from kaveri.domain.sampling import SamplingParams
 from kaveri.rpc.tls import RpcTls
 from kaveri.security.tls_files import TlsFiles
 from kaveri.v1 import inference_pb2
-from kaveri.wire.attempts import MIN_SECRET_BYTES, id_drawn_from
-from kaveri.wire.messages import params_from_proto
+from kaveri.wire.attempts import MIN_SECRET_BYTES
+from kaveri.wire.messages import id_drawn_from, params_from_proto
 
 
 class AsyncClient:

@@ -88,13 +88,15 @@ class RouterCall(Generic[ResponseT]):
         when the waiting task or the call was cancelled. The call to a router that is silent stays open; what it still
         brings is of no interest."""
         if self._reading is None:
-            self._reading = asyncio.create_task(self._read_all(), name="kaveri-client read")
+            self._reading = asyncio.create_task(
+                self._read_ahead(iter(self._call.read, None)), name="kaveri-client read"
+            )
         response = await self._next()
         return None if response is aio.EOF else response
 
     async def answer(self) -> ResponseT:
         """The response of a call that has one. Raises as read()."""
-        self._reading = asyncio.create_task(self._put(self._call), name="kaveri-client read")
+        self._reading = asyncio.create_task(self._read_ahead([self._call]), name="kaveri-client read")
         try:
             return await self._next()
         except RouterFailed:
@@ -116,21 +118,19 @@ class RouterCall(Generic[ResponseT]):
             unheard = not self._liveness.was_heard(self.target)
             self._arrived.put_nowait(RouterFailed(silence, unheard=unheard))
 
-    async def _read_all(self) -> None:
-        while self._ended is None and await self._put(self._call.read()) is not aio.EOF:
-            pass
-
-    async def _put(self, response: Awaitable[ResponseT]) -> ResponseT | None:
-        try:
-            found = await response
-            self._liveness.heard(self.target)
-            await self._arrived.put(found)
-        except (Exception, asyncio.CancelledError) as error:
-            self._ended = error
-            if not self._arrived.full():
-                self._arrived.put_nowait(error)
-            return None
-        return found
+    async def _read_ahead(self, responses: Iterable[Awaitable[ResponseT]]) -> None:
+        for response in responses:
+            try:
+                found = await response
+                self._liveness.heard(self.target)
+                await self._arrived.put(found)
+            except (Exception, asyncio.CancelledError) as error:
+                self._ended = error
+                if not self._arrived.full():
+                    self._arrived.put_nowait(error)
+                return
+            if found is aio.EOF:
+                return
 
     async def _next(self) -> ResponseT:
         if self._ended is not None and self._arrived.empty():

@@ -84,7 +84,7 @@ class Sessions:
         while True:
             session = self._request.session
             try:
-                response = await self._next()
+                response = await (self.call.read() if self._sources is None else self._sources.next(self.call))
                 if self._closing.is_set():
                     # What was read when close() came is lost, so what comes next is not the answer's next part.
                     return None
@@ -129,9 +129,6 @@ class Sessions:
     def _is_late(self) -> bool:
         """Whether the request's deadline has passed."""
         return self._deadline_s is not None and time.monotonic() >= self._deadline_s
-
-    async def _next(self) -> inference_pb2.GenerateResponse | None:
-        return await (self.call.read() if self._sources is None else self._sources.next(self.call))
 
     def _attach_again(self) -> None:
         """Begins the next session at the same router, which relays the answer from now on: the decode instance was

@@ -1,6 +1,5 @@
 """Identifiers of a request's attempt on the wire, and their limits."""
 
-import hashlib
 import re
 from dataclasses import replace
 from typing import Protocol
@@ -37,12 +36,6 @@ class _NamesOwner(Protocol):
 def check_request_id(request_id: str) -> None:
     """Raise InvalidArgument if the id is too long."""
     _check_size("request_id", request_id, MAX_REQUEST_ID_BYTES)
-
-
-def id_drawn_from(secret: bytes) -> str:
-    """Return the request id that a client draws together with the request's secret: nobody who lacks the secret can
-    send it with one that fits."""
-    return hashlib.sha256(b"request id " + secret).hexdigest()[:32]
 
 
 def is_made_from(request_id: str, clients_id: str) -> bool:

@@ -1,5 +1,6 @@
 """Converts domain values to protobuf messages and back, for values shared by several contracts. Pure."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -391,3 +392,9 @@ def fault_to_proto(fault: EngineError | EngineBroke) -> decode_pb2.EngineFault:
 
 def fault_from_proto(message: decode_pb2.EngineFault, reason: str) -> EngineError | EngineBroke:
     return EngineError(reason) if message.is_final else EngineBroke(reason, message.suspect_until)
+
+
+def id_drawn_from(secret: bytes) -> str:
+    """Return the request id that a client draws together with the request's secret: nobody who lacks the secret can
+    send it with one that fits."""
+    return hashlib.sha256(b"request id " + secret).hexdigest()[:32]

@@ -22,8 +22,8 @@ from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import OpenSpan, begin_span, error_in_span, is_tracing, traceparent_of
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, inference_pb2_grpc
-from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, check_request_id, id_drawn_from
-from kaveri.wire.messages import params_from_proto, params_to_proto
+from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, check_request_id
+from kaveri.wire.messages import id_drawn_from, params_from_proto, params_to_proto
 from kaveri.wire.status import abort, status_of
 from services.router import metrics
 from services.router.accepted_request import NOTHING_RECEIVED, AcceptedRequest

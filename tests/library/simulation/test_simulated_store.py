@@ -11,7 +11,7 @@ import pytest
 
 from kaveri.cluster.store import ViewSource
 from kaveri.testing.store_conformance import StoreConformance
-from tests.simulation.cluster.entropy import replaced_world
+from tests.simulation.cluster.entropy import DrawnIds, replaced_world
 from tests.simulation.cluster.loop import SimulatedLoop, SimulatedProcess
 from tests.simulation.cluster.network import LinkQuality, Network
 from tests.simulation.cluster.store import SimulatedStore, SimulatedStoreServer
@@ -53,7 +53,7 @@ class _SimulatedStores:
 def cluster() -> Iterator[_SimulatedStores]:
     loop = SimulatedLoop(random.Random(1))
     network = Network(loop, random.Random(2), Trace(loop, lines=False), _QUICK)
-    with replaced_world(loop, network, random.Random(3)):
+    with replaced_world(loop, network, random.Random(3), DrawnIds()):
         yield _SimulatedStores(loop, network)
         loop.close()
 

@@ -15,7 +15,7 @@ from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.cluster.store import RequestClaim
 from kaveri.domain.view import InstanceLoad, InstanceRecord, Role
 from kaveri.errors import InvalidArgument
-from kaveri.wire.attempts import id_drawn_from
+from kaveri.wire.messages import id_drawn_from
 from services.router.claims import _FLUSH_AFTER_S, _MOST_AT_ONCE, RequestClaims
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, rest_of, tokens_of

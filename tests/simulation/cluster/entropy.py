@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import kaveri.rpc.server
-from kaveri.wire.attempts import id_drawn_from
+from kaveri.wire.messages import id_drawn_from
 from tests.simulation.cluster.loop import SimulatedLoop
 from tests.simulation.cluster.network import Network
 from tests.simulation.cluster.rpc import SimulatedServer, open_simulated_channel
