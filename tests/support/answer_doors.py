@@ -102,10 +102,16 @@ async def asked_doors(cluster: LocalCluster) -> AsyncIterator[AskedDoors]:
 
 async def read_tokens(cluster: LocalCluster) -> float:
     """How many tokens clients have read at decode instances."""
+    return sum((await read_tokens_at_each(cluster)).values())
+
+
+async def read_tokens_at_each(cluster: LocalCluster) -> dict[str, float]:
+    """How many tokens clients have read, by decode instance."""
     names = [name for name in cluster.stack.instance_ids if name.startswith("decode-")]
     ports = [cluster.stack.config.metrics_port_of(name) for name in names]
     pages = await asyncio.gather(*(asyncio.to_thread(read_page, f"127.0.0.1:{port}") for port in ports))
-    return sum(sum_of("kaveri_decode_read_tokens_total", page) for page in pages)
+    counts = (sum_of("kaveri_decode_read_tokens_total", page) for page in pages)
+    return dict(zip(names, counts, strict=True))
 
 
 async def ask(stub: Any, prompt: str | list[int], stream: bool) -> tuple[int, ...]:
