@@ -71,10 +71,10 @@ class RouterCall(Generic[ResponseT]):
         self._liveness = liveness
         self._began_s = float("-inf") if was_connected else time.monotonic()
         self._arrived: asyncio.Queue[ResponseT | BaseException] = asyncio.Queue(1)
-        """The next response, or what has ended the call or the wait for it."""
+        """The next response, or the exception that ends the call or the wait."""
         self._reading: asyncio.Task[Any] | None = None
-        """Reads one response ahead. gRPC cancels a call when the task that waits in its read() is cancelled, so that is
-        a task of its own."""
+        """Reads one response ahead. It is a separate task because gRPC cancels the call when the task that waits in
+        read() is cancelled."""
         self._ended: BaseException | None = None
         self._was_cancelled = False
 
@@ -85,8 +85,8 @@ class RouterCall(Generic[ResponseT]):
 
     async def read(self) -> ResponseT | None:
         """The next response of a stream; None at its end. Raises RouterFailed, other KaveriErrors, and CancelledError
-        when the waiting task or the call was cancelled. The call to a router that is silent stays open; what it still
-        brings is of no interest."""
+        when the waiting task or the call was cancelled. The call to a silent router stays open until cancel(); its
+        later responses are dropped."""
         if self._reading is None:
             self._reading = asyncio.create_task(
                 self._read_ahead(iter(self._call.read, None)), name="kaveri-client read"
@@ -108,7 +108,7 @@ class RouterCall(Generic[ResponseT]):
         self._was_cancelled = True
         self._call.cancel()
         if self._arrived.full() and self._reading is not None:
-            # It may wait until that is taken.
+            # The reading task may be blocked on the full queue.
             self._reading.cancel()
 
     def suspect(self, after_s: float) -> None:
@@ -144,14 +144,14 @@ class RouterCall(Generic[ResponseT]):
         finally:
             self._liveness.end(self)
         if found is aio.EOF or found is self._ended:
-            # Others may wait, and nothing else comes.
+            # The call has ended: wake other readers as well.
             self._arrived.put_nowait(found)
         if isinstance(found, BaseException):
             raise self._error(found)
         return found
 
     def _error(self, raised: BaseException) -> BaseException:
-        """What the reader gets for it."""
+        """Convert an exception of the call to the one that read() raises."""
         match raised:
             case aio.AioRpcError():
                 error, answered = error_of(raised, peer=self.target), is_answer(raised)
@@ -160,14 +160,14 @@ class RouterCall(Generic[ResponseT]):
                     error = Unavailable(f"{self.target} cancelled the call")
                 found: Exception = error
                 if raised.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    # Another service has the address of a router that has gone.
+                    # Another service now listens on a former router's address.
                     found = RouterFailed(Unavailable(f"{self.target} is no router: {error}"), refused=True)
                 elif _is_failure(error, answered=answered):
                     found = RouterFailed(error, refused=answered)
                 found.__cause__ = raised
                 return found
             case asyncio.CancelledError() if not self._was_cancelled:
-                # Another call has found the channel broken, and closed it.
+                # The channel was closed because another call found it broken.
                 return RouterFailed(Unavailable(f"the connection to {self.target} was closed"))
             case _:
                 return raised

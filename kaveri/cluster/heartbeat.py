@@ -18,7 +18,7 @@ _MIN_PAUSE_S = 0.01
 _LEASE_PARTS = 3
 """Heartbeats within one lease of an instance whose load does not change."""
 _MAX_PAUSE_S = 1.0
-"""Max time between heartbeats, for long leases: by then a store that has lost its state knows all instances again."""
+"""Max interval between heartbeats for long leases. A store that has lost its state has all instances again after it."""
 _REPORTS = 2
 """Numbered heartbeats after a change: UnconfirmedWork relies on the second one after a piece of work was sent."""
 

@@ -119,11 +119,11 @@ class OwnProcessEngine:
         self._listener: EngineListener | None = None
         self._undelivered: deque[Sequence[EngineEvent]] = deque()
         self._told: list[object] = []
-        """Calls without an answer that are to be sent in the event loop's next turn."""
+        """Calls without an answer, to be sent in the event loop's next iteration."""
         self._sent_count = 0
         """Calls sent."""
         self._untaken: deque[tuple[int, int]] = deque()
-        """(calls up to it, its blocks) of prompts that the process has not been heard to have taken."""
+        """(number of the call, blocks) of prompts that the process has not reported as carried out."""
         self._is_over = self._closing = False
         opened: Future[EngineInfo] = Future()
         # It also starts the process: the kernel ends a process whose parent thread has ended.
@@ -221,7 +221,7 @@ class OwnProcessEngine:
             in_its_next_turn(self._send_told)
 
     def _send_told(self) -> None:
-        # If the process has just ended, the listener is called for that.
+        # If the process has just ended, the listener receives EngineStopped.
         with contextlib.suppress(EngineError):
             self._send()
 

@@ -164,7 +164,7 @@ class ModelTokenizer:
         return await self._run(short, deadline_s, lambda: str(self.backend.decode(ids, skip_special_tokens=False)))
 
     def token_piece(self, token_id: int) -> TokenPiece:
-        """Text of a single token, empty for an id without one, with its bytes if they differ from the text."""
+        """Return the text of a token, and its bytes where they differ from the text; both empty for an unknown id."""
         return self._token_texts.piece(token_id)
 
     async def encode_chat(self, messages: Sequence[Turn], max_tokens: int, deadline_s: float) -> list[int]:

@@ -39,8 +39,9 @@ class GenerateRequest(_message.Message):
     model: _builtins.str
     """Name of the model. Unset: the only model that the router serves."""
     request_id: _builtins.str
-    """The caller's own id and idempotency key, at most 128 bytes. Unset: the router makes one. A request whose id nobody
-    else can send is placed at once: the first 32 hexadecimal digits of SHA-256 over "request id " and the secret.
+    """The caller's own id and idempotency key, at most 128 bytes. Unset: the router generates one. The router reserves an
+    id in the store before it places the request, unless no other client can send that id: a generated one, or the first
+    32 hexadecimal digits of SHA-256("request id " + secret).
     """
     text: _builtins.str
     """Text, tokenized as it is: special tokens in it are special tokens."""

@@ -395,6 +395,5 @@ def fault_from_proto(message: decode_pb2.EngineFault, reason: str) -> EngineErro
 
 
 def id_drawn_from(secret: bytes) -> str:
-    """Return the request id that a client draws together with the request's secret: nobody who lacks the secret can
-    send it with one that fits."""
+    """Return the request id derived from a request's secret. Only a client that has the secret can send the pair."""
     return hashlib.sha256(b"request id " + secret).hexdigest()[:32]

@@ -453,7 +453,7 @@ def new_request_id() -> str:
 
 
 def _is_drawn(offered: OfferedRequest) -> bool:
-    """Whether the request is the only one that can have its id."""
+    """Return True if the id is derived from the secret, so that no other client can use it."""
     return not offered.session and bool(offered.secret) and offered.request_id == id_drawn_from(offered.secret)
 
 

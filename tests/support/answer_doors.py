@@ -101,12 +101,12 @@ async def asked_doors(cluster: LocalCluster) -> AsyncIterator[AskedDoors]:
 
 
 async def read_tokens(cluster: LocalCluster) -> float:
-    """How many tokens clients have read at decode instances."""
+    """Return the number of tokens that clients have read at decode instances."""
     return sum((await read_tokens_at_each(cluster)).values())
 
 
 async def read_tokens_at_each(cluster: LocalCluster) -> dict[str, float]:
-    """How many tokens clients have read, by decode instance."""
+    """Return the number of tokens that clients have read at each decode instance."""
     names = [name for name in cluster.stack.instance_ids if name.startswith("decode-")]
     ports = [cluster.stack.config.metrics_port_of(name) for name in names]
     pages = await asyncio.gather(*(asyncio.to_thread(read_page, f"127.0.0.1:{port}") for port in ports))

@@ -1,4 +1,4 @@
-"""One call to one router: everyone who waits for it hears how it ends, and nothing that was read is lost."""
+"""RouterCall: every waiting reader receives the end of the call, and no response is lost."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Equations of the papers that nothing but the tests computes: DéjàVu's (arXiv 2403.01876, appendix D, and its table 6;
+"""Closed forms that the planner's results are compared with: DéjàVu's (arXiv 2403.01876, appendix D and table 6;
 letters as in kaveri.planner.pipeline_equations), and the M/D/1 queue of DistServe's section 3.1 (arXiv 2401.09670):
 average TTFT for prompts of one length, Poisson arrivals, first come first served, and one prompt in a step."""
 
@@ -11,21 +11,22 @@ def token_machines(machines: int, prompt_s: float, token_s: float, new_tokens: f
 
 
 def colocated_inverse_throughput_s(machines: int, prompt_s: float, token_s: float, new_tokens: float) -> float:
-    """Equation 4: seconds per microbatch of one pipeline for both phases."""
+    """Seconds per microbatch of one pipeline that runs both phases (equation 4)."""
     return (machines - 1) * (prompt_s - token_s) / machines + prompt_s + new_tokens * token_s
 
 
 def apart_inverse_throughput_s(
     machines: int, prompt_depth: float, prompt_s: float, token_s: float, new_tokens: float, streaming: float
 ) -> float:
-    """Appendix D's I_dis = max(I_p, I_t): seconds per microbatch of two pipelines, the first of `prompt_depth`."""
+    """Seconds per microbatch of separate pipelines for prompts, `prompt_depth` machines, and tokens: appendix D's
+    I_dis = max(I_p, I_t)."""
     prompts_s = streaming * machines * prompt_s / prompt_depth
     tokens_s = new_tokens * machines * token_s / (machines - prompt_depth)
     return max(prompts_s, tokens_s)
 
 
 def prompt_transfer_s(kv_bytes: float, bytes_per_s: float) -> float:
-    """Seconds for the KV of a microbatch's prompts to cross a link (table 6)."""
+    """Transfer time of the KV of a microbatch's prompts over a link, in seconds (table 6)."""
     return kv_bytes / bytes_per_s
 
 
