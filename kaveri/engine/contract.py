@@ -119,8 +119,7 @@ class EngineInfo:
             raise InvalidArgument("held_tokens", held_tokens, f"1 to {longest}, all tokens but the last")
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
+class EngineStats(NamedTuple):
     """A snapshot, cheap enough for every heartbeat."""
 
     free_blocks: int

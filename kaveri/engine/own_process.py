@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as AnswerTimeout
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -150,7 +149,7 @@ class OwnProcessEngine:
     def stats(self) -> EngineStats:
         stats = self._stats
         # A process that stands still answers nothing more, and is found to be stuck.
-        return replace(stats, is_busy=True) if self._answers or self._untaken else stats
+        return stats._replace(is_busy=True) if self._answers or self._untaken else stats
 
     def kv_flow(self) -> KvFlow:
         return self._kv_flow

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 from kaveri.engine.blame import StepMember, last_events
@@ -72,8 +71,7 @@ class Shared:
 
     def counted(self, stats: EngineStats) -> EngineStats:
         """Add the counts of the engine thread's turns to the statistics. The caller holds the lock."""
-        return replace(
-            stats,
+        return stats._replace(
             computed_tokens=self.computed_tokens,
             turn_count=self.turn_count,
             is_busy=self.is_busy,

@@ -87,7 +87,6 @@ class ServedPhases:
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
         """Process a batch of the engine's events."""
-        # This order matters: requests that prefill hands over here are admitted in the same turn.
         for service in self._services.values():
             service.handle(events)
 

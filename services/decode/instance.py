@@ -203,7 +203,7 @@ class DecodeInstance:
         predicted_length: TokenRange | None = None,
         traceparent: str = "",
     ) -> None:
-        """Takes on a request that this very engine has prefilled: it has landed, and waits for its admission.
+        """Takes on a request that this very engine has prefilled: it has landed, and is admitted if it may be.
 
         As reserve(), but there is nothing to reserve, and it is taken while draining too: it came in before.
         first_token: what prefill drew. Raises StaleAttempt, RequestAlreadyExists, and Unavailable when the engine has
@@ -219,6 +219,7 @@ class DecodeInstance:
             self._take(request, lifecycle.RoomRefused(error))
             raise Unavailable(str(error)) from error
         self._take(request, lifecycle.AdoptedHere())
+        self._engine_room.admit()
         if request.spans is not None:
             request.spans.adopted(time.monotonic())
 

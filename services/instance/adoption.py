@@ -1,5 +1,6 @@
 """The hand-over without a transfer: decode continues on the engine that computed the prompt."""
 
+import asyncio
 import time
 
 from kaveri.errors import KaveriError
@@ -14,9 +15,19 @@ class Adoption:
         self._instance_id = instance_id
         self._incarnation = incarnation
         self._decode = decode
+        self._begun: dict[PrefillRequest, asyncio.Handle] = {}
 
     def begin(self, request: PrefillRequest) -> None:
-        """Hand over immediately: there is always room."""
+        """Hand over at the event loop's next turn: there is always room, and the first token is on its way by then."""
+        self._begun[request] = asyncio.get_running_loop().call_soon(self._adopt, request)
+
+    def end(self, request: PrefillRequest) -> None:
+        """Hand over nothing of a request that has ended."""
+        if (begun := self._begun.pop(request, None)) is not None:
+            begun.cancel()
+
+    def _adopt(self, request: PrefillRequest) -> None:
+        del self._begun[request]
         first = request.outbox.first_token
         assert first is not None, request
         try:
@@ -31,5 +42,4 @@ class Adoption:
         except KaveriError as error:
             request.report(request, HandOverFailed(error))
             return
-        placed = RoomReserved(self._instance_id, self._incarnation)
-        request.report(request, Adopted(placed))
+        request.report(request, Adopted(RoomReserved(self._instance_id, self._incarnation)))

@@ -1,0 +1,55 @@
+"""The hand-over to the decode side of the same instance, without an engine."""
+
+import asyncio
+
+from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.sampling import ResolvedParams
+from kaveri.engine.contract import EngineKey, EngineRequest
+from services.instance.adoption import Adoption
+from services.prefill.requests import FirstTokenDrawn, PrefillRequest
+
+
+class Turns:
+    """A request whose first token is drawn, and what happens to it, in order; the decode side takes it on."""
+
+    def __init__(self) -> None:
+        self.happened: list[str] = []
+        self.adoption = Adoption("colocated-0", 1, self)  # type: ignore[arg-type]
+        sent = EngineRequest(EngineKey("a", 1), (1, 2), 0, ResolvedParams(max_tokens=2, seed=0))
+        ownership = Ownership(Owner(0, 1), "router")
+        self.request = PrefillRequest(
+            ownership, sent, 1.0, lambda _, report: self.happened.append(type(report).__name__)
+        )
+
+    def adopt(self, *_: object) -> None:
+        self.happened.append("adopted")
+
+    async def read(self) -> None:
+        await self.request.outbox.take()
+        self.happened.append("read")
+
+    def draw(self) -> None:
+        self.request.outbox.put(FirstTokenDrawn(7, None, None, 0.1))
+        self.adoption.begin(self.request)
+
+    async def pass_by(self) -> None:
+        for _ in range(4):
+            await asyncio.sleep(0)
+
+
+async def test_a_first_token_is_read_before_its_request_is_adopted() -> None:
+    turns = Turns()
+    reader = asyncio.create_task(turns.read())
+    await turns.pass_by()
+    turns.draw()
+    await turns.pass_by()
+    await reader
+    assert turns.happened == ["read", "adopted", "Adopted"]
+
+
+async def test_a_request_that_ends_behind_its_first_token_is_not_adopted() -> None:
+    turns = Turns()
+    turns.draw()
+    turns.adoption.end(turns.request)
+    await turns.pass_by()
+    assert turns.happened == []
