@@ -1,12 +1,12 @@
 """Both phases on one vLLM engine in Kaveri, against `vllm serve`, each with and without vLLM's prefix cache.
 
 One client process sends all requests and records the arrival of each token: Kaveri through the SDK (gRPC), `vllm serve`
-over HTTP. Both systems stand, and one runs at a time with both cores: the processes of the other are stopped
-(SIGSTOP). Each engine computes with one thread. The systems take turns of about ten seconds, also in which begins,
-because this kind of machine changes its speed by a tenth from minute to minute; a ratio is the median over pairs of
-turns. The same on both sides: vLLM and its checkpoint in float32, chunks of 512 tokens, 64 requests in a batch, KV
-blocks of 128 tokens (vLLM's default on CPUs), no compiling, greedy answers past the end-of-sequence token, and prompts
-that have no common beginnings.
+over HTTP. Both systems stand, and one runs at a time with both cores: the processes of the other are stopped (SIGSTOP).
+Each engine computes with one thread. The systems take turns of about ten seconds, also in which begins, because this
+kind of machine changes its speed by a tenth from minute to minute, and are started anew every eight pairs of turns, so
+that one start does not decide. A ratio is the median over pairs. The same on both sides: vLLM and its checkpoint in
+float32, chunks of 512 tokens, 64 requests in a batch, KV blocks of 128 tokens (vLLM's default on CPUs), no compiling,
+greedy answers past the end-of-sequence token, and prompts that have no common beginnings.
 
 Closed loop: 1, 8 and 16 clients, answers of 32 to 96 tokens. With answers of one length all clients would ask at the
 same moment again and again, for four steps of prompts at once, and the median TTFT would jump from step to step.
@@ -55,8 +55,9 @@ from kaveri.local.stack import LocalStack
 KAVERI, SERVE = "Kaveri", "vllm serve"
 COUNTS = {"cpu": {1: 8, 8: 48, 16: 80}, "cuda": {1: 16, 8: 64, 16: 128, 64: 512}}
 """Requests of a closed loop, by its clients."""
-PAIRS = {"cpu": 31, "cuda": 5}
-"""Of turns."""
+STARTS = {"cpu": 4, "cuda": 1}
+PAIRS = {"cpu": 8, "cuda": 5}
+"""Of turns, in each start."""
 QUICK_COUNTS = {"cpu": {1: 4, 8: 16, 16: 32}, "cuda": {1: 4, 8: 32, 16: 64, 64: 128}}
 PROMPT_TOKENS = 200
 ANSWER_TOKENS = (32, 96)
@@ -242,15 +243,21 @@ async def measure_async(options: Options, report: Report) -> None:
     else:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     for setting in settings:
-        async with AsyncExitStack() as resources:
-            systems = {name: await resources.enter_async_context(start(setting)) for name, start in SYSTEMS.items()}
-            taken: Turns = {name: [] for name in systems}
-            for pair in range(options.choose(PAIRS[options.device], 1)):
-                for name, system in sorted(systems.items(), reverse=bool(pair % 2)):
-                    others = [other for other in systems.values() if other is not system]
-                    with contextlib.nullcontext() if options.device == "cuda" else _stopped(others):
-                        taken[name].append(await turn(system.ask, options, pair))
+        taken: Turns = {name: [] for name in SYSTEMS}
+        for _ in range(options.choose(STARTS[options.device], 1)):
+            await measure_pairs(setting, options, taken)
         add_findings(report, taken, setting)
+
+
+async def measure_pairs(setting: Setting, options: Options, taken: Turns) -> None:
+    """Start both systems and add the figures of their turns."""
+    async with AsyncExitStack() as resources:
+        systems = {name: await resources.enter_async_context(start(setting)) for name, start in SYSTEMS.items()}
+        for pair in range(options.choose(PAIRS[options.device], 1)):
+            for name, system in sorted(systems.items(), reverse=bool(pair % 2)):
+                others = [other for other in systems.values() if other is not system]
+                with contextlib.nullcontext() if options.device == "cuda" else _stopped(others):
+                    taken[name].append(await turn(system.ask, options, len(taken[name])))
 
 
 @contextlib.contextmanager
