@@ -25,14 +25,8 @@ class Received:
         """As the first router has resolved it; 0: no response has said it."""
         self.owner = inference_pb2.OwnerHint()
         """The instances that had the request last."""
-        self.response_count = 0
         self.is_complete = False
         """Whether the finish reason has come."""
-
-    @property
-    def can_reattach(self) -> bool:
-        """Whether another router could go on. Routers of a former version cannot, and do not say max_tokens."""
-        return self.response_count == 0 or self.max_tokens > 0
 
     def take(self, response: inference_pb2.GenerateResponse, target: str) -> None:
         """Takes the next response in. Raises Unavailable when tokens are missing or repeated or come behind the end,
@@ -53,7 +47,6 @@ class Received:
             raise Unavailable(f"{target} sent a token {had}: is it of a former version?")
         if response.token_ids and response.index != expected:
             raise Unavailable(f"{target} sent token {response.index} where {expected} was expected")
-        self.response_count += 1
         self.token_ids.extend(response.token_ids)
         self.characters += len(response.text)
         if response.max_tokens:

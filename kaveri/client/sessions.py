@@ -148,7 +148,7 @@ class Sessions:
         self._left.append(self.call)
         self._cancel_left(_MOST_LEFT)
         self._routers.failed(self.call.target)
-        if not self.received.can_reattach or self._request.session == _MAX_SESSION:
+        if self._request.session == _MAX_SESSION or (self.received.token_ids and not self.received.max_tokens):
             raise failure.error from failure
         target, wait_s = self._routers.targets.choose(time.monotonic())
         self._tried.add(self.call.target, failure)

@@ -123,13 +123,6 @@ class ReadSettings(Generic[ConfigT]):
         return entry.name, mask(text) if mask is not None and text else text, given.origin if given else "default"
 
 
-def parse_config(
-    config_type: type[ConfigT], program: str, arguments: Sequence[str], environment: Mapping[str, str]
-) -> ConfigT:
-    """Return read_settings() without the origins."""
-    return read_settings(config_type, program, arguments, environment).config
-
-
 def read_settings(
     config_type: type[ConfigT],
     program: str,

@@ -94,6 +94,8 @@ class EngineInfo:
     """Addresses where its pool takes pushes. Empty for an engine that only prefills."""
     can_replicate: bool = False
     """True if replicate() works."""
+    runs_ahead: bool = False
+    """True if a request that stays is decoded on, by a few tokens, before it is adopted and admitted."""
 
     def require_servable(self, request: EngineRequest) -> None:
         """Raise InvalidArgument for a request that this engine can never serve."""

@@ -7,19 +7,24 @@ from kaveri.errors import KaveriError
 from services.decode.instance import DecodeInstance
 from services.prefill.requests import Adopted, HandOverFailed, PrefillRequest, RoomReserved
 
+_AFTER_FIRST_TOKEN_S = 0.002
+"""Delay of the hand-over where the engine decodes meanwhile. A first token takes about this long to its client."""
+
 
 class Adoption:
     """Hand-over of a request to the decode side of the same instance. For one event loop."""
 
-    def __init__(self, instance_id: str, incarnation: int, decode: DecodeInstance) -> None:
+    def __init__(self, instance_id: str, incarnation: int, decode: DecodeInstance, runs_ahead: bool) -> None:
+        """runs_ahead: see EngineInfo."""
+        self._delay_s = _AFTER_FIRST_TOKEN_S if runs_ahead else 0.0
         self._instance_id = instance_id
         self._incarnation = incarnation
         self._decode = decode
         self._begun: dict[PrefillRequest, asyncio.Handle] = {}
 
     def begin(self, request: PrefillRequest) -> None:
-        """Hand over in the event loop's next iteration: a waiting reader takes the first token before that."""
-        self._begun[request] = asyncio.get_running_loop().call_soon(self._adopt, request)
+        """Hand over after the event loop's present iteration, so that the first token is sent before."""
+        self._begun[request] = asyncio.get_running_loop().call_later(self._delay_s, self._adopt, request)
 
     def end(self, request: PrefillRequest) -> None:
         """Cancel the hand-over of a request that has ended."""

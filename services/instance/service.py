@@ -126,7 +126,9 @@ def instance_host(
         PromptQueue[PrefillRequest](
             config.prefill_policy, config.chunk_tokens, config.max_queue, config.prefill_sched_batch
         ),
-        HereOrElsewhere(Adoption(config.instance_id, incarnation, decode), decode_placer, decodes_here),
+        HereOrElsewhere(
+            Adoption(config.instance_id, incarnation, decode, engine.info.runs_ahead), decode_placer, decodes_here
+        ),
         LengthForecaster.configured(config, store, metrics, rng),
         metrics,
         orphan_grace_s=config.orphan_grace_s,

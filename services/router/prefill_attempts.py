@@ -227,6 +227,7 @@ class PrefillAttempts:
             case "started":
                 self._confirm(entry, attempt)
                 timing.prefill_queue_s = response.started.queue_s
+                entry.note_begun()
             case "placed":
                 placed = response.placed
                 life = InstanceLife(placed.decode_instance_id, placed.decode_incarnation)

@@ -37,63 +37,56 @@ async def write_answer(
     response. What such a client costs until then is that response and the tokens of its own answer. A client that is
     sent away gets all output that is here first, and the addresses once more.
     """
-    async with ReadLimit(slow_reader_s) as limit:
-        await _write(entry, context, limit, routers, token_piece, address_of)
-
-
-async def _write(
-    entry: RequestEntry,
-    context: ServicerContext,
-    limit: ReadLimit,
-    routers: Callable[[], list[str]],
-    token_piece: Callable[[int], tuple[str, bytes]] | None,
-    address_of: Callable[[InstanceLife], str],
-) -> None:
     answer = entry.answer
     is_first = True
-    while True:
-        await entry.wait_for_output()
-        has_ended = isinstance(entry.state, Ended)
-        error = entry.error
-        if error is not None and not entry.is_sent_away:
-            raise error
-        part = answer.take()
-        response = inference_pb2.GenerateResponse(index=part.first_index, token_ids=part.token_ids, text=part.text)
-        if part.logprobs:
-            response.logprobs.extend(part.logprobs)
-            for report, text_offset in zip(response.logprobs, part.text_offsets, strict=True):
-                report.text_offset = text_offset
-            if token_piece is not None:
-                name_tokens(part.token_ids, response.logprobs, token_piece)
-        if part.prompt_logprobs:
-            _report_prompt(part, response, token_piece)
-        ended = has_ended and not answer.has_output
-        if is_first or (ended and error is not None):
-            response.routers.extend(routers())
-        if is_first:
-            is_first = False
-            response.request_id = entry.request_id
-            response.max_tokens = entry.accepted.most_tokens
-            response.resolved_params.CopyFrom(drawing_to_proto(entry.accepted.params))
-            response.usage.prompt_tokens = len(entry.accepted.prompt_token_ids)
-        if entry.owner_news is not None:
-            response.owner.CopyFrom(hint_to_proto(entry.owner_news))
-            entry.owner_news = None
-        if entry.direct is not None:
-            response.first_character = part.first_character
-            # The report on the prompt is read here, all of it before the client reads elsewhere.
-            if not part.prompt_logprobs:
-                _offer(entry, entry.direct, response, address_of)
-            response.interrupted = ended and isinstance(error, Interrupted)
-        if ended and error is None:
-            _complete(entry, response)
-        limit.begin()
-        await context.write(response)
-        limit.end()
-        if ended and error is not None:
-            raise error
-        if ended:
-            return
+    await entry.wait_for_output(or_begun=True)
+    if not (entry.ended or answer.has_output):
+        # Not with the first token: a gRPC client asks for its first message once it has the metadata.
+        await context.send_initial_metadata(())
+    async with ReadLimit(slow_reader_s) as limit:
+        while True:
+            await entry.wait_for_output()
+            has_ended = isinstance(entry.state, Ended)
+            error = entry.error
+            if error is not None and not entry.is_sent_away:
+                raise error
+            part = answer.take()
+            response = inference_pb2.GenerateResponse(index=part.first_index, token_ids=part.token_ids, text=part.text)
+            if part.logprobs:
+                response.logprobs.extend(part.logprobs)
+                for report, text_offset in zip(response.logprobs, part.text_offsets, strict=True):
+                    report.text_offset = text_offset
+                if token_piece is not None:
+                    name_tokens(part.token_ids, response.logprobs, token_piece)
+            if part.prompt_logprobs:
+                _report_prompt(part, response, token_piece)
+            ended = has_ended and not answer.has_output
+            if is_first or (ended and error is not None):
+                response.routers.extend(routers())
+            if is_first:
+                is_first = False
+                response.request_id = entry.request_id
+                response.max_tokens = entry.accepted.most_tokens
+                response.resolved_params.CopyFrom(drawing_to_proto(entry.accepted.params))
+                response.usage.prompt_tokens = len(entry.accepted.prompt_token_ids)
+            if entry.owner_news is not None:
+                response.owner.CopyFrom(hint_to_proto(entry.owner_news))
+                entry.owner_news = None
+            if entry.direct is not None:
+                response.first_character = part.first_character
+                # The report on the prompt is read here, all of it before the client reads elsewhere.
+                if not part.prompt_logprobs:
+                    _offer(entry, entry.direct, response, address_of)
+                response.interrupted = ended and isinstance(error, Interrupted)
+            if ended and error is None:
+                _complete(entry, response)
+            limit.begin()
+            await context.write(response)
+            limit.end()
+            if ended and error is not None:
+                raise error
+            if ended:
+                return
 
 
 def _report_prompt(

@@ -109,6 +109,8 @@ class RequestEntry:
         self.direct = DirectReading() if is_offered else None
         self.trace: RequestTrace | None = None
         """None: it is not traced."""
+        self.has_begun = False
+        """True once an instance has begun to compute the prompt."""
         self.delay_noted = False
         """Whether the log says already that the request could not be placed at once."""
         self._hint = OwnerHint()
@@ -405,10 +407,15 @@ class RequestEntry:
         """Ends the timers and the attempt; the client's RPC is over."""
         self.fail(Unavailable("the request was released"))
 
-    async def wait_for_output(self) -> None:
-        """Returns when there is something that the client does not get elsewhere, or the request has ended. One waiter
-        at a time."""
-        while not self._is_due:
+    def note_begun(self) -> None:
+        """Record that an instance has begun to compute the prompt."""
+        self.has_begun = True
+        self._wake()
+
+    async def wait_for_output(self, *, or_begun: bool = False) -> None:
+        """Return when there is something that the client does not get elsewhere, or the request has ended. One waiter
+        at a time. or_begun: also once an instance has begun to compute the prompt."""
+        while not (self._is_due or (or_begun and self.has_begun)):
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -416,9 +423,8 @@ class RequestEntry:
                 self._waiter = None
 
     def _wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None and not waiter.done() and self._is_due:
-            waiter.set_result(None)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     @property
     def _is_due(self) -> bool:

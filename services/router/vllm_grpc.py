@@ -66,6 +66,9 @@ class _Writer:
         """All else is the call's own."""
         return getattr(self._context, name)
 
+    async def send_initial_metadata(self, metadata: Sequence[Any]) -> None:
+        """Do nothing: it is the call's, and goes with its first message."""
+
     async def write(self, response: inference_pb2.GenerateResponse) -> None:
         """Takes a part of the router's answer."""
         part = self._messages.part(response.token_ids, response.logprobs, response.usage.prompt_tokens)

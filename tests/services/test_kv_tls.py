@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from kaveri.config.settings import parse_config
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
 from kaveri.security.tls_files import TlsFiles
 from services.instance.config import DecodeConfig, PrefillConfig
 from tests.support.certificates import Authority
+from tests.support.settings import parse_config
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command to make certificates with")
 

@@ -78,6 +78,7 @@ class VllmEngine:
             kv_endpoints=(),
             # Heads that several ranks hold are pushed by one of them, and each rank marks its own pushes.
             can_replicate=layout.kv_head_count % layout.tensor_ranks == 0,
+            runs_ahead=True,
         )
         self._shared = Shared()
         put, wake = self._shared.outbox.put, self._shared.wake

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kaveri.config.settings import MAX_NAME_LENGTH, hidden, name_text, parse_config, present, setting, size_bytes
+from kaveri.config.settings import MAX_NAME_LENGTH, hidden, name_text, present, setting, size_bytes
 from kaveri.errors import ConfigError
+from tests.support.settings import parse_config
 
 
 class Order(enum.StrEnum):

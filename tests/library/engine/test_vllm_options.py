@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from kaveri.config.settings import parse_config
 from kaveri.engine.factory import build_engine, build_runner
 from kaveri.engine.settings import EngineSettings
 from kaveri.engine.vllm.loading import model_fingerprint
 from kaveri.engine.vllm.options import parse_engine_args
 from kaveri.errors import ConfigError
 from services.instance.config import DecodeConfig, PrefillConfig
+from tests.support.settings import parse_config
 
 WANTED = {"max_num_seqs": 64, "compilation_config": {"mode": 0}}
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from kaveri.config.settings import parse_config
 from kaveri.engine.factory import DEFAULT_CHUNK_TOKENS, build_engine
 from kaveri.errors import ConfigError
 from kaveri.latency.profile import Profile, write_profile
 from services.instance.config import DecodeConfig, PrefillConfig
 from tests.library.profiling.profile_double import make_profile
+from tests.support.settings import parse_config
 
 FAKE = ("--engine", "fake", "--kv-cache-memory", "1MiB")
 

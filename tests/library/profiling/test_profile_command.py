@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from kaveri.cli.profile import profile
 from kaveri.cli.services import PASS_ON
-from kaveri.config.settings import parse_config
 from kaveri.engine.factory import build_engine
 from kaveri.errors import ConfigError
 from kaveri.latency.fit import predict_decode_s, predict_prefill_s
@@ -23,6 +22,7 @@ from kaveri.latency.model import load_latency_model
 from kaveri.latency.profile import read_profile
 from kaveri.profiling.__main__ import main
 from services.instance.config import PrefillConfig
+from tests.support.settings import parse_config
 from tests.support.tiny_models import make_tiny_model
 
 QUICK = ("--quick", "true")

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineKey, EngineRequest
@@ -12,14 +14,17 @@ from services.prefill.requests import FirstTokenDrawn, PrefillRequest
 class Turns:
     """A request whose first token is drawn, and what happens to it, in order; the decode side takes it on."""
 
-    def __init__(self) -> None:
+    def __init__(self, runs_ahead: bool = False) -> None:
         self.happened: list[str] = []
-        self.adoption = Adoption("colocated-0", 1, self)  # type: ignore[arg-type]
+        self.adoption = Adoption("colocated-0", 1, self, runs_ahead)  # type: ignore[arg-type]
         sent = EngineRequest(EngineKey("a", 1), (1, 2), 0, ResolvedParams(max_tokens=2, seed=0))
         ownership = Ownership(Owner(0, 1), "router")
-        self.request = PrefillRequest(
-            ownership, sent, 1.0, lambda _, report: self.happened.append(type(report).__name__)
-        )
+        self.reported = asyncio.Event()
+        self.request = PrefillRequest(ownership, sent, 1.0, self.report)
+
+    def report(self, _: PrefillRequest, report: object) -> None:
+        self.happened.append(type(report).__name__)
+        self.reported.set()
 
     def adopt(self, *_: object) -> None:
         self.happened.append("adopted")
@@ -42,14 +47,27 @@ async def test_a_first_token_is_read_before_its_request_is_adopted() -> None:
     reader = asyncio.create_task(turns.read())
     await turns.pass_by()
     turns.draw()
-    await turns.pass_by()
+    await asyncio.wait_for(turns.reported.wait(), 60)
     await reader
     assert turns.happened == ["read", "adopted", "Adopted"]
 
 
-async def test_a_request_that_ends_behind_its_first_token_is_not_adopted() -> None:
-    turns = Turns()
+async def test_an_engine_that_runs_ahead_decodes_while_the_first_token_goes_to_its_client() -> None:
+    turns = Turns(runs_ahead=True)
+    turns.draw()
+    await turns.pass_by()
+    assert turns.happened == []
+    await asyncio.wait_for(turns.reported.wait(), 60)
+    assert turns.happened == ["adopted", "Adopted"]
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+async def test_a_request_that_ends_behind_its_first_token_is_not_adopted(runs_ahead: bool) -> None:
+    turns = Turns(runs_ahead)
     turns.draw()
     turns.adoption.end(turns.request)
-    await turns.pass_by()
+    assert not turns.adoption._begun
+    later = Turns(runs_ahead)
+    later.draw()
+    await asyncio.wait_for(later.reported.wait(), 60)
     assert turns.happened == []

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from kaveri.config.settings import parse_config
 from kaveri.errors import ConfigError
 from services.predictor.config import PredictorConfig
 from services.prefill import forecaster
+from tests.support.settings import parse_config
 
 
 def parsed(*flags: str) -> PredictorConfig:

@@ -140,7 +140,7 @@ async def test_a_client_is_sent_to_a_decode_instance_behind_the_whole_report(
     decode, wait_for_output = cluster.decodes["decode-0"], RequestEntry.wait_for_output
     decode.pause_at = 7
 
-    async def wait_for_tokens(entry: RequestEntry) -> None:
+    async def wait_for_tokens(entry: RequestEntry, *, or_begun: bool = False) -> None:
         await eventually(lambda: len(entry.answer.token_ids) >= 7)
         await wait_for_output(entry)
 

@@ -46,6 +46,23 @@ async def test_an_answer_arrives_whole_and_in_order(cluster: ScriptedCluster, to
     assert 0 < last.timing.router_s < last.timing.ttft_s <= last.timing.e2e_s
 
 
+async def test_a_client_gets_the_metadata_of_its_call_once_its_prompt_has_begun(cluster: ScriptedCluster) -> None:
+    for prefill in cluster.prefills.values():
+        prefill.hold |= {"started", "first_token"}
+    async with cluster.router() as router:
+        call = router.stub.Generate(ask(), timeout=60)
+        metadata = asyncio.create_task(call.initial_metadata())
+        await eventually(lambda: sum(prefill.open_requests for prefill in cluster.prefills.values()) == 1)
+        assert not metadata.done()
+        for prefill in cluster.prefills.values():
+            begun, prefill.release = prefill.release, asyncio.Event()
+            begun.set()
+        await asyncio.wait_for(metadata, 60)
+        assert sum(prefill.waiting_requests for prefill in cluster.prefills.values()) == 1
+        cluster.let_all_go()
+        assert tokens_of([await call.read(), *await rest_of(call)]) == answer(PROMPT, 20)
+
+
 async def test_the_first_token_does_not_wait_for_the_hand_over(cluster: ScriptedCluster) -> None:
     for prefill in cluster.prefills.values():
         prefill.hold.add("handed_over")
@@ -135,7 +152,8 @@ async def test_a_slow_reader_gets_a_long_answer_in_responses_of_a_bounded_size(
 ) -> None:
     limit = 4_000
     monkeypatch.setattr("kaveri.text.answer.MAX_OUTPUT_BYTES", limit)
-    cluster.decodes["decode-0"].pause_at = 3
+    decode = cluster.decodes["decode-0"]
+    decode.pause_at = 3
     async with cluster.router() as router:
         call = router.stub.Generate(ask(request_id="long", max_tokens=400, logprobs=5), timeout=20)
         responses = [await call.read()]
@@ -143,6 +161,7 @@ async def test_a_slow_reader_gets_a_long_answer_in_responses_of_a_bounded_size(
         # Everything else waits for the next read: the RPC's task stands still.
         taken = asyncio.Event()
         monkeypatch.setattr(entry, "wait_for_output", taken.wait)
+        await eventually(lambda: decode.is_paused)
         cluster.let_all_go()
         await eventually(lambda: entry.ended)
         taken.set()

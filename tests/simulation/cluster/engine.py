@@ -94,6 +94,7 @@ class SimulatedEngine:
             epoch=rng.getrandbits(63),
             kv_endpoints=(),
             can_replicate=True,
+            runs_ahead=True,
         )
         self._shared = Shared(on_stopped=self._end)
         self._outbox = self._shared.outbox

@@ -607,6 +607,9 @@ class _ServerCall:
         """None is sent."""
         return ()
 
+    async def send_initial_metadata(self, metadata: Sequence[Any]) -> None:
+        """Not needed: a simulated client waits for messages alone."""
+
     async def write(self, message: Any) -> None:
         """Sends a message; waits while the client reads too slowly."""
         data = self._handler.response_serializer(message)
