@@ -5,6 +5,7 @@ answer. Messages to the service: (calls carried out, number, result, error, Engi
 None: `result` holds packed events. KvFlow: None: about as before. It ends when the connection does.
 """
 
+import contextlib
 import gc
 import os
 import signal
@@ -133,6 +134,9 @@ def serve(connection: "Connection[Any, Any]") -> None:
 
 def main() -> None:
     """Serve the connection that the first argument names by its file descriptor."""
+    # Unlike the service that has started it; see run_service().
+    with contextlib.suppress(AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     try:
         serve(Connection(int(sys.argv[1])))
     except (EOFError, OSError):

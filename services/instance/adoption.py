@@ -15,7 +15,6 @@ class Adoption:
     """Hand-over of a request to the decode side of the same instance. For one event loop."""
 
     def __init__(self, instance_id: str, incarnation: int, decode: DecodeInstance, runs_ahead: bool) -> None:
-        """runs_ahead: see EngineInfo."""
         self._delay_s = _AFTER_FIRST_TOKEN_S if runs_ahead else 0.0
         self._instance_id = instance_id
         self._incarnation = incarnation

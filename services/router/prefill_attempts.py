@@ -227,7 +227,8 @@ class PrefillAttempts:
             case "started":
                 self._confirm(entry, attempt)
                 timing.prefill_queue_s = response.started.queue_s
-                entry.note_begun()
+                entry.has_begun = True
+                entry.wake()
             case "placed":
                 placed = response.placed
                 life = InstanceLife(placed.decode_instance_id, placed.decode_incarnation)

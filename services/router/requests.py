@@ -275,7 +275,7 @@ class RequestEntry:
         self._hint = self.owner_news = hint
         if self.accepted.secret:
             self._hint_changed(hint)
-        self._wake()
+        self.wake()
 
     def handle(self, event: Event, now_s: float) -> None:
         """Takes in what has happened. now_s: time.monotonic()."""
@@ -308,12 +308,12 @@ class RequestEntry:
             self._deadline.cancel()
             if self._grace is not None:
                 self._grace.cancel()
-        self._wake()
+        self.wake()
 
     def take_prompt_logprobs(self, first: int, entries: Sequence[Any]) -> None:
         """What prefill says of the prompt's tokens from position `first` on. A later attempt repeats it."""
         self.answer.append_prompt(first, entries)
-        self._wake()
+        self.wake()
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
@@ -341,7 +341,7 @@ class RequestEntry:
         """The decode instance of an attempt says whether the client reads the answer there."""
         if self.direct is not None:
             self.direct.note_read(attempt, is_read)
-            self._wake()
+            self.wake()
 
     def _end_owner_change(self) -> None:
         """Once there are tokens again, and it is known how the request went on."""
@@ -407,11 +407,6 @@ class RequestEntry:
         """Ends the timers and the attempt; the client's RPC is over."""
         self.fail(Unavailable("the request was released"))
 
-    def note_begun(self) -> None:
-        """Record that an instance has begun to compute the prompt."""
-        self.has_begun = True
-        self._wake()
-
     async def wait_for_output(self, *, or_begun: bool = False) -> None:
         """Return when there is something that the client does not get elsewhere, or the request has ended. One waiter
         at a time. or_begun: also once an instance has begun to compute the prompt."""
@@ -422,7 +417,8 @@ class RequestEntry:
             finally:
                 self._waiter = None
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Wake wait_for_output()."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

@@ -4,6 +4,7 @@ Requests live as those of InferenceService. Imported with --vllm-grpc only, for 
 """
 
 import asyncio
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ from kaveri.wire.messages import finish_from_proto
 from kaveri.wire.status import abort, error_of, status_of
 from services.router import metrics
 from services.router.relay import ServicerContext
-from services.router.server import GenerateProgress, InferenceServicer, RouterParts, new_request_id
+from services.router.server import GenerateProgress, InferenceServicer, RouterParts
 
 
 class _AnswerFailed(Exception):
@@ -141,7 +142,7 @@ class VllmEngineServicer:
 
     async def _answer_several(self, asked: VllmAsked, context: ServicerContext) -> None:
         """Raises _AnswerFailed when one of the answers cannot be given; the others are then cancelled."""
-        asked = replace(asked, request_id=asked.request_id or new_request_id())
+        asked = replace(asked, request_id=asked.request_id or secrets.token_hex(16))
         several = self._several[asked.request_id] = _SeveralAnswers(asked.n)
         turn = asyncio.Lock()
         try:
@@ -164,7 +165,7 @@ class VllmEngineServicer:
         turn: asyncio.Lock,
         context: ServicerContext,
     ) -> None:
-        progress = GenerateProgress(asked.name(asked.request_id or new_request_id(), index))
+        progress = GenerateProgress(asked.name(asked.request_id or secrets.token_hex(16), index))
         writer = _Writer(context, turn, asked, index, progress)
         if several.aborted:
             await writer.write_aborted()

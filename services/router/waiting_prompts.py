@@ -96,7 +96,6 @@ class WaitingPrompts:
                 return
             except aio.AioRpcError as error:
                 if error.code() not in _UNANSWERED:
-                    # An instance of a former version does not know the call. What it does not give back it computes.
                     return
             await asyncio.sleep(pause_s)
             pause_s *= 2

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -134,6 +135,22 @@ def test_the_end_of_the_process_stops_the_engine_and_fails_what_is_asked_of_it(p
     assert isinstance(engine.reserve(request, 1.0).exception(SOON_S), EngineError)
     engine.abort(request.key)
     engine.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="scheduling policies are Linux's")
+def test_the_process_of_an_engine_is_not_scheduled_as_a_service() -> None:
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        connection, started = own_process.start_process()
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    process: Any = started
+    give_up_s = time.monotonic() + SOON_S
+    with connection, process:
+        while os.sched_getscheduler(process.pid) != os.SCHED_OTHER:
+            assert time.monotonic() < give_up_s
+            time.sleep(0.01)
+        process.kill()
 
 
 def test_a_process_that_stands_still_is_ended_and_stops_the_engine(
