@@ -135,7 +135,7 @@ def end_wakes_no_client() -> Iterator[None]:
 
         return wake
 
-    with replaced(router_requests.RequestEntry, "_wake", make):
+    with replaced(router_requests.RequestEntry, "wake", make):
         yield
 
 
