@@ -300,11 +300,11 @@ class OwnProcessEngine:
         number: int | None,
         result: Any,
         error: BaseException | None,
-        stats: EngineStats,
+        stats: Sequence[Any],
         kv_flow: KvFlow | None,
     ) -> None:
         with self._lock:
-            self._stats, self._kv_flow = stats, kv_flow or self._kv_flow
+            self._stats, self._kv_flow = EngineStats(*stats), kv_flow or self._kv_flow
             while self._untaken and self._untaken[0][0] <= taken_count:
                 self._untaken.popleft()
         if number is not None:

@@ -97,7 +97,7 @@ class EngineServer:
             kv_flow = None
             if with_kv_flow:
                 kv_flow, self._flow_sent_s = self._engine.kv_flow(), time.monotonic()
-            send(self._connection, (taken_count, number, result, error, stats, kv_flow))
+            send(self._connection, (taken_count, number, result, error, tuple(stats), kv_flow))
 
 
 def _only_continues(event: EngineEvent) -> bool:

@@ -110,7 +110,6 @@ class RequestEntry:
         self.trace: RequestTrace | None = None
         """None: it is not traced."""
         self.has_begun = False
-        """True once an instance has begun to compute the prompt."""
         self.delay_noted = False
         """Whether the log says already that the request could not be placed at once."""
         self._hint = OwnerHint()

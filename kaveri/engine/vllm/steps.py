@@ -168,9 +168,11 @@ class Steps:
                     actions += self._requests.apply(entry.owner, BlocksTaken())
             for entry, token_count, computed, block_ids in advances:
                 self._shared.computed_tokens += token_count
-                if not entry.owner.done:
-                    if isinstance(entry.owner.state, Submitted | VllmPrefilling):
-                        chunks.append(_chunk(entry.owner, computed, block_ids))
+                state = entry.owner.state
+                if isinstance(state, Submitted | VllmPrefilling):
+                    chunks.append(_chunk(entry.owner, computed, block_ids))
+                # Most of those that decode have a block for their next token.
+                if not (isinstance(state, VllmEnded) or (isinstance(state, VllmRunning) and not state.promised)):
                     actions += self._requests.apply(entry.owner, Scheduled(len(block_ids)))
             for entry, _, block_count in placements:
                 if not entry.owner.done:
