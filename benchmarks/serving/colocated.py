@@ -57,7 +57,7 @@ KAVERI, SERVE = "Kaveri", "vllm serve"
 COUNTS = {"cpu": {1: 8, 8: 48, 16: 80}, "cuda": {1: 16, 8: 64, 16: 128, 64: 512}}
 """Requests of a closed loop, by its clients."""
 STARTS = {"cpu": 4, "cuda": 1}
-"""Times that both systems are started in each setting."""
+"""Number of starts of both systems in each setting."""
 PAIRS = {"cpu": 8, "cuda": 5}
 """Pairs of turns after each start."""
 QUICK_COUNTS = {"cpu": {1: 4, 8: 16, 16: 32}, "cuda": {1: 4, 8: 32, 16: 64, 64: 128}}

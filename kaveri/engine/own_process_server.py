@@ -1,8 +1,8 @@
-"""The process of an engine that own_process.py starts: builds the engine, carries out calls, sends its events.
+"""The process of an engine that own_process.py starts: carries out calls and sends events until the connection ends.
 
 Messages from the service: calls (number, method, arguments), to be carried out in order. number: None: without an
-answer. Messages to the service: (calls carried out, number, result, error, EngineStats, KvFlow). number: the call's;
-None: `result` holds packed events. KvFlow: None: about as before. It ends when the connection does.
+answer. Messages to the service: (calls carried out, number, result, error, stats, KvFlow). number: the call's; None:
+`result` holds packed events. stats: the fields of EngineStats. KvFlow: None: about as before.
 """
 
 import contextlib
@@ -134,7 +134,7 @@ def serve(connection: "Connection[Any, Any]") -> None:
 
 def main() -> None:
     """Serve the connection that the first argument names by its file descriptor."""
-    # Unlike the service that has started it; see run_service().
+    # The service that started this process runs under SCHED_BATCH (run_service()), which children inherit.
     with contextlib.suppress(AttributeError, OSError):
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     try:

@@ -203,7 +203,7 @@ class DecodeInstance:
         predicted_length: TokenRange | None = None,
         traceparent: str = "",
     ) -> None:
-        """Takes on a request that this engine has prefilled, and admits it if the admission policy allows.
+        """Take over a request that this engine has prefilled, and admit it if the admission policy allows.
 
         As reserve(), but there is nothing to reserve, and it is taken while draining too: it came in before.
         first_token: what prefill drew. Raises StaleAttempt, RequestAlreadyExists, and Unavailable when the engine has

@@ -121,14 +121,13 @@ def instance_host(
     def decodes_here() -> bool:
         return phases.is_ordered(Phase.DECODE)
 
+    adoption = Adoption(config.instance_id, incarnation, decode, engine.info.runs_ahead)
     prefill = PrefillRole(
         engine,
         PromptQueue[PrefillRequest](
             config.prefill_policy, config.chunk_tokens, config.max_queue, config.prefill_sched_batch
         ),
-        HereOrElsewhere(
-            Adoption(config.instance_id, incarnation, decode, engine.info.runs_ahead), decode_placer, decodes_here
-        ),
+        HereOrElsewhere(adoption, decode_placer, decodes_here),
         LengthForecaster.configured(config, store, metrics, rng),
         metrics,
         orphan_grace_s=config.orphan_grace_s,

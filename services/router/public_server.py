@@ -1,7 +1,6 @@
 """The router's port for clients with API keys: asks for a key, holds it to its limits, and keeps its requests apart."""
 
 import contextlib
-import secrets
 from collections.abc import AsyncIterator
 
 from kaveri.errors import InvalidArgument, KaveriError, Unauthenticated
@@ -13,7 +12,7 @@ from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES
 from kaveri.wire.status import abort, status_of
 from services.router import metrics
 from services.router.relay import ServicerContext
-from services.router.server import GenerateProgress, InferenceServicer
+from services.router.server import GenerateProgress, InferenceServicer, new_request_id
 
 
 class PublicServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -31,7 +30,7 @@ class PublicServicer(inference_pb2_grpc.InferenceServiceServicer):
         async with self._admitted(context, request.request_id) as caller:
             if request.request_id:
                 request.request_id = await _named(caller.key, request.request_id, context)
-            request_id = request.request_id or f"{caller.key.name}/{secrets.token_hex(16)}"
+            request_id = request.request_id or f"{caller.key.name}/{new_request_id()}"
             progress = GenerateProgress(request_id, caller.key.name)
             try:
                 await self._inner.generate(request, progress, context)

@@ -41,7 +41,7 @@ async def write_answer(
     is_first = True
     await entry.wait_for_output(or_begun=True)
     if not (entry.ended or answer.has_output):
-        # Not with the first token: a gRPC client asks for its first message once it has the metadata.
+        # Before the first token: a gRPC client starts to read messages only after it has received the metadata.
         await context.send_initial_metadata(())
     async with ReadLimit(slow_reader_s) as limit:
         while True:
@@ -74,7 +74,7 @@ async def write_answer(
                 entry.owner_news = None
             if entry.direct is not None:
                 response.first_character = part.first_character
-                # The report on the prompt is read here, all of it before the client reads elsewhere.
+                # The client gets the whole prompt report from the router before it reads at the decode instance.
                 if not part.prompt_logprobs:
                     _offer(entry, entry.direct, response, address_of)
                 response.interrupted = ended and isinstance(error, Interrupted)

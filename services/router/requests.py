@@ -110,6 +110,7 @@ class RequestEntry:
         self.trace: RequestTrace | None = None
         """None: it is not traced."""
         self.has_begun = False
+        """True once an instance has begun to compute the prompt."""
         self.delay_noted = False
         """Whether the log says already that the request could not be placed at once."""
         self._hint = OwnerHint()
@@ -407,8 +408,8 @@ class RequestEntry:
         self.fail(Unavailable("the request was released"))
 
     async def wait_for_output(self, *, or_begun: bool = False) -> None:
-        """Return when there is something that the client does not get elsewhere, or the request has ended. One waiter
-        at a time. or_begun: also once an instance has begun to compute the prompt."""
+        """Return when there is output that the client does not read at the decode instance, or the request has ended.
+        One waiter at a time. or_begun: also once an instance has begun to compute the prompt."""
         while not (self._is_due or (or_begun and self.has_begun)):
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -417,7 +418,7 @@ class RequestEntry:
                 self._waiter = None
 
     def wake(self) -> None:
-        """Wake wait_for_output()."""
+        """Make wait_for_output() check again."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

@@ -151,7 +151,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(  # type: ignore[override]  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: ServicerContext
     ) -> None:
-        await self.generate(request, GenerateProgress(request.request_id or secrets.token_hex(16)), context)
+        await self.generate(request, GenerateProgress(request.request_id or new_request_id()), context)
 
     async def generate(
         self, request: inference_pb2.GenerateRequest, progress: GenerateProgress, context: ServicerContext
@@ -445,6 +445,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 def _note_gone(progress: GenerateProgress) -> None:
     metrics.REQUESTS.labels(outcome="client_gone").inc()
     get_logger().info("request_abandoned", **progress.log_fields())
+
+
+def new_request_id() -> str:
+    """Return a random id for a request whose caller has given none."""
+    return secrets.token_hex(16)
 
 
 def _is_drawn(offered: OfferedRequest) -> bool:

@@ -358,6 +358,7 @@ class TokenFeeds:
                         subscription.fault = ""
                         self._find_silent()
                     self._reopening.forget(subscription)
+                    # An instance of a former version sends no beats.
                     beats = message.beat_s > 0
                     for tie in tuple(subscription.ties.values()):
                         self._attach_if_due(subscription, tie)

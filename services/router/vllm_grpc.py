@@ -4,7 +4,6 @@ Requests live as those of InferenceService. Imported with --vllm-grpc only, for 
 """
 
 import asyncio
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +39,7 @@ from kaveri.wire.messages import finish_from_proto
 from kaveri.wire.status import abort, error_of, status_of
 from services.router import metrics
 from services.router.relay import ServicerContext
-from services.router.server import GenerateProgress, InferenceServicer, RouterParts
+from services.router.server import GenerateProgress, InferenceServicer, RouterParts, new_request_id
 
 
 class _AnswerFailed(Exception):
@@ -142,7 +141,7 @@ class VllmEngineServicer:
 
     async def _answer_several(self, asked: VllmAsked, context: ServicerContext) -> None:
         """Raises _AnswerFailed when one of the answers cannot be given; the others are then cancelled."""
-        asked = replace(asked, request_id=asked.request_id or secrets.token_hex(16))
+        asked = replace(asked, request_id=asked.request_id or new_request_id())
         several = self._several[asked.request_id] = _SeveralAnswers(asked.n)
         turn = asyncio.Lock()
         try:
@@ -165,7 +164,7 @@ class VllmEngineServicer:
         turn: asyncio.Lock,
         context: ServicerContext,
     ) -> None:
-        progress = GenerateProgress(asked.name(asked.request_id or secrets.token_hex(16), index))
+        progress = GenerateProgress(asked.name(asked.request_id or new_request_id(), index))
         writer = _Writer(context, turn, asked, index, progress)
         if several.aborted:
             await writer.write_aborted()

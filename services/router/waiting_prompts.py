@@ -5,8 +5,9 @@ goes on there. The router asks until the instance has answered, or none of the a
 """
 
 import asyncio
+import contextlib
 
-from grpc import StatusCode, aio
+from grpc import aio
 
 from kaveri.domain.view import ClusterView, InstanceRecord, InstanceState, Phase
 from kaveri.rpc.channels import Channels
@@ -20,7 +21,6 @@ from services.router.token_feeds import ABORT_TIMEOUT_S
 _MOST_TRIES = 6
 _FIRST_PAUSE_S = 0.05
 """Between two tries. It doubles."""
-_UNANSWERED = (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED, StatusCode.CANCELLED)
 _MOST_AT_ONCE = 4096
 """Of one message: less than half of the largest, when every id is as long as it may be."""
 
@@ -90,13 +90,9 @@ class WaitingPrompts:
             if not names:
                 return
             message = prefill_pb2.GiveBackPrefillRequest(attempts=names)
-            try:
-                stub = self._channels.stub(PrefillServiceStub, address)
-                await stub.GiveBackPrefill(message, timeout=ABORT_TIMEOUT_S)
+            with contextlib.suppress(aio.AioRpcError):
+                await self._channels.stub(PrefillServiceStub, address).GiveBackPrefill(message, timeout=ABORT_TIMEOUT_S)
                 return
-            except aio.AioRpcError as error:
-                if error.code() not in _UNANSWERED:
-                    return
             await asyncio.sleep(pause_s)
             pause_s *= 2
         for attempt in attempts:

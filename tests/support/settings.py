@@ -1,4 +1,4 @@
-"""Settings of a service, read without their origins."""
+"""Parses settings of services in tests."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypeVar

@@ -171,7 +171,7 @@ class Steps:
                 state = entry.owner.state
                 if isinstance(state, Submitted | VllmPrefilling):
                     chunks.append(_chunk(entry.owner, computed, block_ids))
-                # Most of those that decode have a block for their next token.
+                # Scheduled changes nothing for a running request that has a block for its next token.
                 if not (isinstance(state, VllmEnded) or (isinstance(state, VllmRunning) and not state.promised)):
                     actions += self._requests.apply(entry.owner, Scheduled(len(block_ids)))
             for entry, _, block_count in placements:
