@@ -14,7 +14,7 @@ from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineInfo, EngineKey, EngineRequest
 from kaveri.engine.shared import Shared
 from kaveri.engine.vllm.connector_scheduler import SchedulerSide, transfer_params
-from kaveri.engine.vllm.life import BlocksAllocated, Drawn, JoinedAnew, KvArrived, Scheduled, Stepped
+from kaveri.engine.vllm.life import BlocksAllocated, Drawn, JoinedAnew, KvArrived, Scheduled
 from kaveri.engine.vllm.request import EntryComputing, VllmRequest
 from kaveri.engine.vllm.requests import Requests
 from kaveri.engine.vllm.steps import Steps
@@ -96,8 +96,7 @@ class _LeavingBench:
         assert request.entry is not None
         request.entry.state = EntryComputing()
         self.requests.apply(request, Scheduled(2))
-        self.requests.apply(request, Stepped(6))
-        self.requests.apply(request, Drawn(8, None, None))
+        self.requests.apply(request, Drawn(6, 8, None, None))
         assert self.requests.stop(request) is None
         return request
 

@@ -73,7 +73,7 @@ class Driver:
     def _sleep(self, stalled: bool) -> None:
         """Sleep until there is something to do. The caller holds the lock."""
         while not (self._shared.closing or self._shared.woken or self._steps.has_reports):
-            runnable = self._steps.runnable_count() > 0
+            runnable = self._steps.can_compute(self._steps.held())
             if runnable and not stalled:
                 return
             self._shared.sleep(_STALLED_S if runnable else None)

@@ -264,15 +264,16 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """The step that computed it has ended; the KV of this many tokens is in its blocks."""
+    """The step that computed it has ended without a token of it; the KV of `computed` tokens is in its blocks."""
 
     computed: int
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The step drew its next token. finish: the reason if it is the last."""
+    """The step that computed it has drawn its next token. finish: the reason if it is the last."""
 
+    computed: int
     token_id: int
     logprobs: Logprobs | None
     finish: FinishReason | None
@@ -349,12 +350,12 @@ def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     """Return the state after an event, and its actions, in order. An event that cannot happen is an AssertionError."""
     match event:
         # The frequent ones first: of each request in each step.
+        case Drawn():
+            return _drawn(state, event)
         case Scheduled():
             return _scheduled(state, event)
         case Stepped():
             return _stepped(state, event)
-        case Drawn():
-            return _drawn(state, event)
         case TransferOpened() | TransferEnded():
             return _with_transfer(state, event), ()
         case NoLongerNeeded() | VllmFailed() | BlocksTaken():
@@ -506,43 +507,34 @@ def _stepped(state: State, event: Stepped) -> tuple[State, tuple[Action, ...]]:
         case VllmPrefilling():
             progress = (PrefillProgress(facts.key, computed),) if computed < facts.prompt_tokens else ()
             return replace(state, computed=computed), progress
-        case VllmComputed() | Arrived() | Waiting():
-            return replace(state, computed=computed, promised=facts.next_block(computed)), ()
-        case VllmRunning():
-            return VllmRunning(
-                facts=facts, computed=computed, promised=facts.next_block(computed), index=state.index
-            ), ()
-        case Leaving():
+        case VllmComputed() | Arrived() | Waiting() | VllmRunning() | Leaving():
             return replace(state, computed=computed, promised=facts.next_block(computed)), ()
     raise _impossible(state, event)
 
 
 def _drawn(state: State, event: Drawn) -> tuple[State, tuple[Action, ...]]:
-    facts, token_id, finish = state.facts, event.token_id, event.finish
+    facts, computed, token_id, finish = state.facts, event.computed, event.token_id, event.finish
     match state:
+        case VllmRunning() | Leaving():
+            token = TokenStep(facts.key, state.index, token_id, event.logprobs, finish)
+            if finish is not None:
+                return VllmEnded(facts=facts), (token,)
+            promised, index = facts.next_block(computed), state.index + 1
+            return type(state)(facts=facts, computed=computed, promised=promised, index=index), (token,)
         case VllmPrefilling():
             open_id = state.open_id
             first = FirstToken(facts.key, token_id, event.logprobs, finish)
             if finish is not None:
                 abort = (AbortPush(open_id),) if open_id is not None else ()
                 return VllmEnded(facts=facts, open_id=open_id), (first, *abort)
-            computed = VllmComputed(facts=facts, computed=state.computed, open_id=open_id, first_token_id=token_id)
-            return computed, (first, PassFirstToken(facts.engine_id, token_id))
+            prompt = VllmComputed(facts=facts, computed=computed, open_id=open_id, first_token_id=token_id)
+            return prompt, (first, PassFirstToken(facts.engine_id, token_id))
         case VllmComputed() | Arrived() | Waiting():
             index = facts.generated_count + 1 + len(state.ahead)
             token = TokenStep(facts.key, index, token_id, event.logprobs, finish)
-            return replace(state, ahead=(*state.ahead, token)), ()
-        case VllmRunning():
-            token = TokenStep(facts.key, state.index, token_id, event.logprobs, finish)
-            if finish is not None:
-                return VllmEnded(facts=facts), (token,)
-            index = state.index + 1
-            return VllmRunning(facts=facts, computed=state.computed, promised=state.promised, index=index), (token,)
-        case Leaving():
-            token = TokenStep(facts.key, state.index, token_id, event.logprobs, finish)
-            if finish is not None:
-                return VllmEnded(facts=facts), (token,)
-            return replace(state, index=state.index + 1), (token,)
+            return replace(
+                state, computed=computed, promised=facts.next_block(computed), ahead=(*state.ahead, token)
+            ), ()
     raise _impossible(state, event)
 
 

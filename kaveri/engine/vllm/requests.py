@@ -45,6 +45,7 @@ from kaveri.errors import NoCapacity, RequestAlreadyExists
 from kaveri.kv.layout.layout import KvLayout
 
 _RETRY_AFTER_S = 0.1
+_FOR_CALLER = (TokenStep, AbortPush, PassFirstToken)
 _SERIALS = itertools.count()
 """Shared by all engines of the process, like vLLM's logits processors."""
 
@@ -117,9 +118,9 @@ class Requests:
         before = request.state
         request.state, actions = step(before, event)
         match event:
-            case Drawn(token_id):
+            case Drawn():
                 was_suspect = request.is_suspect
-                request.drawn.append(token_id)
+                request.drawn.append(event.token_id)
                 if was_suspect and not request.is_suspect:
                     # Another suspect may wait for its turn.
                     self._on_work()
@@ -131,7 +132,7 @@ class Requests:
             self._retire(request, before)
         rest: list[TokenStep | AbortPush | PassFirstToken] = []
         for action in actions:
-            if isinstance(action, TokenStep | AbortPush | PassFirstToken):
+            if isinstance(action, _FOR_CALLER):
                 rest.append(action)
             else:
                 self._put(action)
@@ -195,13 +196,12 @@ class Requests:
                 held.append(request)
         return held
 
-    def idle_count(self, max_batch: int) -> int:
-        """Return how many requests vLLM counts as unfinished but cannot compute: they wait for KV, or are held."""
-        awaiting = sum(
+    def awaiting_kv_count(self) -> int:
+        """Return how many requests wait for KV: vLLM counts them as unfinished, but cannot compute them."""
+        return sum(
             request.entry is not None and isinstance(request.entry.state, AwaitingKv)
             for request in (*self.decodes.values(), *self.ended)
         )
-        return awaiting + len(self.held(max_batch))
 
     def clear(self, total_blocks: int) -> None:
         """Forget all requests: vLLM has all blocks back and no transfer is open."""

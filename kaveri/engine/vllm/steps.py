@@ -9,7 +9,7 @@ from typing import Any
 
 from kaveri.domain.sampling import FinishReason
 from kaveri.engine.blame import StepMember
-from kaveri.engine.contract import EngineInfo, PromptLogprobs, StepTokens, TokenStep
+from kaveri.engine.contract import EngineInfo, StepTokens, TokenStep
 from kaveri.engine.shared import Shared
 from kaveri.engine.stepwise.runner import NOT_FINITE
 from kaveri.engine.stopping import finish_reason
@@ -92,9 +92,13 @@ class Steps:
         # The step under way.
         self._advances: Sequence[RequestAdvance] = ()
 
-    def runnable_count(self) -> int:
-        """Return the number of requests that the next step could compute something for. The caller holds the lock."""
-        return self._core.unfinished_count - self._requests.idle_count(self._max_batch)
+    def held(self) -> Sequence[VllmRequest]:
+        """Return the requests that the next step must leave out. The caller holds the lock."""
+        return self._requests.held(self._max_batch)
+
+    def can_compute(self, held: Sequence[VllmRequest]) -> bool:
+        """Return True if the next step could compute something without these. The caller holds the lock."""
+        return self._core.unfinished_count > self._requests.awaiting_kv_count() + len(held)
 
     @property
     def has_reports(self) -> bool:
@@ -114,13 +118,12 @@ class Steps:
         self._admit_waiting()
         reporting = self.has_reports
         with self._shared.lock:
-            runnable = self.runnable_count() > 0
-            held = {r.entry.record for r in self._requests.held(self._max_batch) if r.entry is not None}
+            held = self.held()
+            does_step = reporting or self.can_compute(held)
+            left_out = {each.entry.record for each in held if each.entry is not None}
             batch_count = self._requests.running_count()
-        outputs: Sequence[StepOutput] = ()
         self._advances = ()
-        if reporting or runnable:
-            outputs = self._core.step(batch_count, held)
+        outputs = self._core.step(batch_count, left_out) if does_step else ()
         advanced = bool(self._advances)
         with self._shared.lock:
             for request, block_ids in left:
@@ -326,24 +329,28 @@ class Steps:
         """Apply a step to the requests that it computed."""
         actions: _Actions = []
         apply = self._requests.apply
+        by_id = {output.engine_id: output for output in outputs}
         with self._shared.lock:
             for advance in self._advances:
                 request = advance.entry.owner
-                if not request.done:
-                    actions += apply(request, Stepped(advance.computed))
-                    if advance.block_ids and isinstance(request.state, VllmRunning | Leaving):
-                        block_tokens = request.state.facts.block_tokens
-                        request.whole_block_ids = tuple(advance.block_ids[: advance.computed // block_tokens])
-            for output in outputs:
-                found = self._requests.by_id.get(output.engine_id)
-                if found is not None and not isinstance(found.state, VllmEnded):
-                    outcome = self._outcome(found, output)
-                    if isinstance(found.state, VllmPrefilling) and isinstance(outcome, Drawn):
-                        for event in self._prompt_logprobs(found, output):
-                            self._shared.outbox.put(event)
-                    actions += apply(found, outcome)
-                    if output.finish_reason is not None and isinstance(outcome, Drawn) and outcome.finish is None:
-                        actions += apply(found, VllmFailed(_ended_by_vllm(output)))
+                output = by_id.pop(request.engine_id, None)
+                if request.done:
+                    continue
+                outcome = self._outcome(request, advance.computed, output)
+                is_first = isinstance(request.state, VllmPrefilling) and isinstance(outcome, Drawn)
+                if output is not None and is_first and request.request.scores_prompt:
+                    # vLLM reports the log-probabilities of the whole prompt with the first token.
+                    for event in prompt_logprobs_of(request.request, output.prompt_logprobs or ()):
+                        self._shared.outbox.put(event)
+                actions += apply(request, outcome)
+                if advance.block_ids and isinstance(request.state, VllmRunning | Leaving):
+                    block_tokens = request.state.facts.block_tokens
+                    request.whole_block_ids = tuple(advance.block_ids[: advance.computed // block_tokens])
+            # vLLM has ended the others without computing them.
+            for engine_id, output in by_id.items():
+                found = self._requests.by_id.get(engine_id)
+                if found is not None and not found.done:
+                    actions += apply(found, VllmFailed(_ended_by_vllm(output)))
             for request in self._requests.decodes.values():
                 if isinstance(request.state, Joining) and _is_queued(request):
                     # Others must not take what it waits for.
@@ -361,8 +368,10 @@ class Steps:
         if tokens:
             self._shared.outbox.put(StepTokens(tokens))
 
-    def _outcome(self, request: VllmRequest, output: StepOutput) -> Drawn | VllmFailed:
-        """Return the result of the step for a request."""
+    def _outcome(self, request: VllmRequest, computed: int, output: StepOutput | None) -> Stepped | Drawn | VllmFailed:
+        """Return the result of the step for a request. computed: the tokens whose KV it has now."""
+        if output is None:
+            return Stepped(computed)
         if not output.token_ids:
             return VllmFailed(_ended_by_vllm(output))
         if (raised := RAISED_DRAWS.pop(request.engine_id, None)) is not None:
@@ -372,20 +381,17 @@ class Steps:
         token_id = output.token_ids[0]
         position = output.logprobs[0] if output.logprobs else None
         logprobs = logprobs_of(position, token_id, request.request.params.logprobs)
-        return Drawn(token_id, logprobs, self._finish(request, token_id))
-
-    def _prompt_logprobs(self, request: VllmRequest, output: StepOutput) -> Sequence[PromptLogprobs]:
-        """Return the log-probabilities of the prompt; vLLM reports all of them with the first token."""
-        if not request.request.scores_prompt:
-            return ()
-        return prompt_logprobs_of(request.request, output.prompt_logprobs or ())
+        finish = self._finish(request, token_id)
+        if finish is None and output.finish_reason is not None:
+            return VllmFailed(_ended_by_vllm(output))
+        return Drawn(computed, token_id, logprobs, finish)
 
     def _finish(self, request: VllmRequest, token_id: int) -> FinishReason | None:
         """Return why the request ends with this token, its next; None if it continues."""
-        index = request.request.generated_count + len(request.drawn)
+        params, index = request.request.params, request.draw_index
         context_tokens = request.prompt_tokens + len(request.drawn) + 1
         eos_token_ids, max_model_len = self._info.eos_token_ids, self._info.max_model_len
-        return finish_reason(request.request.params, eos_token_ids, token_id, index, context_tokens, max_model_len)
+        return finish_reason(params, eos_token_ids, token_id, index, context_tokens, max_model_len)
 
     def _call_ranks(self, actions: Iterable[TokenStep | AbortPush | PassFirstToken]) -> None:
         for action in actions:

@@ -82,7 +82,7 @@ _EVENTS: dict[type[Any], Event] = {
         BlocksAllocated(1),
         Scheduled(1),
         Stepped(1),
-        Drawn(1, None, None),
+        Drawn(1, 1, None, None),
         LeftOut(),
         BlocksTaken(),
         BlocksGivenUp(),
@@ -158,7 +158,12 @@ class VllmLife(RuleBasedStateMachine):
             case Stepped():
                 event = Stepped(self.state.computed + data.draw(st.integers(1, 5)))
             case Drawn():
-                event = Drawn(5, None, data.draw(st.sampled_from([None, FinishReason.STOP])))
+                event = Drawn(
+                    self.state.computed + data.draw(st.integers(1, 5)),
+                    5,
+                    None,
+                    data.draw(st.sampled_from([None, FinishReason.STOP])),
+                )
         before = self.state
         self.state, actions = step(before, event)
         self.check(before, event, list(actions))
@@ -179,10 +184,10 @@ class VllmLife(RuleBasedStateMachine):
             case Joined() | JoinedAnew():
                 assert isinstance(before, Waiting)
                 expected = list(before.ahead)
-            case Drawn(token_id, logprobs, finish) if is_computing:
+            case Drawn(_, token_id, logprobs, finish) if is_computing:
                 rest = [PassFirstToken("kaveri-1", token_id)] if finish is None else abort
                 expected = [FirstToken(key, token_id, logprobs, finish), *rest]
-            case Drawn(token_id, logprobs, finish) if not isinstance(before, VllmComputed | Arrived | Waiting):
+            case Drawn(_, token_id, logprobs, finish) if not isinstance(before, VllmComputed | Arrived | Waiting):
                 index = sum(isinstance(each, TokenStep) for each in self.told)
                 expected = [TokenStep(key, _GENERATED + 1 + index, token_id, logprobs, finish)]
             case BlocksGivenUp():
@@ -262,7 +267,7 @@ def test_nothing_becomes_of_a_request_whose_transfer_is_open(event: Event) -> No
             step(state, event)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("event", [Drawn(5, None, FinishReason.STOP), VllmFailed("why"), BlocksTaken()])
+@pytest.mark.parametrize("event", [Drawn(6, 5, None, FinishReason.STOP), VllmFailed("why"), BlocksTaken()])
 def test_a_prompt_that_ends_by_itself_ends_its_push(event: Event) -> None:
     ended, actions = step(replace(_example(VllmPrefilling), open_id=b"x"), event)  # type: ignore[type-var, call-arg]
     assert AbortPush(b"x") in actions
@@ -272,10 +277,10 @@ def test_a_prompt_that_ends_by_itself_ends_its_push(event: Event) -> None:
 
 def test_a_preempted_answer_goes_on_with_its_next_token() -> None:
     state: State = _example(VllmRunning)
-    state, (first,) = step(state, Drawn(5, None, None))
+    state, (first,) = step(state, Drawn(7, 5, None, None))
     state, _ = step(state, BlocksTaken())
     state, _ = step(state, Scheduled(0))
-    _, (second,) = step(state, Drawn(6, None, None))
+    _, (second,) = step(state, Drawn(8, 6, None, None))
     assert isinstance(first, TokenStep)
     assert isinstance(second, TokenStep)
     assert (first.index, second.index) == (1, 2)

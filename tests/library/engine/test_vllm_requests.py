@@ -52,6 +52,11 @@ class _Table(Requests):
         self.apply(request, Scheduled(block_count))
         self.apply(request, Stepped(computed))
 
+    def draw(self, request: VllmRequest, computed: int, block_count: int = 0) -> list[Any]:
+        """A step that draws; returns what the caller of apply() is left with."""
+        self.apply(request, Scheduled(block_count))
+        return list(self.apply(request, Drawn(computed, 7, None, None)))
+
 
 def _request(name: str, prompt_tokens: int) -> EngineRequest:
     return EngineRequest(EngineKey(name, 1), (0,) * prompt_tokens, 0, ResolvedParams(max_tokens=5, seed=0))
@@ -96,8 +101,7 @@ def test_an_adopted_prompt_keeps_room_for_its_next_token() -> None:
     table = _Table(10)
     for name, prompt_tokens, claimed in (("full", 8, 1), ("part full", 7, 0)):
         request = table.open_prefill(_request(name, prompt_tokens))
-        table.step(request, prompt_tokens, block_count=2)
-        table.apply(request, Drawn(7, None, None))
+        table.draw(request, prompt_tokens, block_count=2)
         assert table.free_blocks == 10
         table.adopt(request.key)
         assert table.free_blocks == 10 - claimed
@@ -110,8 +114,7 @@ def _computed(table: _Table, name: str, *, stays: bool) -> VllmRequest:
     request = table.open_prefill(replace(_request(name, 8), stays=stays))
     record: Any = object()
     request.entry = Entry(request, f"vllm-{name}", record, EntryComputing())
-    table.step(request, 8, block_count=2)
-    table.apply(request, Drawn(7, None, None))
+    table.draw(request, 8, block_count=2)
     return request
 
 
@@ -129,8 +132,7 @@ def test_a_prompt_draws_ahead_while_it_stays_and_batch_and_blocks_have_room() ->
         assert table.held(2) == held
     for index in range(MAX_AHEAD):
         assert table.held(2) == [other]
-        table.step(staying, 9 + index)
-        assert table.apply(staying, Drawn(7, None, None)) == []
+        assert table.draw(staying, 9 + index) == []
     assert table.held(2) == [staying, other], "it runs ahead without end"
     table.adopt(staying.key)
     table.admit(staying.key)
@@ -213,8 +215,7 @@ def test_vllm_is_given_one_suspect_at_a_time() -> None:
     table.apply(third, KvArrived(7))
     table.admit(third.key)
     assert table.fill_batch(8) == []
-    table.step(first, 3, block_count=1)
-    table.apply(first, Drawn(7, None, None))
+    table.draw(first, 3, block_count=1)
     assert table.take_added() == [second]
     assert table.fill_batch(8) == []
     table.end(second)
