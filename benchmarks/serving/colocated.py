@@ -4,10 +4,10 @@ One client process sends all requests and records the arrival of each token: Kav
 over HTTP. Both systems are started. While one is measured it has both cores: the processes of the other are suspended
 (SIGSTOP). Each engine computes with one thread. The systems take turns of about ten seconds, also in which begins,
 because this kind of machine changes its speed by a tenth from minute to minute. They are started again every eight
-pairs of turns, because medians differ from start to start. A ratio is the median over pairs. The same on both sides:
-vLLM and its checkpoint in float32, chunks of 512 tokens, 64 requests in a batch, KV blocks of 128 tokens (vLLM's
-default on CPUs), no compiling, greedy answers past the end-of-sequence token, and prompts that have no common
-beginnings.
+pairs of turns, because ratios differ from start to start. A ratio is a mean over pairs: of its logarithms, without the
+fifth at either end, because a turn now and then meets another load of the host. The same on both sides: vLLM and its
+checkpoint in float32, chunks of 512 tokens, 64 requests in a batch, KV blocks of 128 tokens (vLLM's default on CPUs),
+no compiling, greedy answers past the end-of-sequence token, and prompts that have no common beginnings.
 
 Closed loop: 1, 8 and 16 clients, answers of 32 to 96 tokens. With answers of one length all clients would ask at the
 same moment again and again, for four steps of prompts at once, and the median TTFT would jump from step to step.
@@ -43,7 +43,6 @@ from benchmarks.serving.end_to_end_vllm import (
     add_rows,
     ask_one,
     closed_loop,
-    paired,
     random_prompt,
 )
 from benchmarks.support.engine_process import has_vllm
@@ -83,6 +82,8 @@ WARM_UP = 16
 STREAM_TOKENS = {"cpu": 300, "cuda": 500}
 """Tokens of each answer that is decoded beside long prompts."""
 _DEADLINE_S = 300.0
+_TRIMMED = 0.2
+"""Part of the pairs, at either end, that a ratio leaves out."""
 _WAKE_TRIES, _WAKE_RETRY_S = 20, 1.0
 _LOOP_FIGURES = {"output tokens/s": "tokens/s", "TTFT p50": "ms", "TPOT mean": "ms", "worst gap": "ms"}
 _STREAM_FIGURES = {
@@ -296,10 +297,28 @@ def _add_ratios(report: Report, rounds: Mapping[str, list[dict[str, float]]], at
     """More is better in every ratio with a target: times are those of `vllm serve` over Kaveri's."""
     for name in names:
         kind, asked = next((kind, asked) for kind, asked in ASKED.items() if kind in name)
-        ratio = paired(rounds[KAVERI], rounds[SERVE], name)
+        ratios = [ours[name] / theirs[name] for ours, theirs in zip(rounds[KAVERI], rounds[SERVE], strict=True)]
+        report.row(f"{name}, pair by pair", ratios, f"of {SERVE}'s", setting=at)
+        ratio, error = trimmed_mean(ratios)
+        if error is not None:
+            report.row("standard error of the ratio", [error], f"of {SERVE}'s", setting=at)
         report.ratio(f"{name}, Kaveri / vllm serve, {at}", ratio, asked if kind == "tokens/s" else None)
         if kind != "tokens/s":
             report.ratio(f"asked for ({asked:g} times) / {name}, {at}", asked / ratio, 1.0)
+
+
+def trimmed_mean(ratios: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean of some ratios, by their logarithms and without _TRIMMED of them at either end, and its standard
+    error (Tukey and McLaughlin 1963: from the winsorized variance); None: of a single ratio."""
+    logs = np.sort(np.log(ratios))
+    count = len(logs)
+    cut = int(_TRIMMED * count)
+    kept = logs[cut : count - cut]
+    mean = float(np.exp(kept.mean()))
+    if count < 2:
+        return mean, None
+    winsorized = np.clip(logs, kept[0], kept[-1])
+    return mean, mean * float(winsorized.std(ddof=1)) / ((1 - 2 * _TRIMMED) * count**0.5)
 
 
 def _prompt(rng: random.Random, tokens: int) -> list[int]:
