@@ -4,10 +4,10 @@ One client process sends all requests and records the arrival of each token: Kav
 over HTTP. Both systems are started. While one is measured it has both cores: the processes of the other are suspended
 (SIGSTOP). Each engine computes with one thread. The systems take turns of about ten seconds, also in which begins,
 because this kind of machine changes its speed by a tenth from minute to minute. They are started again every eight
-pairs of turns, because ratios differ from start to start. A ratio is a mean over pairs: of its logarithms, without the
-fifth at either end, because a turn now and then meets another load of the host. The same on both sides: vLLM and its
-checkpoint in float32, chunks of 512 tokens, 64 requests in a batch, KV blocks of 128 tokens (vLLM's default on CPUs),
-no compiling, greedy answers past the end-of-sequence token, and prompts that have no common beginnings.
+pairs of turns, because ratios differ from start to start. A ratio is the geometric mean over pairs, a fifth of them
+trimmed at each end, because some turns meet another load of the host. The same on both sides: vLLM and its checkpoint
+in float32, chunks of 512 tokens, 64 requests in a batch, KV blocks of 128 tokens (vLLM's default on CPUs), no
+compiling, greedy answers past the end-of-sequence token, and prompts that have no common beginnings.
 
 Closed loop: 1, 8 and 16 clients, answers of 32 to 96 tokens. With answers of one length all clients would ask at the
 same moment again and again, for four steps of prompts at once, and the median TTFT would jump from step to step.
@@ -76,9 +76,9 @@ STREAM_PROMPT_TOKENS = 32
 LONG_PROMPT_TOKENS = 1900
 LONG_ANSWER_TOKENS = 4
 LONG_EVERY_S = 1.0
-"""Least time between two long prompts."""
+"""Shortest interval between long prompts."""
 LONG_LOAD = 0.5
-"""Most of the time that they may take of `vllm serve` alone, which is measured after each start."""
+"""Largest share of the time of `vllm serve` that long prompts take; measured after each start."""
 LONGS_ALONE = 5
 VOCAB_SIZE = 1500
 CORES = 2
@@ -88,7 +88,7 @@ STREAM_TOKENS = {"cpu": 300, "cuda": 500}
 """Tokens of each answer that is decoded beside long prompts."""
 _DEADLINE_S = 300.0
 _TRIMMED = 0.2
-"""Part of the pairs, at either end, that a ratio leaves out."""
+"""Fraction of the pairs that is trimmed at each end."""
 _WAKE_TRIES, _WAKE_RETRY_S = 20, 1.0
 _LOOP_FIGURES = {"output tokens/s": "tokens/s", "TTFT p50": "ms", "TPOT mean": "ms", "worst gap": "ms"}
 _STREAM_FIGURES = {
@@ -185,7 +185,7 @@ async def loop_round(
 
 
 async def long_interval_s(ask: Ask) -> float:
-    """Return the time between two long prompts, from their median time to first token alone."""
+    """Return the interval between long prompts in seconds, from the median TTFT of LONGS_ALONE sent one by one."""
     rng = random.Random(0)
     alone = [await ask_one(ask, _prompt(rng, LONG_PROMPT_TOKENS), LONG_ANSWER_TOKENS) for _ in range(LONGS_ALONE)]
     return max(LONG_EVERY_S, statistics.median(each.ttft_s for each in alone) / LONG_LOAD)
@@ -328,8 +328,9 @@ def _add_ratios(report: Report, rounds: Mapping[str, list[dict[str, float]]], at
 
 
 def trimmed_mean(ratios: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean of some ratios, by their logarithms and without _TRIMMED of them at either end, and its standard
-    error (Tukey and McLaughlin 1963: from the winsorized variance); None: of a single ratio."""
+    """Return the trimmed geometric mean of ratios and its standard error; the error of a single ratio is None.
+
+    The error comes from the winsorized variance of the logarithms (Tukey and McLaughlin 1963)."""
     logs = np.sort(np.log(ratios))
     count = len(logs)
     cut = int(_TRIMMED * count)

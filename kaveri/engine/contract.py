@@ -95,7 +95,7 @@ class EngineInfo:
     can_replicate: bool = False
     """True if replicate() works."""
     runs_ahead: bool = False
-    """True if a few tokens of a request that stays are decoded before adopt() and admit()."""
+    """True if the engine decodes a few tokens of a request that stays before adopt() and admit()."""
 
     def require_servable(self, request: EngineRequest) -> None:
         """Raise InvalidArgument for a request that this engine can never serve."""

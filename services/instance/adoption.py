@@ -8,7 +8,7 @@ from services.decode.instance import DecodeInstance
 from services.prefill.requests import Adopted, HandOverFailed, PrefillRequest, RoomReserved
 
 _AFTER_FIRST_TOKEN_S = 0.002
-"""Delay of the hand-over on engines that run ahead: about the time that a first token takes to its client."""
+"""Delay of the hand-over on engines that run ahead; about the time until a first token reaches its client."""
 
 
 class Adoption:

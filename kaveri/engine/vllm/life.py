@@ -264,14 +264,14 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """The step that computed it has ended without a token of it; the KV of `computed` tokens is in its blocks."""
+    """A step computed the request and drew no token. computed: tokens whose KV is in its blocks now."""
 
     computed: int
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The step that computed it has drawn its next token. finish: the reason if it is the last."""
+    """A step computed the request and drew its next token. finish: the reason if it is the last."""
 
     computed: int
     token_id: int

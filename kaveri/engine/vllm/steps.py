@@ -93,11 +93,11 @@ class Steps:
         self._advances: Sequence[RequestAdvance] = ()
 
     def held(self) -> Sequence[VllmRequest]:
-        """Return the requests that the next step must leave out. The caller holds the lock."""
+        """Return the requests that must not be part of the next step. The caller holds the lock."""
         return self._requests.held(self._max_batch)
 
     def can_compute(self, held: Sequence[VllmRequest]) -> bool:
-        """Return True if the next step could compute something without these. The caller holds the lock."""
+        """Return True if vLLM can compute any request other than these. The caller holds the lock."""
         return self._core.unfinished_count > self._requests.awaiting_kv_count() + len(held)
 
     @property

@@ -53,7 +53,7 @@ class _Table(Requests):
         self.apply(request, Stepped(computed))
 
     def draw(self, request: VllmRequest, computed: int, block_count: int = 0) -> list[Any]:
-        """A step that draws; returns what the caller of apply() is left with."""
+        """Run a step that draws a token. Returns the actions left to the caller of apply()."""
         self.apply(request, Scheduled(block_count))
         return list(self.apply(request, Drawn(computed, 7, None, None)))
 
