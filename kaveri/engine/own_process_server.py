@@ -134,7 +134,7 @@ def serve(connection: "Connection[Any, Any]") -> None:
 
 def main() -> None:
     """Serve the connection that the first argument names by its file descriptor."""
-    # The service that started this process runs under SCHED_BATCH (run_service()), which children inherit.
+    # The instance that started this process runs under SCHED_BATCH (load_engine()), which children inherit.
     with contextlib.suppress(AttributeError, OSError):
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     try:

@@ -1,6 +1,8 @@
 """Settings of every engine instance, and the engine built from them."""
 
 import asyncio
+import contextlib
+import os
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 _FLAG_OF_SETTING = {"kv_advertise_host": "advertise_host"}
 
 _PATH_STARTS = ("/", "./", "../", "~")
+
+_IN_OWN_PROCESS = ("vllm",)
+"""Engines that compute in a process of their own, beside the instance's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +106,10 @@ async def load_engine(settings: EngineSettings, stopping: asyncio.Event) -> "Bui
 
     Returns None if `stopping` was set first. The thread is then abandoned, and ends with the process.
     """
+    if settings.engine in _IN_OWN_PROCESS:
+        # The messages of a step wake this process, which must not interrupt the next step on the same core.
+        with contextlib.suppress(AttributeError, OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     built: Future[BuiltEngine] = Future()
     building = asyncio.wrap_future(built)
     threading.Thread(target=_build_on_thread, args=(settings, built), name="load", daemon=True).start()
@@ -143,7 +152,7 @@ def _build_engine(settings: EngineSettings) -> "BuiltEngine":
         # Checked before torch is imported, which takes seconds.
         raise ConfigError("model", f"{model} is no folder")
     # Import here: --help and `kaveri config show` need only the settings.
-    if settings.engine == "vllm":
+    if settings.engine in _IN_OWN_PROCESS:
         from kaveri.engine.own_process import OwnProcessEngine
 
         return OwnProcessEngine(settings)

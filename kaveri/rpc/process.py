@@ -1,7 +1,6 @@
 """Process scaffolding of every service: flags, logs, signals, event loop, exit status."""
 
 import asyncio
-import contextlib
 import dataclasses
 import gc
 import os
@@ -159,9 +158,6 @@ def run_service(
         configure_logs(role, config.instance_id, config.log_level)
         configure_tracing(role, config.instance_id)
         before_ready(_spare_what_is_loaded)
-        # Messages that wake this process must not interrupt the step of an engine on the same core.
-        with contextlib.suppress(AttributeError, OSError):
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         if read.service_links:
             get_logger().warning(
                 "service_links_ignored", variables=", ".join(read.service_links), advice=SERVICE_LINKS_ADVICE

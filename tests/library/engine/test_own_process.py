@@ -138,7 +138,7 @@ def test_the_end_of_the_process_stops_the_engine_and_fails_what_is_asked_of_it(p
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="scheduling policies are Linux's")
-def test_the_process_of_an_engine_is_not_scheduled_as_a_service() -> None:
+def test_the_process_of_an_engine_is_not_scheduled_as_the_instance_that_started_it() -> None:
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     try:
         connection, started = own_process.start_process()

@@ -1,11 +1,13 @@
 """Loading an engine can take minutes; a stopping process does not wait for it."""
 
 import asyncio
+import os
 import threading
+from unittest import mock
 
 import pytest
 
-from kaveri.engine import factory
+from kaveri.engine import factory, own_process
 from kaveri.engine.settings import EngineSettings
 from kaveri.errors import ConfigError
 from kaveri.hosting.config import load_engine
@@ -17,6 +19,22 @@ async def test_an_engine_that_is_loaded_is_returned() -> None:
     engine = await load_engine(FAKE, asyncio.Event())
     assert engine is not None
     engine.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="scheduling policies are Linux's")
+@pytest.mark.parametrize(("engine", "is_batch"), [("vllm", True), ("fake", False)])
+async def test_an_instance_that_wakes_does_not_interrupt_the_process_of_its_engine(
+    engine: str, is_batch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_process, "OwnProcessEngine", mock.Mock())
+    usual = os.sched_getscheduler(0)
+    try:
+        loaded = await load_engine(EngineSettings(engine=engine, kv_cache_memory=2**20), asyncio.Event())
+        assert os.sched_getscheduler(0) == (os.SCHED_BATCH if is_batch else usual)
+    finally:
+        os.sched_setscheduler(0, usual, os.sched_param(0))
+    assert loaded is not None
+    loaded.close()
 
 
 async def test_stopping_while_it_loads_ends_the_wait_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,13 +116,6 @@ def test_the_first_signal_drains(signal_number: signal.Signals) -> None:
     assert json.loads(line)["event"] == "service_stopping"
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="scheduling policies are Linux's")
-def test_a_service_that_wakes_does_not_interrupt_an_engine() -> None:
-    with service("--act", "drain") as process:
-        assert said(process).startswith("serving")
-        assert os.sched_getscheduler(process.pid) == os.SCHED_BATCH
-
-
 def test_garbage_collection_looks_only_at_objects_that_came_after_the_process_was_ready() -> None:
     with service("--act", "count what is spared") as process:
         assert said(process).startswith("serving")
