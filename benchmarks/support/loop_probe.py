@@ -1,7 +1,7 @@
 """Watches processes from outside: how long their event loops stand still, and how much memory they take at most.
 
-A loop is asked for /livez of its metrics port, every few milliseconds. The longest answer is the longest stall, with
-what the machine's other work adds to it. Linux only.
+A loop is asked for /livez of its metrics port, every few milliseconds. An answer takes as long as the loop stands
+still, and as long as its thread waits for a core that other processes use, which Linux counts. Linux only.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import uvloop
 
@@ -23,27 +23,44 @@ _RESET_PEAK = "5"
 _STATUS_KIB = re.compile(r"^(VmHWM|VmRSS):\s+(\d+) kB", re.MULTILINE)
 
 
+class Loop(NamedTuple):
+    """An event loop, on the main thread of a process."""
+
+    pid: int
+    port: int
+    """Of its metrics, on loopback."""
+
+
+class Stalls(NamedTuple):
+    """The longest since begin(), in seconds."""
+
+    blocked_s: float = 0.0
+    """Without the time in which the loop's thread waited for a core."""
+    answer_s: float = 0.0
+    """Of an answer as a whole."""
+
+
 class LoopProbe:
     """A process that probes loops while its context lasts."""
 
-    def __init__(self, ports: Mapping[str, int]) -> None:
-        """ports: of the metrics of each process, by its name, on loopback."""
+    def __init__(self, loops: Mapping[str, Loop]) -> None:
+        """loops: by name."""
         context = multiprocessing.get_context("spawn")
         self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=_probe, args=(dict(ports), theirs), daemon=True)
+        self._process = context.Process(target=_probe, args=(dict(loops), theirs), daemon=True)
 
     async def begin(self) -> None:
         """Forgets what was measured before."""
         await asyncio.to_thread(self._ask, "begin")
 
-    async def longest_s(self) -> dict[str, float]:
-        """The slowest answer of each process since begin()."""
+    async def longest(self) -> dict[str, Stalls]:
+        """Those of each loop since begin()."""
         return await asyncio.to_thread(self._ask, "read")
 
-    def _ask(self, what: str) -> dict[str, float]:
+    def _ask(self, what: str) -> dict[str, Stalls]:
         self._ours.send(what)
         assert self._ours.poll(_READ_S), "the probe does not answer"
-        found: dict[str, float] = self._ours.recv()
+        found: dict[str, Stalls] = self._ours.recv()
         return found
 
     def __enter__(self) -> Self:
@@ -77,33 +94,56 @@ def _of_status(pid: int) -> dict[str, int]:
     return {name: 1024 * int(kib) for name, kib in found}
 
 
-def _probe(ports: dict[str, int], asked: "Connection[object, str]") -> None:
-    uvloop.run(_probe_all(ports, asked))
+def _waited_for_core_s(pid: int) -> float:
+    """Time in which the main thread could have run and no core was free: the second figure of schedstat."""
+    return 1e-9 * int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1])
 
 
-async def _probe_all(ports: dict[str, int], asked: "Connection[object, str]") -> None:
-    longest_s = dict.fromkeys(ports, 0.0)
-    waiting_s: dict[str, float] = {}
-    loop = asyncio.get_running_loop()
+class _Asked(NamedTuple):
+    """A question that a loop has not answered."""
+
+    at_s: float
+    waited_s: float
+
+    @classmethod
+    def now(cls, loop: Loop) -> Self:
+        return cls(time.monotonic(), _waited_for_core_s(loop.pid))
+
+    def stalls(self, loop: Loop, longest: Stalls) -> Stalls:
+        """The longest so far, with this one."""
+        answer_s = time.monotonic() - self.at_s
+        blocked_s = answer_s - (_waited_for_core_s(loop.pid) - self.waited_s)
+        return Stalls(max(longest.blocked_s, blocked_s), max(longest.answer_s, answer_s))
+
+
+def _probe(loops: dict[str, Loop], asked: "Connection[object, str]") -> None:
+    uvloop.run(_probe_all(loops, asked))
+
+
+async def _probe_all(loops: dict[str, Loop], asked: "Connection[object, str]") -> None:
+    longest = dict.fromkeys(loops, Stalls())
+    waiting: dict[str, _Asked] = {}
 
     def answer() -> None:
         if asked.recv() == "begin":
-            longest_s.update(dict.fromkeys(ports, 0.0))
-            waiting_s.update(dict.fromkeys(waiting_s, time.monotonic()))
-        now_s = time.monotonic()
-        asked.send({name: max(most, now_s - waiting_s.get(name, now_s)) for name, most in longest_s.items()})
+            longest.update(dict.fromkeys(loops, Stalls()))
+            waiting.update({name: _Asked.now(loops[name]) for name in waiting})
+        for name, question in waiting.items():
+            longest[name] = question.stalls(loops[name], longest[name])
+        asked.send(longest)
 
-    async def ask(name: str, port: int) -> None:
+    async def ask(name: str, loop: Loop) -> None:
         while True:
-            waiting_s[name] = time.monotonic()
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            # Accepting it takes turns of the loop of its own.
+            reader, writer = await asyncio.open_connection("127.0.0.1", loop.port)
+            await asyncio.sleep(_PAUSE_S)
+            waiting[name] = _Asked.now(loop)
             writer.write(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
             await reader.read()
-            longest_s[name] = max(longest_s[name], time.monotonic() - waiting_s.pop(name))
+            longest[name] = waiting.pop(name).stalls(loop, longest[name])
             writer.close()
-            await asyncio.sleep(_PAUSE_S)
 
-    loop.add_reader(asked.fileno(), answer)
+    asyncio.get_running_loop().add_reader(asked.fileno(), answer)
     async with asyncio.TaskGroup() as group:
-        for name, port in ports.items():
-            group.create_task(ask(name, port))
+        for name, loop in loops.items():
+            group.create_task(ask(name, loop))

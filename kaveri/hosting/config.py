@@ -26,9 +26,6 @@ _FLAG_OF_SETTING = {"kv_advertise_host": "advertise_host"}
 
 _PATH_STARTS = ("/", "./", "../", "~")
 
-_IN_OWN_PROCESS = ("vllm",)
-"""Engines that compute in a process of their own, beside the instance's."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceConfig(EngineSettings, ServiceConfig):
@@ -106,8 +103,8 @@ async def load_engine(settings: EngineSettings, stopping: asyncio.Event) -> "Bui
 
     Returns None if `stopping` was set first. The thread is then abandoned, and ends with the process.
     """
-    if settings.engine in _IN_OWN_PROCESS:
-        # The messages of a step wake this process, which must not interrupt the next step on the same core.
+    if settings.engine == "vllm":
+        # A message of its own process wakes this one, which must not interrupt the next step on the same core.
         with contextlib.suppress(AttributeError, OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     built: Future[BuiltEngine] = Future()
@@ -152,7 +149,7 @@ def _build_engine(settings: EngineSettings) -> "BuiltEngine":
         # Checked before torch is imported, which takes seconds.
         raise ConfigError("model", f"{model} is no folder")
     # Import here: --help and `kaveri config show` need only the settings.
-    if settings.engine in _IN_OWN_PROCESS:
+    if settings.engine == "vllm":
         from kaveri.engine.own_process import OwnProcessEngine
 
         return OwnProcessEngine(settings)
