@@ -360,15 +360,15 @@ def stack_config() -> StackConfig:
 
 
 class Outcome(NamedTuple):
-    """What one case cost, once."""
+    """What one run of a case cost."""
 
     cost: Cost
     taken_s: float
     gap_s: float
     stalls: Mapping[str, Stalls]
-    """By process."""
+    """By process name."""
     grown_bytes: Mapping[str, int]
-    """Peak memory above idle, by process."""
+    """Peak memory above idle, by process name."""
 
     @property
     def room_bytes(self) -> int:
@@ -396,7 +396,7 @@ async def drive(name: str, stack: LocalStack, probe: LoopProbe, streams: Streams
 
 
 def report_case(name: str, outcomes: Sequence[Outcome], report: Report) -> bool:
-    """Whether it is within the rule."""
+    """Report all runs of a case. Returns True if it is within the rule."""
     statuses = ", ".join(f"{count} x {status}" for status, count in sorted(outcomes[0].cost.statuses.items()))
     longest_s = []
     for process in outcomes[0].stalls:

@@ -28,16 +28,16 @@ class Loop(NamedTuple):
 
     pid: int
     port: int
-    """Of its metrics, on loopback."""
+    """The metrics port, on loopback."""
 
 
 class Stalls(NamedTuple):
-    """The longest since begin(), in seconds."""
+    """The longest delays of a loop since begin(), in seconds."""
 
     blocked_s: float = 0.0
-    """Without the time in which the loop's thread waited for a core."""
+    """Slowest answer, without the time in which the loop's thread was ready and waited for a core."""
     answer_s: float = 0.0
-    """Of an answer as a whole."""
+    """Slowest answer."""
 
 
 class LoopProbe:
@@ -54,7 +54,7 @@ class LoopProbe:
         await asyncio.to_thread(self._ask, "begin")
 
     async def longest(self) -> dict[str, Stalls]:
-        """Those of each loop since begin()."""
+        """Return the longest delays of each loop since begin()."""
         return await asyncio.to_thread(self._ask, "read")
 
     def _ask(self, what: str) -> dict[str, Stalls]:
@@ -95,12 +95,12 @@ def _of_status(pid: int) -> dict[str, int]:
 
 
 def _waited_for_core_s(pid: int) -> float:
-    """Time in which the main thread could have run and no core was free: the second figure of schedstat."""
+    """Time that the main thread has been ready to run without a core: the second field of schedstat, in seconds."""
     return 1e-9 * int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1])
 
 
-class _Asked(NamedTuple):
-    """A question that a loop has not answered."""
+class _Sent(NamedTuple):
+    """When a pending request was sent, and how long the loop's thread had waited for a core until then."""
 
     at_s: float
     waited_s: float
@@ -110,7 +110,7 @@ class _Asked(NamedTuple):
         return cls(time.monotonic(), _waited_for_core_s(loop.pid))
 
     def stalls(self, loop: Loop, longest: Stalls) -> Stalls:
-        """The longest so far, with this one."""
+        """Return the longest delays so far, this one included."""
         answer_s = time.monotonic() - self.at_s
         blocked_s = answer_s - (_waited_for_core_s(loop.pid) - self.waited_s)
         return Stalls(max(longest.blocked_s, blocked_s), max(longest.answer_s, answer_s))
@@ -122,22 +122,22 @@ def _probe(loops: dict[str, Loop], asked: "Connection[object, str]") -> None:
 
 async def _probe_all(loops: dict[str, Loop], asked: "Connection[object, str]") -> None:
     longest = dict.fromkeys(loops, Stalls())
-    waiting: dict[str, _Asked] = {}
+    waiting: dict[str, _Sent] = {}
 
     def answer() -> None:
         if asked.recv() == "begin":
             longest.update(dict.fromkeys(loops, Stalls()))
-            waiting.update({name: _Asked.now(loops[name]) for name in waiting})
-        for name, question in waiting.items():
-            longest[name] = question.stalls(loops[name], longest[name])
+            waiting.update({name: _Sent.now(loops[name]) for name in waiting})
+        for name, sent in waiting.items():
+            longest[name] = sent.stalls(loops[name], longest[name])
         asked.send(longest)
 
     async def ask(name: str, loop: Loop) -> None:
         while True:
-            # Accepting it takes turns of the loop of its own.
+            # Opened before the measured time begins: accepting a connection takes iterations of the loop as well.
             reader, writer = await asyncio.open_connection("127.0.0.1", loop.port)
             await asyncio.sleep(_PAUSE_S)
-            waiting[name] = _Asked.now(loop)
+            waiting[name] = _Sent.now(loop)
             writer.write(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
             await reader.read()
             longest[name] = waiting.pop(name).stalls(loop, longest[name])

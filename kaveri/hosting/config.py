@@ -104,7 +104,7 @@ async def load_engine(settings: EngineSettings, stopping: asyncio.Event) -> "Bui
     Returns None if `stopping` was set first. The thread is then abandoned, and ends with the process.
     """
     if settings.engine == "vllm":
-        # A message of its own process wakes this one, which must not interrupt the next step on the same core.
+        # The engine's process wakes this one after each step. Under SCHED_BATCH that does not preempt its next step.
         with contextlib.suppress(AttributeError, OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     built: Future[BuiltEngine] = Future()

@@ -90,7 +90,7 @@ async def test_nginx_passes_events_on_as_they_come(
         async with asyncio.timeout(WITHIN_S):
             status, _ = await read_head(reader)
             await reader.readuntil(b"\n\n")
-        # The first event has come, and the last cannot be drawn before it is let go.
+        # The first event has arrived while the instance still holds back the rest of the answer.
         assert status == 200
         await eventually(lambda: cluster.decodes["decode-0"].is_paused)
         cluster.let_all_go()
