@@ -4,6 +4,7 @@ import asyncio
 import sys
 from typing import Any
 
+from kaveri.extras import hide_torch
 from kaveri.programs import setting_sections
 from kaveri.rpc.process import run_service
 from services.instance.config import ColocatedConfig, DecodeConfig, PhasesConfig, PrefillConfig
@@ -24,6 +25,8 @@ def main() -> int:
 
 
 async def _serve(config: Any, stopping: asyncio.Event) -> int:
+    if config.engine == "fake":
+        hide_torch()
     # Imported here, as --help needs the settings alone.
     from services.instance.service import serve
 
