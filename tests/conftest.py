@@ -1,9 +1,12 @@
 """What all tests share: one thread of arithmetic per process, since several engines share few cores here."""
 
+import gc
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
 import structlog
@@ -75,6 +78,30 @@ def _mutual_tls(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     use_tls(None)
     for name in variables:
         del os.environ[name]
+
+
+@pytest.fixture(scope="session")
+def _start_warm() -> Iterator[Callable[..., Any]]:
+    # Not at the top: few tests start processes.
+    from tests.support.warm_processes import warm_processes
+
+    with warm_processes() as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def warm_services(_start_warm: Callable[..., Any]) -> Iterator[None]:
+    """Have services of a local stack start without importing anything: imports take most of a start."""
+    from kaveri.local.process import ChildProcess
+
+    with mock.patch.object(ChildProcess, "start", staticmethod(_start_warm)):
+        yield
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what was collected, some million objects, out of all garbage collections."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

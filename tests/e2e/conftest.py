@@ -1,18 +1,15 @@
 """What the end-to-end tests share: a slow fake model, so that a request can be caught in any phase."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from kaveri.domain.view import ClusterView, Role
-from tests.support.warm_processes import warm_processes
 
 
-@pytest.fixture(scope="session", autouse=True)
-def warm_services() -> Iterator[None]:
-    """Imports take most of a service's start: they are made once for all of them."""
-    with warm_processes():
-        yield
+@pytest.fixture(scope="module", autouse=True)
+def _warm(warm_services: None) -> None:
+    """Services start warm."""
 
 
 WHOLE = ("prefill-0", "prefill-1", "decode-0", "decode-1")

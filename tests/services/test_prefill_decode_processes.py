@@ -24,6 +24,8 @@ from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.messages import params_to_proto
 from tests.support.redis_fixture import run_redis
 
+pytestmark = pytest.mark.usefixtures("warm_services")
+
 DEADLINE_S = 60.0
 PROMPT = [number % 900 + 1 for number in range(2000)]
 

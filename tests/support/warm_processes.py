@@ -3,11 +3,12 @@
 A copy is in all else the process that LocalStack starts: a pid that can be signalled and stopped, a log file, and an
 end when the test's process ends. It is a child of the process it was copied from, which tells how it ended.
 
-    with warm_processes():
+    with warm_processes() as start, mock.patch.object(ChildProcess, "start", staticmethod(start)):
         async with run_cluster(): ...
 """
 
 import contextlib
+import gc
 import importlib
 import itertools
 import json
@@ -17,12 +18,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
-from unittest import mock
 
 from kaveri import leash
 from kaveri.engine import own_process, own_process_server
@@ -33,6 +33,7 @@ _DOORS = ("-torch", "services.router.service", "services.gateway.service")
 """Routers hide torch before they import anything."""
 _INSTANCES = ("services.instance.service", "kaveri.engine.transformers.loading")
 _VLLM = ("tests.support.imported_vllm", "services.instance.service")
+_PREDICTORS = ("services.predictor.service", "transformers.models.llama.modeling_llama")
 _WARM_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """A process with threads cannot be copied by fork."""
 _RUN = "kaveri.config.run_service"
@@ -41,9 +42,9 @@ _START_TIMEOUT_S = 120.0
 
 
 @contextlib.contextmanager
-def warm_processes() -> Iterator[None]:
-    """While the context lasts, LocalStack's services are copies of processes that have imported what they need: one for
-    routers and gateways, one for instances, one for instances on vLLM. Predictors start as always."""
+def warm_processes() -> Iterator[Callable[..., ChildProcess]]:
+    """Yields what starts a service in place of ChildProcess.start: as a copy of a process that has imported what it
+    needs. There is one for routers and gateways, one for instances, one for instances on vLLM, one for predictors."""
     started: dict[tuple[str, ...], _WarmProcess] = {}
     start_cold = ChildProcess.start
 
@@ -57,12 +58,11 @@ def warm_processes() -> Iterator[None]:
             started[modules] = _WarmProcess(modules)
         return ChildProcess(name, started[modules].copy(command, log_path, environment), log_path)  # type: ignore[arg-type]
 
-    with mock.patch.object(ChildProcess, "start", staticmethod(start)):
-        try:
-            yield
-        finally:
-            for process in started.values():
-                process.close()
+    try:
+        yield start
+    finally:
+        for process in started.values():
+            process.close()
 
 
 def _modules_of(command: Sequence[str]) -> tuple[str, ...]:
@@ -70,6 +70,8 @@ def _modules_of(command: Sequence[str]) -> tuple[str, ...]:
     service = command[command.index(_RUN) + 1] if _RUN in command else ""
     if service == "services.instance":
         return _VLLM if ("--engine", "vllm") in itertools.pairwise(command) else _INSTANCES
+    if service == "services.predictor":
+        return _PREDICTORS
     return _DOORS if service in ("services.router", "services.gateway") else ()
 
 
@@ -160,6 +162,9 @@ def _serve() -> None:
             cast(dict[str, ModuleType | None], sys.modules)["torch"] = None
         else:
             importlib.import_module(module)
+    # Copies neither visit what was imported when they collect garbage, nor get pages of their own by it.
+    gc.collect()
+    gc.freeze()
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)

@@ -9,15 +9,9 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # Ranks of one engine may share a core here.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.support.warm_processes import warm_processes
 
-
-@pytest.fixture(scope="session", autouse=True)
-def warm_services() -> Iterator[None]:
-    """Importing vLLM takes most of an instance's start: it is done once for all of them."""
-    with warm_processes():
-        yield
+@pytest.fixture(scope="module", autouse=True)
+def _warm(warm_services: None) -> None:
+    """Services start warm: importing vLLM takes most of an instance's start."""

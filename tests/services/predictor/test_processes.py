@@ -26,6 +26,8 @@ from kaveri.wire.messages import params_to_proto
 from tests.support.metrics_pages import read_page
 from tests.support.redis_fixture import run_redis
 
+pytestmark = pytest.mark.usefixtures("warm_services")
+
 DEADLINE_S = 90.0
 
 
