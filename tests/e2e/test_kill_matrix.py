@@ -14,7 +14,7 @@ ALL = (HitKind.KILLED, HitKind.FROZEN, HitKind.CUT_OFF, HitKind.LINK_CUT)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("engine", "faults", "kinds"),
-    [("fake", 30, ALL)],
+    [("fake", 20, ALL)],
     ids=lambda value: value if isinstance(value, str) else None,
 )
 async def test_answers_are_exact_and_nothing_is_left_while_processes_die(

@@ -12,7 +12,8 @@ KAVERI = (sys.executable, "-c", "from kaveri.cli.main import main; main()")
 WITHIN_S = 120.0
 PLAN = (
     *("--profile", "opt-13b-a100", "--prefill-tp-pp", "1,1", "--decode-tp-pp", "1,1", "--requests", "50"),
-    *("--slo-ttft-s", "2", "--slo-tpot-s", "0.2"),
+    # Small batches: the search simulates as many requests as the instances bear in some seconds.
+    *("--slo-ttft-s", "2", "--slo-tpot-s", "0.2", "--max-batch", "8"),
 )
 # The time between two runs of `kaveri bench` is a pause.
 DRAWN = ("--burstiness", "1")

@@ -14,7 +14,7 @@ LONG_TOKENS = 400
 
 
 @pytest.mark.timeout(400)
-async def test_100_greedy_answers_are_the_sdks_whole_and_streamed() -> None:
+async def test_greedy_answers_are_the_sdks_whole_and_streamed() -> None:
     settings = door_settings() | {"engine": "transformers", "prefill_count": 2, "decode_count": 2}
     async with run_cluster(**settings) as cluster:
         async with asked_doors(cluster) as doors:

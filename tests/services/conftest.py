@@ -362,21 +362,18 @@ def by_hand() -> Any:
 
 
 @pytest.fixture
-def kv_transports() -> tuple[str, ...]:
-    """Those that the cluster's instances speak; tests of the hand-over itself go through all of them."""
-    return TRANSPORT_NAMES
+def kv_transports(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """Those that the cluster's instances speak; each one alone in tests marked with OVER_EACH_TRANSPORT."""
+    only: str | None = getattr(request, "param", None)
+    if only == "nixl":
+        pytest.importorskip("nixl_cu13")
+    return TRANSPORT_NAMES if only is None else (only,)
 
 
+OVER_EACH_TRANSPORT = pytest.mark.parametrize("kv_transports", [*TRANSPORT_NAMES, "nixl", "gloo"], indirect=True)
+"""Of tests of the push itself: the transports that run on this machine. tls, which needs certificates, has a file."""
 _WITH_VLLM = ("shm", "tcp")
 """A transport that writes into the receiver's memory, and one that sends it a stream."""
-
-
-@pytest.fixture(params=(*TRANSPORT_NAMES, "nixl", "gloo"))
-def each_kv_transport(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """One by one those that run on this machine. tls, which needs certificates, has a file of its own."""
-    if request.param == "nixl":
-        pytest.importorskip("nixl_cu13")
-    return (request.param,)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -393,7 +390,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _transport_of(item: pytest.Item) -> str | None:
     callspec = getattr(item, "callspec", None)
-    return None if callspec is None else callspec.params.get("each_kv_transport")
+    return None if callspec is None else callspec.params.get("kv_transports")
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ from kaveri.wire.replicas import offer_to_proto, resumption_to_proto
 from tests.services.mutations import Mutator
 from tests.services.session_client import SECRET, SessionClient, SessionRouters, prompt
 
-MESSAGES = 10_000
+MESSAGES = 4_000
 TOGETHER = 16
 CALL_TIMEOUT_S = 0.5
 """A valid call may wait for room, or stream for as long as it likes."""

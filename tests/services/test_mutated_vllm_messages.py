@@ -18,7 +18,7 @@ from smg_grpc_proto.generated import common_pb2
 from tests.services.mutations import Mutator
 from tests.services.session_client import WAIT_S, SessionRouters, prompt
 
-MESSAGES = 3_000
+MESSAGES = 1_500
 TOGETHER = 16
 CALL_TIMEOUT_S = 0.5
 NOT_FOR_CALLERS = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)

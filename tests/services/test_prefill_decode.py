@@ -13,14 +13,10 @@ from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy
 from kaveri.v1 import decode_pb2, predictor_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from tests.services.conftest import OVER_EACH_TRANSPORT
 
 BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
 TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}
-
-
-@pytest.fixture
-def kv_transports(each_kv_transport: tuple[str, ...]) -> tuple[str, ...]:
-    return each_kv_transport
 
 
 def prompt(seed: int, token_count: int) -> list[int]:
@@ -28,6 +24,7 @@ def prompt(seed: int, token_count: int) -> list[int]:
     return [rng.randrange(1, 1000) for _ in range(token_count)]
 
 
+@OVER_EACH_TRANSPORT
 async def test_a_request_is_prefilled_pushed_and_decoded_with_exact_tokens(cluster: Any) -> None:
     prefill = await cluster.prefill()
     await cluster.decode(fake_step_s=0.002)
@@ -46,6 +43,7 @@ async def test_a_request_is_prefilled_pushed_and_decoded_with_exact_tokens(clust
     await cluster.all_free()
 
 
+@OVER_EACH_TRANSPORT
 async def test_many_requests_over_two_and_two_instances_keep_their_tokens_apart(cluster: Any) -> None:
     # Pools of 12 blocks: most requests wait for room, and some are preempted.
     prefills = [await cluster.prefill(f"prefill-{number}", chunk_tokens=32, **TIGHT) for number in range(2)]
@@ -71,6 +69,7 @@ async def test_many_requests_over_two_and_two_instances_keep_their_tokens_apart(
     await cluster.all_free()
 
 
+@OVER_EACH_TRANSPORT
 async def test_a_later_attempt_goes_on_where_the_earlier_one_stopped(cluster: Any) -> None:
     prefill = await cluster.prefill()
     await cluster.decode()
@@ -92,6 +91,7 @@ async def test_an_answer_of_one_token_needs_no_decode_instance(cluster: Any) -> 
     await cluster.all_free()
 
 
+@OVER_EACH_TRANSPORT
 async def test_a_stop_token_drawn_by_prefill_gives_the_reservation_back(cluster: Any) -> None:
     # Its place is looked for while its only chunk is computed, and must be found before that ends.
     prefill = await cluster.prefill(fake_step_s=1.0)
@@ -107,6 +107,7 @@ async def test_a_stop_token_drawn_by_prefill_gives_the_reservation_back(cluster:
     assert decode.engine.stats().waiting_requests == 0
 
 
+@OVER_EACH_TRANSPORT
 async def test_without_room_the_first_token_comes_and_the_rest_when_there_is_room(cluster: Any, by_hand: Any) -> None:
     prefill, decode = await cluster.prefill(), await cluster.decode(**TIGHT)
     router = await cluster.router()
@@ -132,6 +133,7 @@ async def test_without_a_decode_instance_the_request_waits_for_one(cluster: Any,
     assert await router.answer(call, "a") == cluster.expected(token_ids, 4)
 
 
+@OVER_EACH_TRANSPORT
 async def test_a_decode_instance_that_dies_is_replaced_by_another(cluster: Any, by_hand: Any) -> None:
     prefill = await cluster.prefill(chunk_tokens=16, fake_step_s=0.05)
     decodes = {name: await cluster.decode(name) for name in ("decode-0", "decode-1")}
@@ -269,6 +271,7 @@ async def test_a_drain_that_takes_too_long_ends_what_is_left(cluster: Any, by_ha
     assert await prefill.stop() == 0
 
 
+@OVER_EACH_TRANSPORT
 async def test_a_broken_engine_fails_its_requests_and_ends_the_instance(cluster: Any, by_hand: Any) -> None:
     cluster.needs_fake_engines("reaches into the engine; tests/vllm/engine breaks one")
     prefill = await cluster.prefill(fake_step_s=0.02, chunk_tokens=16)

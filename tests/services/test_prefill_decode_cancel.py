@@ -8,12 +8,9 @@ import grpc
 import pytest
 from grpc import aio
 
+from tests.services.conftest import OVER_EACH_TRANSPORT
+
 BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
-
-
-@pytest.fixture
-def kv_transports(each_kv_transport: tuple[str, ...]) -> tuple[str, ...]:
-    return each_kv_transport
 
 
 def prompt(seed: int, token_count: int) -> list[int]:
@@ -42,6 +39,7 @@ async def test_cancel_in_the_queue(cluster: Any, by_hand: Any) -> None:
     await cluster.all_free()
 
 
+@OVER_EACH_TRANSPORT
 async def test_cancel_while_prefilling_and_pushing(cluster: Any, by_hand: Any) -> None:
     prefill = await cluster.prefill(chunk_tokens=16, fake_step_s=0.03)
     decode = await cluster.decode()
@@ -55,6 +53,7 @@ async def test_cancel_while_prefilling_and_pushing(cluster: Any, by_hand: Any) -
     await cluster.all_free()
 
 
+@OVER_EACH_TRANSPORT
 async def test_cancel_while_waiting_for_room(cluster: Any, by_hand: Any) -> None:
     prefill = await cluster.prefill()
     decode = await cluster.decode(max_model_len=160, kv_cache_memory=12 * BLOCK_BYTES)
@@ -80,6 +79,7 @@ async def test_abort_while_decoding(cluster: Any, by_hand: Any) -> None:
     assert decode.metric("kaveri_decode_requests_total", outcome="aborted") == 1
 
 
+@OVER_EACH_TRANSPORT
 async def test_a_deadline_that_passes_while_prefilling(cluster: Any, by_hand: Any) -> None:
     prefill = await cluster.prefill(chunk_tokens=16, fake_step_s=0.5)
     await cluster.decode()
@@ -164,6 +164,7 @@ async def test_requests_of_a_router_that_never_opens_a_stream_are_dropped(cluste
     await cluster.all_free()
 
 
+@OVER_EACH_TRANSPORT
 async def test_random_cancels_leave_nothing_behind_and_spoil_no_other_answer(cluster: Any, by_hand: Any) -> None:
     prefill = await cluster.prefill(chunk_tokens=32, fake_step_s=0.001)
     decode = await cluster.decode(max_model_len=160, kv_cache_memory=24 * BLOCK_BYTES, fake_step_s=0.001)

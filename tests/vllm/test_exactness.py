@@ -32,8 +32,7 @@ HEAD_DIM = 32
 """The least that vLLM's attention takes on CPUs."""
 KV_HEADS = {"llama": 2, "qwen2": 2, "opt": 4}
 # On and off the block and chunk sizes.
-LENGTHS = (1, 2, 3, 5, 8, 15, 16, 17, 23, 31, 32, 33, 47, 63, 64, 65, 100, 127, 128, 129, 160, 200, 224, 255, 256, 257)
-LENGTHS += (289, 333, 400, 447, 511, 512, 513, 600, 640, 768, 777, 900, 999, 1000)
+LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 224, 255, 256, 257, 333, 511, 512, 513, 777, 1000)
 FEWER_LENGTHS = (1, 31, 32, 33, 129, 256, 257, 513, 777, 1000)
 """Of the transports beyond the first three, to bound the time: up to four chunks, on and off the block size."""
 

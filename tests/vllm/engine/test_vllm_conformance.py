@@ -84,11 +84,17 @@ class TestVllmEngine(
 
 # One test loads vLLM in up to four engines of two ranks, on as few as two cores.
 @pytest.mark.timeout(900)
-class TestVllmEngineOfTwoRanks(
-    EngineConformance, EndingConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance
-):
+class TestVllmEngineOfTwoRanks(EngineConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance):
+    """How answers end is decided before the ranks: TestVllmEngine's alone."""
+
     @pytest.fixture
     def harness(
         self, two_rank_prefills: Any, two_rank_decodes: Any, reference: PlainTransformers, tmp_path: Path
     ) -> _VllmHarness:
         return _VllmHarness(two_rank_prefills, two_rank_decodes, tmp_path, reference)
+
+    @pytest.mark.parametrize("seed", [0])
+    def test_random_mix_on_small_pools_gives_exact_tokens_and_leaks_no_block(
+        self, harness: _VllmHarness, seed: int
+    ) -> None:
+        super().test_random_mix_on_small_pools_gives_exact_tokens_and_leaks_no_block(harness, seed)
