@@ -743,7 +743,7 @@ class EngineConformance:
             wait_until_free(pair.prefill, pair.decode)
             assert (len(pair.prefilled.events), len(pair.decoded.events)) == told
 
-    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("seed", range(2))
     def test_random_mix_on_small_pools_gives_exact_tokens_and_leaks_no_block(
         self, harness: EngineHarness, seed: int
     ) -> None:
