@@ -80,7 +80,7 @@ async def drained_s(target: str, name: str) -> float:
 async def undrain(target: str, name: str) -> None:
     """Lets it take requests again."""
     async with open_channel(target) as channel:
-        await DrainServiceStub(channel).Undrain(cluster_pb2.UndrainRequest(instance_id=name), timeout=RPC_S)
+        await DrainServiceStub(channel).Drain(cluster_pb2.DrainRequest(instance_id=name, undo=True), timeout=RPC_S)
 
 
 async def measure_context(context: int, count: int) -> Drains:

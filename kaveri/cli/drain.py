@@ -46,14 +46,14 @@ async def _drain(instance: str, targets: "Sequence[str]", wait: bool, timeout_s:
 
     until_s = time.monotonic() + timeout_s
     request = cluster_pb2.DrainRequest(instance_id=instance)
-    answer = await _ask(targets, "Drain", request)
+    answer = await _ask(targets, request)
     print(f"{instance} {'drains' if answer.changed else 'drains already'}: {_left(answer.requests)}", flush=True)
     while wait and answer.requests:
         if time.monotonic() >= until_s:
             raise DeadlineExceeded(f"the drain of {instance}, with {_left(answer.requests)},")
         await asyncio.sleep(_LOOK_EVERY_S)
         try:
-            answer = await _ask(targets, "Drain", request)
+            answer = await _ask(targets, request)
         except InvalidArgument:
             print(f"{instance} has left the cluster")
             return
@@ -64,11 +64,11 @@ async def _drain(instance: str, targets: "Sequence[str]", wait: bool, timeout_s:
 async def _undrain(instance: str, targets: "Sequence[str]") -> bool:
     from kaveri.v1 import cluster_pb2
 
-    answer = await _ask(targets, "Undrain", cluster_pb2.UndrainRequest(instance_id=instance))
+    answer = await _ask(targets, cluster_pb2.DrainRequest(instance_id=instance, undo=True))
     return bool(answer.changed)
 
 
-async def _ask(targets: "Sequence[str]", method: str, request: Any) -> Any:
+async def _ask(targets: "Sequence[str]", request: Any) -> Any:
     """Return the answer of the first reachable router. Raises KaveriError."""
     from grpc import aio
 
@@ -83,8 +83,8 @@ async def _ask(targets: "Sequence[str]", method: str, request: Any) -> Any:
     for target in check_targets(targets):
         async with open_channel(target) as channel:
             try:
-                ask = getattr(DrainServiceStub(channel), method)
-                return await ask(request, timeout=_TIMEOUT_S, metadata=key_metadata(find_api_key(None)))
+                metadata = key_metadata(find_api_key(None))
+                return await DrainServiceStub(channel).Drain(request, timeout=_TIMEOUT_S, metadata=metadata)
             except aio.AioRpcError as error:
                 failure = failure or error_of(error, peer=target)
                 if is_answer(error):

@@ -12,17 +12,14 @@ from collections.abc import Callable, Coroutine
 
 from grpc import aio
 
-from kaveri.domain.silence import TICK_S, SilenceWatch
+from kaveri.domain.silence import SilenceWatch
 from kaveri.rpc.server import open_channel
 from kaveri.rpc.tls import RpcTls
+from kaveri.timeouts import CALL_TIMEOUT_S, SUSPECT_AFTER_S, TICK_S
 from kaveri.v1 import decode_pb2, inference_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.status import is_answer
 
-SILENT_AFTER_S = 0.5
-"""Silence of a stream after which it counts as broken. Instances send a beat every 0.1 s."""
-CONNECT_TIMEOUT_S = 2.0
-READ_TIMEOUT_S = 2.0
 REST_S = 10.0
 """An instance that could not be reached, went silent or broke off its stream is left alone for so long."""
 _MOST_RESTING = 1024
@@ -103,7 +100,7 @@ class DirectStreams:
         self._instances: dict[str, _Instance] = {}
         self._rests: dict[str, float] = {}
         """Until when instances that could not be reached are left alone, by address."""
-        self._watch: SilenceWatch[_Instance] = SilenceWatch(SILENT_AFTER_S, time.monotonic())
+        self._watch: SilenceWatch[_Instance] = SilenceWatch(SUSPECT_AFTER_S, time.monotonic())
         self._watching: asyncio.Task[None] | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
 
@@ -158,7 +155,7 @@ class DirectStreams:
         self, instance: _Instance, incarnation: int, request: decode_pb2.ReadAnswerRequest, read: DirectRead
     ) -> None:
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            async with asyncio.timeout(CALL_TIMEOUT_S):
                 life = await asyncio.shield(instance.opened)
         except (TimeoutError, asyncio.CancelledError):
             self._rest(instance.address)
@@ -170,7 +167,7 @@ class DirectStreams:
         read.asked = True
         instance.reads[read.key] = read
         try:
-            await instance.stub.ReadAnswer(request, timeout=READ_TIMEOUT_S)
+            await instance.stub.ReadAnswer(request, timeout=CALL_TIMEOUT_S)
         except aio.AioRpcError as error:
             if is_answer(error):
                 # It has not begun.

@@ -13,11 +13,12 @@ from kaveri.client.api_key import key_metadata
 from kaveri.client.forks import note_connected
 from kaveri.client.targets import Targets
 from kaveri.errors import DeadlineExceeded, KaveriError, RequestCancelled, Unavailable
-from kaveri.rpc.liveness import BEAT_TIMEOUT_S, Liveness
+from kaveri.rpc.liveness import Liveness
 from kaveri.rpc.server import open_channel
 from kaveri.rpc.tls import RpcTls
 from kaveri.security.tls_files import TlsFiles
 from kaveri.telemetry.tracing import HEADER
+from kaveri.timeouts import CALL_TIMEOUT_S
 from kaveri.v1 import inference_pb2, inference_pb2_grpc
 from kaveri.wire.status import error_of, is_answer
 
@@ -277,7 +278,7 @@ class Routers:
 
     async def _beat(self, target: str) -> None:
         message = inference_pb2.BeatRequest()
-        await self._stub(target).Beat(message, timeout=BEAT_TIMEOUT_S, metadata=self._metadata)
+        await self._stub(target).Beat(message, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
 
 
 def make_routers(given: tuple[str, ...], tls: TlsFiles | None = None, api_key: str = "") -> Routers:

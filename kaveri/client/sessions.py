@@ -11,12 +11,12 @@ from kaveri.client.routers import RouterCall, RouterFailed, Routers, TriedRouter
 from kaveri.client.sources import AnswerSources, AttachAgain
 from kaveri.errors import KaveriError, NoCapacity, Unavailable
 from kaveri.telemetry.tracing import current_traceparent
+from kaveri.timeouts import CALL_TIMEOUT_S
 from kaveri.v1 import inference_pb2
 
 _SEED_BITS = 64
 _MAX_SESSION = 65_535
 _MOST_LEFT = 16
-_CANCEL_TIMEOUT_S = 2.0
 _CANCEL_AGAIN_S = 0.2
 _CANCEL_UNKNOWN_S = 10.0
 """So long a request may take to its router."""
@@ -217,7 +217,7 @@ class Sessions:
         request = inference_pb2.CancelRequest(request_id=self._request.request_id)
         while not (self.received.is_complete or self._closing.is_set() or self._is_late):
             with contextlib.suppress(KaveriError):
-                limit_s = time.monotonic() + _CANCEL_TIMEOUT_S
+                limit_s = time.monotonic() + CALL_TIMEOUT_S
                 if (await self._routers.ask("Cancel", request, limit_s)).found:
                     return
                 now_s = time.monotonic()

@@ -11,10 +11,7 @@ from dataclasses import replace
 
 from kaveri.cluster.membership import Member, Membership
 from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast, is_broadcast
-
-SILENT_AFTER_S = 2.0
-"""Seconds without a broadcast after which heartbeats are followed instead; longer than a new leader's election
-takes."""
+from kaveri.timeouts import BROADCAST_LOST_AFTER_S
 
 
 class MonitoredMembership(Membership):
@@ -32,8 +29,8 @@ class MonitoredMembership(Membership):
         return self._newest[0]
 
     def is_silent(self) -> bool:
-        """Return True if no broadcast arrived for SILENT_AFTER_S, so that heartbeats should be followed."""
-        return self._clock() - self._broadcast_at_s > SILENT_AFTER_S
+        """Return True if no broadcast arrived for BROADCAST_LOST_AFTER_S, so that heartbeats should be followed."""
+        return self._clock() - self._broadcast_at_s > BROADCAST_LOST_AFTER_S
 
     def take_in(self, broadcast: LoadBroadcast) -> bool:
         """Process a broadcast. Return False if it is from a deposed leader, or older than the last one."""

@@ -22,7 +22,7 @@ class ViewSource(enum.Enum):
     """The cluster monitor's broadcasts: one message for predictors and the instances that accept pushes or hold copies
     of KV, no others.
 
-    Without a monitor nothing expires; after kaveri.cluster.monitored_membership.SILENT_AFTER_S without one, and before
+    Without a monitor nothing expires; after BROADCAST_LOST_AFTER_S without one, and before
     the first one, heartbeats of the same instances are used.
     """
 

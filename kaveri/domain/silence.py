@@ -4,14 +4,11 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kaveri.domain.running_clock import RunningClock
+from kaveri.timeouts import MOST_PATIENCE, TICK_S
 
-TICK_S = 0.05
-"""Tick interval of a SilenceWatch."""
 _LONGEST_TICK_S = 2 * TICK_S
 _PATIENCE = 1.5
 """A peer heard again after a silence may be silent for this many times as long."""
-_MOST_PATIENCE = 3.0
-"""Upper bound of a peer's patience, in multiples of after_s."""
 _PATIENT_FOR_S = 10.0
 """Duration for which such a silence is remembered."""
 
@@ -54,7 +51,7 @@ class SilenceWatch(Generic[PeerT]):
         last_s = self._found_s.pop(peer, self._heard_s.get(peer, now_s))
         self._heard_s[peer] = now_s
         late_s = now_s - last_s
-        if late_s < _MOST_PATIENCE * self.after_s and _PATIENCE * late_s > self.after_s:
+        if late_s < MOST_PATIENCE * self.after_s and _PATIENCE * late_s > self.after_s:
             self._allow(peer, max(_PATIENCE * late_s, self._allowed_s(peer)))
 
     def forget(self, peer: PeerT) -> None:
@@ -86,7 +83,7 @@ class SilenceWatch(Generic[PeerT]):
             if patience.until_s <= elapsed_s:
                 del self._patience[peer]
         for peer, heard_s in tuple(self._found_s.items()):
-            if elapsed_s - heard_s > _MOST_PATIENCE * self.after_s:
+            if elapsed_s - heard_s > MOST_PATIENCE * self.after_s:
                 del self._found_s[peer]
 
     def _allowed_s(self, peer: PeerT) -> float:
@@ -95,4 +92,4 @@ class SilenceWatch(Generic[PeerT]):
 
     def _allow(self, peer: PeerT, silence_s: float) -> None:
         until_s = self._clock.elapsed_s + _PATIENT_FOR_S
-        self._patience[peer] = _Patience(min(silence_s, _MOST_PATIENCE * self.after_s), until_s)
+        self._patience[peer] = _Patience(min(silence_s, MOST_PATIENCE * self.after_s), until_s)

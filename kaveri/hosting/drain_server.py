@@ -1,8 +1,7 @@
 """DrainService over gRPC: takes this process out of service and back. A router also forwards calls to other
 processes."""
 
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import grpc
 from grpc import aio
@@ -19,8 +18,6 @@ from kaveri.wire.status import abort, error_of
 
 SERVICE_NAME = cluster_pb2.DESCRIPTOR.services_by_name["DrainService"].full_name
 _PASS_ON_TIMEOUT_S = 5.0
-
-AnswerT = TypeVar("AnswerT", cluster_pb2.DrainResponse, cluster_pb2.UndrainResponse)
 
 
 class Drainable(Protocol):
@@ -52,32 +49,16 @@ class DrainServer(DrainServiceServicer):
         self, request: cluster_pb2.DrainRequest, context: aio.ServicerContext[Any, Any]
     ) -> cluster_pb2.DrainResponse:
         try:
-            self._check(context)
+            if self._operators is not None:
+                self._operators.check_admin(authorization_of(context.invocation_metadata()))
             record = self._named(request.instance_id)
             if record is not None:
-                return await _passed_on(record, lambda stub: stub.Drain(request, timeout=_PASS_ON_TIMEOUT_S))
-            changed = await self._process.drain()
+                return await _passed_on(record, request)
+            changed = await (self._process.undrain() if request.undo else self._process.drain())
         except KaveriError as error:
             await abort(context, error)
         load = self._process.load()
         return cluster_pb2.DrainResponse(changed=changed, requests=load.waiting_requests + load.running_requests)
-
-    async def Undrain(  # noqa: N802
-        self, request: cluster_pb2.UndrainRequest, context: aio.ServicerContext[Any, Any]
-    ) -> cluster_pb2.UndrainResponse:
-        try:
-            self._check(context)
-            record = self._named(request.instance_id)
-            if record is not None:
-                return await _passed_on(record, lambda stub: stub.Undrain(request, timeout=_PASS_ON_TIMEOUT_S))
-            return cluster_pb2.UndrainResponse(changed=await self._process.undrain())
-        except KaveriError as error:
-            await abort(context, error)
-
-    def _check(self, context: aio.ServicerContext[Any, Any]) -> None:
-        """Raise Unauthenticated unless the caller is an operator."""
-        if self._operators is not None:
-            self._operators.check_admin(authorization_of(context.invocation_metadata()))
 
     def _named(self, instance_id: str) -> InstanceRecord | None:
         """Record of the instance; None if it is this process. Raises InvalidArgument for an unknown one."""
@@ -96,13 +77,16 @@ class DrainServer(DrainServiceServicer):
         return record
 
 
-async def _passed_on(record: InstanceRecord, ask: Callable[[Any], Awaitable[AnswerT]]) -> AnswerT:
+async def _passed_on(record: InstanceRecord, request: cluster_pb2.DrainRequest) -> cluster_pb2.DrainResponse:
     """Forward to another process and return its answer. Raises KaveriErrors."""
     async with open_channel(record.address) as channel:
         try:
-            return await ask(DrainServiceStub(channel))
+            answer: cluster_pb2.DrainResponse = await DrainServiceStub(channel).Drain(
+                request, timeout=_PASS_ON_TIMEOUT_S
+            )
         except aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 reason = f"{record.instance_id} at {record.address} did not answer in {_PASS_ON_TIMEOUT_S:g} s"
                 raise Unavailable(reason) from error
             raise error_of(error, peer=record.address) from error
+    return answer

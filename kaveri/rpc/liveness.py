@@ -9,15 +9,9 @@ from typing import Protocol
 import grpc
 from grpc import aio
 
-from kaveri.domain.silence import TICK_S, SilenceWatch
+from kaveri.domain.silence import SilenceWatch
+from kaveri.timeouts import BEAT_AFTER_S, SUSPECT_AFTER_S, SUSPECT_UNHEARD_AFTER_S, TICK_S
 
-SUSPECT_AFTER_S = 0.5
-"""Silence after which a peer is suspected, and its waiting calls fail over."""
-SUSPECT_UNHEARD_AFTER_S = 1.2
-"""SUSPECT_AFTER_S for a peer that has answered no beat yet: it may be far away, or still connecting."""
-BEAT_TIMEOUT_S = 2.0
-_BEAT_AFTER_S = 0.15
-"""Silence after which a peer is sent a beat, and the interval between beats."""
 _SLOW_BEAT_AFTER_S = 1.0
 """Interval between beats to peers that have not answered fast."""
 _PROMPT_S = 0.2
@@ -40,7 +34,7 @@ class Liveness:
     """Detects silent peers. Sends beats only while calls wait, and only to peers that send nothing else."""
 
     def __init__(self, beat: Callable[[str], Awaitable[object]], suspect_after_s: float = SUSPECT_AFTER_S) -> None:
-        """beat: calls Beat at a target, with BEAT_TIMEOUT_S. suspect_after_s: max silence of a peer that answers fast,
+        """beat: calls Beat at a target, with CALL_TIMEOUT_S. suspect_after_s: max silence of a peer that answers fast,
         counted while this process runs."""
         self._beat = beat
         self._watch: SilenceWatch[str] = SilenceWatch(suspect_after_s, time.monotonic())
@@ -123,9 +117,9 @@ class Liveness:
         self._running = False
 
     def _is_due(self, target: str) -> bool:
-        pause_s = _BEAT_AFTER_S if target in self._prompt else _SLOW_BEAT_AFTER_S
+        pause_s = BEAT_AFTER_S if target in self._prompt else _SLOW_BEAT_AFTER_S
         asked_s = self._asked_s.get(target, float("-inf"))
-        return self._watch.silence_s(target) >= _BEAT_AFTER_S and time.monotonic() - asked_s >= pause_s
+        return self._watch.silence_s(target) >= BEAT_AFTER_S and time.monotonic() - asked_s >= pause_s
 
     async def _ask(self, target: str) -> None:
         asked_s = time.monotonic()

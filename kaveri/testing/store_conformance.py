@@ -15,7 +15,6 @@ from typing import Protocol
 import pytest
 
 from kaveri.cluster.heartbeat import Heartbeat
-from kaveri.cluster.monitored_membership import SILENT_AFTER_S
 from kaveri.cluster.store import ClusterStore, HeartbeatAnswer, RequestClaim, ViewSource
 from kaveri.domain.view import (
     ClusterView,
@@ -30,6 +29,7 @@ from kaveri.domain.view import (
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import KvEndpoint
+from kaveri.timeouts import BROADCAST_LOST_AFTER_S
 
 _LEASE_TTL_S = 0.5
 _SOON_S = 5.0
@@ -605,7 +605,7 @@ class StoreConformance:
             await view_that(prefill, has("decode-0", "predictor-0"))
             heartbeat = Heartbeat(leader, DECODE, changing_load(), interval_s=0.05)
             running = asyncio.create_task(heartbeat.run())
-            seen = [await view_that(prefill, shows("decode-0", 5), within_s=SILENT_AFTER_S + _SOON_S)]
+            seen = [await view_that(prefill, shows("decode-0", 5), within_s=BROADCAST_LOST_AFTER_S + _SOON_S)]
             # Without a leader, its facts must come from the instances; the predictor never was one.
             while "predictor-0" in seen[-1].instances:
                 seen.append(await prefill.wait_for_change(0.1))

@@ -108,16 +108,20 @@ class DrainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    UNDO_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Its name: "decode-0"."""
+    undo: _builtins.bool
+    """The instance takes requests again."""
     def __init__(
         self,
         *,
         instance_id: _builtins.str = ...,
+        undo: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "undo", b"undo"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -132,7 +136,7 @@ class DrainResponse(_message.Message):
     CHANGED_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     changed: _builtins.bool
-    """False: it drained already."""
+    """False: it drained already, or, with `undo`, did not."""
     requests: _builtins.int
     """Requests that it still has."""
     def __init__(
@@ -148,50 +152,6 @@ class DrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
-
-@_typing.final
-class UndrainRequest(_message.Message):
-    """Names the instance that is to take requests again."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    INSTANCE_ID_FIELD_NUMBER: _builtins.int
-    instance_id: _builtins.str
-    """Its name."""
-    def __init__(
-        self,
-        *,
-        instance_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___UndrainRequest: _TypeAlias = UndrainRequest  # noqa: Y015
-
-@_typing.final
-class UndrainResponse(_message.Message):
-    """The outcome of Undrain."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CHANGED_FIELD_NUMBER: _builtins.int
-    changed: _builtins.bool
-    """False: it did not drain."""
-    def __init__(
-        self,
-        *,
-        changed: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___UndrainResponse: _TypeAlias = UndrainResponse  # noqa: Y015
 
 @_typing.final
 class GetClusterViewRequest(_message.Message):

@@ -211,11 +211,6 @@ class DrainServiceStub(object):
                 request_serializer=kaveri_dot_v1_dot_cluster__pb2.DrainRequest.SerializeToString,
                 response_deserializer=kaveri_dot_v1_dot_cluster__pb2.DrainResponse.FromString,
                 _registered_method=True)
-        self.Undrain = channel.unary_unary(
-                '/kaveri.v1.DrainService/Undrain',
-                request_serializer=kaveri_dot_v1_dot_cluster__pb2.UndrainRequest.SerializeToString,
-                response_deserializer=kaveri_dot_v1_dot_cluster__pb2.UndrainResponse.FromString,
-                _registered_method=True)
 
 
 class DrainServiceServicer(object):
@@ -227,14 +222,8 @@ class DrainServiceServicer(object):
 
     def Drain(self, request, context):
         """The instance takes no new requests from now on, and is no candidate for any. It finishes, gives back or sends
-        elsewhere what it has, as after SIGTERM, but lives on. It drains until Undrain, or until its process ends. Idempotent.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Undrain(self, request, context):
-        """The instance takes requests again. Idempotent.
+        elsewhere what it has, as after SIGTERM, but lives on. It drains until Drain with `undo`, or until its process ends.
+        Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -247,11 +236,6 @@ def add_DrainServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=kaveri_dot_v1_dot_cluster__pb2.DrainRequest.FromString,
                     response_serializer=kaveri_dot_v1_dot_cluster__pb2.DrainResponse.SerializeToString,
-            ),
-            'Undrain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Undrain,
-                    request_deserializer=kaveri_dot_v1_dot_cluster__pb2.UndrainRequest.FromString,
-                    response_serializer=kaveri_dot_v1_dot_cluster__pb2.UndrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -285,33 +269,6 @@ class DrainService(object):
             '/kaveri.v1.DrainService/Drain',
             kaveri_dot_v1_dot_cluster__pb2.DrainRequest.SerializeToString,
             kaveri_dot_v1_dot_cluster__pb2.DrainResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Undrain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kaveri.v1.DrainService/Undrain',
-            kaveri_dot_v1_dot_cluster__pb2.UndrainRequest.SerializeToString,
-            kaveri_dot_v1_dot_cluster__pb2.UndrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

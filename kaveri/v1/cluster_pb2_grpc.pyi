@@ -106,10 +106,9 @@ class DrainServiceStub:
     def __new__(cls, channel: _aio.Channel) -> DrainServiceAsyncStub: ...
     Drain: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.DrainRequest, _cluster_pb2.DrainResponse]
     """The instance takes no new requests from now on, and is no candidate for any. It finishes, gives back or sends
-    elsewhere what it has, as after SIGTERM, but lives on. It drains until Undrain, or until its process ends. Idempotent.
+    elsewhere what it has, as after SIGTERM, but lives on. It drains until Drain with `undo`, or until its process ends.
+    Idempotent.
     """
-    Undrain: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.UndrainRequest, _cluster_pb2.UndrainResponse]
-    """The instance takes requests again. Idempotent."""
 
 @_typing.type_check_only
 class DrainServiceAsyncStub(DrainServiceStub):
@@ -122,10 +121,9 @@ class DrainServiceAsyncStub(DrainServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Drain: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DrainRequest, _cluster_pb2.DrainResponse]  # type: ignore[assignment]
     """The instance takes no new requests from now on, and is no candidate for any. It finishes, gives back or sends
-    elsewhere what it has, as after SIGTERM, but lives on. It drains until Undrain, or until its process ends. Idempotent.
+    elsewhere what it has, as after SIGTERM, but lives on. It drains until Drain with `undo`, or until its process ends.
+    Idempotent.
     """
-    Undrain: _aio.UnaryUnaryMultiCallable[_cluster_pb2.UndrainRequest, _cluster_pb2.UndrainResponse]  # type: ignore[assignment]
-    """The instance takes requests again. Idempotent."""
 
 class DrainServiceServicer(metaclass=_abc_1.ABCMeta):
     """Takes instances out of service, and back, while they live. Served by every process for itself; a router passes on
@@ -141,15 +139,8 @@ class DrainServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.DrainResponse, _abc.Awaitable[_cluster_pb2.DrainResponse]]:
         """The instance takes no new requests from now on, and is no candidate for any. It finishes, gives back or sends
-        elsewhere what it has, as after SIGTERM, but lives on. It drains until Undrain, or until its process ends. Idempotent.
+        elsewhere what it has, as after SIGTERM, but lives on. It drains until Drain with `undo`, or until its process ends.
+        Idempotent.
         """
-
-    @_abc_1.abstractmethod
-    def Undrain(
-        self,
-        request: _cluster_pb2.UndrainRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_cluster_pb2.UndrainResponse, _abc.Awaitable[_cluster_pb2.UndrainResponse]]:
-        """The instance takes requests again. Idempotent."""
 
 def add_DrainServiceServicer_to_server(servicer: DrainServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

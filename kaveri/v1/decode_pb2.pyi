@@ -54,7 +54,9 @@ class OpenReplicaRequest(_message.Message):
     owner_incarnation: _builtins.int
     """The life of that instance."""
     token_count: _builtins.int
-    """Tokens of the request now, prompt and answer. The copy may grow beyond them."""
+    """Tokens of the request now, prompt and answer. The copy may grow beyond them. 0, with `replica`: only the owner of
+    that copy is told.
+    """
     timeout_s: _builtins.float
     """Seconds that are left until the request's deadline."""
     replica: _builtins.int
@@ -87,30 +89,6 @@ class OpenReplicaRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenReplicaRequest: _TypeAlias = OpenReplicaRequest  # noqa: Y015
-
-@_typing.final
-class UpdateReplicaRequest(_message.Message):
-    """The request of a copy belongs to a newer owner, at the same instance."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    OWNER_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def owner(self) -> Global___AttemptId:
-        """The new owner, and the number of the copy."""
-
-    def __init__(
-        self,
-        *,
-        owner: Global___AttemptId | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___UpdateReplicaRequest: _TypeAlias = UpdateReplicaRequest  # noqa: Y015
 
 @_typing.final
 class AwaitResumedRequest(_message.Message):
@@ -154,23 +132,6 @@ class AwaitResumedResponse(_message.Message):
 Global___AwaitResumedResponse: _TypeAlias = AwaitResumedResponse  # noqa: Y015
 
 @_typing.final
-class UpdateReplicaResponse(_message.Message):
-    """The outcome of UpdateReplica."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___UpdateReplicaResponse: _TypeAlias = UpdateReplicaResponse  # noqa: Y015
-
-@_typing.final
 class OpenReplicaResponse(_message.Message):
     """Room for a copy."""
 
@@ -182,7 +143,7 @@ class OpenReplicaResponse(_message.Message):
     """The life of the holder."""
     @_builtins.property
     def ticket(self) -> _kv_pb2.Ticket:
-        """The permission to push: an open ticket."""
+        """The permission to push: an open ticket. Unset where no room was asked for."""
 
     def __init__(
         self,

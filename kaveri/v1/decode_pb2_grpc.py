@@ -70,11 +70,6 @@ class DecodeServiceStub(object):
                 request_serializer=kaveri_dot_v1_dot_decode__pb2.OpenReplicaRequest.SerializeToString,
                 response_deserializer=kaveri_dot_v1_dot_decode__pb2.OpenReplicaResponse.FromString,
                 _registered_method=True)
-        self.UpdateReplica = channel.unary_unary(
-                '/kaveri.v1.DecodeService/UpdateReplica',
-                request_serializer=kaveri_dot_v1_dot_decode__pb2.UpdateReplicaRequest.SerializeToString,
-                response_deserializer=kaveri_dot_v1_dot_decode__pb2.UpdateReplicaResponse.FromString,
-                _registered_method=True)
         self.Resume = channel.unary_unary(
                 '/kaveri.v1.DecodeService/Resume',
                 request_serializer=kaveri_dot_v1_dot_decode__pb2.ResumeRequest.SerializeToString,
@@ -160,17 +155,11 @@ class DecodeServiceServicer(object):
     def OpenReplica(self, request, context):
         """Grants the owner of a request a ticket to push a copy of its KV cache, which this instance holds in host memory. The
         copy ends when its owner gives it up, when the request is resumed, or --orphan-grace-s after its owner was lost. The
-        same owner may ask again: the former copy is dropped first. Errors: RESOURCE_EXHAUSTED (no memory for replicas now),
+        same owner may ask again: the former copy is dropped first. With token_count 0 no room is asked for: the copy of that
+        number, if it is here, belongs to this newer owner from now on, and older ones cannot close or resume it any more. An
+        instance says so when a request of a copy was attached. Errors: RESOURCE_EXHAUSTED (no memory for replicas now),
         FAILED_PRECONDITION (the layouts differ, or replicas are off here), ABORTED or ALREADY_EXISTS (a newer owner is
         known), INVALID_ARGUMENT, UNAVAILABLE (draining).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def UpdateReplica(self, request, context):
-        """The request of a copy was attached: its owner is newer from now on, and older ones cannot close or resume it any
-        more. Sent by the instance that pushes the copy. Ignored when the copy is not here, or belongs to a newer owner.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -234,11 +223,6 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.OpenReplica,
                     request_deserializer=kaveri_dot_v1_dot_decode__pb2.OpenReplicaRequest.FromString,
                     response_serializer=kaveri_dot_v1_dot_decode__pb2.OpenReplicaResponse.SerializeToString,
-            ),
-            'UpdateReplica': grpc.unary_unary_rpc_method_handler(
-                    servicer.UpdateReplica,
-                    request_deserializer=kaveri_dot_v1_dot_decode__pb2.UpdateReplicaRequest.FromString,
-                    response_serializer=kaveri_dot_v1_dot_decode__pb2.UpdateReplicaResponse.SerializeToString,
             ),
             'Resume': grpc.unary_unary_rpc_method_handler(
                     servicer.Resume,
@@ -441,33 +425,6 @@ class DecodeService(object):
             '/kaveri.v1.DecodeService/OpenReplica',
             kaveri_dot_v1_dot_decode__pb2.OpenReplicaRequest.SerializeToString,
             kaveri_dot_v1_dot_decode__pb2.OpenReplicaResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def UpdateReplica(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kaveri.v1.DecodeService/UpdateReplica',
-            kaveri_dot_v1_dot_decode__pb2.UpdateReplicaRequest.SerializeToString,
-            kaveri_dot_v1_dot_decode__pb2.UpdateReplicaResponse.FromString,
             options,
             channel_credentials,
             insecure,

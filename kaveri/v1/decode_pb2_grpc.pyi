@@ -78,13 +78,11 @@ class DecodeServiceStub:
     OpenReplica: _grpc.UnaryUnaryMultiCallable[_decode_pb2.OpenReplicaRequest, _decode_pb2.OpenReplicaResponse]
     """Grants the owner of a request a ticket to push a copy of its KV cache, which this instance holds in host memory. The
     copy ends when its owner gives it up, when the request is resumed, or --orphan-grace-s after its owner was lost. The
-    same owner may ask again: the former copy is dropped first. Errors: RESOURCE_EXHAUSTED (no memory for replicas now),
+    same owner may ask again: the former copy is dropped first. With token_count 0 no room is asked for: the copy of that
+    number, if it is here, belongs to this newer owner from now on, and older ones cannot close or resume it any more. An
+    instance says so when a request of a copy was attached. Errors: RESOURCE_EXHAUSTED (no memory for replicas now),
     FAILED_PRECONDITION (the layouts differ, or replicas are off here), ABORTED or ALREADY_EXISTS (a newer owner is
     known), INVALID_ARGUMENT, UNAVAILABLE (draining).
-    """
-    UpdateReplica: _grpc.UnaryUnaryMultiCallable[_decode_pb2.UpdateReplicaRequest, _decode_pb2.UpdateReplicaResponse]
-    """The request of a copy was attached: its owner is newer from now on, and older ones cannot close or resume it any
-    more. Sent by the instance that pushes the copy. Ignored when the copy is not here, or belongs to a newer owner.
     """
     Resume: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ResumeRequest, _decode_pb2.ResumeResponse]
     """Goes on here with a request whose owner was lost, from the copy that this instance holds. The copy takes no more
@@ -150,13 +148,11 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     OpenReplica: _aio.UnaryUnaryMultiCallable[_decode_pb2.OpenReplicaRequest, _decode_pb2.OpenReplicaResponse]  # type: ignore[assignment]
     """Grants the owner of a request a ticket to push a copy of its KV cache, which this instance holds in host memory. The
     copy ends when its owner gives it up, when the request is resumed, or --orphan-grace-s after its owner was lost. The
-    same owner may ask again: the former copy is dropped first. Errors: RESOURCE_EXHAUSTED (no memory for replicas now),
+    same owner may ask again: the former copy is dropped first. With token_count 0 no room is asked for: the copy of that
+    number, if it is here, belongs to this newer owner from now on, and older ones cannot close or resume it any more. An
+    instance says so when a request of a copy was attached. Errors: RESOURCE_EXHAUSTED (no memory for replicas now),
     FAILED_PRECONDITION (the layouts differ, or replicas are off here), ABORTED or ALREADY_EXISTS (a newer owner is
     known), INVALID_ARGUMENT, UNAVAILABLE (draining).
-    """
-    UpdateReplica: _aio.UnaryUnaryMultiCallable[_decode_pb2.UpdateReplicaRequest, _decode_pb2.UpdateReplicaResponse]  # type: ignore[assignment]
-    """The request of a copy was attached: its owner is newer from now on, and older ones cannot close or resume it any
-    more. Sent by the instance that pushes the copy. Ignored when the copy is not here, or belongs to a newer owner.
     """
     Resume: _aio.UnaryUnaryMultiCallable[_decode_pb2.ResumeRequest, _decode_pb2.ResumeResponse]  # type: ignore[assignment]
     """Goes on here with a request whose owner was lost, from the copy that this instance holds. The copy takes no more
@@ -261,19 +257,11 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_decode_pb2.OpenReplicaResponse, _abc.Awaitable[_decode_pb2.OpenReplicaResponse]]:
         """Grants the owner of a request a ticket to push a copy of its KV cache, which this instance holds in host memory. The
         copy ends when its owner gives it up, when the request is resumed, or --orphan-grace-s after its owner was lost. The
-        same owner may ask again: the former copy is dropped first. Errors: RESOURCE_EXHAUSTED (no memory for replicas now),
+        same owner may ask again: the former copy is dropped first. With token_count 0 no room is asked for: the copy of that
+        number, if it is here, belongs to this newer owner from now on, and older ones cannot close or resume it any more. An
+        instance says so when a request of a copy was attached. Errors: RESOURCE_EXHAUSTED (no memory for replicas now),
         FAILED_PRECONDITION (the layouts differ, or replicas are off here), ABORTED or ALREADY_EXISTS (a newer owner is
         known), INVALID_ARGUMENT, UNAVAILABLE (draining).
-        """
-
-    @_abc_1.abstractmethod
-    def UpdateReplica(
-        self,
-        request: _decode_pb2.UpdateReplicaRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_decode_pb2.UpdateReplicaResponse, _abc.Awaitable[_decode_pb2.UpdateReplicaResponse]]:
-        """The request of a copy was attached: its owner is newer from now on, and older ones cannot close or resume it any
-        more. Sent by the instance that pushes the copy. Ignored when the copy is not here, or belongs to a newer owner.
         """
 
     @_abc_1.abstractmethod

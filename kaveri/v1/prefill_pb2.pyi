@@ -61,6 +61,12 @@ class AbortPrefillRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ATTEMPTS_FIELD_NUMBER: _builtins.int
+    GIVE_BACK_FIELD_NUMBER: _builtins.int
+    give_back: _builtins.bool
+    """Only those of exactly these owners that have not begun here, and only while the instance drains: their Prefill
+    streams end as UNAVAILABLE, with a google.rpc.RetryInfo and before any event. A router asks when another instance
+    takes requests.
+    """
     @_builtins.property
     def attempts(self) -> _containers.RepeatedCompositeFieldContainer[_decode_pb2.AttemptId]:
         """In no particular order."""
@@ -69,10 +75,11 @@ class AbortPrefillRequest(_message.Message):
         self,
         *,
         attempts: _abc.Iterable[_decode_pb2.AttemptId] | None = ...,
+        give_back: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "give_back", b"give_back"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -94,47 +101,6 @@ class AbortPrefillResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AbortPrefillResponse: _TypeAlias = AbortPrefillResponse  # noqa: Y015
-
-@_typing.final
-class GiveBackPrefillRequest(_message.Message):
-    """Requests that may be placed elsewhere."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ATTEMPTS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def attempts(self) -> _containers.RepeatedCompositeFieldContainer[_decode_pb2.AttemptId]:
-        """In no particular order."""
-
-    def __init__(
-        self,
-        *,
-        attempts: _abc.Iterable[_decode_pb2.AttemptId] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GiveBackPrefillRequest: _TypeAlias = GiveBackPrefillRequest  # noqa: Y015
-
-@_typing.final
-class GiveBackPrefillResponse(_message.Message):
-    """Nothing to say."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GiveBackPrefillResponse: _TypeAlias = GiveBackPrefillResponse  # noqa: Y015
 
 @_typing.final
 class AttachPrefillRequest(_message.Message):

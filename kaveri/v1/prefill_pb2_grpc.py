@@ -50,11 +50,6 @@ class PrefillServiceStub(object):
                 request_serializer=kaveri_dot_v1_dot_prefill__pb2.AbortPrefillRequest.SerializeToString,
                 response_deserializer=kaveri_dot_v1_dot_prefill__pb2.AbortPrefillResponse.FromString,
                 _registered_method=True)
-        self.GiveBackPrefill = channel.unary_unary(
-                '/kaveri.v1.PrefillService/GiveBackPrefill',
-                request_serializer=kaveri_dot_v1_dot_prefill__pb2.GiveBackPrefillRequest.SerializeToString,
-                response_deserializer=kaveri_dot_v1_dot_prefill__pb2.GiveBackPrefillResponse.FromString,
-                _registered_method=True)
         self.BeatPrefill = channel.unary_unary(
                 '/kaveri.v1.PrefillService/BeatPrefill',
                 request_serializer=kaveri_dot_v1_dot_prefill__pb2.BeatPrefillRequest.SerializeToString,
@@ -100,15 +95,6 @@ class PrefillServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GiveBackPrefill(self, request, context):
-        """Gives requests back that have not begun here, while the instance drains: their Prefill streams end as UNAVAILABLE,
-        with a google.rpc.RetryInfo and before any event. Requests that have begun, unknown ones and those of other owners
-        go on. A router asks when another instance takes requests.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def BeatPrefill(self, request, context):
         """Answers at once. A router that waits for reports asks several times a second: an instance that does not answer hangs
         or is cut off, and what it has goes elsewhere.
@@ -134,11 +120,6 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.AbortPrefill,
                     request_deserializer=kaveri_dot_v1_dot_prefill__pb2.AbortPrefillRequest.FromString,
                     response_serializer=kaveri_dot_v1_dot_prefill__pb2.AbortPrefillResponse.SerializeToString,
-            ),
-            'GiveBackPrefill': grpc.unary_unary_rpc_method_handler(
-                    servicer.GiveBackPrefill,
-                    request_deserializer=kaveri_dot_v1_dot_prefill__pb2.GiveBackPrefillRequest.FromString,
-                    response_serializer=kaveri_dot_v1_dot_prefill__pb2.GiveBackPrefillResponse.SerializeToString,
             ),
             'BeatPrefill': grpc.unary_unary_rpc_method_handler(
                     servicer.BeatPrefill,
@@ -228,33 +209,6 @@ class PrefillService(object):
             '/kaveri.v1.PrefillService/AbortPrefill',
             kaveri_dot_v1_dot_prefill__pb2.AbortPrefillRequest.SerializeToString,
             kaveri_dot_v1_dot_prefill__pb2.AbortPrefillResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GiveBackPrefill(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kaveri.v1.PrefillService/GiveBackPrefill',
-            kaveri_dot_v1_dot_prefill__pb2.GiveBackPrefillRequest.SerializeToString,
-            kaveri_dot_v1_dot_prefill__pb2.GiveBackPrefillResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,11 +54,6 @@ class PrefillServiceStub:
     """
     AbortPrefill: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.AbortPrefillRequest, _prefill_pb2.AbortPrefillResponse]
     """Ends requests, here and where they were placed, unless they belong to a newer owner. Unknown ones are ignored."""
-    GiveBackPrefill: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.GiveBackPrefillRequest, _prefill_pb2.GiveBackPrefillResponse]
-    """Gives requests back that have not begun here, while the instance drains: their Prefill streams end as UNAVAILABLE,
-    with a google.rpc.RetryInfo and before any event. Requests that have begun, unknown ones and those of other owners
-    go on. A router asks when another instance takes requests.
-    """
     BeatPrefill: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.BeatPrefillRequest, _prefill_pb2.BeatPrefillResponse]
     """Answers at once. A router that waits for reports asks several times a second: an instance that does not answer hangs
     or is cut off, and what it has goes elsewhere.
@@ -90,11 +85,6 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """
     AbortPrefill: _aio.UnaryUnaryMultiCallable[_prefill_pb2.AbortPrefillRequest, _prefill_pb2.AbortPrefillResponse]  # type: ignore[assignment]
     """Ends requests, here and where they were placed, unless they belong to a newer owner. Unknown ones are ignored."""
-    GiveBackPrefill: _aio.UnaryUnaryMultiCallable[_prefill_pb2.GiveBackPrefillRequest, _prefill_pb2.GiveBackPrefillResponse]  # type: ignore[assignment]
-    """Gives requests back that have not begun here, while the instance drains: their Prefill streams end as UNAVAILABLE,
-    with a google.rpc.RetryInfo and before any event. Requests that have begun, unknown ones and those of other owners
-    go on. A router asks when another instance takes requests.
-    """
     BeatPrefill: _aio.UnaryUnaryMultiCallable[_prefill_pb2.BeatPrefillRequest, _prefill_pb2.BeatPrefillResponse]  # type: ignore[assignment]
     """Answers at once. A router that waits for reports asks several times a second: an instance that does not answer hangs
     or is cut off, and what it has goes elsewhere.
@@ -141,17 +131,6 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_pb2.AbortPrefillResponse, _abc.Awaitable[_prefill_pb2.AbortPrefillResponse]]:
         """Ends requests, here and where they were placed, unless they belong to a newer owner. Unknown ones are ignored."""
-
-    @_abc_1.abstractmethod
-    def GiveBackPrefill(
-        self,
-        request: _prefill_pb2.GiveBackPrefillRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_prefill_pb2.GiveBackPrefillResponse, _abc.Awaitable[_prefill_pb2.GiveBackPrefillResponse]]:
-        """Gives requests back that have not begun here, while the instance drains: their Prefill streams end as UNAVAILABLE,
-        with a google.rpc.RetryInfo and before any event. Requests that have begun, unknown ones and those of other owners
-        go on. A router asks when another instance takes requests.
-        """
 
     @_abc_1.abstractmethod
     def BeatPrefill(

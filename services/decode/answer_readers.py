@@ -9,17 +9,17 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from hmac import compare_digest
-from itertools import islice
 from typing import NamedTuple, Protocol
 
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import InvalidArgument, RequestNotFound, Unavailable, Unsupported
+from kaveri.feeds.feed import Feed
 from kaveri.text.answer import SLICE_TOKENS, Answer, AnswerPart
 from kaveri.text.detokenizer import Detokenizer
+from kaveri.timeouts import BEAT_S
 from kaveri.wire.attempts import wrong_secret
 from services.decode.attaching import prompt_tokens
 from services.decode.requests import DecodeRequest
-from services.decode.token_streams import BEAT_S
 
 MIN_READER_ID_CHARACTERS = 16
 MAX_READER_ID_CHARACTERS = 128
@@ -80,7 +80,7 @@ class AnswerReader:
 
     def changed(self) -> None:
         """The request's log has grown, or has ended."""
-        self._stream.add(self)
+        self._stream.feed.add(self)
 
     def leave(self) -> None:
         """The request goes on without this caller, or was aborted. What was gained so far is still sent. Idempotent."""
@@ -88,7 +88,7 @@ class AnswerReader:
             self._pull()
             self._left = True
             self.request.reader = None
-            self._stream.add(self)
+            self._stream.feed.add(self)
 
     def take(self) -> ReadPart:
         """What was not sent; the first part of it when that would be too large for a message."""
@@ -97,7 +97,7 @@ class AnswerReader:
         part = answer.take()
         ended = self._left or answer.stopped or self.request.log.has_ended
         if answer.has_output or (has_rest and not answer.stopped):
-            self._stream.add(self)
+            self._stream.feed.add(self)
             ended = False
         return ReadPart(self.request.request_id, self._session, part, ended)
 
@@ -115,38 +115,15 @@ class AnswerReader:
 
 
 class CallerStream:
-    """One caller's subscription, and what waits for it. For one reader."""
+    """One caller's subscription. What a slow caller does not take is joined: at most the rest of an answer waits."""
 
     def __init__(self, reader_id: str) -> None:
         self.reader_id = reader_id
-        self.closed = False
-        self._unsent: dict[AnswerReader, None] = {}
-        self._changed = asyncio.Event()
-
-    def add(self, reader: AnswerReader) -> None:
-        """The reader has something to send. What a slow caller does not take is joined: at most the rest of an answer
-        waits for each."""
-        self._unsent[reader] = None
-        self._changed.set()
-
-    def end(self) -> None:
-        """Wakes the RPC for its end."""
-        self.closed = True
-        self._changed.set()
+        self.feed: Feed[AnswerReader] = Feed()
 
     async def next_batch(self, beat_s: float = BEAT_S) -> list[AnswerReader]:
-        """Takes the first of the readers that have something; waits for some for `beat_s` seconds at most."""
-        if not (self._unsent or self.closed):
-            self._changed.clear()
-            beat = asyncio.get_running_loop().call_later(beat_s, self._changed.set)
-            try:
-                await self._changed.wait()
-            finally:
-                beat.cancel()
-        batch = list(islice(self._unsent, _MOST_PARTS))
-        for reader in batch:
-            del self._unsent[reader]
-        return batch
+        """Take the first readers that have something; wait beat_s seconds for some."""
+        return await self.feed.take(beat_s, _MOST_PARTS)
 
 
 class AnswerReaders:
@@ -197,7 +174,7 @@ class AnswerReaders:
         """The stream is broken, cancelled or too slow: the routers of what it has read send the rest. Idempotent."""
         if self._streams.get(stream.reader_id) is stream:
             del self._streams[stream.reader_id]
-        stream.end()
+        stream.feed.close()
         for request, reader in self._readers.pop(stream, {}).items():
             self._end(request, reader)
 

@@ -12,11 +12,7 @@ from dataclasses import dataclass
 from kaveri.domain.owner import Ownership
 from kaveri.domain.replica import Resumption
 from kaveri.errors import InvalidArgument, RequestNotFound
-
-ENDED_S = 3.0
-"""The copy of a complete answer is kept for so long: until a router must have noticed that the owner is lost, and that
-the end of the answer has not come."""
-
+from kaveri.timeouts import COMPLETE_COPY_S
 
 # ---- states ----
 
@@ -170,7 +166,7 @@ def step(state: Holding, event: HoldingEvent, now_s: float, grace_s: float) -> H
         case OwnerLost(reason), Growing():
             return Orphan(now_s + grace_s), (NoteOrphan(reason),)
         case OwnerGaveUp(), Growing():
-            return Complete(now_s + min(ENDED_S, grace_s)), ()
+            return Complete(now_s + min(COMPLETE_COPY_S, grace_s)), ()
         case BlockMissed(), Growing():
             # Its owner has the grace time to find another holder. It may not be able to close this copy.
             return Orphan(now_s + grace_s), (Seal(),)

@@ -42,6 +42,7 @@ from kaveri.policy.placement import DEFAULT_THRESHOLDS, HeavyThresholds
 from kaveri.policy.room_line import Place
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import spans_below, trace_fields
+from kaveri.timeouts import BEAT_S
 from services.decode import lifecycle
 from services.decode.answer_log import AnswerLog, End
 from services.decode.answer_readers import AnswerTokenizer
@@ -52,7 +53,6 @@ from services.decode.metrics import DecodeMetrics
 from services.decode.owners import RequestOwners
 from services.decode.requests import DecodeRequest, ResumedHere
 from services.decode.spans import DecodeSpans
-from services.decode.token_streams import BEAT_S
 
 _LONGEST_REQUEST_S = 86_400.0
 
@@ -275,7 +275,6 @@ class DecodeInstance:
             if isinstance(request.state, Ready):
                 self.owners.streams.announce(request)
         self._engine_room.give()
-        self.owners.streams.flush()
 
     def load(self) -> InstanceLoad:
         self.owners.prune()

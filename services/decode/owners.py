@@ -10,8 +10,9 @@ from kaveri.domain.attachment import Attached, Attachment
 from kaveri.domain.owner import Ownership
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.errors import InvalidArgument, KaveriError, RequestAlreadyExists, RequestNotFound
-from kaveri.hosting.kept import KeptItems, kept_bytes
+from kaveri.feeds.expiring import MAX_ANSWER_BYTES, ExpiringMap, answer_bytes
 from kaveri.telemetry.logs import get_logger
+from kaveri.timeouts import STRAGGLER_S
 from kaveri.wire.attempts import wrong_secret
 from services.decode.answer_log import End, GainedTokens
 from services.decode.answer_readers import AnswerReaders, AnswerTokenizer
@@ -21,8 +22,6 @@ from services.decode.metrics import DecodeMetrics
 from services.decode.requests import DecodeRequest, DecodeRequests, KnownAttempts
 from services.decode.token_streams import TokenStream, TokenStreams
 
-_ATTEMPTS_REMEMBERED_S = 5.0
-"""Longer than a Reserve can be on its way; not much longer, since a client may use a request id again."""
 _ATTEMPTS_REMEMBERED_COUNT = 65_536
 
 
@@ -43,8 +42,8 @@ class RequestOwners:
         self.readers = AnswerReaders(
             self.requests.by_request_id, self.streams.note_reader, tokenizer, metrics.read_tokens.inc
         )
-        self._attempts = KnownAttempts(_ATTEMPTS_REMEMBERED_S, _ATTEMPTS_REMEMBERED_COUNT)
-        self._kept: KeptItems[DecodeRequest] = KeptItems(orphan_grace_s)
+        self._attempts = KnownAttempts(STRAGGLER_S, _ATTEMPTS_REMEMBERED_COUNT)
+        self._kept: ExpiringMap[str, DecodeRequest] = ExpiringMap(orphan_grace_s, max_bytes=MAX_ANSWER_BYTES)
         self._metrics = metrics
         # Read by the threads that serve metrics.
         metrics.orphans.set_function(self._orphan_count)
@@ -137,12 +136,12 @@ class RequestOwners:
     def begin(self, request_id: str, ownership: Ownership) -> None:
         """A request of this owner begins here. Raises StaleAttempt or RequestAlreadyExists when a newer is known."""
         self._attempts.note(request_id, ownership, time.monotonic())
-        self._kept.forget(request_id)
+        self._kept.pop(request_id)
 
     def keep(self, request: DecodeRequest, now_s: float) -> None:
         """Keeps the answer of a request that has ended, for a router that attaches it."""
         token_count = len(request.engine_request.token_ids) + len(request.log.token_ids)
-        self._kept.add(request.request_id, request, kept_bytes(token_count, request.log.logprobs), now_s)
+        self._kept.put(request.request_id, request, now_s, answer_bytes(token_count, request.log.logprobs))
 
     def tell_replica(self, request: DecodeRequest, replica: ReplicaLocation) -> None:
         """Sends the router of a landed request news of its copy, with the next tokens at the latest."""
@@ -167,7 +166,7 @@ class RequestOwners:
         return self.requests.by_request_id(request_id) or self._kept.get(request_id, now_s)
 
     def _requests_of(self, router_id: str) -> tuple[DecodeRequest, ...]:
-        kept = (request for request in self._kept if request.router_id == router_id)
+        kept = (request for request in self._kept.values() if request.router_id == router_id)
         return (*self.requests.of_router(router_id), *kept)
 
     def _orphan_count(self) -> int:

@@ -41,6 +41,7 @@ from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
+from kaveri.timeouts import CALL_TIMEOUT_S
 from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.attempts import ownership_to_proto
@@ -55,8 +56,6 @@ from services.decode.replica_metrics import ReplicaMetrics
 from services.decode.requests import DecodeRequest
 
 _LOOK_EVERY_S = 0.1
-_ANSWER_TIMEOUT_S = 2.0
-"""Of a holder that is asked for room, or told that a copy is not wanted."""
 _MOST_ASKED = 32
 """Holders that are asked at once."""
 _GIVEN_UP = (DecodeOutcome.ABORTED, DecodeOutcome.DEADLINE, DecodeOutcome.ROUTER_GONE)
@@ -371,7 +370,7 @@ class Replicator:
         owned.told = request.ownership
         try:
             with self._channels.calling(DecodeServiceStub, holder.address) as stub:
-                return await stub.OpenReplica(offer_to_proto(offer), timeout=_ANSWER_TIMEOUT_S)
+                return await stub.OpenReplica(offer_to_proto(offer), timeout=CALL_TIMEOUT_S)
         except aio.AioRpcError as error:
             raise error_of(error, peer=holder.address, request_id=request.request_id) from error
 
@@ -424,11 +423,18 @@ class Replicator:
     async def _update(self, owned: _Owned, holder: Holder) -> None:
         """Tells the holder that the request was attached, so that older owners cannot close the copy."""
         former, owned.told = owned.told, owned.request.ownership
-        owner = ownership_to_proto(owned.request.request_id, owned.told)
-        owner.replica = holder.number
+        (session, attempt), router_id, secret = owned.told
+        message = decode_pb2.OpenReplicaRequest(
+            request_id=owned.request.request_id,
+            session=session,
+            attempt=attempt,
+            router_id=router_id,
+            secret=secret,
+            replica=holder.number,
+        )
         try:
             with self._channels.calling(DecodeServiceStub, holder.address) as stub:
-                await stub.UpdateReplica(decode_pb2.UpdateReplicaRequest(owner=owner), timeout=_ANSWER_TIMEOUT_S)
+                await stub.OpenReplica(message, timeout=CALL_TIMEOUT_S)
         except aio.AioRpcError as error:
             # A holder that has refused, or does not know the call, is not asked again.
             if error.code() in _UNANSWERED:
@@ -441,7 +447,7 @@ class Replicator:
         message = decode_pb2.AbortRequest(attempts=[name])
         try:
             with self._channels.calling(DecodeServiceStub, holder.address) as stub:
-                await stub.Abort(message, timeout=_ANSWER_TIMEOUT_S)
+                await stub.Abort(message, timeout=CALL_TIMEOUT_S)
         except aio.AioRpcError as error:
             # It is gone, or drops the copy when its time is over.
             get_logger().debug("replica_not_closed", holder_id=holder.instance_id, error=error.details())

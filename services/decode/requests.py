@@ -1,13 +1,13 @@
 """The requests that a decode instance holds, and which attempts of them it has known. No I/O."""
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.engine.contract import EngineKey, EngineRequest
+from kaveri.feeds.expiring import ExpiringMap
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.growth import BatchMember
@@ -173,27 +173,19 @@ class KnownAttempts:
     Owners are compared where their requests have one secret. A router's attempts are compared too: it counts on when a
     request id is used again. Others are not compared."""
 
-    def __init__(self, remembered_s: float, max_count: int) -> None:
-        """remembered_s: after the last word of a request. max_count: beyond it the oldest are forgotten."""
-        self._remembered_s = remembered_s
-        self._max_count = max_count
-        self._newest: OrderedDict[tuple[str, str | bytes], tuple[Owner, float]] = OrderedDict()
+    def __init__(self, ttl_s: float, max_count: int) -> None:
+        """ttl_s: after the last word of a request. max_count: of owners; beyond it the oldest are forgotten."""
+        self._newest: ExpiringMap[tuple[str, str | bytes], Owner] = ExpiringMap(ttl_s, max_count=max_count)
 
     def note(self, request_id: str, ownership: Ownership, now_s: float) -> None:
         """Remembers the owner. Raises StaleAttempt or RequestAlreadyExists when a newer one is known."""
-        while self._newest:
-            oldest, (_, until_s) = next(iter(self._newest.items()))
-            if until_s > now_s and len(self._newest) <= self._max_count:
-                break
-            del self._newest[oldest]
         owner = ownership.owner
         self._note(request_id, ownership.router_id, Owner(0, owner.attempt), now_s)
         if ownership.secret:
             self._note(request_id, ownership.secret, owner, now_s)
 
     def _note(self, request_id: str, of: str | bytes, owner: Owner, now_s: float) -> None:
-        newest, _ = self._newest.get((request_id, of), (owner, 0.0))
-        if owner < newest:
+        newest = self._newest.get((request_id, of), now_s)
+        if newest is not None and owner < newest:
             raise owner.stale(request_id, newest)
-        self._newest[request_id, of] = (owner, now_s + self._remembered_s)
-        self._newest.move_to_end((request_id, of))
+        self._newest.put((request_id, of), owner, now_s)

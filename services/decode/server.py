@@ -10,6 +10,7 @@ from kaveri.errors import InvalidArgument, KaveriError, SlowReader, Unsupported
 from kaveri.hosting.read_limit import ReadLimit
 from kaveri.telemetry.logs import get_logger
 from kaveri.text.answer import MAX_OUTPUT_BYTES
+from kaveri.timeouts import BEAT_S
 from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceServicer
 from kaveri.wire.attempts import (
@@ -36,7 +37,6 @@ from services.decode.attaching import Awaited
 from services.decode.holder import ReplicaHolder
 from services.decode.instance import DecodeInstance
 from services.decode.token_messages import messages_of
-from services.decode.token_streams import BEAT_S
 
 SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
 _BEAT = decode_pb2.StreamTokensResponse()
@@ -112,21 +112,14 @@ class DecodeServer(DecodeServiceServicer):
         self, request: decode_pb2.OpenReplicaRequest, context: aio.ServicerContext[Any, Any]
     ) -> decode_pb2.OpenReplicaResponse:
         try:
-            offer = offer_from_proto(request)
-            ticket = self._require_holder().open(offer)
+            holder = self._require_holder()
+            if request.replica and not request.token_count:
+                holder.update(request.request_id, check_ownership(request), request.replica)
+                return decode_pb2.OpenReplicaResponse(incarnation=self._incarnation)
+            ticket = holder.open(offer_from_proto(request))
         except KaveriError as error:
             await abort(context, error)
         return decode_pb2.OpenReplicaResponse(ticket=ticket_to_proto(ticket), incarnation=self._incarnation)
-
-    async def UpdateReplica(  # noqa: N802
-        self, request: decode_pb2.UpdateReplicaRequest, context: aio.ServicerContext[Any, Any]
-    ) -> decode_pb2.UpdateReplicaResponse:
-        try:
-            ownership = check_ownership(request.owner)
-            self._require_holder().update(request.owner.request_id, ownership, request.owner.replica)
-        except KaveriError as error:
-            await abort(context, error)
-        return decode_pb2.UpdateReplicaResponse()
 
     async def Resume(  # noqa: N802
         self, request: decode_pb2.ResumeRequest, context: aio.ServicerContext[Any, Any]
@@ -164,7 +157,7 @@ class DecodeServer(DecodeServiceServicer):
         # here would wait for the garbage collector.
         context.add_done_callback(lambda _: self._instance.owners.streams.close(stream))  # type: ignore[arg-type]
         yield decode_pb2.StreamTokensResponse(incarnation=self._incarnation, beat_s=BEAT_S)
-        while not stream.has_ended:
+        while not stream.feed.ended:
             batch = await stream.next_batch()
             if not batch:
                 yield _BEAT
@@ -184,7 +177,7 @@ class DecodeServer(DecodeServiceServicer):
         try:
             async with ReadLimit(SLOW_READER_S) as limit:
                 await context.write(decode_pb2.StreamAnswersResponse(incarnation=self._incarnation, beat_s=BEAT_S))
-                while not stream.closed:
+                while not stream.feed.closed:
                     parts = readers.take(stream, await stream.next_batch())
                     for message in _answer_messages(parts):
                         limit.begin()

@@ -8,48 +8,32 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from kaveri.engine.contract import TokenStep
+from kaveri.feeds.feed import Feed
+from kaveri.timeouts import BEAT_S
 from services.decode.answer_log import End, GainedTokens
 from services.decode.lifecycle import RequestTimes
 from services.decode.requests import DecodeRequest
 
-BEAT_S = 0.1
-"""A stream without tokens sends an empty message this often: far less than the 0.5 s after which routers give it up."""
-
 
 class TokenStream:
-    """One router's subscription, and what waits for it. For one reader."""
+    """One router's subscription."""
 
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
-        self.unsent: dict[DecodeRequest, None] = {}
-        """Ordered: the requests that have something for the router."""
-        self.notices: list[GainedTokens] = []
-        """What the router must know of requests that are not here for it."""
-        self.closed = False
-        self.changed = asyncio.Event()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it is closed and has sent everything."""
-        return self.closed and not (self.unsent or self.notices)
+        self.feed: Feed[DecodeRequest | GainedTokens] = Feed()
+        """Requests, and notices of requests that are not here for the router."""
 
     async def next_batch(self, beat_s: float = BEAT_S) -> list[GainedTokens]:
-        """Takes all tokens that there are; waits for some for `beat_s` seconds at most."""
-        if not (self.unsent or self.notices or self.closed):
-            self.changed.clear()
-            beat = asyncio.get_running_loop().call_later(beat_s, self.changed.set)
-            try:
-                await self.changed.wait()
-            finally:
-                beat.cancel()
-        batch = [request.log.take(request.request_id, request.owner) for request in self.unsent]
-        for request, gained in zip(self.unsent, batch, strict=True):
-            gained.read_here = request.reader is not None
-        self.unsent.clear()
-        if self.notices:
-            batch += self.notices
-            self.notices = []
-        return batch
+        """Take all tokens that there are; wait beat_s seconds for some."""
+        return [_gained(news) for news in await self.feed.take(beat_s)]
+
+
+def _gained(news: DecodeRequest | GainedTokens) -> GainedTokens:
+    if isinstance(news, GainedTokens):
+        return news
+    gained = news.log.take(news.request_id, news.owner)
+    gained.read_here = news.reader is not None
+    return gained
 
 
 class TokenStreams:
@@ -91,14 +75,15 @@ class TokenStreams:
         former = self._streams.get(router_id)
         stream = self._streams[router_id] = TokenStream(router_id)
         if former is not None:
-            former.unsent = {}
-            former.notices, stream.notices = [], former.notices
-            self._end(former)
+            for news in former.feed.drain():
+                if isinstance(news, GainedTokens):
+                    stream.feed.add(news)
+            former.feed.close()
         for request in self._requests_of(router_id):
             if request.log.has_unsent:
-                stream.unsent[request] = None
+                stream.feed.add(request)
         if self._closed:
-            self._end(stream)
+            stream.feed.close()
         return stream
 
     def close(self, stream: TokenStream) -> None:
@@ -111,7 +96,7 @@ class TokenStreams:
         """Ends every stream once it has sent what it has, and those that come as well."""
         self._closed = True
         for stream in self._streams.values():
-            self._end(stream)
+            stream.feed.close()
         for router_id in self.missing_routers:
             self._end_grace(router_id)
 
@@ -130,7 +115,7 @@ class TokenStreams:
                 return
         stream = self._streams.get(request.router_id)
         if stream is not None:
-            stream.unsent[request] = None
+            stream.feed.add(request)
 
     def announce(self, request: DecodeRequest) -> None:
         """Sends an entry without tokens: the request is here, and waits for a seat.
@@ -139,7 +124,7 @@ class TokenStreams:
         """
         stream = self._streams.get(request.router_id)
         if stream is not None:
-            stream.unsent[request] = None
+            stream.feed.add(request)
 
     def fail(self, request: DecodeRequest, end: End) -> None:
         """Send the router the error that ends the request here, after its tokens. end: with an error."""
@@ -152,14 +137,12 @@ class TokenStreams:
         """Sends the router what it lacks, and whether a caller reads the answer here."""
         if request.log.has_unsent or not request.log.has_ended:
             self.announce(request)
-            self.flush()
 
     def notify(self, router_id: str, notice: GainedTokens) -> None:
         """Sends the router something that is not the request's next part. Dropped when it has no stream."""
         stream = self._streams.get(router_id)
         if stream is not None:
-            stream.notices.append(notice)
-            stream.changed.set()
+            stream.feed.add(notice)
 
     def drop(self, request: DecodeRequest) -> None:
         """Sends no more of the request to its router, nor to a caller that reads it here."""
@@ -167,7 +150,7 @@ class TokenStreams:
             request.reader.leave()
         stream = self._streams.get(request.router_id)
         if stream is not None:
-            stream.unsent.pop(request, None)
+            stream.feed.discard(request)
 
     def send(self, request: DecodeRequest) -> None:
         """Sends what the request's log holds and was not sent. Its router may have changed."""
@@ -175,18 +158,7 @@ class TokenStreams:
         if stream is None:
             self.expect(request.router_id)
         elif request.log.has_unsent:
-            stream.unsent[request] = None
-            stream.changed.set()
-
-    def flush(self) -> None:
-        """Wakes the streams that have something to send: once per batch of events."""
-        for stream in self._streams.values():
-            if stream.unsent:
-                stream.changed.set()
-
-    def _end(self, stream: TokenStream) -> None:
-        stream.closed = True
-        stream.changed.set()
+            stream.feed.add(request)
 
     def _end_grace(self, router_id: str) -> None:
         grace = self._grace.pop(router_id, None)

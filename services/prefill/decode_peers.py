@@ -10,14 +10,13 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
+from kaveri.timeouts import CALL_TIMEOUT_S
 from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.messages import layout_to_proto, length_to_proto, params_to_proto, ticket_from_proto
 from kaveri.wire.status import error_of
 from services.prefill.requests import PrefillRequest
 
-_ANSWER_TIMEOUT_S = 2.0
-"""For the answer of an instance that is not asked to wait for room."""
 _ABORT_TIMEOUT_S = 1.0
 
 
@@ -67,7 +66,7 @@ class DecodePeers:
             prefill_instance_id=self._own_id,
             suspect_until=request.engine_request.suspect_until,
         )
-        answer_s = timeout_s if waits else min(timeout_s, _ANSWER_TIMEOUT_S)
+        answer_s = timeout_s if waits else min(timeout_s, CALL_TIMEOUT_S)
         with self.channels.calling(DecodeServiceStub, target.record.address) as stub:
             try:
                 response = await stub.Reserve(message, timeout=answer_s)

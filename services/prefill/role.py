@@ -22,7 +22,7 @@ from kaveri.errors import (
     RequestNotFound,
     Unavailable,
 )
-from kaveri.hosting.kept import KeptItems, kept_bytes
+from kaveri.feeds.expiring import MAX_ANSWER_BYTES, ExpiringMap, answer_bytes
 from kaveri.policy.place_search import draws_more, place_search
 from kaveri.policy.prompt_queue import PromptQueue
 from kaveri.policy.waits import QUEUE_FULL_RETRY_S
@@ -113,7 +113,7 @@ class PrefillRole:
         self._lives: dict[str, _Life] = {}
         """By request id."""
         self._orphan_grace_s = orphan_grace_s
-        self._kept: KeptItems[PrefillRequest] = KeptItems(orphan_grace_s)
+        self._kept: ExpiringMap[str, PrefillRequest] = ExpiringMap(orphan_grace_s, max_bytes=MAX_ANSWER_BYTES)
         """Handed over, or finished with their first token."""
         self._draining = False
         self._idle = asyncio.Event()
@@ -293,7 +293,7 @@ class PrefillRole:
         kept = self._kept.get(request_id, time.monotonic())
         if kept is not None and ownership.is_same_request(kept.ownership) and ownership.owner <= kept.owner:
             raise ownership.owner.stale(request_id, kept.owner)
-        self._kept.forget(request_id)
+        self._kept.pop(request_id)
         if (life := self._lives.get(request_id)) is None:
             return
         former, owner = life.request, ownership.comparable(life.request.ownership)
@@ -409,8 +409,8 @@ class PrefillRole:
             request.outbox.forget_report()
             first = request.outbox.first_token
             logprobs = [first.logprobs] if first is not None and first.logprobs is not None else []
-            size = kept_bytes(request.token_count, logprobs)
-            self._kept.add(request.request_id, request, size, time.monotonic())
+            size = answer_bytes(request.token_count, logprobs)
+            self._kept.put(request.request_id, request, time.monotonic(), size)
         request.outbox.close(close.error)
         self._metrics.requests.labels(close.outcome).inc()
         get_logger().info(

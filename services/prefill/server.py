@@ -69,16 +69,10 @@ class PrefillServer(PrefillServiceServicer):
     async def AbortPrefill(  # noqa: N802
         self, request: prefill_pb2.AbortPrefillRequest, context: aio.ServicerContext[Any, Any]
     ) -> prefill_pb2.AbortPrefillResponse:
+        end = self._role.give_back if request.give_back else self._role.abort
         for attempt in request.attempts:
-            self._role.abort(attempt.request_id, ownership_from_proto(attempt))
+            end(attempt.request_id, ownership_from_proto(attempt))
         return prefill_pb2.AbortPrefillResponse()
-
-    async def GiveBackPrefill(  # noqa: N802
-        self, request: prefill_pb2.GiveBackPrefillRequest, context: aio.ServicerContext[Any, Any]
-    ) -> prefill_pb2.GiveBackPrefillResponse:
-        for attempt in request.attempts:
-            self._role.give_back(attempt.request_id, ownership_from_proto(attempt))
-        return prefill_pb2.GiveBackPrefillResponse()
 
     async def BeatPrefill(  # noqa: N802
         self, request: prefill_pb2.BeatPrefillRequest, context: aio.ServicerContext[Any, Any]

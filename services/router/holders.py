@@ -12,6 +12,7 @@ from kaveri.errors import DeadlineExceeded, KaveriError, NoCapacity, RequestCanc
 from kaveri.policy.recovery import is_worth_a_resume
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
+from kaveri.timeouts import CALL_TIMEOUT_S
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.replicas import resumed_from_proto, resumption_to_proto
 from kaveri.wire.status import error_of, is_answer
@@ -30,9 +31,6 @@ from services.router.lifecycle_values import (
     Unplaced,
 )
 from services.router.requests import RequestEntry
-
-RESUME_TIMEOUT_S = 2.0
-"""For the holder's answer. Its silence on the token stream ends the wait earlier."""
 
 
 class Holders:
@@ -121,7 +119,7 @@ class Holders:
         address = self._store.view().instances[replica.holder_id].record.address
         stub = self._channels.stub(DecodeServiceStub, address)
         call: aio.UnaryUnaryCall[Any, Any] = stub.Resume(
-            resumption_to_proto(resumption), timeout=min(RESUME_TIMEOUT_S, left_s)
+            resumption_to_proto(resumption), timeout=min(CALL_TIMEOUT_S, left_s)
         )
         return call
 

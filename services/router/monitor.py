@@ -13,10 +13,9 @@ from kaveri.cluster.broadcasts import Told, broadcast_statuses, has_new_loads, i
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import ClusterView, LoadBroadcast
 from kaveri.telemetry.logs import get_logger
+from kaveri.timeouts import LEADER_LEASE_S
 from services.router import metrics
 
-LEADER_LEASE_S = 1.0
-"""A dead leader leads for this long at most."""
 _CAMPAIGN_INTERVAL_S = LEADER_LEASE_S / 3
 """Interval of campaigns: a leader may miss one, and a dead one is replaced within 2 s even on a busy machine. Also the
 interval of broadcasts while no instance reports a load."""

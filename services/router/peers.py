@@ -9,10 +9,10 @@ from grpc import aio
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import ClusterView, InstanceState, Role, ViewedInstance
 from kaveri.rpc.channels import Channels
+from kaveri.timeouts import CALL_TIMEOUT_S
 from kaveri.v1 import inference_pb2
 from kaveri.v1.inference_pb2_grpc import InferenceServiceStub
 
-_CANCEL_TIMEOUT_S = 2.0
 _MOST_ADDRESSES = 16
 """Named to clients: enough for any of them to go on."""
 
@@ -64,7 +64,7 @@ class RouterPeers:
         message = inference_pb2.CancelRequest(request_id=request_id, forwarded=True)
         try:
             return (
-                await self._channels.stub(InferenceServiceStub, address).Cancel(message, timeout=_CANCEL_TIMEOUT_S)
+                await self._channels.stub(InferenceServiceStub, address).Cancel(message, timeout=CALL_TIMEOUT_S)
             ).found
         except aio.AioRpcError:
             return None

@@ -14,6 +14,7 @@ from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstanc
 from kaveri.errors import DeadlineExceeded, NoCapacity, RequestCancelled, Unavailable
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.rpc.channels import Channels
+from kaveri.timeouts import CALL_TIMEOUT_S
 from kaveri.v1 import prefill_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.attempts import ownership_to_proto
@@ -35,7 +36,7 @@ from services.router.lifecycle_values import (
 from services.router.prefill_watch import PrefillSteps, PrefillWatch
 from services.router.requests import RequestEntry
 from services.router.take_over import TakeOver
-from services.router.token_feeds import ABORT_TIMEOUT_S, TokenFeeds
+from services.router.token_feeds import TokenFeeds
 from services.router.waiting_prompts import WaitingPrompts
 
 _MOST_STREAMS = 8
@@ -214,7 +215,7 @@ class PrefillAttempts:
     async def _abort(self, record: InstanceRecord, request_id: str, ownership: Ownership) -> None:
         message = prefill_pb2.AbortPrefillRequest(attempts=[ownership_to_proto(request_id, ownership)])
         with contextlib.suppress(aio.AioRpcError):
-            await self._channels.stub(PrefillServiceStub, record.address).AbortPrefill(message, timeout=ABORT_TIMEOUT_S)
+            await self._channels.stub(PrefillServiceStub, record.address).AbortPrefill(message, timeout=CALL_TIMEOUT_S)
 
     def _confirm(self, entry: RequestEntry, attempt: Attempt) -> None:
         self._waiting.remove(entry, attempt)

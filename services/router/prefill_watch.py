@@ -7,7 +7,8 @@ from grpc import aio
 
 from kaveri.domain.view import ClusterView, InstanceRecord
 from kaveri.rpc.channels import Channels
-from kaveri.rpc.liveness import BEAT_TIMEOUT_S, Liveness
+from kaveri.rpc.liveness import Liveness
+from kaveri.timeouts import CALL_TIMEOUT_S
 from kaveri.v1 import prefill_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from services.router import metrics
@@ -112,4 +113,4 @@ class PrefillWatch:
 
     async def _beat(self, target: str) -> None:
         stub = self._channels.stub(PrefillServiceStub, target)
-        await stub.BeatPrefill(prefill_pb2.BeatPrefillRequest(), timeout=BEAT_TIMEOUT_S)
+        await stub.BeatPrefill(prefill_pb2.BeatPrefillRequest(), timeout=CALL_TIMEOUT_S)

@@ -1,10 +1,11 @@
 """How the requests of one router went: those in flight, and the last that have ended."""
 
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass
 
 from kaveri.errors import RequestNotFound
+from kaveri.feeds.expiring import ExpiringMap
 from kaveri.v1 import cluster_pb2, inference_pb2
 from kaveri.wire.attempts import is_made_from
 from services.router.request_table import RequestTable
@@ -75,7 +76,7 @@ class RecentRequests:
         """instance_id: of this router. table: the requests in flight."""
         self._instance_id = instance_id
         self._table = table
-        self._ended: OrderedDict[str, RequestSummary] = OrderedDict()
+        self._ended: ExpiringMap[str, RequestSummary] = ExpiringMap(max_count=_MOST)
         """By request id."""
 
     def add(self, entry: RequestEntry, outcome: str) -> None:
@@ -84,10 +85,7 @@ class RecentRequests:
         if known is not None and known.arrived_s > entry.accepted.arrived_s:
             # The call of an early session may end after that of a later one.
             return
-        self._ended[entry.request_id] = RequestSummary.of(entry, outcome, time.monotonic())
-        self._ended.move_to_end(entry.request_id)
-        if len(self._ended) > _MOST:
-            self._ended.popitem(last=False)
+        self._ended.put(entry.request_id, RequestSummary.of(entry, outcome, time.monotonic()))
 
     def account_of(self, request_id: str) -> cluster_pb2.GetRequestAccountResponse:
         """How the request went, or is going. A gateway adds to its client's id: the last such request counts.
@@ -101,7 +99,7 @@ class RecentRequests:
         return summary.to_proto(self._instance_id)
 
     def _known_as(self, request_id: str) -> str:
-        ids = (*self._ended, *(entry.request_id for entry in self._table.entries()))
+        ids = (*self._ended.keys(), *(entry.request_id for entry in self._table.entries()))
         if request_id in ids:
             return request_id
         return next((each for each in reversed(ids) if is_made_from(each, request_id)), request_id)

@@ -22,14 +22,15 @@ from kaveri.errors import (
     StaleAttempt,
     Unavailable,
 )
+from kaveri.feeds.expiring import ExpiringMap
 from kaveri.policy.placement import AnyPrefillPlacement, choose_prefill, missing_phases
 from kaveri.policy.retry import RetryLimits, RetryState, Setback, after_setback
 from kaveri.policy.waits import PREFILL_LOOK_S as _LONGEST_WAIT_S
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
+from kaveri.timeouts import ATTEMPT_REMEMBERED_S
 from kaveri.wire.attempts import MAX_ATTEMPT
 from services.router import metrics
-from services.router.attempt_numbers import AttemptNumbers
 from services.router.holders import Holders
 from services.router.lifecycle_values import (
     NO_LIFE,
@@ -58,8 +59,9 @@ from services.router.requests import RequestEntry
 from services.router.take_over import Found, Missing, TakeOver
 from services.router.token_feeds import TokenFeeds
 
-_HOPELESS = (InvalidArgument, LayoutMismatch, ModelNotFound, DeadlineExceeded, RequestAlreadyExists, EngineError)
-"""Errors that would meet the request anywhere else as well."""
+_ATTEMPTS_COUNT = 65_536
+_NON_RETRYABLE = (InvalidArgument, LayoutMismatch, ModelNotFound, DeadlineExceeded, RequestAlreadyExists, EngineError)
+"""Errors that the request would have anywhere else."""
 
 
 class RequestPlacer:
@@ -91,7 +93,9 @@ class RequestPlacer:
         self._holders = holders
         self._rng = rng
         self._turn = 0
-        self._numbers = AttemptNumbers()
+        self._numbers: ExpiringMap[str, int] = ExpiringMap(ATTEMPT_REMEMBERED_S, max_count=_ATTEMPTS_COUNT)
+        """The last attempt of each request id. A client may use an id again at once: its attempts go on counting, so
+        that a late token, or a late Abort, of the former request does not touch the new one."""
         self._takeover = TakeOver(store, channels, feeds, stream_id)
         self._view_changed = asyncio.Event()
         self._line: PlacementLine[RequestEntry] = PlacementLine()
@@ -158,9 +162,9 @@ class RequestPlacer:
             )
             entry.fail(InternalError(f"the router failed while it served request {entry.request_id!r}"))
         finally:
-            if number := max(entry.attempt_number, self._numbers.last(entry.request_id)):
+            if number := max(entry.attempt_number, self._numbers.get(entry.request_id, time.monotonic()) or 0):
                 # From the end on: late messages of a long answer must not touch a request that uses its id again.
-                self._numbers.note(entry.request_id, number, time.monotonic())
+                self._numbers.put(entry.request_id, number, time.monotonic())
 
     async def close(self) -> None:
         """Waits for the tasks of requests that have ended."""
@@ -201,7 +205,7 @@ class RequestPlacer:
         self._prefills.abort_everywhere(request_id, ownership)
 
     async def _serve(self, entry: RequestEntry) -> None:
-        number = self._numbers.last(entry.request_id)
+        number = self._numbers.get(entry.request_id, time.monotonic()) or 0
         retry, others_unasked, hint_is_old = RetryState(), False, False
         if entry.ended:
             return  # It was sent away, or its deadline has passed, before this task began.
@@ -220,7 +224,7 @@ class RequestPlacer:
             replica = None if hint_is_old and isinstance(entry.state, Unplaced) else self._usable_replica(entry)
             if replica is not None:
                 number += 1
-                self._numbers.note(entry.request_id, number, time.monotonic())
+                self._numbers.put(entry.request_id, number, time.monotonic())
                 await self._holders.resume(entry, number, replica)
             else:
                 if isinstance(entry.state, Lost):
@@ -231,7 +235,7 @@ class RequestPlacer:
                 if entry.ended:
                     return  # While it waited; the end of the client's RPC has not reached this task yet.
                 number += 1
-                self._numbers.note(entry.request_id, number, time.monotonic())
+                self._numbers.put(entry.request_id, number, time.monotonic())
                 metrics.ATTEMPTS.inc()
                 prefill = target.record
                 await self._follow(entry, number, target)
@@ -288,7 +292,7 @@ class RequestPlacer:
             if lost.replica is None:
                 # Otherwise it leaves an instance that drains.
                 self._note_delay(entry, str(lost.error))
-        if isinstance(lost.error, _HOPELESS):
+        if isinstance(lost.error, _NON_RETRYABLE):
             raise lost.error
         after = after_setback(
             retry,
@@ -364,7 +368,7 @@ class RequestPlacer:
         refuses for good.
         """
         most_tokens = entry.accepted.most_tokens
-        self._numbers.note(entry.request_id, number, time.monotonic())
+        self._numbers.put(entry.request_id, number, time.monotonic())
         first_index, suspect_until = len(entry.answer.token_ids), entry.suspect_until
         over = entry.begin(Sought(Attempt(number, NO_LIFE, first_index, most_tokens, suspect_until=suspect_until)))
         try:
@@ -393,7 +397,7 @@ class RequestPlacer:
                 await self._prefills.read(entry, attempt, found.steps, over)
             await over
         if isinstance(entry.state, Lost):
-            if isinstance(entry.state.error, _HOPELESS):
+            if isinstance(entry.state.error, _NON_RETRYABLE):
                 raise entry.state.error
             if entry.state.setback in (Setback.LOST, Setback.BROKEN):
                 metrics.LOST_ATTEMPTS.inc()

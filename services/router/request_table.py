@@ -7,6 +7,7 @@ from hmac import compare_digest
 from typing import NamedTuple
 
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestAlreadyExists
+from kaveri.feeds.expiring import ExpiringMap
 from kaveri.wire.attempts import wrong_secret
 from services.router.owner_change import OwnerChange
 from services.router.requests import Interrupted, RequestEntry
@@ -66,8 +67,6 @@ class Slot:
 class KeptPlace(NamedTuple):
     """What the router keeps of an interrupted request for its next session."""
 
-    until_s: float
-    """time.monotonic()."""
     session: int
     secret: bytes
     owner_change: OwnerChange | None
@@ -81,10 +80,10 @@ class RequestTable:
         self._slots: dict[str, Slot] = {}
         self._entries: dict[str, RequestEntry] = {}
         self._sends_away = False
-        self._sent_away: dict[str, float] = {}
-        """Until when the instances of requests that were sent away are left alone, by request id."""
-        self._returning: dict[str, KeptPlace] = {}
-        """For the next sessions of interrupted requests: the first ones first."""
+        self._sent_away: ExpiringMap[str, bool] = ExpiringMap(SENT_AWAY_GRACE_S, max_count=max_requests)
+        """The requests that were sent away, whose instances are left alone for a while."""
+        self._returning: ExpiringMap[str, KeptPlace] = ExpiringMap(SENT_AWAY_GRACE_S, max_count=max_requests)
+        """For the next sessions of interrupted requests."""
         self._empty = asyncio.Event()
         self._empty.set()
         self.get: Callable[[str], RequestEntry | None] = self._entries.get
@@ -103,7 +102,8 @@ class RequestTable:
         Raises RequestAlreadyExists, NoCapacity, and InvalidArgument (another secret, or a session that does not grow).
         """
         former = self._slots.get(request_id)
-        returned = self._take_returned(request_id, session, secret)
+        self._returning.prune(time.monotonic())
+        returned = self._take_returned(request_id, session, secret) if session else None
         if former is not None:
             if not session:
                 raise RequestAlreadyExists(request_id)
@@ -137,9 +137,8 @@ class RequestTable:
             del self._slots[slot.request_id]
             self._entries.pop(slot.request_id, None)
             if slot.entry is not None and isinstance(slot.entry.error, Interrupted):
-                until_s = time.monotonic() + SENT_AWAY_GRACE_S
-                kept = KeptPlace(until_s, slot.session, slot.secret, slot.entry.owner_change)
-                self._returning[slot.request_id] = kept
+                kept = KeptPlace(slot.session, slot.secret, slot.entry.owner_change)
+                self._returning.put(slot.request_id, kept, time.monotonic())
         if not self._slots:
             self._empty.set()
 
@@ -150,8 +149,7 @@ class RequestTable:
     def send_away(self) -> None:
         """Ends every request whose client can re-attach, and leaves its instances to the router that the client finds
         next; also those whose input is checked now, as soon as it was. Until stay()."""
-        self._sends_away, now_s = True, time.monotonic()
-        self._sent_away = {name: until_s for name, until_s in self._sent_away.items() if until_s > now_s}
+        self._sends_away = True
         for entry in self.entries():
             self._send_away(entry)
 
@@ -167,26 +165,20 @@ class RequestTable:
         slot = self._slots.get(request_id)
         if slot is not None and slot.session > session:
             return True
-        return self._sent_away.get(request_id, 0.0) > time.monotonic()
+        return self._sent_away.get(request_id, time.monotonic()) is not None
 
     def _take_returned(self, request_id: str, session: int, secret: bytes) -> KeptPlace | None:
-        """The place that the request has kept, if this is its next session. Frees those that were kept long enough."""
-        now_s = time.monotonic()
-        while self._returning:
-            oldest, place = next(iter(self._returning.items()))
-            if place.until_s > now_s:
-                break
-            del self._returning[oldest]
-        kept = self._returning.get(request_id)
+        """The place that the request has kept, if this is its next session."""
+        kept = self._returning.get(request_id, time.monotonic())
         if kept is None or session <= kept.session or not compare_digest(kept.secret, secret):
             return None
-        del self._returning[request_id]
+        self._returning.pop(request_id)
         return kept
 
     def _send_away(self, entry: RequestEntry) -> None:
         entry.send_away()
         if entry.is_sent_away:
-            self._sent_away[entry.request_id] = time.monotonic() + SENT_AWAY_GRACE_S
+            self._sent_away.put(entry.request_id, True, time.monotonic())
 
     def fail_all(self, error: KaveriError) -> None:
         """Ends every request with the error."""

@@ -15,6 +15,7 @@ from grpc import aio
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.errors import InternalError, KaveriError, ModelNotFound, NoCapacity, SlowReader, Unavailable
+from kaveri.feeds.expiring import ExpiringMap
 from kaveri.policy.byte_budget import ByteBudget
 from kaveri.policy.placement import max_model_len
 from kaveri.policy.rate_limit import RateLimit
@@ -27,7 +28,6 @@ from kaveri.wire.messages import id_drawn_from, params_from_proto, params_to_pro
 from kaveri.wire.status import abort, status_of
 from services.router import metrics
 from services.router.accepted_request import NOTHING_RECEIVED, AcceptedRequest
-from services.router.cancelled_ids import CancelledIds
 from services.router.claims import RequestClaims
 from services.router.config import RouterConfig
 from services.router.intake import (
@@ -51,6 +51,8 @@ from services.router.requests import Interrupted, RequestEntry, SentAway
 
 _GONE_WITHIN_S = 1.0
 """So long a call may live on after its client has gone, without its request."""
+_CANCELLED_REMEMBERED_S = 60.0
+"""Longer than any client waits before it re-attaches."""
 
 
 class RouterParts(Protocol):
@@ -145,7 +147,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Calls whose client has not read yet that it was too slow. gRPC ends them when it does, or goes."""
         config = router.config
         self._reattaches = RateLimit(config.max_reattaches_per_s, config.max_requests, time.monotonic())
-        self._cancelled = CancelledIds()
+        self._cancelled: ExpiringMap[tuple[str, str], bool] = ExpiringMap(_CANCELLED_REMEMBERED_S)
+        """Requests that were cancelled while no router had them, between two sessions, by id and hash of the secret."""
 
     # A coroutine that writes, not a generator: cancellation then always arrives inside it, so its clean-up always runs.
     async def Generate(  # type: ignore[override]  # noqa: N802
@@ -249,7 +252,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             claim = await router.store.find_request(request_id)
             if claim is not None:
                 # It may be between two sessions, and come here.
-                self._cancelled.add(request_id, claim.secret_hash, time.monotonic())
+                self._cancelled.put((request_id, claim.secret_hash), True, time.monotonic())
             if not request.forwarded:
                 found, without_it = await router.peers.cancel(request_id)
                 without_it.add((router.config.instance_id, router.incarnation))
@@ -342,7 +345,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         was_accepted = former is not None and former.entry is not None
         slot = router.table.reserve(request_id, offered.session, offered.secret, task)
         claim = router.claims.claim_of(request_id, offered.session, offered.secret)
-        if offered.session and self._cancelled.has(request_id, claim.secret_hash, arrived_s):
+        if offered.session and self._cancelled.get((request_id, claim.secret_hash), arrived_s):
             # Takes effect at the first await below.
             slot.cancel()
         metrics.IN_FLIGHT.inc()

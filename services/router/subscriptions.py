@@ -9,13 +9,10 @@ from grpc import aio
 
 from kaveri.domain.view import InstanceRecord
 from kaveri.errors import KaveriError, Unavailable
+from kaveri.timeouts import CONNECT_GRACE_S
 from kaveri.v1 import decode_pb2
 from services.router.lifecycle_values import Attempt, DecodeLost, InstanceLife
 from services.router.requests import RequestEntry
-
-CONNECT_GRACE_S = 2.0
-"""How long a request may be placed on an instance that has no open stream. Then the attempt is lost. Shorter for one
-that went silent: REOPEN_GRACE_S."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,8 +33,8 @@ class Tie:
 class Subscription:
     """One decode instance: its record once the view names it, its stream, the attempts placed there."""
 
-    def __init__(self, instance_id: str, is_over: Callable[[InstanceLife], bool]) -> None:
-        """is_over: whether the view has named a life, and named another one since."""
+    def __init__(self, instance_id: str, is_over: Callable[[InstanceLife], bool | None]) -> None:
+        """is_over: True for a life that the view has named, and names no more."""
         self.instance_id = instance_id
         self._is_over = is_over
         self.record: InstanceRecord | None = None

@@ -19,11 +19,11 @@ from grpc import aio
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.attachment import Attached, Attachment
 from kaveri.domain.running_clock import RunningClock
-from kaveri.domain.silence import TICK_S
 from kaveri.domain.view import InstanceRecord, Phase, phases_now
 from kaveri.errors import KaveriError, RequestCancelled, RequestNotFound, Unavailable
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
+from kaveri.timeouts import ATTACH_SOON_S, CALL_TIMEOUT_S, REOPEN_GRACE_S, TICK_S
 from kaveri.v1 import prefill_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.attempts import attached_from_proto, attachment_to_proto
@@ -32,7 +32,7 @@ from services.router.accepted_request import OwnerHint
 from services.router.lifecycle_values import NO_LIFE, InstanceLife
 from services.router.prefill_watch import PrefillSteps
 from services.router.requests import RequestEntry
-from services.router.token_feeds import ATTACH_SOON_S, ATTACH_TIMEOUT_S, REOPEN_GRACE_S, TokenFeeds
+from services.router.token_feeds import TokenFeeds
 
 _REOPEN_TIMEOUT_S = 0.5
 _DYING_CONNECTIONS = 2
@@ -223,7 +223,7 @@ async def _within(reading: Coroutine[Any, Any, Any], limit_s: float) -> Any:
 
 
 def _timeout_s(entry: RequestEntry) -> float:
-    return ATTACH_TIMEOUT_S if entry.accepted.received.owner.holder is None else ATTACH_SOON_S
+    return CALL_TIMEOUT_S if entry.accepted.received.owner.holder is None else ATTACH_SOON_S
 
 
 def _first_of_owners(

@@ -6,7 +6,6 @@ A stream that breaks is opened again and goes on where the requests are; only wh
 import asyncio
 import contextlib
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
 from grpc import aio
@@ -15,7 +14,7 @@ from kaveri.domain.attachment import Attached, Attachment
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason
-from kaveri.domain.silence import TICK_S, SilenceWatch
+from kaveri.domain.silence import SilenceWatch
 from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance, phases_now
 from kaveri.errors import (
     DeadlineExceeded,
@@ -26,8 +25,10 @@ from kaveri.errors import (
     RequestCancelled,
     Unavailable,
 )
+from kaveri.feeds.expiring import ExpiringMap
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
+from kaveri.timeouts import CALL_TIMEOUT_S, REOPEN_GRACE_S, TICK_S
 from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.attempts import attached_from_proto, attachment_to_proto, ownership_to_proto
@@ -41,15 +42,6 @@ from services.router.request_table import RequestTable
 from services.router.requests import RequestEntry
 from services.router.subscriptions import Subscription, Tie
 
-REOPEN_GRACE_S = 0.25
-"""How long an instance that went silent may take to answer a new stream, counted while this process runs. Then its
-requests go on elsewhere."""
-ATTACH_TIMEOUT_S = 2.0
-ATTACH_SOON_S = 0.5
-"""Instead, where the holder of a replica would go on."""
-ABORT_TIMEOUT_S = 2.0
-_ABORT_AGAIN_S = ABORT_TIMEOUT_S
-"""Tokens that come this long after an Abort show that it was lost, or came before the request."""
 _ABORTED_COUNT = 4096
 """Aborts that are remembered: more than are on their way at once."""
 _LIVES_COUNT = 4096
@@ -88,11 +80,11 @@ class TokenFeeds:
         """The instances that went silent and have not answered since."""
         self._followed: dict[RequestEntry, Subscription] = {}
         self._instances: Mapping[str, ViewedInstance] = {}
-        self._over: OrderedDict[InstanceLife, None] = OrderedDict()
+        self._over: ExpiringMap[InstanceLife, bool] = ExpiringMap(max_count=_LIVES_COUNT)
         """The last lives that the view has named and names no more."""
         # When each of the newest aborts was sent, by (instance, request, owner); those of this turn of the loop, by
         # address; and what is under way that no request waits for.
-        self._aborted: OrderedDict[tuple[str, str, Owner], float] = OrderedDict()
+        self._aborted: ExpiringMap[tuple[str, str, Owner], float] = ExpiringMap(max_count=_ABORTED_COUNT)
         self._unsent: dict[str, list[decode_pb2.AttemptId]] = {}
         self._errands: dict[asyncio.Task[None], None] = {}
 
@@ -119,25 +111,20 @@ class TokenFeeds:
                 subscription.start(record, self._follow(subscription, record))
             elif (record.incarnation, record.address) != (subscription.record.incarnation, subscription.record.address):
                 self._end_life(subscription.record)
-                successor = self._subscriptions[instance_id] = Subscription(instance_id, self._is_over)
+                successor = self._subscriptions[instance_id] = Subscription(instance_id, self._over.get)
                 subscription.hand_over(successor, record.incarnation)
                 self._followed.update(dict.fromkeys(successor.ties, successor))
                 subscription.stop("has restarted")
                 successor.start(record, self._follow(successor, record))
         for instance_id, record in records.items():
             if instance_id not in self._subscriptions:
-                subscription = self._subscriptions[instance_id] = Subscription(instance_id, self._is_over)
+                subscription = self._subscriptions[instance_id] = Subscription(instance_id, self._over.get)
                 subscription.start(record, self._follow(subscription, record))
         self._find_silent()
 
     def _end_life(self, record: InstanceRecord | None) -> None:
         if record is not None:
-            self._over[InstanceLife(record.instance_id, record.incarnation)] = None
-            if len(self._over) > _LIVES_COUNT:
-                self._over.popitem(last=False)
-
-    def _is_over(self, life: InstanceLife) -> bool:
-        return life in self._over
+            self._over.put(InstanceLife(record.instance_id, record.incarnation), True)
 
     def follow(self, entry: RequestEntry, attempt: Attempt, life: InstanceLife, is_there: bool) -> None:
         """Ties an attempt to the life of a decode instance, and to no other. The attempt is lost when the view names a
@@ -150,7 +137,7 @@ class TokenFeeds:
         subscription = self._subscriptions.get(life.instance_id)
         if subscription is None:
             # Prefill saw the instance first; the view will name it here as well, or the grace ends.
-            subscription = self._subscriptions[life.instance_id] = Subscription(life.instance_id, self._is_over)
+            subscription = self._subscriptions[life.instance_id] = Subscription(life.instance_id, self._over.get)
         if self._followed.get(entry) is not subscription:
             self.unfollow(entry)
         self._followed[entry] = subscription
@@ -179,7 +166,8 @@ class TokenFeeds:
         subscription = self._subscriptions.get(instance_id)
         if subscription is None or subscription.record is None:
             return
-        if sent_s is None or time.monotonic() - sent_s > _ABORT_AGAIN_S:
+        # Tokens that come so long after an Abort show that it was lost, or came before the request.
+        if sent_s is None or time.monotonic() - sent_s > CALL_TIMEOUT_S:
             name = ownership_to_proto(request_id, Ownership(owner, self._stream_id))
             self._abort_at(subscription.record, name)
 
@@ -187,10 +175,7 @@ class TokenFeeds:
         """Aborts of one turn of the loop go out together: a prefill instance that dies leaves many, at every decode
         instance."""
         noted = record.instance_id, name.request_id, Owner(name.session, name.attempt)
-        self._aborted[noted] = time.monotonic()
-        self._aborted.move_to_end(noted)
-        if len(self._aborted) > _ABORTED_COUNT:
-            self._aborted.popitem(last=False)
+        self._aborted.put(noted, time.monotonic())
         unsent = self._unsent.setdefault(record.address, [])
         unsent.append(name)
         if len(unsent) == 1:
@@ -211,7 +196,7 @@ class TokenFeeds:
         for first in range(0, len(names), _ABORTS_AT_ONCE):
             message = decode_pb2.AbortRequest(attempts=names[first : first + _ABORTS_AT_ONCE], by_router=True)
             with contextlib.suppress(aio.AioRpcError):
-                await self._channels.stub(DecodeServiceStub, address).Abort(message, timeout=ABORT_TIMEOUT_S)
+                await self._channels.stub(DecodeServiceStub, address).Abort(message, timeout=CALL_TIMEOUT_S)
 
     async def watch(self) -> None:
         """Breaks off streams that have gone silent. Runs until cancelled."""
@@ -230,7 +215,7 @@ class TokenFeeds:
         self.silent_ids = frozenset(name for name, known in self._subscriptions.items() if known.fault)
 
     async def attach(
-        self, record: InstanceRecord, attachment: Attachment, timeout_s: float = ATTACH_TIMEOUT_S
+        self, record: InstanceRecord, attachment: Attachment, timeout_s: float = CALL_TIMEOUT_S
     ) -> Attached:
         """Makes this router the owner of a request at an instance: its tokens come on the stream from there.
 

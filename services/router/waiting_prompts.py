@@ -11,12 +11,12 @@ from grpc import aio
 
 from kaveri.domain.view import ClusterView, InstanceRecord, InstanceState, Phase
 from kaveri.rpc.channels import Channels
+from kaveri.timeouts import CALL_TIMEOUT_S
 from kaveri.v1 import decode_pb2, prefill_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.attempts import ownership_to_proto
 from services.router.lifecycle_values import Attempt
 from services.router.requests import RequestEntry
-from services.router.token_feeds import ABORT_TIMEOUT_S
 
 _MOST_TRIES = 6
 _FIRST_PAUSE_S = 0.05
@@ -89,9 +89,9 @@ class WaitingPrompts:
             names = [self._name(attempt) for attempt in attempts if attempt in self._asked]
             if not names:
                 return
-            message = prefill_pb2.GiveBackPrefillRequest(attempts=names)
+            message = prefill_pb2.AbortPrefillRequest(attempts=names, give_back=True)
             with contextlib.suppress(aio.AioRpcError):
-                await self._channels.stub(PrefillServiceStub, address).GiveBackPrefill(message, timeout=ABORT_TIMEOUT_S)
+                await self._channels.stub(PrefillServiceStub, address).AbortPrefill(message, timeout=CALL_TIMEOUT_S)
                 return
             await asyncio.sleep(pause_s)
             pause_s *= 2

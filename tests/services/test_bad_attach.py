@@ -123,7 +123,7 @@ async def test_a_decode_instance_that_gave_a_request_up_is_not_attached_for_noth
     attempt = ownership_to_proto("a", Ownership(Owner(0, 1), router.router_id, SECRET))
     await stub.Abort(decode_pb2.AbortRequest(attempts=[attempt], by_router=True))
     await cluster.all_free()
-    (kept,) = decode.service.owners._kept
+    (kept,) = decode.service.owners._kept.values()
     drawn = tuple(cluster.expected(list(PROMPT), 120)[: kept.log.next_index])
     everything = replace(RIGHT, token_ids=(*PROMPT, *drawn), generated_count=len(drawn))
     assert isinstance(await refusal(stub.Attach(attachment_to_proto(everything), timeout=60)), RequestNotFound)

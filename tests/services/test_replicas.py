@@ -22,6 +22,7 @@ from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.messages import layout_to_proto
 from kaveri.wire.replicas import offer_to_proto, resumption_to_proto
 from services.decode import replicator
+from services.decode.requests import KnownAttempts
 
 ROUTER = "router-0"
 REPLICATED = {
@@ -511,7 +512,7 @@ async def test_a_holder_refuses_what_it_cannot_hold_by_name(cluster: Any) -> Non
     assert await refusal(holder, other) is grpc.StatusCode.FAILED_PRECONDITION
     await stub.OpenReplica(offer(holder, "a", attempt=2), timeout=60)
     # Seconds later it remembers the owner by the copy alone.
-    holder.service._instance.owners._attempts._newest.clear()
+    holder.service._instance.owners._attempts = KnownAttempts(60.0, 1)
     assert await refusal(holder, offer(holder, "a", attempt=1)) is grpc.StatusCode.ABORTED
     assert await refusal(holder, offer(holder, "a", router_id="router-1")) is grpc.StatusCode.UNAVAILABLE
     assert await refusal(holder, offer(holder, "b", token_count=10**6)) is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -1,9 +1,10 @@
 """A follower believes the newest leader, loses no instance without a leader, and counts heartbeats as they arrive."""
 
 from kaveri.cluster.membership import MAX_TICK_S
-from kaveri.cluster.monitored_membership import SILENT_AFTER_S, MonitoredMembership
+from kaveri.cluster.monitored_membership import MonitoredMembership
 from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast, Phase, Role
 from kaveri.policy.unconfirmed import UnconfirmedWork
+from kaveri.timeouts import BROADCAST_LOST_AFTER_S
 
 _DECODE = InstanceRecord(
     "decode-0", 1, Role.ENGINE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=1.0, phases=(Phase.DECODE,)
@@ -76,7 +77,7 @@ def test_nobody_is_lost_while_nobody_leads_however_long_that_is() -> None:
     membership = MonitoredMembership(clock)
     assert membership.is_silent()
     membership.take_in(_broadcast(1, 1, _DECODE))
-    clock.now_s += SILENT_AFTER_S
+    clock.now_s += BROADCAST_LOST_AFTER_S
     assert not membership.is_silent()
     clock.now_s += 3600.0
     assert membership.is_silent()

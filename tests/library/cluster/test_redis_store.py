@@ -177,7 +177,7 @@ async def test_follower_of_broadcasts_gets_one_message_whatever_the_number_of_in
     instance_count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A machine that stalls must not make it follow the heartbeats.
-    monkeypatch.setattr(monitored_membership, "SILENT_AFTER_S", 60.0)
+    monkeypatch.setattr(monitored_membership, "BROADCAST_LOST_AFTER_S", 60.0)
     rounds = 10
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(run_redis(unix_socket=True))

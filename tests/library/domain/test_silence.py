@@ -1,6 +1,7 @@
 """Which peers count as silent, and what of the observer's own time does not count against them."""
 
-from kaveri.domain.silence import TICK_S, SilenceWatch
+from kaveri.domain.silence import SilenceWatch
+from kaveri.timeouts import TICK_S
 
 
 def ticks(watch: SilenceWatch[str], from_s: float, to_s: float) -> list[str]:

@@ -66,11 +66,9 @@ class Process:
     stub: Any
 
     async def ask(self, method: str, instance_id: str, secret: str = "") -> Any:
-        request = {"Drain": cluster_pb2.DrainRequest, "Undrain": cluster_pb2.UndrainRequest}[method]
+        request = cluster_pb2.DrainRequest(instance_id=instance_id, undo=method == "undrain")
         try:
-            return await getattr(self.stub, method)(
-                request(instance_id=instance_id), timeout=SOON_S, metadata=key_metadata(secret)
-            )
+            return await self.stub.Drain(request, timeout=SOON_S, metadata=key_metadata(secret))
         except aio.AioRpcError as error:
             raise error_of(error) from error
 
@@ -104,14 +102,14 @@ async def test_a_process_is_drained_and_put_back_once_however_often_it_is_asked(
     cluster = MemoryCluster()
     async with running(cluster, "decode-0", Role.ENGINE) as decode:
         for method, state, told in (
-            ("Drain", InstanceState.DRAINING, ["drain"]),
-            ("Undrain", InstanceState.READY, ["drain", "undrain"]),
-            ("Drain", InstanceState.DRAINING, ["drain", "undrain", "drain"]),
+            ("drain", InstanceState.DRAINING, ["drain"]),
+            ("undrain", InstanceState.READY, ["drain", "undrain"]),
+            ("drain", InstanceState.DRAINING, ["drain", "undrain", "drain"]),
         ):
             assert (await decode.ask(method, "decode-0")).changed
             again = await decode.ask(method, "decode-0")
             assert not again.changed
-            assert method == "Undrain" or again.requests == 3
+            assert again.requests == 3
             assert decode.work.calls == told
             await shows(cluster, "decode-0", state)
             assert await check_health(decode.host.address, SOON_S) is (state is InstanceState.READY)
@@ -122,11 +120,11 @@ async def test_a_router_passes_on_what_concerns_others_and_names_those_that_ther
     cluster = MemoryCluster()
     async with running(cluster, "decode-0", Role.ENGINE) as decode, running(cluster, "router-0", Role.ROUTER) as router:
         await shows(cluster, "decode-0", InstanceState.READY)
-        assert (await router.ask("Drain", "decode-0")).requests == 3
+        assert (await router.ask("drain", "decode-0")).requests == 3
         assert (decode.work.calls, router.work.calls) == (["drain"], [])
-        assert (await router.ask("Undrain", "decode-0")).changed
-        assert (await router.ask("Drain", "router-0")).changed
-        for method in ("Drain", "Undrain"):
+        assert (await router.ask("undrain", "decode-0")).changed
+        assert (await router.ask("drain", "router-0")).changed
+        for method in ("drain", "undrain"):
             with pytest.raises(InvalidArgument, match=r"'decode-9'; it must be one of decode-0, router-0"):
                 await router.ask(method, "decode-9")
             with pytest.raises(InvalidArgument, match="which answers at this address"):
@@ -137,9 +135,9 @@ async def test_a_process_that_is_ending_cannot_be_put_back() -> None:
     async with running(MemoryCluster(), "decode-0", Role.ENGINE) as decode:
         decode.stopping.set()
         await asyncio.wait_for(decode.work.drained.wait(), SOON_S)
-        assert not (await decode.ask("Drain", "decode-0")).changed
+        assert not (await decode.ask("drain", "decode-0")).changed
         with pytest.raises(Unavailable, match="decode-0 is ending"):
-            await decode.ask("Undrain", "decode-0")
+            await decode.ask("undrain", "decode-0")
 
 
 async def test_an_instance_that_cannot_be_reached_is_named() -> None:
@@ -149,7 +147,7 @@ async def test_an_instance_that_cannot_be_reached_is_named() -> None:
         record = service_record(config, Role.ENGINE, "model", 1)
         await store.heartbeat(replace(record, address="127.0.0.1:1"), InstanceLoad(1))
         with pytest.raises(KaveriError, match=r"cannot reach 127\.0\.0\.1:1"):
-            await router.ask("Drain", "decode-0")
+            await router.ask("drain", "decode-0")
 
 
 async def test_where_there_are_api_keys_a_drain_wants_the_key_of_an_operator(tmp_path: Path) -> None:
@@ -163,18 +161,18 @@ async def test_where_there_are_api_keys_a_drain_wants_the_key_of_an_operator(tmp
         running(cluster, "decode-0", Role.ENGINE) as decode,
     ):
         await shows(cluster, "decode-0", InstanceState.READY)
-        for method in ("Drain", "Undrain"):
+        for method in ("drain", "undrain"):
             for secret, reason in (("", "no API key"), ("none", "unknown"), (user, "key user is no admin key")):
                 for instance in ("router-0", "decode-0"):
                     with pytest.raises(Unauthenticated, match=reason):
                         await router.ask(method, instance, secret)
         assert not router.work.calls
         assert not decode.work.calls
-        assert (await router.ask("Drain", "router-0", operator)).changed
-        assert (await router.ask("Undrain", "router-0", operator)).changed
+        assert (await router.ask("drain", "router-0", operator)).changed
+        assert (await router.ask("undrain", "router-0", operator)).changed
         async with asyncio.timeout(SOON_S):
             while True:
                 with contextlib.suppress(InvalidArgument):
-                    assert (await router.ask("Drain", "decode-0", operator)).changed
+                    assert (await router.ask("drain", "decode-0", operator)).changed
                     break
                 await asyncio.sleep(0.02)

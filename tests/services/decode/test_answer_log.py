@@ -64,7 +64,7 @@ async def test_news_of_a_copy_needs_a_message_only_while_no_tokens_come(state: S
     request = DecodeRequest(engine_request, Ownership(OWNER, "router"), 0.0, 60.0, BatchMember(10), state)
     stream = owners.open_stream("router", ())
     owners.tell_replica(request, ReplicaLocation("d1", 1, 16))
-    assert (request in stream.unsent) is has_message
+    assert (request in stream.feed) is has_message
     owners.streams.gain(request, TokenStep(request.key, 1, 7, None, None), None)
     (gained,) = await stream.next_batch()
     assert gained.replica == ReplicaLocation("d1", 1, 16)

@@ -63,7 +63,6 @@ class AnswerReadHere:
         times = RequestTimes(0.1, 0.2, 0) if finish is not None else None
         request = request or self.request
         self.streams.gain(request, TokenStep(request.key, index, FIRST + index % 100, None, finish), times)
-        self.streams.flush()
 
     async def parts(self, stream: CallerStream) -> list[ReadPart]:
         return self.readers.take(stream, await asyncio.wait_for(stream.next_batch(0.01), WAIT_S))

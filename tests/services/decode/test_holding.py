@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kaveri.domain.owner import Owner, Ownership
+from kaveri.timeouts import COMPLETE_COPY_S
 from services.decode.holding import (
-    ENDED_S,
     BeingResumed,
     BlockMissed,
     Complete,
@@ -54,10 +54,10 @@ def test_the_copy_of_a_lost_owner_waits_for_a_router_and_is_dropped_after_the_gr
 
 def test_the_copy_of_a_complete_answer_is_kept_for_a_moment_while_there_is_memory() -> None:
     complete, _ = after(OwnerGaveUp())
-    assert complete == Complete(ENDED_S)
-    assert step(complete, Looked(), ENDED_S - 0.1, GRACE_S) == (complete, ())
+    assert complete == Complete(COMPLETE_COPY_S)
+    assert step(complete, Looked(), COMPLETE_COPY_S - 0.1, GRACE_S) == (complete, ())
     assert step(complete, Looked(is_memory_scarce=True), 0.0, GRACE_S)[0] == Freed()
-    assert step(complete, Looked(), ENDED_S, GRACE_S)[0] == Freed()
+    assert step(complete, Looked(), COMPLETE_COPY_S, GRACE_S)[0] == Freed()
 
 
 def test_a_copy_that_grows_is_dropped_only_when_it_is_unused_or_its_request_is_over() -> None:

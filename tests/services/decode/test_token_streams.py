@@ -33,7 +33,6 @@ def streams_of(*requests: DecodeRequest, grace_s: float = 10.0, gone: Callable[[
 def gain(streams: TokenStreams, entry: DecodeRequest, index: int, finish: FinishReason | None = None) -> None:
     times = RequestTimes(0.1, 0.2, 0) if finish is not None else None
     streams.gain(entry, TokenStep(entry.key, index, 100 + index, None, finish), times)
-    streams.flush()
 
 
 class Gone:
@@ -52,7 +51,6 @@ async def test_one_step_of_many_requests_is_one_batch() -> None:
     entries = [request(str(number)) for number in range(5)]
     for entry in entries:
         streams.gain(entry, TokenStep(entry.key, 1, 7, None, None), None)
-    streams.flush()
     batch = await asyncio.wait_for(stream.next_batch(), WAIT_S)
     assert [(gained.request_id, gained.index, gained.token_ids) for gained in batch] == [
         (str(number), 1, [7]) for number in range(5)
@@ -63,7 +61,7 @@ async def test_a_stream_without_tokens_has_a_beat_to_send_and_goes_on() -> None:
     streams = streams_of()
     stream = streams.open("router")
     assert await asyncio.wait_for(stream.next_batch(beat_s=0.01), WAIT_S) == []
-    assert not stream.has_ended
+    assert not stream.feed.ended
     gain(streams, request(), 1)
     (gained,) = await asyncio.wait_for(stream.next_batch(), WAIT_S)
     assert gained.token_ids == [101]
@@ -74,9 +72,9 @@ async def test_a_closing_stream_ends_when_it_has_sent_everything() -> None:
     stream = streams.open("router")
     gain(streams, request(), 1)
     streams.close_all()
-    assert not stream.has_ended
+    assert not stream.feed.ended
     assert len(await asyncio.wait_for(stream.next_batch(), WAIT_S)) == 1
-    assert stream.has_ended
+    assert stream.feed.ended
 
 
 async def test_a_slow_stream_gets_the_tokens_of_several_steps_in_one_entry() -> None:
@@ -198,10 +196,9 @@ async def test_streams_send_what_they_have_before_they_end() -> None:
 async def test_a_failure_wakes_its_stream() -> None:
     streams = streams_of()
     stream = streams.open("router")
-    waiting = asyncio.create_task(stream.next_batch())
+    waiting = asyncio.create_task(stream.next_batch(beat_s=2 * WAIT_S))
     await asyncio.sleep(0)
     streams.fail(request(), End(error="another router has begun it", replaced=True))
-    assert stream.changed.is_set(), "it would wait for the next beat"
     (gained,) = await asyncio.wait_for(waiting, WAIT_S)
     assert (gained.end.error, gained.end.replaced) == ("another router has begun it", True)
 
@@ -211,13 +208,13 @@ def of(session: int, attempt: int, router_id: str = "router", secret: bytes = b"
 
 
 def test_attempts_of_two_routers_without_a_secret_are_not_compared() -> None:
-    known = KnownAttempts(remembered_s=10.0, max_count=100)
+    known = KnownAttempts(ttl_s=10.0, max_count=100)
     known.note("a", of(0, 2**31 - 1), 0.0)
     known.note("a", of(0, 1, "other"), 0.0)
 
 
 def test_an_attempt_older_than_a_known_one_is_refused() -> None:
-    known = KnownAttempts(remembered_s=10.0, max_count=100)
+    known = KnownAttempts(ttl_s=10.0, max_count=100)
     known.note("a", of(0, 2), 0.0)
     known.note("a", of(0, 2), 1.0)
     with pytest.raises(StaleAttempt) as refused:
@@ -228,7 +225,7 @@ def test_an_attempt_older_than_a_known_one_is_refused() -> None:
 
 
 def test_an_older_session_is_refused_whichever_router_has_it() -> None:
-    known = KnownAttempts(remembered_s=10.0, max_count=100)
+    known = KnownAttempts(ttl_s=10.0, max_count=100)
     secret = b"s" * 16
     known.note("a", of(1, 1, "second", secret), 0.0)
     with pytest.raises(RequestAlreadyExists):
@@ -237,7 +234,7 @@ def test_an_older_session_is_refused_whichever_router_has_it() -> None:
 
 
 def test_no_more_attempts_are_remembered_than_allowed() -> None:
-    known = KnownAttempts(remembered_s=10.0, max_count=3)
+    known = KnownAttempts(ttl_s=10.0, max_count=3)
     for number in range(10):
         known.note(str(number), of(0, 5), 0.0)
     known.note("0", of(0, 1), 0.0)

@@ -186,7 +186,7 @@ async def test_an_instance_that_does_not_answer_is_left_for_another_and_gets_an_
 async def test_an_instance_that_is_asked_beside_the_line_must_answer_within_a_time(
     world: PlacementWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_peers, "_ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(decode_peers, "CALL_TIMEOUT_S", 0.2)
     first = await world.decode(free_blocks=1)
     first.full = True
     world.begin("a")

@@ -67,7 +67,7 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         self.placed_life: int | None = None
         """The incarnation that every placement names; None: the decode instance's own."""
         self.lost_questions = 0
-        """So many of the next calls of GiveBackPrefill are lost."""
+        """So many of the next calls that ask it to give requests back are lost."""
         self.handed_over_to: ScriptedDecode | None = None
         """Every request that is attached here was handed over to it."""
         self.gives_back = asyncio.Event()
@@ -86,19 +86,16 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
     ) -> prefill_pb2.BeatPrefillResponse:
         return prefill_pb2.BeatPrefillResponse()
 
-    async def GiveBackPrefill(  # noqa: N802
-        self, request: prefill_pb2.GiveBackPrefillRequest, context: Any
-    ) -> prefill_pb2.GiveBackPrefillResponse:
-        if self.lost_questions:
-            self.lost_questions -= 1
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
-        self.gives_back.set()
-        self.release.set()
-        return prefill_pb2.GiveBackPrefillResponse()
-
     async def AbortPrefill(  # noqa: N802
         self, request: prefill_pb2.AbortPrefillRequest, context: Any
     ) -> prefill_pb2.AbortPrefillResponse:
+        if request.give_back:
+            if self.lost_questions:
+                self.lost_questions -= 1
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
+            self.gives_back.set()
+            self.release.set()
+            return prefill_pb2.AbortPrefillResponse()
         decode = self._decode_of()
         for entry in request.attempts:
             running = decode.running.get(entry.request_id)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -195,8 +196,8 @@ async def test_attempts_of_an_id_that_is_used_again_go_on_counting(cluster: Scri
         await eventually(lambda: any(decode.is_paused for decode in cluster.decodes.values()))
         numbers = router.router.placer._numbers
         # As if it had begun a minute ago, with others behind it.
-        numbers._last["mine"] = 1, time.monotonic()
-        numbers.note("other", 1, time.monotonic())
+        for request_id in ("mine", "other"):
+            numbers.put(request_id, 1, time.monotonic())
         call.cancel()
         await eventually(lambda: len(router.router.table) == 0)
         cluster.let_all_go()
@@ -264,6 +265,20 @@ async def test_hundreds_of_requests_with_random_cancels_leave_nothing(cluster: S
         await all_legs_are_over(cluster, router)
         tasks = [task for task in asyncio.all_tasks() if "request " in task.get_name()]
         assert tasks == []
+
+
+async def test_a_cancel_between_two_sessions_ends_the_next_one_of_its_own_client_alone(
+    cluster: ScriptedCluster,
+) -> None:
+    ours, others = (ask(request_id="mine", session=1, secret=letter * 16) for letter in (b"s", b"o"))
+    ours.params.seed = others.params.seed = 1
+    async with cluster.router() as router:
+        former = router.router.claims.claim_of("mine", 0, ours.secret)
+        cluster.cluster.put_request(replace(former, router_id="gone"), 60.0)
+        await router.stub.Cancel(inference_pb2.CancelRequest(request_id="mine"))
+        assert tokens_of(await rest_of(router.stub.Generate(others, timeout=60))) == answer(PROMPT, 20)
+        *_, last = await rest_of(router.stub.Generate(ours, timeout=60))
+        assert last.finish_reason == sampling_pb2.FINISH_REASON_CANCELLED
 
 
 async def test_a_re_attached_request_that_is_cancelled_before_it_is_looked_for_ends_where_the_client_is(

@@ -133,7 +133,6 @@ async def test_only_the_clients_service_is_served(cluster: ScriptedCluster, keys
         asking = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
         for call in (
             drains.Drain(cluster_pb2.DrainRequest(instance_id="prefill-0"), timeout=WITHIN_S, metadata=metadata),
-            drains.Undrain(cluster_pb2.UndrainRequest(instance_id="prefill-0"), timeout=WITHIN_S, metadata=metadata),
             view.GetClusterView(cluster_pb2.GetClusterViewRequest(), timeout=WITHIN_S, metadata=metadata),
             reflected.ServerReflectionInfo(asking, timeout=WITHIN_S, metadata=metadata).read(),
         ):

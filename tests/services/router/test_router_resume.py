@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY
 from kaveri.cluster.store import RequestClaim
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestNotFound, StaleAttempt, Unsupported
 from kaveri.v1 import decode_pb2, inference_pb2
-from services.router import attempt_numbers, subscriptions, token_feeds
+from services.router import request_placer, subscriptions, token_feeds
 from services.router.accepted_request import OwnerHint
 from services.router.lifecycle_values import Decoding, InstanceLife, Resuming, SeekingOwner
 from services.router.owner_hints import hint_to_proto
@@ -386,7 +386,7 @@ async def test_attempts_after_a_re_attach_go_on_counting_however_long_it_ran(
     cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two attempts of one name could not be told apart at instances: the holder of a copy would refuse the second."""
-    monkeypatch.setattr(attempt_numbers, "_REMEMBERED_S", 0.0)
+    monkeypatch.setattr(request_placer, "ATTEMPT_REMEMBERED_S", 0.0)
     owner.attachable.add("one")
     async with cluster.router() as router:
         request = ask(request_id="one", secret=SECRET, session=1)

@@ -172,7 +172,7 @@ async def test_a_placement_is_lost_when_the_view_then_names_another_life(
 async def test_an_attempt_that_begins_after_its_abort_is_aborted_again(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_feeds, "_ABORT_AGAIN_S", 0.05)
+    monkeypatch.setattr(token_feeds, "CALL_TIMEOUT_S", 0.2)
     async with cluster.router() as router:
         await collect(router.stub.Generate(ask(request_id="late"), timeout=60))
         late = cluster.taken()[0]
