@@ -84,8 +84,8 @@ class TestVllmEngine(
 
 # One test loads vLLM in up to four engines of two ranks, on as few as two cores.
 @pytest.mark.timeout(900)
-class TestVllmEngineOfTwoRanks(EngineConformance, ReplicationConformance, ReleaseConformance):
-    """Where KV goes by ranks. How answers end and go on is decided before the ranks: TestVllmEngine's alone."""
+class TestVllmEngineOfTwoRanks(EngineConformance, ReplicationConformance):
+    """Pushes and copies go by ranks. How answers end, go on and move is decided before: TestVllmEngine's alone."""
 
     @pytest.fixture
     def harness(
