@@ -4,7 +4,7 @@ Times that no other depends on stand where they are used.
 """
 
 TICK_S = 0.05
-"""Interval between two looks at who is silent."""
+"""Interval at which silent peers are looked for."""
 BEAT_S = 0.1
 """Interval of beats on a stream that has nothing to carry."""
 BEAT_AFTER_S = 0.15
@@ -12,7 +12,7 @@ BEAT_AFTER_S = 0.15
 SUSPECT_AFTER_S = 0.5
 """Silence after which a peer is suspected, and its waiting calls fail over."""
 MOST_PATIENCE = 3.0
-"""How many times as long a peer may be silent that was late before."""
+"""Upper bound of the silence that a late peer is allowed, in multiples of the usual one."""
 SUSPECT_UNHEARD_AFTER_S = 1.2
 """SUSPECT_AFTER_S for a peer that has answered no beat yet: it may be far away, or still connecting."""
 REOPEN_GRACE_S = 0.25
@@ -21,7 +21,7 @@ requests go on elsewhere."""
 CONNECT_GRACE_S = 2.0
 """How long a request may be placed on an instance without an open stream. Then the attempt is lost."""
 CALL_TIMEOUT_S = 2.0
-"""Deadline of a call that is answered at once."""
+"""Deadline of unary calls that wait for nothing at the peer."""
 ATTACH_SOON_S = 0.5
 """CALL_TIMEOUT_S of an attach where the holder of a replica can resume the request instead."""
 COMPLETE_COPY_S = 3.0

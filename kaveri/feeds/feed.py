@@ -48,7 +48,7 @@ class Feed(Generic[ItemT]):
         return items
 
     def close(self) -> None:
-        """Let the reader take what is there, and nothing after it."""
+        """End the feed once all of its items are taken."""
         self._closed = True
         self._changed.set()
 

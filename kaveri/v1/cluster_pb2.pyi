@@ -136,7 +136,7 @@ class DrainResponse(_message.Message):
     CHANGED_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     changed: _builtins.bool
-    """False: it drained already, or, with `undo`, did not."""
+    """False: the instance was in the asked state already."""
     requests: _builtins.int
     """Requests that it still has."""
     def __init__(

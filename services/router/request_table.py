@@ -83,7 +83,7 @@ class RequestTable:
         self._sent_away: ExpiringMap[str, bool] = ExpiringMap(SENT_AWAY_GRACE_S, max_count=max_requests)
         """The requests that were sent away, whose instances are left alone for a while."""
         self._returning: ExpiringMap[str, KeptPlace] = ExpiringMap(SENT_AWAY_GRACE_S, max_count=max_requests)
-        """For the next sessions of interrupted requests."""
+        """Slots of interrupted requests, kept until their clients re-attach."""
         self._empty = asyncio.Event()
         self._empty.set()
         self.get: Callable[[str], RequestEntry | None] = self._entries.get

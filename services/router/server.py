@@ -148,7 +148,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         config = router.config
         self._reattaches = RateLimit(config.max_reattaches_per_s, config.max_requests, time.monotonic())
         self._cancelled: ExpiringMap[tuple[str, str], bool] = ExpiringMap(_CANCELLED_REMEMBERED_S)
-        """Requests that were cancelled while no router had them, between two sessions, by id and hash of the secret."""
+        """Requests cancelled between two sessions, by (request id, hash of the secret)."""
 
     # A coroutine that writes, not a generator: cancellation then always arrives inside it, so its clean-up always runs.
     async def Generate(  # type: ignore[override]  # noqa: N802

@@ -85,7 +85,7 @@ class TestVllmEngine(
 # One test loads vLLM in up to four engines of two ranks, on as few as two cores.
 @pytest.mark.timeout(900)
 class TestVllmEngineOfTwoRanks(EngineConformance, ReplicationConformance):
-    """Pushes and copies go by ranks. How answers end, go on and move is decided before: TestVllmEngine's alone."""
+    """Two tensor-parallel ranks. They split pushes and copies; what one scheduler decides TestVllmEngine tests."""
 
     @pytest.fixture
     def harness(
