@@ -24,8 +24,9 @@ from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.factory import build_engine
 from kaveri.rpc.server import open_channel
 from kaveri.telemetry.logs import configure_logs
-from kaveri.v1 import decode_pb2
+from kaveri.v1 import decode_pb2, feed_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from kaveri.v1.feed_pb2_grpc import FeedServiceStub
 from kaveri.wire.messages import layout_to_proto, params_to_proto
 from services.instance.config import DecodeConfig
 from services.instance.service import instance_host
@@ -68,7 +69,7 @@ class Decode:
 
     async def abort(self, request_id: str) -> None:
         attempt = decode_pb2.AttemptId(request_id=request_id, attempt=1, router_id=ROUTER_ID)
-        await self._stub.Abort(decode_pb2.AbortRequest(attempts=[attempt]), timeout=60.0)
+        await self._stub.Abort(feed_pb2.AbortRequest(attempts=[attempt]), timeout=60.0)
 
 
 @contextlib.asynccontextmanager
@@ -90,7 +91,7 @@ async def decode_instance(holders: int) -> AsyncIterator[Decode]:
         await host.started.wait()
         async with open_channel(host.address) as channel:
             stub = DecodeServiceStub(channel)
-            stream = stub.StreamTokens(decode_pb2.StreamTokensRequest(router_id=ROUTER_ID))
+            stream = FeedServiceStub(channel).Follow(feed_pb2.FollowRequest(router_id=ROUTER_ID))
             await stream.read()
             yield Decode(stub, layout_to_proto(engine.info.layout))
             stream.cancel()

@@ -20,15 +20,24 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import uvloop
+from grpc import aio
 
 from benchmarks.support.harness import ROOT, Options, Report, run
 from kaveri.local.process import ChildProcess
 from kaveri.rpc.server import check_health, open_channel
-from kaveri.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sampling_pb2
+from kaveri.v1 import (
+    feed_pb2,
+    feed_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    sampling_pb2,
+)
 from tests.support.redis_fixture import free_port, run_redis
 
 STREAMS = 64
@@ -83,10 +92,48 @@ class _MeasuredRelay:
 class _Stack:
     router: _MeasuredRelay
     pass_through: _MeasuredRelay
-    instance: Any
-    """Stub of the prefill instance, called without a router."""
+    instance: "_Direct"
+    """The prefill instance, called without a router."""
     folder: Path
     """Temporary."""
+
+
+class _Direct:
+    """What a router does for a prompt, and nothing else: submits it and reads its report."""
+
+    def __init__(self, channel: aio.Channel) -> None:
+        self._prefill = prefill_pb2_grpc.PrefillServiceStub(channel)
+        self._stream: Any = feed_pb2_grpc.FeedServiceStub(channel).Follow(feed_pb2.FollowRequest(router_id="direct"))
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._reading: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._stream.read()
+        self._reading = asyncio.create_task(self._read())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stream.cancel()
+        assert self._reading is not None
+        await asyncio.wait((self._reading,))
+
+    async def first_token(self, request_id: str) -> None:
+        """Waits for the first token of a new request."""
+        came = self._waiting[request_id] = asyncio.get_running_loop().create_future()
+        request = prefill_pb2.SubmitRequest(
+            request_id=request_id,
+            router_id="direct",
+            token_ids=PROMPT,
+            params=sampling_pb2.SamplingParams(max_tokens=1),
+        )
+        await self._prefill.Submit(request, timeout=10)
+        async with asyncio.timeout(10):
+            await came
+
+    async def _read(self) -> None:
+        while (message := await self._stream.read()) is not aio.EOF:
+            for report in message.reports:
+                self._waiting.pop(report.request_id).set_result(None)
 
 
 @contextlib.asynccontextmanager
@@ -125,7 +172,7 @@ async def _stack(model: str) -> AsyncIterator[_Stack]:
         yield _Stack(
             router=await relay("router", children[2], router_port),
             pass_through=await relay("pass-through", children[1], pass_port),
-            instance=prefill_pb2_grpc.PrefillServiceStub(channel),
+            instance=await running.enter_async_context(_Direct(channel)),
             folder=folder,
         )
 
@@ -211,12 +258,7 @@ async def _many_requests(stack: _Stack, report: Report, repeats: int, count: int
 
 async def _added_ttft(stack: _Stack, report: Report, repeats: int, count: int) -> None:
     async def direct(number: int) -> None:
-        request = prefill_pb2.PrefillRequest(
-            request_id=f"direct-{number}", token_ids=PROMPT, params=sampling_pb2.SamplingParams(max_tokens=1)
-        )
-        async for event in stack.instance.Prefill(request, timeout=10):
-            if event.HasField("first_token"):
-                return
+        await stack.instance.first_token(f"direct-{number}")
 
     async def through_router(number: int) -> None:
         await _streams(stack.router, 1, 1, 0.0)

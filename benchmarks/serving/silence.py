@@ -88,7 +88,7 @@ KINDS = {"frozen": frozen, "cut off": cut_off}
 def broken_at_s(stack: LocalStack, from_s: float) -> float | None:
     """When the router gave up a token stream after this moment of time.time()."""
     for line in stack.process("router-0").log_path.read_text(errors="replace").splitlines():
-        if '"token_stream_broken"' not in line:
+        if '"stream_broken"' not in line:
             continue
         at_s = datetime.datetime.fromisoformat(json.loads(line)["timestamp"]).timestamp()
         if at_s >= from_s:

@@ -1,9 +1,9 @@
-"""Instances without engines, for router_overhead: they speak the prefill and decode protos and answer at once.
+"""Instances without engines, for router_overhead: they speak the prefill, decode and feed protos and answer at once.
 
-Prefill answers within the call. Decode sends, every `step_interval_s`, one message with one token for each of its
-requests, as an engine step does; a request names that interval in its seed, in microseconds. The same process serves
-InferenceService.Generate with one stream per request, which is what a plain pass-through relays. No KV, no queue, no
-tokenizer: whatever a request costs here is gRPC's own cost.
+Prefill reports all of a prompt in one message. Decode sends, every `step_interval_s`, one message with one token for
+each of its requests, as an engine step does; a request names that interval in its seed, in microseconds. The same
+process serves InferenceService.Generate with one stream per request, which is what a plain pass-through relays. No KV,
+no queue, no tokenizer: whatever a request costs here is gRPC's own cost.
 """
 
 import argparse
@@ -18,10 +18,13 @@ import uvloop
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.redis_store import RedisStore
 from kaveri.domain.view import InstanceLoad, InstanceRecord, Phase, Role
+from kaveri.feeds.feed import Feed
 from kaveri.rpc.server import RpcServer, open_channel
+from kaveri.timeouts import BEAT_S
 from kaveri.v1 import (
     decode_pb2,
-    decode_pb2_grpc,
+    feed_pb2,
+    feed_pb2_grpc,
     inference_pb2,
     inference_pb2_grpc,
     prefill_pb2,
@@ -45,7 +48,14 @@ class _Sequence:
         self.max_tokens = max_tokens
 
 
-class InstantDecode(decode_pb2_grpc.DecodeServiceServicer):
+class _Prompt:
+    __slots__ = ("request",)
+
+    def __init__(self, request: prefill_pb2.SubmitRequest) -> None:
+        self.request = request
+
+
+class InstantDecode(feed_pb2_grpc.FeedServiceServicer):
     """One running batch for all; steps at the pace that the newest request asked for."""
 
     def __init__(self) -> None:
@@ -53,31 +63,35 @@ class InstantDecode(decode_pb2_grpc.DecodeServiceServicer):
         self._arrived = asyncio.Event()
         self._step_interval_s = 0.0
 
-    def start(self, request: prefill_pb2.PrefillRequest) -> None:
+    def start(self, request: prefill_pb2.SubmitRequest) -> None:
         """Lets a request join the batch."""
         self._running[request.request_id] = _Sequence(request.request_id, request.params.max_tokens)
         self._step_interval_s = request.params.seed / 1e6
         self._arrived.set()
 
-    async def Abort(self, request: decode_pb2.AbortRequest, context: Any) -> decode_pb2.AbortResponse:  # noqa: N802
+    async def Abort(self, request: feed_pb2.AbortRequest, context: Any) -> feed_pb2.AbortResponse:  # noqa: N802
         for entry in request.attempts:
             self._running.pop(entry.request_id, None)
-        return decode_pb2.AbortResponse()
+        return feed_pb2.AbortResponse()
 
-    async def StreamTokens(  # noqa: N802
-        self, request: decode_pb2.StreamTokensRequest, context: Any
-    ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
-        yield decode_pb2.StreamTokensResponse(incarnation=_INCARNATION)
+    async def Follow(  # noqa: N802
+        self, request: feed_pb2.FollowRequest, context: Any
+    ) -> AsyncIterator[feed_pb2.FollowResponse]:
+        yield feed_pb2.FollowResponse(incarnation=_INCARNATION)
         loop = asyncio.get_running_loop()
         due_s = loop.time()
         while True:
-            if not self._running:
+            while not self._running:
                 self._arrived.clear()
-                await self._arrived.wait()
+                try:
+                    async with asyncio.timeout(BEAT_S):
+                        await self._arrived.wait()
+                except TimeoutError:
+                    yield feed_pb2.FollowResponse()
                 due_s = loop.time()
             due_s = max(due_s + self._step_interval_s, loop.time() - 0.1)
             await asyncio.sleep(due_s - loop.time())
-            yield decode_pb2.StreamTokensResponse(requests=self._step())
+            yield feed_pb2.FollowResponse(requests=self._step())
 
     def _step(self) -> list[decode_pb2.RequestTokens]:
         updates = []
@@ -98,25 +112,45 @@ class InstantDecode(decode_pb2_grpc.DecodeServiceServicer):
         return updates
 
 
-class InstantPrefill(prefill_pb2_grpc.PrefillServiceServicer):
-    """Answers every step of a prefill at once."""
+class InstantPrefill(prefill_pb2_grpc.PrefillServiceServicer, feed_pb2_grpc.FeedServiceServicer):
+    """Reports every step of a prefill at once."""
 
     def __init__(self, decode: InstantDecode) -> None:
         self._decode = decode
+        self._feeds: dict[str, Feed[_Prompt]] = {}
+        """By router."""
 
-    async def Prefill(  # noqa: N802
-        self, request: prefill_pb2.PrefillRequest, context: Any
-    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+    async def Submit(  # noqa: N802
+        self, request: prefill_pb2.SubmitRequest, context: Any
+    ) -> prefill_pb2.SubmitResponse:
+        self._feeds[request.router_id].add(_Prompt(request))
+        return prefill_pb2.SubmitResponse()
+
+    async def Abort(self, request: feed_pb2.AbortRequest, context: Any) -> feed_pb2.AbortResponse:  # noqa: N802
+        return feed_pb2.AbortResponse()
+
+    async def Follow(  # noqa: N802
+        self, request: feed_pb2.FollowRequest, context: Any
+    ) -> AsyncIterator[feed_pb2.FollowResponse]:
+        feed = self._feeds[request.router_id] = Feed()
+        yield feed_pb2.FollowResponse(incarnation=_INCARNATION)
+        while True:
+            yield feed_pb2.FollowResponse(reports=[self._report(prompt.request) for prompt in await feed.take(BEAT_S)])
+
+    def _report(self, request: prefill_pb2.SubmitRequest) -> prefill_pb2.PrefillReport:
         finish = _LENGTH if request.params.max_tokens == 1 else _NOT_FINISHED
-        yield prefill_pb2.PrefillResponse(started=prefill_pb2.PrefillStarted())
-        if not finish:
-            placed = prefill_pb2.PrefillPlaced(decode_instance_id=DECODE_ID, decode_incarnation=_INCARNATION)
-            yield prefill_pb2.PrefillResponse(placed=placed)
-        first = prefill_pb2.PrefillFirstToken(token_id=_TOKEN_IDS[0], finish_reason=finish)
-        yield prefill_pb2.PrefillResponse(first_token=first)
+        report = prefill_pb2.PrefillReport(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            started=prefill_pb2.PrefillStarted(),
+            first_token=prefill_pb2.PrefillFirstToken(token_id=_TOKEN_IDS[0], finish_reason=finish),
+            ended=prefill_pb2.PrefillEnded(),
+        )
         if not finish:
             self._decode.start(request)
-            yield prefill_pb2.PrefillResponse(handed_over=prefill_pb2.PrefillHandedOver())
+            report.placed.decode_instance_id, report.placed.decode_incarnation = DECODE_ID, _INCARNATION
+            report.handed_over.SetInParent()
+        return report
 
 
 class InstantInference(inference_pb2_grpc.InferenceServiceServicer):
@@ -152,13 +186,18 @@ class PassThrough(inference_pb2_grpc.InferenceServiceServicer):
 
 async def _serve_instances(port: int, redis_url: str, model: str) -> None:
     decode = InstantDecode()
-    server = RpcServer("127.0.0.1", port, ())
-    server.add(partial(decode_pb2_grpc.add_DecodeServiceServicer_to_server, decode))
-    server.add(partial(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, InstantPrefill(decode)))
-    server.add(partial(inference_pb2_grpc.add_InferenceServiceServicer_to_server, InstantInference()))
-    await server.start()
+    prefill = InstantPrefill(decode)
+    # Each instance has a stream of its own to the router.
+    prefill_server, decode_server = RpcServer("127.0.0.1", port, ()), RpcServer("127.0.0.1", 0, ())
+    prefill_server.add(partial(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, prefill))
+    prefill_server.add(partial(feed_pb2_grpc.add_FeedServiceServicer_to_server, prefill))
+    prefill_server.add(partial(inference_pb2_grpc.add_InferenceServiceServicer_to_server, InstantInference()))
+    decode_server.add(partial(feed_pb2_grpc.add_FeedServiceServicer_to_server, decode))
+    instances = (("instant-prefill", Phase.PREFILL, prefill_server), (DECODE_ID, Phase.DECODE, decode_server))
+    for server in (prefill_server, decode_server):
+        await server.start()
     async with RedisStore(redis_url) as store, asyncio.TaskGroup() as group:
-        for instance_id, phase in (("instant-prefill", Phase.PREFILL), (DECODE_ID, Phase.DECODE)):
+        for instance_id, phase, server in instances:
             record = InstanceRecord(
                 instance_id=instance_id,
                 incarnation=_INCARNATION,
@@ -172,7 +211,7 @@ async def _serve_instances(port: int, redis_url: str, model: str) -> None:
             )
             load = InstanceLoad(free_blocks=100_000, total_blocks=100_000)
             group.create_task(Heartbeat(store, record, lambda load=load: load).run())
-        await server.ready()
+        await prefill_server.ready()
 
 
 async def _serve_pass_through(port: int, address: str) -> None:

@@ -20,8 +20,8 @@ class Attachment:
     """Number of generated tokens in token_ids."""
     landed: bool = False
     """At decode: match only a request whose KV has landed."""
-    same_owner: bool = False
-    """At prefill: match only a request that already has this owner."""
+    at_prefill: bool = False
+    """Match a request at prefill; otherwise at decode."""
     placed_by: str = ""
     """At decode: match only a request placed by this prefill instance, as far as known. Empty: any."""
 

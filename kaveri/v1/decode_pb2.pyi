@@ -46,7 +46,7 @@ class OpenReplicaRequest(_message.Message):
     attempt: _builtins.int
     """The owner's attempt."""
     router_id: _builtins.str
-    """The router that the request belongs to, as in PrefillRequest."""
+    """The router that the request belongs to, as in SubmitRequest."""
     secret: _builtins.bytes
     """The request's secret. A resume must show it."""
     owner_id: _builtins.str
@@ -216,7 +216,7 @@ class ResumeRequest(_message.Message):
     attempt: _builtins.int
     """The new owner's attempt."""
     router_id: _builtins.str
-    """The caller, as in PrefillRequest."""
+    """The caller, as in SubmitRequest."""
     secret: _builtins.bytes
     """The request's secret."""
     generated_count: _builtins.int
@@ -230,16 +230,16 @@ class ResumeRequest(_message.Message):
     counted yet. 0: not known.
     """
     traceparent: _builtins.str
-    """As in PrefillRequest."""
+    """As in SubmitRequest."""
     suspect_until: _builtins.int
-    """As in PrefillRequest."""
+    """As in SubmitRequest."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, followed by the tokens that the caller has."""
 
     @_builtins.property
     def params(self) -> _sampling_pb2.SamplingParams:
-        """As in PrefillRequest."""
+        """As in SubmitRequest."""
 
     @_builtins.property
     def predicted_length(self) -> _predictor_pb2.PredictedLength:
@@ -298,136 +298,6 @@ class ResumeResponse(_message.Message):
 Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
 
 @_typing.final
-class AttachRequest(_message.Message):
-    """Asks for a request that another router, or an earlier session, began."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    SESSION_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    ROUTER_ID_FIELD_NUMBER: _builtins.int
-    SECRET_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    GENERATED_COUNT_FIELD_NUMBER: _builtins.int
-    LANDED_FIELD_NUMBER: _builtins.int
-    SAME_OWNER_FIELD_NUMBER: _builtins.int
-    PLACED_BY_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """The request's id."""
-    session: _builtins.int
-    """The new owner's session. (session, attempt) must be above the present owner's, or the same."""
-    attempt: _builtins.int
-    """The new owner's attempt: the caller's own count, from 1 on."""
-    router_id: _builtins.str
-    """The caller, as in PrefillRequest."""
-    secret: _builtins.bytes
-    """The request's secret."""
-    generated_count: _builtins.int
-    """How many of token_ids the client has: the index of the next one."""
-    landed: _builtins.bool
-    """At decode: refuse a request whose KV has not landed. It is still prefill's."""
-    same_owner: _builtins.bool
-    """At prefill: only a request that has this very owner already, whose stream has broken. Any other is NOT_FOUND: what
-    is left of an earlier attempt says nothing of this one.
-    """
-    placed_by: _builtins.str
-    """At decode: the prefill instance that says the request is here. A request that another one has placed here is
-    NOT_FOUND: it may have drawn another first token. Empty: whichever has.
-    """
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Prompt, followed by the tokens that the client has."""
-
-    def __init__(
-        self,
-        *,
-        request_id: _builtins.str = ...,
-        session: _builtins.int = ...,
-        attempt: _builtins.int = ...,
-        router_id: _builtins.str = ...,
-        secret: _builtins.bytes = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        generated_count: _builtins.int = ...,
-        landed: _builtins.bool = ...,
-        same_owner: _builtins.bool = ...,
-        placed_by: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "landed", b"landed", "placed_by", b"placed_by", "request_id", b"request_id", "router_id", b"router_id", "same_owner", b"same_owner", "secret", b"secret", "session", b"session", "token_ids", b"token_ids"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
-
-@_typing.final
-class Attached(_message.Message):
-    """What the new owner must know of a request."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MAX_TOKENS_FIELD_NUMBER: _builtins.int
-    FIRST_INDEX_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    RESOLVED_PARAMS_FIELD_NUMBER: _builtins.int
-    max_tokens: _builtins.int
-    """The request's SamplingParams.max_tokens: its first router has resolved it."""
-    first_index: _builtins.int
-    """Index of the token that prefill draws, or drew, in this placement."""
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens from generated_count to first_index: the client lacks them, and earlier placements have drawn them."""
-
-    @_builtins.property
-    def resolved_params(self) -> _sampling_pb2.SamplingParams:
-        """The request's temperature, top_p and top_k: its first router has resolved them. Unset by instances of a former version."""
-
-    def __init__(
-        self,
-        *,
-        max_tokens: _builtins.int = ...,
-        first_index: _builtins.int = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        resolved_params: _sampling_pb2.SamplingParams | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["resolved_params", b"resolved_params"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_index", b"first_index", "max_tokens", b"max_tokens", "resolved_params", b"resolved_params", "token_ids", b"token_ids"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Attached: _TypeAlias = Attached  # noqa: Y015
-
-@_typing.final
-class AttachResponse(_message.Message):
-    """The outcome of Attach at decode."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ATTACHED_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
-    incarnation: _builtins.int
-    """The life of the decode instance."""
-    @_builtins.property
-    def attached(self) -> Global___Attached:
-        """What the caller must know."""
-
-    def __init__(
-        self,
-        *,
-        attached: Global___Attached | None = ...,
-        incarnation: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "incarnation", b"incarnation"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
-
-@_typing.final
 class ReserveRequest(_message.Message):
     """A request for room."""
 
@@ -452,11 +322,11 @@ class ReserveRequest(_message.Message):
     request_id: _builtins.str
     """The request's id, at most 128 bytes."""
     attempt: _builtins.int
-    """As in PrefillRequest. An older owner of the same request is aborted first. So is another request with the same id,
+    """As in SubmitRequest. An older owner of the same request is aborted first. So is another request with the same id,
     and its router gets an error on its stream.
     """
     router_id: _builtins.str
-    """As in PrefillRequest."""
+    """As in SubmitRequest."""
     generated_count: _builtins.int
     """How many of token_ids were generated by earlier attempts; the index of the token that prefill draws."""
     timeout_s: _builtins.float
@@ -464,26 +334,26 @@ class ReserveRequest(_message.Message):
     wait: _builtins.bool
     """Whether to wait in line when there is no room now. Otherwise the request is refused then."""
     session: _builtins.int
-    """As in PrefillRequest."""
+    """As in SubmitRequest."""
     secret: _builtins.bytes
-    """As in PrefillRequest."""
+    """As in SubmitRequest."""
     reservation: _builtins.int
     """The number of this call among those of the attempt at this instance, rising from 1. A later one replaces an earlier
     one; an earlier one that comes late is refused with ABORTED. 0: not counted.
     """
     traceparent: _builtins.str
-    """As in PrefillRequest."""
+    """As in SubmitRequest."""
     prefill_instance_id: _builtins.str
     """The prefill instance that asks. Empty: not known, as from one of a former version."""
     suspect_until: _builtins.int
-    """As in PrefillRequest."""
+    """As in SubmitRequest."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, followed by the tokens that earlier attempts have generated. Kept to recompute after a preemption."""
 
     @_builtins.property
     def params(self) -> _sampling_pb2.SamplingParams:
-        """As in PrefillRequest."""
+        """As in SubmitRequest."""
 
     @_builtins.property
     def layout(self) -> _kv_pb2.KvLayout:
@@ -550,34 +420,6 @@ class ReserveResponse(_message.Message):
 Global___ReserveResponse: _TypeAlias = ReserveResponse  # noqa: Y015
 
 @_typing.final
-class AbortRequest(_message.Message):
-    """Requests to end."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ATTEMPTS_FIELD_NUMBER: _builtins.int
-    BY_ROUTER_FIELD_NUMBER: _builtins.int
-    by_router: _builtins.bool
-    """Set when the router itself asks. Otherwise a prefill instance gives back what it reserved."""
-    @_builtins.property
-    def attempts(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttemptId]:
-        """In no particular order."""
-
-    def __init__(
-        self,
-        *,
-        attempts: _abc.Iterable[Global___AttemptId] | None = ...,
-        by_router: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "by_router", b"by_router"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AbortRequest: _TypeAlias = AbortRequest  # noqa: Y015
-
-@_typing.final
 class AttemptId(_message.Message):
     """One placement of one request."""
 
@@ -595,7 +437,7 @@ class AttemptId(_message.Message):
     attempt: _builtins.int
     """This attempt and all older ones."""
     router_id: _builtins.str
-    """The router that the request belongs to, as in PrefillRequest."""
+    """The router that the request belongs to, as in SubmitRequest."""
     session: _builtins.int
     """The owner's session: (session, attempt) and all older owners."""
     secret: _builtins.bytes
@@ -626,121 +468,6 @@ class AttemptId(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttemptId: _TypeAlias = AttemptId  # noqa: Y015
-
-@_typing.final
-class AbortResponse(_message.Message):
-    """The outcome of Abort."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AbortResponse: _TypeAlias = AbortResponse  # noqa: Y015
-
-@_typing.final
-class StreamTokensRequest(_message.Message):
-    """A router's subscription."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ROUTER_ID_FIELD_NUMBER: _builtins.int
-    REQUESTS_FIELD_NUMBER: _builtins.int
-    router_id: _builtins.str
-    """The router_id that the router puts into its PrefillRequests."""
-    @_builtins.property
-    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamedRequest]:
-        """The requests that the router waits for here, and what it has of each. One that is not here, or has another owner
-        by now, gets an error on the stream.
-        """
-
-    def __init__(
-        self,
-        *,
-        router_id: _builtins.str = ...,
-        requests: _abc.Iterable[Global___StreamedRequest] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "router_id", b"router_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StreamTokensRequest: _TypeAlias = StreamTokensRequest  # noqa: Y015
-
-@_typing.final
-class StreamedRequest(_message.Message):
-    """A request whose tokens a router waits for."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    SESSION_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    NEXT_INDEX_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """The request's id."""
-    session: _builtins.int
-    """The owner's session."""
-    attempt: _builtins.int
-    """The owner's attempt."""
-    next_index: _builtins.int
-    """Index of the next token that the router lacks."""
-    def __init__(
-        self,
-        *,
-        request_id: _builtins.str = ...,
-        session: _builtins.int = ...,
-        attempt: _builtins.int = ...,
-        next_index: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "next_index", b"next_index", "request_id", b"request_id", "session", b"session"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StreamedRequest: _TypeAlias = StreamedRequest  # noqa: Y015
-
-@_typing.final
-class StreamTokensResponse(_message.Message):
-    """The tokens of one engine step. A message without requests is a beat: it shows that the instance lives."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    INCARNATION_FIELD_NUMBER: _builtins.int
-    REQUESTS_FIELD_NUMBER: _builtins.int
-    BEAT_S_FIELD_NUMBER: _builtins.int
-    incarnation: _builtins.int
-    """The decode instance's incarnation, on the first message, which is sent at once and carries no tokens."""
-    beat_s: _builtins.float
-    """On the first message: seconds after which a beat follows when no tokens flow. 0: none follow."""
-    @_builtins.property
-    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestTokens]:
-        """At most one entry per request. Together they take less than half of the largest message: what is larger is
-        spread over several messages.
-        """
-
-    def __init__(
-        self,
-        *,
-        incarnation: _builtins.int = ...,
-        requests: _abc.Iterable[Global___RequestTokens] | None = ...,
-        beat_s: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_s", b"beat_s", "incarnation", b"incarnation", "requests", b"requests"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StreamTokensResponse: _TypeAlias = StreamTokensResponse  # noqa: Y015
 
 @_typing.final
 class RequestTokens(_message.Message):
@@ -843,7 +570,7 @@ class EngineFault(_message.Message):
     is_final: _builtins.bool
     """The request's own computation has raised: the router ends it, and places it nowhere."""
     suspect_until: _builtins.int
-    """The request was in the step that raised, and is a suspect from now on: see PrefillRequest. 0: it was not in that
+    """The request was in the step that raised, and is a suspect from now on: see SubmitRequest. 0: it was not in that
     step, or another request was at fault.
     """
     def __init__(

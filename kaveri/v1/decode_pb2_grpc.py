@@ -40,21 +40,6 @@ class DecodeServiceStub(object):
                 request_serializer=kaveri_dot_v1_dot_decode__pb2.ReserveRequest.SerializeToString,
                 response_deserializer=kaveri_dot_v1_dot_decode__pb2.ReserveResponse.FromString,
                 _registered_method=True)
-        self.Abort = channel.unary_unary(
-                '/kaveri.v1.DecodeService/Abort',
-                request_serializer=kaveri_dot_v1_dot_decode__pb2.AbortRequest.SerializeToString,
-                response_deserializer=kaveri_dot_v1_dot_decode__pb2.AbortResponse.FromString,
-                _registered_method=True)
-        self.StreamTokens = channel.unary_stream(
-                '/kaveri.v1.DecodeService/StreamTokens',
-                request_serializer=kaveri_dot_v1_dot_decode__pb2.StreamTokensRequest.SerializeToString,
-                response_deserializer=kaveri_dot_v1_dot_decode__pb2.StreamTokensResponse.FromString,
-                _registered_method=True)
-        self.Attach = channel.unary_unary(
-                '/kaveri.v1.DecodeService/Attach',
-                request_serializer=kaveri_dot_v1_dot_decode__pb2.AttachRequest.SerializeToString,
-                response_deserializer=kaveri_dot_v1_dot_decode__pb2.AttachResponse.FromString,
-                _registered_method=True)
         self.StreamAnswers = channel.unary_stream(
                 '/kaveri.v1.DecodeService/StreamAnswers',
                 request_serializer=kaveri_dot_v1_dot_decode__pb2.StreamAnswersRequest.SerializeToString,
@@ -100,38 +85,6 @@ class DecodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Abort(self, request, context):
-        """Ends requests and frees their KV cache, in whatever phase they are. Ignored: unknown requests, and those that belong
-        to a newer owner by now. When a prefill instance ends a request that has landed, its router gets an error on its
-        stream.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def StreamTokens(self, request, context):
-        """Streams the tokens of all requests of one router, one message per engine step. When it ends, its requests are
-        orphans: they go on, and their tokens are kept, until --orphan-grace-s is over or their deadline has passed. A newer
-        stream of the same router replaces an older one and goes on where that one ended; `requests` in its first message
-        names those that must go on at another index, because what was sent may have been lost.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Attach(self, request, context):
-        """Makes the caller the router of a request that is here, or whose answer ended here less than --orphan-grace-s ago.
-        Its tokens go to the caller's StreamTokens from index `generated_count` on, under the new (session, attempt); nothing
-        is computed. Tokens that were drawn before are repeated with their log-probabilities. The former router gets an
-        error with `replaced` on its stream. The same owner may attach again. Errors: NOT_FOUND (the request is not here; or
-        its KV has not landed, and `landed` was set; or tokens from that index on are not known here), ABORTED (a newer owner
-        is known), INVALID_ARGUMENT (the secret, the prompt or the tokens are not those of the request, or there are more
-        tokens than were generated).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def StreamAnswers(self, request, context):
         """Streams the answers that one caller reads here, instead of through the router that has placed them: one message per
         engine step. ReadAnswer names the answers. A newer stream of the same reader ends an older one. When it ends, or the
@@ -168,7 +121,7 @@ class DecodeServiceServicer(object):
     def Resume(self, request, context):
         """Goes on here with a request whose owner was lost, from the copy that this instance holds. The copy takes no more
         bytes of its former owner from now on. What it lacks of token_ids is computed here. Returns once the request has
-        landed; its tokens go to the caller's StreamTokens from index `generated_count` on. The same owner may ask again.
+        landed; its tokens go to the caller's Follow from index `generated_count` on. The same owner may ask again.
         Errors: NOT_FOUND (no copy of it is here, or not in this life of the instance), INVALID_ARGUMENT (the secret or the
         tokens are not those of the request), ABORTED or ALREADY_EXISTS (a newer owner is known), RESOURCE_EXHAUSTED (no
         room in the engine), FAILED_PRECONDITION (replicas are off here), UNAVAILABLE (its engine failed).
@@ -193,21 +146,6 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Reserve,
                     request_deserializer=kaveri_dot_v1_dot_decode__pb2.ReserveRequest.FromString,
                     response_serializer=kaveri_dot_v1_dot_decode__pb2.ReserveResponse.SerializeToString,
-            ),
-            'Abort': grpc.unary_unary_rpc_method_handler(
-                    servicer.Abort,
-                    request_deserializer=kaveri_dot_v1_dot_decode__pb2.AbortRequest.FromString,
-                    response_serializer=kaveri_dot_v1_dot_decode__pb2.AbortResponse.SerializeToString,
-            ),
-            'StreamTokens': grpc.unary_stream_rpc_method_handler(
-                    servicer.StreamTokens,
-                    request_deserializer=kaveri_dot_v1_dot_decode__pb2.StreamTokensRequest.FromString,
-                    response_serializer=kaveri_dot_v1_dot_decode__pb2.StreamTokensResponse.SerializeToString,
-            ),
-            'Attach': grpc.unary_unary_rpc_method_handler(
-                    servicer.Attach,
-                    request_deserializer=kaveri_dot_v1_dot_decode__pb2.AttachRequest.FromString,
-                    response_serializer=kaveri_dot_v1_dot_decode__pb2.AttachResponse.SerializeToString,
             ),
             'StreamAnswers': grpc.unary_stream_rpc_method_handler(
                     servicer.StreamAnswers,
@@ -263,87 +201,6 @@ class DecodeService(object):
             '/kaveri.v1.DecodeService/Reserve',
             kaveri_dot_v1_dot_decode__pb2.ReserveRequest.SerializeToString,
             kaveri_dot_v1_dot_decode__pb2.ReserveResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Abort(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kaveri.v1.DecodeService/Abort',
-            kaveri_dot_v1_dot_decode__pb2.AbortRequest.SerializeToString,
-            kaveri_dot_v1_dot_decode__pb2.AbortResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StreamTokens(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/kaveri.v1.DecodeService/StreamTokens',
-            kaveri_dot_v1_dot_decode__pb2.StreamTokensRequest.SerializeToString,
-            kaveri_dot_v1_dot_decode__pb2.StreamTokensResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Attach(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kaveri.v1.DecodeService/Attach',
-            kaveri_dot_v1_dot_decode__pb2.AttachRequest.SerializeToString,
-            kaveri_dot_v1_dot_decode__pb2.AttachResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,26 +43,6 @@ class DecodeServiceStub:
     request with the same id has come while this one was waiting), CANCELLED (aborted meanwhile),
     UNAVAILABLE (draining, or its engine failed; waiting calls end immediately).
     """
-    Abort: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]
-    """Ends requests and frees their KV cache, in whatever phase they are. Ignored: unknown requests, and those that belong
-    to a newer owner by now. When a prefill instance ends a request that has landed, its router gets an error on its
-    stream.
-    """
-    StreamTokens: _grpc.UnaryStreamMultiCallable[_decode_pb2.StreamTokensRequest, _decode_pb2.StreamTokensResponse]
-    """Streams the tokens of all requests of one router, one message per engine step. When it ends, its requests are
-    orphans: they go on, and their tokens are kept, until --orphan-grace-s is over or their deadline has passed. A newer
-    stream of the same router replaces an older one and goes on where that one ended; `requests` in its first message
-    names those that must go on at another index, because what was sent may have been lost.
-    """
-    Attach: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AttachRequest, _decode_pb2.AttachResponse]
-    """Makes the caller the router of a request that is here, or whose answer ended here less than --orphan-grace-s ago.
-    Its tokens go to the caller's StreamTokens from index `generated_count` on, under the new (session, attempt); nothing
-    is computed. Tokens that were drawn before are repeated with their log-probabilities. The former router gets an
-    error with `replaced` on its stream. The same owner may attach again. Errors: NOT_FOUND (the request is not here; or
-    its KV has not landed, and `landed` was set; or tokens from that index on are not known here), ABORTED (a newer owner
-    is known), INVALID_ARGUMENT (the secret, the prompt or the tokens are not those of the request, or there are more
-    tokens than were generated).
-    """
     StreamAnswers: _grpc.UnaryStreamMultiCallable[_decode_pb2.StreamAnswersRequest, _decode_pb2.StreamAnswersResponse]
     """Streams the answers that one caller reads here, instead of through the router that has placed them: one message per
     engine step. ReadAnswer names the answers. A newer stream of the same reader ends an older one. When it ends, or the
@@ -87,7 +67,7 @@ class DecodeServiceStub:
     Resume: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ResumeRequest, _decode_pb2.ResumeResponse]
     """Goes on here with a request whose owner was lost, from the copy that this instance holds. The copy takes no more
     bytes of its former owner from now on. What it lacks of token_ids is computed here. Returns once the request has
-    landed; its tokens go to the caller's StreamTokens from index `generated_count` on. The same owner may ask again.
+    landed; its tokens go to the caller's Follow from index `generated_count` on. The same owner may ask again.
     Errors: NOT_FOUND (no copy of it is here, or not in this life of the instance), INVALID_ARGUMENT (the secret or the
     tokens are not those of the request), ABORTED or ALREADY_EXISTS (a newer owner is known), RESOURCE_EXHAUSTED (no
     room in the engine), FAILED_PRECONDITION (replicas are off here), UNAVAILABLE (its engine failed).
@@ -113,26 +93,6 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     request with the same id has come while this one was waiting), CANCELLED (aborted meanwhile),
     UNAVAILABLE (draining, or its engine failed; waiting calls end immediately).
     """
-    Abort: _aio.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]  # type: ignore[assignment]
-    """Ends requests and frees their KV cache, in whatever phase they are. Ignored: unknown requests, and those that belong
-    to a newer owner by now. When a prefill instance ends a request that has landed, its router gets an error on its
-    stream.
-    """
-    StreamTokens: _aio.UnaryStreamMultiCallable[_decode_pb2.StreamTokensRequest, _decode_pb2.StreamTokensResponse]  # type: ignore[assignment]
-    """Streams the tokens of all requests of one router, one message per engine step. When it ends, its requests are
-    orphans: they go on, and their tokens are kept, until --orphan-grace-s is over or their deadline has passed. A newer
-    stream of the same router replaces an older one and goes on where that one ended; `requests` in its first message
-    names those that must go on at another index, because what was sent may have been lost.
-    """
-    Attach: _aio.UnaryUnaryMultiCallable[_decode_pb2.AttachRequest, _decode_pb2.AttachResponse]  # type: ignore[assignment]
-    """Makes the caller the router of a request that is here, or whose answer ended here less than --orphan-grace-s ago.
-    Its tokens go to the caller's StreamTokens from index `generated_count` on, under the new (session, attempt); nothing
-    is computed. Tokens that were drawn before are repeated with their log-probabilities. The former router gets an
-    error with `replaced` on its stream. The same owner may attach again. Errors: NOT_FOUND (the request is not here; or
-    its KV has not landed, and `landed` was set; or tokens from that index on are not known here), ABORTED (a newer owner
-    is known), INVALID_ARGUMENT (the secret, the prompt or the tokens are not those of the request, or there are more
-    tokens than were generated).
-    """
     StreamAnswers: _aio.UnaryStreamMultiCallable[_decode_pb2.StreamAnswersRequest, _decode_pb2.StreamAnswersResponse]  # type: ignore[assignment]
     """Streams the answers that one caller reads here, instead of through the router that has placed them: one message per
     engine step. ReadAnswer names the answers. A newer stream of the same reader ends an older one. When it ends, or the
@@ -157,7 +117,7 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     Resume: _aio.UnaryUnaryMultiCallable[_decode_pb2.ResumeRequest, _decode_pb2.ResumeResponse]  # type: ignore[assignment]
     """Goes on here with a request whose owner was lost, from the copy that this instance holds. The copy takes no more
     bytes of its former owner from now on. What it lacks of token_ids is computed here. Returns once the request has
-    landed; its tokens go to the caller's StreamTokens from index `generated_count` on. The same owner may ask again.
+    landed; its tokens go to the caller's Follow from index `generated_count` on. The same owner may ask again.
     Errors: NOT_FOUND (no copy of it is here, or not in this life of the instance), INVALID_ARGUMENT (the secret or the
     tokens are not those of the request), ABORTED or ALREADY_EXISTS (a newer owner is known), RESOURCE_EXHAUSTED (no
     room in the engine), FAILED_PRECONDITION (replicas are off here), UNAVAILABLE (its engine failed).
@@ -185,44 +145,6 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         never fit), FAILED_PRECONDITION (the layouts differ), ABORTED (a newer owner is known), ALREADY_EXISTS (another
         request with the same id has come while this one was waiting), CANCELLED (aborted meanwhile),
         UNAVAILABLE (draining, or its engine failed; waiting calls end immediately).
-        """
-
-    @_abc_1.abstractmethod
-    def Abort(
-        self,
-        request: _decode_pb2.AbortRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_decode_pb2.AbortResponse, _abc.Awaitable[_decode_pb2.AbortResponse]]:
-        """Ends requests and frees their KV cache, in whatever phase they are. Ignored: unknown requests, and those that belong
-        to a newer owner by now. When a prefill instance ends a request that has landed, its router gets an error on its
-        stream.
-        """
-
-    @_abc_1.abstractmethod
-    def StreamTokens(
-        self,
-        request: _decode_pb2.StreamTokensRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_decode_pb2.StreamTokensResponse], _abc.AsyncIterator[_decode_pb2.StreamTokensResponse]]:
-        """Streams the tokens of all requests of one router, one message per engine step. When it ends, its requests are
-        orphans: they go on, and their tokens are kept, until --orphan-grace-s is over or their deadline has passed. A newer
-        stream of the same router replaces an older one and goes on where that one ended; `requests` in its first message
-        names those that must go on at another index, because what was sent may have been lost.
-        """
-
-    @_abc_1.abstractmethod
-    def Attach(
-        self,
-        request: _decode_pb2.AttachRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_decode_pb2.AttachResponse, _abc.Awaitable[_decode_pb2.AttachResponse]]:
-        """Makes the caller the router of a request that is here, or whose answer ended here less than --orphan-grace-s ago.
-        Its tokens go to the caller's StreamTokens from index `generated_count` on, under the new (session, attempt); nothing
-        is computed. Tokens that were drawn before are repeated with their log-probabilities. The former router gets an
-        error with `replaced` on its stream. The same owner may attach again. Errors: NOT_FOUND (the request is not here; or
-        its KV has not landed, and `landed` was set; or tokens from that index on are not known here), ABORTED (a newer owner
-        is known), INVALID_ARGUMENT (the secret, the prompt or the tokens are not those of the request, or there are more
-        tokens than were generated).
         """
 
     @_abc_1.abstractmethod
@@ -272,7 +194,7 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_decode_pb2.ResumeResponse, _abc.Awaitable[_decode_pb2.ResumeResponse]]:
         """Goes on here with a request whose owner was lost, from the copy that this instance holds. The copy takes no more
         bytes of its former owner from now on. What it lacks of token_ids is computed here. Returns once the request has
-        landed; its tokens go to the caller's StreamTokens from index `generated_count` on. The same owner may ask again.
+        landed; its tokens go to the caller's Follow from index `generated_count` on. The same owner may ask again.
         Errors: NOT_FOUND (no copy of it is here, or not in this life of the instance), INVALID_ARGUMENT (the secret or the
         tokens are not those of the request), ABORTED or ALREADY_EXISTS (a newer owner is known), RESOURCE_EXHAUSTED (no
         room in the engine), FAILED_PRECONDITION (replicas are off here), UNAVAILABLE (its engine failed).

@@ -164,7 +164,7 @@ class OwnerHint(_message.Message):
     holder_incarnation: _builtins.int
     """Its life."""
     suspect_until: _builtins.int
-    """As in PrefillRequest."""
+    """As in SubmitRequest."""
     def __init__(
         self,
         *,

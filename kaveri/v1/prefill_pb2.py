@@ -22,43 +22,34 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from kaveri.v1 import decode_pb2 as kaveri_dot_v1_dot_decode__pb2
 from kaveri.v1 import sampling_pb2 as kaveri_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kaveri/v1/prefill.proto\x12\tkaveri.v1\x1a\x16kaveri/v1/decode.proto\x1a\x18kaveri/v1/sampling.proto\"\x14\n\x12\x42\x65\x61tPrefillRequest\"\x15\n\x13\x42\x65\x61tPrefillResponse\"P\n\x13\x41\x62ortPrefillRequest\x12&\n\x08\x61ttempts\x18\x01 \x03(\x0b\x32\x14.kaveri.v1.AttemptId\x12\x11\n\tgive_back\x18\x02 \x01(\x08\"\x16\n\x14\x41\x62ortPrefillResponse\"@\n\x14\x41ttachPrefillRequest\x12(\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x18.kaveri.v1.AttachRequest\"E\n\x15\x41ttachPrefillResponse\x12,\n\x08progress\x18\x01 \x01(\x0b\x32\x1a.kaveri.v1.PrefillResponse\"\x8b\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x17\n\x0fgenerated_count\x18\x05 \x01(\r\x12)\n\x06params\x18\x06 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\x12\x0f\n\x07session\x18\x07 \x01(\r\x12\x0e\n\x06secret\x18\x08 \x01(\x0c\x12\x19\n\x11silent_decode_ids\x18\t \x03(\t\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x15\n\rsuspect_until\x18\x0b \x01(\r\"\xa8\x02\n\x0fPrefillResponse\x12*\n\x07started\x18\x01 \x01(\x0b\x32\x19.kaveri.v1.PrefillStarted\x12(\n\x06placed\x18\x02 \x01(\x0b\x32\x18.kaveri.v1.PrefillPlaced\x12\x31\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x1c.kaveri.v1.PrefillFirstToken\x12\x31\n\x0bhanded_over\x18\x04 \x01(\x0b\x32\x1c.kaveri.v1.PrefillHandedOver\x12%\n\x08\x61ttached\x18\x05 \x01(\x0b\x32\x13.kaveri.v1.Attached\x12\x32\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x19.kaveri.v1.PromptLogprobs\"!\n\x0ePrefillStarted\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\"M\n\rPrefillPlaced\x12\x1a\n\x12\x64\x65\x63ode_instance_id\x18\x01 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x02 \x01(\x04J\x04\x08\x03\x10\x04\"\x8f\x01\n\x11PrefillFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12%\n\x08logprobs\x18\x02 \x01(\x0b\x32\x13.kaveri.v1.Logprobs\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.kaveri.v1.FinishReason\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\"e\n\x11PrefillHandedOver\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x15\n\rkv_transfer_s\x18\x02 \x01(\x01\x12\x11\n\tkv_tail_s\x18\x03 \x01(\x01\x12\x14\n\x0ckv_transport\x18\x04 \x01(\t2\xc9\x02\n\x0ePrefillService\x12\x42\n\x07Prefill\x12\x19.kaveri.v1.PrefillRequest\x1a\x1a.kaveri.v1.PrefillResponse0\x01\x12T\n\rAttachPrefill\x12\x1f.kaveri.v1.AttachPrefillRequest\x1a .kaveri.v1.AttachPrefillResponse0\x01\x12O\n\x0c\x41\x62ortPrefill\x12\x1e.kaveri.v1.AbortPrefillRequest\x1a\x1f.kaveri.v1.AbortPrefillResponse\x12L\n\x0b\x42\x65\x61tPrefill\x12\x1d.kaveri.v1.BeatPrefillRequest\x1a\x1e.kaveri.v1.BeatPrefillResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kaveri/v1/prefill.proto\x12\tkaveri.v1\x1a\x18kaveri/v1/sampling.proto\"\x10\n\x0eSubmitResponse\"\x9d\x02\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x17\n\x0fgenerated_count\x18\x05 \x01(\r\x12)\n\x06params\x18\x06 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\x12\x0f\n\x07session\x18\x07 \x01(\r\x12\x0e\n\x06secret\x18\x08 \x01(\x0c\x12\x19\n\x11silent_decode_ids\x18\t \x03(\t\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x15\n\rsuspect_until\x18\x0b \x01(\r\x12\x11\n\ttimeout_s\x18\x0c \x01(\x01\"\xdd\x02\n\rPrefillReport\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12*\n\x07started\x18\x04 \x01(\x0b\x32\x19.kaveri.v1.PrefillStarted\x12(\n\x06placed\x18\x05 \x01(\x0b\x32\x18.kaveri.v1.PrefillPlaced\x12\x31\n\x0b\x66irst_token\x18\x06 \x01(\x0b\x32\x1c.kaveri.v1.PrefillFirstToken\x12\x31\n\x0bhanded_over\x18\x07 \x01(\x0b\x32\x1c.kaveri.v1.PrefillHandedOver\x12\x32\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x19.kaveri.v1.PromptLogprobs\x12&\n\x05\x65nded\x18\t \x01(\x0b\x32\x17.kaveri.v1.PrefillEnded\"\x1d\n\x0cPrefillEnded\x12\r\n\x05\x65rror\x18\x01 \x01(\x0c\"!\n\x0ePrefillStarted\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\"M\n\rPrefillPlaced\x12\x1a\n\x12\x64\x65\x63ode_instance_id\x18\x01 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x02 \x01(\x04J\x04\x08\x03\x10\x04\"\x8f\x01\n\x11PrefillFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12%\n\x08logprobs\x18\x02 \x01(\x0b\x32\x13.kaveri.v1.Logprobs\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.kaveri.v1.FinishReason\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\"e\n\x11PrefillHandedOver\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x15\n\rkv_transfer_s\x18\x02 \x01(\x01\x12\x11\n\tkv_tail_s\x18\x03 \x01(\x01\x12\x14\n\x0ckv_transport\x18\x04 \x01(\t2O\n\x0ePrefillService\x12=\n\x06Submit\x12\x18.kaveri.v1.SubmitRequest\x1a\x19.kaveri.v1.SubmitResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kaveri.v1.prefill_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PREFILLREQUEST'].fields_by_name['token_ids']._loaded_options = None
-  _globals['_PREFILLREQUEST'].fields_by_name['token_ids']._serialized_options = b'\020\001'
-  _globals['_BEATPREFILLREQUEST']._serialized_start=88
-  _globals['_BEATPREFILLREQUEST']._serialized_end=108
-  _globals['_BEATPREFILLRESPONSE']._serialized_start=110
-  _globals['_BEATPREFILLRESPONSE']._serialized_end=131
-  _globals['_ABORTPREFILLREQUEST']._serialized_start=133
-  _globals['_ABORTPREFILLREQUEST']._serialized_end=213
-  _globals['_ABORTPREFILLRESPONSE']._serialized_start=215
-  _globals['_ABORTPREFILLRESPONSE']._serialized_end=237
-  _globals['_ATTACHPREFILLREQUEST']._serialized_start=239
-  _globals['_ATTACHPREFILLREQUEST']._serialized_end=303
-  _globals['_ATTACHPREFILLRESPONSE']._serialized_start=305
-  _globals['_ATTACHPREFILLRESPONSE']._serialized_end=374
-  _globals['_PREFILLREQUEST']._serialized_start=377
-  _globals['_PREFILLREQUEST']._serialized_end=644
-  _globals['_PREFILLRESPONSE']._serialized_start=647
-  _globals['_PREFILLRESPONSE']._serialized_end=943
-  _globals['_PREFILLSTARTED']._serialized_start=945
-  _globals['_PREFILLSTARTED']._serialized_end=978
-  _globals['_PREFILLPLACED']._serialized_start=980
-  _globals['_PREFILLPLACED']._serialized_end=1057
-  _globals['_PREFILLFIRSTTOKEN']._serialized_start=1060
-  _globals['_PREFILLFIRSTTOKEN']._serialized_end=1203
-  _globals['_PREFILLHANDEDOVER']._serialized_start=1205
-  _globals['_PREFILLHANDEDOVER']._serialized_end=1306
-  _globals['_PREFILLSERVICE']._serialized_start=1309
-  _globals['_PREFILLSERVICE']._serialized_end=1638
+  _globals['_SUBMITREQUEST'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_SUBMITREQUEST'].fields_by_name['token_ids']._serialized_options = b'\020\001'
+  _globals['_SUBMITRESPONSE']._serialized_start=64
+  _globals['_SUBMITRESPONSE']._serialized_end=80
+  _globals['_SUBMITREQUEST']._serialized_start=83
+  _globals['_SUBMITREQUEST']._serialized_end=368
+  _globals['_PREFILLREPORT']._serialized_start=371
+  _globals['_PREFILLREPORT']._serialized_end=720
+  _globals['_PREFILLENDED']._serialized_start=722
+  _globals['_PREFILLENDED']._serialized_end=751
+  _globals['_PREFILLSTARTED']._serialized_start=753
+  _globals['_PREFILLSTARTED']._serialized_end=786
+  _globals['_PREFILLPLACED']._serialized_start=788
+  _globals['_PREFILLPLACED']._serialized_end=865
+  _globals['_PREFILLFIRSTTOKEN']._serialized_start=868
+  _globals['_PREFILLFIRSTTOKEN']._serialized_end=1011
+  _globals['_PREFILLHANDEDOVER']._serialized_start=1013
+  _globals['_PREFILLHANDEDOVER']._serialized_end=1114
+  _globals['_PREFILLSERVICE']._serialized_start=1116
+  _globals['_PREFILLSERVICE']._serialized_end=1195
 # @@protoc_insertion_point(module_scope)

@@ -7,7 +7,6 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
-from kaveri.v1 import decode_pb2 as _decode_pb2
 from kaveri.v1 import sampling_pb2 as _sampling_pb2
 import builtins as _builtins
 import sys
@@ -21,8 +20,8 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
-class BeatPrefillRequest(_message.Message):
-    """Asks for a sign of life."""
+class SubmitResponse(_message.Message):
+    """The request is queued, or was before."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -35,123 +34,10 @@ class BeatPrefillRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___BeatPrefillRequest: _TypeAlias = BeatPrefillRequest  # noqa: Y015
+Global___SubmitResponse: _TypeAlias = SubmitResponse  # noqa: Y015
 
 @_typing.final
-class BeatPrefillResponse(_message.Message):
-    """A sign of life."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___BeatPrefillResponse: _TypeAlias = BeatPrefillResponse  # noqa: Y015
-
-@_typing.final
-class AbortPrefillRequest(_message.Message):
-    """Requests that their router gives up."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ATTEMPTS_FIELD_NUMBER: _builtins.int
-    GIVE_BACK_FIELD_NUMBER: _builtins.int
-    give_back: _builtins.bool
-    """Only those of exactly these owners that have not begun here, and only while the instance drains: their Prefill
-    streams end as UNAVAILABLE, with a google.rpc.RetryInfo and before any event. A router asks when another instance
-    takes requests.
-    """
-    @_builtins.property
-    def attempts(self) -> _containers.RepeatedCompositeFieldContainer[_decode_pb2.AttemptId]:
-        """In no particular order."""
-
-    def __init__(
-        self,
-        *,
-        attempts: _abc.Iterable[_decode_pb2.AttemptId] | None = ...,
-        give_back: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "give_back", b"give_back"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AbortPrefillRequest: _TypeAlias = AbortPrefillRequest  # noqa: Y015
-
-@_typing.final
-class AbortPrefillResponse(_message.Message):
-    """Nothing to say."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AbortPrefillResponse: _TypeAlias = AbortPrefillResponse  # noqa: Y015
-
-@_typing.final
-class AttachPrefillRequest(_message.Message):
-    """Asks for a request that another router, or an earlier session, began."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ATTACH_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def attach(self) -> _decode_pb2.AttachRequest:
-        """As at decode."""
-
-    def __init__(
-        self,
-        *,
-        attach: _decode_pb2.AttachRequest | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AttachPrefillRequest: _TypeAlias = AttachPrefillRequest  # noqa: Y015
-
-@_typing.final
-class AttachPrefillResponse(_message.Message):
-    """One step of its way through prefill."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PROGRESS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def progress(self) -> Global___PrefillResponse:
-        """As of Prefill."""
-
-    def __init__(
-        self,
-        *,
-        progress: Global___PrefillResponse | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AttachPrefillResponse: _TypeAlias = AttachPrefillResponse  # noqa: Y015
-
-@_typing.final
-class PrefillRequest(_message.Message):
+class SubmitRequest(_message.Message):
     """One request to prefill."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -167,6 +53,7 @@ class PrefillRequest(_message.Message):
     SILENT_DECODE_IDS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SUSPECT_UNTIL_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, at most 128 bytes."""
     attempt: _builtins.int
@@ -191,6 +78,8 @@ class PrefillRequest(_message.Message):
     engine computes at most one suspect in a step, and nothing beside it where it can. A step that raises with a suspect
     in it is the fault of the suspect alone, which ends. 0: it is no suspect.
     """
+    timeout_s: _builtins.float
+    """Seconds that are left until the request's deadline, when it ends here and, if it was placed, at the decode instance."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, followed by the tokens that earlier attempts have generated."""
@@ -217,29 +106,39 @@ class PrefillRequest(_message.Message):
         silent_decode_ids: _abc.Iterable[_builtins.str] | None = ...,
         traceparent: _builtins.str = ...,
         suspect_until: _builtins.int = ...,
+        timeout_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "params", b"params", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "silent_decode_ids", b"silent_decode_ids", "suspect_until", b"suspect_until", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "params", b"params", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "silent_decode_ids", b"silent_decode_ids", "suspect_until", b"suspect_until", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
+Global___SubmitRequest: _TypeAlias = SubmitRequest  # noqa: Y015
 
 @_typing.final
-class PrefillResponse(_message.Message):
-    """Progress of a request at prefill since the last response: one or more fields. They are read in the order started,
-    placed, prompt_logprobs, first_token, handed_over.
+class PrefillReport(_message.Message):
+    """Progress of a request at prefill since the last report: one or more fields. They are read in the order started,
+    placed, prompt_logprobs, first_token, handed_over, ended.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     STARTED_FIELD_NUMBER: _builtins.int
     PLACED_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     HANDED_OVER_FIELD_NUMBER: _builtins.int
-    ATTACHED_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's id."""
+    session: _builtins.int
+    """The owner's session."""
+    attempt: _builtins.int
+    """The owner's attempt."""
     @_builtins.property
     def started(self) -> Global___PrefillStarted:
         """The first chunk has begun."""
@@ -257,32 +156,63 @@ class PrefillResponse(_message.Message):
         """The decode instance has accepted the KV cache and owns the request now."""
 
     @_builtins.property
-    def attached(self) -> _decode_pb2.Attached:
-        """Alone in the first response of AttachPrefill."""
-
-    @_builtins.property
     def prompt_logprobs(self) -> _sampling_pb2.PromptLogprobs:
         """What a chunk says of the prompt's tokens, when the request asked for it and generated_count is 0. From position 1
         on, in order; all of them come before the first token.
         """
 
+    @_builtins.property
+    def ended(self) -> Global___PrefillEnded:
+        """Nothing follows."""
+
     def __init__(
         self,
         *,
+        request_id: _builtins.str = ...,
+        session: _builtins.int = ...,
+        attempt: _builtins.int = ...,
         started: Global___PrefillStarted | None = ...,
         placed: Global___PrefillPlaced | None = ...,
         first_token: Global___PrefillFirstToken | None = ...,
         handed_over: Global___PrefillHandedOver | None = ...,
-        attached: _decode_pb2.Attached | None = ...,
         prompt_logprobs: _sampling_pb2.PromptLogprobs | None = ...,
+        ended: Global___PrefillEnded | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "first_token", b"first_token", "handed_over", b"handed_over", "placed", b"placed", "prompt_logprobs", b"prompt_logprobs", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "first_token", b"first_token", "handed_over", b"handed_over", "placed", b"placed", "prompt_logprobs", b"prompt_logprobs", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "first_token", b"first_token", "handed_over", b"handed_over", "placed", b"placed", "prompt_logprobs", b"prompt_logprobs", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "ended", b"ended", "first_token", b"first_token", "handed_over", b"handed_over", "placed", b"placed", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "session", b"session", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PrefillResponse: _TypeAlias = PrefillResponse  # noqa: Y015
+Global___PrefillReport: _TypeAlias = PrefillReport  # noqa: Y015
+
+@_typing.final
+class PrefillEnded(_message.Message):
+    """The request has ended here."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: _builtins.int
+    error: _builtins.bytes
+    """Empty: as the reports before it say. Otherwise a serialized google.rpc.Status with details, whose code is
+    INVALID_ARGUMENT (no decode instance fits), ALREADY_EXISTS (another request with this id, or another session, has
+    replaced this one), ABORTED (a newer attempt has), INTERNAL (the request's own computation has raised an exception:
+    it must not be placed again), DEADLINE_EXCEEDED, or UNAVAILABLE (draining, there is no decode instance with the same
+    KV layout, the request is not here, or its engine broke: the error says whether the request is a suspect, see
+    SubmitRequest).
+    """
+    def __init__(
+        self,
+        *,
+        error: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillEnded: _TypeAlias = PrefillEnded  # noqa: Y015
 
 @_typing.final
 class PrefillStarted(_message.Message):

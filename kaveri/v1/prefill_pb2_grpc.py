@@ -35,25 +35,10 @@ class PrefillServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Prefill = channel.unary_stream(
-                '/kaveri.v1.PrefillService/Prefill',
-                request_serializer=kaveri_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
-                response_deserializer=kaveri_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
-                _registered_method=True)
-        self.AttachPrefill = channel.unary_stream(
-                '/kaveri.v1.PrefillService/AttachPrefill',
-                request_serializer=kaveri_dot_v1_dot_prefill__pb2.AttachPrefillRequest.SerializeToString,
-                response_deserializer=kaveri_dot_v1_dot_prefill__pb2.AttachPrefillResponse.FromString,
-                _registered_method=True)
-        self.AbortPrefill = channel.unary_unary(
-                '/kaveri.v1.PrefillService/AbortPrefill',
-                request_serializer=kaveri_dot_v1_dot_prefill__pb2.AbortPrefillRequest.SerializeToString,
-                response_deserializer=kaveri_dot_v1_dot_prefill__pb2.AbortPrefillResponse.FromString,
-                _registered_method=True)
-        self.BeatPrefill = channel.unary_unary(
-                '/kaveri.v1.PrefillService/BeatPrefill',
-                request_serializer=kaveri_dot_v1_dot_prefill__pb2.BeatPrefillRequest.SerializeToString,
-                response_deserializer=kaveri_dot_v1_dot_prefill__pb2.BeatPrefillResponse.FromString,
+        self.Submit = channel.unary_unary(
+                '/kaveri.v1.PrefillService/Submit',
+                request_serializer=kaveri_dot_v1_dot_prefill__pb2.SubmitRequest.SerializeToString,
+                response_deserializer=kaveri_dot_v1_dot_prefill__pb2.SubmitResponse.FromString,
                 _registered_method=True)
 
 
@@ -61,43 +46,13 @@ class PrefillServiceServicer(object):
     """Computes prompts and pushes their KV cache to a decode instance of its choice.
     """
 
-    def Prefill(self, request, context):
-        """Queues one request, computes it in chunks, hands it over, and reports each step as it happens. The stream ends
-        after `handed_over` or `finished`. The deadline cancels the request here and, if it was placed already, at the decode
-        instance. So does the end of the RPC, unless the request has a secret: then it is an orphan, which is computed and
-        handed over as before and waits --orphan-grace-s for AttachPrefill. A router that gives a request up calls AbortPrefill.
-        Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT (does not fit this engine, or no decode instance), ABORTED
-        (a newer attempt is known), ALREADY_EXISTS (another request with this id, or another session, has replaced this
-        one), INTERNAL (the request's own computation has raised an exception: it must not be placed again), UNAVAILABLE
-        (draining, there is no decode instance with the same KV layout, or its engine broke: the error says whether the
-        request is a suspect, see PrefillRequest).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def AttachPrefill(self, request, context):
-        """Makes the caller the router of a request that is here, or ended here less than --orphan-grace-s ago: `attached`
-        comes first, then every step since the request came, then the others as they happen. Nothing is computed. The
-        former router's stream ends with ALREADY_EXISTS. The tokens of `first_index` and later are drawn here and at
-        decode; the caller attaches itself to the decode instance too, once that is known. Errors: NOT_FOUND (the request
-        is not here), ABORTED (a newer owner is known), INVALID_ARGUMENT (the secret, the prompt or the tokens are not those
-        of the request, or there are more tokens than were generated).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def AbortPrefill(self, request, context):
-        """Ends requests, here and where they were placed, unless they belong to a newer owner. Unknown ones are ignored.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def BeatPrefill(self, request, context):
-        """Answers at once. A router that waits for reports asks several times a second: an instance that does not answer hangs
-        or is cut off, and what it has goes elsewhere.
+    def Submit(self, request, context):
+        """Queues one request, which is then computed in chunks and handed over; each step is reported to its router on the
+        router's Follow, and the reports end after `handed_over`, with the last token, or with an error. Nothing that
+        happens to this call ends the request: a router that gives it up calls Abort. The same owner may submit again:
+        nothing is queued, and what was reported is repeated. Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT
+        (does not fit this engine), ABORTED (a newer attempt is known, or this one was aborted), ALREADY_EXISTS (a later
+        session is known), UNAVAILABLE (draining).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,25 +61,10 @@ class PrefillServiceServicer(object):
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Prefill': grpc.unary_stream_rpc_method_handler(
-                    servicer.Prefill,
-                    request_deserializer=kaveri_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
-                    response_serializer=kaveri_dot_v1_dot_prefill__pb2.PrefillResponse.SerializeToString,
-            ),
-            'AttachPrefill': grpc.unary_stream_rpc_method_handler(
-                    servicer.AttachPrefill,
-                    request_deserializer=kaveri_dot_v1_dot_prefill__pb2.AttachPrefillRequest.FromString,
-                    response_serializer=kaveri_dot_v1_dot_prefill__pb2.AttachPrefillResponse.SerializeToString,
-            ),
-            'AbortPrefill': grpc.unary_unary_rpc_method_handler(
-                    servicer.AbortPrefill,
-                    request_deserializer=kaveri_dot_v1_dot_prefill__pb2.AbortPrefillRequest.FromString,
-                    response_serializer=kaveri_dot_v1_dot_prefill__pb2.AbortPrefillResponse.SerializeToString,
-            ),
-            'BeatPrefill': grpc.unary_unary_rpc_method_handler(
-                    servicer.BeatPrefill,
-                    request_deserializer=kaveri_dot_v1_dot_prefill__pb2.BeatPrefillRequest.FromString,
-                    response_serializer=kaveri_dot_v1_dot_prefill__pb2.BeatPrefillResponse.SerializeToString,
+            'Submit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Submit,
+                    request_deserializer=kaveri_dot_v1_dot_prefill__pb2.SubmitRequest.FromString,
+                    response_serializer=kaveri_dot_v1_dot_prefill__pb2.SubmitResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -139,61 +79,7 @@ class PrefillService(object):
     """
 
     @staticmethod
-    def Prefill(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/kaveri.v1.PrefillService/Prefill',
-            kaveri_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
-            kaveri_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def AttachPrefill(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/kaveri.v1.PrefillService/AttachPrefill',
-            kaveri_dot_v1_dot_prefill__pb2.AttachPrefillRequest.SerializeToString,
-            kaveri_dot_v1_dot_prefill__pb2.AttachPrefillResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def AbortPrefill(request,
+    def Submit(request,
             target,
             options=(),
             channel_credentials=None,
@@ -206,36 +92,9 @@ class PrefillService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kaveri.v1.PrefillService/AbortPrefill',
-            kaveri_dot_v1_dot_prefill__pb2.AbortPrefillRequest.SerializeToString,
-            kaveri_dot_v1_dot_prefill__pb2.AbortPrefillResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def BeatPrefill(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kaveri.v1.PrefillService/BeatPrefill',
-            kaveri_dot_v1_dot_prefill__pb2.BeatPrefillRequest.SerializeToString,
-            kaveri_dot_v1_dot_prefill__pb2.BeatPrefillResponse.FromString,
+            '/kaveri.v1.PrefillService/Submit',
+            kaveri_dot_v1_dot_prefill__pb2.SubmitRequest.SerializeToString,
+            kaveri_dot_v1_dot_prefill__pb2.SubmitResponse.FromString,
             options,
             channel_credentials,
             insecure,

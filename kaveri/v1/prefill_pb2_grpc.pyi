@@ -33,30 +33,13 @@ class PrefillServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
-    Prefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
-    """Queues one request, computes it in chunks, hands it over, and reports each step as it happens. The stream ends
-    after `handed_over` or `finished`. The deadline cancels the request here and, if it was placed already, at the decode
-    instance. So does the end of the RPC, unless the request has a secret: then it is an orphan, which is computed and
-    handed over as before and waits --orphan-grace-s for AttachPrefill. A router that gives a request up calls AbortPrefill.
-    Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT (does not fit this engine, or no decode instance), ABORTED
-    (a newer attempt is known), ALREADY_EXISTS (another request with this id, or another session, has replaced this
-    one), INTERNAL (the request's own computation has raised an exception: it must not be placed again), UNAVAILABLE
-    (draining, there is no decode instance with the same KV layout, or its engine broke: the error says whether the
-    request is a suspect, see PrefillRequest).
-    """
-    AttachPrefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.AttachPrefillRequest, _prefill_pb2.AttachPrefillResponse]
-    """Makes the caller the router of a request that is here, or ended here less than --orphan-grace-s ago: `attached`
-    comes first, then every step since the request came, then the others as they happen. Nothing is computed. The
-    former router's stream ends with ALREADY_EXISTS. The tokens of `first_index` and later are drawn here and at
-    decode; the caller attaches itself to the decode instance too, once that is known. Errors: NOT_FOUND (the request
-    is not here), ABORTED (a newer owner is known), INVALID_ARGUMENT (the secret, the prompt or the tokens are not those
-    of the request, or there are more tokens than were generated).
-    """
-    AbortPrefill: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.AbortPrefillRequest, _prefill_pb2.AbortPrefillResponse]
-    """Ends requests, here and where they were placed, unless they belong to a newer owner. Unknown ones are ignored."""
-    BeatPrefill: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.BeatPrefillRequest, _prefill_pb2.BeatPrefillResponse]
-    """Answers at once. A router that waits for reports asks several times a second: an instance that does not answer hangs
-    or is cut off, and what it has goes elsewhere.
+    Submit: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.SubmitRequest, _prefill_pb2.SubmitResponse]
+    """Queues one request, which is then computed in chunks and handed over; each step is reported to its router on the
+    router's Follow, and the reports end after `handed_over`, with the last token, or with an error. Nothing that
+    happens to this call ends the request: a router that gives it up calls Abort. The same owner may submit again:
+    nothing is queued, and what was reported is repeated. Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT
+    (does not fit this engine), ABORTED (a newer attempt is known, or this one was aborted), ALREADY_EXISTS (a later
+    session is known), UNAVAILABLE (draining).
     """
 
 @_typing.type_check_only
@@ -64,82 +47,30 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """Computes prompts and pushes their KV cache to a decode instance of its choice."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Prefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
-    """Queues one request, computes it in chunks, hands it over, and reports each step as it happens. The stream ends
-    after `handed_over` or `finished`. The deadline cancels the request here and, if it was placed already, at the decode
-    instance. So does the end of the RPC, unless the request has a secret: then it is an orphan, which is computed and
-    handed over as before and waits --orphan-grace-s for AttachPrefill. A router that gives a request up calls AbortPrefill.
-    Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT (does not fit this engine, or no decode instance), ABORTED
-    (a newer attempt is known), ALREADY_EXISTS (another request with this id, or another session, has replaced this
-    one), INTERNAL (the request's own computation has raised an exception: it must not be placed again), UNAVAILABLE
-    (draining, there is no decode instance with the same KV layout, or its engine broke: the error says whether the
-    request is a suspect, see PrefillRequest).
-    """
-    AttachPrefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.AttachPrefillRequest, _prefill_pb2.AttachPrefillResponse]  # type: ignore[assignment]
-    """Makes the caller the router of a request that is here, or ended here less than --orphan-grace-s ago: `attached`
-    comes first, then every step since the request came, then the others as they happen. Nothing is computed. The
-    former router's stream ends with ALREADY_EXISTS. The tokens of `first_index` and later are drawn here and at
-    decode; the caller attaches itself to the decode instance too, once that is known. Errors: NOT_FOUND (the request
-    is not here), ABORTED (a newer owner is known), INVALID_ARGUMENT (the secret, the prompt or the tokens are not those
-    of the request, or there are more tokens than were generated).
-    """
-    AbortPrefill: _aio.UnaryUnaryMultiCallable[_prefill_pb2.AbortPrefillRequest, _prefill_pb2.AbortPrefillResponse]  # type: ignore[assignment]
-    """Ends requests, here and where they were placed, unless they belong to a newer owner. Unknown ones are ignored."""
-    BeatPrefill: _aio.UnaryUnaryMultiCallable[_prefill_pb2.BeatPrefillRequest, _prefill_pb2.BeatPrefillResponse]  # type: ignore[assignment]
-    """Answers at once. A router that waits for reports asks several times a second: an instance that does not answer hangs
-    or is cut off, and what it has goes elsewhere.
+    Submit: _aio.UnaryUnaryMultiCallable[_prefill_pb2.SubmitRequest, _prefill_pb2.SubmitResponse]  # type: ignore[assignment]
+    """Queues one request, which is then computed in chunks and handed over; each step is reported to its router on the
+    router's Follow, and the reports end after `handed_over`, with the last token, or with an error. Nothing that
+    happens to this call ends the request: a router that gives it up calls Abort. The same owner may submit again:
+    nothing is queued, and what was reported is repeated. Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT
+    (does not fit this engine), ABORTED (a newer attempt is known, or this one was aborted), ALREADY_EXISTS (a later
+    session is known), UNAVAILABLE (draining).
     """
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
     """Computes prompts and pushes their KV cache to a decode instance of its choice."""
 
     @_abc_1.abstractmethod
-    def Prefill(
+    def Submit(
         self,
-        request: _prefill_pb2.PrefillRequest,
+        request: _prefill_pb2.SubmitRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillResponse], _abc.AsyncIterator[_prefill_pb2.PrefillResponse]]:
-        """Queues one request, computes it in chunks, hands it over, and reports each step as it happens. The stream ends
-        after `handed_over` or `finished`. The deadline cancels the request here and, if it was placed already, at the decode
-        instance. So does the end of the RPC, unless the request has a secret: then it is an orphan, which is computed and
-        handed over as before and waits --orphan-grace-s for AttachPrefill. A router that gives a request up calls AbortPrefill.
-        Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT (does not fit this engine, or no decode instance), ABORTED
-        (a newer attempt is known), ALREADY_EXISTS (another request with this id, or another session, has replaced this
-        one), INTERNAL (the request's own computation has raised an exception: it must not be placed again), UNAVAILABLE
-        (draining, there is no decode instance with the same KV layout, or its engine broke: the error says whether the
-        request is a suspect, see PrefillRequest).
-        """
-
-    @_abc_1.abstractmethod
-    def AttachPrefill(
-        self,
-        request: _prefill_pb2.AttachPrefillRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_prefill_pb2.AttachPrefillResponse], _abc.AsyncIterator[_prefill_pb2.AttachPrefillResponse]]:
-        """Makes the caller the router of a request that is here, or ended here less than --orphan-grace-s ago: `attached`
-        comes first, then every step since the request came, then the others as they happen. Nothing is computed. The
-        former router's stream ends with ALREADY_EXISTS. The tokens of `first_index` and later are drawn here and at
-        decode; the caller attaches itself to the decode instance too, once that is known. Errors: NOT_FOUND (the request
-        is not here), ABORTED (a newer owner is known), INVALID_ARGUMENT (the secret, the prompt or the tokens are not those
-        of the request, or there are more tokens than were generated).
-        """
-
-    @_abc_1.abstractmethod
-    def AbortPrefill(
-        self,
-        request: _prefill_pb2.AbortPrefillRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_prefill_pb2.AbortPrefillResponse, _abc.Awaitable[_prefill_pb2.AbortPrefillResponse]]:
-        """Ends requests, here and where they were placed, unless they belong to a newer owner. Unknown ones are ignored."""
-
-    @_abc_1.abstractmethod
-    def BeatPrefill(
-        self,
-        request: _prefill_pb2.BeatPrefillRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_prefill_pb2.BeatPrefillResponse, _abc.Awaitable[_prefill_pb2.BeatPrefillResponse]]:
-        """Answers at once. A router that waits for reports asks several times a second: an instance that does not answer hangs
-        or is cut off, and what it has goes elsewhere.
+    ) -> _typing.Union[_prefill_pb2.SubmitResponse, _abc.Awaitable[_prefill_pb2.SubmitResponse]]:
+        """Queues one request, which is then computed in chunks and handed over; each step is reported to its router on the
+        router's Follow, and the reports end after `handed_over`, with the last token, or with an error. Nothing that
+        happens to this call ends the request: a router that gives it up calls Abort. The same owner may submit again:
+        nothing is queued, and what was reported is repeated. Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT
+        (does not fit this engine), ABORTED (a newer attempt is known, or this one was aborted), ALREADY_EXISTS (a later
+        session is known), UNAVAILABLE (draining).
         """
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -7,7 +7,7 @@ from typing import Protocol
 from kaveri.domain.attachment import Attached, Attachment
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.errors import InvalidArgument
-from kaveri.v1 import decode_pb2
+from kaveri.v1 import decode_pb2, feed_pb2
 from kaveri.wire.messages import drawing_to_proto, params_from_proto, sent_in_answer
 
 MAX_REQUEST_ID_BYTES = 128
@@ -98,7 +98,7 @@ def wrong_secret() -> InvalidArgument:
     return InvalidArgument("secret", "another one", "the secret of the request's first session")
 
 
-def attachment_from_proto(message: decode_pb2.AttachRequest) -> Attachment:
+def attachment_from_proto(message: feed_pb2.AttachRequest) -> Attachment:
     """Decode an attachment. Raises InvalidArgument, naming the field."""
     ownership = check_ownership(message)
     if message.generated_count >= len(message.token_ids):
@@ -109,13 +109,13 @@ def attachment_from_proto(message: decode_pb2.AttachRequest) -> Attachment:
         tuple(message.token_ids),
         message.generated_count,
         message.landed,
-        message.same_owner,
+        message.at_prefill,
         message.placed_by,
     )
 
 
-def attachment_to_proto(attachment: Attachment) -> decode_pb2.AttachRequest:
-    return decode_pb2.AttachRequest(
+def attachment_to_proto(attachment: Attachment) -> feed_pb2.AttachRequest:
+    return feed_pb2.AttachRequest(
         request_id=attachment.request_id,
         session=attachment.ownership.owner.session,
         attempt=attachment.ownership.owner.attempt,
@@ -124,13 +124,13 @@ def attachment_to_proto(attachment: Attachment) -> decode_pb2.AttachRequest:
         token_ids=attachment.token_ids,
         generated_count=attachment.generated_count,
         landed=attachment.landed,
-        same_owner=attachment.same_owner,
+        at_prefill=attachment.at_prefill,
         placed_by=attachment.placed_by,
     )
 
 
-def attached_to_proto(attached: Attached) -> decode_pb2.Attached:
-    return decode_pb2.Attached(
+def attached_to_proto(attached: Attached) -> feed_pb2.Attached:
+    return feed_pb2.Attached(
         max_tokens=attached.params.max_tokens or 0,
         first_index=attached.first_index,
         token_ids=attached.token_ids,
@@ -139,7 +139,7 @@ def attached_to_proto(attached: Attached) -> decode_pb2.Attached:
 
 
 @sent_in_answer("the instance's answer to Attach")
-def attached_from_proto(message: decode_pb2.Attached) -> Attached:
+def attached_from_proto(message: feed_pb2.Attached) -> Attached:
     """Decode an answer to Attach. Raises Unavailable."""
     params = replace(params_from_proto(message.resolved_params), max_tokens=message.max_tokens)
     return Attached(params, message.first_index, tuple(message.token_ids))

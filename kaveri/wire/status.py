@@ -72,6 +72,29 @@ _CODES: dict[type[KaveriError], grpc.StatusCode] = {
 
 def status_of(error: KaveriError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
     """Return the code, the message and the trailing metadata that carry `error`."""
+    code, status = _status(error)
+    return code, status.message, ((DETAILS_KEY, status.SerializeToString()),)
+
+
+def error_to_bytes(error: KaveriError) -> bytes:
+    """Return a serialized google.rpc.Status that carries `error`, for a field of a message."""
+    serialized: bytes = _status(error)[1].SerializeToString()
+    return serialized
+
+
+def error_from_bytes(serialized: bytes) -> KaveriError:
+    """Return the error of a serialized google.rpc.Status; KaveriError if it is none of ours."""
+    try:
+        status = status_pb2.Status.FromString(serialized)
+        info = _error_info(status.details)
+        if info is not None:
+            return _rebuild(info)
+    except (DecodeError, ValueError):
+        return KaveriError("an error that this version cannot read")
+    return KaveriError(status.message)
+
+
+def _status(error: KaveriError) -> tuple[grpc.StatusCode, status_pb2.Status]:
     code = _CODES.get(type(error), grpc.StatusCode.INTERNAL)
     message = _cut(str(error), _MAX_MESSAGE_BYTES)
     info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=_DOMAIN, metadata=_facts(error))
@@ -84,8 +107,7 @@ def status_of(error: KaveriError) -> tuple[grpc.StatusCode, str, tuple[tuple[str
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(int(retry_after_s * 1e9))
         details.append(_pack(retry))
-    status = status_pb2.Status(code=code.value[0], message=message, details=details)
-    return code, message, ((DETAILS_KEY, status.SerializeToString()),)
+    return code, status_pb2.Status(code=code.value[0], message=message, details=details)
 
 
 async def abort(context: aio.ServicerContext[Any, Any], error: KaveriError) -> NoReturn:

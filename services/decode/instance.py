@@ -32,6 +32,7 @@ from kaveri.errors import (
     RequestCancelled,
     Unavailable,
 )
+from kaveri.feeds.feed import RouterFeeds
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.admission import AnyAdmission
@@ -42,7 +43,6 @@ from kaveri.policy.placement import DEFAULT_THRESHOLDS, HeavyThresholds
 from kaveri.policy.room_line import Place
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import spans_below, trace_fields
-from kaveri.timeouts import BEAT_S
 from services.decode import lifecycle
 from services.decode.answer_log import AnswerLog, End
 from services.decode.answer_readers import AnswerTokenizer
@@ -76,13 +76,14 @@ class DecodeInstance:
         thresholds: HeavyThresholds = DEFAULT_THRESHOLDS,
         serials: Iterator[int] | None = None,
         tokenizer: AnswerTokenizer | None = None,
+        feeds: RouterFeeds | None = None,
     ) -> None:
         """reservation_ttl_s: seconds that a reservation waits for its KV, at most.
 
         orphan_grace_s: seconds that requests go on without a token stream of their router, and ended ones are kept.
         range_end: which end of a predicted length the policy counts on. thresholds: which requests its load calls
         heavy. serials: numbers that no one else gives to requests of this engine; None: from 1. tokenizer: for answers
-        that callers read here; None: they cannot.
+        that callers read here; None: they cannot. feeds: those of the instance's other phase.
         """
         self._engine = engine
         self._range_end = range_end
@@ -90,7 +91,7 @@ class DecodeInstance:
         self._metrics = metrics
         block_tokens = engine.info.layout.block_tokens
         self._room = DecodeRoom(engine.info.total_blocks, block_tokens, DecodeBatch(policy, block_tokens, max_batch))
-        self.owners = RequestOwners(orphan_grace_s, self._router_gone, metrics, tokenizer)
+        self.owners = RequestOwners(orphan_grace_s, self._router_gone, metrics, tokenizer, feeds)
         self._requests = self.owners.requests
         self._engine_room = EngineRoom(engine, self._room, self._requests, reservation_ttl_s, self._take)
         self._serials = itertools.count(1) if serials is None else serials
@@ -305,19 +306,12 @@ class DecodeInstance:
         return self._idle.is_set()
 
     async def wait_idle(self) -> None:
-        while True:
-            await self._idle.wait()
-            if not self.owners.streams.count:
-                return
-            # Routers hear of the last tokens before they hear that this instance has left.
-            await asyncio.sleep(BEAT_S)
-            if self._idle.is_set():
-                return
+        await self.owners.feeds.wait_sent(self._idle)
 
     def fail_all(self, reason: str) -> None:
         for request in list(self._requests):
             self._take(request, lifecycle.Broken(Unavailable(reason)))
-        self.owners.streams.close_all()
+        self.owners.feeds.close_all()
 
     def _step(self, steps: Sequence[TokenStep]) -> None:
         now_s = time.monotonic()
@@ -424,7 +418,7 @@ class DecodeInstance:
         match request.state:
             case Reserving():
                 batch.expect(serial, request.member, now_s)
-                self.owners.streams.expect(request.router_id)
+                self.owners.feeds.expect(request.router_id)
             case InLine() if isinstance(former, Reserving):
                 batch.leave(serial)
             case Ready() if not isinstance(former, Ready):

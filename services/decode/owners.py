@@ -11,6 +11,7 @@ from kaveri.domain.owner import Ownership
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.errors import InvalidArgument, KaveriError, RequestAlreadyExists, RequestNotFound
 from kaveri.feeds.expiring import MAX_ANSWER_BYTES, ExpiringMap, answer_bytes
+from kaveri.feeds.feed import RouterFeeds
 from kaveri.telemetry.logs import get_logger
 from kaveri.timeouts import STRAGGLER_S
 from kaveri.wire.attempts import wrong_secret
@@ -20,7 +21,7 @@ from services.decode.attaching import Awaited, attached_of
 from services.decode.lifecycle import Ready, Released
 from services.decode.metrics import DecodeMetrics
 from services.decode.requests import DecodeRequest, DecodeRequests, KnownAttempts
-from services.decode.token_streams import TokenStream, TokenStreams
+from services.decode.token_streams import TokenStreams
 
 _ATTEMPTS_REMEMBERED_COUNT = 65_536
 
@@ -34,11 +35,14 @@ class RequestOwners:
         router_gone: Callable[[str], None],
         metrics: DecodeMetrics,
         tokenizer: AnswerTokenizer | None = None,
+        feeds: RouterFeeds | None = None,
     ) -> None:
-        """orphan_grace_s: seconds that requests go on without a token stream of their router, and ended ones are kept.
-        router_gone: told of a router that was away for so long. tokenizer: None: callers cannot read answers here."""
+        """orphan_grace_s: seconds that requests go on without a stream of their router, and ended ones are kept.
+        router_gone: told of a router that was away for so long. tokenizer: None: callers cannot read answers here.
+        feeds: those of the instance's other phase; None: it has no other phase."""
         self.requests = DecodeRequests()
-        self.streams = TokenStreams(orphan_grace_s, router_gone, self._requests_of)
+        self.feeds = RouterFeeds(orphan_grace_s) if feeds is None else feeds
+        self.streams = TokenStreams(self.feeds, router_gone, self._requests_of)
         self.readers = AnswerReaders(
             self.requests.by_request_id, self.streams.note_reader, tokenizer, metrics.read_tokens.inc
         )
@@ -90,9 +94,9 @@ class RequestOwners:
         )
         return attached
 
-    def open_stream(self, router_id: str, awaited: Iterable[Awaited]) -> TokenStream:
-        """A token stream for the router. awaited: requests whose tokens go on where the router is, not where the former
-        stream was; those that are not here for it get an error."""
+    def repeat(self, router_id: str, awaited: Iterable[Awaited]) -> list[GainedTokens]:
+        """Have requests go on where the router is, not where its former stream was. Returns errors for those that are
+        not here for it."""
         now_s = time.monotonic()
         unknown: list[GainedTokens] = []
         for named in awaited:
@@ -102,10 +106,7 @@ class RequestOwners:
                 unknown.append(GainedTokens(named.request_id, named.owner, named.next_index, end=End(error=reason)))
             else:
                 request.log.send_from(min(max(named.next_index, request.log.first_index), request.log.next_index))
-        stream = self.streams.open(router_id)
-        for notice in unknown:
-            self.streams.notify(router_id, notice)
-        return stream
+        return unknown
 
     def resumed(self, request_id: str, ownership: Ownership) -> DecodeRequest | None:
         """The request that this owner has resumed here, also if it has ended less than orphan_grace_s ago."""
@@ -170,4 +171,4 @@ class RequestOwners:
         return (*self.requests.of_router(router_id), *kept)
 
     def _orphan_count(self) -> int:
-        return sum(len(self.requests.of_router(router_id)) for router_id in self.streams.missing_routers)
+        return sum(len(self.requests.of_router(router_id)) for router_id in self.feeds.missing_routers)

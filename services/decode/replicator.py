@@ -42,8 +42,9 @@ from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
 from kaveri.timeouts import CALL_TIMEOUT_S
-from kaveri.v1 import decode_pb2
+from kaveri.v1 import decode_pb2, feed_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from kaveri.v1.feed_pb2_grpc import FeedServiceStub
 from kaveri.wire.attempts import ownership_to_proto
 from kaveri.wire.messages import ticket_from_proto
 from kaveri.wire.replicas import offer_to_proto
@@ -212,7 +213,7 @@ class Replicator:
         # Its router must have a token of this instance: before that, prefill is in it as well. One that was preempted
         # has nothing to let go.
         has_begun = isinstance(state, Running) and state.drawn > 0 and state.holds_blocks
-        has_router = self._instance.owners.streams.has(request.router_id)
+        has_router = self._instance.owners.feeds.has(request.router_id)
         return self._draining and has_begun and not is_ending and has_router
 
     def _move_some(self) -> None:
@@ -444,9 +445,9 @@ class Replicator:
         name = ownership_to_proto(request.request_id, request.ownership)
         # This one, and none that was asked for later: the message may come late.
         name.replica = holder.number
-        message = decode_pb2.AbortRequest(attempts=[name])
+        message = feed_pb2.AbortRequest(attempts=[name])
         try:
-            with self._channels.calling(DecodeServiceStub, holder.address) as stub:
+            with self._channels.calling(FeedServiceStub, holder.address) as stub:
                 await stub.Abort(message, timeout=CALL_TIMEOUT_S)
         except aio.AioRpcError as error:
             # It is gone, or drops the copy when its time is over.

@@ -1,25 +1,18 @@
 """DecodeService over gRPC: messages to domain values and back, nothing else."""
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from grpc import aio
 
-from kaveri.domain.owner import Owner
-from kaveri.errors import InvalidArgument, KaveriError, SlowReader, Unsupported
+from kaveri.errors import InvalidArgument, KaveriError, SlowReader, Unavailable, Unsupported
 from kaveri.hosting.read_limit import ReadLimit
 from kaveri.telemetry.logs import get_logger
 from kaveri.text.answer import MAX_OUTPUT_BYTES
 from kaveri.timeouts import BEAT_S
 from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceServicer
-from kaveri.wire.attempts import (
-    attached_to_proto,
-    attachment_from_proto,
-    check_ownership,
-    check_router_id,
-    ownership_from_proto,
-)
+from kaveri.wire.attempts import check_ownership
 from kaveri.wire.messages import (
     fault_to_proto,
     finish_to_proto,
@@ -33,13 +26,10 @@ from kaveri.wire.replicas import offer_from_proto, replica_to_proto, resumed_to_
 from kaveri.wire.status import abort
 from services.decode.answer_log import GainedTokens
 from services.decode.answer_readers import AnswerAsked, ReadPart
-from services.decode.attaching import Awaited
 from services.decode.holder import ReplicaHolder
 from services.decode.instance import DecodeInstance
-from services.decode.token_messages import messages_of
 
 SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
-_BEAT = decode_pb2.StreamTokensResponse()
 _READERS_BEAT = decode_pb2.StreamAnswersResponse()
 SLOW_READER_S = 10.0
 """A caller that takes longer to read one message of its answers gets them from its routers instead."""
@@ -48,16 +38,25 @@ SLOW_READER_S = 10.0
 class DecodeServer(DecodeServiceServicer):
     """Answers for one DecodeInstance."""
 
-    def __init__(self, instance: DecodeInstance, incarnation: int, holder: ReplicaHolder | None = None) -> None:
-        """holder: None where replicas are off."""
+    def __init__(
+        self,
+        instance: DecodeInstance,
+        incarnation: int,
+        holder: ReplicaHolder | None = None,
+        prefills: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """holder: None where replicas are off. prefills: True while the instance prefills, and takes no pushes."""
         self._instance = instance
         self._holder = holder
         self._incarnation = incarnation
+        self._prefills = prefills
 
     async def Reserve(  # noqa: N802
         self, request: decode_pb2.ReserveRequest, context: aio.ServicerContext[Any, Any]
     ) -> decode_pb2.ReserveResponse:
         try:
+            if self._prefills():
+                raise Unavailable("an instance that prefills takes no pushes")
             ownership = check_ownership(request)
             if not request.token_ids:
                 raise InvalidArgument("token_ids", [], "at least one token long")
@@ -86,27 +85,6 @@ class DecodeServer(DecodeServiceServicer):
             ticket=ticket_to_proto(ticket),
             incarnation=self._incarnation,
         )
-
-    async def Abort(  # noqa: N802
-        self, request: decode_pb2.AbortRequest, context: aio.ServicerContext[Any, Any]
-    ) -> decode_pb2.AbortResponse:
-        for name in request.attempts:
-            ownership = ownership_from_proto(name)
-            # The owner of a copy means that copy, and a prefill instance that gives room back knows nothing of copies.
-            if not name.replica:
-                self._instance.abort(name.request_id, ownership, request.by_router, name.reservation)
-            if self._holder is not None and not name.reservation:
-                self._holder.close(name.request_id, ownership, name.replica)
-        return decode_pb2.AbortResponse()
-
-    async def Attach(  # noqa: N802
-        self, request: decode_pb2.AttachRequest, context: aio.ServicerContext[Any, Any]
-    ) -> decode_pb2.AttachResponse:
-        try:
-            attached = self._instance.owners.attach(attachment_from_proto(request))
-        except KaveriError as error:
-            await abort(context, error)
-        return decode_pb2.AttachResponse(attached=attached_to_proto(attached), incarnation=self._incarnation)
 
     async def OpenReplica(  # noqa: N802
         self, request: decode_pb2.OpenReplicaRequest, context: aio.ServicerContext[Any, Any]
@@ -140,29 +118,6 @@ class DecodeServer(DecodeServiceServicer):
         except KaveriError as error:
             await abort(context, error)
         return decode_pb2.AwaitResumedResponse()
-
-    async def StreamTokens(  # noqa: N802
-        self, request: decode_pb2.StreamTokensRequest, context: aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
-        try:
-            check_router_id(request.router_id)
-        except InvalidArgument as error:
-            await abort(context, error)
-        awaited = (
-            Awaited(named.request_id, Owner(named.session, named.attempt), named.next_index)
-            for named in request.requests
-        )
-        stream = self._instance.owners.open_stream(request.router_id, awaited)
-        # Called however the RPC ends, also when it is cancelled while a message is on its way out, where a `finally`
-        # here would wait for the garbage collector.
-        context.add_done_callback(lambda _: self._instance.owners.streams.close(stream))  # type: ignore[arg-type]
-        yield decode_pb2.StreamTokensResponse(incarnation=self._incarnation, beat_s=BEAT_S)
-        while not stream.feed.ended:
-            batch = await stream.next_batch()
-            if not batch:
-                yield _BEAT
-            for entries in messages_of(batch):
-                yield decode_pb2.StreamTokensResponse(requests=map(_to_proto, entries))
 
     async def StreamAnswers(  # type: ignore[override]  # noqa: N802
         self, request: decode_pb2.StreamAnswersRequest, context: aio.ServicerContext[Any, Any]
@@ -211,7 +166,7 @@ class DecodeServer(DecodeServiceServicer):
         return self._holder
 
 
-def _to_proto(gained: GainedTokens) -> decode_pb2.RequestTokens:
+def tokens_to_proto(gained: GainedTokens) -> decode_pb2.RequestTokens:
     message = decode_pb2.RequestTokens(
         request_id=gained.request_id,
         attempt=gained.owner.attempt,

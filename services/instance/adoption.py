@@ -32,7 +32,7 @@ class Adoption:
 
     def _adopt(self, request: PrefillRequest) -> None:
         del self._begun[request]
-        first = request.outbox.first_token
+        first = request.log.first_token
         assert first is not None, request
         try:
             self._decode.adopt(

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+from functools import partial
 from typing import TYPE_CHECKING
 
 from grpc import aio
@@ -12,6 +13,7 @@ from kaveri.cluster.store import ClusterStore, ViewSource
 from kaveri.domain.view import Phase
 from kaveri.engine.factory import BuiltEngine
 from kaveri.errors import ConfigError
+from kaveri.feeds.feed import RouterFeeds
 from kaveri.hosting.config import load_engine
 from kaveri.hosting.engine_host import EngineHost
 from kaveri.hosting.metrics import PhaseMetrics, register_engine_metrics
@@ -22,14 +24,15 @@ from kaveri.kv.replicas.store import ReplicaStore
 from kaveri.policy.prompt_queue import PromptQueue
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
+from kaveri.v1.feed_pb2_grpc import add_FeedServiceServicer_to_server
 from kaveri.v1.prefill_pb2_grpc import add_PrefillServiceServicer_to_server
 from services.decode import server as decode_server
 from services.decode.instance import DecodeInstance
 from services.decode.metrics import DecodeMetrics
 from services.decode.replicated import open_replicas, with_replicas
+from services.instance import feed_server
 from services.instance.adoption import Adoption
 from services.instance.config import PhasesConfig
-from services.instance.decode_server import PhasesDecodeServer
 from services.instance.hand_over import HereOrElsewhere
 from services.instance.room import PromptRoom
 from services.prefill import server as prefill_server
@@ -94,6 +97,7 @@ def instance_host(
     """
     incarnation, serials = new_incarnation(), itertools.count(1)
     register_engine_metrics(engine, registry, config.model_name)
+    feeds = RouterFeeds(config.orphan_grace_s)
     decode = DecodeInstance(
         engine,
         config.decode_policy,
@@ -105,6 +109,7 @@ def instance_host(
         thresholds=config.heavy_thresholds,
         serials=serials,
         tokenizer=tokenizer,
+        feeds=feeds,
     )
     metrics = PrefillMetrics(registry)
     decode_placer = DecodePlacer(
@@ -133,16 +138,19 @@ def instance_host(
         orphan_grace_s=config.orphan_grace_s,
         has_room=PromptRoom(engine, decode, decodes_here).has_room,
         serials=serials,
+        feeds=feeds,
     )
     served, holder = with_replicas(config, engine, store, decode, incarnation, rng, registry, replicas)
     phases = ServedPhases({Phase.PREFILL: prefill, Phase.DECODE: served}, config.phases)
     phases.on_loads = PhaseMetrics(config.model_name, registry).note
 
-    names = [prefill_server.SERVICE_NAME, decode_server.SERVICE_NAME]
+    names = [feed_server.SERVICE_NAME, prefill_server.SERVICE_NAME, decode_server.SERVICE_NAME]
 
     def register(server: aio.Server) -> None:
+        feed_service = feed_server.FeedServer(feeds, prefill, decode, incarnation, holder)
+        add_FeedServiceServicer_to_server(feed_service, server)
         add_PrefillServiceServicer_to_server(prefill_server.PrefillServer(prefill), server)
-        decode_service = PhasesDecodeServer(prefill, decode, phases, incarnation, holder)
-        add_DecodeServiceServicer_to_server(decode_service, server)
+        prefills = partial(phases.is_ordered, Phase.PREFILL)
+        add_DecodeServiceServicer_to_server(decode_server.DecodeServer(decode, incarnation, holder, prefills), server)
 
     return EngineHost(config, engine, store, phases, names, register, incarnation)

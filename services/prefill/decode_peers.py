@@ -11,8 +11,9 @@ from kaveri.kv.transfer.ticket import Ticket
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
 from kaveri.timeouts import CALL_TIMEOUT_S
-from kaveri.v1 import decode_pb2
+from kaveri.v1 import decode_pb2, feed_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from kaveri.v1.feed_pb2_grpc import FeedServiceStub
 from kaveri.wire.messages import layout_to_proto, length_to_proto, params_to_proto, ticket_from_proto
 from kaveri.wire.status import error_of
 from services.prefill.requests import PrefillRequest
@@ -89,9 +90,9 @@ class DecodePeers:
             secret=request.ownership.secret,
             reservation=reservation,
         )
-        with self.channels.calling(DecodeServiceStub, target.record.address) as stub:
+        with self.channels.calling(FeedServiceStub, target.record.address) as stub:
             try:
-                await stub.Abort(decode_pb2.AbortRequest(attempts=[attempt]), timeout=_ABORT_TIMEOUT_S)
+                await stub.Abort(feed_pb2.AbortRequest(attempts=[attempt]), timeout=_ABORT_TIMEOUT_S)
             except aio.AioRpcError as error:
                 reason: KaveriError = error_of(error)
                 get_logger().warning(

@@ -1,9 +1,7 @@
 """One request on its way through a prefill instance, and what its router hears of it. No I/O."""
 
-import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from kaveri.domain.length import TokenRange
 from kaveri.domain.owner import Owner, Ownership
@@ -80,23 +78,39 @@ _Kind = type[Progress] | int
 """Of parts of a prompt, which stand beside one another: the first position."""
 
 
-class ProgressOutbox:
-    """What one router has not read yet: at most one entry per kind, the latest, and all parts of the report on the
-    prompt, whose size the router has limited. For one reader."""
+@dataclass(frozen=True, slots=True)
+class PromptNews:
+    """What a router has not been sent of one request."""
 
-    def __init__(self, told: Mapping[_Kind, Progress] = MappingProxyType({})) -> None:
-        """told: entries of the past, for a reader that has not read them."""
-        self._told = dict(told)
-        self._unread = dict(told)
-        self._closed = False
-        self._error: KaveriError | None = None
-        self._changed = asyncio.Event()
+    request_id: str
+    owner: Owner
+    progress: tuple[Progress, ...] = ()
+    ended: bool = False
+    error: KaveriError | None = None
+    """Why it has ended. None: as the progress says."""
+
+
+class ReportLog:
+    """What has happened to one request: at most one entry per kind, the latest, and all parts of the report on the
+    prompt, whose size the router has limited."""
+
+    def __init__(self) -> None:
+        self._told: dict[_Kind, Progress] = {}
+        self._unsent: dict[_Kind, Progress] = {}
+        self.ended = False
+        self.error: KaveriError | None = None
+        """Why it has ended; None: it goes on, or its last entry says."""
+        self._end_is_unsent = False
 
     def put(self, progress: Progress) -> None:
-        """Adds an entry; a second placement replaces one that was not read."""
+        """Adds an entry; a second placement replaces one that was not sent."""
         kind: _Kind = progress.first if isinstance(progress, PromptScored) else type(progress)
-        self._told[kind] = self._unread[kind] = progress
-        self._changed.set()
+        self._told[kind] = self._unsent[kind] = progress
+
+    def end(self, error: KaveriError | None) -> None:
+        """Nothing follows."""
+        self.ended = self._end_is_unsent = True
+        self.error = error
 
     @property
     def first_token(self) -> FirstTokenDrawn | None:
@@ -104,36 +118,23 @@ class ProgressOutbox:
         told = self._told.get(FirstTokenDrawn)
         return told if isinstance(told, FirstTokenDrawn) else None
 
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent) or self._end_is_unsent
+
     def forget_report(self) -> None:
-        """Leaves the report on the prompt out of what is repeated. Its reader still gets what is unread."""
+        """Leaves the report on the prompt out of what is repeated. What is unsent is still sent."""
         self._told = {kind: told for kind, told in self._told.items() if not isinstance(told, PromptScored)}
 
-    def repeated(self) -> "ProgressOutbox":
-        """An outbox for another reader, who gets all entries from the first one on. Nothing more comes here."""
-        outbox = ProgressOutbox(self._told)
-        if self._closed:
-            outbox.close(self._error)
-        return outbox
+    def repeat(self) -> None:
+        """Has everything sent again, for another stream or another router."""
+        self._unsent, self._end_is_unsent = dict(self._told), self.ended
 
-    def close(self, error: KaveriError | None) -> None:
-        """Nothing follows; the reader gets what is unread, then the error."""
-        self._closed = True
-        self._error = error
-        self._changed.set()
-
-    async def take(self) -> list[Progress]:
-        """Waits for entries and returns all that are unread, in the order in which they happened; none: the end.
-
-        Raises the error that close() was given, after the last entry.
-        """
-        while not self._unread and not self._closed:
-            self._changed.clear()
-            await self._changed.wait()
-        unread = list(self._unread.values())
-        self._unread.clear()
-        if not unread and self._error is not None:
-            raise self._error
-        return unread
+    def take(self, request_id: str, owner: Owner) -> PromptNews:
+        """Returns what is unsent, in the order in which it happened; it counts as sent."""
+        news = PromptNews(request_id, owner, tuple(self._unsent.values()), self._end_is_unsent, self.error)
+        self._unsent, self._end_is_unsent = {}, False
+        return news
 
 
 @dataclass(eq=False, slots=True)
@@ -158,7 +159,7 @@ class PrefillRequest:
     """Reserve calls so far, at any instance."""
     placed_at_first_token: bool = False
     """Whether a place is looked for only when the first token is drawn."""
-    outbox: ProgressOutbox = field(default_factory=ProgressOutbox)
+    log: ReportLog = field(default_factory=ReportLog)
 
     @property
     def key(self) -> EngineKey:
@@ -174,8 +175,13 @@ class PrefillRequest:
         return self.ownership.owner
 
     @property
+    def router_id(self) -> str:
+        """Where its reports go."""
+        return self.ownership.router_id
+
+    @property
     def can_be_attached(self) -> bool:
-        """Whether its client can re-attach. Otherwise it ends with its router."""
+        """Whether its client can re-attach."""
         return bool(self.ownership.secret)
 
     @property

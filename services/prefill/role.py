@@ -3,12 +3,12 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kaveri.domain.attachment import Attached, Attachment, check_received
 from kaveri.domain.length import known_length
-from kaveri.domain.owner import Ownership
+from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.domain.view import InstanceLoad
 from kaveri.engine.blame import error_of_stop
@@ -23,11 +23,13 @@ from kaveri.errors import (
     Unavailable,
 )
 from kaveri.feeds.expiring import MAX_ANSWER_BYTES, ExpiringMap, answer_bytes
+from kaveri.feeds.feed import RouterFeeds
 from kaveri.policy.place_search import draws_more, place_search
 from kaveri.policy.prompt_queue import PromptQueue
 from kaveri.policy.waits import QUEUE_FULL_RETRY_S
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import spans_below, trace_fields
+from kaveri.timeouts import STRAGGLER_S
 from kaveri.wire.attempts import wrong_secret
 from services.prefill.engine_feed import EngineFeed, HasRoom
 from services.prefill.forecaster import LengthForecaster, Question
@@ -64,7 +66,7 @@ from services.prefill.requests import (
     HandOverFailed,
     PrefillRequest,
     Progress,
-    ProgressOutbox,
+    PromptNews,
     Started,
 )
 from services.prefill.spans import PrefillSpans
@@ -82,8 +84,6 @@ class _Life:
     deadline: asyncio.TimerHandle
     spans: PrefillSpans | None = None
     """None: it is not traced."""
-    orphan: asyncio.TimerHandle | None = None
-    """Ends a request that no router reads about, and that its client may attach again."""
 
 
 class PrefillRole:
@@ -99,10 +99,12 @@ class PrefillRole:
         orphan_grace_s: float,
         has_room: HasRoom | None = None,
         serials: Iterator[int] | None = None,
+        feeds: RouterFeeds | None = None,
     ) -> None:
         """hand_over: takes the requests on from here. orphan_grace_s: how long requests go on without a router, and
         are known after their end, so that their clients can attach them again. has_room: see EngineFeed. serials:
-        numbers that no one else gives to requests of this engine; None: from 1."""
+        numbers that no one else gives to requests of this engine; None: from 1. feeds: those of the instance's other
+        phase; None: it has no other phase."""
         self._engine = engine
         self._queue = queue
         self._feed = EngineFeed(engine, queue, has_room)
@@ -112,14 +114,17 @@ class PrefillRole:
         self._serials = itertools.count(1) if serials is None else serials
         self._lives: dict[str, _Life] = {}
         """By request id."""
-        self._orphan_grace_s = orphan_grace_s
+        self.feeds = RouterFeeds(orphan_grace_s) if feeds is None else feeds
+        self.feeds.join(self._router_gone, self._unsent_of)
         self._kept: ExpiringMap[str, PrefillRequest] = ExpiringMap(orphan_grace_s, max_bytes=MAX_ANSWER_BYTES)
-        """Handed over, or finished with their first token."""
+        """Ended, by hand-over, with their first token or by a fault."""
+        self._aborted: ExpiringMap[str, Ownership] = ExpiringMap(STRAGGLER_S)
+        """Owners whose Abort has come without their request; by request id."""
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
         metrics.waiting.set_function(lambda: queue.queued_tokens)
-        metrics.orphans.set_function(lambda: sum(life.orphan is not None for life in list(self._lives.values())))
+        metrics.orphans.set_function(self._orphan_count)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -138,15 +143,18 @@ class PrefillRole:
         traceparent: str = "",
         suspect_until: int = 0,
     ) -> PrefillRequest:
-        """Queues one attempt; its router reads its outbox, and calls leave() in the end. The same request of an older
-        owner is ended, and so is another request with the same id.
+        """Queues one attempt; its log goes to its router. The same request of an older owner is ended, and so is
+        another request with the same id. To the same owner everything is reported again.
 
         timeout_s: what is left of the request's time; None: no deadline. silent_decode_ids: instances that it is placed
-        on only when there is no other. traceparent: see PrefillRequest. suspect_until: see EngineRequest.
+        on only when there is no other. traceparent: see SubmitRequest. suspect_until: see EngineRequest.
 
-        Raises Unavailable (draining), StaleAttempt, RequestAlreadyExists (a later session is known), NoCapacity (queue
-        full) and InvalidArgument (does not fit this engine).
+        Raises Unavailable (draining), StaleAttempt (also: it was aborted), RequestAlreadyExists (a later session is
+        known), NoCapacity (queue full) and InvalidArgument (does not fit this engine).
         """
+        known = self._find(request_id)
+        if known is not None and known.ownership == ownership:
+            return self._repeat(known)
         if self._draining:
             raise _draining()
         _check_fit(self._engine.info, token_ids, generated_count, params)
@@ -166,73 +174,66 @@ class PrefillRole:
         self._begin(request, now_s, timeout_s)
         return request
 
-    def attach(self, attachment: Attachment) -> tuple[PrefillRequest, Attached]:
-        """Makes another router, or a later session, the owner of a request that is here or kept here, or gives its own
-        router another stream. The request's new outbox repeats everything; the former one ends with
-        RequestAlreadyExists.
+    def repeat(self, router_id: str, owners: Mapping[str, Owner]) -> list[PromptNews]:
+        """Has everything reported again about a router's requests, by request id. Returns errors for those that are not
+        here for it."""
+        unknown: list[PromptNews] = []
+        for request_id, owner in owners.items():
+            request = self._find(request_id)
+            if request is not None and (request.router_id, request.owner) == (router_id, owner):
+                request.log.repeat()
+            else:
+                error = Unavailable("the request is not at the prefill instance, or belongs to another owner")
+                unknown.append(PromptNews(request_id, owner, ended=True, error=error))
+        return unknown
 
-        Raises RequestNotFound (also: another owner's, when only the same owner asks), InvalidArgument (another secret,
-        prompt or answer, or a session that does not grow), StaleAttempt and RequestAlreadyExists (a newer owner is
-        known). Nothing changes then.
+    def attach(self, attachment: Attachment) -> Attached:
+        """Makes another router, or a later session, the owner of a request that is here or kept here; everything is
+        reported to it again. The former router hears RequestAlreadyExists.
+
+        Raises RequestNotFound, InvalidArgument (another secret, prompt or answer, or a session that does not grow),
+        StaleAttempt and RequestAlreadyExists (a newer owner is known). Nothing changes then.
         """
         request_id, ownership = attachment.request_id, attachment.ownership
         owner = ownership.owner
-        life = self._lives.get(request_id)
-        request = life.request if life is not None else self._kept.get(request_id, time.monotonic())
-        if request is None:
+        life, request = self._lives.get(request_id), self._find(request_id)
+        if request is None or request.log.error is not None:
             raise RequestNotFound(request_id)
         if not request.can_be_attached or not ownership.is_same_request(request.ownership):
             if life is None:
                 # Another request had this id before.
                 raise RequestNotFound(request_id)
             raise wrong_secret()
-        is_its_router = (ownership.router_id, owner) == (request.ownership.router_id, request.owner)
-        if attachment.same_owner and not is_its_router:
-            raise RequestNotFound(request_id, "what is here is another attempt's")
+        is_its_router = (ownership.router_id, owner) == (request.router_id, request.owner)
         if owner.session <= request.owner.session and not is_its_router:
             raise InvalidArgument("session", owner.session, f"above {request.owner.session}, the present one")
         attached = _attached(request, attachment)
         if not is_its_router:
             # A later session that wants the report has the prompt computed again.
-            request.outbox.forget_report()
-        former, request.outbox = request.outbox, request.outbox.repeated()
-        former.close(RequestAlreadyExists(request_id))
-        request.ownership = ownership
-        if life is not None and life.orphan is not None:
-            life.orphan.cancel()
-            life.orphan = None
+            request.log.forget_report()
+            self.feeds.discard(request.router_id, request)
+            replaced = PromptNews(request_id, request.owner, ended=True, error=RequestAlreadyExists(request_id))
+            self.feeds.add(request.router_id, replaced)
+            request.ownership = ownership
+        self._repeat(request)
         self._metrics.attaches.inc()
         get_logger().info("request_attached", request_id=request_id, attempt=owner.attempt, session=owner.session)
-        return request, attached
-
-    def leave(self, request: PrefillRequest, outbox: ProgressOutbox) -> None:
-        """The reader of the outbox is gone. A request that its client can attach again goes on for the grace time, any
-        other one is cancelled. Idempotent; nothing happens when the request has another outbox by now."""
-        life = self._lives.get(request.request_id)
-        if life is None or life.request is not request or request.outbox is not outbox:
-            return
-        if not request.can_be_attached or not self._orphan_grace_s:
-            self.cancel(request)
-        elif life.orphan is None:
-            life.orphan = asyncio.get_running_loop().call_later(self._orphan_grace_s, self.cancel, request)
-            get_logger().info(
-                "request_orphaned",
-                request_id=request.request_id,
-                attempt=request.owner.attempt,
-                session=request.owner.session,
-            )
+        return attached
 
     def cancel(self, request: PrefillRequest) -> None:
         """Its router does not wait any more: frees all that the request holds, here and at decode. Idempotent."""
         self._happened(request, EndRequested(PrefillOutcome.CANCELLED))
 
     def abort(self, request_id: str, ownership: Ownership) -> None:
-        """Ends the request, unless it is another one or belongs to a newer owner. Unknown ones are ignored."""
+        """Ends the request, unless it is another one or belongs to a newer owner. One that comes later is refused."""
         life = self._lives.get(request_id)
-        if life is not None:
-            owner = ownership.comparable(life.request.ownership)
-            if owner is not None and life.request.owner <= owner:
-                self.cancel(life.request)
+        if life is None:
+            # It may have overtaken the request.
+            self._aborted.put(request_id, ownership, time.monotonic())
+            return
+        owner = ownership.comparable(life.request.ownership)
+        if owner is not None and life.request.owner <= owner:
+            self.cancel(life.request)
 
     def give_back(self, request_id: str, ownership: Ownership) -> None:
         """While the instance drains, ends a request of this owner that its engine has not been given; the router
@@ -281,18 +282,44 @@ class PrefillRole:
         return not self._lives
 
     async def wait_idle(self) -> None:
-        await self._idle.wait()
+        await self.feeds.wait_sent(self._idle)
 
     def fail_all(self, reason: str) -> None:
         for life in list(self._lives.values()):
             self._happened(life.request, HandOverFailed(Unavailable(reason)))
 
+    def _find(self, request_id: str) -> PrefillRequest | None:
+        life = self._lives.get(request_id)
+        return life.request if life is not None else self._kept.get(request_id, time.monotonic())
+
+    def _repeat(self, request: PrefillRequest) -> PrefillRequest:
+        request.log.repeat()
+        self.feeds.expect(request.router_id)
+        self.feeds.add(request.router_id, request)
+        return request
+
+    def _router_gone(self, router_id: str) -> None:
+        for life in list(self._lives.values()):
+            if life.request.router_id == router_id:
+                self.cancel(life.request)
+
+    def _unsent_of(self, router_id: str) -> list[PrefillRequest]:
+        known = (*(life.request for life in self._lives.values()), *self._kept.values())
+        return [request for request in known if request.router_id == router_id and request.log.has_unsent]
+
+    def _orphan_count(self) -> int:
+        missing = self.feeds.missing_routers
+        return sum(life.request.router_id in missing for life in list(self._lives.values()))
+
     def _replace(self, request_id: str, ownership: Ownership) -> None:
         """Ends the request that has this id. Raises StaleAttempt or RequestAlreadyExists when that has the same owner
         or a newer one, also when it has been handed over already: an older owner would have it computed again."""
-        kept = self._kept.get(request_id, time.monotonic())
-        if kept is not None and ownership.is_same_request(kept.ownership) and ownership.owner <= kept.owner:
-            raise ownership.owner.stale(request_id, kept.owner)
+        now_s = time.monotonic()
+        kept = self._kept.get(request_id, now_s)
+        for former_owner in (kept.ownership if kept is not None else None, self._aborted.get(request_id, now_s)):
+            owner = ownership.comparable(former_owner) if former_owner is not None else None
+            if former_owner is not None and owner is not None and owner <= former_owner.owner:
+                raise owner.stale(request_id, former_owner.owner)
         self._kept.pop(request_id)
         if (life := self._lives.get(request_id)) is None:
             return
@@ -332,6 +359,7 @@ class PrefillRole:
         spans = spans_below(request.traceparent)
         traced = PrefillSpans(spans, now_s) if spans is not None else None
         self._lives[request.request_id] = _Life(request, state, question, deadline, traced)
+        self.feeds.expect(request.router_id)
         self._idle.clear()
         if not waits:
             self._enqueue(request)
@@ -361,7 +389,8 @@ class PrefillRole:
                 self._metrics.tokens.inc(action.new_tokens)
             case Tell():
                 self._observe(action.progress)
-                request.outbox.put(action.progress)
+                request.log.put(action.progress)
+                self.feeds.add(request.router_id, request)
             case CountPrediction():
                 assert life.question is not None
                 self._forecaster.decided(life.question, action.outcome)
@@ -402,16 +431,18 @@ class PrefillRole:
     def _close(self, life: _Life, close: Close) -> None:
         request = life.request
         life.deadline.cancel()
-        if life.orphan is not None:
-            life.orphan.cancel()
-        if request.can_be_attached and close.outcome in (PrefillOutcome.HANDED_OVER, PrefillOutcome.FINISHED):
-            # It would take the place of many other requests.
-            request.outbox.forget_report()
-            first = request.outbox.first_token
+        request.log.end(close.error)
+        if close.outcome is PrefillOutcome.CANCELLED:
+            self.feeds.discard(request.router_id, request)
+        else:
+            self.feeds.add(request.router_id, request)
+        if close.outcome not in (PrefillOutcome.CANCELLED, PrefillOutcome.REFUSED):
+            # A report would take the place of many other requests.
+            request.log.forget_report()
+            first = request.log.first_token
             logprobs = [first.logprobs] if first is not None and first.logprobs is not None else []
             size = answer_bytes(request.token_count, logprobs)
             self._kept.put(request.request_id, request, time.monotonic(), size)
-        request.outbox.close(close.error)
         self._metrics.requests.labels(close.outcome).inc()
         get_logger().info(
             "request_ended",
@@ -436,7 +467,7 @@ def _draining() -> Unavailable:
 
 def _attached(request: PrefillRequest, attachment: Attachment) -> Attached:
     """What the new owner must know. Raises RequestNotFound and InvalidArgument."""
-    sent, first = request.engine_request, request.outbox.first_token
+    sent, first = request.engine_request, request.log.first_token
     prompt, generated = sent.token_ids[: request.prompt_tokens], sent.token_ids[request.prompt_tokens :]
     # Once the first token is drawn, decode may have drawn any number of others.
     known = generated if first is None else (*generated, first.token_id)

@@ -79,11 +79,9 @@ class RequestPlacer:
         channels: Channels,
         feeds: TokenFeeds,
         holders: Holders,
-        suspect_after_s: float,
         rng: random.Random,
     ) -> None:
-        """stream_id: the router_id of the prefill and decode protocols: unique over the router's lives, and secret.
-        suspect_after_s: a prefill instance that is silent for so long, while this process runs, is suspected."""
+        """stream_id: the router_id of the prefill and decode protocols: unique over the router's lives, and secret."""
         self._model = model
         self._stream_id = stream_id
         self._policy = policy
@@ -96,7 +94,7 @@ class RequestPlacer:
         self._numbers: ExpiringMap[str, int] = ExpiringMap(ATTEMPT_REMEMBERED_S, max_count=_ATTEMPTS_COUNT)
         """The last attempt of each request id. A client may use an id again at once: its attempts go on counting, so
         that a late token, or a late Abort, of the former request does not touch the new one."""
-        self._takeover = TakeOver(store, channels, feeds, stream_id)
+        self._takeover = TakeOver(store, feeds, stream_id)
         self._view_changed = asyncio.Event()
         self._line: PlacementLine[RequestEntry] = PlacementLine()
         self._instances: Mapping[str, ViewedInstance] = {}
@@ -104,11 +102,8 @@ class RequestPlacer:
         self._prefills = PrefillAttempts(
             model=model,
             stream_id=stream_id,
-            suspect_after_s=suspect_after_s,
-            store=store,
             channels=channels,
             feeds=feeds,
-            takeover=self._takeover,
             has_begun=self._line.wake_first,
         )
 
@@ -202,7 +197,6 @@ class RequestPlacer:
         """Ends what earlier sessions have at instances of a request that was cancelled before it was looked for."""
         ownership = Ownership(Owner(session, 1), self._stream_id, secret)
         self._feeds.abort(request_id, ownership, None)
-        self._prefills.abort_everywhere(request_id, ownership)
 
     async def _serve(self, entry: RequestEntry) -> None:
         number = self._numbers.get(entry.request_id, time.monotonic()) or 0
@@ -332,7 +326,7 @@ class RequestPlacer:
                         self._policy,
                         self._rng,
                         turn=self._turn,
-                        avoid=retry.failed(view) | self._feeds.silent_ids | self._prefills.silent_ids,
+                        avoid=retry.failed(view) | self._feeds.silent_ids,
                         exclude=resting,
                     )
                     if target is not None:
@@ -376,8 +370,10 @@ class RequestPlacer:
         finally:
             if entry.ended and not entry.is_superseded:
                 # It was cancelled. Whether an instance has just given it to this router is not known.
-                self._prefills.abort_everywhere(entry.request_id, entry.ownership(number, self._stream_id))
+                self._feeds.abort(entry.request_id, entry.ownership(number, self._stream_id), None)
         if isinstance(entry.state, Ended):
+            if isinstance(found, Found) and found.tie is not None:
+                self._feeds.drop(found.tie)
             return found
         _note_search(entry, found)
         if isinstance(found, Missing):
@@ -393,8 +389,8 @@ class RequestPlacer:
             attempt = Attempt(number, found.prefill, first_index, most_tokens, is_at_prefill, suspect_until)
             entry.handle(TookOver(attempt, found.attached.token_ids, found.decode), time.monotonic())
             entry.note_holder()
-            if found.steps is not None:
-                await self._prefills.read(entry, attempt, found.steps, over)
+            if found.tie is not None:
+                await self._prefills.read(entry, attempt, found.tie, over)
             await over
         if isinstance(entry.state, Lost):
             if isinstance(entry.state.error, _NON_RETRYABLE):

@@ -183,13 +183,13 @@ class RequestEntry:
         return Ownership(Owner(self.accepted.session, attempt), router_id, self.accepted.secret)
 
     def attachment(
-        self, attempt: int, router_id: str, *, landed: bool = False, same_owner: bool = False, placed_by: str = ""
+        self, attempt: int, router_id: str, *, landed: bool = False, at_prefill: bool = False, placed_by: str = ""
     ) -> Attachment:
         """What an instance must see to give the request to this router, from the answer's next token on."""
         token_ids = (*self.accepted.prompt_token_ids, *self.answer.token_ids)
         ownership = self.ownership(attempt, router_id)
         count = len(self.answer.token_ids)
-        return Attachment(self.request_id, ownership, token_ids, count, landed, same_owner, placed_by)
+        return Attachment(self.request_id, ownership, token_ids, count, landed, at_prefill, placed_by)
 
     @property
     def traceparent(self) -> str:

@@ -160,7 +160,6 @@ class Router:
             channels=self.channels,
             feeds=self.feeds,
             holders=holders,
-            suspect_after_s=config.suspect_after_s,
             rng=random.Random(incarnation),
         )
         self.monitor = Monitor(store, self.router_id, config.monitor_interval_s)

@@ -1,4 +1,4 @@
-"""What one router has at one decode instance: its token stream, and the attempts that need it."""
+"""What one router has at one instance: its stream, and the attempts that need it."""
 
 import asyncio
 import time
@@ -10,28 +10,102 @@ from grpc import aio
 from kaveri.domain.view import InstanceRecord
 from kaveri.errors import KaveriError, Unavailable
 from kaveri.timeouts import CONNECT_GRACE_S
-from kaveri.v1 import decode_pb2
+from kaveri.v1 import feed_pb2, prefill_pb2
 from services.router.lifecycle_values import Attempt, DecodeLost, InstanceLife
 from services.router.requests import RequestEntry
 
 
 @dataclass(slots=True, eq=False)
 class Tie:
-    """An attempt that needs a token stream."""
+    """An attempt that needs the stream of the decode instance that it was placed on."""
 
     entry: RequestEntry
     attempt: Attempt
-    decode: InstanceLife
+    life: InstanceLife
     is_there: bool
     needs_attach: bool = False
     """Whether its tokens do not come on the stream by themselves."""
+
+    at_prefill = False
+
+    @property
+    def number(self) -> int:
+        return self.attempt.number
+
+    @property
+    def is_named(self) -> bool:
+        """Whether a new stream repeats what may be lost."""
+        return self.is_there and not (self.needs_attach and self.attempt.taken_over)
 
     def lose(self, error: KaveriError) -> None:
         self.entry.handle(DecodeLost(error), time.monotonic())
 
 
+class PromptTie:
+    """An attempt that needs the stream of the prefill instance that it was sent to."""
+
+    at_prefill = True
+
+    def __init__(self, entry: RequestEntry, number: int, record: InstanceRecord) -> None:
+        """number: of the attempt."""
+        self.entry = entry
+        self.session = entry.accepted.session
+        self.number = number
+        self.record = record
+        self.life = InstanceLife(record.instance_id, record.incarnation)
+        self.is_there = False
+        """Whether the instance is known to have the request."""
+        self.was_sent = True
+        """Whether the request may have left this process."""
+        self.has_ended = False
+        """Whether the request has ended there, or has never come there."""
+        self._reports: list[prefill_pb2.PrefillReport] = []
+        self._error: KaveriError | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def is_named(self) -> bool:
+        """Whether a new stream repeats what may be lost."""
+        return self.is_there
+
+    def report(self, report: prefill_pb2.PrefillReport) -> None:
+        """Something has happened there."""
+        self.is_there = True
+        self._reports.append(report)
+        self._changed.set()
+
+    def lose(self, error: KaveriError) -> None:
+        """No more reports come."""
+        self._error = self._error or error
+        self._changed.set()
+
+    def wake(self, _: object = None) -> None:
+        """Have take() return."""
+        self._changed.set()
+
+    async def take(self) -> list[prefill_pb2.PrefillReport]:
+        """Returns what has come, or nothing when it was woken. Raises the error that has ended the reports."""
+        await self._changed.wait()
+        reports, self._reports = self._reports, []
+        if not reports and self._error is not None:
+            raise self._error
+        self._changed.clear()
+        if self._error is not None:
+            self._changed.set()
+        return reports
+
+
+AnyTie = Tie | PromptTie
+TieKey = tuple[RequestEntry, bool]
+
+
+def key_of(tie: AnyTie) -> TieKey:
+    """Of a tie among those to one instance: each phase has its own."""
+    return tie.entry, tie.at_prefill
+
+
 class Subscription:
-    """One decode instance: its record once the view names it, its stream, the attempts placed there."""
+    """One instance: its record once the view names it, its stream, the attempts that need it."""
 
     def __init__(self, instance_id: str, is_over: Callable[[InstanceLife], bool | None]) -> None:
         """is_over: True for a life that the view has named, and names no more."""
@@ -41,8 +115,10 @@ class Subscription:
         self.connected = False
         self.connected_s = 0.0
         """time.monotonic() when the last stream stood."""
+        self.broken_s = 0.0
+        """time.monotonic() when the last stream broke."""
         # Ordered: they are lost in the order in which they were placed.
-        self.ties: dict[RequestEntry, Tie] = {}
+        self.ties: dict[TieKey, AnyTie] = {}
         self.call: aio.Call | None = None
         """The stream, or the last one."""
         self.let_go_s = 0.0
@@ -55,13 +131,13 @@ class Subscription:
         self.record = record
         for tie in tuple(self.ties.values()):
             self._check_life(tie)
-        self._task = asyncio.create_task(follow, name=f"tokens of {self.instance_id}")
+        self._task = asyncio.create_task(follow, name=f"news of {self.instance_id}")
 
     def hand_over(self, successor: "Subscription", incarnation: int) -> None:
         """The attempts on the life that the view names from now on, where prefill has seen that first."""
         for tie in tuple(self.ties.values()):
-            if tie.decode.incarnation == incarnation:
-                del self.ties[tie.entry]
+            if tie.life.incarnation == incarnation:
+                del self.ties[key_of(tie)]
                 successor.tie(tie)
 
     def stop(self, reason: str) -> asyncio.Task[None] | None:
@@ -71,7 +147,7 @@ class Subscription:
         self.connected = False
         lost, self.ties = self.ties, {}
         for tie in lost.values():
-            tie.lose(Unavailable(f"decode instance {self.instance_id} {reason}"))
+            tie.lose(Unavailable(f"{self._name(tie)} {reason}"))
         return self._task
 
     def break_off(self, fault: str) -> None:
@@ -80,21 +156,19 @@ class Subscription:
         self.fault = fault
         self.call.cancel()
 
-    def open(self) -> list[decode_pb2.StreamedRequest]:
+    def open(self) -> list[feed_pb2.FollowedRequest]:
         """What a new stream has to go on with."""
-        named = [
-            tie
-            for tie in self.ties.values()
-            if tie.is_there and self.is_of_life(tie) and not (tie.needs_attach and tie.attempt.taken_over)
-        ]
+        named = [tie for tie in self.ties.values() if self.is_of_life(tie) and tie.is_named]
         for tie in named:
-            tie.needs_attach = False
+            if isinstance(tie, Tie):
+                tie.needs_attach = False
         return [
-            decode_pb2.StreamedRequest(
+            feed_pb2.FollowedRequest(
                 request_id=tie.entry.request_id,
                 session=tie.entry.accepted.session,
-                attempt=tie.attempt.number,
+                attempt=tie.number,
                 next_index=len(tie.entry.answer.token_ids),
+                at_prefill=tie.at_prefill,
             )
             for tie in named
         ]
@@ -102,42 +176,46 @@ class Subscription:
     def disconnect(self) -> None:
         """The stream broke. The attempts wait for another one."""
         if self.connected:
-            self.connected = False
+            self.connected, self.broken_s = False, time.monotonic()
             for tie in self.ties.values():
                 self._limit_wait(tie)
 
-    def tie(self, tie: Tie) -> None:
-        # The instance may have sent tokens over a former stream, as long as it did not know of this one.
-        is_late = tie.attempt.taken_over or not self.connected or self.connected_s >= tie.entry.begun_s
-        tie.needs_attach = tie.is_there and is_late
-        self.ties[tie.entry] = tie
-        if self.record is not None and self._is_over(tie.decode):
+    def tie(self, tie: AnyTie) -> None:
+        if isinstance(tie, Tie):
+            # The instance may have sent tokens over a former stream, as long as it did not know of this one.
+            is_late = tie.attempt.taken_over or not self.connected or self.connected_s >= tie.entry.begun_s
+            tie.needs_attach = tie.is_there and is_late
+        self.ties[key_of(tie)] = tie
+        if self.record is not None and self._is_over(tie.life):
             self._check_life(tie)
         # A later life than the view's: prefill has seen it first. This router may be cut off from the cluster store.
         if not (self.connected and self.is_of_life(tie)):
             self._limit_wait(tie)
 
-    def _limit_wait(self, tie: Tie) -> None:
+    def _limit_wait(self, tie: AnyTie) -> None:
         asyncio.get_running_loop().call_later(CONNECT_GRACE_S, self._check_connection, tie)
 
-    def is_of_life(self, tie: Tie) -> bool:
+    def is_of_life(self, tie: AnyTie) -> bool:
         """Whether the attempt was placed on the life that the view names."""
-        return self.record is not None and tie.decode.incarnation == self.record.incarnation
+        return self.record is not None and tie.life.incarnation == self.record.incarnation
 
-    def _check_life(self, tie: Tie) -> None:
+    def _check_life(self, tie: AnyTie) -> None:
         if not self.is_of_life(tie):
             # The tokens would come on no stream.
-            self.lose(tie, Unavailable(f"decode instance {self.instance_id} has restarted since it reserved room"))
+            self.lose(tie, Unavailable(f"{self._name(tie)} has restarted since it took the request"))
 
-    def _check_connection(self, tie: Tie) -> None:
+    def _check_connection(self, tie: AnyTie) -> None:
         if not (self.connected and self.is_of_life(tie)):
-            self.lose(tie, Unavailable(f"no token stream from decode instance {self.instance_id}"))
+            self.lose(tie, Unavailable(f"no stream from {self._name(tie)}"))
 
     def lose_all(self) -> None:
         for tie in tuple(self.ties.values()):
-            self.lose(tie, Unavailable(f"decode instance {self.instance_id} went silent: {self.fault}"))
+            self.lose(tie, Unavailable(f"{self._name(tie)} went silent: {self.fault}"))
 
-    def lose(self, tie: Tie, error: KaveriError) -> None:
-        if self.ties.get(tie.entry) is tie:
-            del self.ties[tie.entry]
+    def lose(self, tie: AnyTie, error: KaveriError) -> None:
+        if self.ties.get(key_of(tie)) is tie:
+            del self.ties[key_of(tie)]
             tie.lose(error)
+
+    def _name(self, tie: AnyTie) -> str:
+        return f"{'prefill' if tie.at_prefill else 'decode'} instance {self.instance_id}"

@@ -7,36 +7,22 @@ is to resume the request before others are asked.
 """
 
 import asyncio
-import contextlib
 import enum
-import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
-
-from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.attachment import Attached, Attachment
-from kaveri.domain.running_clock import RunningClock
+from kaveri.domain.attachment import Attached
 from kaveri.domain.view import InstanceRecord, Phase, phases_now
-from kaveri.errors import KaveriError, RequestCancelled, RequestNotFound, Unavailable
-from kaveri.rpc.channels import Channels
+from kaveri.errors import RequestNotFound, Unavailable
 from kaveri.telemetry.logs import get_logger
-from kaveri.timeouts import ATTACH_SOON_S, CALL_TIMEOUT_S, REOPEN_GRACE_S, TICK_S
-from kaveri.v1 import prefill_pb2
-from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
-from kaveri.wire.attempts import attached_from_proto, attachment_to_proto
-from kaveri.wire.status import error_of, is_connection_lost
+from kaveri.timeouts import ATTACH_SOON_S, CALL_TIMEOUT_S
 from services.router.accepted_request import OwnerHint
 from services.router.lifecycle_values import NO_LIFE, InstanceLife
-from services.router.prefill_watch import PrefillSteps
 from services.router.requests import RequestEntry
+from services.router.subscriptions import PromptTie
 from services.router.token_feeds import TokenFeeds
 
-_REOPEN_TIMEOUT_S = 0.5
-_DYING_CONNECTIONS = 2
-"""Calls to one instance in a row that may be sent on connections that have just broken."""
 _ASKED_TOGETHER = 16
 _MOST_ASKED = 256
 """Instances of a phase that are asked for a request of which no hint holds."""
@@ -52,12 +38,8 @@ class Found:
     prefill: InstanceLife
     decode: InstanceLife | None
     """The decode instance, if the request is there already."""
-    steps: PrefillSteps | None
-    """What prefill reports, if the request is there."""
-
-
-class _ConnectionLost(Unavailable):
-    """The connection broke under a call."""
+    tie: PromptTie | None
+    """Through which prefill reports, if the request is there."""
 
 
 class Missing(enum.Enum):
@@ -72,9 +54,8 @@ class Missing(enum.Enum):
 class TakeOver:
     """The search of one router. For one event loop."""
 
-    def __init__(self, store: ClusterStore, channels: Channels, feeds: TokenFeeds, stream_id: str) -> None:
+    def __init__(self, store: ClusterStore, feeds: TokenFeeds, stream_id: str) -> None:
         self._store = store
-        self._channels = channels
         self._feeds = feeds
         self._stream_id = stream_id
         self._searches = asyncio.Semaphore(_SEARCHES)
@@ -111,23 +92,6 @@ class TakeOver:
                 found = found or await self._at_prefill(entry, number, some)
             return found or Missing.NOWHERE
 
-    async def reopen(self, entry: RequestEntry, number: int, broken: PrefillSteps) -> PrefillSteps | None:
-        """Another stream of the reports of an attempt whose stream has broken; it repeats them. None: the instance does
-        not answer, or does not have the request any more."""
-        record, timeout_s = broken.record, REOPEN_GRACE_S if broken.fault else _REOPEN_TIMEOUT_S
-        if not entry.accepted.secret:
-            # The request has ended with its call.
-            return None
-        log = get_logger().bind(request_id=entry.request_id, attempt=number, prefill_instance_id=record.instance_id)
-        try:
-            attachment = entry.attachment(number, self._stream_id, same_owner=True)
-            found = await self._attach_at_prefill(entry, attachment, record, timeout_s)
-        except KaveriError as error:
-            log.info("prefill_stream_lost", reason=str(error))
-            return None
-        log.info("prefill_stream_reopened")
-        return found.steps
-
     def _records(self, phase: Phase) -> list[InstanceRecord]:
         instances = self._store.view().instances.values()
         return [status.record for status in instances if phase in phases_now(status)]
@@ -160,66 +124,28 @@ class TakeOver:
         return await asyncio.gather(*map(ask, records), return_exceptions=True)
 
     async def _at_prefill(self, entry: RequestEntry, number: int, records: list[InstanceRecord]) -> Found | None:
-        attachment = entry.attachment(number, self._stream_id)
+        attachment = entry.attachment(number, self._stream_id, at_prefill=True)
 
         async def ask(record: InstanceRecord) -> Found:
-            return await self._attach_at_prefill(entry, attachment, record, _timeout_s(entry))
+            # Reports may come before the answer.
+            tie = self._feeds.expect_reports(entry, number, record)
+            try:
+                attached = await self._feeds.attach(record, attachment, _timeout_s(entry))
+            except BaseException:
+                self._feeds.drop(tie)
+                raise
+            tie.is_there = True
+            return Found(attached, _life(record), None, tie)
 
         outcomes = await asyncio.gather(*map(ask, records), return_exceptions=True)
-        return _first_of_owners(entry, records, Phase.PREFILL, outcomes)
-
-    async def _attach_at_prefill(
-        self, entry: RequestEntry, attachment: Attachment, record: InstanceRecord, timeout_s: float
-    ) -> Found:
-        for _ in range(_DYING_CONNECTIONS):
-            # gRPC sends calls on a connection that has just broken until it notices. A later one finds another.
-            with contextlib.suppress(_ConnectionLost):
-                return await self._try_attach_at_prefill(entry, attachment, record, timeout_s)
-        return await self._try_attach_at_prefill(entry, attachment, record, timeout_s)
-
-    async def _try_attach_at_prefill(
-        self, entry: RequestEntry, attachment: Attachment, record: InstanceRecord, timeout_s: float
-    ) -> Found:
-        call = self._channels.stub(PrefillServiceStub, record.address).AttachPrefill(
-            prefill_pb2.AttachPrefillRequest(attach=attachment_to_proto(attachment)),
-            timeout=entry.accepted.deadline_s - time.monotonic(),
-        )
+        found = None
         try:
-            first = await _within(call.read(), timeout_s)
-        except aio.AioRpcError as rpc_error:
-            if is_connection_lost(rpc_error):
-                raise _ConnectionLost(str(error_of(rpc_error))) from rpc_error
-            error = error_of(rpc_error)
-            raise Unavailable(str(error)) if isinstance(error, RequestCancelled) else error from rpc_error
-        except TimeoutError as error:
-            call.cancel()
-            raise Unavailable(f"prefill instance {record.instance_id} does not answer") from error
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            # Not this task but the call was cancelled: the channel was closed.
-            raise Unavailable(f"prefill instance {record.instance_id} has left the cluster") from None
-        if not isinstance(first, prefill_pb2.AttachPrefillResponse) or not first.progress.HasField("attached"):
-            call.cancel()
-            raise Unavailable(f"prefill instance {record.instance_id} ended its stream")
-        steps = PrefillSteps(call, record)
-        return Found(attached_from_proto(first.progress.attached), _life(record), None, steps)
-
-
-async def _within(reading: Coroutine[Any, Any, Any], limit_s: float) -> Any:
-    """What is read. Raises TimeoutError after so long, counted while this process runs."""
-    clock = RunningClock(time.monotonic(), 2 * TICK_S)
-    task = asyncio.ensure_future(reading)
-    try:
-        while not task.done():
-            if clock.elapsed_s >= limit_s:
-                raise TimeoutError
-            await asyncio.wait((task,), timeout=TICK_S)
-            clock.tick(time.monotonic())
-        return task.result()
-    finally:
-        task.cancel()
+            found = _first_of_owners(entry, records, Phase.PREFILL, outcomes)
+        finally:
+            for outcome in outcomes:
+                if isinstance(outcome, Found) and outcome is not found and outcome.tie is not None:
+                    self._feeds.drop(outcome.tie)
+        return found
 
 
 def _timeout_s(entry: RequestEntry) -> float:

@@ -1,4 +1,4 @@
-"""One StreamTokens subscription per decode instance: passes its tokens on to requests.
+"""One Follow stream per instance: passes its news on to requests, tokens and reports on prompts.
 
 A stream that breaks is opened again and goes on where the requests are; only what the instance does not have is lost.
 """
@@ -15,7 +15,7 @@ from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason
 from kaveri.domain.silence import SilenceWatch
-from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance, phases_now
+from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance
 from kaveri.errors import (
     DeadlineExceeded,
     InternalError,
@@ -29,8 +29,8 @@ from kaveri.feeds.expiring import ExpiringMap
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
 from kaveri.timeouts import CALL_TIMEOUT_S, REOPEN_GRACE_S, TICK_S
-from kaveri.v1 import decode_pb2
-from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from kaveri.v1 import decode_pb2, feed_pb2, prefill_pb2
+from kaveri.v1.feed_pb2_grpc import FeedServiceStub
 from kaveri.wire.attempts import attached_from_proto, attachment_to_proto, ownership_to_proto
 from kaveri.wire.messages import fault_from_proto, finish_from_proto
 from kaveri.wire.replicas import replica_from_proto
@@ -40,7 +40,7 @@ from services.router.holders import Holders
 from services.router.lifecycle_values import Attempt, Decoding, GivenUp, InstanceLife, Lost, ReplicaNamed, Tokens
 from services.router.request_table import RequestTable
 from services.router.requests import RequestEntry
-from services.router.subscriptions import Subscription, Tie
+from services.router.subscriptions import PromptTie, Subscription, Tie, key_of
 
 _ABORTED_COUNT = 4096
 """Aborts that are remembered: more than are on their way at once."""
@@ -54,7 +54,7 @@ _RECONNECT_MAX_S = 1.0
 
 
 class TokenFeeds:
-    """The subscriptions of one router, one for each instance in the view that decodes."""
+    """The subscriptions of one router, one for each instance in the view."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class TokenFeeds:
         suspect_after_s: float,
         holders: Holders,
     ) -> None:
-        """stream_id: the router_id of the decode protocol. relayed: called with each message's number of tokens.
+        """stream_id: the router_id of the feed's protocol. relayed: called with each message's number of tokens.
         suspect_after_s: a stream that is silent for so long, while this process runs, counts as broken."""
         self._stream_id = stream_id
         self._channels = channels
@@ -93,12 +93,7 @@ class TokenFeeds:
         if view.instances is self._instances and all(known.record for known in self._subscriptions.values()):
             return
         self._instances = view.instances
-        # One that stops to decode keeps its stream: tokens of its last requests may still be on the way.
-        records = {
-            instance_id: status.record
-            for instance_id, status in view.instances.items()
-            if Phase.DECODE in phases_now(status) or instance_id in self._subscriptions
-        }
+        records = {instance_id: status.record for instance_id, status in view.instances.items()}
         for instance_id, subscription in tuple(self._subscriptions.items()):
             record = records.get(instance_id)
             if record is None:
@@ -113,7 +108,7 @@ class TokenFeeds:
                 self._end_life(subscription.record)
                 successor = self._subscriptions[instance_id] = Subscription(instance_id, self._over.get)
                 subscription.hand_over(successor, record.incarnation)
-                self._followed.update(dict.fromkeys(successor.ties, successor))
+                self._followed.update({tie.entry: successor for tie in successor.ties.values() if not tie.at_prefill})
                 subscription.stop("has restarted")
                 successor.start(record, self._follow(successor, record))
         for instance_id, record in records.items():
@@ -143,14 +138,35 @@ class TokenFeeds:
         self._followed[entry] = subscription
         tie = Tie(entry, attempt, life, is_there)
         subscription.tie(tie)
-        if subscription.ties.get(entry) is tie:
+        if subscription.ties.get(key_of(tie)) is tie:
             self._attach_if_due(subscription, tie)
 
     def unfollow(self, entry: RequestEntry) -> None:
         """The request does not depend on any stream any more. Idempotent."""
         former = self._followed.pop(entry, None)
         if former is not None:
-            former.ties.pop(entry, None)
+            former.ties.pop((entry, False), None)
+
+    def expect_reports(self, entry: RequestEntry, number: int, record: InstanceRecord) -> PromptTie:
+        """Ties an attempt to this life of a prefill instance. Call drop() in the end."""
+        tie = PromptTie(entry, number, record)
+        subscription = self._subscriptions.get(record.instance_id)
+        if subscription is None:
+            subscription = self._subscriptions[record.instance_id] = Subscription(record.instance_id, self._over.get)
+        subscription.tie(tie)
+        return tie
+
+    def drop(self, tie: PromptTie) -> None:
+        """No reports are needed any more. Idempotent."""
+        subscription = self._subscriptions.get(tie.record.instance_id)
+        if subscription is not None and subscription.ties.get(key_of(tie)) is tie:
+            del subscription.ties[key_of(tie)]
+
+    def may_lack_reports(self, tie: PromptTie, since_s: float) -> bool:
+        """Whether a stream has broken since this time: what it carried of a request that was not known to be there is
+        not repeated."""
+        subscription = self._subscriptions.get(tie.record.instance_id)
+        return subscription is not None and subscription.broken_s >= since_s
 
     def abort(self, request_id: str, ownership: Ownership, decode: InstanceLife | None) -> None:
         """Tells a decode instance to end an attempt; all of them when it is not known which. Best effort: an instance
@@ -160,15 +176,15 @@ class TokenFeeds:
             if subscription.record is not None and (decode is None or decode.instance_id == subscription.instance_id):
                 self._abort_at(subscription.record, name)
 
-    def disown(self, request_id: str, owner: Owner, instance_id: str) -> None:
-        """Tells an instance to end an attempt whose tokens have no use here, unless it was sent just now."""
+    def disown(self, request_id: str, owner: Owner, instance_id: str, secret: bytes = b"") -> None:
+        """Tells an instance to end an attempt whose news has no use here, unless it was told just now."""
         sent_s = self._aborted.get((instance_id, request_id, owner))
         subscription = self._subscriptions.get(instance_id)
         if subscription is None or subscription.record is None:
             return
         # Tokens that come so long after an Abort show that it was lost, or came before the request.
         if sent_s is None or time.monotonic() - sent_s > CALL_TIMEOUT_S:
-            name = ownership_to_proto(request_id, Ownership(owner, self._stream_id))
+            name = ownership_to_proto(request_id, Ownership(owner, self._stream_id, secret))
             self._abort_at(subscription.record, name)
 
     def _abort_at(self, record: InstanceRecord, name: decode_pb2.AttemptId) -> None:
@@ -194,9 +210,9 @@ class TokenFeeds:
     async def _send_aborts(self, address: str) -> None:
         names = self._unsent.pop(address)
         for first in range(0, len(names), _ABORTS_AT_ONCE):
-            message = decode_pb2.AbortRequest(attempts=names[first : first + _ABORTS_AT_ONCE], by_router=True)
+            message = feed_pb2.AbortRequest(attempts=names[first : first + _ABORTS_AT_ONCE], by_router=True)
             with contextlib.suppress(aio.AioRpcError):
-                await self._channels.stub(DecodeServiceStub, address).Abort(message, timeout=CALL_TIMEOUT_S)
+                await self._channels.stub(FeedServiceStub, address).Abort(message, timeout=CALL_TIMEOUT_S)
 
     async def watch(self) -> None:
         """Breaks off streams that have gone silent. Runs until cancelled."""
@@ -217,25 +233,26 @@ class TokenFeeds:
     async def attach(
         self, record: InstanceRecord, attachment: Attachment, timeout_s: float = CALL_TIMEOUT_S
     ) -> Attached:
-        """Makes this router the owner of a request at an instance: its tokens come on the stream from there.
+        """Makes this router the owner of a request at an instance: its news comes on the stream from there.
 
         Raises what the instance answers, or Unavailable."""
-        stub = self._channels.stub(DecodeServiceStub, record.address)
+        name = f"{'prefill' if attachment.at_prefill else 'decode'} instance {record.instance_id}"
+        stub = self._channels.stub(FeedServiceStub, record.address)
         try:
             response = await stub.Attach(attachment_to_proto(attachment), timeout=timeout_s)
         except aio.AioRpcError as rpc_error:
             error = error_of(rpc_error)
             if isinstance(error, DeadlineExceeded | RequestCancelled):
-                error = Unavailable(f"decode instance {record.instance_id} does not answer")
+                error = Unavailable(f"{name} does not answer")
             raise error from rpc_error
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             # Not this task but the call was cancelled: the channel was closed.
-            raise Unavailable(f"decode instance {record.instance_id} has left the cluster") from None
+            raise Unavailable(f"{name} has left the cluster") from None
         if response.incarnation != record.incarnation:
-            raise Unavailable(f"decode instance {record.instance_id} has restarted")
+            raise Unavailable(f"{name} has restarted")
         return attached_from_proto(response.attached)
 
     def is_connected(self, life: InstanceLife) -> bool:
@@ -293,11 +310,11 @@ class TokenFeeds:
 
     async def _follow(self, subscription: Subscription, record: InstanceRecord) -> None:
         backoff_s = _RECONNECT_MIN_S
-        log = get_logger().bind(decode_instance_id=record.instance_id, incarnation=record.incarnation)
+        log = get_logger().bind(instance_id=record.instance_id, incarnation=record.incarnation)
         while True:
             try:
                 await self._read(subscription, record)
-                error: KaveriError = Unavailable(f"decode instance {record.instance_id} ended its token stream")
+                error: KaveriError = Unavailable(f"{record.instance_id} ended its stream")
             except aio.AioRpcError as rpc_error:
                 error = error_of(rpc_error)
             except asyncio.CancelledError:
@@ -306,13 +323,13 @@ class TokenFeeds:
                     raise
                 error = Unavailable(subscription.fault or f"the channel to {record.instance_id} was closed")
             except Exception as unexpected:
-                log.exception("token_stream_failed", requests=len(subscription.ties))
-                error = Unavailable(f"the token stream failed in the router: {unexpected!r}")
+                log.exception("stream_failed", requests=len(subscription.ties))
+                error = Unavailable(f"the stream failed in the router: {unexpected!r}")
             if not subscription.connected or subscription.fault:
                 why = subscription.fault or f"it cannot be reached: {error}"
                 self._lose_those_that_do_not_wait(subscription, why)
             if subscription.connected:
-                log.warning("token_stream_broken", error=str(error), requests=len(subscription.ties))
+                log.warning("stream_broken", error=str(error), requests=len(subscription.ties))
                 subscription.disconnect()
                 backoff_s = _RECONNECT_MIN_S
                 await asyncio.sleep(_FIRST_RECONNECT_S)
@@ -321,17 +338,18 @@ class TokenFeeds:
             backoff_s = min(2 * backoff_s, _RECONNECT_MAX_S)
 
     def _lose_those_that_do_not_wait(self, subscription: Subscription, why: str) -> None:
-        error = Unavailable(f"decode instance {subscription.instance_id}: {why}")
+        error = Unavailable(f"instance {subscription.instance_id}: {why}")
         for tie in tuple(subscription.ties.values()):
-            if self._holders.does_not_wait(tie.entry):
+            # A prompt is computed again elsewhere at the first sign, unless the instance is slow and not gone.
+            waits = bool(subscription.fault) if tie.at_prefill else not self._holders.does_not_wait(tie.entry)
+            if not waits:
                 subscription.lose(tie, error)
 
     async def _read(self, subscription: Subscription, record: InstanceRecord) -> None:
-        request = decode_pb2.StreamTokensRequest(router_id=self._stream_id, requests=subscription.open())
-        call = self._channels.stub(DecodeServiceStub, record.address).StreamTokens(request)
+        request = feed_pb2.FollowRequest(router_id=self._stream_id, requests=subscription.open())
+        call = self._channels.stub(FeedServiceStub, record.address).Follow(request)
         life = InstanceLife(record.instance_id, record.incarnation)
         subscription.call = call
-        beats = False
         try:
             async for message in call:
                 if not subscription.connected:
@@ -343,22 +361,34 @@ class TokenFeeds:
                         subscription.fault = ""
                         self._find_silent()
                     self._reopening.forget(subscription)
-                    # An instance of a former version sends no beats.
-                    beats = message.beat_s > 0
                     for tie in tuple(subscription.ties.values()):
-                        self._attach_if_due(subscription, tie)
+                        if isinstance(tie, Tie):
+                            self._attach_if_due(subscription, tie)
                 token_count = 0
                 now_s = time.monotonic()
+                for report in message.reports:
+                    self._deliver_report(subscription, report)
                 for update in message.requests:
                     token_count += len(update.token_ids)
                     self._deliver(life, update, now_s)
                 if token_count:
                     self._relayed(token_count)
-                if beats:
-                    self._silence.heard(subscription)
+                self._silence.heard(subscription)
         finally:
             self._silence.forget(subscription)
             call.cancel()
+
+    def _deliver_report(self, subscription: Subscription, report: prefill_pb2.PrefillReport) -> None:
+        entry = self._table.get(report.request_id)
+        tie = subscription.ties.get((entry, True)) if entry is not None else None
+        if isinstance(tie, PromptTie) and (tie.session, tie.number) == (report.session, report.attempt):
+            tie.report(report)
+            return
+        if report.HasField("ended") or self._table.is_left_to_a_later_session(report.request_id, report.session):
+            return
+        if entry is None or entry.accepted.session == report.session:
+            # The attempt is over here, and its Abort was lost. Of another session: this router may be looking for it.
+            self.disown(report.request_id, Owner(report.session, report.attempt), subscription.instance_id)
 
     def _deliver(self, life: InstanceLife, update: decode_pb2.RequestTokens, now_s: float) -> None:
         entry = self._table.get(update.request_id)

@@ -12,8 +12,8 @@ from grpc import aio
 from kaveri.domain.view import ClusterView, InstanceRecord, InstanceState, Phase
 from kaveri.rpc.channels import Channels
 from kaveri.timeouts import CALL_TIMEOUT_S
-from kaveri.v1 import decode_pb2, prefill_pb2
-from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
+from kaveri.v1 import decode_pb2, feed_pb2
+from kaveri.v1.feed_pb2_grpc import FeedServiceStub
 from kaveri.wire.attempts import ownership_to_proto
 from services.router.lifecycle_values import Attempt
 from services.router.requests import RequestEntry
@@ -53,7 +53,7 @@ class WaitingPrompts:
         self._asked.pop((entry, attempt.number), None)
 
     def update(self, view: ClusterView) -> None:
-        """Asks for what waits at instances that drain, when another one takes requests. Their Prefill streams end."""
+        """Asks for what waits at instances that drain, when another one takes requests. Their reports end."""
         if not self._waiting or not view.ready(Phase.PREFILL, self._model):
             return
         due: dict[str, list[tuple[RequestEntry, int]]] = {}
@@ -89,9 +89,9 @@ class WaitingPrompts:
             names = [self._name(attempt) for attempt in attempts if attempt in self._asked]
             if not names:
                 return
-            message = prefill_pb2.AbortPrefillRequest(attempts=names, give_back=True)
+            message = feed_pb2.AbortRequest(attempts=names, give_back=True)
             with contextlib.suppress(aio.AioRpcError):
-                await self._channels.stub(PrefillServiceStub, address).AbortPrefill(message, timeout=CALL_TIMEOUT_S)
+                await self._channels.stub(FeedServiceStub, address).Abort(message, timeout=CALL_TIMEOUT_S)
                 return
             await asyncio.sleep(pause_s)
             pause_s *= 2

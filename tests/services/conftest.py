@@ -26,10 +26,12 @@ from kaveri.kv.transports import TRANSPORT_NAMES
 from kaveri.models import KAVERI_TINY
 from kaveri.rpc.server import open_channel
 from kaveri.text.tokenizer import ModelTokenizer
-from kaveri.v1 import decode_pb2, prefill_pb2
+from kaveri.v1 import decode_pb2, feed_pb2, prefill_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from kaveri.v1.feed_pb2_grpc import FeedServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.messages import layout_to_proto, params_to_proto
+from kaveri.wire.status import error_from_bytes, status_of
 from services.decode.replicated import open_replicas
 from services.instance.config import ColocatedConfig, DecodeConfig, PhasesConfig, PrefillConfig
 from services.instance.service import instance_host
@@ -128,41 +130,54 @@ async def abort(
     """Aborts by hand, as a router does, or a prefill instance."""
     name = decode_pb2.AttemptId(request_id=request_id, attempt=attempt, router_id=router_id, reservation=reservation)
     attempts = [name]
-    message = decode_pb2.AbortRequest(attempts=attempts, by_router=by_router)
-    await DecodeServiceStub(instance.channel).Abort(message, timeout=DEADLINE_S)
+    message = feed_pb2.AbortRequest(attempts=attempts, by_router=by_router)
+    await FeedServiceStub(instance.channel).Abort(message, timeout=DEADLINE_S)
 
 
 @dataclass(eq=False)
 class PrefillCall:
-    """One Prefill RPC and what it has said."""
+    """One request that was submitted, and what was reported of it."""
 
-    call: Any
-    events: list[prefill_pb2.PrefillResponse] = field(default_factory=list)
+    instance: RunningInstance
+    name: decode_pb2.AttemptId
+    events: list[prefill_pb2.PrefillReport] = field(default_factory=list)
     reading: asyncio.Task[None] | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def read(self) -> None:
-        async for event in self.call:
-            self.events.append(event)
+    async def read(self, message: prefill_pb2.SubmitRequest) -> None:
+        await PrefillServiceStub(self.instance.channel).Submit(message, timeout=DEADLINE_S)
+        while not self.seen("ended"):
+            self.changed.clear()
+            await self.changed.wait()
+        if error := self.get("ended").error:
+            code, details, metadata = status_of(error_from_bytes(error))
+            raise aio.AioRpcError(code, aio.Metadata(), aio.Metadata(*metadata), details)
 
-    def seen(self, kind: str) -> bool:
-        return kind in self.kinds
+    async def cancel(self) -> None:
+        """Gives the request up, as its router does."""
+        message = feed_pb2.AbortRequest(attempts=[self.name], by_router=True)
+        await FeedServiceStub(self.instance.channel).Abort(message, timeout=DEADLINE_S)
+
+    def seen(self, kind: Any) -> bool:
+        return any(event.HasField(kind) for event in self.events)
 
     def get(self, kind: str) -> Any:
         return next(getattr(event, kind) for event in reversed(self.events) if event.HasField(kind))
 
     @property
     def kinds(self) -> list[str]:
-        """What was said, in order."""
-        return [field.name for event in self.events for field, _ in event.ListFields()]
+        """What was said, in order, without the end."""
+        named = [field.name for event in self.events for field, _ in event.ListFields() if field.message_type]
+        return [name for name in named if name != "ended"]
 
     async def ended(self) -> None:
-        """Waits for the end; raises the RPC's error."""
+        """Waits for the end; raises its error as the one of an RPC."""
         assert self.reading is not None
         await asyncio.wait_for(asyncio.shield(self.reading), DEADLINE_S)
 
 
 class RouterStub:
-    """What a router does, by hand: subscribes to decode instances and calls Prefill."""
+    """What a router does, by hand: follows instances and submits requests."""
 
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
@@ -173,14 +188,14 @@ class RouterStub:
         self.replicas: dict[tuple[str, int], decode_pb2.Replica] = {}
         self.duplicates = 0
         self._streams: dict[str, Any] = {}
+        self._prompts: dict[tuple[str, int], PrefillCall] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def subscribe(self, instance: RunningInstance) -> None:
-        request = decode_pb2.StreamTokensRequest(router_id=self.router_id)
-        stream = DecodeServiceStub(instance.channel).StreamTokens(request)
+        stream = FeedServiceStub(instance.channel).Follow(feed_pb2.FollowRequest(router_id=self.router_id))
+        self._streams[instance.instance_id] = stream
         first = await asyncio.wait_for(stream.read(), DEADLINE_S)
         self.incarnations[instance.instance_id] = first.incarnation
-        self._streams[instance.instance_id] = stream
         self._tasks.append(asyncio.create_task(self._follow(stream)))
 
     def unsubscribe(self, instance: RunningInstance) -> None:
@@ -195,20 +210,29 @@ class RouterStub:
         attempt: int = 1,
         generated_count: int = 0,
         timeout_s: float = DEADLINE_S,
+        secret: bytes = b"",
         **params: Any,
     ) -> PrefillCall:
-        message = prefill_pb2.PrefillRequest(
+        message = prefill_pb2.SubmitRequest(
             request_id=request_id,
             attempt=attempt,
             router_id=self.router_id,
             token_ids=token_ids,
             generated_count=generated_count,
             params=params_to_proto(SamplingParams(max_tokens=max_tokens, seed=0, **params)),
+            timeout_s=timeout_s,
+            secret=secret,
         )
-        call = PrefillCall(PrefillServiceStub(instance.channel).Prefill(message, timeout=timeout_s))
-        call.reading = asyncio.create_task(call.read())
+        name = decode_pb2.AttemptId(request_id=request_id, attempt=attempt, router_id=self.router_id, secret=secret)
+        call = self._prompts[request_id, attempt] = PrefillCall(instance, name)
+        call.reading = asyncio.create_task(self._submit(call, message))
         self._tasks.append(call.reading)
         return call
+
+    async def _submit(self, call: PrefillCall, message: prefill_pb2.SubmitRequest) -> None:
+        if call.instance.instance_id not in self._streams:
+            await self.subscribe(call.instance)
+        await call.read(message)
 
     def finished(self, request_id: str, attempt: int = 1) -> bool:
         return (request_id, attempt) in self.last
@@ -235,6 +259,10 @@ class RouterStub:
     async def _follow(self, stream: Any) -> None:
         try:
             while (message := await stream.read()) is not aio.EOF:
+                for report in message.reports:
+                    if (call := self._prompts.get((report.request_id, report.attempt))) is not None:
+                        call.events.append(report)
+                        call.changed.set()
                 self.batch_sizes.append(len(message.requests))
                 for gained in message.requests:
                     key = gained.request_id, gained.attempt

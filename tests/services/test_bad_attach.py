@@ -10,14 +10,12 @@ from grpc import aio
 
 from kaveri.domain.attachment import Attachment
 from kaveri.domain.owner import Owner, Ownership
-from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import InvalidArgument, KaveriError, RequestNotFound
-from kaveri.v1 import decode_pb2, prefill_pb2
-from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
-from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
+from kaveri.v1 import feed_pb2
+from kaveri.v1.feed_pb2_grpc import FeedServiceStub
 from kaveri.wire.attempts import attachment_to_proto, ownership_to_proto
-from kaveri.wire.messages import params_to_proto
 from kaveri.wire.status import error_of
+from tests.services.conftest import eventually
 
 SECRET = b"0123456789abcdef"
 PROMPT = tuple(range(1, 41))
@@ -58,16 +56,11 @@ async def check_refused(attach: Attach, has_ended: bool = False) -> None:
         assert "0123456789" not in str(error), name
 
 
-def begin(router: Any, prefill: Any, max_tokens: int) -> Any:
-    message = prefill_pb2.PrefillRequest(
-        request_id="a",
-        attempt=1,
-        router_id=router.router_id,
-        token_ids=PROMPT,
-        params=params_to_proto(SamplingParams(max_tokens=max_tokens, seed=0)),
-        secret=SECRET,
-    )
-    return PrefillServiceStub(prefill.channel).Prefill(message, timeout=30)
+async def begin(router: Any, prefill: Any, max_tokens: int) -> Any:
+    """The request "a", with a secret; what is reported of it."""
+    call = router.prefill(prefill, "a", PROMPT, max_tokens, secret=SECRET)
+    await eventually(lambda: call.seen("started"), "it has begun")
+    return call
 
 
 async def let_it_decode(cluster: Any, by_hand: Any) -> tuple[Any, Any, Any]:
@@ -75,21 +68,20 @@ async def let_it_decode(cluster: Any, by_hand: Any) -> tuple[Any, Any, Any]:
     prefill = await cluster.prefill()
     decode = await cluster.decode(fake_step_s=0.01, orphan_grace_s=60.0)
     router = await cluster.router()
-    async for _ in begin(router, prefill, 120):
-        pass
+    await (await begin(router, prefill, 120)).ended()
     await by_hand.eventually(lambda: len(router.tokens.get(("a", 1), ())) > 3, "it decodes")
-    return decode, router, DecodeServiceStub(decode.channel)
+    return decode, router, FeedServiceStub(decode.channel)
 
 
 async def test_a_decode_instance_gives_a_request_to_its_own_client_alone(cluster: Any, by_hand: Any) -> None:
     prefill = await cluster.prefill()
     decode = await cluster.decode(fake_step_s=0.01, orphan_grace_s=60.0)
     router = await cluster.router()
-    call = begin(router, prefill, 120)
-    events = [event async for event in call]
-    first = next(event.first_token.token_id for event in events if event.HasField("first_token"))
+    call = await begin(router, prefill, 120)
+    await call.ended()
+    first = call.get("first_token").token_id
     await by_hand.eventually(lambda: len(router.tokens.get(("a", 1), ())) > 3, "it decodes")
-    stub = DecodeServiceStub(decode.channel)
+    stub = FeedServiceStub(decode.channel)
     await check_refused(lambda wrong: stub.Attach(attachment_to_proto(wrong), timeout=60))
     await by_hand.eventually(lambda: router.finished("a"), "it ends")
     gained = router.tokens["a", 1]
@@ -107,7 +99,7 @@ async def test_a_decode_instance_that_gave_a_request_up_does_not_say_that_its_cl
     """It went on elsewhere, and nothing was wrong with what the client has."""
     _, router, stub = await let_it_decode(cluster, by_hand)
     attempt = ownership_to_proto("a", Ownership(Owner(0, 1), router.router_id, SECRET))
-    await stub.Abort(decode_pb2.AbortRequest(attempts=[attempt], by_router=True))
+    await stub.Abort(feed_pb2.AbortRequest(attempts=[attempt], by_router=True))
     for more in (cluster.expected(list(PROMPT), 120), [0] * 100):
         received = replace(RIGHT, token_ids=(*PROMPT, *more), generated_count=len(more))
         error = await refusal(stub.Attach(attachment_to_proto(received), timeout=60))
@@ -121,7 +113,7 @@ async def test_a_decode_instance_that_gave_a_request_up_is_not_attached_for_noth
     """The client has all that was drawn there: the instance would say only that it has ended."""
     decode, router, stub = await let_it_decode(cluster, by_hand)
     attempt = ownership_to_proto("a", Ownership(Owner(0, 1), router.router_id, SECRET))
-    await stub.Abort(decode_pb2.AbortRequest(attempts=[attempt], by_router=True))
+    await stub.Abort(feed_pb2.AbortRequest(attempts=[attempt], by_router=True))
     await cluster.all_free()
     (kept,) = decode.service.owners._kept.values()
     drawn = tuple(cluster.expected(list(PROMPT), 120)[: kept.log.next_index])
@@ -144,7 +136,7 @@ async def test_a_decode_instance_does_not_take_one_prefill_instances_request_for
     attached = await stub.Attach(attachment_to_proto(replace(RIGHT, placed_by=there.placed_by)), timeout=60)
     assert there.placed_by
     assert attached.attached.max_tokens == 120
-    await stub.Abort(decode_pb2.AbortRequest(attempts=[ownership_to_proto("a", MINE)], by_router=True))
+    await stub.Abort(feed_pb2.AbortRequest(attempts=[ownership_to_proto("a", MINE)], by_router=True))
     await cluster.all_free()
 
 
@@ -152,25 +144,20 @@ async def test_a_prefill_instance_gives_a_request_to_its_own_client_alone(cluste
     prefill = await cluster.prefill(fake_step_s=0.3, chunk_tokens=8, orphan_grace_s=60.0)
     decode = await cluster.decode()
     router = await cluster.router()
-    call = begin(router, prefill, 5)
-    assert (await call.read()).HasField("started")
-    stub = PrefillServiceStub(prefill.channel)
+    call = await begin(router, prefill, 5)
+    stub = FeedServiceStub(prefill.channel)
 
     async def attach(attachment: Attachment) -> object:
-        request = prefill_pb2.AttachPrefillRequest(attach=attachment_to_proto(attachment))
-        return await stub.AttachPrefill(request, timeout=60).read()
+        return await stub.Attach(attachment_to_proto(replace(attachment, at_prefill=True)), timeout=60)
 
     await check_refused(attach)
-    events: list[Any] = [None]
-    while events[-1] is not aio.EOF:
-        events.append(await call.read())
-    assert events[-2].HasField("handed_over")
+    await call.ended()
+    assert call.seen("handed_over")
     await by_hand.eventually(lambda: router.finished("a"), "it ends")
     await by_hand.eventually(decode.free, "it is over")
     other = replace(RIGHT, ownership=MINE._replace(secret=b"another secret, too"))
     assert isinstance(await refusal(attach(other)), RequestNotFound)
-    # What it keeps of the request answers a later session, but not a stream of an attempt that it never read.
-    assert isinstance(await refusal(attach(replace(RIGHT, same_owner=True))), RequestNotFound)
+    # What it keeps of the request answers a later session.
     kept: Any = await attach(RIGHT)
-    assert kept.progress.HasField("attached")
+    assert kept.attached.max_tokens == 5
     await cluster.all_free()

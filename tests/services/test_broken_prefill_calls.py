@@ -1,7 +1,7 @@
-"""Calls of a router to a prefill instance break, and both live on. Real router, prefill and decode, real gRPC."""
+"""Calls and streams between a router and a prefill instance break, and both live on. Real router, prefill and decode,
+real gRPC."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -11,19 +11,20 @@ from kaveri.v1 import prefill_pb2
 from services.prefill.server import PrefillServer
 from tests.services.breakable_link import breakable_link
 from tests.services.conftest import eventually
-from tests.services.session_client import GRACE_S, WAIT_S, SessionClient, SessionRouters, computed, prompt
+from tests.services.session_client import GRACE_S, SECRET, WAIT_S, SessionClient, SessionRouters, computed, prompt
 
 
 @pytest.mark.parametrize("phase", ["queued", "computed", "waiting for room"])
-async def test_a_prefill_call_that_breaks_between_living_processes_costs_no_attempt(
-    cluster: Any, routers: SessionRouters, phase: str
+@pytest.mark.parametrize("secret", [b"", SECRET], ids=["no secret", "secret"])
+async def test_a_stream_that_breaks_between_living_processes_costs_no_attempt(
+    cluster: Any, routers: SessionRouters, phase: str, secret: bytes
 ) -> None:
     prefill = await cluster.prefill(orphan_grace_s=GRACE_S, fake_step_s=0.03, chunk_tokens=16)
     await cluster.decode(orphan_grace_s=GRACE_S, fake_step_s=0.01, max_model_len=400, kv_cache_memory=30 * 4096)
     router = await routers.start("router-0")
     async with breakable_link(router, prefill.host.address) as link:
         ahead = SessionClient(prompt(20, 300), {"max_tokens": 50}, request_id="ahead")
-        client = SessionClient(prompt(21, 200), {"max_tokens": 20, "logprobs": 1})
+        client = SessionClient(prompt(21, 200), {"max_tokens": 20, "logprobs": 1}, secret=secret)
         calls = [routers.generate("router-0", each.message()) for each in (ahead, client)]
         reached = {"queued": 16, "computed": 320, "waiting for room": 500}[phase]
         await eventually(lambda: computed(cluster) >= reached, phase)
@@ -39,48 +40,26 @@ async def test_a_prefill_call_that_breaks_between_living_processes_costs_no_atte
     await cluster.all_free()
 
 
-async def test_a_prefill_call_without_a_secret_that_breaks_is_placed_again(
-    cluster: Any, routers: SessionRouters
-) -> None:
-    prefill = await cluster.prefill(orphan_grace_s=GRACE_S, fake_step_s=0.03, chunk_tokens=16)
-    await cluster.decode()
-    router = await routers.start("router-0")
-    async with breakable_link(router, prefill.host.address) as link:
-        client = SessionClient(prompt(22, 200), {"max_tokens": 20}, secret=b"")
-        call = routers.generate("router-0", client.message())
-        await eventually(lambda: computed(cluster) >= 32, "it is computed")
-        link.reset()
-        await client.finish(call)
-    assert client.last is not None
-    assert client.last.timing.attempts == 2
-    assert client.token_ids == cluster.expected(prompt(22, 200), 20)
-    await cluster.all_free()
-
-
-async def test_a_call_that_is_opened_again_on_the_dying_connection_is_opened_once_more(
+async def test_a_submission_whose_answer_is_lost_is_repeated_and_computed_once(
     cluster: Any, routers: SessionRouters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attach, lost = PrefillServer.AttachPrefill, []
+    submit, lost = PrefillServer.Submit, []
 
-    async def attach_on_the_second_connection(
-        self: PrefillServer, request: prefill_pb2.AttachPrefillRequest, context: Any
-    ) -> AsyncIterator[prefill_pb2.AttachPrefillResponse]:
+    async def lose_the_first_answer(
+        self: PrefillServer, request: prefill_pb2.SubmitRequest, context: Any
+    ) -> prefill_pb2.SubmitResponse:
+        response = await submit(self, request, context)
         if not lost:
-            lost.append(request.attach.request_id)
+            lost.append(request.request_id)
             await context.abort(grpc.StatusCode.UNAVAILABLE, "Stream removed (Socket closed)")
-        async for response in attach(self, request, context):
-            yield response
+        return response
 
-    monkeypatch.setattr(PrefillServer, "AttachPrefill", attach_on_the_second_connection)
-    prefill = await cluster.prefill(orphan_grace_s=GRACE_S, fake_step_s=0.03, chunk_tokens=16)
+    monkeypatch.setattr(PrefillServer, "Submit", lose_the_first_answer)
+    await cluster.prefill(fake_step_s=0.03, chunk_tokens=16)
     await cluster.decode()
-    router = await routers.start("router-0")
-    async with breakable_link(router, prefill.host.address) as link:
-        client = SessionClient(prompt(23, 200), {"max_tokens": 20})
-        call = routers.generate("router-0", client.message())
-        await eventually(lambda: computed(cluster) >= 32, "it is computed")
-        link.reset()
-        await client.finish(call)
+    await routers.start("router-0")
+    client = SessionClient(prompt(23, 200), {"max_tokens": 20})
+    await client.finish(routers.generate("router-0", client.message()))
     assert lost == ["a"]
     assert client.last is not None
     assert client.last.timing.attempts == 1

@@ -19,8 +19,9 @@ from grpc import aio
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import ReplicaOffer, Resumption
 from kaveri.domain.sampling import ResolvedParams, SamplingParams
-from kaveri.v1 import decode_pb2, inference_pb2, prefill_pb2
+from kaveri.v1 import decode_pb2, feed_pb2, inference_pb2, prefill_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from kaveri.v1.feed_pb2_grpc import FeedServiceStub
 from kaveri.v1.inference_pb2_grpc import InferenceServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.messages import layout_to_proto, params_to_proto
@@ -41,7 +42,7 @@ DECODE = {
 }
 OTHER_SECRET = b"another-secret-1"
 STRANGER = "stranger.0123456789abcdef"
-_BEGIN = ("Reserve", "Prefill")
+_BEGIN = ("Reserve", "Submit")
 NOT_FOR_CALLERS = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNIMPLEMENTED)
 
 
@@ -76,21 +77,22 @@ class Attack:
     async def _send(self) -> None:
         instances = {each.instance_id: each for each in self._cluster.instances}
         decode = DecodeServiceStub(instances[self._rng.choice(("decode-0", "decode-1"))].channel)
+        feed = FeedServiceStub(instances[self._rng.choice(sorted(instances))].channel)
         prefill = PrefillServiceStub(instances["prefill-0"].channel)
         name, make, method = self._rng.choice(
             (
                 ("Reserve", self._reserve, decode.Reserve),
-                ("Abort", self._abort, decode.Abort),
-                ("StreamTokens", self._stream, decode.StreamTokens),
-                ("Attach", self._attach, decode.Attach),
+                ("Abort", self._abort, feed.Abort),
+                ("Follow", self._follow, feed.Follow),
+                ("Attach", self._attach, feed.Attach),
                 ("OpenReplica", self._open_replica, decode.OpenReplica),
                 ("OpenReplica", self._open_replica, decode.OpenReplica),
                 ("Resume", self._resume, decode.Resume),
                 ("AwaitResumed", self._await_resumed, decode.AwaitResumed),
                 ("Resume", self._resume, decode.Resume),
-                ("Prefill", self._prefill, prefill.Prefill),
-                ("AttachPrefill", self._attach_prefill, prefill.AttachPrefill),
-                ("AbortPrefill", self._abort_prefill, prefill.AbortPrefill),
+                ("Submit", self._submit, prefill.Submit),
+                ("Attach", self._attach, feed.Attach),
+                ("Abort", self._abort, feed.Abort),
                 ("Generate", self._generate, self._router.Generate),
                 ("Generate", self._generate, self._router.Generate),
             )
@@ -136,17 +138,25 @@ class Attack:
         )
 
     def _abort(self) -> Message:
-        return decode_pb2.AbortRequest(attempts=[decode_pb2.AttemptId(**self._owner())], by_router=True)
+        name = decode_pb2.AttemptId(**self._owner())
+        return feed_pb2.AbortRequest(attempts=[name], by_router=True, give_back=self._rng.random() < 0.3)
 
-    def _stream(self) -> Message:
+    def _follow(self) -> Message:
         owner = self._owner()
-        named = decode_pb2.StreamedRequest(
-            request_id=owner["request_id"], session=owner["session"], attempt=owner["attempt"], next_index=3
+        named = feed_pb2.FollowedRequest(
+            request_id=owner["request_id"],
+            session=owner["session"],
+            attempt=owner["attempt"],
+            next_index=3,
+            at_prefill=self._rng.random() < 0.5,
         )
-        return decode_pb2.StreamTokensRequest(router_id=STRANGER, requests=[named])
+        return feed_pb2.FollowRequest(router_id=STRANGER, requests=[named])
 
     def _attach(self) -> Message:
-        return decode_pb2.AttachRequest(**self._owner(), token_ids=prompt(2, 20), generated_count=2)
+        at_prefill = self._rng.random() < 0.5
+        return feed_pb2.AttachRequest(
+            **self._owner(), token_ids=prompt(2, 20), generated_count=2, at_prefill=at_prefill
+        )
 
     def _open_replica(self) -> Message:
         request_id, ownership = self._ownership()
@@ -164,16 +174,9 @@ class Attack:
         resumption = Resumption(request_id, ownership, tuple(prompt(2, 30)), 2, params, 5.0, None, incarnation)
         return resumption_to_proto(resumption)
 
-    def _prefill(self) -> Message:
+    def _submit(self) -> Message:
         params = params_to_proto(SamplingParams(max_tokens=8, seed=0))
-        return prefill_pb2.PrefillRequest(**self._owner(), token_ids=prompt(2, 20), params=params)
-
-    def _attach_prefill(self) -> Message:
-        attach = decode_pb2.AttachRequest(**self._owner(), token_ids=prompt(2, 20), generated_count=2)
-        return prefill_pb2.AttachPrefillRequest(attach=attach)
-
-    def _abort_prefill(self) -> Message:
-        return prefill_pb2.AbortPrefillRequest(attempts=[decode_pb2.AttemptId(**self._owner())])
+        return prefill_pb2.SubmitRequest(**self._owner(), token_ids=prompt(2, 20), params=params, timeout_s=5.0)
 
     def _generate(self) -> Message:
         client = SessionClient(

@@ -25,7 +25,7 @@ async def test_a_router_hears_when_prefill_gives_up_what_runs_already(cluster: A
     call = router.prefill(prefill, "a", prompt(5, 60), max_tokens=400)
     await by_hand.eventually(lambda: ("a", 1) in router.tokens, "it decodes")
     assert not call.seen("handed_over")
-    call.call.cancel()
+    await call.cancel()
     await by_hand.eventually(lambda: router.finished("a"), "the router hears of it")
     assert "prefill" in router.last["a", 1].error
     await cluster.all_free()

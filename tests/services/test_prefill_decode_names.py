@@ -35,9 +35,9 @@ async def test_names_beyond_their_limits_are_refused_at_both_roles(cluster: Any,
         DecodeServiceStub(decode.channel).Reserve(
             decode_pb2.ReserveRequest(token_ids=[1], timeout_s=1.0, **names), timeout=5.0
         ),
-        PrefillServiceStub(prefill.channel)
-        .Prefill(prefill_pb2.PrefillRequest(token_ids=[1], **names), timeout=5)
-        .read(),
+        PrefillServiceStub(prefill.channel).Submit(
+            prefill_pb2.SubmitRequest(token_ids=[1], timeout_s=1.0, **names), timeout=5
+        ),
     ]
     for call in calls:
         with pytest.raises(aio.AioRpcError) as refused:

@@ -18,8 +18,8 @@ from kaveri.domain.view import InstanceStatus
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.local.process import ChildProcess
 from kaveri.rpc.server import open_channel
-from kaveri.v1 import decode_pb2, prefill_pb2
-from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from kaveri.v1 import feed_pb2, prefill_pb2
+from kaveri.v1.feed_pb2_grpc import FeedServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.messages import params_to_proto
 from tests.support.redis_fixture import run_redis
@@ -99,7 +99,7 @@ async def processes(tmp_path: Path) -> AsyncIterator[PrefillAndDecode]:
 async def tokens_of(channel: aio.Channel, finished: asyncio.Event) -> list[int]:
     """Follows one decode instance's stream until a request is finished there."""
     tokens: list[int] = []
-    stream = DecodeServiceStub(channel).StreamTokens(decode_pb2.StreamTokensRequest(router_id="router"))
+    stream = FeedServiceStub(channel).Follow(feed_pb2.FollowRequest(router_id="router"))
     try:
         while (message := await stream.read()) is not aio.EOF:
             for gained in message.requests:
@@ -111,15 +111,24 @@ async def tokens_of(channel: aio.Channel, finished: asyncio.Event) -> list[int]:
     return tokens
 
 
-def prefill_call(channel: aio.Channel, max_tokens: int) -> Any:
-    message = prefill_pb2.PrefillRequest(
+async def reports_of(channel: aio.Channel, max_tokens: int) -> AsyncIterator[prefill_pb2.PrefillReport]:
+    """Submits a prompt; what is reported of it, until the end."""
+    stream = FeedServiceStub(channel).Follow(feed_pb2.FollowRequest(router_id="router"))
+    message = prefill_pb2.SubmitRequest(
         request_id="a",
         attempt=1,
         router_id="router",
         token_ids=PROMPT,
         params=params_to_proto(SamplingParams(max_tokens=max_tokens, seed=0)),
+        timeout_s=DEADLINE_S,
     )
-    return PrefillServiceStub(channel).Prefill(message, timeout=DEADLINE_S)
+    await PrefillServiceStub(channel).Submit(message, timeout=DEADLINE_S)
+    async for response in stream:
+        for report in response.reports:
+            yield report
+            if report.HasField("ended"):
+                stream.cancel()
+                return
 
 
 async def test_a_killed_decode_process_is_replaced_while_the_kv_is_under_way(processes: PrefillAndDecode) -> None:
@@ -131,7 +140,7 @@ async def test_a_killed_decode_process_is_replaced_while_the_kv_is_under_way(pro
     finished = asyncio.Event()
     streams = {name: asyncio.create_task(tokens_of(channels[name], finished)) for name in ("decode-0", "decode-1")}
     places, first_token, handed_over = [], None, False
-    async for event in prefill_call(channels["prefill-0"], max_tokens=20):
+    async for event in reports_of(channels["prefill-0"], max_tokens=20):
         if event.HasField("placed"):
             places.append(event.placed.decode_instance_id)
             if len(places) == 1:
@@ -139,7 +148,7 @@ async def test_a_killed_decode_process_is_replaced_while_the_kv_is_under_way(pro
                 await processes.children[places[0]].kill()
         if event.HasField("first_token"):
             first_token = event.first_token.token_id
-        handed_over = event.HasField("handed_over")
+        handed_over = handed_over or event.HasField("handed_over")
     assert handed_over
     survivor = ({"decode-0", "decode-1"} - {places[0]}).pop()
     assert places[-1] == survivor
@@ -161,14 +170,17 @@ async def test_a_killed_prefill_process_leaves_no_blocks_at_decode(processes: Pr
     statuses = [await processes.ready(name) for name in ("prefill-0", "decode-0")]
     channels = [open_channel(status.record.address) for status in statuses]
     stream = asyncio.create_task(tokens_of(channels[1], asyncio.Event()))
-    call = prefill_call(channels[0], max_tokens=20)
-    while not (await call.read()).HasField("placed"):
+    reports = reports_of(channels[0], max_tokens=20)
+    while not (await anext(reports)).HasField("placed"):
         pass
     await processes.eventually(lambda: not processes.holds_nothing("decode-0"), "room is held")
     # Decode learns of the death by the connection. Before there is one, the router would abort the reservation.
     await processes.eventually(lambda: "kv_peer_connected" in prefill.log_path.read_text(), "the push is connected")
     await prefill.kill()
-    assert await call.code() is grpc.StatusCode.UNAVAILABLE
+    with pytest.raises(aio.AioRpcError) as broken:
+        async for _ in reports:
+            pass
+    assert broken.value.code() is grpc.StatusCode.UNAVAILABLE
     await processes.eventually(lambda: processes.holds_nothing("decode-0"), "its blocks are free", 2.0)
     await processes.eventually(lambda: processes.status("prefill-0") is None, "it leaves the view", 5.0)
     stream.cancel()

@@ -393,7 +393,7 @@ async def test_a_draining_owner_whose_router_is_gone_keeps_its_request(
     released: list[Any] = []
     monkeypatch.setattr(owned.owner.engine, "release", lambda *args: released.append(args))
     owned.router.unsubscribe(owned.owner)
-    streams = owned.owner.service._instance.owners.streams
+    streams = owned.owner.service._instance.owners.feeds
     await by_hand.eventually(lambda: not streams.has(ROUTER), "its router is gone")
     owned.owner.service.drain()
     watermark = cluster.replicas[owned.holder.instance_id].usage

@@ -357,7 +357,7 @@ async def test_a_request_that_ends_while_it_waits_gives_its_place_up(cluster: An
     await by_hand.reserve(decode, "taken", 79)
     first = router.prefill(prefill, "first", prompt(3, 120), max_tokens=10)
     await by_hand.eventually(lambda: in_line(decode) == 1, "it waits")
-    first.call.cancel()
+    await first.cancel()
     await by_hand.eventually(lambda: in_line(decode) == 0, "it does not wait any more")
     await by_hand.abort(decode, "taken")
     await cluster.all_free()

@@ -208,16 +208,17 @@ async def test_a_request_cancelled_while_it_is_looked_for_frees_prefill_within_a
     await eventually(lambda: computed(cluster) > 0, "it is computed")
     await routers.cut("router-0")
     call.cancel()
-    takeover = routers.by_name["router-1"].placer._takeover
-    at_prefill, asked = takeover._attach_at_prefill, asyncio.Event()
+    feeds, asked = routers.by_name["router-1"].feeds, asyncio.Event()
+    attach = feeds.attach
 
-    async def attached_and_held(*args: Any) -> Any:
-        found = await at_prefill(*args)
-        asked.set()
-        await asyncio.Event().wait()
-        return found
+    async def attached_and_held(record: Any, attachment: Any, *args: Any) -> Any:
+        attached = await attach(record, attachment, *args)
+        if attachment.at_prefill:
+            asked.set()
+            await asyncio.Event().wait()
+        return attached
 
-    takeover._attach_at_prefill = attached_and_held  # type: ignore[method-assign]
+    feeds.attach = attached_and_held  # type: ignore[method-assign]
     client.session = 1
     call = routers.generate("router-1", client.message())
     await asyncio.wait_for(asked.wait(), WAIT_S)
@@ -318,9 +319,10 @@ async def test_no_more_instances_are_asked_than_there_may_be_when_no_hint_holds(
     router = await routers.start("router-0")
     attach, asked = router.feeds.attach, []
 
-    async def counted(record: Any, *args: Any) -> Any:
-        asked.append(record.instance_id)
-        return await attach(record, *args)
+    async def counted(record: Any, attachment: Any, *args: Any) -> Any:
+        if not attachment.at_prefill:
+            asked.append(record.instance_id)
+        return await attach(record, attachment, *args)
 
     router.feeds.attach = counted  # type: ignore[method-assign]
     client = SessionClient(prompt(36), {"max_tokens": 5}, session=1)

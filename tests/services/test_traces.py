@@ -13,7 +13,6 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from kaveri import AsyncClient, SamplingParams
 from kaveri.errors import Unavailable
 from kaveri.telemetry.tracing import use_provider
-from tests.services.breakable_link import breakable_link
 from tests.services.conftest import eventually
 from tests.services.session_client import SessionClient, SessionRouters, computed, prompt
 
@@ -107,19 +106,19 @@ async def test_an_attempt_links_to_the_one_before_and_says_why_that_was_lost(
 ) -> None:
     prefill = await cluster.prefill(fake_step_s=0.03, chunk_tokens=16)
     await cluster.decode()
-    router = await routers.start("router-0")
-    async with breakable_link(router, prefill.host.address) as link:
-        client = SessionClient(prompt(2, 200), {"max_tokens": 5}, secret=b"")
-        call = routers.generate("router-0", client.message())
-        await eventually(lambda: computed(cluster) >= 32, "it is computed")
-        link.reset()
-        await client.finish(call)
+    await routers.start("router-0")
+    client = SessionClient(prompt(2, 200), {"max_tokens": 5})
+    call = routers.generate("router-0", client.message())
+    await eventually(lambda: computed(cluster) >= 32, "it is computed")
+    await cluster.prefill("prefill-1")
+    prefill.host._service.break_off("it is killed")
+    await client.finish(call)
     await eventually(lambda: len(spans.named("generate")) == 1, "the router has ended the request")
     lost, served = spans.named("attempt")
     assert not lost.status.is_ok
     assert served.status.status_code is otel.StatusCode.UNSET
     assert [link.context.span_id for link in served.links] == [lost.context.span_id]
-    assert served.attributes["kaveri.prefill_instance_id"] == "prefill-0"
+    assert served.attributes["kaveri.prefill_instance_id"] == "prefill-1"
     assert len(spans.named("place")) == 2
 
 

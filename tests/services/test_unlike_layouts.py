@@ -95,7 +95,7 @@ async def test_a_request_that_is_given_up_while_it_is_mapped_leaves_nothing_behi
     calls = [router.prefill(prefill, f"r{number}", prompt(number, 400), max_tokens=5) for number in range(4)]
     await by_hand.eventually(lambda: all(call.seen("placed") for call in calls[:2]), "pushes are under way")
     for number, call in enumerate(calls):
-        call.call.cancel()
+        await call.cancel()
         await by_hand.abort(decode, f"r{number}")
     await cluster.all_free()
     token_ids = prompt(9, 300)

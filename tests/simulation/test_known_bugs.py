@@ -217,7 +217,7 @@ def test_a_client_whose_answer_ended_just_before_its_instance_was_switched_gets_
     ]
     result = run(story(cluster(routers=2, decodes=2, step_s=0.02), requests, faults))
     assert [line for line in result.lines if "decode-1" in line and "request_id=asked" in line], "another one had it"
-    asked = [line for line in result.lines if "PrefillService/Prefill " in line and 'request_id: "asked"' in line]
+    asked = [line for line in result.lines if "PrefillService/Submit " in line and 'request_id: "asked"' in line]
     assert len([line for line in asked if "start" in line]) == 1
 
 

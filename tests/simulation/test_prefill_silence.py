@@ -20,7 +20,7 @@ def _at_s(line: str) -> float:
 
 
 def _prompts(result: ScheduleResult) -> int:
-    return len(_lines(result, "start      /kaveri.v1.PrefillService/Prefill ", 'request_id: "moved"'))
+    return len(_lines(result, "start      /kaveri.v1.PrefillService/Submit ", 'request_id: "moved"'))
 
 
 def _disturbed(fault: Fault) -> Plan:
@@ -43,9 +43,9 @@ def _disturbed(fault: Fault) -> Plan:
 def test_a_prompt_is_placed_again_within_a_second_when_its_instance_falls_silent(
     run: Run, fault: dict[str, object]
 ) -> None:
-    computing = "start /kaveri.v1.PrefillService/Prefill"
+    computing = "start /kaveri.v1.PrefillService/Submit"
     result = run(_disturbed(Fault(after=computing, after_count=2, at_s=0.3, target="prefill-0", **fault)))  # type: ignore[arg-type]
-    if not _lines(result, "prefill-0", "start      /kaveri.v1.PrefillService/Prefill ", 'request_id: "moved"'):
+    if not _lines(result, "prefill-0", "start      /kaveri.v1.PrefillService/Submit ", 'request_id: "moved"'):
         result = run(_disturbed(Fault(after=computing, after_count=2, at_s=0.3, target="prefill-1", **fault)))  # type: ignore[arg-type]
     began_s = _at_s(next(line for line in result.lines if "fault:" in line))
     lost_s = _at_s(_lines(result, "attempt_lost", "moved")[0])
@@ -58,7 +58,7 @@ def test_a_prompt_is_placed_again_within_a_second_when_its_instance_falls_silent
     "fault", [{"kind": FaultKind.FREEZE, "lasts_s": 0.3}, {"kind": FaultKind.RESET, "other": "router-0"}]
 )
 def test_a_prompt_is_computed_once_when_only_its_stream_breaks(run: Run, fault: dict[str, object]) -> None:
-    computing = "start /kaveri.v1.PrefillService/Prefill"
+    computing = "start /kaveri.v1.PrefillService/Submit"
     for target in ("prefill-0", "prefill-1"):
         result = run(_disturbed(Fault(after=computing, after_count=2, at_s=0.3, target=target, **fault)))  # type: ignore[arg-type]
         assert _prompts(result) == 1
@@ -76,5 +76,5 @@ def test_other_requests_avoid_an_instance_that_is_silent(run: Run) -> None:
     assert all(_at_s(line) < cut_s + 1.0 for line in lost), "the silent instance got requests"
     assert _lines(result, "fault_end")
     healed_s = _at_s(_lines(result, "fault_end")[0])
-    asked = _lines(result, "prefill-0", "start      /kaveri.v1.PrefillService/Prefill ")
+    asked = _lines(result, "prefill-0", "start      /kaveri.v1.PrefillService/Submit ")
     assert any(_at_s(line) > healed_s for line in asked), "it is used again"

@@ -42,7 +42,7 @@ def run(plan: Plan, tokenizer: ModelTokenizer) -> ScheduleResult:
 
 def prompts_of(result: ScheduleResult, request_id: str = "moved") -> int:
     """How often a prefill instance was asked for the request."""
-    called = [line for line in result.lines if "start      /kaveri.v1.PrefillService/Prefill " in line]
+    called = [line for line in result.lines if "start      /kaveri.v1.PrefillService/Submit " in line]
     return sum(f'request_id: "{request_id}"' in line for line in called)
 
 
@@ -99,7 +99,7 @@ def test_an_answer_whose_owner_is_lost_between_its_last_token_and_the_router_end
     ends = [
         float(line.split()[0]) for line in result.lines if "outcome=finished" in line and "request_id=moved" in line
     ]
-    lost = next(float(line.split()[0]) for line in result.lines if "token_stream_broken" in line)
+    lost = next(float(line.split()[0]) for line in result.lines if "stream_broken" in line)
     assert ends[0] < lost, "the answer was not complete at its owner"
     ((held, recomputed),) = resumed(result)
     assert recomputed <= 2 * BLOCK_TOKENS, (held, recomputed)

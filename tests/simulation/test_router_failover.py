@@ -9,7 +9,7 @@ from tests.simulation.cluster.schedule import run_schedule
 
 _PHASES = {
     "before its prompt is sent": "start /kaveri.v1.InferenceService/Generate",
-    "prefilling": "start /kaveri.v1.PrefillService/Prefill",
+    "prefilling": "start /kaveri.v1.PrefillService/Submit",
     "pushing": "start /kaveri.v1.DecodeService/Reserve",
     "streaming": "message /kaveri.v1.InferenceService/Generate",
 }
@@ -35,7 +35,7 @@ def test_an_answer_goes_on_through_another_router_and_its_prompt_is_computed_onc
     result = run_schedule(plan, tokenizer, lines=True)
     assert result.violations == []
     assert any("request_reattached request_id=moved" in line for line in result.lines), "the fault missed the request"
-    prompts = [line for line in result.lines if "start      /kaveri.v1.PrefillService/Prefill " in line]
+    prompts = [line for line in result.lines if "start      /kaveri.v1.PrefillService/Submit " in line]
     moved = [line for line in prompts if 'request_id: "moved"' in line]
     assert len(moved) == 1, "its prompt was computed again"
 
@@ -50,7 +50,7 @@ def test_an_instance_that_hangs_and_leaves_while_it_is_asked_for_a_request_does_
             Fault(kind=FaultKind.FREEZE, at_s=0.1, target="decode-1", lasts_s=4.0),
             Fault(
                 kind=FaultKind.RESTART,
-                after="start /kaveri.v1.PrefillService/Prefill",
+                after="start /kaveri.v1.PrefillService/Submit",
                 at_s=0.02,
                 target="router-0",
                 lasts_s=0.5,

@@ -56,7 +56,7 @@ def of_services(mode: ReplicationMode, killed: str, tokenizer: ModelTokenizer) -
     assert result.violations == []
     found = [line for line in result.lines if "request_resumed " in line]
     assert all(f"owner_id={killed}" in line for line in found)
-    called = [line for line in result.lines if "start      /kaveri.v1.PrefillService/Prefill " in line]
+    called = [line for line in result.lines if "start      /kaveri.v1.PrefillService/Submit " in line]
     # The rest are of the cluster's checks at the end.
     called = [line for line in called if re.search(r'request_id: "r\d"', line)]
     return GoneOn(

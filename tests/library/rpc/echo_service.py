@@ -8,32 +8,30 @@ from functools import partial
 from typing import Any
 
 from kaveri.rpc.server import RpcServer
-from kaveri.v1 import decode_pb2, decode_pb2_grpc
+from kaveri.v1 import feed_pb2, feed_pb2_grpc
 
-SERVICE_NAME = "kaveri.v1.DecodeService"
+SERVICE_NAME = "kaveri.v1.FeedService"
 
 
-class EchoService(decode_pb2_grpc.DecodeServiceServicer):
-    """Abort answers at once, or does what `on_abort` says; StreamTokens stays open until it is cancelled."""
+class EchoService(feed_pb2_grpc.FeedServiceServicer):
+    """Abort answers at once, or does what `on_abort` says; Follow stays open until it is cancelled."""
 
     def __init__(self) -> None:
         self.on_abort: Callable[[Any], Awaitable[None]] | None = None
         self.open_streams = 0
 
-    async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveResponse:
-        return decode_pb2.ReserveResponse()
+    async def Attach(self, request: feed_pb2.AttachRequest, context: Any) -> feed_pb2.AttachResponse:
+        return feed_pb2.AttachResponse()
 
-    async def Abort(self, request: decode_pb2.AbortRequest, context: Any) -> decode_pb2.AbortResponse:
+    async def Abort(self, request: feed_pb2.AbortRequest, context: Any) -> feed_pb2.AbortResponse:
         if self.on_abort is not None:
             await self.on_abort(context)
-        return decode_pb2.AbortResponse()
+        return feed_pb2.AbortResponse()
 
-    async def StreamTokens(
-        self, request: decode_pb2.StreamTokensRequest, context: Any
-    ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
+    async def Follow(self, request: feed_pb2.FollowRequest, context: Any) -> AsyncIterator[feed_pb2.FollowResponse]:
         self.open_streams += 1
         try:
-            yield decode_pb2.StreamTokensResponse(incarnation=1)
+            yield feed_pb2.FollowResponse(incarnation=1)
             await asyncio.Event().wait()
         finally:
             self.open_streams -= 1
@@ -43,7 +41,7 @@ class EchoService(decode_pb2_grpc.DecodeServiceServicer):
 async def serving(service: EchoService) -> AsyncIterator[RpcServer]:
     """Serves `service` on loopback, not ready yet; `port` says where."""
     server = RpcServer("127.0.0.1", 0, [SERVICE_NAME])
-    server.add(partial(decode_pb2_grpc.add_DecodeServiceServicer_to_server, service))
+    server.add(partial(feed_pb2_grpc.add_FeedServiceServicer_to_server, service))
     await server.start()
     try:
         yield server

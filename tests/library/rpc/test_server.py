@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kaveri.errors import ConfigError, InvalidArgument
 from kaveri.rpc.server import MAX_MESSAGE_BYTES, RpcServer, check_health, open_channel
-from kaveri.v1 import decode_pb2, decode_pb2_grpc
+from kaveri.v1 import feed_pb2, feed_pb2_grpc
 from kaveri.wire.status import error_of
 from tests.library.rpc.echo_service import SERVICE_NAME, EchoService, serving
 
@@ -39,7 +39,7 @@ async def test_health_is_serving_between_ready_and_drain(name: str) -> None:
         )
         assert states == [not_serving, is_serving, not_serving]
         # Draining refuses nothing by itself: the service decides what it still takes.
-        await decode_pb2_grpc.DecodeServiceStub(channel).Abort(decode_pb2.AbortRequest())
+        await feed_pb2_grpc.FeedServiceStub(channel).Abort(feed_pb2.AbortRequest())
 
 
 async def test_check_health_tells_serving_from_not_serving_from_nobody() -> None:
@@ -71,7 +71,7 @@ async def test_a_port_in_use_is_a_config_error_at_once() -> None:
             await second.start()
         assert time.monotonic() - started_s < 10
         async with open_channel(f"127.0.0.1:{first.port}") as channel:
-            await decode_pb2_grpc.DecodeServiceStub(channel).Abort(decode_pb2.AbortRequest())
+            await feed_pb2_grpc.FeedServiceStub(channel).Abort(feed_pb2.AbortRequest())
 
 
 async def test_a_port_that_a_plain_socket_holds_is_a_config_error() -> None:
@@ -87,13 +87,13 @@ async def test_an_address_of_somebody_else_is_a_config_error(host: str) -> None:
 
 async def test_a_message_over_the_limit_is_refused_and_the_connection_goes_on() -> None:
     async with serving(EchoService()) as server, open_channel(f"127.0.0.1:{server.port}") as channel:
-        stub = decode_pb2_grpc.DecodeServiceStub(channel)
-        stream = stub.StreamTokens(decode_pb2.StreamTokensRequest())
+        stub = feed_pb2_grpc.FeedServiceStub(channel)
+        stream = stub.Follow(feed_pb2.FollowRequest())
         await stream.read()
-        fits = decode_pb2.ReserveRequest(request_id="x" * (MAX_MESSAGE_BYTES - 100))
-        await stub.Reserve(fits)
+        fits = feed_pb2.AttachRequest(request_id="x" * (MAX_MESSAGE_BYTES - 100))
+        await stub.Attach(fits)
         with pytest.raises(aio.AioRpcError) as ours:
-            await stub.Reserve(decode_pb2.ReserveRequest(request_id="x" * (MAX_MESSAGE_BYTES + 1)))
+            await stub.Attach(feed_pb2.AttachRequest(request_id="x" * (MAX_MESSAGE_BYTES + 1)))
         assert isinstance(error_of(ours.value), InvalidArgument)
         assert not stream.done()
         stream.cancel()
@@ -101,16 +101,16 @@ async def test_a_message_over_the_limit_is_refused_and_the_connection_goes_on() 
 
 async def test_a_strangers_message_over_the_limit_disturbs_no_other_stream() -> None:
     async with serving(EchoService()) as server, open_channel(f"127.0.0.1:{server.port}") as channel:
-        stream = decode_pb2_grpc.DecodeServiceStub(channel).StreamTokens(decode_pb2.StreamTokensRequest())
+        stream = feed_pb2_grpc.FeedServiceStub(channel).Follow(feed_pb2.FollowRequest())
         await stream.read()
         async with aio.insecure_channel(f"127.0.0.1:{server.port}") as unlimited:
             with pytest.raises(aio.AioRpcError) as theirs:
-                await decode_pb2_grpc.DecodeServiceStub(unlimited).Reserve(
-                    decode_pb2.ReserveRequest(request_id="x" * (2 * MAX_MESSAGE_BYTES))
+                await feed_pb2_grpc.FeedServiceStub(unlimited).Attach(
+                    feed_pb2.AttachRequest(request_id="x" * (2 * MAX_MESSAGE_BYTES))
                 )
         assert theirs.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert isinstance(error_of(theirs.value), InvalidArgument)
-        await decode_pb2_grpc.DecodeServiceStub(channel).Abort(decode_pb2.AbortRequest())
+        await feed_pb2_grpc.FeedServiceStub(channel).Abort(feed_pb2.AbortRequest())
         assert not stream.done()
         stream.cancel()
 
@@ -127,8 +127,8 @@ GARBAGE = {
 @pytest.mark.parametrize("name", GARBAGE)
 async def test_garbage_on_the_port_disturbs_nothing_else(name: str) -> None:
     async with serving(EchoService()) as server, open_channel(f"127.0.0.1:{server.port}") as channel:
-        stub = decode_pb2_grpc.DecodeServiceStub(channel)
-        stream = stub.StreamTokens(decode_pb2.StreamTokensRequest())
+        stub = feed_pb2_grpc.FeedServiceStub(channel)
+        stream = stub.Follow(feed_pb2.FollowRequest())
         await stream.read()
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(GARBAGE[name])
@@ -136,7 +136,7 @@ async def test_garbage_on_the_port_disturbs_nothing_else(name: str) -> None:
         if GARBAGE[name]:
             # The server hangs up: either at once or with what it has to say first.
             await asyncio.wait_for(_read_to_the_end(reader), WAIT_S)
-        await stub.Abort(decode_pb2.AbortRequest(), timeout=WAIT_S)
+        await stub.Abort(feed_pb2.AbortRequest(), timeout=WAIT_S)
         assert not stream.done()
         stream.cancel()
         writer.close()
@@ -145,7 +145,7 @@ async def test_garbage_on_the_port_disturbs_nothing_else(name: str) -> None:
 async def test_stop_cancels_what_the_grace_did_not_end() -> None:
     service = EchoService()
     async with serving(service) as server, open_channel(f"127.0.0.1:{server.port}") as channel:
-        stream = decode_pb2_grpc.DecodeServiceStub(channel).StreamTokens(decode_pb2.StreamTokensRequest())
+        stream = feed_pb2_grpc.FeedServiceStub(channel).Follow(feed_pb2.FollowRequest())
         await stream.read()
         assert service.open_streams == 1
         await asyncio.wait_for(server.stop(0.1), WAIT_S)
@@ -158,7 +158,7 @@ async def test_a_client_that_vanishes_ends_its_stream_on_the_server() -> None:
     service = EchoService()
     async with serving(service) as server:
         async with open_channel(f"127.0.0.1:{server.port}") as channel:
-            stream = decode_pb2_grpc.DecodeServiceStub(channel).StreamTokens(decode_pb2.StreamTokensRequest())
+            stream = feed_pb2_grpc.FeedServiceStub(channel).Follow(feed_pb2.FollowRequest())
             await stream.read()
             assert service.open_streams == 1
         await _no_stream_is_open(service)
@@ -168,15 +168,15 @@ async def test_a_channel_finds_a_server_that_came_back_within_seconds() -> None:
     async with serving(EchoService()) as server:
         port = server.port
         channel = open_channel(f"127.0.0.1:{port}")
-        stub = decode_pb2_grpc.DecodeServiceStub(channel)
-        await stub.Abort(decode_pb2.AbortRequest())
+        stub = feed_pb2_grpc.FeedServiceStub(channel)
+        await stub.Abort(feed_pb2.AbortRequest())
     with pytest.raises(aio.AioRpcError):
-        await stub.Abort(decode_pb2.AbortRequest(), timeout=WAIT_S)
+        await stub.Abort(feed_pb2.AbortRequest(), timeout=WAIT_S)
     again = RpcServer("127.0.0.1", port, [SERVICE_NAME])
-    again.add(lambda server: decode_pb2_grpc.add_DecodeServiceServicer_to_server(EchoService(), server))
+    again.add(lambda server: feed_pb2_grpc.add_FeedServiceServicer_to_server(EchoService(), server))
     await again.start()
     started_s = time.monotonic()
-    await stub.Abort(decode_pb2.AbortRequest(), timeout=WAIT_S, wait_for_ready=True)
+    await stub.Abort(feed_pb2.AbortRequest(), timeout=WAIT_S, wait_for_ready=True)
     assert time.monotonic() - started_s < 5
     await channel.close()
     await again.stop(0)

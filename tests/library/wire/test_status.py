@@ -33,7 +33,7 @@ from kaveri.errors import (
     Unsupported,
 )
 from kaveri.rpc.server import open_channel
-from kaveri.v1 import decode_pb2, decode_pb2_grpc
+from kaveri.v1 import feed_pb2, feed_pb2_grpc
 from kaveri.wire.status import DETAILS_KEY, abort, error_of, status_of
 from tests.library.rpc.echo_service import EchoService, serving
 
@@ -74,7 +74,7 @@ async def call(service: EchoService, **options: Any) -> aio.AioRpcError:
     """Makes one RPC and returns the gRPC error that it ends with."""
     async with serving(service) as server, open_channel(f"127.0.0.1:{server.port}") as channel:
         with pytest.raises(aio.AioRpcError) as caught:
-            await decode_pb2_grpc.DecodeServiceStub(channel).Abort(decode_pb2.AbortRequest(), **options)
+            await feed_pb2_grpc.FeedServiceStub(channel).Abort(feed_pb2.AbortRequest(), **options)
     return caught.value
 
 

@@ -13,6 +13,7 @@ from services.decode.lifecycle import Ready, Running, State
 from services.decode.metrics import DecodeMetrics
 from services.decode.owners import RequestOwners
 from services.decode.requests import DecodeRequest
+from services.decode.token_streams import gained_of
 
 OWNER = Owner(0, 1)
 
@@ -62,9 +63,10 @@ async def test_news_of_a_copy_needs_a_message_only_while_no_tokens_come(state: S
     owners = RequestOwners(10.0, lambda name: None, DecodeMetrics(CollectorRegistry()))
     engine_request = EngineRequest(EngineKey("r", 1), (1,) * 10, 0, ResolvedParams())
     request = DecodeRequest(engine_request, Ownership(OWNER, "router"), 0.0, 60.0, BatchMember(10), state)
-    stream = owners.open_stream("router", ())
+    feed = owners.feeds.open("router")
     owners.tell_replica(request, ReplicaLocation("d1", 1, 16))
-    assert (request in stream.feed) is has_message
+    assert (request in feed) is has_message
     owners.streams.gain(request, TokenStep(request.key, 1, 7, None, None), None)
-    (gained,) = await stream.next_batch()
+    (news,) = await feed.take()
+    gained = gained_of(news)  # type: ignore[arg-type]
     assert gained.replica == ReplicaLocation("d1", 1, 16)

@@ -10,6 +10,7 @@ from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import FinishReason, ResolvedParams
 from kaveri.engine.contract import EngineKey, EngineRequest, TokenStep
 from kaveri.errors import InvalidArgument, RequestNotFound, Unavailable, Unsupported
+from kaveri.feeds.feed import RouterFeeds
 from kaveri.models import KAVERI_TINY, resolve_model
 from kaveri.policy.growth import BatchMember
 from kaveri.text.answer import Answer
@@ -18,7 +19,7 @@ from services.decode.answer_log import READ_HERE_TOKENS
 from services.decode.answer_readers import AnswerAsked, AnswerReaders, CallerStream, ReadPart
 from services.decode.lifecycle import InLine, RequestTimes
 from services.decode.requests import DecodeRequest
-from services.decode.token_streams import TokenStream, TokenStreams
+from services.decode.token_streams import TokenStreams, gained_of
 
 WAIT_S = 60.0
 READER = "reader-of-the-test"
@@ -40,8 +41,9 @@ class AnswerReadHere:
         self.params = params
         self.requests: dict[str, DecodeRequest] = {}
         self.request = self.add("a")
-        self.streams = TokenStreams(10.0, lambda name: None, lambda name: [])
-        self.router: TokenStream = self.streams.open(ROUTER)
+        feeds = RouterFeeds(10.0)
+        self.streams = TokenStreams(feeds, lambda name: None, lambda name: [])
+        self.router = feeds.open(ROUTER)
         self.read_tokens = 0
         self.readers = AnswerReaders(self.requests.get, self.streams.note_reader, tokenizer, self._count)
 
@@ -68,7 +70,8 @@ class AnswerReadHere:
         return self.readers.take(stream, await asyncio.wait_for(stream.next_batch(0.01), WAIT_S))
 
     async def routers(self) -> list[Any]:
-        return await asyncio.wait_for(self.router.next_batch(0.01), WAIT_S)
+        news = await asyncio.wait_for(self.router.take(0.01), WAIT_S)
+        return [gained_of(each) for each in news]  # type: ignore[arg-type]
 
 
 async def test_the_caller_gets_each_token_and_the_router_some_at_a_time(tokenizer: ModelTokenizer) -> None:

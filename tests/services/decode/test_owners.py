@@ -14,6 +14,7 @@ from services.decode.lifecycle import InLine, Running, State
 from services.decode.metrics import DecodeMetrics
 from services.decode.owners import RequestOwners
 from services.decode.requests import DecodeRequest, KnownAttempts, ResumedHere
+from services.decode.token_streams import gained_of
 
 PROMPT = tuple(range(1, 11))
 SECRET = b"s" * 16
@@ -45,8 +46,7 @@ async def test_a_stream_that_is_opened_again_gets_no_request_that_belongs_to_ano
     owners: RequestOwners, owner: Ownership
 ) -> None:
     request = add(owners)
-    stream = owners.open_stream(owner.router_id, [Awaited("r", owner.owner, 2)])
-    (notice,) = await stream.next_batch()
+    (notice,) = owners.repeat(owner.router_id, [Awaited("r", owner.owner, 2)])
     assert (notice.owner, notice.token_ids) == (owner.owner, [])
     assert "another owner" in notice.end.error
     assert not request.log.has_unsent, "its own router would get tokens again"
@@ -54,8 +54,9 @@ async def test_a_stream_that_is_opened_again_gets_no_request_that_belongs_to_ano
 
 async def test_a_stream_that_is_opened_again_goes_on_where_its_router_is(owners: RequestOwners) -> None:
     add(owners)
-    stream = owners.open_stream("router-1", [Awaited("r", PRESENT.owner, 3)])
-    (gained,) = await stream.next_batch()
+    assert owners.repeat("router-1", [Awaited("r", PRESENT.owner, 3)]) == []
+    (news,) = await owners.feeds.open("router-1").take()
+    gained = gained_of(news)  # type: ignore[arg-type]
     assert (gained.index, gained.token_ids) == (3, [103, 104, 105])
 
 
@@ -74,7 +75,7 @@ async def test_a_former_owner_is_refused_however_long_the_present_one_has_the_re
     with pytest.raises(RequestAlreadyExists):
         owners.attach(Attachment("r", FORMER, (*PROMPT, 100), 1))
     assert owners.attach(Attachment("r", PRESENT, (*PROMPT, 100), 1)).params.max_tokens == 20
-    owners.streams.close_all()
+    owners.feeds.close_all()
 
 
 @pytest.mark.parametrize(

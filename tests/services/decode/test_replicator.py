@@ -28,7 +28,7 @@ class EmptyInstance:
     """Has no request any more; all routers have token streams."""
 
     def __init__(self) -> None:
-        self.owners = SimpleNamespace(streams=SimpleNamespace(has=lambda router_id: True))
+        self.owners = SimpleNamespace(feeds=SimpleNamespace(has=lambda router_id: True))
         self.moved: list[DecodeRequest] = []
 
     def landed(self) -> tuple[()]:

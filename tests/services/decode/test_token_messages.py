@@ -5,10 +5,10 @@ import pytest
 from kaveri.domain.owner import Owner
 from kaveri.domain.sampling import FinishReason, Logprobs
 from kaveri.rpc.server import MAX_MESSAGE_BYTES
-from kaveri.v1 import decode_pb2
+from kaveri.v1 import feed_pb2
 from services.decode.answer_log import GOING_ON, End, GainedTokens
 from services.decode.lifecycle import RequestTimes
-from services.decode.server import _to_proto
+from services.decode.server import tokens_to_proto
 from services.decode.token_messages import messages_of
 
 LARGE_ID = 2**31 - 1
@@ -22,7 +22,7 @@ def gained(request_id: str, token_count: int, logprobs: bool = False, end: End =
 
 def sizes(messages: list[list[GainedTokens]]) -> list[int]:
     return [
-        decode_pb2.StreamTokensResponse(requests=[_to_proto(entry) for entry in entries]).ByteSize()
+        feed_pb2.FollowResponse(requests=[tokens_to_proto(entry) for entry in entries]).ByteSize()
         for entries in messages
     ]
 

@@ -208,7 +208,7 @@ async def test_an_instance_that_has_stopped_a_phase_refuses_its_requests_until_i
     assert await instance.host.switch((), 2)
     assert instance.load().phases == ()
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await router.prefill(instance, "b", prompt(1, 50), max_tokens=3).read()
+        await router.prefill(instance, "b", prompt(1, 50), max_tokens=3).ended()
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     assert not await instance.host.switch(DECODE, 1)
     assert await instance.host.switch(PREFILL, 3)

@@ -18,8 +18,8 @@ from kaveri.domain.view import InstanceStatus
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.local.process import ChildProcess
 from kaveri.rpc.server import open_channel
-from kaveri.v1 import decode_pb2, predictor_pb2, prefill_pb2
-from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from kaveri.v1 import feed_pb2, predictor_pb2, prefill_pb2
+from kaveri.v1.feed_pb2_grpc import FeedServiceStub
 from kaveri.v1.predictor_pb2_grpc import LengthPredictorServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.messages import params_to_proto
@@ -154,17 +154,25 @@ class Traffic:
 
     def __init__(self, prefill: aio.Channel, decode: aio.Channel, metrics_port: int) -> None:
         self._prefill = PrefillServiceStub(prefill)
-        self._decode = DecodeServiceStub(decode)
+        self._feeds = FeedServiceStub(prefill), FeedServiceStub(decode)
         self._metrics = f"127.0.0.1:{metrics_port}"
         self._rng = random.Random(1)
+        self._first: dict[str, int] = {}
         self._tokens: dict[str, dict[int, int]] = {}
         self._ended: dict[str, asyncio.Event] = {}
         self.answered = 0
         self.following: asyncio.Task[None] | None = None
 
     async def follow(self) -> None:
-        stream: Any = self._decode.StreamTokens(decode_pb2.StreamTokensRequest(router_id="router"))
+        await asyncio.gather(*map(self._follow, self._feeds))
+
+    async def _follow(self, stub: FeedServiceStub) -> None:
+        stream: Any = stub.Follow(feed_pb2.FollowRequest(router_id="router"))
         async for message in stream:
+            for report in message.reports:
+                if report.HasField("first_token"):
+                    self._first[report.request_id] = report.first_token.token_id
+                assert not report.ended.error, report.ended.error
             for gained in message.requests:
                 tokens = self._tokens.setdefault(gained.request_id, {})
                 tokens.update({gained.index + offset: token for offset, token in enumerate(gained.token_ids)})
@@ -181,21 +189,23 @@ class Traffic:
     async def request(self, request_id: str) -> None:
         prompt = [self._rng.randrange(1, 1000) for _ in range(120)]
         self._ended[request_id] = asyncio.Event()
-        message = prefill_pb2.PrefillRequest(
+        message = prefill_pb2.SubmitRequest(
             request_id=request_id,
             attempt=1,
             router_id="router",
             token_ids=prompt,
             params=params_to_proto(SamplingParams(max_tokens=6, seed=0)),
+            timeout_s=DEADLINE_S,
         )
-        events = [event async for event in self._prefill.Prefill(message, timeout=DEADLINE_S)]
-        first = [event.first_token.token_id for event in events if event.HasField("first_token")]
+        await self._prefill.Submit(message, timeout=DEADLINE_S)
         ended = asyncio.ensure_future(self._ended[request_id].wait())
         assert self.following is not None
         await asyncio.wait((ended, self.following), timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
         assert ended.done(), f"{request_id} was not answered"
         tokens = self._tokens.pop(request_id)
-        assert [*first, *(tokens[index] for index in sorted(tokens))] == FakeModel().answer(prompt, 0, 6)
+        assert [self._first.pop(request_id), *(tokens[index] for index in sorted(tokens))] == FakeModel().answer(
+            prompt, 0, 6
+        )
 
     async def predictions(self, outcome: str) -> float:
         name = f'kaveri_predictions_total{{outcome="{outcome}"}} '

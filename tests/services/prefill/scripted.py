@@ -19,7 +19,7 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.prediction import PredictionMode
-from kaveri.v1 import decode_pb2, decode_pb2_grpc
+from kaveri.v1 import decode_pb2, decode_pb2_grpc, feed_pb2, feed_pb2_grpc
 from kaveri.wire.messages import ticket_to_proto
 from kaveri.wire.status import abort
 from services.prefill.forecaster import LengthForecaster
@@ -115,7 +115,7 @@ class ScriptedHandOver:
         self.ended.append((request.request_id, handed_over))
 
 
-class ScriptedDecodePeer(decode_pb2_grpc.DecodeServiceServicer):
+class ScriptedDecodePeer(decode_pb2_grpc.DecodeServiceServicer, feed_pb2_grpc.FeedServiceServicer):
     """A decode instance of one cluster: grants, refuses or stays silent, and notes every call."""
 
     def __init__(self, instance_id: str, store: MemoryStore) -> None:
@@ -173,12 +173,12 @@ class ScriptedDecodePeer(decode_pb2_grpc.DecodeServiceServicer):
         finally:
             self.waiting.remove(request.request_id)
 
-    async def Abort(self, request: Any, context: Any) -> decode_pb2.AbortResponse:  # noqa: N802
+    async def Abort(self, request: Any, context: Any) -> feed_pb2.AbortResponse:  # noqa: N802
         for attempt in request.attempts:
             self.aborted.append((attempt.request_id, attempt.attempt))
             self.aborted_reservations.append(attempt.reservation)
             self.calls.append(f"abort {attempt.request_id}")
-        return decode_pb2.AbortResponse()
+        return feed_pb2.AbortResponse()
 
     @property
     def asked(self) -> list[str]:
@@ -194,6 +194,7 @@ class ScriptedDecodePeer(decode_pb2_grpc.DecodeServiceServicer):
         """Serves, and is in the view with this load."""
         self._server = aio.server(options=[("grpc.so_reuseport", 0)])
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self._server)
+        feed_pb2_grpc.add_FeedServiceServicer_to_server(self, self._server)
         self._address = f"127.0.0.1:{add_port(self._server)}"
         await self._server.start()
         await self.say(**load)

@@ -57,7 +57,7 @@ class PlacementWorld:
         """As the instance does."""
         match report:
             case RoomReserved():
-                request.outbox.put(report)
+                request.log.put(report)
             case HandOverFailed():
                 self.failed[request.request_id] = report.error
                 self.decode_placer.end(request, handed_over=False)
@@ -114,7 +114,8 @@ async def test_room_is_reserved_then_the_kv_is_pushed_to_the_ticket_and_the_rout
 ) -> None:
     decode = await world.decode()
     request = world.begin("a", 20, predicted_length=TokenRange(7, 9))
-    assert await asyncio.wait_for(request.outbox.take(), 10) == [RoomReserved("decode-0", decode.incarnation)]
+    await eventually(lambda: request.log.has_unsent)
+    assert request.log.take("a", request.owner).progress == (RoomReserved("decode-0", decode.incarnation),)
     ((key, ticket),) = world.engine.pushes
     assert key == request.key
     assert ticket.token_count == 20
@@ -164,7 +165,7 @@ async def test_a_failed_push_gives_the_room_back_and_goes_elsewhere(world: Place
     assert elsewhere.asked == ["a"]
     await eventually(lambda: here.aborted == [("a", 3)])
     assert world.outcome("push_failed") == 1
-    assert request.outbox._unread[RoomReserved] == RoomReserved(elsewhere.instance_id, elsewhere.incarnation)
+    assert request.log._unsent[RoomReserved] == RoomReserved(elsewhere.instance_id, elsewhere.incarnation)
     world.decode_placer.end(request, handed_over=True)
 
 

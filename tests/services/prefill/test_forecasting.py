@@ -356,7 +356,7 @@ async def test_held_requests_count_for_the_queues_limit_and_leave_it_when_cancel
     assert full.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     await by_hand.eventually(lambda: len(predictor.prompts) == 2, "the predictor is asked about both")
     for call in held:
-        call.call.cancel()
+        await call.cancel()
     await by_hand.eventually(lambda: prefill.load().queued_prefill_tokens == 0, "nothing is queued any more")
     await by_hand.eventually(lambda: predictor.cancelled == len(predictor.calls), "its calls are cancelled")
     predictor.held.set()

@@ -15,7 +15,10 @@ ENTRY = Logprobs(-1.0, tuple((token_id, -2.0) for token_id in range(20)))
 
 def attach(world: RoleWorld, request_id: str, session: int) -> PrefillRequest:
     ownership = Ownership(Owner(session, 1), "router", SECRET)
-    return world.role.attach(Attachment(request_id, ownership, (1,) * 20, 0))[0]
+    world.role.attach(Attachment(request_id, ownership, (1,) * 20, 0))
+    request = world.role._find(request_id)
+    assert request is not None
+    return request
 
 
 def score(world: RoleWorld, request: PrefillRequest, count: int = 19) -> None:

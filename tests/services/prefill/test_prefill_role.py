@@ -39,7 +39,8 @@ from services.prefill.requests import (
     HandedOver,
     HandOverFailed,
     PrefillRequest,
-    ProgressOutbox,
+    PromptNews,
+    ReportLog,
     RoomReserved,
     Started,
 )
@@ -101,7 +102,11 @@ class RoleWorld:
 
 async def told(request: PrefillRequest) -> list[Any]:
     """What its router hears next."""
-    return await asyncio.wait_for(request.outbox.take(), 10.0)
+    await eventually(lambda: request.log.has_unsent or request.log.ended, 10.0)
+    news = request.log.take(request.request_id, request.owner)
+    if not news.progress and request.log.error is not None:
+        raise request.log.error
+    return list(news.progress)
 
 
 ENDS: dict[str, Callable[[RoleWorld, PrefillRequest], None]] = {
@@ -247,10 +252,11 @@ async def test_older_and_equal_attempts_are_refused_and_leave_the_newer_one_alon
     with pytest.raises(StaleAttempt) as replaced:
         await told(older)
     assert (replaced.value.attempt, replaced.value.newest_attempt) == (2, 3)
-    for attempt in (1, 2, 3):
+    for attempt in (1, 2):
         with pytest.raises(StaleAttempt) as refused:
             world.accept("a", attempt=attempt)
         assert refused.value.newest_attempt == 3
+    assert world.accept("a", attempt=3) is newer
     # What is still heard of the older one changes nothing.
     world.role.handle([PrefillStarted(older.key), FirstToken(older.key, 5, None, None)])
     world.role.cancel(older)
@@ -267,14 +273,14 @@ async def test_older_and_equal_attempts_are_refused_and_leave_the_newer_one_alon
 
 async def test_an_older_owner_does_not_have_a_prompt_computed_again_that_was_handed_over_to_a_newer_one() -> None:
     world, secret = RoleWorld(), bytes(16)
-    world.accept("a", secret=secret)
-    later, _ = world.role.attach(Attachment("a", Ownership(Owner(1, 1), "other", secret), (1,) * 20, 0))
+    later = world.accept("a", secret=secret)
+    world.role.attach(Attachment("a", Ownership(Owner(1, 1), "other", secret), (1,) * 20, 0))
     world.hand_over_to_decode(later)
     with pytest.raises(RequestAlreadyExists):
         # Its router stood still meanwhile, and counts its attempt as lost.
         world.accept("a", attempt=2, secret=secret)
-    again, _ = world.role.attach(Attachment("a", Ownership(Owner(2, 1), "other", secret), (1,) * 20, 0))
-    assert again is later
+    world.role.attach(Attachment("a", Ownership(Owner(2, 1), "other", secret), (1,) * 20, 0))
+    assert later.owner == Owner(2, 1)
     # Another client's request may have the same id.
     world.accept("a", attempt=2, secret=bytes(17))
     assert world.role.load().waiting_requests == 1
@@ -544,17 +550,48 @@ async def test_ids_outside_the_vocabulary_are_refused() -> None:
                 world.role.accept("b", Ownership(Owner(0, 1), "router"), (1, largest), **fields)
 
 
-async def test_an_outbox_gives_the_latest_of_each_kind_in_order_then_the_error() -> None:
-    outbox = ProgressOutbox()
-    reading = asyncio.create_task(outbox.take())
-    await asyncio.sleep(0)
-    assert not reading.done()
-    outbox.put(Started(1.0))
-    assert await asyncio.wait_for(reading, 1.0) == [Started(1.0)]
-    outbox.put(RoomReserved("d0", 1))
-    outbox.put(FirstTokenDrawn(5, None, None, 1.0))
-    outbox.put(RoomReserved("d1", 2))
-    outbox.close(Unavailable("gone"))
-    assert await outbox.take() == [RoomReserved("d1", 2), FirstTokenDrawn(5, None, None, 1.0)]
-    with pytest.raises(Unavailable, match="gone"):
-        await outbox.take()
+def test_a_log_gives_the_latest_of_each_kind_in_order_with_the_end() -> None:
+    log, owner = ReportLog(), Owner(0, 1)
+    log.put(Started(1.0))
+    assert log.take("a", owner) == PromptNews("a", owner, (Started(1.0),))
+    log.put(RoomReserved("d0", 1))
+    log.put(FirstTokenDrawn(5, None, None, 1.0))
+    log.put(RoomReserved("d1", 2))
+    log.end(gone := Unavailable("gone"))
+    later = (RoomReserved("d1", 2), FirstTokenDrawn(5, None, None, 1.0))
+    assert log.take("a", owner) == PromptNews("a", owner, later, ended=True, error=gone)
+    assert not log.has_unsent
+    log.repeat()
+    assert log.take("a", owner) == PromptNews("a", owner, (Started(1.0), *later), ended=True, error=gone)
+
+
+async def test_an_abort_that_overtakes_its_request_keeps_it_out_but_no_later_attempt() -> None:
+    world = RoleWorld()
+    world.abort("a", 2, "router")
+    for attempt in (1, 2):
+        with pytest.raises(StaleAttempt):
+            world.accept("a", attempt=attempt)
+    assert world.accept("a", attempt=3)
+    assert world.accept("b", attempt=1)
+
+
+async def test_a_request_is_an_orphan_while_its_router_has_no_stream_and_ends_with_the_grace() -> None:
+    world = RoleWorld()
+    feed = world.role.feeds.open("router")
+    world.accept("a")
+    assert world.metrics.orphans._value.get() == 0  # type: ignore[attr-defined]
+    world.role.feeds.close(feed)
+    assert world.role._orphan_count() == 1
+    await eventually(lambda: world.count("cancelled") == 1, 5.0)
+
+
+async def test_a_new_stream_repeats_what_its_router_waits_for_and_says_what_is_not_here() -> None:
+    world = RoleWorld()
+    request = world.accept("a")
+    world.compute(request)
+    await told(request)
+    for owner, is_known in ((Owner(0, 1), True), (Owner(0, 2), False)):
+        unknown = world.role.repeat("router", {"a": owner})
+        assert [(news.owner, news.ended) for news in unknown] == ([] if is_known else [(owner, True)])
+    assert [type(each) for each in await told(request)] == [Started, FirstTokenDrawn]
+    world.role.cancel(request)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from grpc import aio
@@ -19,6 +18,7 @@ from kaveri.text.generation_config import read_sampling_defaults
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import (
     decode_pb2_grpc,
+    feed_pb2_grpc,
     inference_pb2,
     inference_pb2_grpc,
     prefill_pb2,
@@ -35,6 +35,7 @@ from tests.services.router.scripted_answers import (
     eventually,
 )
 from tests.services.router.scripted_decode import ScriptedDecode
+from tests.services.router.scripted_feed import ScriptedFeed
 from tests.services.router.scripted_prefill import ScriptedPrefill
 
 
@@ -104,14 +105,23 @@ class ScriptedCluster:
 
     async def add_decode(self, instance_id: str) -> ScriptedDecode:
         decode = self.decodes[instance_id] = ScriptedDecode(instance_id)
-        register = partial(decode_pb2_grpc.add_DecodeServiceServicer_to_server, decode)
+        decode.incarnation = self.incarnations + 1
+
+        def register(server: aio.Server) -> None:
+            decode_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server)
+            feed_pb2_grpc.add_FeedServiceServicer_to_server(ScriptedFeed(decode=decode), server)
+
         self.instances[instance_id] = await self._start(instance_id, (Phase.DECODE,), register)
-        decode.incarnation = self.instances[instance_id].record.incarnation
         return decode
 
     async def add_prefill(self, instance_id: str) -> ScriptedPrefill:
         prefill = self.prefills[instance_id] = ScriptedPrefill(instance_id, self._decode, self._life)
-        register = partial(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, prefill)
+        prefill.incarnation = self.incarnations + 1
+
+        def register(server: aio.Server) -> None:
+            prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill, server)
+            feed_pb2_grpc.add_FeedServiceServicer_to_server(ScriptedFeed(prefill=prefill), server)
+
         self.instances[instance_id] = await self._start(instance_id, (Phase.PREFILL,), register)
         return prefill
 
@@ -120,16 +130,17 @@ class ScriptedCluster:
         decode = ScriptedDecode(instance_id)
         prefill = ScriptedPrefill(instance_id, lambda: decode)
         self.colocated[instance_id] = prefill, decode
+        prefill.incarnation = decode.incarnation = self.incarnations + 1
 
         def register(server: aio.Server) -> None:
             prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill, server)
             decode_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server)
+            feed_pb2_grpc.add_FeedServiceServicer_to_server(ScriptedFeed(prefill, decode), server)
 
         self.instances[instance_id] = await self._start(instance_id, BOTH_PHASES, register)
-        decode.incarnation = self.instances[instance_id].record.incarnation
         return prefill, decode
 
-    def taken(self) -> list[prefill_pb2.PrefillRequest]:
+    def taken(self) -> list[prefill_pb2.SubmitRequest]:
         """Every request that any prefill instance has got, an instance at a time."""
         return [request for prefill in self.prefills.values() for request in prefill.requests]
 

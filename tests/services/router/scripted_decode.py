@@ -10,6 +10,7 @@ from kaveri.errors import KaveriError, RequestNotFound
 from kaveri.v1 import (
     decode_pb2,
     decode_pb2_grpc,
+    feed_pb2,
     prefill_pb2,
     sampling_pb2,
 )
@@ -21,7 +22,7 @@ from tests.services.router.scripted_answers import (
     token_at,
 )
 
-_BEAT_S = 0.05
+BEAT_S = 0.05
 BLOCK_TOKENS = 4
 """Of scripted copies."""
 
@@ -71,8 +72,6 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.too_few_logprobs = ""
         """The id of a request that gets fewer logprobs than tokens."""
         self.incarnation = 0
-        self.beats = True
-        """Send an empty message every 0.05 s while there are no tokens; else say that none are sent."""
         self.silent = False
         """Send nothing, like an instance that hangs."""
         self.keeps_running = False
@@ -90,7 +89,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.attachable: set[str] = set()
         """Requests of earlier sessions that run here, with answers of `attached_tokens`."""
         self.attached_tokens = 20
-        self.attached: list[decode_pb2.AttachRequest] = []
+        self.attached: list[feed_pb2.AttachRequest] = []
         self.refusal: KaveriError | None = None
         """Of every Resume."""
         self.attach_refusal: KaveriError | None = None
@@ -111,7 +110,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         """Whether pause_at was reached."""
         return not self.may_step.is_set()
 
-    def start(self, request: prefill_pb2.PrefillRequest) -> None:
+    def start(self, request: prefill_pb2.SubmitRequest) -> None:
         """Begins to generate after the token that prefill drew, unless its router has aborted it."""
         if (request.request_id, request.attempt) in self.aborted:
             return
@@ -129,14 +128,15 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         )
         self._wake.set()
 
-    def abandon(self, request: prefill_pb2.PrefillRequest) -> None:
+    def abandon(self, request: prefill_pb2.SubmitRequest) -> None:
         """Prefill lets the request go before it is handed over."""
         self.reserved.pop((request.request_id, request.attempt), None)
         running = self.running.get(request.request_id)
         if running is not None and (running.router_id, running.attempt) == (request.router_id, request.attempt):
             del self.running[request.request_id]
 
-    async def Attach(self, request: decode_pb2.AttachRequest, context: Any) -> decode_pb2.AttachResponse:  # noqa: N802
+    async def attach(self, request: feed_pb2.AttachRequest) -> feed_pb2.AttachResponse:
+        """As FeedService.Attach."""
         running = self.running.get(request.request_id)
         if running is not None and (running.router_id, running.attempt) == (request.router_id, request.attempt):
             # Its own router, which may lack what went over a former stream.
@@ -145,9 +145,9 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         if (max_tokens := self.reserved.get((request.request_id, request.attempt))) is not None:
             return self._attached(max_tokens)
         if self.attach_refusal is not None:
-            await abort(context, self.attach_refusal)
+            raise self.attach_refusal
         if request.request_id not in self.attachable:
-            await abort(context, RequestNotFound(request.request_id))
+            raise RequestNotFound(request.request_id)
         self.attached.append(request)
         prompt = tuple(request.token_ids[: len(request.token_ids) - request.generated_count])
         self.running[request.request_id] = ScriptedRequest(
@@ -164,9 +164,9 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         await self.may_answer.wait()
         return self._attached(self.attached_tokens)
 
-    def _attached(self, max_tokens: int) -> decode_pb2.AttachResponse:
-        attached = decode_pb2.Attached(max_tokens=max_tokens, first_index=0)
-        return decode_pb2.AttachResponse(attached=attached, incarnation=self.incarnation)
+    def _attached(self, max_tokens: int) -> feed_pb2.AttachResponse:
+        attached = feed_pb2.Attached(max_tokens=max_tokens, first_index=0)
+        return feed_pb2.AttachResponse(attached=attached, incarnation=self.incarnation)
 
     async def Resume(self, request: decode_pb2.ResumeRequest, context: Any) -> decode_pb2.ResumeResponse:  # noqa: N802
         self.resumes.append(request)
@@ -193,7 +193,8 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         held_tokens = (len(request.token_ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         return decode_pb2.ResumeResponse(incarnation=self.incarnation, held_tokens=held_tokens)
 
-    async def Abort(self, request: decode_pb2.AbortRequest, context: Any) -> decode_pb2.AbortResponse:  # noqa: N802
+    def abort(self, request: feed_pb2.AbortRequest) -> None:
+        """As FeedService.Abort."""
         self.abort_messages.append(request.by_router)
         for entry in request.attempts:
             self.aborted.append((entry.request_id, entry.attempt))
@@ -204,34 +205,32 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
                 del self.running[entry.request_id]
                 if self.holder is not None:
                     self.holder.copies.discard(entry.request_id)
-        return decode_pb2.AbortResponse()
 
-    async def StreamTokens(  # noqa: N802
-        self, request: decode_pb2.StreamTokensRequest, context: Any
-    ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
+    async def follow(self, request: feed_pb2.FollowRequest) -> AsyncIterator[feed_pb2.FollowResponse]:
+        """As FeedService.Follow, for its tokens."""
         router_id = request.router_id
         self.subscribers.append(router_id)
         try:
             await self.thawed.wait()
-            yield decode_pb2.StreamTokensResponse(incarnation=self.incarnation, beat_s=_BEAT_S if self.beats else 0.0)
+            yield feed_pb2.FollowResponse(incarnation=self.incarnation, beat_s=BEAT_S)
             for named in request.requests:
                 # It keeps nothing when a stream ends.
-                if named.request_id not in self.running:
+                if not named.at_prefill and named.request_id not in self.running:
                     gone = decode_pb2.RequestTokens(
                         request_id=named.request_id, attempt=named.attempt, session=named.session, error="not here"
                     )
-                    yield decode_pb2.StreamTokensResponse(requests=[gone])
+                    yield feed_pb2.FollowResponse(requests=[gone])
             while True:
                 while self.silent or not (self._of(router_id) and self.may_step.is_set()):
                     awaited = self.may_step if self._of(router_id) else self._wake
                     self._wake.clear()
                     try:
-                        async with asyncio.timeout(_BEAT_S):
-                            await (asyncio.sleep(_BEAT_S) if self.silent else awaited.wait())
+                        async with asyncio.timeout(BEAT_S):
+                            await (asyncio.sleep(BEAT_S) if self.silent else awaited.wait())
                     except TimeoutError:
-                        if self.beats and not self.silent:
-                            yield decode_pb2.StreamTokensResponse()
-                yield decode_pb2.StreamTokensResponse(requests=self._step(router_id))
+                        if not self.silent:
+                            yield feed_pb2.FollowResponse()
+                yield feed_pb2.FollowResponse(requests=self._step(router_id))
                 await asyncio.sleep(0)
         finally:
             self.subscribers.remove(router_id)

@@ -9,19 +9,15 @@ import grpc
 from kaveri.domain.attachment import Attached
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.errors import KaveriError, RequestNotFound, Unavailable
-from kaveri.v1 import (
-    prefill_pb2,
-    prefill_pb2_grpc,
-    sampling_pb2,
-)
+from kaveri.v1 import decode_pb2, feed_pb2, prefill_pb2, prefill_pb2_grpc, sampling_pb2
 from kaveri.wire.attempts import attached_to_proto
-from kaveri.wire.status import abort
+from kaveri.wire.status import abort, error_to_bytes
 from tests.services.router.scripted_answers import (
     logprobs_at,
     prompt_logprobs_at,
     token_at,
 )
-from tests.services.router.scripted_decode import ScriptedDecode
+from tests.services.router.scripted_decode import BEAT_S, ScriptedDecode
 
 PROMPT_PART = 3
 """Positions of a prompt that are reported on together."""
@@ -37,7 +33,8 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         life_of: Callable[[str], int] = lambda instance_id: 0,
     ) -> None:
         self.instance_id = instance_id
-        self.requests: list[prefill_pb2.PrefillRequest] = []
+        self.requests: list[prefill_pb2.SubmitRequest] = []
+        self.incarnation = 0
         self.cancelled: list[str] = []
         self.refusals: list[KaveriError] = []
         """Errors for the next requests, one each."""
@@ -75,72 +72,108 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         self.knows_prompt_logprobs = True
         """Unlike one of a former version."""
         self.joins = False
-        """Report everything in one response."""
+        """Report everything in one report."""
         self.breaks_within_prompt = False
         """Fail every request behind the first part of its prompt's log-probabilities."""
         self._decode_of = decode_of
         self._life_of = life_of
+        self._news: dict[str, asyncio.Queue[prefill_pb2.PrefillReport]] = {}
+        """What routers have not been sent, by router."""
+        self._told: dict[tuple[str, str, int], list[prefill_pb2.PrefillReport]] = {}
+        """By router, request and attempt."""
+        self._running: dict[tuple[str, str, int], asyncio.Task[None]] = {}
+        """By router, request and attempt."""
 
-    async def BeatPrefill(  # noqa: N802
-        self, request: prefill_pb2.BeatPrefillRequest, context: Any
-    ) -> prefill_pb2.BeatPrefillResponse:
-        return prefill_pb2.BeatPrefillResponse()
+    async def follow(self, router_id: str) -> AsyncIterator[feed_pb2.FollowResponse]:
+        """What the stream of a router carries behind its first message."""
+        news = self._of(router_id)
+        while True:
+            try:
+                async with asyncio.timeout(BEAT_S):
+                    report = await news.get()
+            except TimeoutError:
+                yield feed_pb2.FollowResponse()
+            else:
+                yield feed_pb2.FollowResponse(reports=[report])
 
-    async def AbortPrefill(  # noqa: N802
-        self, request: prefill_pb2.AbortPrefillRequest, context: Any
-    ) -> prefill_pb2.AbortPrefillResponse:
-        if request.give_back:
-            if self.lost_questions:
-                self.lost_questions -= 1
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
-            self.gives_back.set()
-            self.release.set()
-            return prefill_pb2.AbortPrefillResponse()
+    async def give_back(self, context: Any) -> None:
+        """Ends what a hold stops."""
+        if self.lost_questions:
+            self.lost_questions -= 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
+        self.gives_back.set()
+        self.release.set()
+
+    def abort(self, name: decode_pb2.AttemptId) -> None:
+        """Ends the attempt here, and where it was placed."""
+        task = self._running.get((name.router_id, name.request_id, name.attempt))
+        if task is not None:
+            task.cancel()
         decode = self._decode_of()
-        for entry in request.attempts:
-            running = decode.running.get(entry.request_id)
-            if running is not None and (running.router_id, running.attempt) == (entry.router_id, entry.attempt):
-                del decode.running[entry.request_id]
-        return prefill_pb2.AbortPrefillResponse()
+        running = decode.running.get(name.request_id)
+        if running is not None and (running.router_id, running.attempt) == (name.router_id, name.attempt):
+            del decode.running[name.request_id]
 
-    async def AttachPrefill(  # noqa: N802
-        self, request: prefill_pb2.AttachPrefillRequest, context: Any
-    ) -> AsyncIterator[prefill_pb2.AttachPrefillResponse]:
+    def attach(self, request: feed_pb2.AttachRequest) -> feed_pb2.AttachResponse:
+        """Gives the request to the caller, if it was handed over."""
         decode = self.handed_over_to
         if decode is None:
-            await abort(context, RequestNotFound(request.attach.request_id))
-            return
-        attached = attached_to_proto(Attached(ResolvedParams(max_tokens=20, temperature=0.0), first_index=0))
-        yield prefill_pb2.AttachPrefillResponse(progress=prefill_pb2.PrefillResponse(attached=attached))
+            raise RequestNotFound(request.request_id)
         placed = _placed(decode.instance_id, decode.incarnation)
-        yield prefill_pb2.AttachPrefillResponse(progress=prefill_pb2.PrefillResponse(placed=placed))
-        handed_over = prefill_pb2.PrefillResponse(handed_over=prefill_pb2.PrefillHandedOver())
-        yield prefill_pb2.AttachPrefillResponse(progress=handed_over)
+        for report in (
+            prefill_pb2.PrefillReport(placed=placed),
+            prefill_pb2.PrefillReport(handed_over=prefill_pb2.PrefillHandedOver(), ended=prefill_pb2.PrefillEnded()),
+        ):
+            self._report(request, report)
+        attached = attached_to_proto(Attached(ResolvedParams(max_tokens=20, temperature=0.0), first_index=0))
+        return feed_pb2.AttachResponse(attached=attached, incarnation=self.incarnation)
 
     @property
     def queue_room(self) -> int | None:
         """What heartbeats say."""
         return None if self.queue_limit is None else max(0, self.queue_limit - self.waiting_requests)
 
-    async def Prefill(  # noqa: N802
-        self, request: prefill_pb2.PrefillRequest, context: Any
-    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-        joined = prefill_pb2.PrefillResponse()
-        async for response in self._reports(request, context):
-            if self.joins:
-                joined.MergeFrom(response)
-            else:
-                yield response
-        if self.joins:
-            yield joined
-
-    async def _reports(
-        self, request: prefill_pb2.PrefillRequest, context: Any
-    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+    async def Submit(  # noqa: N802
+        self, request: prefill_pb2.SubmitRequest, context: Any
+    ) -> prefill_pb2.SubmitResponse:
+        key = request.router_id, request.request_id, request.attempt
+        if key in self._told:
+            for report in self._told[key]:
+                self._of(request.router_id).put_nowait(report)
+            return prefill_pb2.SubmitResponse()
         self.requests.append(request)
-        self.remaining_s.append(context.time_remaining())
+        self.remaining_s.append(request.timeout_s)
         if self.refusals:
             await abort(context, self.refusals.pop(0))
+        self._told[key] = []
+        task = self._running[key] = asyncio.create_task(self._run(request))
+        task.add_done_callback(lambda _: self._running.pop(key, None))
+        return prefill_pb2.SubmitResponse()
+
+    async def _run(self, request: prefill_pb2.SubmitRequest) -> None:
+        joined, ended = prefill_pb2.PrefillReport(), prefill_pb2.PrefillEnded()
+        try:
+            async for report in self._reports(request):
+                if self.joins:
+                    joined.MergeFrom(report)
+                else:
+                    self._report(request, report)
+        except KaveriError as error:
+            ended.error = error_to_bytes(error)
+        joined.ended.CopyFrom(ended)
+        self._report(request, joined)
+
+    def _of(self, router_id: str) -> "asyncio.Queue[prefill_pb2.PrefillReport]":
+        return self._news.setdefault(router_id, asyncio.Queue())
+
+    def _report(
+        self, request: prefill_pb2.SubmitRequest | feed_pb2.AttachRequest, report: prefill_pb2.PrefillReport
+    ) -> None:
+        report.request_id, report.session, report.attempt = request.request_id, request.session, request.attempt
+        self._told.setdefault((request.router_id, request.request_id, request.attempt), []).append(report)
+        self._of(request.router_id).put_nowait(report)
+
+    async def _reports(self, request: prefill_pb2.SubmitRequest) -> AsyncIterator[prefill_pb2.PrefillReport]:
         decode = self._decode_of()
         prompt = tuple(request.token_ids[: len(request.token_ids) - request.generated_count])
         finish = (
@@ -152,16 +185,16 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         )
         self.open_requests += 1
         try:
-            await self._before("started", context)
-            yield prefill_pb2.PrefillResponse(started=prefill_pb2.PrefillStarted(queue_s=0.125))
+            await self._before("started")
+            yield prefill_pb2.PrefillReport(started=prefill_pb2.PrefillStarted(queue_s=0.125))
             if self.placed_in_vain:
                 vain = self.placed_in_vain
-                yield prefill_pb2.PrefillResponse(placed=_placed(vain, self._life_of(vain)))
-            await self._before("placed", context)
+                yield prefill_pb2.PrefillReport(placed=_placed(vain, self._life_of(vain)))
+            await self._before("placed")
             life = decode.incarnation if self.placed_life is None else self.placed_life
             if not decode.running.get(request.request_id):
                 decode.reserved[request.request_id, request.attempt] = request.params.max_tokens
-            yield prefill_pb2.PrefillResponse(placed=_placed(decode.instance_id, life))
+            yield prefill_pb2.PrefillReport(placed=_placed(decode.instance_id, life))
             if self.decode_first and not finish:
                 decode.start(request)
             if (
@@ -169,25 +202,25 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
                 and not request.generated_count
                 and self.knows_prompt_logprobs
             ):
-                await self._before("prompt_logprobs", context)
+                await self._before("prompt_logprobs")
                 for place in range(1, len(prompt), PROMPT_PART):
                     yield _prompt_part(prompt, place, request.params.prompt_logprobs)
                     if self.breaks_within_prompt:
-                        await abort(context, Unavailable("scripted to break within the prompt"))
-            await self._before("first_token", context)
+                        raise Unavailable("scripted to break within the prompt")
+            await self._before("first_token")
             first = prefill_pb2.PrefillFirstToken(
                 token_id=token_at(prompt, request.generated_count), finish_reason=finish, prefill_s=0.5
             )
             if request.params.HasField("logprobs"):
                 first.logprobs.CopyFrom(logprobs_at(request.generated_count, request.params.logprobs))
-            yield prefill_pb2.PrefillResponse(first_token=first)
+            yield prefill_pb2.PrefillReport(first_token=first)
             if finish:
                 return
             if not self.decode_first and not self.decode_has_begun:
                 decode.start(request)
-            await self._before("handed_over", context)
+            await self._before("handed_over")
             handed_over = prefill_pb2.PrefillHandedOver(kv_bytes=4096, kv_transfer_s=0.0625, kv_transport="tcp")
-            yield prefill_pb2.PrefillResponse(handed_over=handed_over)
+            yield prefill_pb2.PrefillReport(handed_over=handed_over)
         except asyncio.CancelledError:
             self.cancelled.append(request.request_id)
             decode.abandon(request)
@@ -195,9 +228,9 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         finally:
             self.open_requests -= 1
 
-    async def _before(self, step: str, context: Any) -> None:
+    async def _before(self, step: str) -> None:
         if self.break_before == step:
-            await abort(context, Unavailable(f"scripted to break before {step}"))
+            raise Unavailable(f"scripted to break before {step}")
         if step in self.hold:
             self.waiting_requests += 1
             try:
@@ -205,15 +238,15 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
             finally:
                 self.waiting_requests -= 1
             if self.gives_back.is_set():
-                await abort(context, Unavailable("it drains", retry_after_s=1.0))
+                raise Unavailable("it drains", retry_after_s=1.0)
             if self.break_after_hold:
-                await abort(context, Unavailable("scripted to break"))
+                raise Unavailable("scripted to break")
 
 
-def _prompt_part(prompt: tuple[int, ...], first: int, count: int) -> prefill_pb2.PrefillResponse:
+def _prompt_part(prompt: tuple[int, ...], first: int, count: int) -> prefill_pb2.PrefillReport:
     places = range(first, min(first + PROMPT_PART, len(prompt)))
     entries = [prompt_logprobs_at(prompt, place, count) for place in places]
-    return prefill_pb2.PrefillResponse(prompt_logprobs=sampling_pb2.PromptLogprobs(first=first, logprobs=entries))
+    return prefill_pb2.PrefillReport(prompt_logprobs=sampling_pb2.PromptLogprobs(first=first, logprobs=entries))
 
 
 def _placed(instance_id: str, incarnation: int) -> prefill_pb2.PrefillPlaced:

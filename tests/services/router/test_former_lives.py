@@ -10,11 +10,9 @@ from kaveri.domain.attachment import Attachment
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, Role
 from kaveri.errors import Unavailable
-from kaveri.rpc.channels import Channels
 from kaveri.v1 import inference_pb2
 from services.router.claims import RequestClaims
 from services.router.lifecycle_values import InstanceLife
-from services.router.prefill_watch import PrefillWatch
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, tokens_of
 
@@ -89,16 +87,3 @@ async def test_a_request_whose_router_has_started_again_may_be_cancelled(cluster
         cluster.cluster.put_request(former, 60.0)
         assert (await router.stub.Cancel(inference_pb2.CancelRequest(request_id="mine"), timeout=60)).found
         await router.router.store.close_requests([former])
-
-
-async def test_a_prefill_instance_that_went_silent_may_serve_once_it_has_started_again() -> None:
-    channels = Channels()
-    watch = PrefillWatch(channels, 0.5)
-    record = InstanceRecord("prefill-0", 1, Role.ENGINE, "127.0.0.1:1", "m")
-    watch.suspected(record)
-    for incarnation, silent_ids in ((1, {"prefill-0"}), (2, set())):
-        life = InstanceRecord("prefill-0", incarnation, Role.ENGINE, "127.0.0.1:1", "m")
-        watch.update(ClusterView({"prefill-0": InstanceStatus(life, InstanceLoad(), 0.0)}))
-        assert watch.silent_ids == silent_ids
-    watch.close()
-    await channels.close()

@@ -25,7 +25,7 @@ async def cluster(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
     cluster = ScriptedCluster(tokenizer, lease_ttl_s=WITHIN_S)
     await cluster.add_prefill("prefill-0")
     for name in ("decode-0", "decode-1"):
-        (await cluster.add_decode(name)).beats = False
+        await cluster.add_decode(name)
     cluster.place_on = "decode-0"
     yield cluster
     await cluster.close()

@@ -187,10 +187,9 @@ async def test_a_stall_of_the_router_behind_a_suspicion_costs_no_attempt(cluster
         assert responses[-1].timing.attempts == 1
 
 
-async def test_instances_that_only_beat_or_never_beat_and_stalls_of_the_router_cost_no_attempt(
+async def test_instances_that_only_beat_and_stalls_of_the_router_cost_no_attempt(
     cluster: ScriptedCluster,
 ) -> None:
-    cluster.decodes["decode-1"].beats = False
     async with cluster.router(suspect_after_s=0.2) as router:
         before = suspicions()
         calls = []

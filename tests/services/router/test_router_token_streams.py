@@ -6,7 +6,7 @@ import pytest
 import structlog
 
 from kaveri.domain.owner import Owner, Ownership
-from kaveri.v1 import decode_pb2, sampling_pb2
+from kaveri.v1 import feed_pb2, sampling_pb2
 from services.router import subscriptions, token_feeds
 from services.router.lifecycle_values import InstanceLife
 from tests.services.router.cluster_script import ScriptedCluster, holds_the_last_token, read_once_placed
@@ -109,7 +109,7 @@ async def test_a_token_stream_that_breaks_in_the_router_is_logged_and_opened_aga
             responses += await rest_of(call)
         assert tokens_of(responses) == answer(PROMPT, 20)
         assert responses[-1].timing.attempts == 2
-        (entry,) = [entry for entry in entries if entry["event"] == "token_stream_failed"]
+        (entry,) = [entry for entry in entries if entry["event"] == "stream_failed"]
         assert (entry["decode_instance_id"], entry["exc_info"]) == ("decode-0", True)
         cluster.place_on = "decode-0"
         assert tokens_of(await collect(router.stub.Generate(ask(), timeout=60))) == answer(PROMPT, 20)
@@ -235,7 +235,7 @@ async def test_an_answer_to_attach_that_is_of_no_use_loses_the_attempt_and_not_t
     decode = cluster.decodes["decode-0"]
     decode.pause_at = 7
     decode.thawed.clear()
-    empty = decode_pb2.AttachResponse(incarnation=decode.incarnation)
+    empty = feed_pb2.AttachResponse(incarnation=decode.incarnation)
     monkeypatch.setattr(decode, "_attached", lambda max_tokens: empty)
     async with cluster.router() as router:
         call, responses = await read_once_placed(cluster, router, "early", "decode-0")

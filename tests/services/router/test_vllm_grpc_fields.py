@@ -17,17 +17,17 @@ async def door(cluster: ScriptedCluster) -> AsyncIterator[EngineDoor]:
         yield door
 
 
-def _sent(name: str, value: Any) -> Callable[[prefill_pb2.PrefillRequest], bool]:
+def _sent(name: str, value: Any) -> Callable[[prefill_pb2.SubmitRequest], bool]:
     """Whether a request came with this value to prefill."""
 
-    def is_so(request: prefill_pb2.PrefillRequest) -> bool:
+    def is_so(request: prefill_pb2.SubmitRequest) -> bool:
         got = getattr(request.params, name)
         return bool(list(got) == value if isinstance(value, list) else got == pytest.approx(value))
 
     return is_so
 
 
-HONOURED_PARAMS: dict[str, tuple[Any, Callable[[prefill_pb2.PrefillRequest], bool]]] = {
+HONOURED_PARAMS: dict[str, tuple[Any, Callable[[prefill_pb2.SubmitRequest], bool]]] = {
     "temperature": (0.25, _sent("temperature", 0.25)),
     "top_p": (0.5, _sent("top_p", 0.5)),
     "top_k": (7, _sent("top_k", 7)),

@@ -16,6 +16,7 @@ from kaveri.cluster.monitored_membership import MonitoredMembership
 from kaveri.domain import owner as owners
 from kaveri.engine.stepwise import residency as stepwise_residency
 from kaveri.engine.stepwise.account import Account
+from kaveri.feeds import feed as feeds
 from kaveri.policy.retry import Setback
 from kaveri.text import answer as router_answer
 from kaveri.text import detokenizer as router_detokenizer
@@ -176,9 +177,9 @@ def retry_forgets_generated_tokens() -> Iterator[None]:
     def make(messages: Any) -> Any:
         def prefill_request(*, token_ids: Any, generated_count: int, **fields: Any) -> Any:
             prompt = token_ids[: len(token_ids) - generated_count]
-            return messages.PrefillRequest(token_ids=prompt, generated_count=generated_count, **fields)
+            return messages.SubmitRequest(token_ids=prompt, generated_count=generated_count, **fields)
 
-        return SimpleNamespace(**vars(messages) | {"PrefillRequest": prefill_request})
+        return SimpleNamespace(**vars(messages) | {"SubmitRequest": prefill_request})
 
     with replaced(prefill_attempts, "prefill_pb2", make):
         yield
@@ -252,14 +253,16 @@ def orphans_never_end() -> Iterator[None]:
 def prompts_die_with_their_router() -> Iterator[None]:
     """Prefill cancels a request when its router is gone, although the client may re-attach."""
 
-    def make(_: Any) -> Any:
-        def leave(self: Any, request: Any, outbox: Any) -> None:
-            if request.outbox is outbox:
-                self.cancel(request)
+    def make(original: Any) -> Any:
+        def close(self: Any, feed: Any) -> None:
+            original(self, feed)
+            for phase in self._phases:
+                if isinstance(phase.router_gone.__self__, prefill_role.PrefillRole):
+                    phase.router_gone(feed.router_id)
 
-        return leave
+        return close
 
-    with replaced(prefill_role.PrefillRole, "leave", make):
+    with replaced(feeds.RouterFeeds, "close", make):
         yield
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from kaveri.client.sessions import Sessions
 from kaveri.domain.sampling import SamplingParams
+from services.prefill.role import PrefillRole
 from services.router.accepted_request import AlreadyReceived
 from services.router.direct_reading import DirectReading
 from services.router.lifecycle_values import Placed
@@ -13,16 +14,9 @@ from tests.simulation.cluster.planting import planted, replaced
 
 
 @planted
-def earlier_attempt_repeated() -> Iterator[None]:
-    """A router that opens a stream of prefill again takes what prefill keeps of any attempt of the request."""
-
-    def make(original: Any) -> Any:
-        def attachment(self: Any, attempt: int, router_id: str, *, same_owner: bool = False, **others: Any) -> Any:
-            return original(self, attempt, router_id, **others)
-
-        return attachment
-
-    with replaced(RequestEntry, "attachment", make):
+def reports_not_repeated() -> Iterator[None]:
+    """Prefill does not repeat on a new stream what it sent on one that broke."""
+    with replaced(PrefillRole, "repeat", lambda _: lambda *_: []):
         yield
 
 

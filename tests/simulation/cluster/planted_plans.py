@@ -203,7 +203,7 @@ PLANS: dict[str, Plan] = {
         [_LONG],
         [
             *(_slow(decode, "prefill-0", 4.0, 4.0, after=_ALL_WRITTEN) for decode in ("decode-0", "decode-1")),
-            _reset("router-0", "prefill-0", after=_ALL_WRITTEN, at_s=0.3),
+            Fault(kind=FaultKind.ENGINE, after=_ALL_WRITTEN, at_s=0.05, target="prefill-0", lasts_s=1.0),
         ],
         max_model_len=320,
     ),
@@ -271,16 +271,13 @@ PLANS: dict[str, Plan] = {
         seed=1,
         max_model_len=320,
     ),
-    "earlier_attempt_repeated": story(
-        cluster(),
-        [request("long", max_tokens=200)],
+    "reports_not_repeated": story(
+        cluster(step_s=0.05),
+        [_BEFORE, request("cut", 0.4, prompt_tokens=150, max_tokens=12)],
         [
-            # Decode draws on while the router does not hear it, so the client lacks tokens.
-            _reset("router-0", "decode-0", at_s=0.597),
-            Fault(kind=FaultKind.FREEZE, at_s=0.6, target="prefill-0", lasts_s=0.8),
-            _reset("router-0", "client-0", at_s=0.6),
+            _cut(FaultKind.CUT_ONE_WAY, "prefill-0", "router-0", 0.42, 0.27),
+            _reset("router-0", "prefill-0", at_s=0.67),
         ],
-        seed=3,
         max_model_len=320,
     ),
     "direct_answers_offered_too_early": story(
@@ -301,7 +298,6 @@ PLANS: dict[str, Plan] = {
         max_model_len=320,
         divergent=True,
         direct_clients=("client-0",),
-        seed=9,
     ),
     "former_owners_believed": story(
         tuple(

@@ -1,7 +1,6 @@
 """What must be gone when a cluster is at rest: requests, blocks, claims, calls."""
 
-from kaveri.domain.view import Phase, Role
-from tests.simulation.cluster.plan import FaultKind
+from kaveri.domain.view import Phase
 from tests.simulation.cluster.world import Life, World
 
 
@@ -14,12 +13,12 @@ def leftovers(world: World) -> list[str]:
     if claimed:
         found.append(f"the store: {len(claimed)} requests in its table: {', '.join(claimed[:5])}")
     calls = [call for call in world.network.open_calls if not call.process.dead]
-    streams = sum(1 for call in calls if call.path.endswith("/StreamTokens"))
-    router_count, decode_count = len(world.plan.routers), len(world.plan.serving(Phase.DECODE))
-    least, most = router_count * decode_count, router_count * (decode_count + len(_have_decoded(world)))
-    if not least <= streams <= most:
-        found.append(f"{streams} token streams, not {least} to {most}")
-    others = sorted({call.path for call in calls if not call.path.endswith("/StreamTokens")})
+    streams = sum(1 for call in calls if call.path.endswith("/Follow"))
+    instances = {instance.name for phase in Phase for instance in world.plan.serving(phase)}
+    expected = len(world.plan.routers) * len(instances)
+    if streams != expected:
+        found.append(f"{streams} streams to routers, not {expected}")
+    others = sorted({call.path for call in calls if not call.path.endswith("/Follow")})
     if others:
         found.append(f"calls that have not ended: {', '.join(others)}")
     return found
@@ -27,24 +26,12 @@ def leftovers(world: World) -> list[str]:
 
 def extra_tasks(world: World) -> list[str]:
     """Tasks that instances have at rest, beyond those of a new instance of their role."""
-    counts, have_decoded = world.task_counts(), _have_decoded(world)
-
-    def streams(life: Life) -> int:
-        if life.planned.role is Role.ROUTER:
-            return len(have_decoded)
-        return len(world.plan.routers) if life.name in have_decoded else 0
-
+    counts = world.task_counts()
     return [
         f"{life.process} has {counts[life.name]} tasks, {world.usual_tasks[life.name]} when it was new"
         for life in world.lives.values()
-        if counts[life.name] > world.usual_tasks[life.name] + streams(life)
+        if counts[life.name] > world.usual_tasks[life.name]
     ]
-
-
-def _have_decoded(world: World) -> set[str]:
-    """Instances that may have decoded for a while, and do not when they are new. Routers keep their token streams."""
-    decoding = {instance.name for instance in world.plan.serving(Phase.DECODE)}
-    return {fault.target for fault in world.plan.faults if fault.kind is FaultKind.SWITCH} - decoding
 
 
 def _claimed(world: World) -> list[str]:

@@ -1,0 +1,137 @@
+"""FeedService over gRPC: the logs of both phases of an instance, attaches and aborts in either."""
+
+from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
+from typing import Any
+
+from grpc import aio
+
+from kaveri.domain.owner import Owner
+from kaveri.errors import InvalidArgument, KaveriError
+from kaveri.feeds.feed import RouterFeeds
+from kaveri.timeouts import BEAT_S
+from kaveri.v1 import decode_pb2, feed_pb2
+from kaveri.v1.feed_pb2_grpc import FeedServiceServicer
+from kaveri.wire.attempts import attached_to_proto, attachment_from_proto, check_router_id, ownership_from_proto
+from kaveri.wire.status import abort
+from services.decode.answer_log import GainedTokens
+from services.decode.attaching import Awaited
+from services.decode.holder import ReplicaHolder
+from services.decode.instance import DecodeInstance
+from services.decode.requests import DecodeRequest
+from services.decode.server import tokens_to_proto
+from services.decode.token_messages import messages_of
+from services.decode.token_streams import gained_of
+from services.prefill.requests import PrefillRequest, PromptNews
+from services.prefill.role import PrefillRole
+from services.prefill.server import reports_of
+
+SERVICE_NAME = feed_pb2.DESCRIPTOR.services_by_name["FeedService"].full_name
+_BEAT = feed_pb2.FollowResponse()
+_REPORTS_TOGETHER = 64
+"""Of one message, unless they are on prompts: those are large."""
+
+
+class FeedServer(FeedServiceServicer):
+    """Answers for one instance."""
+
+    def __init__(
+        self,
+        feeds: RouterFeeds,
+        prefill: PrefillRole,
+        decode: DecodeInstance,
+        incarnation: int,
+        holder: ReplicaHolder | None = None,
+    ) -> None:
+        """feeds: those of both phases. holder: None where replicas are off."""
+        self._feeds = feeds
+        self._prefill = prefill
+        self._decode = decode
+        self._incarnation = incarnation
+        self._holder = holder
+
+    async def Follow(  # noqa: N802
+        self, request: feed_pb2.FollowRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[feed_pb2.FollowResponse]:
+        router_id = request.router_id
+        try:
+            check_router_id(router_id)
+        except InvalidArgument as error:
+            await abort(context, error)
+        unknown = self._repeat(request)
+        feed = self._feeds.open(router_id)
+        # Called however the RPC ends, also when it is cancelled while a message is on its way out, where a `finally`
+        # here would wait for the garbage collector.
+        context.add_done_callback(lambda _: self._feeds.close(feed))  # type: ignore[arg-type]
+        for notice in unknown:
+            feed.add(notice)
+        yield feed_pb2.FollowResponse(incarnation=self._incarnation, beat_s=BEAT_S)
+        while not feed.ended:
+            news = await feed.take(BEAT_S)
+            if not news:
+                yield _BEAT
+            for message in _messages(news):
+                yield message
+
+    async def Attach(  # noqa: N802
+        self, request: feed_pb2.AttachRequest, context: aio.ServicerContext[Any, Any]
+    ) -> feed_pb2.AttachResponse:
+        try:
+            attachment = attachment_from_proto(request)
+            phase = self._prefill if attachment.at_prefill else self._decode.owners
+            attached = phase.attach(attachment)
+        except KaveriError as error:
+            await abort(context, error)
+        return feed_pb2.AttachResponse(attached=attached_to_proto(attached), incarnation=self._incarnation)
+
+    async def Abort(  # noqa: N802
+        self, request: feed_pb2.AbortRequest, context: aio.ServicerContext[Any, Any]
+    ) -> feed_pb2.AbortResponse:
+        for name in request.attempts:
+            if request.give_back:
+                self._prefill.give_back(name.request_id, ownership_from_proto(name))
+            else:
+                self._abort(name, request.by_router)
+        return feed_pb2.AbortResponse()
+
+    def _abort(self, name: decode_pb2.AttemptId, by_router: bool) -> None:
+        ownership = ownership_from_proto(name)
+        # At prefill first: otherwise the request would be adopted in between.
+        if by_router:
+            self._prefill.abort(name.request_id, ownership)
+        # The owner of a copy means that copy, and a prefill instance that gives room back knows nothing of copies.
+        if not name.replica:
+            self._decode.abort(name.request_id, ownership, by_router, name.reservation)
+        if self._holder is not None and not name.reservation:
+            self._holder.close(name.request_id, ownership, name.replica)
+
+    def _repeat(self, request: feed_pb2.FollowRequest) -> list[Hashable]:
+        """Returns errors for requests that are not here for the router."""
+        awaited = [
+            Awaited(named.request_id, Owner(named.session, named.attempt), named.next_index)
+            for named in request.requests
+            if not named.at_prefill
+        ]
+        prompts = {
+            named.request_id: Owner(named.session, named.attempt) for named in request.requests if named.at_prefill
+        }
+        router_id = request.router_id
+        return [*self._decode.owners.repeat(router_id, awaited), *self._prefill.repeat(router_id, prompts)]
+
+
+def _messages(news: Sequence[Hashable]) -> Iterator[feed_pb2.FollowResponse]:
+    """The messages of a batch; none if nothing is to be said."""
+    gained = [gained_of(each) for each in news if isinstance(each, DecodeRequest | GainedTokens)]
+    for entries in messages_of(gained):
+        yield feed_pb2.FollowResponse(requests=map(tokens_to_proto, entries))
+    message = feed_pb2.FollowResponse()
+    for each in news:
+        if isinstance(each, PrefillRequest | PromptNews):
+            for report in reports_of(
+                each if isinstance(each, PromptNews) else each.log.take(each.request_id, each.owner)
+            ):
+                message.reports.append(report)
+                if report.HasField("prompt_logprobs") or len(message.reports) >= _REPORTS_TOGETHER:
+                    yield message
+                    message = feed_pb2.FollowResponse()
+    if message.reports:
+        yield message

@@ -1,0 +1,81 @@
+"""FeedService of scripted instances: one stream for what both of their phases have to say."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kaveri.errors import KaveriError
+from kaveri.v1 import feed_pb2, feed_pb2_grpc
+from kaveri.wire.status import abort
+from tests.services.router.scripted_decode import BEAT_S, ScriptedDecode
+from tests.services.router.scripted_prefill import ScriptedPrefill
+
+
+class ScriptedFeed(feed_pb2_grpc.FeedServiceServicer):
+    """Of an instance with one phase or both."""
+
+    def __init__(self, prefill: ScriptedPrefill | None = None, decode: ScriptedDecode | None = None) -> None:
+        self._prefill = prefill
+        self._decode = decode
+
+    async def Follow(  # noqa: N802
+        self, request: feed_pb2.FollowRequest, context: Any
+    ) -> AsyncIterator[feed_pb2.FollowResponse]:
+        if self._decode is None:
+            assert self._prefill is not None
+            yield feed_pb2.FollowResponse(incarnation=self._prefill.incarnation, beat_s=BEAT_S)
+            async for message in self._prefill.follow(request.router_id):
+                yield message
+        elif self._prefill is None:
+            async for message in self._decode.follow(request):
+                yield message
+        else:
+            async for message in _merged(self._decode.follow(request), self._prefill.follow(request.router_id)):
+                yield message
+
+    async def Attach(  # noqa: N802
+        self, request: feed_pb2.AttachRequest, context: Any
+    ) -> feed_pb2.AttachResponse:
+        try:
+            if request.at_prefill:
+                assert self._prefill is not None
+                return self._prefill.attach(request)
+            assert self._decode is not None
+            return await self._decode.attach(request)
+        except KaveriError as error:
+            await abort(context, error)
+
+    async def Abort(  # noqa: N802
+        self, request: feed_pb2.AbortRequest, context: Any
+    ) -> feed_pb2.AbortResponse:
+        if request.give_back:
+            assert self._prefill is not None
+            await self._prefill.give_back(context)
+            return feed_pb2.AbortResponse()
+        if self._prefill is not None:
+            for name in request.attempts:
+                self._prefill.abort(name)
+        if self._decode is not None:
+            self._decode.abort(request)
+        return feed_pb2.AbortResponse()
+
+
+async def _merged(
+    first: AsyncIterator[feed_pb2.FollowResponse], second: AsyncIterator[feed_pb2.FollowResponse]
+) -> AsyncIterator[feed_pb2.FollowResponse]:
+    """Messages of both, the first one of `first` before all others."""
+    yield await anext(first)
+    messages: asyncio.Queue[feed_pb2.FollowResponse] = asyncio.Queue(maxsize=1)
+
+    async def pump(source: AsyncIterator[feed_pb2.FollowResponse]) -> None:
+        async for message in source:
+            await messages.put(message)
+
+    async with asyncio.TaskGroup() as group:
+        pumps = [group.create_task(pump(source)) for source in (first, second)]
+        try:
+            while True:
+                yield await messages.get()
+        finally:
+            for task in pumps:
+                task.cancel()
