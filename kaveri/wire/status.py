@@ -161,12 +161,6 @@ def is_unsent(error: aio.AioRpcError) -> bool:
     return "failed to connect to all addresses" in (error.details() or "")
 
 
-def is_connection_lost(error: aio.AioRpcError) -> bool:
-    """Return True if the connection broke during the call. The peer may have received it, and may serve the next
-    one."""
-    return error.code() is grpc.StatusCode.UNAVAILABLE and not is_unsent(error) and not is_answer(error)
-
-
 def _pack(message: Message) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(message)

@@ -54,7 +54,7 @@ _RECONNECT_MAX_S = 1.0
 
 
 class TokenFeeds:
-    """The subscriptions of one router, one for each instance in the view."""
+    """The subscriptions of one router, one for each instance in the view that has an engine."""
 
     def __init__(
         self,
@@ -93,7 +93,9 @@ class TokenFeeds:
         if view.instances is self._instances and all(known.record for known in self._subscriptions.values()):
             return
         self._instances = view.instances
-        records = {instance_id: status.record for instance_id, status in view.instances.items()}
+        records = {
+            instance_id: status.record for instance_id, status in view.instances.items() if status.record.phases
+        }
         for instance_id, subscription in tuple(self._subscriptions.items()):
             record = records.get(instance_id)
             if record is None:

@@ -8,7 +8,7 @@ from kaveri.domain.attachment import Attached, Attachment
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import InvalidArgument, Unavailable
-from kaveri.v1 import decode_pb2
+from kaveri.v1 import feed_pb2
 from kaveri.wire.attempts import (
     attached_from_proto,
     attached_to_proto,
@@ -29,7 +29,7 @@ def test_what_a_new_owner_shows_and_gets_survives_the_wire() -> None:
 
 def test_an_answer_without_a_limit_of_tokens_is_its_senders_fault() -> None:
     with pytest.raises(Unavailable, match=r"answer to Attach .*max_tokens"):
-        attached_from_proto(decode_pb2.Attached(first_index=2))
+        attached_from_proto(feed_pb2.Attached(first_index=2))
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,13 @@ async def test_tokens_that_overtake_the_placement_on_their_instance_cost_no_atte
         assert (responses[-1].timing.attempts, responses[-1].timing.decode_instance_id) == (1, "decode-1")
 
 
+async def test_a_router_follows_instances_with_engines_alone(cluster: ScriptedCluster) -> None:
+    async with cluster.router() as router:
+        await eventually(lambda: "router-0" in router.router.store.view().instances)
+        router.router.feeds.update(router.router.store.view())
+        assert router.router.feeds._subscriptions.keys() == cluster.instances.keys()
+
+
 async def test_a_token_stream_that_breaks_in_the_router_is_logged_and_opened_again(cluster: ScriptedCluster) -> None:
     cluster.decodes["decode-0"].pause_at = 7
     async with cluster.router() as router:
@@ -110,7 +117,7 @@ async def test_a_token_stream_that_breaks_in_the_router_is_logged_and_opened_aga
         assert tokens_of(responses) == answer(PROMPT, 20)
         assert responses[-1].timing.attempts == 2
         (entry,) = [entry for entry in entries if entry["event"] == "stream_failed"]
-        assert (entry["decode_instance_id"], entry["exc_info"]) == ("decode-0", True)
+        assert (entry["instance_id"], entry["exc_info"]) == ("decode-0", True)
         cluster.place_on = "decode-0"
         assert tokens_of(await collect(router.stub.Generate(ask(), timeout=60))) == answer(PROMPT, 20)
 

@@ -28,6 +28,10 @@ _AT_ONE_INSTANCE = (
     FaultKind.UNDRAIN,
     FaultKind.ENGINE,
 )
+_SILENCE_S = 0.7
+"""A router's suspicion comes so long after the last message that could have come, at most."""
+_BETWEEN_TWO = (FaultKind.CUT, FaultKind.CUT_ONE_WAY, FaultKind.SLOW)
+_STOPPING = (FaultKind.FREEZE, FaultKind.ISOLATE, FaultKind.CLOCK, FaultKind.STUCK, FaultKind.KILL, FaultKind.RESTART)
 _AT_THE_STORE = (
     FaultKind.STORE_AWAY,
     FaultKind.STORE_LOST,
@@ -110,6 +114,18 @@ def _is_spare(plan: Plan, fault: Fault) -> bool:
         return False
     soon_back = fault.kind is FaultKind.RESTART and fault.lasts_s <= _WAITED_FOR_S
     return soon_back or sum(instance.phases == phases for instance in plan.instances) > 1
+
+
+def may_be_suspected(plan: Plan, router: str, instance: str, now_s: float) -> bool:
+    """Whether a fault can have kept the instance's messages from the router just now, or either from running."""
+    for fault in plan.faults:
+        ends = {fault.target, fault.other}
+        is_over = not fault.after and fault.at_s + fault.lasts_s + fault.amount + _SILENCE_S < now_s
+        if fault.kind in _BETWEEN_TWO and ends == {router, instance} and not is_over:
+            return True
+        if fault.kind in _STOPPING and ends & {router, instance}:
+            return True
+    return False
 
 
 CHECKS: tuple[Check, ...] = (

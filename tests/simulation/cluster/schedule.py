@@ -21,7 +21,7 @@ import structlog
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import Phase
 from kaveri.text.tokenizer import ModelTokenizer
-from tests.simulation.cluster.checks import CHECKS, Check
+from tests.simulation.cluster.checks import CHECKS, Check, may_be_suspected
 from tests.simulation.cluster.clients import Clients
 from tests.simulation.cluster.draw import draw_prompt
 from tests.simulation.cluster.entropy import DrawnIds, import_services, replaced_world
@@ -256,4 +256,8 @@ class _LogTap:
         world.trace.note("log", f"{method} {what} {shown}")
         if method in ("error", "exception", "critical") and not world.expected_errors:
             world.violations.append(f"{world.loop.current} logged an error: {what} {shown} {exc_info or ''}")
+        if what == "stream_broken" and "it sent nothing" in str(event["error"]):
+            router, instance = world.loop.current.name, event["instance_id"]
+            if not may_be_suspected(world.plan, router, instance, world.now() - world.ready_s):
+                world.violations.append(f"{router} suspects {instance}, which nothing has kept from sending")
         raise structlog.DropEvent
