@@ -44,7 +44,7 @@ class DecodeMetrics:
         self.received_bytes = counter("kaveri_kv_received_bytes", "KV bytes landed and verified.")
         self.preemptions = counter("kaveri_decode_preemptions", "Requests preempted because blocks ran out.")
         self.in_line = gauge("kaveri_decode_line_requests", "Requests that wait for room.")
-        self.orphans = gauge("kaveri_decode_orphans", "Requests that go on without a token stream of their router.")
+        self.orphans = gauge("kaveri_decode_orphans", "Requests that go on without a stream of their router.")
         self.kept = gauge("kaveri_decode_kept_answers", "Answers that have ended and are kept to be repeated.")
         self.attaches = counter("kaveri_decode_attaches", "Requests that were given to a later session or attempt.")
         self.requests = counter(

@@ -58,5 +58,5 @@ class PrefillMetrics:
             buckets=LATENCY_BUCKETS_S,
         )
         self.waiting = gauge("kaveri_prefill_queued_tokens", "Tokens accepted and not computed yet.")
-        self.orphans = gauge("kaveri_prefill_orphans", "Requests that go on without a router that reads about them.")
+        self.orphans = gauge("kaveri_prefill_orphans", "Prompts that go on without a stream of their router.")
         self.attaches = counter("kaveri_prefill_attaches", "Requests that were given to a later session.")
