@@ -99,7 +99,7 @@ class _Stack:
 
 
 class _Direct:
-    """What a router does for a prompt, and nothing else: submits it and reads its report."""
+    """Submits prompts to an instance and reads their reports, as a router does."""
 
     def __init__(self, channel: aio.Channel) -> None:
         self._prefill = prefill_pb2_grpc.PrefillServiceStub(channel)

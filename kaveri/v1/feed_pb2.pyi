@@ -105,12 +105,9 @@ class FollowResponse(_message.Message):
 
     INCARNATION_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
-    BEAT_S_FIELD_NUMBER: _builtins.int
     REPORTS_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """The instance's incarnation, on the first message, which is sent at once and carries no news."""
-    beat_s: _builtins.float
-    """On the first message: seconds after which a beat follows when there is no news."""
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[_decode_pb2.RequestTokens]:
         """At most one entry per request. Together they take less than half of the largest message: what is larger is
@@ -126,12 +123,11 @@ class FollowResponse(_message.Message):
         *,
         incarnation: _builtins.int = ...,
         requests: _abc.Iterable[_decode_pb2.RequestTokens] | None = ...,
-        beat_s: _builtins.float = ...,
         reports: _abc.Iterable[_prefill_pb2.PrefillReport] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_s", b"beat_s", "incarnation", b"incarnation", "reports", b"reports", "requests", b"requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "reports", b"reports", "requests", b"requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

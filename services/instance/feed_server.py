@@ -28,11 +28,11 @@ from services.prefill.server import reports_of
 SERVICE_NAME = feed_pb2.DESCRIPTOR.services_by_name["FeedService"].full_name
 _BEAT = feed_pb2.FollowResponse()
 _REPORTS_TOGETHER = 64
-"""Of one message, unless they are on prompts: those are large."""
+"""Limit on reports in one message. One with log-probabilities of a prompt ends its message: it is large."""
 
 
 class FeedServer(FeedServiceServicer):
-    """Answers for one instance."""
+    """FeedService of one instance."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class FeedServer(FeedServiceServicer):
         context.add_done_callback(lambda _: self._feeds.close(feed))  # type: ignore[arg-type]
         for notice in unknown:
             feed.add(notice)
-        yield feed_pb2.FollowResponse(incarnation=self._incarnation, beat_s=BEAT_S)
+        yield feed_pb2.FollowResponse(incarnation=self._incarnation)
         while not feed.ended:
             news = await feed.take(BEAT_S)
             if not news:
@@ -105,7 +105,8 @@ class FeedServer(FeedServiceServicer):
             self._holder.close(name.request_id, ownership, name.replica)
 
     def _repeat(self, request: feed_pb2.FollowRequest) -> list[Hashable]:
-        """Returns errors for requests that are not here for the router."""
+        """Have news repeated of the requests that a new stream names. Returns errors for those that are not here, or
+        belong to another router."""
         awaited = [
             Awaited(named.request_id, Owner(named.session, named.attempt), named.next_index)
             for named in request.requests
@@ -119,7 +120,7 @@ class FeedServer(FeedServiceServicer):
 
 
 def _messages(news: Sequence[Hashable]) -> Iterator[feed_pb2.FollowResponse]:
-    """The messages of a batch; none if nothing is to be said."""
+    """Encode a batch of news; no message if nothing in it is unsent."""
     gained = [gained_of(each) for each in news if isinstance(each, DecodeRequest | GainedTokens)]
     for entries in messages_of(gained):
         yield feed_pb2.FollowResponse(requests=map(tokens_to_proto, entries))

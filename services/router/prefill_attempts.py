@@ -34,14 +34,14 @@ from services.router.token_feeds import TokenFeeds
 from services.router.waiting_prompts import WaitingPrompts
 
 _MOST_SUBMITS = 4
-"""Calls with one attempt, when connections break."""
+"""Limit on Submit calls for one attempt, when connections break."""
 _SHORTEST_S = 1e-3
 _IN_ORDER: Final = ("started", "placed", "prompt_logprobs", "first_token", "handed_over")
 """Fields of a PrefillReport, in the order in which they are read."""
 
 
 class PrefillAttempts:
-    """Of one router. For one event loop."""
+    """The attempts of one router at prefill instances. For one event loop."""
 
     def __init__(
         self,

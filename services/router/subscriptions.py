@@ -1,4 +1,4 @@
-"""What one router has at one instance: its stream, and the attempts that need it."""
+"""Subscriptions of a router: the stream from each instance, and the attempts that need it."""
 
 import asyncio
 import time
@@ -89,9 +89,8 @@ class PromptTie:
         reports, self._reports = self._reports, []
         if not reports and self._error is not None:
             raise self._error
-        self._changed.clear()
-        if self._error is not None:
-            self._changed.set()
+        if self._error is None:
+            self._changed.clear()
         return reports
 
 
@@ -100,12 +99,12 @@ TieKey = tuple[RequestEntry, bool]
 
 
 def key_of(tie: AnyTie) -> TieKey:
-    """Of a tie among those to one instance: each phase has its own."""
+    """Key of a tie within its subscription: a request may have one in each phase."""
     return tie.entry, tie.at_prefill
 
 
 class Subscription:
-    """One instance: its record once the view names it, its stream, the attempts that need it."""
+    """One instance as a router knows it: its record, once the view names it, its stream, the attempts that need it."""
 
     def __init__(self, instance_id: str, is_over: Callable[[InstanceLife], bool | None]) -> None:
         """is_over: True for a life that the view has named, and names no more."""

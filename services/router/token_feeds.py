@@ -93,9 +93,7 @@ class TokenFeeds:
         if view.instances is self._instances and all(known.record for known in self._subscriptions.values()):
             return
         self._instances = view.instances
-        records = {
-            instance_id: status.record for instance_id, status in view.instances.items() if status.record.phases
-        }
+        records = {instance_id: status.record for instance_id, status in view.instances.items() if status.record.phases}
         for instance_id, subscription in tuple(self._subscriptions.items()):
             record = records.get(instance_id)
             if record is None:
@@ -235,7 +233,7 @@ class TokenFeeds:
     async def attach(
         self, record: InstanceRecord, attachment: Attachment, timeout_s: float = CALL_TIMEOUT_S
     ) -> Attached:
-        """Makes this router the owner of a request at an instance: its news comes on the stream from there.
+        """Make this router the owner of a request at an instance, whose stream then carries the request's news.
 
         Raises what the instance answers, or Unavailable."""
         name = f"{'prefill' if attachment.at_prefill else 'decode'} instance {record.instance_id}"

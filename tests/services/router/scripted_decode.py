@@ -207,12 +207,12 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
                     self.holder.copies.discard(entry.request_id)
 
     async def follow(self, request: feed_pb2.FollowRequest) -> AsyncIterator[feed_pb2.FollowResponse]:
-        """As FeedService.Follow, for its tokens."""
+        """The messages of FeedService.Follow that carry tokens, and beats."""
         router_id = request.router_id
         self.subscribers.append(router_id)
         try:
             await self.thawed.wait()
-            yield feed_pb2.FollowResponse(incarnation=self.incarnation, beat_s=BEAT_S)
+            yield feed_pb2.FollowResponse(incarnation=self.incarnation)
             for named in request.requests:
                 # It keeps nothing when a stream ends.
                 if not named.at_prefill and named.request_id not in self.running:

@@ -7,7 +7,7 @@ from typing import Any
 from kaveri.errors import KaveriError
 from kaveri.v1 import feed_pb2, feed_pb2_grpc
 from kaveri.wire.status import abort
-from tests.services.router.scripted_decode import BEAT_S, ScriptedDecode
+from tests.services.router.scripted_decode import ScriptedDecode
 from tests.services.router.scripted_prefill import ScriptedPrefill
 
 
@@ -23,7 +23,7 @@ class ScriptedFeed(feed_pb2_grpc.FeedServiceServicer):
     ) -> AsyncIterator[feed_pb2.FollowResponse]:
         if self._decode is None:
             assert self._prefill is not None
-            yield feed_pb2.FollowResponse(incarnation=self._prefill.incarnation, beat_s=BEAT_S)
+            yield feed_pb2.FollowResponse(incarnation=self._prefill.incarnation)
             async for message in self._prefill.follow(request.router_id):
                 yield message
         elif self._prefill is None:
