@@ -11,7 +11,7 @@ BEAT_AFTER_S = 0.15
 """Silence after which a peer is sent a beat, and the interval between beats."""
 SUSPECT_AFTER_S = 0.5
 """Silence after which a peer is suspected, and its waiting calls fail over."""
-MOST_PATIENCE = 3.0
+MOST_PATIENCE = 5.0
 """Upper bound of the silence that a late peer is allowed, in multiples of the usual one."""
 SUSPECT_UNHEARD_AFTER_S = 1.2
 """SUSPECT_AFTER_S for a peer that has answered no beat yet: it may be far away, or still connecting."""
@@ -31,9 +31,11 @@ STRAGGLER_S = 5.0
 """How long an instance refuses calls of attempts that are over. Not much longer: clients may use request ids again."""
 ATTEMPT_REMEMBERED_S = 60.0
 """How long a router goes on counting the attempts of a request id that is used again."""
-LEADER_LEASE_S = 1.0
+LEASE_S = 2.0
+"""Default lease of an instance. A process that is busy, or has little CPU, renews it in time."""
+LEADER_LEASE_S = 2.0
 """Lease of the router that broadcasts the view."""
-BROADCAST_LOST_AFTER_S = 2.0
+BROADCAST_LOST_AFTER_S = 3.0
 """Time without a broadcast after which instances follow heartbeats themselves."""
 
 

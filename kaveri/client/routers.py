@@ -65,8 +65,11 @@ class TriedRouters:
 class RouterCall(Generic[ResponseT]):
     """One call to one router; not waited for any longer when the router goes silent."""
 
-    def __init__(self, call: Any, target: str, liveness: Liveness, was_connected: bool, leaves_unheard: bool) -> None:
+    def __init__(
+        self, call: Any, target: str, targets: Targets, liveness: Liveness, was_connected: bool, leaves_unheard: bool
+    ) -> None:
         self.target = target
+        self._targets = targets
         self.leaves_unheard = leaves_unheard
         self._call = call
         self._liveness = liveness
@@ -78,6 +81,11 @@ class RouterCall(Generic[ResponseT]):
         read() is cancelled."""
         self._ended: BaseException | None = None
         self._was_cancelled = False
+
+    @property
+    def can_fail_over(self) -> bool:
+        """See WaitingCall."""
+        return len(self._targets.known) > 1
 
     @property
     def was_reached(self) -> bool:
@@ -215,9 +223,7 @@ class Routers:
         connected = self._channels[target].get_state() is grpc.ChannelConnectivity.READY
         metadata = (*(self._metadata or ()), (HEADER, traceparent)) if traceparent else self._metadata
         call = getattr(stub, method)(request, timeout=timeout_s, metadata=metadata)
-        # Without another router to go to, it is better to wait.
-        leaves_unheard = leaves_unheard and len(self.targets.known) > 1
-        return RouterCall(call, target, self._liveness, connected, leaves_unheard)
+        return RouterCall(call, target, self.targets, self._liveness, connected, leaves_unheard)
 
     async def ask(self, method: str, request: Any, deadline_s: float | None) -> Any:
         """The response of the first router that gives one; each is asked once. Raises KaveriErrors: when all routers

@@ -3,7 +3,7 @@ loop."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Protocol
 
 import grpc
@@ -25,6 +25,10 @@ class WaitingCall(Protocol):
     target: str
     leaves_unheard: bool
     """True if it may fail over when its peer has never answered a beat."""
+
+    @property
+    def can_fail_over(self) -> bool:
+        """True if there is another peer to go to. A call without one is never suspected: waiting is all it can do."""
 
     def suspect(self, after_s: float) -> None:
         """End the call: its peer has been silent for `after_s`."""
@@ -54,12 +58,9 @@ class Liveness:
 
     def begin(self, call: WaitingCall) -> None:
         """Start waiting for a message of this call."""
-        waiting = self._waiting.get(call.target)
-        if waiting is None:
-            waiting = self._waiting[call.target] = {}
-            if call.target in self._prompt:
-                self._watch.begin(call.target)
-        waiting[call] = None
+        self._waiting.setdefault(call.target, {})[call] = None
+        if call.target in self._prompt:
+            self._watch.begin(call.target)
         if call.leaves_unheard and call.target not in self._answered:
             self._unheard.heard(call)
         if not self._running:
@@ -110,11 +111,14 @@ class Liveness:
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
             for target in self._watch.tick(now_s):
-                for call in tuple(self._waiting.pop(target, ())):
-                    call.suspect(self._watch.after_s)
-            for call in self._unheard.tick(now_s):
-                call.suspect(SUSPECT_UNHEARD_AFTER_S)
+                self._suspect(self._waiting.get(target, ()), self._watch.after_s)
+            self._suspect(self._unheard.tick(now_s), SUSPECT_UNHEARD_AFTER_S)
         self._running = False
+
+    def _suspect(self, calls: Iterable[WaitingCall], after_s: float) -> None:
+        for call in [call for call in calls if call.can_fail_over]:
+            self.end(call)
+            call.suspect(after_s)
 
     def _is_due(self, target: str) -> bool:
         pause_s = BEAT_AFTER_S if target in self._prompt else _SLOW_BEAT_AFTER_S

@@ -1,11 +1,13 @@
 """RouterCall: every waiting reader receives the end of the call, and no response is lost."""
 
 import asyncio
+import random
 
 import pytest
 from grpc import aio
 
 from kaveri.client.routers import RouterCall
+from kaveri.client.targets import Targets
 from kaveri.rpc.liveness import Liveness
 
 SOON_S = 10.0
@@ -32,8 +34,11 @@ async def beat(target: str) -> None:
     await asyncio.Event().wait()
 
 
+TARGETS = Targets(("router:1",), random.Random(0))
+
+
 def made(grpc_call: ScriptedGrpcCall) -> RouterCall[str]:
-    return RouterCall(grpc_call, "router:1", Liveness(beat), was_connected=True, leaves_unheard=False)
+    return RouterCall(grpc_call, "router:1", TARGETS, Liveness(beat), was_connected=True, leaves_unheard=False)
 
 
 async def test_all_that_wait_for_a_cancelled_call_are_woken() -> None:

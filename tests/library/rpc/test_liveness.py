@@ -11,7 +11,8 @@ class HeldCall:
     target = "peer"
     leaves_unheard = True
 
-    def __init__(self) -> None:
+    def __init__(self, can_fail_over: bool = True) -> None:
+        self.can_fail_over = can_fail_over
         self.suspected = asyncio.Event()
 
     def suspect(self, after_s: float) -> None:
@@ -48,4 +49,21 @@ async def test_a_peer_that_answers_slowly_is_not_suspected_once_it_has_answered_
     # It was never heard, and is found later than the first one would be.
     await asyncio.wait_for(other.suspected.wait(), 30)
     assert not call.suspected.is_set()
+    liveness.close()
+
+
+async def test_a_call_with_nowhere_else_to_go_waits_on_while_others_of_its_peer_fail_over() -> None:
+    async def no_answer(target: str) -> None:
+        await asyncio.Event().wait()
+
+    liveness, alone, other = Liveness(no_answer), HeldCall(can_fail_over=False), HeldCall()
+    liveness.begin(alone)
+    liveness.begin(other)
+    await asyncio.wait_for(other.suspected.wait(), 30)
+    assert not alone.suspected.is_set()
+    # A call that comes later is noticed as well, though the first one still waits.
+    later = HeldCall()
+    liveness.begin(later)
+    await asyncio.wait_for(later.suspected.wait(), 30)
+    assert not alone.suspected.is_set()
     liveness.close()

@@ -1,0 +1,111 @@
+"""Clients of one router that gets little CPU: 100 ms in each 1.8 s, as a throttled container does.
+
+The same load by clients that suspect silent routers, as the SDK does, and by clients that never do. Every answer is
+compared with the first one of its prompt. A SIGSTOP stands for the throttling.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from unittest import mock
+
+from benchmarks.support.harness import Options, Report, run
+from kaveri import AsyncClient, SamplingParams
+from kaveri.errors import KaveriError
+from kaveri.local.config import StackConfig
+from kaveri.local.stack import LocalStack
+from kaveri.rpc import liveness
+
+CLIENTS = 16
+ANSWER_TOKENS = 200
+RUNNING_S = 0.1
+STOPPED_S = 1.7
+ANSWER_TIMEOUT_S = 120.0
+NEVER_S = 1e9
+LEAST_SHARE = 0.95
+"""Answers of the SDK's clients, as a share of those of clients that never suspect."""
+
+
+@dataclass
+class Answers:
+    """Results of one load."""
+
+    exact: int = 0
+    wrong: int = 0
+    failed: int = 0
+    first: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """The first answer to each client's prompt."""
+
+    def add(self, client: int, token_ids: tuple[int, ...]) -> None:
+        """Compare an answer with the first one of its client."""
+        if self.first.setdefault(client, token_ids) == token_ids:
+            self.exact += 1
+        else:
+            self.wrong += 1
+
+
+@contextlib.asynccontextmanager
+async def throttled(process: int) -> AsyncIterator[None]:
+    """Stop the process for most of the time while the context is open."""
+
+    async def alternate() -> None:
+        while True:
+            os.kill(process, signal.SIGSTOP)
+            await asyncio.sleep(STOPPED_S)
+            os.kill(process, signal.SIGCONT)
+            await asyncio.sleep(RUNNING_S)
+
+    alternating = asyncio.create_task(alternate())
+    try:
+        yield
+    finally:
+        alternating.cancel()
+        os.kill(process, signal.SIGCONT)
+
+
+async def ask_until(end_s: float, client: int, target: str, answers: Answers) -> None:
+    """Ask the same again and again until end_s on the monotonic clock."""
+    params = SamplingParams(max_tokens=ANSWER_TOKENS, seed=client)
+    async with AsyncClient(target) as sdk:
+        while time.monotonic() < end_s:
+            try:
+                answer = await sdk.generate(f"client {client}", params=params, timeout_s=ANSWER_TIMEOUT_S)
+            except KaveriError:
+                answers.failed += 1
+            else:
+                answers.add(client, tuple(answer.token_ids))
+
+
+async def serve(seconds: float) -> Answers:
+    """Run the load on a new stack, whose router is throttled."""
+    answers = Answers()
+    config = StackConfig.of(prefill_count=1, decode_count=1, engine="fake", restart=False)
+    async with LocalStack(config) as stack:
+        await stack.wait_until_ready(config.start_timeout_s)
+        async with throttled(stack.pids()["router-0"]):
+            end_s = time.monotonic() + seconds
+            await asyncio.gather(*(ask_until(end_s, each, stack.target, answers) for each in range(CLIENTS)))
+    return answers
+
+
+def measure(options: Options, report: Report) -> None:
+    """Both kinds of clients, one after the other."""
+    seconds = options.choose(60.0, 20.0)
+    report.workload = {"clients": CLIENTS, "answer_tokens": ANSWER_TOKENS, "seconds": seconds}
+    with mock.patch.object(liveness.Liveness.__init__, "__defaults__", (NEVER_S,)):
+        patient = asyncio.run(serve(seconds))
+    ours = asyncio.run(serve(seconds))
+    for name, answers in (("never suspect", patient), ("SDK", ours)):
+        for outcome in ("exact", "wrong", "failed"):
+            report.row("answers", [getattr(answers, outcome)], "", clients=name, outcome=outcome)
+    report.ratio("SDK / never suspect", ours.exact / patient.exact, LEAST_SHARE)
+    wrong = ours.wrong + ours.failed + patient.wrong
+    assert not wrong, (ours, patient)
+
+
+if __name__ == "__main__":
+    run("serving.throttled_router", measure, description=__doc__)
