@@ -14,7 +14,7 @@ from kaveri.errors import ConfigError
 from kaveri.telemetry.logs import get_logger
 
 _MIN_PAUSE_S = 0.01
-"""Min interval between heartbeats, regardless of beat_now(): at most a hundred a second."""
+"""Min interval between heartbeats, regardless of beat_now() and note_work(): at most a hundred a second."""
 _LEASE_PARTS = 3
 """Heartbeats within one lease of an instance whose load does not change."""
 _MAX_PAUSE_S = 1.0
@@ -32,21 +32,21 @@ class Heartbeat:
         record: InstanceRecord,
         load: Callable[[], InstanceLoad],
         interval_s: float = 0.1,
-        work_count: Callable[[], int] = lambda: 0,
     ) -> None:
-        """load: returns the current load; its sequence_number is filled in here. interval_s: while the load changes.
-        work_count: grows with work that may come and go between two heartbeats; the load is then reported again."""
+        """load: returns the current load; its sequence_number is filled in here. interval_s: while the load changes."""
         self._store = store
         self._record = record
         self._load = load
         self._interval_s = interval_s
         self._sequence_number = 0
-        self._work_count = work_count
+        self._work_count = 0
         self._reported = InstanceLoad(), 0
         """Load of the last heartbeat, without its number, and the work until then."""
         self._unreported = _REPORTS
         """How many heartbeats with a new number are still to be sent."""
         self._renew_at_s = 0.0
+        self._pause_s = interval_s
+        """Time until the load is looked at again: longer each time that it has not changed."""
         self._due = asyncio.Event()
         self._stopping = False
 
@@ -61,7 +61,7 @@ class Heartbeat:
             await self._beat()
             await asyncio.sleep(min(_MIN_PAUSE_S, self._interval_s))
             try:
-                async with asyncio.timeout(max(0.0, self._interval_s - _MIN_PAUSE_S)):
+                async with asyncio.timeout(max(0.0, self._pause_s - _MIN_PAUSE_S)):
                     await self._due.wait()
             except TimeoutError:
                 pass
@@ -72,6 +72,12 @@ class Heartbeat:
         self._unreported = _REPORTS
         self._due.set()
 
+    def note_work(self) -> None:
+        """Report the load again: work may have come and gone since the last heartbeat. Cheap; may be called often."""
+        self._work_count += 1
+        if self._pause_s > self._interval_s:
+            self._due.set()
+
     def stop(self) -> None:
         """Ask run() to deregister the instance and return."""
         self._stopping = True
@@ -79,15 +85,20 @@ class Heartbeat:
 
     async def _beat(self) -> None:
         load, now_s = self._load(), time.monotonic()
-        reported = load, self._work_count()
+        reported = load, self._work_count
         if reported != self._reported:
             self._reported, self._unreported = reported, _REPORTS
         if self._unreported:
             self._unreported -= 1
             self._sequence_number += 1
+            self._pause_s = self._interval_s
         elif now_s + self._interval_s <= self._renew_at_s:
+            self._pause_s = min(2 * self._pause_s, self._renew_at_s - now_s)
             return
-        self._renew_at_s = now_s + min(self._record.lease_ttl_s / _LEASE_PARTS, _MAX_PAUSE_S)
+        renewal_s = min(self._record.lease_ttl_s / _LEASE_PARTS, _MAX_PAUSE_S)
+        self._renew_at_s = now_s + renewal_s
+        if not self._unreported:
+            self._pause_s = max(self._interval_s, min(2 * self._pause_s, renewal_s))
         load = replace(load, sequence_number=self._sequence_number)
         answer = await self._store.heartbeat(self._record, load)
         if answer.holds and answer.other is None:

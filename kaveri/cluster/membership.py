@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kaveri.domain.running_clock import RunningClock
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, Role, ViewedInstance
 
-MAX_TICK_S = 0.25
+MAX_TICK_S = 0.5
 """Max seconds by which one tick advances the leases' clock; stores normally tick more often."""
 
 

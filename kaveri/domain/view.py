@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import KvEndpoint
+from kaveri.timeouts import LEASE_S
 
 ValueT = TypeVar("ValueT")
 
@@ -60,7 +61,7 @@ class InstanceRecord:
     layout: KvLayout | None = None
     kv_endpoints: tuple[KvEndpoint, ...] = ()
     max_model_len: int = 0
-    lease_ttl_s: float = 1.0
+    lease_ttl_s: float = LEASE_S
     """Seconds without a heartbeat after which it is presumed gone."""
     version: str = ""
     phases: tuple[Phase, ...] = ()

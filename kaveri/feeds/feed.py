@@ -49,6 +49,10 @@ class Feed(Generic[ItemT]):
         self._news.clear()
         return items
 
+    def wake(self) -> None:
+        """Have take() return, without items if there are none."""
+        self._changed.set()
+
     def close(self) -> None:
         """End the feed once all of its items are taken."""
         self._closed = True
@@ -57,7 +61,7 @@ class Feed(Generic[ItemT]):
     async def take(self, beat_s: float | None = None, most: int | None = None) -> list[ItemT]:
         """Remove and return the first items, at most `most`; wait until there are some.
 
-        Empty: beat_s seconds have passed, or the feed has ended.
+        Empty: beat_s seconds have passed, it was woken, or the feed has ended.
         """
         if not (self._news or self._closed):
             self._changed.clear()
@@ -146,8 +150,12 @@ class RouterFeeds:
             self._end_grace(router_id)
 
     def expect(self, router_id: str) -> None:
-        """Note that requests are here for the router; without a stream its grace begins, unless it did already."""
-        if router_id not in self._feeds and router_id not in self._grace and not self._closed:
+        """Note that requests are here for the router: its stream beats from now on. Without a stream its grace begins,
+        unless it did already."""
+        feed = self._feeds.get(router_id)
+        if feed is not None:
+            feed.wake()
+        elif router_id not in self._grace and not self._closed:
             loop = asyncio.get_running_loop()
             self._grace[router_id] = loop.call_later(self._grace_s, self._grace_over, router_id)
 

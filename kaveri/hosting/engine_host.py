@@ -140,7 +140,7 @@ class EngineHost:
                 self._trial.handle(events)
             else:
                 self._phases.handle(events)
-                self._service.work_count += 1
+                self._service.note_work()
         except Exception as error:
             # The lost events are unknown, and a request without them would wait forever.
             self._service.break_off(f"the instance lost its engine's events: {error!r}")

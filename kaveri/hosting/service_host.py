@@ -98,8 +98,6 @@ class ServiceHost:
         """State for the heartbeats."""
         self.started = asyncio.Event()
         """Set once requests are accepted."""
-        self.work_count = 0
-        """Batches of engine events so far; see Heartbeat.work_count."""
         self._config = config
         self._store = store
         self._hosted = hosted
@@ -127,7 +125,7 @@ class ServiceHost:
             await self._server.start()
             self.record = replace(self.record, address=self._config.advertised_address(self._server.port))
             interval_s = self._config.heartbeat_interval_s
-            heartbeat = Heartbeat(self._store, self.record, self.load, interval_s, lambda: self.work_count)
+            heartbeat = Heartbeat(self._store, self.record, self.load, interval_s)
             self._heartbeat = heartbeat
             async with asyncio.TaskGroup() as tasks:
                 working = tasks.create_task(self._hosted.run())
@@ -196,6 +194,11 @@ class ServiceHost:
         """Send a heartbeat at once."""
         if self._heartbeat is not None:
             self._heartbeat.beat_now()
+
+    def note_work(self) -> None:
+        """See Heartbeat.note_work."""
+        if self._heartbeat is not None:
+            self._heartbeat.note_work()
 
     def _rpc_server(self, service_names: Sequence[str], register: Callable[[aio.Server], None] | None) -> RpcServer:
         server = RpcServer(self._config.host, self._config.port, (*service_names, drain_server.SERVICE_NAME))

@@ -30,6 +30,7 @@ from kaveri.telemetry.logs import configure_logs, get_logger
 from kaveri.telemetry.metrics import serve_metrics
 from kaveri.telemetry.readiness import before_ready, is_ready
 from kaveri.telemetry.tracing import close_tracing, configure_tracing
+from kaveri.timeouts import LEASE_S
 
 MAX_DRAIN_S = 7 * 86_400.0
 MAX_LEASE_S = 86_400.0
@@ -98,7 +99,7 @@ class ServiceConfig(TlsSettings):
     )
     lease_ttl_s: float = setting(
         "seconds without a heartbeat after which this instance counts as gone; more than --heartbeat-interval-s",
-        1.0,
+        LEASE_S,
         above=0,
         most=MAX_LEASE_S,
     )

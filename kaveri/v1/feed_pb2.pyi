@@ -99,7 +99,9 @@ Global___FollowedRequest: _TypeAlias = FollowedRequest  # noqa: Y015
 
 @_typing.final
 class FollowResponse(_message.Message):
-    """News of a router's requests. A message without any is a beat: it shows that the instance lives."""
+    """News of a router's requests. A message without any is a beat: it shows that the instance lives. Beats come while
+    requests of the router are here.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -160,6 +160,10 @@ class DecodeRequests:
         """The requests whose tokens go to the router."""
         return tuple(self._by_router.get(router_id, ()))
 
+    def has_any_of(self, router_id: str) -> bool:
+        """Whether there are requests whose tokens go to the router."""
+        return router_id in self._by_router
+
     def _leave_router(self, request: DecodeRequest) -> None:
         of_router = self._by_router[request.router_id]
         del of_router[request]

@@ -174,6 +174,10 @@ class PrefillRole:
         self._begin(request, now_s, timeout_s)
         return request
 
+    def has_requests_of(self, router_id: str) -> bool:
+        """Whether the router waits for reports from here."""
+        return any(life.request.router_id == router_id for life in self._lives.values())
+
     def repeat(self, router_id: str, owners: Mapping[str, Owner]) -> list[PromptNews]:
         """Has everything reported again about a router's requests, by request id. Returns errors for those that are not
         here for it."""

@@ -17,7 +17,7 @@ from kaveri.timeouts import LEADER_LEASE_S
 from services.router import metrics
 
 _CAMPAIGN_INTERVAL_S = LEADER_LEASE_S / 3
-"""Interval of campaigns: a leader may miss one, and a dead one is replaced within 2 s even on a busy machine. Also the
+"""Interval of campaigns: a leader may miss two, and a dead one is replaced within 3 s. Also the
 interval of broadcasts while no instance reports a load."""
 _MIN_PAUSE_S = 0.02
 """Between two broadcasts, however fast instances come and go and blocks come free."""
@@ -36,6 +36,8 @@ class Monitor:
         self._campaign_at_s = 0.0
         self._told = Told()
         self._told_at_s = 0.0
+        self._has_new_loads = False
+        """True from the first load reported since the last broadcast."""
         self._due = asyncio.Event()
         self._stopping = False
 
@@ -62,8 +64,12 @@ class Monitor:
             self._set_token(None, "stopping")
 
     def update(self, view: ClusterView) -> None:
-        """Takes in a view; while leading, broadcasts news at once."""
-        if self.leading and is_news(self._told, view):
+        """Process a view. While leading, broadcast news at once, and loads at the next interval."""
+        if not self.leading:
+            return
+        new_loads = not self._has_new_loads and has_new_loads(self._told, view)
+        self._has_new_loads |= new_loads
+        if new_loads or is_news(self._told, view):
             self._due.set()
 
     def stop(self) -> None:
@@ -84,10 +90,12 @@ class Monitor:
     def _is_due(self, view: ClusterView) -> bool:
         if not self._sequence_number or is_news(self._told, view):
             return True
-        pause_s = self._interval_s
-        if not has_new_loads(self._told, view):
-            pause_s = max(pause_s, _CAMPAIGN_INTERVAL_S)
-        return time.monotonic() - self._told_at_s >= pause_s
+        return self._rest_s() <= 0
+
+    def _rest_s(self) -> float:
+        """Seconds until the next broadcast without news."""
+        pause_s = self._interval_s if self._has_new_loads else max(self._interval_s, _CAMPAIGN_INTERVAL_S)
+        return self._told_at_s + pause_s - time.monotonic()
 
     async def _broadcast(self, fencing_token: int) -> None:
         self._sequence_number += 1
@@ -95,6 +103,7 @@ class Monitor:
         view = self._store.view()
         statuses = broadcast_statuses(view)
         self._told = told_by(view, statuses)
+        self._has_new_loads = False
         if await self._store.broadcast(LoadBroadcast(self._router_id, fencing_token, self._sequence_number, statuses)):
             metrics.MONITOR_BROADCASTS.inc()
         else:
@@ -105,7 +114,7 @@ class Monitor:
         await asyncio.sleep(min(_MIN_PAUSE_S, self._interval_s))
         rest_s = self._campaign_at_s - time.monotonic()
         if self.leading:
-            rest_s = min(rest_s, self._interval_s)
+            rest_s = min(rest_s, self._rest_s())
         try:
             async with asyncio.timeout(max(0.0, rest_s - _MIN_PAUSE_S)):
                 await self._due.wait()

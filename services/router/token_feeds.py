@@ -76,6 +76,8 @@ class TokenFeeds:
         self._reopening: SilenceWatch[Subscription] = SilenceWatch(REOPEN_GRACE_S, time.monotonic())
         """Those that went silent and have not answered since."""
         self._subscriptions: dict[str, Subscription] = {}
+        self._tied = asyncio.Event()
+        """Set when attempts need streams."""
         self.silent_ids: frozenset[str] = frozenset()
         """The instances that went silent and have not answered since."""
         self._followed: dict[RequestEntry, Subscription] = {}
@@ -138,6 +140,7 @@ class TokenFeeds:
         self._followed[entry] = subscription
         tie = Tie(entry, attempt, life, is_there)
         subscription.tie(tie)
+        self._tied.set()
         if subscription.ties.get(key_of(tie)) is tie:
             self._attach_if_due(subscription, tie)
 
@@ -154,6 +157,7 @@ class TokenFeeds:
         if subscription is None:
             subscription = self._subscriptions[record.instance_id] = Subscription(record.instance_id, self._over.get)
         subscription.tie(tie)
+        self._tied.set()
         return tie
 
     def drop(self, tie: PromptTie) -> None:
@@ -215,8 +219,11 @@ class TokenFeeds:
                 await self._channels.stub(FeedServiceStub, address).Abort(message, timeout=CALL_TIMEOUT_S)
 
     async def watch(self) -> None:
-        """Breaks off streams that have gone silent. Runs until cancelled."""
+        """Breaks off streams that have gone silent while attempts need them. Runs until cancelled."""
         while True:
+            if not any(subscription.ties for subscription in self._subscriptions.values()):
+                self._tied.clear()
+                await self._tied.wait()
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
             for subscription in self._reopening.tick(now_s):
@@ -226,6 +233,11 @@ class TokenFeeds:
                 self._reopening.heard(subscription)
                 subscription.break_off(f"it sent nothing for {self._silence.after_s:g} s")
                 self._find_silent()
+            for subscription in self._subscriptions.values():
+                if subscription.connected and subscription.ties:
+                    self._silence.begin(subscription)
+                else:
+                    self._silence.forget(subscription)
 
     def _find_silent(self) -> None:
         self.silent_ids = frozenset(name for name, known in self._subscriptions.items() if known.fault)

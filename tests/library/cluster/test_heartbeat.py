@@ -98,6 +98,18 @@ async def test_cancelled_heartbeat_leaves_its_lease_to_run_out(store: _Recording
     assert "decode-0" in store.view().instances
 
 
+async def test_a_load_that_does_not_change_is_looked_at_only_to_renew_the_lease_until_there_is_work(
+    store: _RecordingStore,
+) -> None:
+    heartbeat = Heartbeat(store, _RECORD, InstanceLoad, interval_s=0.001)
+    async with _running(heartbeat):
+        await _until(lambda: heartbeat._pause_s > 100 * 0.001)
+        assert not heartbeat._due.is_set()
+        heartbeat.note_work()
+        assert heartbeat._due.is_set()
+        await _until(lambda: heartbeat._pause_s == 0.001)
+
+
 async def test_an_unchanged_load_is_reported_twice_and_then_only_renews_the_lease(store: _RecordingStore) -> None:
     looks: list[int] = []
 
@@ -123,10 +135,9 @@ async def test_a_lease_is_renewed_three_times_with_the_number_of_the_last_report
 
 
 async def test_work_that_comes_and_goes_between_two_heartbeats_is_reported_twice(store: _RecordingStore) -> None:
-    work: list[int] = []
-    heartbeat = Heartbeat(store, _RECORD, InstanceLoad, interval_s=0.001, work_count=lambda: len(work))
+    heartbeat = Heartbeat(store, _RECORD, InstanceLoad, interval_s=0.001)
     async with _running(heartbeat):
         await _until(lambda: len(store.loads) == 2)
-        work.append(1)
+        heartbeat.note_work()
         await _until(lambda: len(store.loads) == 4)
     assert [load.sequence_number for load in store.loads[:4]] == [1, 2, 3, 4]
