@@ -87,9 +87,10 @@ PLANS: dict[str, Plan] = {
     ),
     "hint_trusted_without_incarnation": story(
         cluster(),
-        [_BEFORE, request("late", 0.6, max_tokens=100)],
+        [_BEFORE, request("late", 0.6, max_tokens=100), request("after", 1.5, max_tokens=100)],
         [
-            # The name of the place comes late, and the place has restarted by then.
+            # The name of the place comes late, and the place has restarted by then. It serves another request: otherwise
+            # its silence would end the wait.
             _slow("prefill-0", "router-0", _LATE_S, 0.3, after=_RESERVED, after_count=2),
             Fault(kind=FaultKind.RESTART, after=_RESERVED, after_count=2, at_s=0.15, target="decode-0", lasts_s=0.05),
         ],
@@ -297,6 +298,7 @@ PLANS: dict[str, Plan] = {
         ],
         max_model_len=320,
         divergent=True,
+        seed=3,
         direct_clients=("client-0",),
     ),
     "former_owners_believed": story(
