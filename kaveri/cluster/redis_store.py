@@ -28,7 +28,7 @@ import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
@@ -111,13 +111,6 @@ class RedisStore:
         except ValueError as error:
             raise bad_url(self._url, error) from None
         self._client = await connect(self._url, store_needs(self._prefix) | self._also_needs, self._wait_s)
-        self._heartbeat_script = self._client.register_script(scripts.HEARTBEAT)
-        self._deregister_script = self._client.register_script(scripts.DEREGISTER)
-        self._forget_script = self._client.register_script(scripts.FORGET_ENDED)
-        self._take_over_script = self._client.register_script(scripts.TAKE_OVER_REQUEST)
-        self._campaign_script = self._client.register_script(scripts.CAMPAIGN)
-        self._resign_script = self._client.register_script(scripts.RESIGN)
-        self._broadcast_script = self._client.register_script(scripts.BROADCAST)
         loaded = asyncio.Event()
         self._commands = CommandBatches(self._client.connection_pool, ANSWER_TIMEOUT_S)
         self._watching = asyncio.create_task(self._watch(loaded), name="redis store: watch")
@@ -156,7 +149,7 @@ class RedisStore:
         ]
         try:
             # Sent even while they are refused, to notice when that ends.
-            answer = await self._unless_away(self._heartbeat_script(keys=keys, args=arguments), None)
+            answer = await self._unless_away(self._run(scripts.HEARTBEAT, keys=keys, args=arguments), None)
         except _REFUSALS as error:
             self._take_in_refusal(why(error))
             return HeartbeatAnswer()
@@ -178,7 +171,7 @@ class RedisStore:
             self._key("events"),
             self._key("loads"),
         ]
-        await self._unless_lost(self._deregister_script(keys=keys, args=arguments), None)
+        await self._unless_lost(self._run(scripts.DEREGISTER, keys=keys, args=arguments), None)
 
     def view(self) -> ClusterView:
         return self._membership.view()
@@ -188,7 +181,7 @@ class RedisStore:
 
     async def campaign(self, candidate_id: str, ttl_s: float) -> int | None:
         arguments: list[bytes | str | int] = [candidate_id, _milliseconds(ttl_s), self._greatest_token]
-        campaigning = self._campaign_script(keys=[self._key("leader"), self._key("counters")], args=arguments)
+        campaigning = self._run(scripts.CAMPAIGN, keys=[self._key("leader"), self._key("counters")], args=arguments)
         answer = await self._unless_lost(campaigning, None)
         if answer is None:
             return None
@@ -196,7 +189,7 @@ class RedisStore:
         return token or None
 
     async def resign(self, candidate_id: str) -> None:
-        await self._unless_lost(self._resign_script(keys=[self._key("leader")], args=[candidate_id]), None)
+        await self._unless_lost(self._run(scripts.RESIGN, keys=[self._key("leader")], args=[candidate_id]), None)
 
     async def broadcast(self, broadcast: LoadBroadcast) -> bool:
         arguments: list[bytes | str | int] = [
@@ -204,7 +197,9 @@ class RedisStore:
             broadcast_to_proto(broadcast).SerializeToString(),
             self._key("loads"),
         ]
-        return bool(await self._unless_lost(self._broadcast_script(keys=[self._key("leader")], args=arguments), 0))
+        return bool(
+            await self._unless_lost(self._run(scripts.BROADCAST, keys=[self._key("leader")], args=arguments), 0)
+        )
 
     async def claim_request(self, claim: RequestClaim, ttl_s: float) -> RequestClaim | None:
         return await self._unless_lost(self._claim(claim, _milliseconds(ttl_s)), None)
@@ -232,6 +227,9 @@ class RedisStore:
     def _redis(self) -> Redis:
         assert self._client is not None, "used before being entered"
         return self._client
+
+    async def _run(self, script: str, keys: Sequence[str], args: Sequence[bytes | str | int]) -> Any:
+        return await self._redis.register_script(script)(keys=keys, args=args)
 
     @property
     def _greatest_token(self) -> int:
@@ -461,7 +459,7 @@ class RedisStore:
             keys = [self._key("instances"), *map(self._instance_key, ended)]
             # A Redis that refuses writes keeps them until the next process loads them.
             with contextlib.suppress(ResponseError):
-                await self._forget_script(keys=keys, args=ended)
+                await self._run(scripts.FORGET_ENDED, keys=keys, args=ended)
 
     async def _claim(self, claim: RequestClaim, ttl_ms: int) -> RequestClaim | None:
         key = self._request_key(claim.request_id)
@@ -475,7 +473,7 @@ class RedisStore:
             value = _encode_claim(replace(claim, hint=holder.hint) if is_later else claim)
             arguments: list[bytes | str | int] = [held, ending_life, value, ttl_ms]
             keys = [key, self._instance_key(holder.router_id)]
-            if await self._take_over_script(keys=keys, args=arguments):
+            if await self._run(scripts.TAKE_OVER_REQUEST, keys=keys, args=arguments):
                 return None
             # A later session fails only if the claim changed in between, even by a hint.
             if not is_later:

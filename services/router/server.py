@@ -71,7 +71,9 @@ class RouterParts(Protocol):
     recent: RecentRequests
     workload: RecentWorkload
     incarnation: int
-    draining: bool
+
+    @property
+    def draining(self) -> bool: ...
 
 
 @dataclass(slots=True)

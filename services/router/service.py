@@ -137,7 +137,6 @@ class Router:
         self.store = store
         self.tokenizer = tokenizer
         self.default_params = defaults.params
-        self.draining = False
         self._draining_since_s = 0.0
         self.channels = Channels()
         self.table = RequestTable(config.max_requests)
@@ -173,6 +172,11 @@ class Router:
         """Cleared while it may lead the cluster monitor."""
         self._resigned.set()
 
+    @property
+    def draining(self) -> bool:
+        """True between drain() and undrain()."""
+        return not self._serving.is_set()
+
     def metrics_targets(self) -> list[dict[str, Any]]:
         """For /sd: where the metrics of the whole cluster are."""
         return metrics_targets(self.store.view())
@@ -197,15 +201,14 @@ class Router:
 
     def drain(self) -> None:
         if not self.draining:
-            self.draining, self._draining_since_s = True, time.monotonic()
+            self._draining_since_s = time.monotonic()
         self._serving.clear()
         self.monitor.stop()
 
     def undrain(self) -> None:
-        self.draining = False
+        self._serving.set()
         self.table.stay()
         self.monitor.go_on()
-        self._serving.set()
 
     async def wait_idle(self) -> None:
         """Until the last request has ended, and another router can lead the cluster monitor."""

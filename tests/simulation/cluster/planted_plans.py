@@ -89,8 +89,8 @@ PLANS: dict[str, Plan] = {
         cluster(),
         [_BEFORE, request("late", 0.6, max_tokens=100), request("after", 1.5, max_tokens=100)],
         [
-            # The name of the place comes late, and the place has restarted by then. It serves another request: otherwise
-            # its silence would end the wait.
+            # The name of the place comes late, and the place has restarted by then. It serves another request, so it is
+            # not silent.
             _slow("prefill-0", "router-0", _LATE_S, 0.3, after=_RESERVED, after_count=2),
             Fault(kind=FaultKind.RESTART, after=_RESERVED, after_count=2, at_s=0.15, target="decode-0", lasts_s=0.05),
         ],
