@@ -1,4 +1,4 @@
-"""What readers have not been sent: one feed per reader, whichever phase its news is of. No I/O."""
+"""Unsent news of requests, one feed per reader for both phases. No I/O."""
 
 import asyncio
 from collections.abc import Callable, Hashable, Iterable
@@ -11,7 +11,7 @@ ItemT = TypeVar("ItemT", bound=Hashable)
 
 
 class Feed(Generic[ItemT]):
-    """Items with news for one reader, each once however often it has some; a slow reader costs no more memory.
+    """Items with news for one reader. Each is queued once, so a slow reader costs no more memory.
 
     For one event loop and one task that takes.
     """
@@ -23,24 +23,24 @@ class Feed(Generic[ItemT]):
 
     @property
     def ended(self) -> bool:
-        """Whether close() was called and everything is taken."""
+        """True once close() was called and everything is taken."""
         return self._closed and not self._news
 
     @property
     def closed(self) -> bool:
-        """Whether close() was called."""
+        """True once close() was called."""
         return self._closed
 
     def __contains__(self, item: ItemT) -> bool:
         return item in self._news
 
     def add(self, item: ItemT) -> None:
-        """Enter news of the item, behind all others unless it is there already."""
+        """Queue the item, unless it is queued already."""
         self._news[item] = None
         self._changed.set()
 
     def discard(self, item: ItemT) -> None:
-        """Leave the item's news out."""
+        """Remove the item from the queue."""
         self._news.pop(item, None)
 
     def drain(self) -> list[ItemT]:
@@ -50,7 +50,7 @@ class Feed(Generic[ItemT]):
         return items
 
     def wake(self) -> None:
-        """Have take() return, without items if there are none."""
+        """Let take() return, if need be without items."""
         self._changed.set()
 
     def close(self) -> None:
@@ -59,9 +59,9 @@ class Feed(Generic[ItemT]):
         self._changed.set()
 
     async def take(self, beat_s: float | None = None, most: int | None = None) -> list[ItemT]:
-        """Remove and return the first items, at most `most`; wait until there are some.
+        """Remove and return the first items, at most `most`, after waiting for some.
 
-        Empty: beat_s seconds have passed, it was woken, or the feed has ended.
+        Returns an empty list after beat_s seconds, after wake(), and once the feed has ended.
         """
         if not (self._news or self._closed):
             self._changed.clear()
@@ -95,26 +95,26 @@ class _Phase(NamedTuple):
 class RouterFeeds:
     """The feeds of all routers at one instance. For one event loop.
 
-    Items are requests, whose logs keep what was not sent, and notices. A stream that breaks loses nothing of logs.
+    Items are requests and notices. Logs of requests keep what was not sent, so a broken stream loses nothing of them.
     """
 
     def __init__(self, grace_s: float) -> None:
-        """grace_s: seconds that a router without a stream may take to open one."""
+        """grace_s: seconds within which a router without a stream must open one."""
         self._grace_s = grace_s
         self._phases: list[_Phase] = []
         self._feeds: dict[str, RouterFeed] = {}
         self._grace: dict[str, asyncio.TimerHandle] = {}
-        """Of routers that requests are here for and that have no stream."""
+        """Timers of routers that have requests here and no stream."""
         self._closed = False
 
     def join(self, router_gone: Callable[[str], None], unsent_of: Callable[[str], Iterable[Hashable]]) -> None:
-        """Add a phase. router_gone: called for a router whose grace is over. unsent_of: returns the requests of a
-        router, ended ones included, with something that was not sent."""
+        """Add a phase. router_gone: called when a router's grace is over. unsent_of: returns a router's requests, ended
+        ones included, that have unsent news."""
         self._phases.append(_Phase(router_gone, unsent_of))
 
     @property
     def missing_routers(self) -> tuple[str, ...]:
-        """Routers without a stream for which requests are, or were, here: those requests are orphans."""
+        """Routers without a stream whose requests are, or were, here. Those requests are orphans."""
         return tuple(self._grace)
 
     def has(self, router_id: str) -> bool:
@@ -122,8 +122,7 @@ class RouterFeeds:
         return router_id in self._feeds
 
     def open(self, router_id: str) -> RouterFeed:
-        """Return the feed of a new stream of the router. The one of an older stream ends; what it has not sent goes
-        here."""
+        """Create the feed of a router's new stream. It continues the feed of an older stream, which ends."""
         self._end_grace(router_id)
         former = self._feeds.get(router_id)
         unsent = dict.fromkeys(item for phase in self._phases for item in phase.unsent_of(router_id))
@@ -136,13 +135,13 @@ class RouterFeeds:
         return feed
 
     def close(self, feed: RouterFeed) -> None:
-        """End a stream that is broken or cancelled. Unless a newer one has replaced it, its router's grace begins."""
+        """End a broken or cancelled stream. Begins the router's grace unless a newer stream is open."""
         if self._feeds.get(feed.router_id) is feed:
             del self._feeds[feed.router_id]
             self.expect(feed.router_id)
 
     def close_all(self) -> None:
-        """End every stream once it has sent what it has, and those that come as well."""
+        """End every stream, later ones included, once its news is sent."""
         self._closed = True
         for feed in self._feeds.values():
             feed.close()
@@ -150,8 +149,7 @@ class RouterFeeds:
             self._end_grace(router_id)
 
     def expect(self, router_id: str) -> None:
-        """Note that requests are here for the router: its stream beats from now on. Without a stream its grace begins,
-        unless it did already."""
+        """Expect the router to read news of its requests: its stream begins to beat, or its grace begins."""
         feed = self._feeds.get(router_id)
         if feed is not None:
             feed.wake()
@@ -160,20 +158,19 @@ class RouterFeeds:
             self._grace[router_id] = loop.call_later(self._grace_s, self._grace_over, router_id)
 
     def add(self, router_id: str, item: Hashable) -> None:
-        """Enter news of the item; it is left out when the router has no stream."""
+        """Queue the item for the router; no-op without a stream."""
         feed = self._feeds.get(router_id)
         if feed is not None:
             feed.add(item)
 
     def discard(self, router_id: str, item: Hashable) -> None:
-        """Leave the item's news out."""
+        """Remove the item from the router's queue."""
         feed = self._feeds.get(router_id)
         if feed is not None:
             feed.discard(item)
 
     async def wait_sent(self, is_idle: asyncio.Event) -> None:
-        """Wait until there is nothing to do and routers had time to read the last news: they are to hear of it before
-        they hear that this instance has left."""
+        """Wait until the instance is idle and routers had time to read the last news, before they see it leave."""
         while True:
             await is_idle.wait()
             if not self._feeds:

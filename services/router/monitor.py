@@ -1,4 +1,4 @@
-"""The cluster monitor: one router leads, and broadcasts the loads that prefill instances choose by.
+"""The cluster monitor: one router leads, and broadcasts the loads by which prefill instances choose decode instances.
 
 TetriInfer's (arXiv 2401.11181, section 3.2): loads come in from every instance and go out in one message for all.
 Every router campaigns; the store fences routers that no longer lead. Between two leaders prefill instances use the
@@ -20,14 +20,14 @@ _CAMPAIGN_INTERVAL_S = LEADER_LEASE_S / 3
 """Interval of campaigns: a leader may miss two, and a dead one is replaced within 3 s. Also the
 interval of broadcasts while no instance reports a load."""
 _MIN_PAUSE_S = 0.02
-"""Between two broadcasts, however fast instances come and go and blocks come free."""
+"""Min interval between two broadcasts."""
 
 
 class Monitor:
-    """One router's part in the monitor. For one event loop."""
+    """Campaigns for the lead, and broadcasts while leading. For one event loop."""
 
     def __init__(self, store: ClusterStore, router_id: str, interval_s: float) -> None:
-        """router_id: of one life of the router. interval_s: between two broadcasts of loads without news."""
+        """router_id: unique to one life of the router. interval_s: between two broadcasts without news."""
         self._store = store
         self._router_id = router_id
         self._interval_s = interval_s
@@ -43,13 +43,13 @@ class Monitor:
 
     @property
     def leading(self) -> bool:
-        """Whether this router leads, as far as it knows."""
+        """True if this router leads, as far as it knows."""
         return self._fencing_token is not None
 
     async def run(self) -> None:
-        """Campaigns, and broadcasts while leading, until stop(); then leaves the lead to others and returns.
+        """Campaign, and broadcast while leading, until stop(); then resign and return.
 
-        Cancelled, it leaves the lead's lease to run out.
+        If cancelled, the lease expires by itself.
         """
         try:
             while not self._stopping:
@@ -73,16 +73,16 @@ class Monitor:
             self._due.set()
 
     def stop(self) -> None:
-        """Asks run() to resign and return."""
+        """Ask run() to resign and return."""
         self._stopping = True
         self._due.set()
 
     def go_on(self) -> None:
-        """run() may be called again, or goes on if it has not returned."""
+        """Take stop() back; run() continues, or may be called again."""
         self._stopping = False
 
     async def _campaign(self) -> None:
-        # From before the call: the lease runs from when the store takes it, not from when its answer is here.
+        # Measured before the call: the lease may run before its answer arrives.
         self._campaign_at_s = time.monotonic() + _CAMPAIGN_INTERVAL_S
         token = await self._store.campaign(self._router_id, LEADER_LEASE_S)
         self._set_token(token, "another leads, or the store is away")

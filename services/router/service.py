@@ -49,15 +49,15 @@ from services.router.server import InferenceServicer
 from services.router.token_feeds import TokenFeeds
 
 _WATCH_TIMEOUT_S = 0.5
-"""Longest time until a lease that ran out is acted upon, when nothing else changes."""
+"""Max interval at which ended leases are noticed."""
 _OTHERS_DRAIN_WITHIN_S = 0.25
-"""Routers that drain together must not send their clients to one another. Answers go on during this time."""
+"""Time for other routers to begin a drain too, before clients are sent to them."""
 
 
 async def serve(config: RouterConfig, stopping: asyncio.Event) -> int:
-    """Runs a router until `stopping` is set and the requests in flight have ended. Raises ConfigError."""
+    """Run a router until `stopping` is set and the requests in flight have ended. Raises ConfigError."""
     if config.vllm_grpc:
-        # Before anything is waited for.
+        # Fails early.
         _vllm_grpc()
     async with contextlib.AsyncExitStack() as stack:
         store = await stack.enter_async_context(open_store(config, stopping))
@@ -71,11 +71,11 @@ async def serve(config: RouterConfig, stopping: asyncio.Event) -> int:
 
 
 def router_host(router: "Router") -> ServiceHost:
-    """Everything around a router's own work. Raises ConfigError for certificates that cannot be used, and for a package
-    that --vllm-grpc lacks."""
+    """Host a router with its gRPC services. Raises ConfigError for unusable certificates, and where --vllm-grpc lacks
+    its package."""
     config = router.config
     servicer = InferenceServicer(router)
-    # A certificate is enough; the public port has neither service.
+    # With mutual TLS a certificate is enough. The public port has neither service.
     operators = router.callers if process_tls() is None else None
     shows = ClusterServicer(router.store, router.recent, router.workload, router.table, config.instance_id, operators)
     services = (inference_pb2.DESCRIPTOR, cluster_pb2.DESCRIPTOR)
@@ -90,7 +90,7 @@ def router_host(router: "Router") -> ServiceHost:
         if vllm_grpc is not None:
             vllm_grpc.VllmEngineServicer(router, servicer).register(server)
 
-    # Prometheus needs the address of one router; here it finds the metrics of all other processes.
+    # Prometheus needs to know one router only.
     set_discovery(router.metrics_targets)
     record = service_record(config, Role.ROUTER, config.model_name, router.incarnation)
     record = replace(record, public_address=config.advertised_public_address)
@@ -101,7 +101,7 @@ def router_host(router: "Router") -> ServiceHost:
 
 
 def _vllm_grpc() -> ModuleType:
-    """The adapter. Raises ConfigError where its extra is not installed, or does not fit gRPC or protobuf here."""
+    """Import the adapter. Raises ConfigError where its extra is missing or incompatible."""
     require_vllm_grpc()
     from services.router import vllm_grpc
 
@@ -126,12 +126,11 @@ class Router:
         tokenizer: ModelTokenizer,
         defaults: SamplingDefaults | None = None,
     ) -> None:
-        """defaults: for requests, as --generation-config says; None: there are none. Raises ConfigError when the keys
-        file of the public port cannot be read."""
+        """defaults: sampling parameters that requests leave unset. Raises ConfigError for an unreadable keys file."""
         defaults = defaults or SamplingDefaults()
         self.incarnation = incarnation = new_incarnation()
         self.router_id = f"{config.instance_id}.{incarnation:016x}"
-        # With it anyone can take over the token streams: the cluster view shows the rest, so a part is secret.
+        # Partly secret: whoever knows it can take over this router's streams.
         stream_id = f"{self.router_id}.{secrets.token_hex(16)}"
         self.config = config
         self.store = store
@@ -164,12 +163,12 @@ class Router:
         self.monitor = Monitor(store, self.router_id, config.monitor_interval_s)
         self.intake = Intake(config.model_name, tokenizer, self.placer, defaults)
         self.callers = make_callers(config.keys_file, config.redis_url, config.cluster_name)
-        """Of the public port, and of operators; None: there are no API keys."""
+        """API keys of the public port and of operators; None: there are none."""
         self._serving = asyncio.Event()
-        """Cleared while it drains."""
+        """Cleared while the router drains."""
         self._serving.set()
         self._resigned = asyncio.Event()
-        """Cleared while it may lead the cluster monitor."""
+        """Cleared while the router may lead the cluster monitor."""
         self._resigned.set()
 
     @property
@@ -178,11 +177,11 @@ class Router:
         return not self._serving.is_set()
 
     def metrics_targets(self) -> list[dict[str, Any]]:
-        """For /sd: where the metrics of the whole cluster are."""
+        """Metrics addresses of the whole cluster, for /sd."""
         return metrics_targets(self.store.view())
 
     async def run(self) -> None:
-        """Works until cancelled. The calls of clients have ended by then."""
+        """Work until cancelled, after the last call of a client."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._monitor(), name="cluster monitor")
@@ -211,7 +210,7 @@ class Router:
         self.monitor.go_on()
 
     async def wait_idle(self) -> None:
-        """Until the last request has ended, and another router can lead the cluster monitor."""
+        """Wait until the last request has ended and another router can lead the cluster monitor."""
         await self.table.wait_until_empty()
         await self._resigned.wait()
 
@@ -220,14 +219,12 @@ class Router:
             return
         timeout_s = self.config.drain_timeout_s
         get_logger().warning("drain_timed_out", requests=len(self.table), drain_timeout_s=timeout_s)
-        # Clients that can re-attach find their requests where they are, as soon as there is a router again.
         self.table.send_away()
         reason = f"the router is draining, and the request did not end within its drain timeout of {timeout_s:g} s"
         self.table.fail_all(Unavailable(reason, retry_after_s=0.0))
 
     def _send_away(self) -> None:
-        """Sends clients to other routers, as soon as there are any that do not drain as well. When the last of those
-        has gone, clients come back and stay."""
+        """Send clients to other routers while there are any that do not drain."""
         if not self.draining:
             return
         if self.peers.has_another(self._draining_since_s + _OTHERS_DRAIN_WITHIN_S):
@@ -236,7 +233,7 @@ class Router:
             self.table.stay()
 
     async def _monitor(self) -> None:
-        """Campaigns while the router does not drain."""
+        """Run the monitor except while draining."""
         while True:
             self._resigned.clear()
             await self.monitor.run()

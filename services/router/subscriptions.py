@@ -1,4 +1,4 @@
-"""Subscriptions of a router: the stream from each instance, and the attempts that need it."""
+"""The stream from one instance to a router, and the attempts that depend on it."""
 
 import asyncio
 import time
@@ -17,14 +17,14 @@ from services.router.requests import RequestEntry
 
 @dataclass(slots=True, eq=False)
 class Tie:
-    """An attempt that needs the stream of the decode instance that it was placed on."""
+    """Dependency of an attempt on the stream of its decode instance."""
 
     entry: RequestEntry
     attempt: Attempt
     life: InstanceLife
     is_there: bool
     needs_attach: bool = False
-    """Whether its tokens do not come on the stream by themselves."""
+    """True if its tokens come on the stream only after an Attach."""
 
     at_prefill = False
 
@@ -34,7 +34,7 @@ class Tie:
 
     @property
     def is_named(self) -> bool:
-        """Whether a new stream repeats what may be lost."""
+        """True if a new stream repeats what may be lost."""
         return self.is_there and not (self.needs_attach and self.attempt.taken_over)
 
     def lose(self, error: KaveriError) -> None:
@@ -42,7 +42,7 @@ class Tie:
 
 
 class PromptTie:
-    """An attempt that needs the stream of the prefill instance that it was sent to."""
+    """Dependency of an attempt on the stream of its prefill instance, with the reports that have arrived."""
 
     at_prefill = True
 
@@ -54,37 +54,37 @@ class PromptTie:
         self.record = record
         self.life = InstanceLife(record.instance_id, record.incarnation)
         self.is_there = False
-        """Whether the instance is known to have the request."""
+        """True once the instance is known to have the request."""
         self.was_sent = True
-        """Whether the request may have left this process."""
+        """True if the instance may have received the request."""
         self.has_ended = False
-        """Whether the request has ended there, or has never come there."""
+        """True if the request has ended there, or never arrived."""
         self._reports: list[prefill_pb2.PrefillReport] = []
         self._error: KaveriError | None = None
         self._changed = asyncio.Event()
 
     @property
     def is_named(self) -> bool:
-        """Whether a new stream repeats what may be lost."""
+        """True if a new stream repeats what may be lost."""
         return self.is_there
 
     def report(self, report: prefill_pb2.PrefillReport) -> None:
-        """Something has happened there."""
+        """Store a report."""
         self.is_there = True
         self._reports.append(report)
         self._changed.set()
 
     def lose(self, error: KaveriError) -> None:
-        """No more reports come."""
+        """End the reports with an error."""
         self._error = self._error or error
         self._changed.set()
 
     def wake(self, _: object = None) -> None:
-        """Have take() return."""
+        """Let take() return."""
         self._changed.set()
 
     async def take(self) -> list[prefill_pb2.PrefillReport]:
-        """Returns what has come, or nothing when it was woken. Raises the error that has ended the reports."""
+        """Wait for reports and return them; empty after wake(). Raises the error of lose()."""
         await self._changed.wait()
         reports, self._reports = self._reports, []
         if not reports and self._error is not None:
@@ -104,26 +104,26 @@ def key_of(tie: AnyTie) -> TieKey:
 
 
 class Subscription:
-    """One instance as a router knows it: its record, once the view names it, its stream, the attempts that need it."""
+    """One instance as a router sees it: its record once the view has it, its stream, the attempts that depend on it."""
 
     def __init__(self, instance_id: str, is_over: Callable[[InstanceLife], bool | None]) -> None:
-        """is_over: True for a life that the view has named, and names no more."""
+        """is_over: returns True for a life that has left the view."""
         self.instance_id = instance_id
         self._is_over = is_over
         self.record: InstanceRecord | None = None
         self.connected = False
         self.connected_s = 0.0
-        """time.monotonic() when the last stream stood."""
+        """Time at which the last stream opened, on the monotonic clock."""
         self.broken_s = 0.0
-        """time.monotonic() when the last stream broke."""
-        # Ordered: they are lost in the order in which they were placed.
+        """Time at which the last stream broke."""
         self.ties: dict[TieKey, AnyTie] = {}
+        """In the order in which they were placed, in which they also fail."""
         self.call: aio.Call | None = None
-        """The stream, or the last one."""
+        """The present stream, or the last one."""
         self.let_go_s = 0.0
-        """time.monotonic() when the instance last let a request go to another one."""
+        """Time at which the instance last moved a request to another one."""
         self.fault = ""
-        """Why this router has broken off the stream; empty once there is another one."""
+        """Reason for which this router broke off the stream; empty once another one is open."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self, record: InstanceRecord, follow: Coroutine[None, None, None]) -> None:
@@ -133,14 +133,14 @@ class Subscription:
         self._task = asyncio.create_task(follow, name=f"news of {self.instance_id}")
 
     def hand_over(self, successor: "Subscription", incarnation: int) -> None:
-        """The attempts on the life that the view names from now on, where prefill has seen that first."""
+        """Pass on the attempts that were placed on the instance's next life already."""
         for tie in tuple(self.ties.values()):
             if tie.life.incarnation == incarnation:
                 del self.ties[key_of(tie)]
                 successor.tie(tie)
 
     def stop(self, reason: str) -> asyncio.Task[None] | None:
-        """Ends the stream and loses the attempts; returns the task that ends."""
+        """End the stream and fail the attempts. Returns the task that ends."""
         if self._task is not None:
             self._task.cancel()
         self.connected = False
@@ -150,13 +150,13 @@ class Subscription:
         return self._task
 
     def break_off(self, fault: str) -> None:
-        """Cancels the stream; its follower then treats it as broken."""
+        """Cancel the stream, which then counts as broken."""
         assert self.call is not None
         self.fault = fault
         self.call.cancel()
 
     def open(self) -> list[feed_pb2.FollowedRequest]:
-        """What a new stream has to go on with."""
+        """Requests that a new stream continues."""
         named = [tie for tie in self.ties.values() if self.is_of_life(tie) and tie.is_named]
         for tie in named:
             if isinstance(tie, Tie):
@@ -173,7 +173,7 @@ class Subscription:
         ]
 
     def disconnect(self) -> None:
-        """The stream broke. The attempts wait for another one."""
+        """Record that the stream broke. The attempts wait for another one."""
         if self.connected:
             self.connected, self.broken_s = False, time.monotonic()
             for tie in self.ties.values():
@@ -181,13 +181,13 @@ class Subscription:
 
     def tie(self, tie: AnyTie) -> None:
         if isinstance(tie, Tie):
-            # The instance may have sent tokens over a former stream, as long as it did not know of this one.
+            # Tokens may have been sent on a former stream.
             is_late = tie.attempt.taken_over or not self.connected or self.connected_s >= tie.entry.begun_s
             tie.needs_attach = tie.is_there and is_late
         self.ties[key_of(tie)] = tie
         if self.record is not None and self._is_over(tie.life):
             self._check_life(tie)
-        # A later life than the view's: prefill has seen it first. This router may be cut off from the cluster store.
+        # A prefill instance may know a later life than this router's view.
         if not (self.connected and self.is_of_life(tie)):
             self._limit_wait(tie)
 
@@ -195,12 +195,11 @@ class Subscription:
         asyncio.get_running_loop().call_later(CONNECT_GRACE_S, self._check_connection, tie)
 
     def is_of_life(self, tie: AnyTie) -> bool:
-        """Whether the attempt was placed on the life that the view names."""
+        """Return True if the attempt was placed on the life that the view has."""
         return self.record is not None and tie.life.incarnation == self.record.incarnation
 
     def _check_life(self, tie: AnyTie) -> None:
         if not self.is_of_life(tie):
-            # The tokens would come on no stream.
             self.lose(tie, Unavailable(f"{self._name(tie)} has restarted since it took the request"))
 
     def _check_connection(self, tie: AnyTie) -> None:

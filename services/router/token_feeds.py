@@ -43,11 +43,11 @@ from services.router.requests import RequestEntry
 from services.router.subscriptions import PromptTie, Subscription, Tie, key_of
 
 _ABORTED_COUNT = 4096
-"""Aborts that are remembered: more than are on their way at once."""
+"""Max remembered aborts; more than are in flight at once."""
 _LIVES_COUNT = 4096
-"""Lives of instances that are remembered when they are over."""
+"""Max remembered lives of instances that have left."""
 _ABORTS_AT_ONCE = 4096
-"""Of one message: less than half of the largest, when every id is as long as it may be."""
+"""Max aborts in a message; with the longest ids they take less than half of the largest one."""
 _FIRST_RECONNECT_S = 0.01
 _RECONNECT_MIN_S = 0.05
 _RECONNECT_MAX_S = 1.0
@@ -65,8 +65,8 @@ class TokenFeeds:
         suspect_after_s: float,
         holders: Holders,
     ) -> None:
-        """stream_id: the router_id of the feed's protocol. relayed: called with each message's number of tokens.
-        suspect_after_s: a stream that is silent for so long, while this process runs, counts as broken."""
+        """stream_id: the router_id of FeedService. relayed: called with the number of tokens of each message.
+        suspect_after_s: silence, counted while this process runs, after which a stream is broken off."""
         self._stream_id = stream_id
         self._channels = channels
         self._table = table
@@ -74,24 +74,25 @@ class TokenFeeds:
         self._holders = holders
         self._silence: SilenceWatch[Subscription] = SilenceWatch(suspect_after_s, time.monotonic())
         self._reopening: SilenceWatch[Subscription] = SilenceWatch(REOPEN_GRACE_S, time.monotonic())
-        """Those that went silent and have not answered since."""
+        """Suspected instances that have not answered since."""
         self._subscriptions: dict[str, Subscription] = {}
         self._tied = asyncio.Event()
         """Set when attempts need streams."""
         self.silent_ids: frozenset[str] = frozenset()
-        """The instances that went silent and have not answered since."""
+        """Ids of suspected instances that have not answered since."""
         self._followed: dict[RequestEntry, Subscription] = {}
         self._instances: Mapping[str, ViewedInstance] = {}
         self._over: ExpiringMap[InstanceLife, bool] = ExpiringMap(max_count=_LIVES_COUNT)
-        """The last lives that the view has named and names no more."""
-        # When each of the newest aborts was sent, by (instance, request, owner); those of this turn of the loop, by
-        # address; and what is under way that no request waits for.
+        """The last lives that have left the view."""
         self._aborted: ExpiringMap[tuple[str, str, Owner], float] = ExpiringMap(max_count=_ABORTED_COUNT)
+        """Time of each of the last aborts, by (instance, request, owner)."""
         self._unsent: dict[str, list[decode_pb2.AttemptId]] = {}
-        self._errands: dict[asyncio.Task[None], None] = {}
+        """Aborts to send in this turn of the loop, by address."""
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        """Aborts and attaches in flight."""
 
     def update(self, view: ClusterView) -> None:
-        """Subscribes to new instances; drops those that left or began a new life, losing their attempts."""
+        """Follow new instances; drop those that left or restarted, and fail their attempts."""
         if view.instances is self._instances and all(known.record for known in self._subscriptions.values()):
             return
         self._instances = view.instances
@@ -99,7 +100,7 @@ class TokenFeeds:
         for instance_id, subscription in tuple(self._subscriptions.items()):
             record = records.get(instance_id)
             if record is None:
-                # Without a record prefill has named it. Its attempts are lost after the grace.
+                # Without a record: named by a prefill instance so far. Its attempts fail after CONNECT_GRACE_S.
                 if subscription.record is not None or not subscription.ties:
                     self._end_life(subscription.record)
                     subscription.stop("has left the cluster")
@@ -124,16 +125,16 @@ class TokenFeeds:
             self._over.put(InstanceLife(record.instance_id, record.incarnation), True)
 
     def follow(self, entry: RequestEntry, attempt: Attempt, life: InstanceLife, is_there: bool) -> None:
-        """Ties an attempt to the life of a decode instance, and to no other. The attempt is lost when the view names a
-        later life, when the instance does not have it, or has had no stream for CONNECT_GRACE_S. is_there: whether the
-        instance knows the request already.
+        """Deliver the tokens of an attempt from this life of a decode instance. The attempt fails when the instance
+        restarts, does not have it, or has no stream for CONNECT_GRACE_S. is_there: True if the instance has the request
+        already.
 
-        It is attached when it was begun before the stream, since what was sent on a former one may be lost, and when
-        it was taken over, since its tokens go to another router.
+        Attaches if the attempt is older than the stream, because tokens may be lost on a former one, or was taken over,
+        because its tokens go to another router.
         """
         subscription = self._subscriptions.get(life.instance_id)
         if subscription is None:
-            # Prefill saw the instance first; the view will name it here as well, or the grace ends.
+            # A prefill instance has seen it first.
             subscription = self._subscriptions[life.instance_id] = Subscription(life.instance_id, self._over.get)
         if self._followed.get(entry) is not subscription:
             self.unfollow(entry)
@@ -145,13 +146,13 @@ class TokenFeeds:
             self._attach_if_due(subscription, tie)
 
     def unfollow(self, entry: RequestEntry) -> None:
-        """The request does not depend on any stream any more. Idempotent."""
+        """Stop delivering tokens of a request. Idempotent."""
         former = self._followed.pop(entry, None)
         if former is not None:
             former.ties.pop((entry, False), None)
 
     def expect_reports(self, entry: RequestEntry, number: int, record: InstanceRecord) -> PromptTie:
-        """Ties an attempt to this life of a prefill instance. Call drop() in the end."""
+        """Collect the reports on an attempt from this life of a prefill instance, until drop()."""
         tie = PromptTie(entry, number, record)
         subscription = self._subscriptions.get(record.instance_id)
         if subscription is None:
@@ -161,39 +162,38 @@ class TokenFeeds:
         return tie
 
     def drop(self, tie: PromptTie) -> None:
-        """No reports are needed any more. Idempotent."""
+        """Stop collecting reports. Idempotent."""
         subscription = self._subscriptions.get(tie.record.instance_id)
         if subscription is not None and subscription.ties.get(key_of(tie)) is tie:
             del subscription.ties[key_of(tie)]
 
     def may_lack_reports(self, tie: PromptTie, since_s: float) -> bool:
-        """Whether a stream has broken since this time: what it carried of a request that was not known to be there is
-        not repeated."""
+        """Return True if the stream has broken since this time. Reports on a request that was not known to be there
+        are not repeated."""
         subscription = self._subscriptions.get(tie.record.instance_id)
         return subscription is not None and subscription.broken_s >= since_s
 
     def abort(self, request_id: str, ownership: Ownership, decode: InstanceLife | None) -> None:
-        """Tells a decode instance to end an attempt; all of them when it is not known which. Best effort: an instance
-        that cannot be reached ends it after the orphan grace, or when its tokens come here."""
+        """Abort an attempt at a decode instance; None: at all. Best effort: an unreachable instance ends it after the
+        orphan grace, or when its tokens arrive here."""
         name = ownership_to_proto(request_id, ownership)
         for subscription in self._subscriptions.values():
             if subscription.record is not None and (decode is None or decode.instance_id == subscription.instance_id):
                 self._abort_at(subscription.record, name)
 
     def disown(self, request_id: str, owner: Owner, instance_id: str, secret: bytes = b"") -> None:
-        """Tells an instance to end an attempt whose news has no use here, unless it was told just now."""
+        """Abort an attempt whose news this router cannot use, unless an Abort was sent just now."""
         sent_s = self._aborted.get((instance_id, request_id, owner))
         subscription = self._subscriptions.get(instance_id)
         if subscription is None or subscription.record is None:
             return
-        # Tokens that come so long after an Abort show that it was lost, or came before the request.
+        # News this long after an Abort shows that it was lost, or overtook the request.
         if sent_s is None or time.monotonic() - sent_s > CALL_TIMEOUT_S:
             name = ownership_to_proto(request_id, Ownership(owner, self._stream_id, secret))
             self._abort_at(subscription.record, name)
 
     def _abort_at(self, record: InstanceRecord, name: decode_pb2.AttemptId) -> None:
-        """Aborts of one turn of the loop go out together: a prefill instance that dies leaves many, at every decode
-        instance."""
+        """Send an Abort together with the others of this turn of the loop."""
         noted = record.instance_id, name.request_id, Owner(name.session, name.attempt)
         self._aborted.put(noted, time.monotonic())
         unsent = self._unsent.setdefault(record.address, [])
@@ -203,11 +203,11 @@ class TokenFeeds:
             self._own(task)
 
     def _own(self, task: asyncio.Task[None]) -> None:
-        self._errands[task] = None
-        task.add_done_callback(self._end_errand)
+        self._tasks[task] = None
+        task.add_done_callback(self._end_task)
 
-    def _end_errand(self, task: asyncio.Task[None]) -> None:
-        del self._errands[task]
+    def _end_task(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
         if not task.cancelled() and task.exception() is not None:
             get_logger().error("background_task_failed", exc_info=task.exception())
 
@@ -219,7 +219,7 @@ class TokenFeeds:
                 await self._channels.stub(FeedServiceStub, address).Abort(message, timeout=CALL_TIMEOUT_S)
 
     async def watch(self) -> None:
-        """Breaks off streams that have gone silent while attempts need them. Runs until cancelled."""
+        """Break off silent streams that attempts need. Runs until cancelled."""
         while True:
             if not any(subscription.ties for subscription in self._subscriptions.values()):
                 self._tied.clear()
@@ -268,21 +268,21 @@ class TokenFeeds:
         return attached_from_proto(response.attached)
 
     def is_connected(self, life: InstanceLife) -> bool:
-        """Whether the token stream of this life stands."""
+        """Return True if this life's stream is open."""
         subscription = self._subscriptions.get(life.instance_id)
         if subscription is None or subscription.record is None or not subscription.connected:
             return False
         return subscription.record.incarnation == life.incarnation
 
     def address_of(self, life: InstanceLife) -> str:
-        """Where clients can read the tokens of this life; empty while its token stream does not stand."""
+        """Address at which clients can read tokens of this life; empty while its stream is not open."""
         subscription = self._subscriptions.get(life.instance_id)
         if subscription is None or subscription.record is None or not self.is_connected(life):
             return ""
         return subscription.record.address
 
     def let_go_s(self, life: InstanceLife) -> float:
-        """time.monotonic() when this life last let a request go to another instance; 0: never."""
+        """Time at which this life last moved a request to another instance, on the monotonic clock; 0: never."""
         subscription = self._subscriptions.get(life.instance_id)
         return subscription.let_go_s if subscription is not None else 0.0
 
@@ -293,14 +293,14 @@ class TokenFeeds:
             self._own(asyncio.create_task(self._attach(subscription, subscription.record, tie)))
 
     async def _attach(self, subscription: Subscription, record: InstanceRecord, tie: Tie) -> None:
-        # One that was found at prefill goes on by what that instance reports. A hint of who has placed it may be old.
+        # Names the prefill instance only where the request was found there: a hint may be old.
         placed_by = tie.attempt.prefill.instance_id if tie.attempt.taken_over else ""
         attachment = tie.entry.attachment(tie.attempt.number, self._stream_id, placed_by=placed_by)
         try:
             await self.attach(record, attachment)
         except KaveriError as error:
             if isinstance(error, Unavailable) and not subscription.connected:
-                # Again, when there is a stream.
+                # Tried again with the next stream.
                 tie.needs_attach = True
                 return
             life = InstanceLife(record.instance_id, record.incarnation)
@@ -309,16 +309,16 @@ class TokenFeeds:
             subscription.lose(tie, error)
 
     def check_integrity(self) -> None:
-        """Asserts, while no request is in flight, that no attempt is tied to any stream."""
+        """Assert, with no request in flight, that no attempt is left."""
         for subscription in self._subscriptions.values():
             assert not subscription.ties, (subscription.instance_id, subscription.ties)
         assert not self._followed, self._followed
 
     async def close(self) -> None:
-        """Ends all subscriptions; their attempts are lost."""
+        """End all streams and fail their attempts."""
         tasks = [subscription.stop("is not followed any more") for subscription in self._subscriptions.values()]
         self._subscriptions.clear()
-        await asyncio.gather(*(task for task in tasks if task is not None), *self._errands, return_exceptions=True)
+        await asyncio.gather(*(task for task in tasks if task is not None), *self._tasks, return_exceptions=True)
 
     async def _follow(self, subscription: Subscription, record: InstanceRecord) -> None:
         backoff_s = _RECONNECT_MIN_S
@@ -352,7 +352,7 @@ class TokenFeeds:
     def _lose_those_that_do_not_wait(self, subscription: Subscription, why: str) -> None:
         error = Unavailable(f"instance {subscription.instance_id}: {why}")
         for tie in tuple(subscription.ties.values()):
-            # A prompt is computed again elsewhere at the first sign, unless the instance is slow and not gone.
+            # A prompt moves at once when the connection breaks, but not when its instance is only slow.
             waits = bool(subscription.fault) if tie.at_prefill else not self._holders.does_not_wait(tie.entry)
             if not waits:
                 subscription.lose(tie, error)
@@ -399,20 +399,19 @@ class TokenFeeds:
         if report.HasField("ended") or self._table.is_left_to_a_later_session(report.request_id, report.session):
             return
         if entry is None or entry.accepted.session == report.session:
-            # The attempt is over here, and its Abort was lost. Of another session: this router may be looking for it.
+            # Its Abort was lost. This router may be looking for a request of another session.
             self.disown(report.request_id, Owner(report.session, report.attempt), subscription.instance_id)
 
     def _deliver(self, life: InstanceLife, update: decode_pb2.RequestTokens, now_s: float) -> None:
         entry = self._table.get(update.request_id)
         has_ended = update.finish_reason or update.error
         if entry is None:
-            # Its placement may have come after the request had ended.
+            # The request may have ended before its placement arrived.
             if not (has_ended or self._table.is_left_to_a_later_session(update.request_id, update.session)):
                 self.disown(update.request_id, Owner(update.session, update.attempt), life.instance_id)
             return
         if update.session != entry.accepted.session:
-            # The client has re-attached to this router; the tokens come again under the later session. What goes on
-            # elsewhere by then is not needed.
+            # The client has re-attached to this router, where the tokens come again under the later session.
             goes_on_elsewhere = isinstance(entry.state, Decoding) and entry.state.decode != life
             if update.session < entry.accepted.session and goes_on_elsewhere and not has_ended:
                 self.disown(update.request_id, Owner(update.session, update.attempt), life.instance_id)
@@ -423,14 +422,14 @@ class TokenFeeds:
             if entry.direct is not None:
                 entry.note_read_here(update.attempt, update.read_here)
                 if update.error and update.token_ids:
-                    # The client may have them already, so the next attempt goes on behind them.
+                    # The client may have them already: the next attempt continues after them.
                     entry.handle(_tokens_of(life, update), now_s)
             entry.handle(_event_of(life, update), now_s)
             if update.moved:
                 self._subscriptions[life.instance_id].let_go_s = now_s
             if update.moved and isinstance(entry.state, Lost) and entry.state.decode == life:
                 entry.note_loss(f"decode instance {life.instance_id} drains", life)
-        except Exception:  # One bad answer must not end the stream of all others.
+        except Exception:  # Isolate failures per request.
             get_logger().exception(
                 "request_failed_unexpectedly",
                 request_id=update.request_id,
@@ -456,12 +455,12 @@ def _event_of(life: InstanceLife, update: decode_pb2.RequestTokens) -> Tokens | 
     if update.replaced:
         return GivenUp(update.attempt, life, RequestAlreadyExists(update.request_id))
     if update.moved:
-        # No failure: nothing waits before the request is resumed.
+        # A move is no failure: the request resumes without a pause.
         return GivenUp(update.attempt, life, NoCapacity("decode", 0.0, update.error))
     if update.HasField("engine_fault"):
         return GivenUp(update.attempt, life, fault_from_proto(update.engine_fault, update.error))
     if update.error or finish is FinishReason.CANCELLED:
-        # Only this router cancels its requests: an instance that did has given the request up.
+        # Only this router cancels its requests, so the instance has given the request up.
         reason = update.error or "gave the request up"
         return GivenUp(update.attempt, life, Unavailable(f"decode instance {life.instance_id}: {reason}"))
     timing = update.timing
