@@ -94,8 +94,11 @@ async def _view(stubs: "Mapping[str, cluster_pb2_grpc.ClusterServiceAsyncStub]")
         except aio.AioRpcError as error:
             failure = failure or error_of(error, peer=target)
             continue
-        shown = map(status_from_proto, answer.instances)
-        return ClusterView({one.record.instance_id: one for one in shown}, answer.store_connected)
+        shown, incompatible = (
+            {one.record.instance_id: one for one in map(status_from_proto, statuses)}
+            for statuses in (answer.instances, answer.incompatible)
+        )
+        return ClusterView(shown, answer.store_connected, incompatible)
     assert failure is not None
     raise failure
 
@@ -115,8 +118,11 @@ def _as_json(view: "ClusterView") -> dict[str, object]:
 
     from kaveri.domain.view import status_now
 
-    instances = [dataclasses.asdict(status_now(view.instances[instance_id])) for instance_id in sorted(view.instances)]
-    return {"store_connected": view.store_connected, "instances": instances}
+    instances, incompatible = (
+        [dataclasses.asdict(status_now(shown[instance_id])) for instance_id in sorted(shown)]
+        for shown in (view.instances, view.incompatible)
+    )
+    return {"store_connected": view.store_connected, "instances": instances, "incompatible": incompatible}
 
 
 def _as_table(view: "ClusterView", target: str) -> "Table":
@@ -133,14 +139,13 @@ def _as_table(view: "ClusterView", target: str) -> "Table":
     copies = _OF_COPIES if replicates else ()
     for name in ("waiting", "running", "queued tokens", "KV blocks free/total", *copies, "heartbeat"):
         table.add_column(name, justify="right")
-    for instance_id in sorted(view.instances):
-        shown = view.instances[instance_id]
+    for instance_id, shown in (*sorted(view.instances.items()), *sorted(view.incompatible.items())):
         record, load = shown.record, shown.load
         table.add_row(
             instance_id,
             record.role,
             "+".join(phases_now(shown)),
-            load.state,
+            load.state if instance_id in view.instances else f"ignored: version {record.version}",
             record.model,
             record.address,
             str(load.waiting_requests),

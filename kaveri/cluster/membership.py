@@ -7,11 +7,11 @@ are never compared.
 Pure: time comes from the caller's clock; view_changes.py waits for changes.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from kaveri.domain.running_clock import RunningClock
-from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, Role, ViewedInstance
+from kaveri.domain.view import WIRE, ClusterView, InstanceLoad, InstanceRecord, Role, ViewedInstance
 
 MAX_TICK_S = 0.5
 """Max seconds by which one tick advances the leases' clock; stores normally tick more often."""
@@ -127,13 +127,16 @@ class Membership:
         """The current members: the same object until an instance comes, goes, drains, grows or serves other phases, or
         the store is lost or returns."""
         if not self._is_view_current:
-            instances: Mapping[str, ViewedInstance] = dict(self._members)
-            self._view = ClusterView(instances, self._connected)
+            instances: dict[str, ViewedInstance] = {}
+            incompatible: dict[str, ViewedInstance] = {}
+            for instance_id, member in self._members.items():
+                (instances if member.record.wire == WIRE else incompatible)[instance_id] = member
+            self._view = ClusterView(instances, self._connected, incompatible)
             self._is_view_current = True
         return self._view
 
     def _set_connected(self, connected: bool) -> None:
-        self._view = ClusterView(self.view().instances, connected)
+        self._view = replace(self.view(), store_connected=connected)
         self._connected = connected
         self.on_change()
 

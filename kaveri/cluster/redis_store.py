@@ -45,7 +45,7 @@ from kaveri.cluster.redis_permissions import RedisNeeds, store_needs
 from kaveri.cluster.store import DEFAULT_CLUSTER, HeartbeatAnswer, RequestClaim, ViewSource
 from kaveri.cluster.view_changes import ViewChanges
 from kaveri.config.redis_url import database_of, shown
-from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast
+from kaveri.domain.view import WIRE, ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast
 from kaveri.errors import ConfigError, InvalidArgument
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import cluster_pb2
@@ -397,7 +397,7 @@ class RedisStore:
             get_logger().warning("redis_event_ignored", error=why(error))
 
     def _take_in_broadcast(self, message: cluster_pb2.LoadBroadcast) -> None:
-        if self._monitored is None:
+        if self._monitored is None or message.wire != WIRE:
             return
         known_token = self._monitored.fencing_token
         statuses = (self._status(status) for status in message.instances)
@@ -417,8 +417,18 @@ class RedisStore:
 
     def _learn(self, message: cluster_pb2.InstanceStatus, remaining_s: float | None) -> None:
         status = self._status(message)
-        if status is not None:
-            self._membership.learn(status.record, status.load, remaining_s)
+        if status is None:
+            return
+        record = status.record
+        is_new = self._membership.record_of(record.instance_id, record.incarnation) is None
+        self._membership.learn(record, status.load, remaining_s)
+        if is_new and record.instance_id in self._membership.view().incompatible:
+            get_logger().warning(
+                "instance_ignored",
+                ignored_id=record.instance_id,
+                version=record.version,
+                effect="it speaks other contracts: all processes of a cluster must be of one version",
+            )
 
     def _status(self, message: cluster_pb2.InstanceStatus) -> InstanceStatus | None:
         """Parse a status; None if unusable: of a newer version, with an unknown role or state, or broken."""

@@ -12,6 +12,11 @@ from kaveri.timeouts import LEASE_S
 ValueT = TypeVar("ValueT")
 
 
+WIRE = 1
+"""Number of the contracts between processes (protos/), raised with each incompatible change. Processes ignore instances
+of another number."""
+
+
 class Role(enum.StrEnum):
     """Role of an instance."""
 
@@ -72,6 +77,8 @@ class InstanceRecord:
     """"host:port" of a router for clients with API keys. Empty: no such port."""
     metrics_address: str = ""
     """"host:port" of its metrics. Empty: none, or not reported by its version."""
+    wire: int = WIRE
+    """Number of the contracts that it speaks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +180,7 @@ def status_now(instance: ViewedInstance) -> InstanceStatus:
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """All instances with a valid lease.
+    """All instances with a valid lease that speak this process's contracts.
 
     The set of instances, their states, phases and pool sizes are constant within one view; the rest of their loads
     follows their heartbeats. So a decision uses one view, without waiting in between.
@@ -183,6 +190,8 @@ class ClusterView:
     """Instances by id. Views with the same mapping object have the same instances in the same states."""
     store_connected: bool = True
     """False while the store cannot be reached and this is the last view known."""
+    incompatible: Mapping[str, ViewedInstance] = field(default_factory=dict)
+    """Instances of another wire number: shown to operators, and ignored."""
     _derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def ready(self, phase: Phase, model: str | None = None) -> tuple[ViewedInstance, ...]:

@@ -178,21 +178,27 @@ class GetClusterViewResponse(_message.Message):
 
     INSTANCES_FIELD_NUMBER: _builtins.int
     STORE_CONNECTED_FIELD_NUMBER: _builtins.int
+    INCOMPATIBLE_FIELD_NUMBER: _builtins.int
     store_connected: _builtins.bool
     """False while the cluster store cannot be reached and the view is the last one known."""
     @_builtins.property
     def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceStatus]:
-        """Every instance whose lease holds."""
+        """Every instance whose lease holds and whose wire number is the router's."""
+
+    @_builtins.property
+    def incompatible(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceStatus]:
+        """Instances of another wire number, which the cluster ignores."""
 
     def __init__(
         self,
         *,
         instances: _abc.Iterable[Global___InstanceStatus] | None = ...,
         store_connected: _builtins.bool = ...,
+        incompatible: _abc.Iterable[Global___InstanceStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances", "store_connected", b"store_connected"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incompatible", b"incompatible", "instances", b"instances", "store_connected", b"store_connected"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -464,6 +470,7 @@ class InstanceRecord(_message.Message):
     FAILURE_DOMAIN_FIELD_NUMBER: _builtins.int
     PUBLIC_ADDRESS_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
+    WIRE_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Its name, stable over restarts: "decode-0"."""
     incarnation: _builtins.int
@@ -488,6 +495,8 @@ class InstanceRecord(_message.Message):
     """Where clients with API keys reach a router, "host:port". Empty: it has no port for them."""
     metrics_address: _builtins.str
     """Where its metrics are, "host:port". Empty: it serves none."""
+    wire: _builtins.int
+    """Number of the contracts between processes, raised with each incompatible change. 0: of a version without it."""
     @_builtins.property
     def layout(self) -> _kv_pb2.KvLayout:
         """Layout of its KV pool. Unset for routers."""
@@ -518,10 +527,11 @@ class InstanceRecord(_message.Message):
         failure_domain: _builtins.str = ...,
         public_address: _builtins.str = ...,
         metrics_address: _builtins.str = ...,
+        wire: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine", b"engine", "failure_domain", b"failure_domain", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_endpoints", b"kv_endpoints", "layout", b"layout", "lease_ttl_s", b"lease_ttl_s", "max_model_len", b"max_model_len", "metrics_address", b"metrics_address", "model", b"model", "phases", b"phases", "public_address", b"public_address", "role", b"role", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine", b"engine", "failure_domain", b"failure_domain", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_endpoints", b"kv_endpoints", "layout", b"layout", "lease_ttl_s", b"lease_ttl_s", "max_model_len", b"max_model_len", "metrics_address", b"metrics_address", "model", b"model", "phases", b"phases", "public_address", b"public_address", "role", b"role", "version", b"version", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -671,12 +681,15 @@ class LoadBroadcast(_message.Message):
     FENCING_TOKEN_FIELD_NUMBER: _builtins.int
     SEQUENCE_NUMBER_FIELD_NUMBER: _builtins.int
     INSTANCES_FIELD_NUMBER: _builtins.int
+    WIRE_FIELD_NUMBER: _builtins.int
     leader_id: _builtins.str
     """The router that leads."""
     fencing_token: _builtins.int
     """Grows with each change of leader. A follower that knows a greater one ignores this message."""
     sequence_number: _builtins.int
     """Rises by one with each broadcast of one leader."""
+    wire: _builtins.int
+    """The leader's wire number. Followers of another one ignore this message."""
     @_builtins.property
     def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceStatus]:
         """Decode instances and predictors whose lease holds, with their last loads."""
@@ -688,10 +701,11 @@ class LoadBroadcast(_message.Message):
         fencing_token: _builtins.int = ...,
         sequence_number: _builtins.int = ...,
         instances: _abc.Iterable[Global___InstanceStatus] | None = ...,
+        wire: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_token", b"fencing_token", "instances", b"instances", "leader_id", b"leader_id", "sequence_number", b"sequence_number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_token", b"fencing_token", "instances", b"instances", "leader_id", b"leader_id", "sequence_number", b"sequence_number", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

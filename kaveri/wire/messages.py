@@ -10,6 +10,7 @@ from google.protobuf import json_format
 from kaveri.domain.length import TokenRange
 from kaveri.domain.sampling import FinishReason, Logprobs, ResolvedParams, SamplingParams, check_stop_counts
 from kaveri.domain.view import (
+    WIRE,
     InstanceLoad,
     InstanceRecord,
     InstanceState,
@@ -279,6 +280,7 @@ def record_to_proto(record: InstanceRecord) -> cluster_pb2.InstanceRecord:
         failure_domain=record.failure_domain,
         public_address=record.public_address,
         metrics_address=record.metrics_address,
+        wire=record.wire,
     )
 
 
@@ -300,6 +302,7 @@ def record_from_proto(message: cluster_pb2.InstanceRecord) -> InstanceRecord:
         failure_domain=message.failure_domain,
         public_address=message.public_address,
         metrics_address=message.metrics_address,
+        wire=message.wire,
     )
 
 
@@ -380,6 +383,7 @@ def broadcast_to_proto(broadcast: LoadBroadcast) -> cluster_pb2.LoadBroadcast:
         fencing_token=broadcast.fencing_token,
         sequence_number=broadcast.sequence_number,
         instances=[status_to_proto(status) for status in broadcast.instances],
+        wire=WIRE,
     )
 
 

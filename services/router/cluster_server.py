@@ -1,9 +1,10 @@
 """The router's gRPC service for operators: the view of the cluster, how single requests went, and what came of late."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kaveri.cluster.store import ClusterStore
+from kaveri.domain.view import ViewedInstance
 from kaveri.errors import KaveriError, Unauthenticated
 from kaveri.rpc.public_port import authorization_of
 from kaveri.security.callers import Callers
@@ -43,8 +44,9 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         await self._check(context)
         view = self._store.view()
         return cluster_pb2.GetClusterViewResponse(
-            instances=[status_to_proto(view.instances[instance_id]) for instance_id in sorted(view.instances)],
+            instances=_statuses(view.instances),
             store_connected=view.store_connected,
+            incompatible=_statuses(view.incompatible),
         )
 
     async def GetRequestAccount(  # noqa: N802
@@ -81,6 +83,10 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
                 self._operators.check_admin(authorization_of(context.invocation_metadata()))
         except Unauthenticated as error:
             await abort(context, error)
+
+
+def _statuses(instances: Mapping[str, ViewedInstance]) -> list[cluster_pb2.InstanceStatus]:
+    return [status_to_proto(instances[instance_id]) for instance_id in sorted(instances)]
 
 
 def _sampled(ends: Sequence[RecentEnd], now_s: float) -> cluster_pb2.SampledRequests:

@@ -6,7 +6,16 @@ import re
 from rich.console import Console
 
 from kaveri.cli.status import _as_table
-from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, Phase, ReplicaCounts, Role
+from kaveri.domain.view import (
+    WIRE,
+    ClusterView,
+    InstanceLoad,
+    InstanceRecord,
+    InstanceStatus,
+    Phase,
+    ReplicaCounts,
+    Role,
+)
 
 
 def shown(*loads: InstanceLoad) -> str:
@@ -49,3 +58,11 @@ def test_how_replication_does_is_shown_where_an_instance_says_it() -> None:
     without = dict(zip(titles, second, strict=True))
     assert {without[title] for title in ("requests copied", "lag tokens", "resumed", "moved")} == {""}
     assert not {"requests copied", "lag tokens", "resumed", "moved"} & set(shown(InstanceLoad()).split())
+
+
+def test_an_instance_of_another_wire_number_is_shown_as_ignored() -> None:
+    record = InstanceRecord("decode-9", 1, Role.ENGINE, "h:1", "m", version="9.0", wire=WIRE + 1)
+    view = ClusterView(incompatible={"decode-9": InstanceStatus(record, InstanceLoad())})
+    text = io.StringIO()
+    Console(width=240, file=text).print(_as_table(view, "h:1"))
+    assert "ignored: version 9.0" in text.getvalue()

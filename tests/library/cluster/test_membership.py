@@ -7,7 +7,7 @@ import pytest
 
 from kaveri.cluster.membership import MAX_TICK_S, Membership
 from kaveri.cluster.view_changes import ViewChanges
-from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Phase, Role
+from kaveri.domain.view import WIRE, InstanceLoad, InstanceRecord, InstanceState, Phase, Role
 
 _RECORD = InstanceRecord(
     "decode-0", 1, Role.ENGINE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=1.0, phases=(Phase.DECODE,)
@@ -160,3 +160,17 @@ def test_renewal_of_the_lease_alone_is_a_change_only_for_those_who_wait_for_a_ro
     changes.clear()
     membership.learn(record, InstanceLoad(6))
     assert changes
+
+
+def test_an_instance_of_another_wire_number_is_shown_apart_and_never_among_those_that_take_requests() -> None:
+    _, membership = _membership()
+    stranger = replace(_RECORD, instance_id="decode-1", wire=WIRE + 1)
+    membership.learn(stranger, InstanceLoad(1))
+    view = membership.view()
+    assert set(view.instances) == {"decode-0"}
+    assert [shown.record for shown in view.incompatible.values()] == [stranger]
+    membership.store_lost()
+    assert set(membership.view().incompatible) == {"decode-1"}
+    membership.learn(replace(stranger, incarnation=stranger.incarnation + 1, wire=WIRE), InstanceLoad(1))
+    assert set(membership.view().instances) == {"decode-0", "decode-1"}
+    assert not membership.view().incompatible

@@ -17,7 +17,7 @@ from kaveri.cluster import monitored_membership
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.redis_store import RedisStore
 from kaveri.cluster.store import HeartbeatAnswer, ViewSource
-from kaveri.domain.view import InstanceLoad, InstanceStatus, LoadBroadcast
+from kaveri.domain.view import WIRE, InstanceLoad, InstanceStatus, LoadBroadcast
 from kaveri.errors import ConfigError
 from kaveri.local.redis_server import bundled_server, find_redis_server
 from kaveri.testing.store_conformance import (
@@ -31,7 +31,7 @@ from kaveri.testing.store_conformance import (
     shows,
     view_that,
 )
-from kaveri.wire.messages import status_to_proto
+from kaveri.wire.messages import broadcast_to_proto, status_to_proto
 from tests.support.redis_fixture import TestRedis, free_port, run_redis
 
 
@@ -220,6 +220,22 @@ async def test_garbage_among_the_broadcasts_is_ignored(garbage: bytes) -> None:
         token = await lead(leader, "one")
         assert await leader.broadcast(LoadBroadcast("one", token, 1, (named(DECODE, 1),)))
         await view_that(prefill, has("decode-0"))
+
+
+async def test_broadcasts_of_a_leader_of_another_wire_number_are_ignored() -> None:
+    async with (
+        run_redis(unix_socket=True) as redis,
+        RedisStore(redis.url) as leader,
+        RedisStore(redis.url, follow=ViewSource.BROADCASTS) as prefill,
+    ):
+        token = await lead(leader, "one")
+        foreign = broadcast_to_proto(LoadBroadcast("one", token, 2, (named(PREDICTOR, 1),)))
+        foreign.wire = WIRE + 1
+        await leader._redis.publish(_LOADS, b"=" + foreign.SerializeToString())
+        # Older than the foreign one, and taken in all the same.
+        assert await leader.broadcast(LoadBroadcast("one", token, 1, (named(DECODE, 1),)))
+        view = await view_that(prefill, has("decode-0"))
+        assert set(view.instances) == {"decode-0"}
 
 
 async def test_a_bug_in_the_watch_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
