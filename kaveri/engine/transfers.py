@@ -26,8 +26,7 @@ from kaveri.engine.contract import (
     LandingFailed,
     RequestFailed,
 )
-from kaveri.engine.kv_plane import Granted, KvPlane, PlaneEvent
-from kaveri.engine.pushes import first_token_of, ticket_refusal
+from kaveri.engine.kv_plane import Granted, KvPlane, PlaneEvent, first_token_of
 from kaveri.engine.shared import Shared
 from kaveri.errors import EngineError, InvalidArgument, KaveriError, NoCapacity, RequestCancelled
 from kaveri.kv.layout.layout import KvLayout
@@ -186,9 +185,12 @@ class Transfers(Generic[OwnerT]):
                 return
             if owner.transfer_id is not None:
                 raise InvalidArgument("ticket", ticket.transfer_id.hex(), "given after the push before it has failed")
-            refusal = ticket_refusal(ticket, owner.prompt_tokens)
+            refusal = None
+            pushed_count = ticket.layout.block_count(owner.prompt_tokens) - ticket.first_block
             if ticket.transfer_id in self._pushes:
                 refusal = "the ticket is in use by another push"
+            elif (ticket.token_count, len(ticket.block_ids)) != (owner.prompt_tokens, pushed_count):
+                refusal = f"the ticket is for {ticket.token_count} tokens, the request has {owner.prompt_tokens}"
             if refusal is not None:
                 self._shared.outbox.put(KvPushFailed(key, refusal))
             else:

@@ -105,7 +105,7 @@ class StepwiseEngine:
         make_sender = partial(KvSender, pool, transports=transports)
         plane = PoolPlane(layout, make_sender, make_receiver if listen else None, told)
         self._transfers.attach(plane)
-        self._pushes = plane.pushes
+        self._plane = plane
         copies = PoolCopyPlane(pool, slots_of(layout, replicas), transports)
         self._copier = CopierThread(layout, copies, self._shared, self._lifecycle, replicas, self._transfers.is_pushing)
         self._info = replace(info, kv_endpoints=self._transfers.endpoints)
@@ -253,9 +253,9 @@ class StepwiseEngine:
                 self._runner.landed(sequence.block_ids[: self._layout.block_count(sequence.computed)])
                 sequence.runner_unaware = False
         if advances:
-            self._pushes.begin_step(advances)
-            drawn = self._runner.run(batch, self._pushes.layer_done)
-            self._pushes.end_step()
+            self._plane.begin_step(advances)
+            drawn = self._runner.run(batch, self._plane.layer_done)
+            self._plane.end_step()
         else:
             drawn = self._runner.run(batch, None)
         mirrored = self._lifecycle.unmirrored_blocks(planned)
@@ -269,7 +269,7 @@ class StepwiseEngine:
         if computed:
             self._shared.outbox.publish()
         for source, first_token_id in computed:
-            self._pushes.hand_over(source, first_token_id)
+            self._plane.hand_over(source, first_token_id)
         for transfer_id in unwanted:
             self._transfers.abort_push(transfer_id)
 

@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 
 from kaveri.domain.sampling import ResolvedParams
-from kaveri.engine.blame import is_suspect
 from kaveri.engine.contract import EngineKey, EngineRequest
-from kaveri.engine.pushes import Source
+from kaveri.engine.kv_plane import Source
 from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.engine.stepwise.runner import SequenceSlice
 
@@ -73,7 +72,7 @@ class Sequence:
     @property
     def is_suspect(self) -> bool:
         """True if a step takes no other suspect at the same time."""
-        return is_suspect(self.draw_index, self.suspect_until)
+        return self.draw_index < self.suspect_until
 
     @property
     def touched(self) -> bool:

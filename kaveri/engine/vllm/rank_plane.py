@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kaveri.engine.kv_plane import PoolPlane
-from kaveri.engine.pushes import Source
+from kaveri.engine.kv_plane import PoolPlane, Source
 from kaveri.engine.vllm.orders import PromptChunk
 from kaveri.engine.vllm.rank import (
     AbortCopy,
@@ -102,7 +101,7 @@ class RankPlane:
                 with self._lock:
                     source = self._sources.get(engine_id)
                 if source is not None:
-                    kv.pushes.hand_over(source, first_token_id)
+                    kv.hand_over(source, first_token_id)
             case ForgetPrompt(engine_id):
                 with self._lock:
                     self._sources.pop(engine_id, None)
@@ -130,17 +129,17 @@ class RankPlane:
             source.block_ids += chunk.new_block_ids
             self._in_step.append((source, chunk.before))
         sources = [source for source, _ in self._in_step]
-        kv.pushes.begin_step(zip(sources, (chunk.computed for chunk in chunks), strict=True))
+        kv.begin_step(zip(sources, (chunk.computed for chunk in chunks), strict=True))
 
     def layer_done(self, layer: int) -> None:
         """Record that the step's KV of this layer is in the pool."""
         if self._in_step and (kv := self._kv) is not None:
-            kv.pushes.layer_done(layer)
+            kv.layer_done(layer)
 
     def end_step(self) -> None:
         """Record the same for all layers."""
         if self._in_step and (kv := self._kv) is not None:
-            kv.pushes.end_step()
+            kv.end_step()
         self._in_step.clear()
 
     def written_blocks(self) -> set[int]:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kaveri.engine.blame import is_suspect
 from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.engine.vllm.life import State, VllmEnded, VllmReserved
 
@@ -69,7 +68,7 @@ class VllmRequest:
     def is_suspect(self) -> bool:
         """True if vLLM computes no other suspect at the same time."""
         suspect_until = self.request.suspect_until
-        return suspect_until > 0 and not self.done and is_suspect(self.draw_index, suspect_until)
+        return suspect_until > 0 and not self.done and self.draw_index < suspect_until
 
     def give_up_blocks(self) -> None:
         """Give its blocks up to others."""

@@ -11,7 +11,7 @@ import pytest
 
 from kaveri.engine.contract import EngineEvent, EngineKey, Landed, LetGo, ReleaseFailed, ReplicaEnded, Replicated
 from kaveri.engine.copier import BlockPlace, Copier, ReplicaOptions
-from kaveri.engine.pace import Pace
+from kaveri.engine.copier_thread import Pace
 from kaveri.engine.shared import Shared
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner

@@ -22,7 +22,7 @@ from kaveri.engine.contract import (
     Preempted,
     StepTokens,
 )
-from kaveri.engine.pushes import Pushes, Source
+from kaveri.engine.kv_plane import PoolPlane, Source
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
 from kaveri.engine.stepwise.lifecycle import Lifecycle
 from kaveri.engine.stepwise.runner import Drawn, DrawnToken, LayerListener, SequenceSlice
@@ -150,13 +150,13 @@ def test_abort_that_overtakes_the_opening_of_a_push_still_ends_it(
     prefilled = start_recording(prefill)
     start_recording(decode)
     request = make_stepwise_request("r", 10, 5)
-    open_push = Pushes.open
+    open_push = PoolPlane.open_push
 
-    def overtaken(self: Pushes, source: Source, ticket: Ticket) -> None:
+    def overtaken(self: PoolPlane, source: Source, ticket: Ticket) -> None:
         prefill.abort(request.key)
         open_push(self, source, ticket)
 
-    monkeypatch.setattr(Pushes, "open", overtaken)
+    monkeypatch.setattr(PoolPlane, "open_push", overtaken)
     runner.hold()
     prefill.prefill(request)
     runner.wait_until_held()

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kaveri.engine.kv_plane import Granted
-from kaveri.engine.pushes import first_token_of
+from kaveri.engine.kv_plane import Granted, first_token_of
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
 from kaveri.engine.vllm.data_plane import DataPlane
