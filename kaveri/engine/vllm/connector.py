@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kaveri.engine.vllm.connector_scheduler import SchedulerSide
 from kaveri.engine.vllm.connector_worker import WorkerSide
-from kaveri.engine.vllm.orders import StepOrders
+from kaveri.engine.vllm.rank import StepOrders
 
 CONNECTOR_NAME = "KaveriConnector"
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kaveri.engine.vllm.life import OF_PREFILL
-from kaveri.engine.vllm.orders import PromptChunk, StepOrders
+from kaveri.engine.vllm.rank import PromptChunk, StepOrders
 from kaveri.engine.vllm.request import (
     AwaitingBlocks,
     AwaitingKv,

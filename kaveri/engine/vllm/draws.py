@@ -23,7 +23,7 @@ from kaveri.engine.stepwise.runner import DrawnToken, SequenceSlice
 from kaveri.engine.stopping import barred_token_ids
 from kaveri.engine.transformers.sampler import draw_tokens
 from kaveri.engine.vllm.connector_scheduler import engine_id_of
-from kaveri.engine.vllm.raised_draws import RAISED_DRAWS
+from kaveri.engine.vllm.request import RAISED_DRAWS
 from kaveri.errors import EngineError
 
 _EXTRA_ARG = "kaveri"

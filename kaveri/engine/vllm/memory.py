@@ -1,4 +1,4 @@
-"""vLLM's KV cache as a pool: its location, and the layout of a block. Nothing is copied."""
+"""vLLM's KV cache as a pool: its location, the layout of a block, and a mirror of a cache on a device."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from kaveri.engine.host_window import copy_blocks, host_window, in_words
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import HEADS_FIRST, KvLayout
 from kaveri.kv.tiers.pool import KvPool, SharedMemory
@@ -103,6 +104,37 @@ def _is_one_run(tensor: Tensor) -> bool:
             return False
         expected *= length
     return True
+
+
+class Mirror:
+    """A copy in host memory of a KV cache on a device: pushes read from it, and landings write to it.
+
+    Block i of the pool mirrors block i of the cache. Copies wait for the device: the KV of a chunk is copied after the
+    whole chunk, so a push overlaps with the chunks that follow, not with the layers of its own. They go through a
+    window on the pool (host_window.py), or through ordinary memory if there is none. Called by the engine's thread
+    alone.
+
+    cache: [layer_count, block_count, block_bytes], uint8, on any device: a view of vLLM's own memory.
+    """
+
+    def __init__(self, layout: KvLayout, cache: Tensor) -> None:
+        self.pool = KvPool(layout, cache.shape[1])
+        window = host_window(self.pool.memory, cache.device, self)
+        self._host = in_words(torch.from_numpy(self.pool.memory) if window is None else window)
+        self._cache = in_words(cache)
+
+    def take_out(self, block_ids: Sequence[int]) -> None:
+        """Copy blocks of all layers from the cache to the pool; KV computed before the call is in the copy."""
+        if block_ids:
+            copy_blocks(self._cache, self._host, block_ids)
+
+    def bring_in(self, block_ids: Sequence[int]) -> None:
+        """Copy blocks of all layers to the cache; later readers find them there when it returns."""
+        if block_ids:
+            copy_blocks(self._host, self._cache, block_ids)
+            if self._cache.is_cuda:
+                # vLLM computes on a stream of its own choosing.
+                torch.cuda.synchronize(self._cache.device)
 
 
 def layout_of(vllm_config: Any, kv_cache_config: Any, model_fingerprint: str) -> KvLayout:

@@ -7,6 +7,10 @@ from typing import Any
 from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.engine.vllm.life import State, VllmEnded, VllmReserved
 
+RAISED_DRAWS: dict[str, str] = {}
+"""Error of each draw that has raised, by engine id. A logits processor of vLLM cannot end one request of a step: it
+enters the error here, and the engine removes it after the step."""
+
 
 @dataclass(eq=False, slots=True)
 class VllmRequest:

@@ -42,10 +42,9 @@ from kaveri.engine.vllm.life import (
     VllmRunning,
     Waiting,
 )
-from kaveri.engine.vllm.orders import PromptChunk
-from kaveri.engine.vllm.raised_draws import RAISED_DRAWS
-from kaveri.engine.vllm.rank import AbortPush, ForgetPrompt, PassFirstToken
+from kaveri.engine.vllm.rank import AbortPush, ForgetPrompt, PassFirstToken, PromptChunk
 from kaveri.engine.vllm.request import (
+    RAISED_DRAWS,
     AwaitingBlocks,
     AwaitingKv,
     Entry,

@@ -15,8 +15,7 @@ from kaveri.engine.kv_plane import Granted, first_token_of
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
 from kaveri.engine.vllm.data_plane import DataPlane
-from kaveri.engine.vllm.orders import PromptChunk
-from kaveri.engine.vllm.rank import PassFirstToken, RankSetup, RevokeTicket
+from kaveri.engine.vllm.rank import PassFirstToken, PromptChunk, RankSetup, RevokeTicket
 from kaveri.engine.vllm.rank_plane import RankPlane
 from kaveri.errors import InvalidArgument, LayoutMismatch
 from kaveri.kv.layout.layout import KvLayout

@@ -24,8 +24,7 @@ import pytest
 from kaveri.engine.kv_plane import Granted, PlaneEvent
 from kaveri.engine.vllm import remote_rank
 from kaveri.engine.vllm.data_plane import DataPlane
-from kaveri.engine.vllm.orders import PromptChunk
-from kaveri.engine.vllm.rank import ForgetPrompt, PassFirstToken, Rank, RankSetup, RevokeTicket
+from kaveri.engine.vllm.rank import ForgetPrompt, PassFirstToken, PromptChunk, Rank, RankSetup, RevokeTicket
 from kaveri.engine.vllm.rank_plane import RankPlane
 from kaveri.engine.vllm.rank_server import serve_rank
 from kaveri.engine.vllm.remote_rank import RankMeeting

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from kaveri.engine.vllm import data_plane
-from kaveri.engine.vllm.data_plane import DataPlane
+from kaveri.engine.vllm.data_plane import DataPlane, RankCopies
 from kaveri.engine.vllm.rank import AbortCopy, RankCall, RankSetup, StageBlock
-from kaveri.engine.vllm.rank_copies import RankCopies
 from kaveri.engine.vllm.rank_plane import RankPlane
 from kaveri.errors import EngineError
 from kaveri.kv.layout.layout import KvLayout
