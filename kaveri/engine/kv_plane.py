@@ -86,7 +86,7 @@ class PoolPlane:
     """A KvPlane of one pool, fed from the sources of one engine. Thread-safe.
 
     Per layer, blocks go out in index order and each exactly once, although two threads write: the engine's own, layer
-    by layer while a step computes, and the caller of open_push, for blocks computed before. So every write to the
+    by layer while a step computes, and the caller of open_push, for blocks computed before. Every write to the
     sender happens under one lock, which is never held while waiting for anything.
 
     layout: of the whole engine. rank: the pool's rank. make_receiver: None when no pushes are taken. Raises the makers'
@@ -105,14 +105,13 @@ class PoolPlane:
         self._pool_layout = layout.rank(rank)
         self._listener = listener
         self._receiver = PartReceiver(rank, listener, make_receiver) if make_receiver is not None else None
+        self.endpoints: tuple[tuple[KvEndpoint, ...], ...] = ()
+        if self._receiver is not None:
+            self.endpoints = (self._receiver.endpoints,)
         self._sender = PartSender(layout, rank, listener, make_sender)
         self._lock = threading.Lock()
         self._in_step: list[Source] = []
         self._layers_done = 0
-
-    @property
-    def endpoints(self) -> tuple[tuple[KvEndpoint, ...], ...]:
-        return (self._receiver.endpoints,) if self._receiver is not None else ()
 
     def require_fit(self, ticket: Ticket) -> None:
         require_pushable(self._layout, ticket)

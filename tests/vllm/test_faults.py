@@ -123,9 +123,12 @@ class Survivors:
         view = await self._cluster.wait_for_view(lambda view: all_free(view, names), within_s=60)
         assert {name: lives_in(view)[name] for name in names} == {name: self._lives[name] for name in names}, "one died"
 
-    def forget(self, name: str) -> None:
-        """It was restarted."""
-        self._lives = {**self._lives, name: lives_in(self._cluster.view())[name]}
+    async def replace(self, killed: str) -> None:
+        """Waits for the others, and restarts an instance."""
+        await self.come_free(without=[killed])
+        await self._cluster.restart(killed, within_s=START_S)
+        self._lives = {**self._lives, killed: lives_in(self._cluster.view())[killed]}
+        await self.come_free()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -253,10 +256,7 @@ async def test_prefill_killed_mid_push_has_its_requests_placed_anew(
         assert await watched.answers() == expected
     assert max(await watched.attempts()) > 1, "prefill-0 held no request: the test has shown nothing"
     assert broken_transfers(cluster) > broken_before, "prefill-0 pushed nothing: the test has shown nothing"
-    await survivors.come_free(without=["prefill-0"])
-    await cluster.restart("prefill-0", within_s=START_S)
-    survivors.forget("prefill-0")
-    await survivors.come_free()
+    await survivors.replace("prefill-0")
 
 
 async def test_decode_killed_mid_push_has_its_requests_placed_anew(
@@ -273,10 +273,7 @@ async def test_decode_killed_mid_push_has_its_requests_placed_anew(
     # quicker to see the instance go: on a busy machine it may not be for any of the requests.
     moved = max(await watched.attempts()) > 1 or failed_pushes(cluster) > failed_before
     assert moved, "it held no request: the test has shown nothing"
-    await survivors.come_free(without=[doomed])
-    await cluster.restart(doomed, within_s=START_S)
-    survivors.forget(doomed)
-    await survivors.come_free()
+    await survivors.replace(doomed)
 
 
 async def test_decode_killed_mid_answer_loses_no_token(
@@ -291,10 +288,7 @@ async def test_decode_killed_mid_answer_loses_no_token(
     attempts = await watched.attempts()
     assert max(attempts) > 1, "decode-0 held no request: the test has shown nothing"
     assert min(attempts) == 1, "requests elsewhere were disturbed"
-    await survivors.come_free(without=["decode-0"])
-    await cluster.restart("decode-0", within_s=START_S)
-    survivors.forget("decode-0")
-    await survivors.come_free()
+    await survivors.replace("decode-0")
 
 
 async def test_prefill_frozen_mid_push_lets_its_receivers_give_up_and_harms_nobody_when_it_thaws(

@@ -1,7 +1,7 @@
 """Every transition of a request inside a stepwise engine, and the events that it causes. No I/O, no threads, no clock.
 
-The caller serialises all calls, runs the model between plan() and apply(), and carries out the transfers. So an engine
-with threads (stepwise.py) and one that runs on a simulated clock share all decisions.
+The caller serialises all calls, runs the model between plan() and apply(), and carries out the transfers: an engine
+with threads (engine.py) and one that runs on a simulated clock share all decisions.
 """
 
 from collections import deque
@@ -107,8 +107,7 @@ class Lifecycle:
 
     def open_decode(self, request: EngineRequest, held_tokens: int | None) -> Sequence:
         """Take the blocks of the prompt and one more token."""
-        sequence = Sequence.of(request, SequencePhase.RESERVED)
-        sequence.held_tokens = held_tokens
+        sequence = Sequence.of(request, SequencePhase.RESERVED, held_tokens)
         self._open(self._decodes, "decode", sequence, len(sequence.token_ids) + 1)
         return sequence
 
@@ -234,8 +233,7 @@ class Lifecycle:
         self._was_suspects = any(sequence.is_suspect for sequence, _ in planned)
         for sequence, _ in planned:
             sequence.in_step = True
-            if sequence.phase is SequencePhase.PREFILLING and not sequence.started:
-                sequence.started = True
+            if sequence.phase is SequencePhase.PREFILLING and sequence.computed == 0:
                 self._put(PrefillStarted(sequence.key))
         return planned
 

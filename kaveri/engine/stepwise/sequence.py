@@ -30,8 +30,6 @@ class Sequence:
     computed: int = 0
     admission: int = -1
     """Rank among the admitted; kept through preemptions."""
-    started: bool = False
-    """Its first chunk has begun."""
     source: Source | None = None
     """Its blocks that may be pushed. Prefill side only."""
     runner_unaware: bool = False
@@ -58,11 +56,17 @@ class Sequence:
         self.prompt_tokens = len(self.token_ids)
 
     @classmethod
-    def of(cls, request: EngineRequest, phase: SequencePhase) -> "Sequence":
+    def of(cls, request: EngineRequest, phase: SequencePhase, held_tokens: int | None = None) -> "Sequence":
         """Copy the values that will grow; takes no blocks."""
-        sequence = cls(request.key, request.params, list(request.token_ids), request.generated_count, phase)
-        sequence.suspect_until = request.suspect_until
-        return sequence
+        return cls(
+            request.key,
+            request.params,
+            list(request.token_ids),
+            request.generated_count,
+            phase,
+            held_tokens,
+            suspect_until=request.suspect_until,
+        )
 
     @property
     def pending(self) -> int:

@@ -77,7 +77,7 @@ class KaveriConnector(KVConnectorBase_V1, SupportsHMA):
     # The worker's hooks.
 
     def get_mem_pool_context(self) -> Any:
-        return self._worker.cache.allocation()
+        return self._worker.cache
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._worker.register(kv_caches)

@@ -83,11 +83,7 @@ class DataPlane:
         except BaseException:
             self.close()
             raise
-        self._endpoints = tuple(endpoints) if setup.listen else ()
-
-    @property
-    def endpoints(self) -> tuple[tuple[KvEndpoint, ...], ...]:
-        return self._endpoints
+        self.endpoints = tuple(endpoints) if setup.listen else ()
 
     def require_fit(self, ticket: Ticket) -> None:
         require_pushable(self.layout, ticket)

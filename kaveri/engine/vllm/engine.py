@@ -90,12 +90,12 @@ class VllmEngine:
         setup = RankSetup(tuple(listen), transports, info.epoch, receiving, copy_slots, logs=log_settings())
         plane = DataPlane(core.ranks, setup, self._transfers.hear, self._shared.stop)
         self._transfers.attach(plane)
-        self._info = replace(info, kv_endpoints=self._transfers.endpoints)
+        self.info = replace(info, kv_endpoints=self._transfers.endpoints)
         self._copier = CopierThread(
             layout, RankCopies(plane), self._shared, self._requests, replicas, self._transfers.is_pushing
         )
         wake_copier = self._copier.wake
-        steps = Steps(self._shared, self._requests, core, plane, self._transfers, self._info, max_batch, wake_copier)
+        steps = Steps(self._shared, self._requests, core, plane, self._transfers, self.info, max_batch, wake_copier)
         self._steps = steps
         self._thread = threading.Thread(target=self._loop, name="kaveri-engine", daemon=True)
         # Integrity checks that wait for the thread.
@@ -103,10 +103,6 @@ class VllmEngine:
         core.scheduler_side.hooks = steps
 
     # Both sides.
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
 
     def start(self, listener: EngineListener) -> None:
         self._shared.outbox.listener = listener
@@ -126,7 +122,7 @@ class VllmEngine:
             return
         self._core.scheduler_side.hooks = None
         with self._shared.lock:
-            self._requests.clear(self._info.total_blocks)
+            self._requests.clear(self.info.total_blocks)
             self._transfers.forget()
         if not self._shut_down:
             self._shut_down = True
@@ -161,7 +157,7 @@ class VllmEngine:
     # The prefill side.
 
     def prefill(self, request: EngineRequest) -> None:
-        self._info.require_servable(request)
+        self.info.require_servable(request)
         with self._shared.lock:
             self._shared.require_alive()
             self._requests.open_prefill(request)
@@ -188,7 +184,7 @@ class VllmEngine:
 
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
         """See the contract. Engines with more tensor-parallel ranks than KV heads refuse."""
-        if not self._info.can_replicate:
+        if not self.info.can_replicate:
             raise InvalidArgument("engine", "of more ranks than KV heads", "one that copies KV to replicas")
         self._copier.replicate(key, ticket)
 

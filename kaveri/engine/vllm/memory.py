@@ -1,8 +1,7 @@
 """vLLM's KV cache as a pool: its location, the layout of a block, and a mirror of a cache on a device."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,27 +21,17 @@ from kaveri.kv.tiers.pool import KvPool, SharedMemory
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-class SharedCache:
-    """Makes vLLM allocate its KV cache in a memory file, so that other local processes can write into it (shm)."""
+class SharedCache(TorchFunctionMode):
+    """Makes vLLM allocate its KV cache in a memory file, so that other local processes can write into it (shm).
+
+    While it is entered, as the connector's get_mem_pool_context, it replaces the one torch.zeros(byte_count,
+    dtype=torch.int8) on the host that makes vLLM's whole cache; other calls are left alone.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
         self.memory: SharedMemory | None = None
         """The file, once vLLM has allocated its cache from it."""
-
-    @contextmanager
-    def allocation(self) -> Iterator[None]:
-        """Redirect vLLM's allocation within, as the connector's get_mem_pool_context requires."""
-        with _ZerosFromFile(self):
-            yield
-
-
-class _ZerosFromFile(TorchFunctionMode):
-    """Intercepts the one torch.zeros(byte_count, dtype=torch.int8) that makes vLLM's whole cache, and on the host takes
-    it from a memory file; other calls are left alone."""
-
-    def __init__(self, cache: SharedCache) -> None:
-        super().__init__()
-        self._cache = cache
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -50,9 +39,9 @@ class _ZerosFromFile(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.zeros and len(args) == 1 and isinstance(args[0], int) and kwargs.get("dtype") is torch.int8:
             device = torch.device(kwargs.get("device") or "cpu")
-            if device.type == "cpu" and self._cache.memory is None:
-                self._cache.memory = SharedMemory(args[0])
-                return torch.from_numpy(self._cache.memory.bytes).view(torch.int8)
+            if device.type == "cpu" and self.memory is None:
+                self.memory = SharedMemory(args[0])
+                return torch.from_numpy(self.memory.bytes).view(torch.int8)
         return func(*args, **kwargs)
 
 

@@ -1,7 +1,7 @@
 """A tensor-parallel rank as the engine sees it: rank_plane in this process, remote_rank in another."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from kaveri.engine.kv_plane import PlaneEvent
@@ -48,18 +48,18 @@ class PromptChunk(NamedTuple):
     """Tokens computed after the step, including those of the prefix cache."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOrders:
     """Orders of one step, the same for every rank."""
 
-    chunks: tuple[PromptChunk, ...] = ()
-    landed_block_ids: tuple[int, ...] = ()
+    chunks: Sequence[PromptChunk] = ()
+    landed_block_ids: list[int] = field(default_factory=list)
     """Blocks that transfers have written, and that may be read from this step on."""
-    released: tuple[str, ...] = ()
+    released: list[str] = field(default_factory=list)
     """vLLM's ids of requests that have ended and whose blocks nothing touches any more."""
-    completed_block_ids: tuple[int, ...] = ()
+    completed_block_ids: list[int] = field(default_factory=list)
     """Blocks that the step completes and that are copied to replicas after it."""
-    left_block_ids: tuple[int, ...] = ()
+    left_block_ids: list[int] = field(default_factory=list)
     """Blocks that no step computes any more, and that are copied to replicas."""
 
 

@@ -108,23 +108,23 @@ class RankPlane:
         self._in_step: list[tuple[Source, int]] = []
 
     def attach(self, setup: RankSetup, listener: RankListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
-        pool, self._sources = self._pool, {}
+        self._sources = {}
         transports = setup.transports() if setup.transports is not None else make_transports()
         make_receiver = partial(
             KvReceiver,
-            pool,
+            self._pool,
             listen=setup.listen,
             epoch=setup.epoch,
             transports=transports,
             digests=setup.receiving.digests,
             credit_bytes=setup.receiving.credit_bytes,
         )
-        make_sender = partial(KvSender, pool, transports=transports)
+        make_sender = partial(KvSender, self._pool, transports=transports)
         kv = PoolPlane(self.layout, make_sender, make_receiver if setup.listen else None, listener, setup.rank)
         self._kv = kv
         slots, rank = setup.copy_slots, setup.rank
         self._copies = None
-        self._make_copies = partial(StagedCopies, self.layout, rank, pool, slots, transports, listener)
+        self._make_copies = partial(StagedCopies, self.layout, rank, self._pool, slots, transports, listener)
         return kv.endpoints[0] if setup.listen else ()
 
     def detach(self) -> None:

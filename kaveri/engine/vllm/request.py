@@ -74,6 +74,11 @@ class VllmRequest:
         suspect_until = self.request.suspect_until
         return suspect_until > 0 and not self.done and self.draw_index < suspect_until
 
+    @property
+    def awaits_kv(self) -> bool:
+        """True if vLLM has given it blocks, and does not compute it before it is told of their KV."""
+        return self.entry is not None and isinstance(self.entry.state, AwaitingKv)
+
     def give_up_blocks(self) -> None:
         """Give its blocks up to others."""
         self.whole_block_ids = ()

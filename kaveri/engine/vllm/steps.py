@@ -305,7 +305,7 @@ class Steps:
         """Make room for requests that wait for blocks: adopted requests that are not computed give up theirs."""
         for request in self._requests.decodes.values():
             held_back = isinstance(request.state, Arrived | Waiting)
-            if held_back and request.entry is not None and not _awaits_kv(request):
+            if held_back and request.entry is not None and not request.awaits_kv:
                 self._requests.leave_entry(request)
                 self._requests.apply(request, BlocksGivenUp())
 
@@ -316,7 +316,7 @@ class Steps:
         until the running ones advance, and running ones that wait for the blocks of those it holds back.
         """
         for request in reversed(self._requests.decodes.values()):
-            if isinstance(request.state, Arrived | Waiting) and _awaits_kv(request):
+            if isinstance(request.state, Arrived | Waiting) and request.awaits_kv:
                 self._requests.leave_entry(request)
                 self._requests.apply(request, BlocksGivenUp())
                 self._shared.wake()
@@ -351,7 +351,8 @@ class Steps:
                 if found is not None and not found.done:
                     actions += apply(found, VllmFailed(_ended_by_vllm(output)))
             for request in self._requests.decodes.values():
-                if isinstance(request.state, Joining) and _is_queued(request):
+                entry = request.entry
+                if isinstance(request.state, Joining) and entry is not None and isinstance(entry.state, EntryQueued):
                     # Others must not take what it waits for.
                     actions += apply(request, LeftOut())
             self._put_tokens(actions)
@@ -403,14 +404,6 @@ def _chunk(request: VllmRequest, computed: int, block_ids: Sequence[int]) -> Pro
     state = request.state
     known = state.block_count if isinstance(state, VllmPrefilling) else 0
     return PromptChunk(request.engine_id, request.prompt_tokens, tuple(block_ids[known:]), state.computed, computed)
-
-
-def _awaits_kv(request: VllmRequest) -> bool:
-    return request.entry is not None and isinstance(request.entry.state, AwaitingKv)
-
-
-def _is_queued(request: VllmRequest) -> bool:
-    return request.entry is not None and isinstance(request.entry.state, EntryQueued)
 
 
 def _ended_by_vllm(output: StepOutput) -> str:

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from kaveri.engine.checkpoint import quantization_method, refusal, stored_dtype
-from kaveri.engine.element_types import computed_dtype
+from kaveri.engine.checkpoint import computed_dtype, quantization_method, refusal, stored_dtype
 
 AVX2 = {"avx2": True, "avx512_bf16": False, "amx_bf16": False, "avx512_fp16": False, "amx_fp16": False}
 

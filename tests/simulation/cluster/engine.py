@@ -307,7 +307,7 @@ class SimulatedEngine:
         for source, first_token_id in computed:
             self._plane.hand_over(source, first_token_id)
         for transfer_id in unwanted:
-            self._transfers.abort_push(transfer_id)
+            self._plane.abort_push(transfer_id)
 
     def _compute(self, key: EngineKey, part: SequenceSlice) -> Drawn:
         self.draws.computed[DrawRun(self.info.epoch, key)] = None
