@@ -103,7 +103,7 @@ def lives_in(view: ClusterView) -> Mapping[str, int]:
 
 
 def all_free(view: ClusterView, names: Collection[str]) -> bool:
-    """Whether these instances have nothing to do, and every block."""
+    """True if these instances are idle and all their blocks are free."""
     loads = [view.instances[name].load for name in names if name in view.instances]
     return len(loads) == len(names) and all(
         load.free_blocks == load.total_blocks and load.running_requests == load.waiting_requests == 0 for load in loads
@@ -197,11 +197,11 @@ class WatchedRequests:
         return await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def attempts(self) -> list[int]:
-        """How often each was placed."""
+        """Number of placements of each."""
         return [(await task)[1].attempts for task in self._tasks]
 
     async def decoded_by(self) -> set[str]:
-        """Whose answers they are."""
+        """Ids of the decode instances that answered."""
         return {(await task)[1].decode_instance_id for task in self._tasks}
 
 
@@ -223,7 +223,7 @@ async def caught_waiting(cluster: LocalCluster) -> str:
 
 
 def being_pushed(instance_id: str) -> Callable[[ClusterView], bool]:
-    """Whether a prefill instance holds the KV of prompts that are all computed, and decode instances hold room for KV
+    """Check that a prefill instance holds the KV of computed prompts only, and decode instances reserve blocks for KV
     that has not arrived. It has asked for room behind each prompt's first chunk, so some of that room is for its KV."""
 
     def check(view: ClusterView) -> bool:
@@ -235,12 +235,12 @@ def being_pushed(instance_id: str) -> Callable[[ClusterView], bool]:
 
 
 def broken_transfers(cluster: LocalCluster) -> int:
-    """How many pushes decode instances have given up half way so far."""
+    """Number of incomplete transfers that decode instances have given up."""
     return sum(cluster.log_text(f"decode-{number}").count('"kv_transfer_ended"') for number in range(2))
 
 
 def failed_pushes(cluster: LocalCluster) -> int:
-    """How many pushes prefill instances have seen fail so far, and have placed elsewhere."""
+    """Number of failed pushes that prefill instances have placed elsewhere."""
     return sum(cluster.log_text(f"prefill-{number}").count('"outcome": "push_failed"') for number in range(2))
 
 

@@ -94,13 +94,13 @@ class VllmEngine:
         self._copier = CopierThread(
             layout, RankCopies(plane), self._shared, self._requests, replicas, self._transfers.is_pushing
         )
-        wake_copier = self._copier.wake
-        steps = Steps(self._shared, self._requests, core, plane, self._transfers, self.info, max_batch, wake_copier)
-        self._steps = steps
+        self._steps = Steps(
+            self._shared, self._requests, core, plane, self._transfers, self.info, max_batch, self._copier.wake
+        )
         self._thread = threading.Thread(target=self._loop, name="kaveri-engine", daemon=True)
         # Integrity checks that wait for the thread.
         self._checks: list[Future[None]] = []
-        core.scheduler_side.hooks = steps
+        core.scheduler_side.hooks = self._steps
 
     # Both sides.
 

@@ -1,4 +1,4 @@
-"""What config.json says of a checkpoint, and the element type that is computed in."""
+"""Values of a config.json, and the element type to compute in."""
 
 from pathlib import Path
 from typing import Any

@@ -34,7 +34,7 @@ MODEL = KvLayout("model", 2, block_tokens=4, kv_head_count=4, head_dim=8, dtype=
 OPAQUE = "H-engine-7"
 BLOCKS = 8
 TOKENS = 10
-"""Of a prompt: two blocks and a half."""
+"""Length of a prompt: two and a half blocks."""
 SOON_S = 60.0
 
 Values = np.ndarray[Any, np.dtype[np.uint8]]

@@ -40,7 +40,7 @@ RANKS = 2
 LAYOUT = KvLayout("model", 2, block_tokens=4, kv_head_count=4, head_dim=8, dtype="float32", tensor_ranks=RANKS)
 BLOCKS = 8
 TOKENS = 10
-"""Of a prompt: two blocks and a half."""
+"""Length of a prompt: two and a half blocks."""
 SOON_S = 60.0
 
 
@@ -55,7 +55,7 @@ class DataPlaneInstance:
         self.plane = DataPlane(ranks, setup, self.events.put, self.lost.put)
 
     def next(self) -> Any:
-        """What it tells next."""
+        """Its next event."""
         return self.events.get(timeout=SOON_S)
 
     def grant(self, block_ids: Sequence[int], expires_in_s: float = 60.0) -> Ticket:
@@ -82,7 +82,7 @@ class DataPlaneInstance:
 
 
 class RankMemory:
-    """What a rank's worker side is to the data plane. `layer_done` and so on are called as a step would."""
+    """Stand-in for a rank's worker side."""
 
     def __init__(self, rank: int, layout: KvLayout = LAYOUT) -> None:
         self.layout = layout

@@ -13,7 +13,7 @@ from tests.support.tiny_models import make_tiny_model
 MAX_MODEL_LEN = 128
 CHUNK_TOKENS = 16
 BLOCK_TOKENS = 32
-"""What vLLM's CPU kernels want at least."""
+"""Minimum of vLLM's CPU kernels."""
 _BLOCKS = 401
 """One more than a test takes: vLLM keeps the first for itself."""
 
