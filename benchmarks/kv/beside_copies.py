@@ -24,7 +24,7 @@ from pathlib import Path
 
 from benchmarks.support.harness import Options, Report, run
 from benchmarks.support.shared_port import SharedPortTransport
-from kaveri.engine.pace import Pace
+from kaveri.engine.copier_thread import Pace
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.host import HostReplicas
 from kaveri.kv.replicas.notes import token_note

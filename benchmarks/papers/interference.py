@@ -33,7 +33,7 @@ from kaveri.engine.contract import (
     StepTokens,
 )
 from kaveri.engine.stepwise.engine import StepwiseEngine
-from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
+from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.engine.stepwise.runner import ModelRunner
 from kaveri.engine.stepwise.timed import TimedRunner
 from kaveri.engine.transformers.loading import load_runner
@@ -229,7 +229,7 @@ def make_runner(engine: str, model: str) -> ModelRunner:
     if engine == "transformers":
         return load_runner(model, "auto", "cpu", MAX_MODEL_LEN, BLOCK_TOKENS)
     fake = FakeModel(max_model_len=MAX_MODEL_LEN, block_tokens=BLOCK_TOKENS, verify=False)
-    return TimedRunner(FakeRunner(fake), load_latency_model(LATENCY_MODEL))
+    return TimedRunner(fake, load_latency_model(LATENCY_MODEL))
 
 
 def study_prefill(lab: Lab, report: Report, options: Options, engine: str, mode: str) -> None:

@@ -17,18 +17,12 @@ class StepMember(NamedTuple):
     """See EngineRequest."""
 
 
-def is_suspect(draw_index: int, suspect_until: int) -> bool:
-    """Return True if a request is a suspect while this is the index of its next token: it has not passed the step that
-    raised with it."""
-    return draw_index < suspect_until
-
-
 def last_events(reason: str, members: Iterable[StepMember]) -> tuple[RequestFailed | EngineStopped, ...]:
     """Return the last events of an engine in which a step with these requests has raised. A suspect is blamed alone;
     without one each of them becomes a suspect until it has drawn the token of that step."""
     members = tuple(members)
     for key, draw_index, suspect_until in members:
-        if is_suspect(draw_index, suspect_until):
+        if draw_index < suspect_until:
             return RequestFailed(key, reason, is_final=True), EngineStopped(reason, {})
     return (EngineStopped(reason, {key: draw_index + 1 for key, draw_index, _ in members}),)
 

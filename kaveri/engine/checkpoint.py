@@ -1,14 +1,26 @@
-"""Reads a checkpoint's config.json, and explains why one cannot be served. Imports neither torch nor vLLM."""
+"""A checkpoint: its config.json, element type and fingerprint, and why it cannot be served. Imports torch only to read
+the CPU's abilities."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from kaveri.errors import ConfigError
+from kaveri.telemetry.logs import get_logger
 
 _PYDANTIC_LINK = "For further information visit"
 """Start of the last line of a validation error."""
+_INSTRUCTIONS = {
+    "bfloat16": ("avx512_bf16", "amx_bf16", "bf16"),
+    "float16": ("avx512_fp16", "amx_fp16", "fp16_arith"),
+}
+"""CPU capabilities of torch.cpu, by the element type whose matrices they multiply: two of x86, one of ARM."""
+_WHOLE_FILE_BYTES = 2**30
+_SAMPLE_COUNT = 256
+_SAMPLE_BYTES = 4096
 
 
 def read_config_json(folder: Path) -> Mapping[str, Any]:
@@ -39,6 +51,76 @@ def quantization_method(values: Mapping[str, Any]) -> str | None:
         if isinstance(described, dict):
             return str(described.get("quant_method") or described.get("quant_algo") or "an unnamed method")
     return None
+
+
+def computed_dtype(stored: str, capabilities: Mapping[str, Any]) -> str:
+    """Return the type to compute a checkpoint in on a CPU: float32 if the CPU lacks instructions for the stored one.
+
+    capabilities: torch.cpu.get_capabilities(). For architectures other than x86 and ARM the stored type is kept, as
+    nothing is known. Pure.
+    """
+    known = [name for name in _INSTRUCTIONS.get(stored, ()) if name in capabilities]
+    return "float32" if known and not any(capabilities[name] for name in known) else stored
+
+
+def auto_dtype(stored: str, on_cpu: bool) -> str:
+    """Return the meaning of `auto` for a checkpoint of this type: computed_dtype() on a CPU, else the stored type. Logs
+    it if it differs."""
+    if not on_cpu:
+        return stored
+    import torch
+
+    chosen = computed_dtype(stored, torch.cpu.get_capabilities())
+    if chosen != stored:
+        get_logger().warning(
+            "dtype_widened",
+            stored=stored,
+            dtype=chosen,
+            lacking=" or ".join(name for name in _INSTRUCTIONS[stored][:2]),
+            advice=f"--dtype {stored} computes in the stored type, which is slow on this CPU; all instances of a model "
+            "must compute in one type: on unlike machines give --dtype to all of them",
+        )
+    return chosen
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that transformers loads from `folder`. Raises ConfigError when there are none."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ConfigError("model", f"{index} is no index of safetensors files") from error
+    else:
+        names = ["model.safetensors"]
+    files = [folder / name for name in names]
+    for file in files:
+        if not file.is_file():
+            raise ConfigError("model", f"{folder} holds no {file.name}; only safetensors weights are loaded")
+    return files
+
+
+def fingerprint(folder: Path) -> str:
+    """Return 32 hexadecimal digits (xxh3_128) of the configuration and of the weight files' names, sizes and contents.
+
+    A file above 1 GiB is read at its header and at 256 evenly spaced pages: two checkpoints of one shape that differ
+    in a few values only, none of them sampled, would pass for one.
+    """
+    digest = xxhash.xxh3_128((folder / "config.json").read_bytes())
+    for file in weight_files(folder):
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}:".encode())
+        with file.open("rb") as stream:
+            if size <= _WHOLE_FILE_BYTES:
+                while chunk := stream.read(2**22):
+                    digest.update(chunk)
+            else:
+                header_bytes = int.from_bytes(stream.read(8), "little")
+                digest.update(stream.read(min(header_bytes, _WHOLE_FILE_BYTES)))
+                for sample in range(_SAMPLE_COUNT):
+                    stream.seek((size - _SAMPLE_BYTES) * sample // (_SAMPLE_COUNT - 1))
+                    digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def refusal(folder: Path, values: Mapping[str, Any], error: Exception, engine: str) -> ConfigError:

@@ -1,8 +1,8 @@
 """Copies the KV of running requests to the instances that hold their replicas, in the background.
 
 A block is copied when its last token is computed: first within this process, to a staging slot, and from there by an
-open push. So the owner's blocks are never held: a request that is preempted, finishes or is aborted waits for nothing.
-A copy of a block that was given up meanwhile is discarded, as in a sequence lock: no writer waits for the reader.
+open push. The owner's blocks are never held: a request that is preempted, finishes or is aborted waits for nothing.
+A copy of a block that was given up meanwhile is discarded, as in a seqlock: no writer waits for the reader.
 DéjàVu (arXiv 2403.01876, section 4.2.3) streams each token's KV to the next worker; whole blocks are a fraction of the
 messages, fit opaque layouts, and what a holder lacks is computed in one chunk.
 
@@ -15,6 +15,7 @@ last block is sent part full, and the push is finished with the tokens of that b
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kaveri.engine.contract import EngineKey, LetGo, ReleaseFailed, ReplicaEnded, Replicated
@@ -166,36 +167,6 @@ class _Copy(Generic[OwnerT]):
         return tuple(part.endpoints for part in self.ticket.parts) or (self.ticket.endpoints,), self.ticket.epoch
 
 
-class _Stage(NamedTuple, Generic[OwnerT]):
-    """Copy a block to a slot, and queue it."""
-
-    copy: _Copy[OwnerT]
-    block_index: int
-    place: BlockPlace
-    slot: int
-
-
-class _Mark(NamedTuple):
-    """Mark the queued blocks."""
-
-    transfer_id: bytes
-    block_count: int
-    note: bytes
-
-
-class _Finish(NamedTuple):
-    """Finish a push whose blocks are all queued."""
-
-    transfer_id: bytes
-    note: bytes
-
-
-class _Abort(NamedTuple):
-    """Tell the holder to drop its copy: the request has ended, or the holder takes too long."""
-
-    transfer_id: bytes
-
-
 class Copier(Generic[OwnerT]):
     """The copies of one engine. Any thread may call replicate(); one at a time calls advance().
 
@@ -277,17 +248,9 @@ class Copier(Generic[OwnerT]):
         """Do one thing that is due; takes no longer than one block's copy. False: nothing is due."""
         with self._shared.lock:
             due = self._next()
-        match due:
-            case None:
-                return False
-            case _Stage():
-                self._stage(due)
-            case _Mark(transfer_id, block_count, note):
-                self._sender.mark(transfer_id, block_count, note)
-            case _Finish(transfer_id, note):
-                self._sender.finish(transfer_id, note)
-            case _Abort(transfer_id):
-                self._sender.abort(transfer_id)
+        if due is None:
+            return False
+        due()
         return True
 
     def fail(self, reason: str) -> None:
@@ -330,8 +293,8 @@ class Copier(Generic[OwnerT]):
         self._line.append(copy)
         return copy
 
-    def _next(self) -> "_Stage[OwnerT] | _Mark | _Finish | _Abort | None":
-        """Return the next thing to do. Copies take turns: a long one delays no other. The caller holds the lock."""
+    def _next(self) -> Callable[[], None] | None:
+        """Return the next call to make, without the lock. Copies take turns: a long one delays no other."""
         for _ in range(len(self._line)):
             copy = self._line[0]
             self._line.rotate(-1)
@@ -339,10 +302,11 @@ class Copier(Generic[OwnerT]):
                 return due
         return None
 
-    def _due(self, copy: _Copy[OwnerT]) -> "_Stage[OwnerT] | _Mark | _Finish | _Abort | None":
+    def _due(self, copy: _Copy[OwnerT]) -> Callable[[], None] | None:
+        transfer_id = copy.ticket.transfer_id
         if copy.owner.done or self._is_late(copy):
             copy.is_aborted = True
-            return _Abort(copy.ticket.transfer_id)
+            return partial(self._sender.abort, transfer_id)
         if copy.release is not None:
             self._look_whether_stopped(copy, copy.release)
         block_tokens = self._layout.block_tokens
@@ -351,16 +315,20 @@ class Copier(Generic[OwnerT]):
         if copy.written < ready and not is_note_full and self._may_stage(copy):
             slot = self._free_slots.pop()
             self._held_slots[copy.holder] = self._held_slots.get(copy.holder, 0) + 1
-            return _Stage(copy, copy.written, self._account.place_of(copy.owner, copy.written), slot)
+            return partial(self._stage, copy, copy.written, self._account.place_of(copy.owner, copy.written), slot)
         whole = min(copy.written, copy.release.token_count // block_tokens) if copy.release else copy.written
         if copy.marked < whole:
             start, copy.marked = copy.marked * block_tokens, whole
             if copy.silent_since_s is None:
                 copy.silent_since_s = self._now_s()
             note = token_note(self._account.tokens_of(copy.owner, start, whole * block_tokens))
-            return _Mark(copy.ticket.transfer_id, whole, note)
+            return partial(self._sender.mark, transfer_id, whole, note)
         if copy.release is not None and copy.release.token_count and not copy.release.is_finished:
-            return self._finish(copy, copy.release)
+            if copy.written < self._layout.block_count(copy.release.token_count):
+                return None
+            copy.release.is_finished = True
+            tail = self._account.tokens_of(copy.owner, copy.marked * block_tokens, copy.release.token_count)
+            return partial(self._sender.finish, transfer_id, token_note(tail))
         return None
 
     def _look_whether_stopped(self, copy: _Copy[OwnerT], release: _Release) -> None:
@@ -376,13 +344,6 @@ class Copier(Generic[OwnerT]):
         if copy.release is not None and copy.release.token_count:
             return self._layout.block_count(copy.release.token_count)
         return self._account.whole_blocks(copy.owner)
-
-    def _finish(self, copy: _Copy[OwnerT], release: _Release) -> _Finish | None:
-        if copy.written < self._layout.block_count(release.token_count):
-            return None
-        release.is_finished = True
-        tail = self._account.tokens_of(copy.owner, copy.marked * self._layout.block_tokens, release.token_count)
-        return _Finish(copy.ticket.transfer_id, token_note(tail))
 
     def _is_late(self, copy: _Copy[OwnerT]) -> bool:
         """Return True if the holder is silent, or takes too long to receive a released request."""
@@ -400,8 +361,8 @@ class Copier(Generic[OwnerT]):
         takes all (dynamic thresholds, Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998)."""
         return self._held_slots.get(copy.holder, 0) < len(self._free_slots)
 
-    def _stage(self, due: "_Stage[OwnerT]") -> None:
-        copy, index, place, slot = due
+    def _stage(self, copy: _Copy[OwnerT], index: int, place: BlockPlace, slot: int) -> None:
+        """Copy a block to a slot, and queue it."""
         try:
             self._staging(place.block_id, slot)
         except Exception as error:  # A copy must never end the engine, and with it its requests.

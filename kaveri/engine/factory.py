@@ -57,7 +57,7 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
     if _is_engine(built):
         return cast(BuiltEngine, built)
     transports = kv_transports(settings)
-    runner, total_blocks = _fitted(built, settings)
+    runner, total_blocks = _fitted(cast(ModelRunner, built), settings)
     _heed_profile(runner, settings)
     return StepwiseEngine(
         runner,
@@ -129,18 +129,15 @@ def build_runner(settings: EngineSettings) -> tuple[ModelRunner, int]:
     Raises ConfigError, naming the setting.
     """
     _require_sensible(settings)
-    if settings.engine == "vllm":
-        raise ConfigError("engine", "vllm forms its steps by itself; engines that Kaveri steps are measured")
-    return _fitted(_built(settings), settings)
+    built = None if settings.engine == "vllm" else _built(settings)
+    if built is None or _is_engine(built):
+        reason = f"{settings.engine} forms its steps by itself; engines that Kaveri steps are measured"
+        raise ConfigError("engine", reason)
+    return _fitted(cast(ModelRunner, built), settings)
 
 
-def _fitted(built: ModelRunner | BuiltEngine, settings: EngineSettings) -> tuple[ModelRunner, int]:
-    """See build_runner."""
-    if _is_engine(built):
-        raise ConfigError(
-            "engine", f"{settings.engine} forms its steps by itself; engines that Kaveri steps are measured"
-        )
-    runner = cast(ModelRunner, built)
+def _fitted(runner: ModelRunner, settings: EngineSettings) -> tuple[ModelRunner, int]:
+    """Size the pool, and limit the runner's length to what fits into it. Raises ConfigError."""
     total_blocks = _total_blocks(runner.layout, settings.kv_cache_memory)
     runner.max_model_len = _fitting_model_len(runner.layout, runner.max_model_len, settings, total_blocks)
     return runner, total_blocks
@@ -211,7 +208,7 @@ def _require_sensible(settings: EngineSettings) -> None:
     if settings.block_tokens is not None and settings.block_tokens < 1:
         raise ConfigError("block_tokens", f"is {settings.block_tokens}; it must be at least 1")
     require_device(settings.device)
-    # vLLM's pool lies where it computes. That a GPU has the memory vLLM finds out itself.
+    # vLLM's pool is on its device, and vLLM itself checks the memory of a GPU.
     if settings.engine != "vllm" or settings.device == "cpu" or not has_gpu():
         require_memory(settings.kv_cache_memory)
 
@@ -225,7 +222,7 @@ def timed_runner(settings: EngineSettings) -> ModelRunner:
     """The builder of the engine "timed"."""
     latency = load_latency_model(settings.latency_model).slowed(settings.time_scale)
     model = _made_up_model(settings)
-    return TimedRunner(FakeRunner(replace(model, step_s=0.0, prefill_token_s=0.0, verify=False)), latency)
+    return TimedRunner(replace(model, step_s=0.0, prefill_token_s=0.0, verify=False), latency)
 
 
 def _made_up_model(settings: EngineSettings) -> FakeModel:

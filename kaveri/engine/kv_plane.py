@@ -1,17 +1,20 @@
-"""Moves the KV of one pool: pushes its blocks and lets pushes land in it. Knows no request."""
+"""Moves the KV of one pool: pushes blocks as they are computed, and lets pushes land in it. Knows no request."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kaveri.engine.pushes import Pushes, Source
+from google.protobuf.message import DecodeError
+
 from kaveri.errors import KaveriError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow
 from kaveri.kv.transfer.part_transfers import FlowingSender, PartReceiver, PartSender, TicketReceiver
 from kaveri.kv.transfer.receiver import LandingListener, TransferEvent, TransferReleased
 from kaveri.kv.transfer.sender import PushAccepted, PushEvent, PushFailed, PushListener
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, require_pushable
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, first_source_block, require_pushable
+from kaveri.v1 import kv_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,32 @@ class KvPlane(Protocol):
         """End all transfers. Idempotent."""
 
 
+@dataclass(eq=False, slots=True)
+class Source:
+    """A sequence's blocks that may be pushed and those that are. Guarded by PoolPlane."""
+
+    block_ids: list[int]
+    token_count: int
+    ready: int = 0
+    """Blocks with final KV in every layer. A part-full last block counts once the prompt is computed."""
+    ready_in_step: int = 0
+    """The same in the layers that the running step has passed; equals `ready` between steps."""
+    note: bytes | None = None
+    """The serialized hand-over, once the first token is known."""
+    transfer_id: bytes | None = None
+    """The last push opened. It may have failed meanwhile: the sender ignores later writes to it."""
+    first_block: int = 0
+    """Number of leading blocks whose tokens the receiver of that push has already."""
+    written: list[int] = field(default_factory=list)
+    """Per layer, number of blocks of the source that are queued for that push."""
+
+
 class PoolPlane:
-    """A KvPlane of one pool. Sources are those of pushes.py.
+    """A KvPlane of one pool, fed from the sources of one engine. Thread-safe.
+
+    Per layer, blocks go out in index order and each exactly once, although two threads write: the engine's own, layer
+    by layer while a step computes, and the caller of open_push, for blocks computed before. Every write to the
+    sender happens under one lock, which is never held while waiting for anything.
 
     layout: of the whole engine. rank: the pool's rank. make_receiver: None when no pushes are taken. Raises the makers'
     errors.
@@ -75,30 +102,83 @@ class PoolPlane:
         rank: int = 0,
     ) -> None:
         self._layout = layout
+        self._pool_layout = layout.rank(rank)
         self._listener = listener
         self._receiver = PartReceiver(rank, listener, make_receiver) if make_receiver is not None else None
+        self.endpoints: tuple[tuple[KvEndpoint, ...], ...] = ()
+        if self._receiver is not None:
+            self.endpoints = (self._receiver.endpoints,)
         self._sender = PartSender(layout, rank, listener, make_sender)
-        self.pushes = Pushes(self._sender, layout.rank(rank))
-
-    @property
-    def endpoints(self) -> tuple[tuple[KvEndpoint, ...], ...]:
-        return (self._receiver.endpoints,) if self._receiver is not None else ()
+        self._lock = threading.Lock()
+        self._in_step: list[Source] = []
+        self._layers_done = 0
 
     def require_fit(self, ticket: Ticket) -> None:
         require_pushable(self._layout, ticket)
 
     def open_push(self, source: Source, ticket: Ticket) -> None:
+        """Queue the computed blocks, and hand over if those are all. The sender no longer reads for an earlier push of
+        this source."""
         if not self._sender.has_part(ticket):
             # Other ranks hold the same heads, and push them.
             self._listener(PushAccepted(ticket.transfer_id, 0, ""))
             return
+        layer_count = self._pool_layout.layer_count
         try:
-            self.pushes.open(source, ticket)
+            with self._lock:
+                self._sender.open(ticket)
+                source.transfer_id = ticket.transfer_id
+                source.first_block = first_source_block(ticket, self._pool_layout)
+                source.written = [source.first_block] * layer_count
+                for layer in range(layer_count):
+                    self._write(source, layer, source.ready_in_step if layer < self._layers_done else source.ready)
+                if source.note is not None:
+                    self._sender.finish(ticket.transfer_id, source.note)
         except KaveriError as error:
             self._listener(PushFailed(ticket.transfer_id, str(error)))
 
     def abort_push(self, transfer_id: bytes) -> None:
-        self.pushes.abort(transfer_id)
+        # Under the lock: after the push is open, never before it.
+        with self._lock:
+            self._sender.abort(transfer_id)
+
+    def begin_step(self, advances: Iterable[tuple[Source, int]]) -> None:
+        """Record that the engine is about to compute prompts, which are followed layer by layer.
+
+        advances: each prompt of the step, with the number of its tokens that are computed after it. KV that a source's
+        blocks hold already, from a prefix cache, counts as computed by this step.
+        """
+        with self._lock:
+            for source, computed in advances:
+                ended = computed == source.token_count
+                source.ready_in_step = len(source.block_ids) if ended else computed // self._layout.block_tokens
+                self._in_step.append(source)
+
+    def layer_done(self, layer: int) -> None:
+        """Push the step's KV of this layer, which is in the pool, while the next layer computes."""
+        with self._lock:
+            self._layers_done = layer + 1
+            for source in self._in_step:
+                if source.transfer_id is not None:
+                    self._write(source, layer, source.ready_in_step)
+
+    def end_step(self) -> None:
+        """Record that all layers are computed; catch up with those that layer_done has not reported."""
+        with self._lock:
+            for source in self._in_step:
+                source.ready = source.ready_in_step
+                if source.transfer_id is not None:
+                    for layer in range(self._pool_layout.layer_count):
+                        self._write(source, layer, source.ready)
+            self._in_step.clear()
+            self._layers_done = 0
+
+    def hand_over(self, source: Source, first_token_id: int) -> None:
+        """Record that the first token is drawn: the open push, if any, and every later one carry it."""
+        with self._lock:
+            source.note = kv_pb2.HandOver(first_token_id=first_token_id).SerializeToString()
+            if source.transfer_id is not None:
+                self._sender.finish(source.transfer_id, source.note)
 
     def grant(self, ticket: Ticket) -> None:
         assert self._receiver is not None, "only a plane that takes pushes grants"
@@ -121,3 +201,19 @@ class PoolPlane:
         self._sender.close()
         if self._receiver is not None:
             self._receiver.close()
+
+    def _write(self, source: Source, layer: int, block_count: int) -> None:
+        assert source.transfer_id is not None
+        first = source.written[layer]
+        if block_count > first:
+            source.written[layer] = block_count
+            index = first - source.first_block
+            self._sender.write(source.transfer_id, layer, index, source.block_ids[first:block_count])
+
+
+def first_token_of(note: bytes) -> int | None:
+    """Return the token in a hand-over; None if the note is malformed."""
+    try:
+        return kv_pb2.HandOver.FromString(note).first_token_id
+    except DecodeError:
+        return None

@@ -99,9 +99,9 @@ class OwnProcessEngine:
     """PrefillEngine and DecodeEngine of another process, which ends with this one.
 
     Calls are carried out in order. Calls that can be refused (push_to, replicate, prefill where blocks may be short)
-    wait for the answer, a fraction of a millisecond; no other call waits. Those that one turn of an event loop makes
-    without an answer are sent together, in its next turn. A prompt that is refused without a wait is a RequestFailed.
-    stats() is that of the last message; kv_flow() may be 50 ms older while answers go on.
+    wait for the answer, a fraction of a millisecond; no other call waits. Calls without an answer that one iteration
+    of an event loop makes are sent together, in the next one. A prompt that is refused without a wait is a
+    RequestFailed. stats() is that of the last message; kv_flow() may be 50 ms older while answers go on.
     """
 
     info: EngineInfo

@@ -69,7 +69,7 @@ class EngineServer:
         try:
             result = getattr(self._engine, method)(*arguments)
         except Exception as raised:
-            # Of a call without an answer that is no prompt: the engine has stopped, and EngineStopped reports it.
+            # A call other than prefill that has no answer fails only if the engine has stopped: see EngineStopped.
             error = raised
         self._taken_count += 1
         if number is not None:
@@ -89,7 +89,7 @@ class EngineServer:
     def _send(
         self, number: int | None, result: object, error: BaseException | None = None, *, with_kv_flow: bool = True
     ) -> None:
-        # One thread after the other: newer statistics come later. What was carried out is in them.
+        # One thread after the other: newer statistics come later, and cover the calls carried out.
         with self._lock:
             taken_count = self._taken_count
             stats = self._engine.stats()

@@ -105,11 +105,11 @@ class MadeUpSettings:
         _kv_token_bytes,
     )
     fake_shape: FakeModel = FakeModel()  # noqa: RUF009 - it is frozen
-    """What no flag says of the model that they pretend to have: its layers, heads and positions."""
+    """Layers, heads and positions of the made-up model, which no flag sets."""
 
     @property
     def fake_model(self) -> FakeModel:
-        """Return the model that they pretend to have."""
+        """The made-up model."""
         shape = self.fake_shape.of_kv(self.fake_kv_token_bytes) if self.fake_kv_token_bytes else self.fake_shape
         return replace(
             shape,
@@ -122,7 +122,7 @@ class MadeUpSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(MadeUpSettings):
-    """Which engine, on which model, with which memory, and how its KV travels. build_engine checks them together."""
+    """Engine, model, memory and KV transport of an instance. build_engine checks them together."""
 
     HELP_TITLE: ClassVar = "Engine and KV"
 

@@ -1,18 +1,61 @@
-"""State that the threads of an engine share, and the lock that guards it. Knows no request and no transfer."""
+"""State that the threads of an engine share, the lock that guards it, and the events to deliver. Knows no request."""
 
 import threading
+from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Any
 
 from kaveri.engine.blame import StepMember, last_events
-from kaveri.engine.contract import EngineStats, EngineStopped
-from kaveri.engine.outbox import Outbox
+from kaveri.engine.contract import EngineEvent, EngineListener, EngineStats, EngineStopped
 from kaveri.errors import EngineError
 from kaveri.telemetry.logs import get_logger
 
 _RECENT = 0.999
 """Decay per step of the longest step's duration: half of it after 700 steps."""
+
+
+class Outbox:
+    """Undelivered events, in the order in which they were put. No thread waits: the one that delivers does so for all.
+
+    on_error: called, on the delivering thread, with the listener's exception.
+    """
+
+    def __init__(self, on_error: Callable[[Exception], None]) -> None:
+        self.listener: EngineListener | None = None
+        """Set before the first publish()."""
+        self.put_count = 0
+        """Events taken so far, delivered or not."""
+        self._on_error = on_error
+        self._events: deque[EngineEvent] = deque()
+        self._delivering = threading.Lock()
+        self._closed = False
+
+    def put(self, event: EngineEvent) -> None:
+        """Queue an event. The caller's lock defines the order; the caller publishes after releasing it."""
+        if not self._closed:
+            self.put_count += 1
+            self._events.append(event)
+
+    def close(self, *last_events: EngineEvent) -> None:
+        """Accept no more events. With `last_events`, the queue and then these are delivered; otherwise nothing is."""
+        if self._closed:
+            return
+        self._closed = True
+        if not last_events:
+            self._events.clear()
+        self._events.extend(last_events)
+
+    def publish(self) -> None:
+        """Deliver the queue to the listener in one call, unless another thread is delivering: that one continues."""
+        while self._events and self.listener is not None and self._delivering.acquire(blocking=False):
+            try:
+                if events := [self._events.popleft() for _ in range(len(self._events))]:
+                    self.listener(events)
+            except Exception as error:
+                self._on_error(error)
+            finally:
+                self._delivering.release()
 
 
 class Shared:

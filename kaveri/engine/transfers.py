@@ -26,8 +26,7 @@ from kaveri.engine.contract import (
     LandingFailed,
     RequestFailed,
 )
-from kaveri.engine.kv_plane import Granted, KvPlane, PlaneEvent
-from kaveri.engine.pushes import first_token_of, ticket_refusal
+from kaveri.engine.kv_plane import Granted, KvPlane, PlaneEvent, first_token_of
 from kaveri.engine.shared import Shared
 from kaveri.errors import EngineError, InvalidArgument, KaveriError, NoCapacity, RequestCancelled
 from kaveri.kv.layout.layout import KvLayout
@@ -80,7 +79,7 @@ class TransferAccount(Protocol[OwnerT]):
         """Record that this transfer may touch the request's blocks from now on."""
 
     def let_go(self, owner: OwnerT) -> None:
-        """Record that no transfer touches its blocks any more. Those of an ended request may be reused."""
+        """Record that no transfer touches its blocks any more; blocks of an ended request may be reused."""
 
     def land(self, owner: OwnerT, first_token_id: int | None) -> str | None:
         """Record that all KV of a request has landed. Returns an error, if any.
@@ -186,9 +185,12 @@ class Transfers(Generic[OwnerT]):
                 return
             if owner.transfer_id is not None:
                 raise InvalidArgument("ticket", ticket.transfer_id.hex(), "given after the push before it has failed")
-            refusal = ticket_refusal(ticket, owner.prompt_tokens)
+            refusal = None
+            pushed_count = ticket.layout.block_count(owner.prompt_tokens) - ticket.first_block
             if ticket.transfer_id in self._pushes:
                 refusal = "the ticket is in use by another push"
+            elif (ticket.token_count, len(ticket.block_ids)) != (owner.prompt_tokens, pushed_count):
+                refusal = f"the ticket is for {ticket.token_count} tokens, the request has {owner.prompt_tokens}"
             if refusal is not None:
                 self._shared.outbox.put(KvPushFailed(key, refusal))
             else:
@@ -202,10 +204,6 @@ class Transfers(Generic[OwnerT]):
             if ended:
                 self._plane.abort_push(ticket.transfer_id)
         self._shared.outbox.publish()
-
-    def abort_push(self, transfer_id: bytes) -> None:
-        """Cancel the push of an ended request."""
-        self._plane.abort_push(transfer_id)
 
     # Landings.
 
@@ -289,22 +287,19 @@ class Transfers(Generic[OwnerT]):
     def hear(self, event: PlaneEvent) -> None:
         """Handle an event of the plane."""
         match event:
-            case Granted():
-                self._on_granted(event)
+            case Granted(transfer_id):
+                with self._shared.lock:
+                    owner, ticket = self._landings.get(transfer_id, (None, None))
+                    awaited = self._take_awaited(owner) if owner is not None else None
+                if awaited is not None and ticket is not None:
+                    awaited.future.set_result(ticket)
             case PushAccepted() | PushFailed():
                 self._on_push(event)
             case TransferLanded() | TransferReleased():
                 self._on_landing(event)
             case PushMarked() | PushExtended() | TransferMarked():
-                """Of open transfers, which are not prompts."""
+                pass  # only transfers of replicas have marks
         self._shared.outbox.publish()
-
-    def _on_granted(self, event: Granted) -> None:
-        with self._shared.lock:
-            owner, ticket = self._landings.get(event.transfer_id, (None, None))
-            awaited = self._take_awaited(owner) if owner is not None else None
-        if awaited is not None and ticket is not None:
-            awaited.future.set_result(ticket)
 
     def _on_push(self, event: PushAccepted | PushFailed) -> None:
         with self._shared.lock:

@@ -1,4 +1,4 @@
-"""What the vLLM tests share: an engine whose scheduler and worker are in this process, quiet and on the CPU."""
+"""Environment of the vLLM tests: scheduler and worker in this process, quiet, on the CPU."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What requests get from prefill and decode instances on vLLM equals, token for token, one plain vLLM engine."""
+"""Answers of prefill and decode instances on vLLM equal, token for token, those of one plain vLLM engine."""
 
 import asyncio
 import random
@@ -71,7 +71,7 @@ def make_params(count: int, max_tokens: int) -> list[SamplingParams]:
 
 @dataclass(frozen=True)
 class ExactnessCases:
-    """What is asked of a model, and what one plain engine answers."""
+    """Requests to a model, and the answers of one plain engine."""
 
     folder: Path
     prompts: tuple[tuple[int, ...], ...]

@@ -103,7 +103,7 @@ def lives_in(view: ClusterView) -> Mapping[str, int]:
 
 
 def all_free(view: ClusterView, names: Collection[str]) -> bool:
-    """Whether these instances have nothing to do, and every block."""
+    """True if these instances are idle and all their blocks are free."""
     loads = [view.instances[name].load for name in names if name in view.instances]
     return len(loads) == len(names) and all(
         load.free_blocks == load.total_blocks and load.running_requests == load.waiting_requests == 0 for load in loads
@@ -123,9 +123,12 @@ class Survivors:
         view = await self._cluster.wait_for_view(lambda view: all_free(view, names), within_s=60)
         assert {name: lives_in(view)[name] for name in names} == {name: self._lives[name] for name in names}, "one died"
 
-    def forget(self, name: str) -> None:
-        """It was restarted."""
-        self._lives = {**self._lives, name: lives_in(self._cluster.view())[name]}
+    async def replace(self, killed: str) -> None:
+        """Waits for the others, and restarts an instance."""
+        await self.come_free(without=[killed])
+        await self._cluster.restart(killed, within_s=START_S)
+        self._lives = {**self._lives, killed: lives_in(self._cluster.view())[killed]}
+        await self.come_free()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -194,11 +197,11 @@ class WatchedRequests:
         return await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def attempts(self) -> list[int]:
-        """How often each was placed."""
+        """Number of placements of each."""
         return [(await task)[1].attempts for task in self._tasks]
 
     async def decoded_by(self) -> set[str]:
-        """Whose answers they are."""
+        """Ids of the decode instances that answered."""
         return {(await task)[1].decode_instance_id for task in self._tasks}
 
 
@@ -220,7 +223,7 @@ async def caught_waiting(cluster: LocalCluster) -> str:
 
 
 def being_pushed(instance_id: str) -> Callable[[ClusterView], bool]:
-    """Whether a prefill instance holds the KV of prompts that are all computed, and decode instances hold room for KV
+    """Check that a prefill instance holds the KV of computed prompts only, and decode instances reserve blocks for KV
     that has not arrived. It has asked for room behind each prompt's first chunk, so some of that room is for its KV."""
 
     def check(view: ClusterView) -> bool:
@@ -232,12 +235,12 @@ def being_pushed(instance_id: str) -> Callable[[ClusterView], bool]:
 
 
 def broken_transfers(cluster: LocalCluster) -> int:
-    """How many pushes decode instances have given up half way so far."""
+    """Number of incomplete transfers that decode instances have given up."""
     return sum(cluster.log_text(f"decode-{number}").count('"kv_transfer_ended"') for number in range(2))
 
 
 def failed_pushes(cluster: LocalCluster) -> int:
-    """How many pushes prefill instances have seen fail so far, and have placed elsewhere."""
+    """Number of failed pushes that prefill instances have placed elsewhere."""
     return sum(cluster.log_text(f"prefill-{number}").count('"outcome": "push_failed"') for number in range(2))
 
 
@@ -253,10 +256,7 @@ async def test_prefill_killed_mid_push_has_its_requests_placed_anew(
         assert await watched.answers() == expected
     assert max(await watched.attempts()) > 1, "prefill-0 held no request: the test has shown nothing"
     assert broken_transfers(cluster) > broken_before, "prefill-0 pushed nothing: the test has shown nothing"
-    await survivors.come_free(without=["prefill-0"])
-    await cluster.restart("prefill-0", within_s=START_S)
-    survivors.forget("prefill-0")
-    await survivors.come_free()
+    await survivors.replace("prefill-0")
 
 
 async def test_decode_killed_mid_push_has_its_requests_placed_anew(
@@ -273,10 +273,7 @@ async def test_decode_killed_mid_push_has_its_requests_placed_anew(
     # quicker to see the instance go: on a busy machine it may not be for any of the requests.
     moved = max(await watched.attempts()) > 1 or failed_pushes(cluster) > failed_before
     assert moved, "it held no request: the test has shown nothing"
-    await survivors.come_free(without=[doomed])
-    await cluster.restart(doomed, within_s=START_S)
-    survivors.forget(doomed)
-    await survivors.come_free()
+    await survivors.replace(doomed)
 
 
 async def test_decode_killed_mid_answer_loses_no_token(
@@ -291,10 +288,7 @@ async def test_decode_killed_mid_answer_loses_no_token(
     attempts = await watched.attempts()
     assert max(attempts) > 1, "decode-0 held no request: the test has shown nothing"
     assert min(attempts) == 1, "requests elsewhere were disturbed"
-    await survivors.come_free(without=["decode-0"])
-    await cluster.restart("decode-0", within_s=START_S)
-    survivors.forget("decode-0")
-    await survivors.come_free()
+    await survivors.replace("decode-0")
 
 
 async def test_prefill_frozen_mid_push_lets_its_receivers_give_up_and_harms_nobody_when_it_thaws(

@@ -1,4 +1,4 @@
-"""What requests leave unset is what vLLM's server fills in, and what they say themselves wins as it does there."""
+"""Unset parameters of requests get the defaults of vLLM's server; set ones take precedence as there."""
 
 import json
 import shutil

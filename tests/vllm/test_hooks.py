@@ -42,14 +42,14 @@ Call = tuple[str, dict[str, Any]]
 
 
 class Script:
-    """What the connectors of this process wrote down, and what they answer."""
+    """Recorded calls of this process's connectors, and their answers."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.brings: dict[str, int] = {}
         """By our name of a request: how many of its tokens a transfer brings, beside those that vLLM has cached."""
         self.keeps: set[str] = set()
-        """Whose blocks are kept when the request ends."""
+        """Requests whose blocks are kept after their end."""
         self.sent: set[str] = set()
         self.received: set[str] = set()
 
@@ -373,7 +373,7 @@ def test_a_request_waits_for_the_kv_that_a_transfer_brings_and_then_computes_its
 
 @pytest.mark.parametrize("tokens", [80, 2 * BLOCK_TOKENS - 1], ids=["within a block", "completing a block"])
 def test_a_request_that_waits_may_learn_its_last_token_and_that_its_kv_is_there(bare: Bare, tokens: int) -> None:
-    """What Host.begin_answer does: the next step computes that token, and its block is cached under what it holds."""
+    """VllmCore.begin_answer relies on it: the next step computes that token, and caches its block by its content."""
     prompt = prompt_of(12, tokens)
     bare.add("prompt", prompt)
     bare.run()

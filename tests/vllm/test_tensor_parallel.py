@@ -177,7 +177,7 @@ async def test_a_rank_that_dies_ends_its_instance_and_the_next_one_serves(
 
 
 def is_pushing(view: ClusterView) -> bool:
-    """Whether prefill holds the KV of prompts that are all computed, while decode has room for some that do not run."""
+    """True if prefill holds the KV of computed prompts only, while decode has reserved blocks for some."""
     prefill, decode = (view.instances[name].load for name in ("prefill-0", "decode-0"))
     held = prefill.free_blocks < prefill.total_blocks and prefill.queued_prefill_tokens == 0
     return held and decode.waiting_requests > 0
@@ -190,7 +190,7 @@ async def test_a_prefill_rank_that_dies_mid_push_ends_its_instance_and_nothing_i
     expected: list[tuple[int, ...]],
 ) -> None:
     def broken_transfers() -> Counter[int]:
-        """How many transfers each rank of decode-0 has given up half way so far, by its own log lines."""
+        """Number of incomplete transfers that each rank of decode-0 has given up, by its log."""
         lines = [json.loads(line) for line in cluster.log_text("decode-0").splitlines() if line.startswith("{")]
         return Counter(line["rank"] for line in lines if line["event"] == "kv_transfer_ended")
 

@@ -29,7 +29,7 @@ PATIENT = ("--suspect-after-s", "60")
 
 
 def is_pushing(cluster: LocalCluster, view: ClusterView) -> bool:
-    """Whether prefill-0 is connected to both, and decode-0 waits for KV, by the heartbeats of both."""
+    """True if prefill-0 is connected to both, and decode-0 waits for KV, by their heartbeats."""
     connected = cluster.log_text("prefill-0").count('"kv_peer_connected"') == 2
     return connected and not is_idle(view, Phase.PREFILL) and view.instances["decode-0"].load.waiting_requests > 0
 
@@ -44,7 +44,7 @@ def is_idle(view: ClusterView, *phases: Phase) -> bool:
 
 
 def expired_pushes(cluster: LocalCluster) -> int:
-    """How often prefill-0 has given up on decode-0 because a ticket of its had run out."""
+    """Number of pushes from prefill-0 to decode-0 that failed because the ticket expired."""
     lines = [json.loads(line) for line in cluster.log_text("prefill-0").splitlines() if line.startswith("{")]
     return sum(
         (line.get("outcome"), line.get("decode_instance_id"), line.get("reason"))

@@ -1,8 +1,7 @@
 """An engine that drives a ModelRunner step by step, on either side of a hand-over or on both.
 
-Owns the pool, the engine thread and the order of events. Leaves arithmetic to the runner, bytes to the KV sender and
-receiver, the KV side of requests to transfers, and their lives to stepwise_lifecycle. One lock guards the lifecycle
-(shared).
+Owns the pool and the engine thread. Leaves arithmetic to the runner, bytes to the KV sender and receiver, the KV side
+of requests to transfers, and their lives to the lifecycle, which the lock of `Shared` guards.
 """
 
 import secrets
@@ -91,7 +90,6 @@ class StepwiseEngine:
         self._lifecycle = Lifecycle(info, chunk_tokens, max_batch, put, on_work=notify)
 
         self._transfers = Transfers(info, self._shared, self._lifecycle)
-        told = self._transfers.hear
         transports = make_transports() if transports is None else transports
         make_receiver = partial(
             KvReceiver,
@@ -103,20 +101,16 @@ class StepwiseEngine:
             credit_bytes=receiving.credit_bytes,
         )
         make_sender = partial(KvSender, pool, transports=transports)
-        plane = PoolPlane(layout, make_sender, make_receiver if listen else None, told)
+        plane = PoolPlane(layout, make_sender, make_receiver if listen else None, self._transfers.hear)
         self._transfers.attach(plane)
-        self._pushes = plane.pushes
+        self._plane = plane
         copies = PoolCopyPlane(pool, slots_of(layout, replicas), transports)
         self._copier = CopierThread(layout, copies, self._shared, self._lifecycle, replicas, self._transfers.is_pushing)
-        self._info = replace(info, kv_endpoints=self._transfers.endpoints)
+        self.info = replace(info, kv_endpoints=self._transfers.endpoints)
         # The step under way.
         self._computing: list[PlannedSlice] = []
 
     # Both sides.
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
 
     def start(self, listener: EngineListener) -> None:
         self._shared.outbox.listener = listener
@@ -154,7 +148,7 @@ class StepwiseEngine:
     # The prefill side.
 
     def prefill(self, request: EngineRequest) -> None:
-        self._info.require_servable(request)
+        self.info.require_servable(request)
         with self._shared.lock:
             self._shared.require_alive()
             self._lifecycle.open_prefill(request)
@@ -253,9 +247,9 @@ class StepwiseEngine:
                 self._runner.landed(sequence.block_ids[: self._layout.block_count(sequence.computed)])
                 sequence.runner_unaware = False
         if advances:
-            self._pushes.begin_step(advances)
-            drawn = self._runner.run(batch, self._pushes.layer_done)
-            self._pushes.end_step()
+            self._plane.begin_step(advances)
+            drawn = self._runner.run(batch, self._plane.layer_done)
+            self._plane.end_step()
         else:
             drawn = self._runner.run(batch, None)
         mirrored = self._lifecycle.unmirrored_blocks(planned)
@@ -269,9 +263,9 @@ class StepwiseEngine:
         if computed:
             self._shared.outbox.publish()
         for source, first_token_id in computed:
-            self._pushes.hand_over(source, first_token_id)
+            self._plane.hand_over(source, first_token_id)
         for transfer_id in unwanted:
-            self._transfers.abort_push(transfer_id)
+            self._plane.abort_push(transfer_id)
 
 
 def _allocated(layout: KvLayout, total_blocks: int) -> KvPool:

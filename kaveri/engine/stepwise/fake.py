@@ -7,7 +7,7 @@ wherever and however it is placed. In place of KV there is a record per position
     place     position << 32 | token
 
 repeated over the row of the position, and masked differently in every layer, in K and in V, and in every word of the
-row. So a block that is stale, swapped, misplaced, of another layer or of another request does not read back.
+row. A block that is stale, swapped, misplaced, of another layer or of another request does not read back.
 """
 
 import time
@@ -147,8 +147,7 @@ class StaleKv(Exception):
 
 
 class FakeRunner:
-    """A ModelRunner (runner.py) on FakeModel. Of the sampling parameters it reads those that end an answer, and
-    logprobs, which it makes up."""
+    """A ModelRunner on FakeModel. Reads only the sampling parameters that end an answer, and makes up logprobs."""
 
     name = "fake"
     device = "cpu"

@@ -1,9 +1,10 @@
 """Every transition of a request inside a stepwise engine, and the events that it causes. No I/O, no threads, no clock.
 
-The caller serialises all calls, runs the model between plan() and apply(), and carries out the transfers. So an engine
-with threads (stepwise.py) and one that runs on a simulated clock share all decisions.
+The caller serialises all calls, runs the model between plan() and apply(), and carries out the transfers: an engine
+with threads (engine.py) and one that runs on a simulated clock share all decisions.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from kaveri.engine.blame import StepMember
@@ -23,17 +24,25 @@ from kaveri.engine.contract import (
     TokenStep,
 )
 from kaveri.engine.copier import BlockPlace
-from kaveri.engine.pushes import Source
-from kaveri.engine.stepwise.account import Account
+from kaveri.engine.kv_plane import Source
 from kaveri.engine.stepwise.batch import PlannedSlice, form_step
 from kaveri.engine.stepwise.phase import SequencePhase
+from kaveri.engine.stepwise.residency import Residency
 from kaveri.engine.stepwise.runner import Drawn, NoToken, ScoredSlice
 from kaveri.engine.stepwise.sequence import Sequence
 from kaveri.engine.stopping import finish_reason
+from kaveri.errors import NoCapacity, RequestAlreadyExists
+from kaveri.kv.tiers.blocks import BlockAllocator
+
+_RETRY_AFTER_S = 0.1
 
 
 class Lifecycle:
-    """The requests of one stepwise engine."""
+    """Requests of one stepwise engine and their blocks. A TransferAccount (transfers.py) and a CopyAccount (copier.py).
+
+    put: takes events, in order. on_work: called when plan() may return something new, or blocks have become free.
+    chunk_tokens: most prompt tokens of a step. max_batch: most decode requests of a step.
+    """
 
     def __init__(
         self,
@@ -43,22 +52,26 @@ class Lifecycle:
         put: Callable[[EngineEvent], None],
         on_work: Callable[[], None],
     ) -> None:
-        """put: takes events, in order. on_work: called when plan() may return something new.
-
-        chunk_tokens: most prompt tokens of a step. max_batch: most decode requests of a step.
-        """
         self._info = info
         self._chunk_tokens = chunk_tokens
         self._put = put
         self._on_work = on_work
         self._was_suspects = False
         """True if the last step computed a suspect."""
-        self._account = Account(info.layout, info.total_blocks, max_batch, on_free=on_work)
+        self._prefills: dict[EngineKey, Sequence] = {}
+        self._prefilling: deque[Sequence] = deque()
+        """Requests of `_prefills` that are not fully computed, in the order of submission."""
+        self._decodes: dict[EngineKey, Sequence] = {}
+        self._quarantined: set[Sequence] = set()
+        """Ended requests whose blocks a step or a transfer can still touch."""
+        self._allocator = BlockAllocator(info.total_blocks)
+        self._residency = Residency(self._allocator, info.layout, max_batch)
 
     def open_prefill(self, request: EngineRequest) -> None:
         """Take the prompt's blocks and queue it. Raises RequestAlreadyExists and NoCapacity."""
         sequence = Sequence.of(request, SequencePhase.PREFILLING)
-        self._account.open_prefill(sequence)
+        self._open(self._prefills, "prefill", sequence, len(sequence.token_ids))
+        self._prefilling.append(sequence)
         sequence.source = Source(sequence.block_ids, len(request.token_ids))
         self._on_work()
 
@@ -67,32 +80,35 @@ class Lifecycle:
         return sequence.block_ids[: self._info.layout.block_count(sequence.held_tokens or sequence.prompt_tokens)]
 
     def adopt(self, key: EngineKey) -> None:
-        """Turn a computed prompt without an open push into a landed request here. Others are ignored."""
-        sequence = self._account.prefills.get(key)
+        """Turn a computed prompt without an open push into a landed request, with its blocks. Others are ignored."""
+        sequence = self._prefills.get(key)
         if sequence is not None and sequence.phase is SequencePhase.COMPUTED and sequence.transfer_id is None:
             sequence.mirrored = sequence.computed // self._info.layout.block_tokens
-            for preempted in self._account.adopt(sequence):
-                self._put(Preempted(preempted.key))
+            if key in self._decodes:
+                raise RequestAlreadyExists(key.request_id)
+            self._decodes[key] = self._prefills.pop(key)
+            sequence.source = None
+            self._residency.land(sequence)
+            self._put_preempted(self._residency.make_whole(sequence))
             # A preempted request may take the blocks of one that is not admitted yet.
             self._on_work()
 
     def admit(self, key: EngineKey) -> None:
         """Let a landed request run from the next step on. Others are ignored."""
-        sequence = self._account.decodes.get(key)
+        sequence = self._decodes.get(key)
         if sequence is not None and sequence.phase is SequencePhase.LANDED:
-            self._account.residency.admit(sequence)
+            self._residency.admit(sequence)
             self._on_work()
 
     # For its transfers; see TransferAccount (transfers.py).
 
     def find_prefill(self, key: EngineKey) -> Sequence | None:
-        return self._account.prefills.get(key)
+        return self._prefills.get(key)
 
     def open_decode(self, request: EngineRequest, held_tokens: int | None) -> Sequence:
         """Take the blocks of the prompt and one more token."""
-        sequence = Sequence.of(request, SequencePhase.RESERVED)
-        sequence.held_tokens = held_tokens
-        self._account.open_decode(sequence)
+        sequence = Sequence.of(request, SequencePhase.RESERVED, held_tokens)
+        self._open(self._decodes, "decode", sequence, len(sequence.token_ids) + 1)
         return sequence
 
     def hold(self, sequence: Sequence, transfer_id: bytes) -> None:
@@ -101,7 +117,7 @@ class Lifecycle:
     def let_go(self, sequence: Sequence) -> None:
         sequence.transfer_id = None
         if sequence.done:
-            self._account.settle(sequence)
+            self._settle(sequence)
 
     def land(self, sequence: Sequence, first_token_id: int | None) -> str | None:
         sequence.computed = sequence.held_tokens or len(sequence.token_ids)
@@ -110,25 +126,34 @@ class Lifecycle:
             sequence.draw_index += 1
         sequence.mirrored = sequence.computed // self._info.layout.block_tokens
         sequence.runner_unaware = True
-        self._account.residency.land(sequence)
+        self._residency.land(sequence)
         # A preempted request may take the blocks of one that is not admitted yet.
         self._on_work()
         return None
 
     def end(self, sequence: Sequence) -> None:
-        self._account.end(sequence)
+        """End a request: no event of it follows. Its blocks are freed once nothing can touch them."""
+        sequence.done = True
+        if sequence.phase in (SequencePhase.PREFILLING, SequencePhase.COMPUTED):
+            del self._prefills[sequence.key]
+            if sequence.phase is SequencePhase.PREFILLING:
+                self._prefilling.remove(sequence)
+        else:
+            del self._decodes[sequence.key]
+            self._residency.remove(sequence)
+        self._settle(sequence)
 
     def abort(self, key: EngineKey) -> tuple[Sequence | None, Sequence | None]:
-        prefill, decode = self._account.prefills.get(key), self._account.decodes.get(key)
+        prefill, decode = self._prefills.get(key), self._decodes.get(key)
         for sequence in (prefill, decode):
             if sequence is not None:
-                self._account.end(sequence)
+                self.end(sequence)
         return prefill, decode
 
     # For their copies; see CopyAccount (copier.py).
 
     def find_decode(self, key: EngineKey) -> Sequence | None:
-        return self._account.decodes.get(key)
+        return self._decodes.get(key)
 
     def begin_copy(self, sequence: Sequence) -> None:
         sequence.is_copied = True
@@ -147,7 +172,7 @@ class Lifecycle:
             return "its KV is not here"
         if not sequence.block_ids or sequence.pending != 1:
             return "it is being computed again"
-        self._account.residency.stop(sequence)
+        self._residency.stop(sequence)
         # The engine's thread copies the last block to the pool.
         self._on_work()
         return None
@@ -156,15 +181,14 @@ class Lifecycle:
         return sequence.computed if sequence.phase is SequencePhase.STOPPED else None
 
     def go_on(self, sequence: Sequence) -> None:
-        for preempted in self._account.residency.go_on(sequence):
-            self._put(Preempted(preempted.key))
+        self._put_preempted(self._residency.go_on(sequence))
         self._on_work()
 
     def last_blocks(self) -> list[tuple[Sequence, list[int]]]:
         """Return, for each request that is being stopped and is in no step, the blocks that are not in the pool yet.
         The pool holds all KV that the runner has not taken over. They are free for others after stopped() at the
         earliest."""
-        stopping, block_count = self._account.residency.stopping, self._info.layout.block_count
+        stopping, block_count = self._residency.stopping, self._info.layout.block_count
         last_blocks = [
             (
                 sequence,
@@ -183,12 +207,11 @@ class Lifecycle:
         """Record that its last blocks are in the pool now. It may have ended or continued meanwhile."""
         sequence.is_saving = False
         if sequence.done:
-            self._account.settle(sequence)
+            self._settle(sequence)
         elif sequence.phase is SequencePhase.STOPPING:
-            self._account.residency.stopped(sequence)
+            self._residency.stopped(sequence)
         else:
-            for preempted in self._account.residency.make_whole(sequence):
-                self._put(Preempted(preempted.key))
+            self._put_preempted(self._residency.make_whole(sequence))
 
     def unmirrored_blocks(self, planned: list[PlannedSlice]) -> list[tuple[Sequence, list[int]]]:
         """Return, for each request that is copied, the blocks that this step completes."""
@@ -203,16 +226,14 @@ class Lifecycle:
 
     def plan(self) -> list[PlannedSlice]:
         """Form the next step and mark its sequences; empty when there is nothing to do."""
-        for sequence in self._account.residency.prepare_step():
-            self._put(Preempted(sequence.key))
-        running, prefilling = self._account.residency.running, self._account.prefilling
+        self._put_preempted(self._residency.prepare_step())
+        running, prefilling = self._residency.running, self._prefilling
         planned = form_step(running, prefilling, self._chunk_tokens, suspect_first=not self._was_suspects)
         # Suspects and others take turns.
         self._was_suspects = any(sequence.is_suspect for sequence, _ in planned)
         for sequence, _ in planned:
             sequence.in_step = True
-            if sequence.phase is SequencePhase.PREFILLING and not sequence.started:
-                sequence.started = True
+            if sequence.phase is SequencePhase.PREFILLING and sequence.computed == 0:
                 self._put(PrefillStarted(sequence.key))
         return planned
 
@@ -243,7 +264,7 @@ class Lifecycle:
         for (sequence, token_count), token in zip(planned, drawn, strict=True):
             sequence.in_step = False
             if sequence.done:
-                self._account.settle(sequence)
+                self._settle(sequence)
                 continue
             sequence.computed += token_count
             if isinstance(token, ScoredSlice):
@@ -255,7 +276,7 @@ class Lifecycle:
                 if sequence.phase is SequencePhase.PREFILLING and sequence.transfer_id is not None:
                     unwanted.append(sequence.transfer_id)
                 self._put(RequestFailed(sequence.key, token.reason, token.is_final))
-                self._account.end(sequence)
+                self.end(sequence)
                 continue
             if sequence.pending > 0:
                 if sequence.phase is SequencePhase.PREFILLING:
@@ -275,7 +296,7 @@ class Lifecycle:
             )
             if sequence.phase is SequencePhase.PREFILLING:
                 self._put(FirstToken(sequence.key, token.token_id, token.logprobs, finish))
-                self._account.prefilling.remove(sequence)
+                self._prefilling.remove(sequence)
                 sequence.phase = SequencePhase.COMPUTED
                 assert sequence.source is not None
                 computed.append((sequence.source, token.token_id))
@@ -286,19 +307,61 @@ class Lifecycle:
                     computed.pop()
                     if sequence.transfer_id is not None:
                         unwanted.append(sequence.transfer_id)
-                self._account.end(sequence)
+                self.end(sequence)
         if steps:
             self._put(StepTokens(tuple(steps)))
         return computed, unwanted
 
     def clear(self) -> None:
         """Free the whole pool. No step runs and no transfer is open any more."""
-        self._account.clear()
+        for owner in self._allocator.owners():
+            self._allocator.release(owner)
+        for container in (self._prefills, self._prefilling, self._decodes, self._residency, self._quarantined):
+            container.clear()
 
     def stats(self) -> EngineStats:
-        """See Engine.stats()."""
-        return self._account.stats()
+        """Snapshot of the engine; takes time in proportion to the live requests."""
+        admitted = len(self._residency.running) + len(self._residency.waiting)
+        held = (*self._prefills.values(), *self._decodes.values())
+        return EngineStats(
+            free_blocks=self._allocator.free_count,
+            running_requests=len(self._prefilling) + admitted,
+            waiting_requests=len(self._decodes) - admitted,
+            pending_prefill_tokens=sum(sequence.pending for sequence in self._prefilling),
+            context_tokens=sum(sequence.computed for sequence in held),
+        )
 
     def check_integrity(self) -> None:
-        """See Engine.check_integrity()."""
-        self._account.check_integrity()
+        """Assert that every block is free, held by a live request, or quarantined by a step or a transfer."""
+        live = [*self._prefills.values(), *self._decodes.values(), *self._quarantined]
+        self._allocator.check_integrity(live)
+        for sequence in live:
+            held = self._allocator.blocks_of(sequence)
+            assert held == tuple(sequence.block_ids), f"{sequence.key}: blocks {sequence.block_ids}, allocator {held}"
+        assert all(sequence.done and sequence.touched for sequence in self._quarantined), "quarantined without a reason"
+        self._residency.check_integrity(self._decodes.values())
+
+    def _open(self, table: dict[EngineKey, Sequence], role: str, sequence: Sequence, token_count: int) -> None:
+        if sequence.key in table:
+            raise RequestAlreadyExists(sequence.key.request_id)
+        # New requests would take the blocks that a preempted one waits for.
+        if self._residency.short_of_blocks:
+            raise NoCapacity(role, _RETRY_AFTER_S, "a preempted request waits for blocks")
+        try:
+            sequence.block_ids += self._allocator.allocate(sequence, self._info.layout.block_count(token_count))
+        except NoCapacity as error:
+            raise NoCapacity(role, _RETRY_AFTER_S, error.reason) from error
+        table[sequence.key] = sequence
+
+    def _settle(self, sequence: Sequence) -> None:
+        """Free the blocks of an ended request, or keep them while a step or a transfer can touch them."""
+        if sequence.touched:
+            self._quarantined.add(sequence)
+        else:
+            self._quarantined.discard(sequence)
+            self._allocator.release(sequence)
+            self._on_work()
+
+    def _put_preempted(self, preempted: Iterable[Sequence]) -> None:
+        for sequence in preempted:
+            self._put(Preempted(sequence.key))

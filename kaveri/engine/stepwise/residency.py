@@ -15,11 +15,14 @@ sequence alone in the pool fits by construction.
 
 from bisect import insort
 from collections.abc import Iterable
+from operator import attrgetter
 
 from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.engine.stepwise.sequence import Sequence
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.blocks import BlockAllocator
+
+_admission = attrgetter("admission")
 
 
 class Residency:
@@ -207,7 +210,3 @@ class Residency:
         victim.generation += 1
         victim.runner_unaware = False
         preempted.append(victim)
-
-
-def _admission(sequence: Sequence) -> int:
-    return sequence.admission

@@ -1,7 +1,6 @@
 """The model below an engine that Kaveri drives step by step: one packed batch in, one drawn token per sequence out.
 
-engine/stepwise.py owns requests, blocks, chunks, batches and transfers; a runner owns weights and arithmetic. The
-transformers runner computes; the fake runner makes up tokens; both work on the same pool of blocks.
+The engine owns requests, blocks, chunks, batches and transfers; a runner owns weights and arithmetic.
 """
 
 from collections.abc import Callable, Sequence

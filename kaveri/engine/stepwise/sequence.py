@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 
 from kaveri.domain.sampling import ResolvedParams
-from kaveri.engine.blame import is_suspect
 from kaveri.engine.contract import EngineKey, EngineRequest
-from kaveri.engine.pushes import Source
+from kaveri.engine.kv_plane import Source
 from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.engine.stepwise.runner import SequenceSlice
 
@@ -31,8 +30,6 @@ class Sequence:
     computed: int = 0
     admission: int = -1
     """Rank among the admitted; kept through preemptions."""
-    started: bool = False
-    """Its first chunk has begun."""
     source: Source | None = None
     """Its blocks that may be pushed. Prefill side only."""
     runner_unaware: bool = False
@@ -59,11 +56,17 @@ class Sequence:
         self.prompt_tokens = len(self.token_ids)
 
     @classmethod
-    def of(cls, request: EngineRequest, phase: SequencePhase) -> "Sequence":
+    def of(cls, request: EngineRequest, phase: SequencePhase, held_tokens: int | None = None) -> "Sequence":
         """Copy the values that will grow; takes no blocks."""
-        sequence = cls(request.key, request.params, list(request.token_ids), request.generated_count, phase)
-        sequence.suspect_until = request.suspect_until
-        return sequence
+        return cls(
+            request.key,
+            request.params,
+            list(request.token_ids),
+            request.generated_count,
+            phase,
+            held_tokens,
+            suspect_until=request.suspect_until,
+        )
 
     @property
     def pending(self) -> int:
@@ -73,7 +76,7 @@ class Sequence:
     @property
     def is_suspect(self) -> bool:
         """True if a step takes no other suspect at the same time."""
-        return is_suspect(self.draw_index, self.suspect_until)
+        return self.draw_index < self.suspect_until
 
     @property
     def touched(self) -> bool:

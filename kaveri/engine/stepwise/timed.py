@@ -7,9 +7,8 @@ those of any stepwise engine. Not modelled: the size of the KV cache, here the f
 import time
 from collections.abc import Sequence
 
-from kaveri.engine.stepwise.fake import FakeRunner
+from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
 from kaveri.engine.stepwise.runner import Drawn, LayerListener, SequenceSlice
-from kaveri.kv.tiers.pool import KvPool
 from kaveri.latency.model import LatencyModel
 from kaveri.telemetry.logs import get_logger
 
@@ -17,35 +16,20 @@ _LATE_FACTOR = 1.1
 _LATE_REPORT_S = 10.0
 
 
-class TimedRunner:
-    """A ModelRunner around a fake one, whose own time is part of a step's time, not added to it.
+class TimedRunner(FakeRunner):
+    """A fake runner whose steps take a latency model's time. model: its own timing should be 0.
 
     When this machine is too slow to keep the model's time, a warning is logged, at most every 10 s.
     """
 
     name = "timed"
-    device = "cpu"
 
-    def __init__(self, fake: FakeRunner, latency: LatencyModel) -> None:
-        """fake: its own timing should be 0."""
-        self._fake = fake
+    def __init__(self, model: FakeModel, latency: LatencyModel) -> None:
+        super().__init__(model)
         self.latency = latency
-        self.layout = fake.layout
-        self.max_model_len = fake.max_model_len
-        self.vocab_size = fake.vocab_size
-        self.eos_token_ids = fake.eos_token_ids
         self._modelled_s = 0.0
         self._taken_s = 0.0
         self._reported_s = time.monotonic()
-
-    def attach(self, pool: KvPool) -> None:
-        self._fake.attach(pool)
-
-    def completed(self, block_ids: Sequence[int]) -> None:
-        self._fake.completed(block_ids)
-
-    def landed(self, block_ids: Sequence[int]) -> None:
-        self._fake.landed(block_ids)
 
     def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
         """Spread the step's time evenly over the layers. Raises the fake runner's errors."""
@@ -58,7 +42,7 @@ class TimedRunner:
             assert on_layer is not None
             on_layer(layer)
 
-        drawn = self._fake.run(batch, paced if on_layer is not None else None)
+        drawn = super().run(batch, paced if on_layer is not None else None)
         _sleep_until(started_s + step_s)
         self._account(step_s, started_s)
         return drawn

@@ -9,12 +9,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
-from kaveri.engine.checkpoint import quantization_method, read_config_json, refusal, stored_dtype
-from kaveri.engine.element_types import auto_dtype
+from kaveri.engine.checkpoint import (
+    auto_dtype,
+    fingerprint,
+    quantization_method,
+    read_config_json,
+    refusal,
+    stored_dtype,
+    weight_files,
+)
 from kaveri.engine.limits import require_model_len
 from kaveri.engine.onednn import limit_primitive_cache
 from kaveri.engine.transformers.attention import ATTENTION_NAME, paged_attention
-from kaveri.engine.transformers.fingerprint import fingerprint, weight_files
 from kaveri.engine.transformers.memory import TORCH_DTYPES
 from kaveri.engine.transformers.packed_linear import pack_linears, watched_linears
 from kaveri.engine.transformers.probe import probe_attention, require_paged, require_plain_positions

@@ -2,9 +2,9 @@
 
 A draw is a race (the Gumbel-max trick: Maddison, Tarlow and Minka, "A* Sampling", NeurIPS 2014, section 2, in its
 exponential form): every token of weight w waits Exponential(1) / w, and the first one is drawn, with probability
-w / sum(w). A token's number depends on no other token's weight. So where another batch shape rounds the logits a little
-differently, the draw changes only when two tokens come in within that rounding of one another; with one number on the
-running sum of the weights, every boundary between two tokens shifts with the weights of all tokens before it.
+w / sum(w). A token's number depends on no other token's weight: when another batch shape rounds the logits differently,
+the draw changes only if the two best tokens are within that rounding of each other. Inverse transform sampling would
+shift every boundary between two tokens with the weights of all tokens before it.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch import Tensor
 
-from kaveri.domain.sampling import Logprobs, ResolvedParams
+from kaveri.domain.sampling import Logprobs
 from kaveri.engine.stepwise.runner import NOT_FINITE, DrawnToken, NoToken, SequenceSlice
 from kaveri.engine.stopping import barred_token_ids
 from kaveri.telemetry.logs import get_logger
@@ -102,8 +102,10 @@ def _draw_together(
     token_ids: list[int] = largest.indices.tolist()
     usable: list[bool] = largest.values.isfinite().tolist()
     # Sort only for requests that filter: it costs a lot, and no draw may depend on a neighbour's parameters.
-    plain = [row for row, piece in enumerate(slices) if piece.params.temperature > 0 and not _filters(piece.params)]
-    filtered = [row for row, piece in enumerate(slices) if piece.params.temperature > 0 and _filters(piece.params)]
+    plain, filtered = list[int](), list[int]()
+    for row, piece in enumerate(slices):
+        if piece.params.temperature > 0:
+            (filtered if piece.params.top_k > 0 or piece.params.top_p < 1 else plain).append(row)
     for rows, sample in ((plain, _sample_plain), (filtered, _sample_filtered)):
         if rows:
             chosen = logits if len(rows) == len(slices) else logits[torch.tensor(rows, device=logits.device)]
@@ -124,10 +126,6 @@ def _without_barred(logits: Tensor, slices: Sequence[SequenceSlice], eos_token_i
         return logits
     rows, columns = torch.tensor(pairs, device=logits.device).unbind(1)
     return logits.index_put((rows, columns), logits.new_tensor(-torch.inf))
-
-
-def _filters(params: ResolvedParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1
 
 
 def _sample_plain(logits: Tensor, slices: Sequence[SequenceSlice]) -> list[int]:

@@ -34,20 +34,17 @@ class ChunkSegment:
     """[2, 1, blocks], int64: K and V of [0, end). None when start is 0: the chunk is the whole context."""
     context_tokens: int
     device: torch.device
-    _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Added to the scores: [tokens, context], 0 for visible positions, else -inf. None: plain causal."""
-        if window not in self._masks:
-            self._masks[window] = self._make_mask(window, dtype)
-        return self._masks[window]
-
-    def _make_mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
         end = self.start + self.last - self.first
         if self.start == 0 and (window is None or window >= end):
             return None
-        query = torch.arange(self.start, end, device=self.device).unsqueeze(1)
-        return _additive(_visible(query, torch.arange(self.context_tokens, device=self.device), window), dtype)
+        if window not in self._masks:
+            query = torch.arange(self.start, end, device=self.device).unsqueeze(1)
+            self._masks[window] = _mask(query, self.context_tokens, window, dtype)
+        return self._masks[window]
 
 
 @dataclass(slots=True)
@@ -65,12 +62,9 @@ class DecodeSegment:
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Mask added to the scores: [sequences, 1, 1, context], 0 for visible positions and -inf elsewhere."""
-        mask = self._masks.get(window)
-        if mask is None:
-            context = torch.arange(self.context_tokens, device=self.positions.device)
-            mask = _additive(_visible(self.positions.view(-1, 1, 1, 1), context, window), dtype)
-            self._masks[window] = mask
-        return mask
+        if window not in self._masks:
+            self._masks[window] = _mask(self.positions.view(-1, 1, 1, 1), self.context_tokens, window, dtype)
+        return self._masks[window]
 
 
 @dataclass(slots=True)
@@ -241,12 +235,10 @@ def _on(device: torch.device, values: npt.ArrayLike) -> Tensor:
     return torch.from_numpy(np.asarray(values, np.int64)).to(device)
 
 
-def _visible(query: Tensor, context: Tensor, window: int | None) -> Tensor:
+def _mask(query: Tensor, context_tokens: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """query: positions. Returns 0 where a position sees one of the context, else -inf."""
+    context = torch.arange(context_tokens, device=query.device)
     visible = context <= query
     if window is not None:
         visible &= context > query - window
-    return visible
-
-
-def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)

@@ -1,12 +1,12 @@
 """Runs a model on vLLM: our loop around its in-process engine, our push connector on its hooks. Needs vLLM (0.32).
 
-engine       the seam's calls; requests is the table of what it was given, request and entry its cells, life what
-             happens to one: states, events, step(state, event)
-driver       the engine thread; steps is one turn of it: gives vLLM what is new, lets it step, applies the outcome
-core         vLLM's in-process engine, all that is touched of it
-connector    what vLLM calls: connector_scheduler beside its scheduler, connector_worker beside the model, in every
-             rank; orders is what goes from the one to the other, memory and mirror are where the KV lies
-data_plane   the ranks' transfers as one. rank is a rank as the engine sees it and the calls to it: rank_plane in
-             this process, remote_rank and rank_server for one in a process of its own
-draws        what vLLM samples with; sampling, options and loading translate a user's words
+engine       calls of the engine contract, and the engine's thread
+steps        one turn of that thread: adds new requests to vLLM, lets it step, applies the outcome
+requests     table of all requests; request holds one, life its states, events and step(state, event)
+core         every access to vLLM's in-process engine
+connector    vLLM's hooks: connector_scheduler next to its scheduler, connector_worker next to the model in every rank;
+             memory is where the KV lies
+data_plane   transfers of all ranks as one; rank is the interface of a rank, rank_plane a rank in this process,
+             remote_rank and rank_server a rank in a process of its own
+draws        sampling within vLLM; sampling, options and loading translate a user's settings
 """

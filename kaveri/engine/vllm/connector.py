@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kaveri.engine.vllm.connector_scheduler import SchedulerSide
 from kaveri.engine.vllm.connector_worker import WorkerSide
-from kaveri.engine.vllm.orders import StepOrders
+from kaveri.engine.vllm.rank import StepOrders
 
 CONNECTOR_NAME = "KaveriConnector"
 
@@ -77,7 +77,7 @@ class KaveriConnector(KVConnectorBase_V1, SupportsHMA):
     # The worker's hooks.
 
     def get_mem_pool_context(self) -> Any:
-        return self._worker.cache.allocation()
+        return self._worker.cache
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._worker.register(kv_caches)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kaveri.engine.vllm.life import OF_PREFILL
-from kaveri.engine.vllm.orders import PromptChunk, StepOrders
+from kaveri.engine.vllm.rank import PromptChunk, StepOrders
 from kaveri.engine.vllm.request import (
     AwaitingBlocks,
     AwaitingKv,
@@ -74,29 +74,25 @@ class SchedulerSide:
         self._block_tokens = block_tokens
         self._entries: dict[str, Entry] = {}
         self._placements: list[Placement] = []
-        # For the next step's orders.
-        self._landed_block_ids: list[int] = []
-        self._released: list[str] = []
-        self._completed_block_ids: list[int] = []
-        self._left_block_ids: list[int] = []
+        self._next_orders = StepOrders()
 
     def left(self, block_ids: Sequence[int]) -> None:
         """Make these blocks, which no step computes any more, readable at the ranks with the next step."""
-        self._left_block_ids += block_ids
+        self._next_orders.left_block_ids += block_ids
 
     def landed(self, block_ids: Sequence[int]) -> None:
         """Let the next step read these blocks, which a transfer has written."""
-        self._landed_block_ids += block_ids
+        self._next_orders.landed_block_ids += block_ids
 
     def release(self, entry: Entry) -> None:
         """Give vLLM the blocks of an ended request back with the next step. Called once for each."""
         entry.state = EntryReleased()
-        self._released.append(entry.vllm_id)
+        self._next_orders.released.append(entry.vllm_id)
 
     @property
     def has_reports(self) -> bool:
         """True if the next step has something to report to vLLM."""
-        return bool(self._released or self._left_block_ids)
+        return bool(self._next_orders.released or self._next_orders.left_block_ids)
 
     def requested(self, request: Any) -> None:
         """Handle a request that vLLM has accepted."""
@@ -132,10 +128,8 @@ class SchedulerSide:
     def stepping(self, scheduler_output: Any) -> StepOrders:
         """Return the orders for the next step, which vLLM has scheduled."""
         chunks = self._tell_hooks(scheduler_output)
-        completed = tuple(self._completed_block_ids)
-        left = tuple(self._left_block_ids)
-        orders = StepOrders(tuple(chunks), tuple(self._landed_block_ids), tuple(self._released), completed, left)
-        self._landed_block_ids, self._released, self._completed_block_ids, self._left_block_ids = [], [], [], []
+        orders, self._next_orders = self._next_orders, StepOrders()
+        orders.chunks = chunks
         return orders
 
     def _tell_hooks(self, scheduler_output: Any) -> Sequence[PromptChunk]:
@@ -153,7 +147,7 @@ class SchedulerSide:
                     block_ids = scheduler_output.kv_connector_block_state.get_block_ids(vllm_id)[0]
                     if not is_prefill:
                         known = len(entry.owner.whole_block_ids)
-                        self._completed_block_ids += block_ids[known : computed // self._block_tokens]
+                        self._next_orders.completed_block_ids += block_ids[known : computed // self._block_tokens]
                 advances.append(RequestAdvance(entry, token_count, computed, block_ids))
         entries = self._entries
         preempted = [entries[vllm_id] for vllm_id in scheduler_output.preempted_req_ids if vllm_id in entries]

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 
-from kaveri.engine.vllm.memory import SharedCache, blocks_of, layout_of, pool_over
-from kaveri.engine.vllm.mirror import Mirror
-from kaveri.engine.vllm.orders import StepOrders
+from kaveri.engine.vllm.memory import Mirror, SharedCache, blocks_of, layout_of, pool_over
+from kaveri.engine.vllm.rank import StepOrders
 from kaveri.engine.vllm.rank_plane import RankPlane
 from kaveri.engine.vllm.rank_server import serve_rank
 

@@ -13,14 +13,17 @@ from functools import partial
 
 from kaveri.addresses import join_address, split_address
 from kaveri.config.settings import MAX_PORT
+from kaveri.engine.copier import CopySender
 from kaveri.engine.kv_plane import Granted, PlaneEvent, PlaneListener
 from kaveri.engine.vllm.rank import (
     AbortCopy,
     AbortPush,
     BeginPush,
     BlockStaged,
+    FinishCopy,
     GrantTicket,
     LostListener,
+    MarkCopy,
     OpenCopy,
     Rank,
     RankCall,
@@ -28,6 +31,7 @@ from kaveri.engine.vllm.rank import (
     RankSetup,
     RevokeTicket,
     StageBlock,
+    WriteCopy,
 )
 from kaveri.errors import ConfigError, EngineError
 from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow, SenderFlow
@@ -79,11 +83,7 @@ class DataPlane:
         except BaseException:
             self.close()
             raise
-        self._endpoints = tuple(endpoints) if setup.listen else ()
-
-    @property
-    def endpoints(self) -> tuple[tuple[KvEndpoint, ...], ...]:
-        return self._endpoints
+        self.endpoints = tuple(endpoints) if setup.listen else ()
 
     def require_fit(self, ticket: Ticket) -> None:
         require_pushable(self.layout, ticket)
@@ -197,6 +197,40 @@ class DataPlane:
             self.do(AbortCopy(transfer_id, keep_marked=True))
         else:
             self.revoke(transfer_id)
+
+
+class RankCopies:
+    """Copies to replicas in all ranks: a CopyPlane (copier_thread.py) and its CopySender (copier.py)."""
+
+    def __init__(self, plane: DataPlane) -> None:
+        self._plane = plane
+
+    def start(self, listener: PushListener) -> CopySender:
+        self._plane.hear_copies(listener)
+        return self
+
+    def stage(self, block_id: int, slot: int) -> None:
+        self._plane.stage(block_id, slot)
+
+    def open(self, ticket: Ticket) -> None:
+        self._plane.open_copy(ticket)
+
+    def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
+        """Write all layers: a rank has them all."""
+        for offset, slot in enumerate(source_blocks):
+            self._plane.do(WriteCopy(transfer_id, first_index + offset, slot))
+
+    def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
+        self._plane.do(MarkCopy(transfer_id, block_count, note))
+
+    def finish(self, transfer_id: bytes, note: bytes) -> None:
+        self._plane.do(FinishCopy(transfer_id, note))
+
+    def abort(self, transfer_id: bytes) -> None:
+        self._plane.do(AbortCopy(transfer_id, keep_marked=False))
+
+    def close(self) -> None:
+        """Do nothing: the ranks end their pushes with the data plane."""
 
 
 @dataclass(eq=False, slots=True)

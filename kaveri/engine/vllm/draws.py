@@ -1,7 +1,7 @@
 """Draws vLLM's tokens as the transformers engine draws its own: by (seed, index within the answer, token id).
 
-vLLM is set to be greedy, and a logits processor leaves it nothing but the drawn token. So an answer continues unchanged
-in another batch, after a preemption or on another instance, and vLLM's generators, one per request with a state of
+vLLM is set to be greedy, and a logits processor leaves it only the drawn token. An answer continues unchanged in
+another batch, after a preemption or on another instance, and vLLM's generators, one per request with a state of
 their own, are not used. Log-probabilities are vLLM's, taken from the logits before.
 
     EngineArgs(logits_processors=[KeyedDraws], ...), SamplingParams from kaveri.engine.vllm.sampling
@@ -23,10 +23,13 @@ from kaveri.engine.stepwise.runner import DrawnToken, SequenceSlice
 from kaveri.engine.stopping import barred_token_ids
 from kaveri.engine.transformers.sampler import draw_tokens
 from kaveri.engine.vllm.connector_scheduler import engine_id_of
-from kaveri.engine.vllm.raised_draws import RAISED_DRAWS
+from kaveri.engine.vllm.request import RAISED_DRAWS
 from kaveri.errors import EngineError
 
 _EXTRA_ARG = "kaveri"
+_SAMPLED = ("temperature", "top_k", "top_p", "seed")
+_ENDING = ("min_tokens", "stop_token_ids", "ignore_eos")
+"""Parameters that are sent for requests with min_tokens only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +55,10 @@ class Draw:
     def to_extra_args(self) -> dict[str, Any]:
         """Convert to plain values, to be sent to the workers."""
         params = self.params
-        ending: dict[str, Any] = {}
-        if params.min_tokens > self.first_index:
-            ending = {
-                "min_tokens": params.min_tokens,
-                "stop_token_ids": list(params.stop_token_ids),
-                "ignore_eos": params.ignore_eos,
-                "eos_token_ids": sorted(self.eos_token_ids),
-            }
-        return {
-            _EXTRA_ARG: {
-                "temperature": params.temperature,
-                "top_k": params.top_k,
-                "top_p": params.top_p,
-                "seed": params.seed or 0,
-                "answer_start": self.answer_start,
-                "first_index": self.first_index,
-                **ending,
-            }
-        }
+        names = (*_SAMPLED, *_ENDING) if params.min_tokens > self.first_index else _SAMPLED
+        values = {name: getattr(params, name) for name in names}
+        values |= {"seed": params.seed or 0, "answer_start": self.answer_start, "first_index": self.first_index}
+        return {_EXTRA_ARG: values | {"eos_token_ids": sorted(self.eos_token_ids)}}
 
     @classmethod
     def from_extra_args(cls, extra_args: Mapping[str, Any] | None, *, is_engines: bool = False) -> "Draw | None":
@@ -78,9 +66,8 @@ class Draw:
         values = (extra_args or {}).get(_EXTRA_ARG)
         if values is None:
             return None
-        names = ("temperature", "top_k", "top_p", "seed", "min_tokens", "stop_token_ids", "ignore_eos")
-        params = ResolvedParams(**{name: values[name] for name in names if name in values})
-        eos_token_ids = frozenset(values.get("eos_token_ids", ()))
+        params = ResolvedParams(**{name: values[name] for name in (*_SAMPLED, *_ENDING) if name in values})
+        eos_token_ids = frozenset(values["eos_token_ids"])
         engine_id = engine_id_of(extra_args or {}) if is_engines else ""
         return cls(params, values["answer_start"], values["first_index"], eos_token_ids, engine_id)
 

@@ -1,7 +1,7 @@
 """The engine seam on vLLM: our order, our admission, our transfers around its in-process engine.
 
-Owns the calls of the seam. Leaves computing, batching and blocks to vLLM (core), its thread to the driver, requests to
-requests, and KV to transfers and the ranks' ends of the data plane.
+Owns the calls of the seam and the engine thread, which alone calls vLLM. Leaves computing, batching and blocks to vLLM
+(core), its turns to steps, requests to requests, and KV to transfers and the ranks' ends of the data plane.
 
 The calls are mapped to vLLM's requests: a prompt is a request for the whole answer, which is left out of vLLM's steps
 after its first token until it is adopted, and continues, or pushed, and ends; a reservation is a request that waits for
@@ -11,6 +11,7 @@ admits the request.
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -22,10 +23,8 @@ from kaveri.engine.limits import require_room
 from kaveri.engine.shared import Shared
 from kaveri.engine.transfers import Transfers
 from kaveri.engine.vllm.core import VllmCore
-from kaveri.engine.vllm.data_plane import DataPlane
-from kaveri.engine.vllm.driver import Driver
+from kaveri.engine.vllm.data_plane import DataPlane, RankCopies
 from kaveri.engine.vllm.rank import RankSetup
-from kaveri.engine.vllm.rank_copies import RankCopies
 from kaveri.engine.vllm.requests import Requests
 from kaveri.engine.vllm.steps import Steps
 from kaveri.errors import ConfigError, InvalidArgument
@@ -37,6 +36,9 @@ from kaveri.kv.transfer.transport import Transport
 from kaveri.telemetry.logs import get_logger, log_settings
 
 _CLOSE_TIMEOUT_S = 5.0
+_STALLED_S = 0.05
+"""Longest sleep of the engine thread when nothing in vLLM can run: whatever changes that wakes it."""
+_CHECK_TIMEOUT_S = 30.0
 
 
 class VllmEngine:
@@ -88,41 +90,39 @@ class VllmEngine:
         setup = RankSetup(tuple(listen), transports, info.epoch, receiving, copy_slots, logs=log_settings())
         plane = DataPlane(core.ranks, setup, self._transfers.hear, self._shared.stop)
         self._transfers.attach(plane)
-        self._info = replace(info, kv_endpoints=self._transfers.endpoints)
+        self.info = replace(info, kv_endpoints=self._transfers.endpoints)
         self._copier = CopierThread(
             layout, RankCopies(plane), self._shared, self._requests, replicas, self._transfers.is_pushing
         )
-        wake_copier = self._copier.wake
-        steps = Steps(self._shared, self._requests, core, plane, self._transfers, self._info, max_batch, wake_copier)
-        self._driver = Driver(self._shared, self._requests, steps, self._transfers)
-        core.scheduler_side.hooks = steps
+        self._steps = Steps(
+            self._shared, self._requests, core, plane, self._transfers, self.info, max_batch, self._copier.wake
+        )
+        self._thread = threading.Thread(target=self._loop, name="kaveri-engine", daemon=True)
+        # Integrity checks that wait for the thread.
+        self._checks: list[Future[None]] = []
+        core.scheduler_side.hooks = self._steps
 
     # Both sides.
 
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
-
     def start(self, listener: EngineListener) -> None:
         self._shared.outbox.listener = listener
-        self._driver.thread.start()
+        self._thread.start()
         # A rank may have been lost before there was a listener.
         self._shared.outbox.publish()
 
     def close(self) -> None:
-        thread = self._driver.thread
         self._shared.close()
-        if thread.is_alive() and thread is not threading.current_thread():
-            thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_TIMEOUT_S)
         # First, while the ranks still answer it.
         self._copier.close()
         self._transfers.close()
-        if thread.is_alive():
+        if self._thread.is_alive():
             get_logger().warning("engine_close_timed_out", waited_s=_CLOSE_TIMEOUT_S)
             return
         self._core.scheduler_side.hooks = None
         with self._shared.lock:
-            self._requests.clear(self._info.total_blocks)
+            self._requests.clear(self.info.total_blocks)
             self._transfers.forget()
         if not self._shut_down:
             self._shut_down = True
@@ -141,12 +141,23 @@ class VllmEngine:
 
     def check_integrity(self) -> None:
         """See the contract. Waits for the step under way, if any; must not be called by the listener."""
-        self._driver.check_integrity()
+        check: Future[None] | None = None
+        with self._shared.lock:
+            if self._shared.closing:
+                return
+            if self._thread.is_alive():
+                check = self._shared.promise()
+                self._checks.append(check)
+                self._shared.wake()
+        if check is not None:
+            check.result(_CHECK_TIMEOUT_S)
+        else:
+            self._steps.check_integrity()
 
     # The prefill side.
 
     def prefill(self, request: EngineRequest) -> None:
-        self._info.require_servable(request)
+        self.info.require_servable(request)
         with self._shared.lock:
             self._shared.require_alive()
             self._requests.open_prefill(request)
@@ -173,7 +184,7 @@ class VllmEngine:
 
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
         """See the contract. Engines with more tensor-parallel ranks than KV heads refuse."""
-        if not self._info.can_replicate:
+        if not self.info.can_replicate:
             raise InvalidArgument("engine", "of more ranks than KV heads", "one that copies KV to replicas")
         self._copier.replicate(key, ticket)
 
@@ -185,3 +196,56 @@ class VllmEngine:
         with self._shared.lock:
             self._shared.require_alive()
             self._requests.admit(key)
+
+    # The engine thread.
+
+    def _loop(self) -> None:
+        stalled = False
+        try:
+            while True:
+                with self._shared.lock:
+                    self._sleep(stalled)
+                    if self._shared.closing:
+                        return
+                    self._shared.woken = False
+                    self._shared.turn_count += 1
+                    added = self._requests.take_added()
+                    checks, self._checks = self._checks, []
+                began_s = time.monotonic()
+                stalled = not self._steps.turn(added, stalled)
+                if not stalled:
+                    self._shared.stepped(time.monotonic() - began_s)
+                for check in checks:
+                    self._answer_check(check)
+        # After any exception in a step, even SystemExit, the state of model and cache is unknown: no request may be
+        # left waiting for tokens.
+        except BaseException as error:
+            self._shared.stop(repr(error), self._steps.members())
+            get_logger().exception("engine_failed", error=repr(error))
+        finally:
+            if self._shared.broken is not None:
+                self._transfers.close()
+
+    def _sleep(self, stalled: bool) -> None:
+        """Sleep until there is something to do. The caller holds the lock."""
+        while not (self._shared.closing or self._shared.woken or self._steps.has_reports):
+            runnable = self._steps.can_compute(self._steps.held())
+            if runnable and not stalled:
+                return
+            self._shared.sleep(_STALLED_S if runnable else None)
+            stalled = False
+
+    def _answer_check(self, check: "Future[None]") -> None:
+        failure: AssertionError | None = None
+        try:
+            self._steps.check_integrity()
+        except AssertionError as error:
+            failure = error
+        with self._shared.lock:
+            if check not in self._shared.promises:
+                return
+            self._shared.promises.remove(check)
+        if failure is not None:
+            check.set_exception(failure)
+        else:
+            check.set_result(None)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from kaveri.engine.checkpoint import quantization_method, read_config_json, refusal, stored_dtype
-from kaveri.engine.element_types import auto_dtype
+from kaveri.engine.checkpoint import auto_dtype, quantization_method, read_config_json, refusal, stored_dtype
 from kaveri.engine.onednn import limit_primitive_cache
 from kaveri.engine.settings import EngineSettings
 from kaveri.errors import ConfigError
@@ -164,7 +163,7 @@ def _arguments(settings: EngineSettings, folder: Path, mirrored: bool) -> dict[s
     from vllm.config import KVTransferConfig
     from vllm.platforms import current_platform
 
-    from kaveri.engine.transformers.fingerprint import fingerprint
+    from kaveri.engine.checkpoint import fingerprint
     from kaveri.engine.vllm.connector import CONNECTOR_NAME
     from kaveri.engine.vllm.draws import KeyedDraws
 

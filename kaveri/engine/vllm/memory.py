@@ -1,8 +1,7 @@
-"""vLLM's KV cache as a pool: its location, and the layout of a block. Nothing is copied."""
+"""vLLM's KV cache as a pool: its location, the layout of a block, and a mirror of a cache on a device."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from kaveri.engine.host_window import copy_blocks, host_window, in_words
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import HEADS_FIRST, KvLayout
 from kaveri.kv.tiers.pool import KvPool, SharedMemory
@@ -21,27 +21,17 @@ from kaveri.kv.tiers.pool import KvPool, SharedMemory
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-class SharedCache:
-    """Makes vLLM allocate its KV cache in a memory file, so that other local processes can write into it (shm)."""
+class SharedCache(TorchFunctionMode):
+    """Makes vLLM allocate its KV cache in a memory file, so that other local processes can write into it (shm).
+
+    While it is entered, as the connector's get_mem_pool_context, it replaces the one torch.zeros(byte_count,
+    dtype=torch.int8) on the host that makes vLLM's whole cache; other calls are left alone.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
         self.memory: SharedMemory | None = None
         """The file, once vLLM has allocated its cache from it."""
-
-    @contextmanager
-    def allocation(self) -> Iterator[None]:
-        """Redirect vLLM's allocation within, as the connector's get_mem_pool_context requires."""
-        with _ZerosFromFile(self):
-            yield
-
-
-class _ZerosFromFile(TorchFunctionMode):
-    """Intercepts the one torch.zeros(byte_count, dtype=torch.int8) that makes vLLM's whole cache, and on the host takes
-    it from a memory file; other calls are left alone."""
-
-    def __init__(self, cache: SharedCache) -> None:
-        super().__init__()
-        self._cache = cache
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -49,9 +39,9 @@ class _ZerosFromFile(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.zeros and len(args) == 1 and isinstance(args[0], int) and kwargs.get("dtype") is torch.int8:
             device = torch.device(kwargs.get("device") or "cpu")
-            if device.type == "cpu" and self._cache.memory is None:
-                self._cache.memory = SharedMemory(args[0])
-                return torch.from_numpy(self._cache.memory.bytes).view(torch.int8)
+            if device.type == "cpu" and self.memory is None:
+                self.memory = SharedMemory(args[0])
+                return torch.from_numpy(self.memory.bytes).view(torch.int8)
         return func(*args, **kwargs)
 
 
@@ -103,6 +93,37 @@ def _is_one_run(tensor: Tensor) -> bool:
             return False
         expected *= length
     return True
+
+
+class Mirror:
+    """A copy in host memory of a KV cache on a device: pushes read from it, and landings write to it.
+
+    Block i of the pool mirrors block i of the cache. Copies wait for the device: the KV of a chunk is copied after the
+    whole chunk, so a push overlaps with the chunks that follow, not with the layers of its own. They go through a
+    window on the pool (host_window.py), or through ordinary memory if there is none. Called by the engine's thread
+    alone.
+
+    cache: [layer_count, block_count, block_bytes], uint8, on any device: a view of vLLM's own memory.
+    """
+
+    def __init__(self, layout: KvLayout, cache: Tensor) -> None:
+        self.pool = KvPool(layout, cache.shape[1])
+        window = host_window(self.pool.memory, cache.device, self)
+        self._host = in_words(torch.from_numpy(self.pool.memory) if window is None else window)
+        self._cache = in_words(cache)
+
+    def take_out(self, block_ids: Sequence[int]) -> None:
+        """Copy blocks of all layers from the cache to the pool; KV computed before the call is in the copy."""
+        if block_ids:
+            copy_blocks(self._cache, self._host, block_ids)
+
+    def bring_in(self, block_ids: Sequence[int]) -> None:
+        """Copy blocks of all layers to the cache; later readers find them there when it returns."""
+        if block_ids:
+            copy_blocks(self._host, self._cache, block_ids)
+            if self._cache.is_cuda:
+                # vLLM computes on a stream of its own choosing.
+                torch.cuda.synchronize(self._cache.device)
 
 
 def layout_of(vllm_config: Any, kv_cache_config: Any, model_fingerprint: str) -> KvLayout:

@@ -1,8 +1,8 @@
 """A tensor-parallel rank as the engine sees it: rank_plane in this process, remote_rank in another."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from kaveri.engine.kv_plane import PlaneEvent
 from kaveri.kv.layout.layout import KvLayout
@@ -32,6 +32,35 @@ class RankSetup:
     """Index of the rank among the engine's."""
     logs: LogSettings | None = None
     """Log settings of the engine's process, for a rank that has a process of its own."""
+
+
+class PromptChunk(NamedTuple):
+    """Tokens of one prompt that a step computes and whose KV is pushed."""
+
+    engine_id: str
+    token_count: int
+    """Tokens of the whole prompt."""
+    new_block_ids: tuple[int, ...]
+    """Blocks that it was given for this step, after those that it has."""
+    before: int
+    """Tokens computed before the step, without those of the prefix cache."""
+    computed: int
+    """Tokens computed after the step, including those of the prefix cache."""
+
+
+@dataclass(slots=True)
+class StepOrders:
+    """Orders of one step, the same for every rank."""
+
+    chunks: Sequence[PromptChunk] = ()
+    landed_block_ids: list[int] = field(default_factory=list)
+    """Blocks that transfers have written, and that may be read from this step on."""
+    released: list[str] = field(default_factory=list)
+    """vLLM's ids of requests that have ended and whose blocks nothing touches any more."""
+    completed_block_ids: list[int] = field(default_factory=list)
+    """Blocks that the step completes and that are copied to replicas after it."""
+    left_block_ids: list[int] = field(default_factory=list)
+    """Blocks that no step computes any more, and that are copied to replicas."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kaveri.engine.kv_plane import PoolPlane
-from kaveri.engine.pushes import Source
-from kaveri.engine.vllm.orders import PromptChunk
+from kaveri.engine.kv_plane import PoolPlane, Source
 from kaveri.engine.vllm.rank import (
     AbortCopy,
     AbortPush,
     BeginPush,
+    BlockStaged,
+    CopyCall,
     FinishCopy,
     ForgetPrompt,
     GrantTicket,
@@ -22,6 +22,7 @@ from kaveri.engine.vllm.rank import (
     MarkCopy,
     OpenCopy,
     PassFirstToken,
+    PromptChunk,
     RankCall,
     RankListener,
     RankSetup,
@@ -29,14 +30,63 @@ from kaveri.engine.vllm.rank import (
     StageBlock,
     WriteCopy,
 )
-from kaveri.engine.vllm.staged_copies import StagedCopies
+from kaveri.errors import KaveriError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.flow import KvFlow
+from kaveri.kv.transfer.part_transfers import PartSender
+from kaveri.kv.transfer.push import PushFailed
 from kaveri.kv.transfer.receiver import KvReceiver
 from kaveri.kv.transfer.sender import KvSender
 from kaveri.kv.transfer.ticket import KvEndpoint
+from kaveri.kv.transfer.transport import Transport
 from kaveri.kv.transports import make_transports
+
+
+class StagedCopies:
+    """A rank's staging slots, and the pushes of replicas out of them. Decides nothing (copier.py).
+
+    layout: of the whole engine. pool: of the rank; its blocks are copied.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        rank: int,
+        pool: KvPool,
+        slot_count: int,
+        transports: Sequence[Transport],
+        listener: RankListener,
+    ) -> None:
+        self._layers = range(layout.layer_count)
+        self._pool = pool
+        self._listener = listener
+        self._staging = KvPool(pool.layout, slot_count)
+        self._sender = PartSender(layout, rank, listener, partial(KvSender, self._staging, transports=transports))
+
+    def do(self, call: CopyCall) -> None:
+        """Carry out a call. Its events go to the listener."""
+        match call:
+            case StageBlock(serial, block_id, slot):
+                self._staging.memory[:, slot] = self._pool.memory[:, block_id]
+                self._listener(BlockStaged(serial))
+            case OpenCopy(ticket):
+                try:
+                    self._sender.open(ticket)
+                except KaveriError as error:
+                    self._listener(PushFailed(ticket.transfer_id, str(error)))
+            case WriteCopy(transfer_id, block_index, slot):
+                self._sender.write_layers(transfer_id, self._layers, block_index, (slot,))
+            case MarkCopy(transfer_id, block_count, note):
+                self._sender.mark(transfer_id, block_count, note)
+            case FinishCopy(transfer_id, note):
+                self._sender.finish(transfer_id, note)
+            case AbortCopy(transfer_id, keep_marked):
+                self._sender.abort(transfer_id, keep_marked=keep_marked)
+
+    def close(self) -> None:
+        """End all pushes. Idempotent."""
+        self._sender.close()
 
 
 class RankPlane:
@@ -58,23 +108,23 @@ class RankPlane:
         self._in_step: list[tuple[Source, int]] = []
 
     def attach(self, setup: RankSetup, listener: RankListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
-        pool, self._sources = self._pool, {}
+        self._sources = {}
         transports = setup.transports() if setup.transports is not None else make_transports()
         make_receiver = partial(
             KvReceiver,
-            pool,
+            self._pool,
             listen=setup.listen,
             epoch=setup.epoch,
             transports=transports,
             digests=setup.receiving.digests,
             credit_bytes=setup.receiving.credit_bytes,
         )
-        make_sender = partial(KvSender, pool, transports=transports)
+        make_sender = partial(KvSender, self._pool, transports=transports)
         kv = PoolPlane(self.layout, make_sender, make_receiver if setup.listen else None, listener, setup.rank)
         self._kv = kv
         slots, rank = setup.copy_slots, setup.rank
         self._copies = None
-        self._make_copies = partial(StagedCopies, self.layout, rank, pool, slots, transports, listener)
+        self._make_copies = partial(StagedCopies, self.layout, rank, self._pool, slots, transports, listener)
         return kv.endpoints[0] if setup.listen else ()
 
     def detach(self) -> None:
@@ -102,7 +152,7 @@ class RankPlane:
                 with self._lock:
                     source = self._sources.get(engine_id)
                 if source is not None:
-                    kv.pushes.hand_over(source, first_token_id)
+                    kv.hand_over(source, first_token_id)
             case ForgetPrompt(engine_id):
                 with self._lock:
                     self._sources.pop(engine_id, None)
@@ -130,17 +180,17 @@ class RankPlane:
             source.block_ids += chunk.new_block_ids
             self._in_step.append((source, chunk.before))
         sources = [source for source, _ in self._in_step]
-        kv.pushes.begin_step(zip(sources, (chunk.computed for chunk in chunks), strict=True))
+        kv.begin_step(zip(sources, (chunk.computed for chunk in chunks), strict=True))
 
     def layer_done(self, layer: int) -> None:
         """Record that the step's KV of this layer is in the pool."""
         if self._in_step and (kv := self._kv) is not None:
-            kv.pushes.layer_done(layer)
+            kv.layer_done(layer)
 
     def end_step(self) -> None:
         """Record the same for all layers."""
         if self._in_step and (kv := self._kv) is not None:
-            kv.pushes.end_step()
+            kv.end_step()
         self._in_step.clear()
 
     def written_blocks(self) -> set[int]:

@@ -15,7 +15,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kaveri.engine.vllm.rank import LostListener, RankCall, RankEvent, RankListener, RankSetup
+from kaveri.engine.vllm.rank import LostListener, RankCall, RankListener, RankSetup
 from kaveri.engine.vllm.rank_server import AskFlow, Detach, RankMessage
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
@@ -174,7 +174,8 @@ class RemoteRank:
                 kind, value = self._connection.recv()
                 asked = False
                 if kind == "event":
-                    self._tell(value)
+                    if (listener := self._listener) is not None:
+                        listener(value)
                 elif kind == "flow":
                     self._flow = value
                 else:
@@ -189,10 +190,6 @@ class RemoteRank:
             # It may be within a send, which has ended by now or does so in time.
             self._writer.join()
             self._connection.close()
-
-    def _tell(self, event: RankEvent) -> None:
-        if (listener := self._listener) is not None:
-            listener(event)
 
     def _lose(self, what: str) -> None:
         self._end()

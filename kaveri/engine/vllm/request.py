@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kaveri.engine.blame import is_suspect
 from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.engine.vllm.life import State, VllmEnded, VllmReserved
+
+RAISED_DRAWS: dict[str, str] = {}
+"""Error of each draw that has raised, by engine id. A logits processor of vLLM cannot end one request of a step: it
+enters the error here, and the engine removes it after the step."""
 
 
 @dataclass(eq=False, slots=True)
@@ -69,7 +72,12 @@ class VllmRequest:
     def is_suspect(self) -> bool:
         """True if vLLM computes no other suspect at the same time."""
         suspect_until = self.request.suspect_until
-        return suspect_until > 0 and not self.done and is_suspect(self.draw_index, suspect_until)
+        return suspect_until > 0 and not self.done and self.draw_index < suspect_until
+
+    @property
+    def awaits_kv(self) -> bool:
+        """True if vLLM has given it blocks, and does not compute it before it is told of their KV."""
+        return self.entry is not None and isinstance(self.entry.state, AwaitingKv)
 
     def give_up_blocks(self) -> None:
         """Give its blocks up to others."""

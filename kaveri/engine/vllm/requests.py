@@ -147,7 +147,7 @@ class Requests:
         return taken
 
     def take_added(self) -> list[VllmRequest]:
-        """Take the new requests that vLLM is to be given now. Of the prompts of suspects it computes one at a time."""
+        """Take the new requests to give to vLLM now, at most one suspect's prompt at a time."""
         taken = _without_later_suspects(self.added, self._computes_suspect)
         self.added = [request for request in self.added if request not in taken]
         return taken
@@ -198,10 +198,7 @@ class Requests:
 
     def awaiting_kv_count(self) -> int:
         """Return how many requests wait for KV: vLLM counts them as unfinished, but cannot compute them."""
-        return sum(
-            request.entry is not None and isinstance(request.entry.state, AwaitingKv)
-            for request in (*self.decodes.values(), *self.ended)
-        )
+        return sum(request.awaits_kv for request in (*self.decodes.values(), *self.ended))
 
     def clear(self, total_blocks: int) -> None:
         """Forget all requests: vLLM has all blocks back and no transfer is open."""

@@ -42,10 +42,9 @@ from kaveri.engine.vllm.life import (
     VllmRunning,
     Waiting,
 )
-from kaveri.engine.vllm.orders import PromptChunk
-from kaveri.engine.vllm.raised_draws import RAISED_DRAWS
-from kaveri.engine.vllm.rank import AbortPush, ForgetPrompt, PassFirstToken
+from kaveri.engine.vllm.rank import AbortPush, ForgetPrompt, PassFirstToken, PromptChunk
 from kaveri.engine.vllm.request import (
+    RAISED_DRAWS,
     AwaitingBlocks,
     AwaitingKv,
     Entry,
@@ -62,6 +61,8 @@ from kaveri.errors import NoCapacity
 _RETRY_AFTER_S = 0.1
 _UNKNOWN = 0
 """Placeholder for the token that prefill will draw; nothing is computed from it before it is known."""
+
+_HELD_BACK = (Arrived, Waiting)
 
 _Actions = list[TokenStep | AbortPush | PassFirstToken]
 
@@ -263,12 +264,25 @@ class Steps:
         return left
 
     def _make_room(self, stalled: bool) -> None:
-        """Take blocks from requests that are not computed, if others wait for blocks."""
+        """If requests wait for blocks, take those of adopted ones that are not computed.
+
+        While vLLM is stalled the last one that landed and is not computed loses its own, too, and is computed from the
+        beginning later. Otherwise there would be a deadlock between a service that admits none until the running ones
+        advance, and running ones that wait for the blocks of those it holds back.
+        """
         with self._shared.lock:
-            if self._requests.short_of_blocks:
-                self._give_up_adopted()
-                if stalled:
-                    self._give_up_landed()
+            if not self._requests.short_of_blocks:
+                return
+            decodes = self._requests.decodes.values()
+            held_back = [each for each in decodes if each.entry is not None and isinstance(each.state, _HELD_BACK)]
+            giving_up = [request for request in held_back if not request.awaits_kv]
+            landed = [request for request in held_back if request.awaits_kv]
+            if stalled and landed:
+                giving_up.append(landed[-1])
+                self._shared.wake()
+            for request in giving_up:
+                self._requests.leave_entry(request)
+                self._requests.apply(request, BlocksGivenUp())
 
     def _admit_waiting(self) -> None:
         """Let vLLM compute admitted requests, as far as the batch has room."""
@@ -302,27 +316,6 @@ class Steps:
         extended = replace(given, token_ids=token_ids, generated_count=given.generated_count + len(drawn))
         self._give(request, token_ids, decode_params(extended, self._info.eos_token_ids))
 
-    def _give_up_adopted(self) -> None:
-        """Make room for requests that wait for blocks: adopted requests that are not computed give up theirs."""
-        for request in self._requests.decodes.values():
-            held_back = isinstance(request.state, Arrived | Waiting)
-            if held_back and request.entry is not None and not _awaits_kv(request):
-                self._requests.leave_entry(request)
-                self._requests.apply(request, BlocksGivenUp())
-
-    def _give_up_landed(self) -> None:
-        """Make room for requests that wait for blocks: the last one that landed and is not computed gives up its own.
-
-        It is computed from the beginning later. Otherwise there would be a deadlock between a service that admits none
-        until the running ones advance, and running ones that wait for the blocks of those it holds back.
-        """
-        for request in reversed(self._requests.decodes.values()):
-            if isinstance(request.state, Arrived | Waiting) and _awaits_kv(request):
-                self._requests.leave_entry(request)
-                self._requests.apply(request, BlocksGivenUp())
-                self._shared.wake()
-                return
-
     # After the step.
 
     def _apply_step(self, outputs: Sequence[StepOutput]) -> None:
@@ -352,7 +345,8 @@ class Steps:
                 if found is not None and not found.done:
                     actions += apply(found, VllmFailed(_ended_by_vllm(output)))
             for request in self._requests.decodes.values():
-                if isinstance(request.state, Joining) and _is_queued(request):
+                entry = request.entry
+                if isinstance(request.state, Joining) and entry is not None and isinstance(entry.state, EntryQueued):
                     # Others must not take what it waits for.
                     actions += apply(request, LeftOut())
             self._put_tokens(actions)
@@ -404,14 +398,6 @@ def _chunk(request: VllmRequest, computed: int, block_ids: Sequence[int]) -> Pro
     state = request.state
     known = state.block_count if isinstance(state, VllmPrefilling) else 0
     return PromptChunk(request.engine_id, request.prompt_tokens, tuple(block_ids[known:]), state.computed, computed)
-
-
-def _awaits_kv(request: VllmRequest) -> bool:
-    return request.entry is not None and isinstance(request.entry.state, AwaitingKv)
-
-
-def _is_queued(request: VllmRequest) -> bool:
-    return request.entry is not None and isinstance(request.entry.state, EntryQueued)
 
 
 def _ended_by_vllm(output: StepOutput) -> str:

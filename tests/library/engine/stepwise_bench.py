@@ -7,15 +7,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kaveri.domain.sampling import ResolvedParams
-from kaveri.engine.contract import (
-    EngineKey,
-    EngineRequest,
-)
+from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
 from kaveri.engine.stepwise.runner import Drawn, LayerListener, SequenceSlice
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.ticket import KvEndpoint
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.testing.engine_recorder import SOON_S, EngineRecorder
 
 MODEL = FakeModel(max_model_len=128, block_tokens=4)
@@ -91,6 +88,14 @@ def make_stepwise_request(name: str, prompt_tokens: int, max_tokens: int, **para
     token_ids = tuple(random.Random(name).randrange(1, 1000) for _ in range(prompt_tokens))
     wanted = ResolvedParams(**{"max_tokens": max_tokens, "seed": 1} | params)
     return EngineRequest(EngineKey(name, 1), token_ids, 0, wanted)
+
+
+def hand_over(prefill: StepwiseEngine, decode: StepwiseEngine, request: EngineRequest) -> Ticket:
+    """Prefill a request on one engine, and push it by a ticket of the other."""
+    ticket = decode.reserve(request, 60.0).result()
+    prefill.prefill(request)
+    prefill.push_to(request.key, ticket)
+    return ticket
 
 
 def start_recording(engine: StepwiseEngine, *, admit: bool = False) -> EngineRecorder:

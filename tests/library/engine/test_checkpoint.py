@@ -1,12 +1,11 @@
-"""What config.json says of a checkpoint, and the element type that is computed in."""
+"""Values of a config.json, and the element type to compute in."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kaveri.engine.checkpoint import quantization_method, refusal, stored_dtype
-from kaveri.engine.element_types import computed_dtype
+from kaveri.engine.checkpoint import computed_dtype, quantization_method, refusal, stored_dtype
 
 AVX2 = {"avx2": True, "avx512_bf16": False, "amx_bf16": False, "avx512_fp16": False, "amx_fp16": False}
 

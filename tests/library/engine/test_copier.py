@@ -6,12 +6,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kaveri.engine.contract import EngineEvent, EngineKey, Landed, LetGo, ReleaseFailed, ReplicaEnded, Replicated
+from kaveri.engine.contract import (
+    EngineEvent,
+    EngineKey,
+    EngineRequest,
+    Landed,
+    LetGo,
+    ReleaseFailed,
+    ReplicaEnded,
+    Replicated,
+)
 from kaveri.engine.copier import BlockPlace, Copier, ReplicaOptions
-from kaveri.engine.pace import Pace
+from kaveri.engine.copier_thread import Pace
 from kaveri.engine.shared import Shared
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
@@ -394,17 +404,8 @@ def test_block_that_cannot_be_copied_ends_its_copy_and_no_other() -> None:
 
 
 def test_engine_outlives_a_copier_that_fails(tmp_path: Path, stack: ExitStack) -> None:
-    model = FakeModel(max_model_len=400, block_tokens=4)
-    engine = _engine(model, tmp_path, ReplicaOptions())
-    stack.callback(engine.close)
-    recorder = EngineRecorder()
-    engine.start(recorder)
-    holder = ReplicaHoldingEngine(_store(model, tmp_path))
-    stack.callback(holder.store.close)
-    request = make_request(engine, "r", 40, 20)
-    engine.prefill(request)
-    recorder.wait_until(lambda: request.key in recorder.token_ids, "first token")
-    engine.adopt(request.key)
+    model, engine, recorder, holder = _copying_engine(tmp_path, stack)
+    request = _adopted(engine, recorder, "r", 20)
 
     def whole_blocks(owner: object) -> int:
         del engine._lifecycle.whole_blocks  # type: ignore[method-assign]
@@ -435,20 +436,11 @@ def test_copies_wait_for_their_rate_and_for_prompts_and_requests_do_not(
     tmp_path: Path, stack: ExitStack, bytes_per_s: int, is_pushing: bool
 ) -> None:
     waits: list[float] = []
-    model = FakeModel(max_model_len=400, block_tokens=4)
-    engine = _engine(model, tmp_path, ReplicaOptions(bytes_per_s=bytes_per_s))
-    stack.callback(engine.close)
+    _, engine, recorder, holder = _copying_engine(tmp_path, stack, ReplicaOptions(bytes_per_s=bytes_per_s))
     engine._copier._is_pushing = lambda: is_pushing  # type: ignore[method-assign]
     ending = engine._copier._ending
     ending.wait = lambda timeout=None: waits.append(timeout or 0) is None and False  # type: ignore[method-assign]
-    recorder = EngineRecorder()
-    engine.start(recorder)
-    holder = ReplicaHoldingEngine(_store(model, tmp_path))
-    stack.callback(holder.store.close)
-    request = make_request(engine, "r", 40, 20)
-    engine.prefill(request)
-    recorder.wait_until(lambda: request.key in recorder.token_ids, "first token")
-    engine.adopt(request.key)
+    request = _adopted(engine, recorder, "r", 20)
     holder.replicate(engine, request)
     recorder.wait_until(lambda: len(waits) >= 9, "wait between two blocks")
     engine.admit(request.key)
@@ -516,54 +508,51 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def _engine(model: FakeModel, folder: Path, replicas: ReplicaOptions) -> StepwiseEngine:
+def _copying_engine(
+    folder: Path, stack: ExitStack, replicas: ReplicaOptions | None = None, **shape: Any
+) -> tuple[FakeModel, StepwiseEngine, EngineRecorder, ReplicaHoldingEngine]:
+    """An engine and a holder of its replicas."""
+    model = FakeModel(max_model_len=400, block_tokens=4, **shape)
     listen = [KvEndpoint("unix", str(folder / "kv.sock"))]
-    return StepwiseEngine(FakeRunner(model), 600, listen=listen, replicas=replicas)
-
-
-def _store(model: FakeModel, folder: Path) -> HostReplicas:
-    return HostReplicas(
-        model.layout,
-        500 * 2 * model.layout.block_bytes,
-        listen=[KvEndpoint("unix", str(folder / "replicas.sock"))],
-        transports=make_transports(),
-        epoch=1,
-    )
-
-
-def test_requests_whose_holder_is_frozen_finish_and_free_their_blocks(tmp_path: Path, stack: ExitStack) -> None:
-    model = FakeModel(max_model_len=400, block_tokens=4, step_s=0.0005)
-    engine = _engine(model, tmp_path, ReplicaOptions(staging_bytes=16 * 2 * model.layout.block_bytes))
+    engine = StepwiseEngine(FakeRunner(model), 600, listen=listen, replicas=replicas or ReplicaOptions())
     stack.callback(engine.close)
     recorder = EngineRecorder()
     engine.start(recorder)
+    listen = [KvEndpoint("unix", str(folder / "replicas.sock"))]
+    store_bytes = 500 * 2 * model.layout.block_bytes
+    store = HostReplicas(model.layout, store_bytes, listen=listen, transports=make_transports(), epoch=1)
+    stack.callback(store.close)
+    return model, engine, recorder, ReplicaHoldingEngine(store)
+
+
+def _adopted(engine: StepwiseEngine, recorder: EngineRecorder, name: str, max_tokens: int) -> EngineRequest:
+    """A request that is computed, and not admitted yet."""
+    request = make_request(engine, name, 40, max_tokens)
+    engine.prefill(request)
+    recorder.wait_until(lambda: request.key in recorder.token_ids, "first token")
+    engine.adopt(request.key)
+    return request
+
+
+def test_requests_whose_holder_is_frozen_finish_and_free_their_blocks(tmp_path: Path, stack: ExitStack) -> None:
+    staging_bytes = 16 * 2 * FakeModel(block_tokens=4).layout.block_bytes
+    options = ReplicaOptions(staging_bytes=staging_bytes)
+    model, engine, recorder, holder = _copying_engine(tmp_path, stack, options, step_s=0.0005)
     # A process that has stopped: its socket takes connections and reads nothing.
     frozen = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     stack.callback(frozen.close)
     frozen.bind(str(tmp_path / "frozen.sock"))
     frozen.listen()
-    holder = ReplicaHoldingEngine(_store(model, tmp_path))
-    stack.callback(holder.store.close)
-    requests = [make_request(engine, f"r{i}", 40, 200) for i in range(6)]
-    for number, request in enumerate(requests):
-        engine.prefill(request)
-        recorder.wait_until(lambda key=request.key: key in recorder.token_ids, "first token")
-        engine.adopt(request.key)
+    requests = []
+    for number in range(6):
+        request = _adopted(engine, recorder, f"r{number}", 200)
+        requests.append(request)
         if number % 2:
             holder.replicate(engine, request)
         else:
-            address = KvEndpoint("unix", str(tmp_path / "frozen.sock"))
-            ticket = Ticket(
-                secrets.token_bytes(16),
-                bytes(16),
-                2,
-                (address,),
-                tuple(range(90)),
-                360,
-                60.0,
-                model.layout,
-                is_open=True,
-            )
+            address, name = KvEndpoint("unix", str(tmp_path / "frozen.sock")), secrets.token_bytes(16)
+            block_ids = tuple(range(90))
+            ticket = Ticket(name, bytes(16), 2, (address,), block_ids, 360, 60.0, model.layout, is_open=True)
             engine.replicate(request.key, ticket)
         engine.admit(request.key)
     for number, request in enumerate(requests):

@@ -71,7 +71,7 @@ class _TimedHarness(_StepwiseHarness):
             decode=(DecodeLatency(min_batch=1, step_s=5e-4, context_token_s=1e-8, request_s=1e-6),),
         )
         model = FakeModel(max_model_len=max_model_len, block_tokens=block_tokens, eos_probability=_EOS)
-        return TimedRunner(FakeRunner(model), latency)
+        return TimedRunner(model, latency)
 
 
 class TestStepwiseOnTimed(

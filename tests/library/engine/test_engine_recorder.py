@@ -1,4 +1,4 @@
-"""What tests of engines record does not depend on when they close the engines."""
+"""Records of engine tests do not depend on when the engine is closed."""
 
 from typing import cast
 

@@ -1,4 +1,4 @@
-"""What oneDNN keeps between products, as its own log shows."""
+"""oneDNN's primitive cache, by its own log."""
 
 import os
 import subprocess

@@ -128,7 +128,7 @@ def test_unlike_notes_of_one_mark_are_no_mark_of_the_whole() -> None:
 @pytest.mark.parametrize("is_given_up", [True, False])
 @pytest.mark.parametrize("order", ["2NHD", "2HND", "H-engine-7"])
 def test_a_sender_of_all_heads_marks_the_parts_of_two_ranks(tmp_path: Path, order: str, is_given_up: bool) -> None:
-    """Whether the sender gives it up, or one part fails: the other part is over then, and of use up to its mark."""
+    """The sender aborts, or one part fails: the other part ends, too, and is usable up to its mark."""
     source_layout = replace(WHOLE, order=order)
     target_layout = replace(RANKED, order=order)
     transports = make_transports(("unix",))

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Sequence
 
 from kaveri.engine.contract import EngineEvent, EngineKey, EngineStopped, Preempted, PrefillStarted
-from kaveri.engine.outbox import Outbox
+from kaveri.engine.shared import Outbox
 from kaveri.testing.engine_recorder import SOON_S
 
 _FIRST, _SECOND = PrefillStarted(EngineKey("a", 1)), Preempted(EngineKey("b", 1))

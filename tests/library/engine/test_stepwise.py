@@ -2,9 +2,7 @@
 
 import random
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,23 +20,24 @@ from kaveri.engine.contract import (
     Preempted,
     StepTokens,
 )
-from kaveri.engine.pushes import Pushes, Source
+from kaveri.engine.kv_plane import PoolPlane, Source
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
 from kaveri.engine.stepwise.lifecycle import Lifecycle
 from kaveri.engine.stepwise.runner import Drawn, DrawnToken, LayerListener, SequenceSlice
+from kaveri.engine.stepwise.sequence import Sequence as StepwiseSequence
 from kaveri.errors import NoCapacity, RequestCancelled
 from kaveri.kv.transfer.receiver import KvReceiver
 from kaveri.kv.transfer.sender import KvSender
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
-from tests.library.engine.stepwise_bench import MODEL, HeldRunner, StepwiseBench, make_stepwise_request, start_recording
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[StepwiseBench]:
-    with ExitStack() as stack:
-        yield StepwiseBench(tmp_path, stack)
-
+from tests.library.engine.stepwise_bench import (
+    MODEL,
+    HeldRunner,
+    StepwiseBench,
+    hand_over,
+    make_stepwise_request,
+    start_recording,
+)
 
 # While a step is running.
 
@@ -150,13 +149,13 @@ def test_abort_that_overtakes_the_opening_of_a_push_still_ends_it(
     prefilled = start_recording(prefill)
     start_recording(decode)
     request = make_stepwise_request("r", 10, 5)
-    open_push = Pushes.open
+    open_push = PoolPlane.open_push
 
-    def overtaken(self: Pushes, source: Source, ticket: Ticket) -> None:
+    def overtaken(self: PoolPlane, source: Source, ticket: Ticket) -> None:
         prefill.abort(request.key)
         open_push(self, source, ticket)
 
-    monkeypatch.setattr(Pushes, "open", overtaken)
+    monkeypatch.setattr(PoolPlane, "open_push", overtaken)
     runner.hold()
     prefill.prefill(request)
     runner.wait_until_held()
@@ -196,8 +195,7 @@ def test_events_of_a_step_come_in_one_call(bench: StepwiseBench) -> None:
     decoded = start_recording(decode)
     requests = [make_stepwise_request(f"r{i}", 10 + i, 12) for i in range(4)]
     for request in requests:
-        prefill.prefill(request)
-        prefill.push_to(request.key, decode.reserve(request, 60.0).result())
+        hand_over(prefill, decode, request)
         decoded.wait_for(Landed, request.key)
     runner.hold()
     decode.admit(requests[0].key)
@@ -219,20 +217,25 @@ def test_runner_is_told_of_landed_blocks_before_it_reads_them(bench: StepwiseBen
     start_recording(prefill)
     decoded = start_recording(decode, admit=True)
     request = make_stepwise_request("r", 18, 4)
-    ticket = decode.reserve(request, 60.0).result()
-    prefill.prefill(request)
-    prefill.push_to(request.key, ticket)
+    ticket = hand_over(prefill, decode, request)
     decoded.wait_for_finish(request.key)
     assert tuple(runner.told_landed) == ticket.block_ids
+
+
+def _landed(total_blocks: int, prompt_tokens: int) -> tuple[Lifecycle, StepwiseSequence, list[EngineEvent]]:
+    """A request that has landed, in the lifecycle of an engine with so many blocks."""
+    info = EngineInfo("fake", MODEL.layout, total_blocks, 128, 1000, frozenset(), 1, ())
+    events: list[EngineEvent] = []
+    lifecycle = Lifecycle(info, 16, 8, events.append, lambda: None)
+    sequence = lifecycle.open_decode(make_stepwise_request("a", prompt_tokens, 20), None)
+    assert lifecycle.land(sequence, 7) is None
+    return lifecycle, sequence, events
 
 
 @pytest.mark.parametrize("is_computed", [False, True])
 def test_last_block_of_a_released_request_is_read_from_the_runner_only_if_it_has_it(is_computed: bool) -> None:
     """A runner on a device would bring down what it has, over the KV that has landed."""
-    info = EngineInfo("fake", MODEL.layout, 20, 128, 1000, frozenset(), 1, ())
-    lifecycle = Lifecycle(info, 16, 8, lambda _: None, lambda: None)
-    sequence = lifecycle.open_decode(make_stepwise_request("a", 6, 20), None)
-    assert lifecycle.land(sequence, 7) is None
+    lifecycle, sequence, _ = _landed(20, 6)
     lifecycle.begin_copy(sequence)
     sequence.runner_unaware = not is_computed
     assert lifecycle.stop(sequence) is None
@@ -243,10 +246,7 @@ def test_last_block_of_a_released_request_is_read_from_the_runner_only_if_it_has
 
 def test_blocks_that_are_brought_to_the_pool_are_not_free_when_their_request_is_aborted() -> None:
     """The copy would overwrite what the next owner has landed there."""
-    info = EngineInfo("fake", MODEL.layout, 2, 128, 1000, frozenset(), 1, ())
-    lifecycle = Lifecycle(info, 16, 8, lambda _: None, lambda: None)
-    sequence = lifecycle.open_decode(make_stepwise_request("a", 6, 20), None)
-    assert lifecycle.land(sequence, 7) is None
+    lifecycle, sequence, _ = _landed(2, 6)
     sequence.runner_unaware = False
     assert lifecycle.stop(sequence) is None
     assert lifecycle.last_blocks() == [(sequence, [sequence.block_ids[1]])]
@@ -259,11 +259,7 @@ def test_blocks_that_are_brought_to_the_pool_are_not_free_when_their_request_is_
 
 
 def test_request_that_goes_on_while_its_last_blocks_are_read_gives_them_up_behind_that() -> None:
-    info = EngineInfo("fake", MODEL.layout, 2, 128, 1000, frozenset(), 1, ())
-    events: list[EngineEvent] = []
-    lifecycle = Lifecycle(info, 16, 8, events.append, lambda: None)
-    sequence = lifecycle.open_decode(make_stepwise_request("a", 7, 20), None)
-    assert lifecycle.land(sequence, 7) is None
+    lifecycle, sequence, events = _landed(2, 7)
     lifecycle.admit(sequence.key)
     planned = lifecycle.plan()
     assert lifecycle.stop(sequence) is None
@@ -290,9 +286,7 @@ def test_runner_that_tells_of_no_layer_still_hands_over(bench: StepwiseBench) ->
     start_recording(prefill)
     decoded = start_recording(decode, admit=True)
     request = make_stepwise_request("r", 50, 4)
-    ticket = decode.reserve(request, 60.0).result()
-    prefill.prefill(request)
-    prefill.push_to(request.key, ticket)
+    hand_over(prefill, decode, request)
     decoded.wait_for_finish(request.key)
     assert decoded.token_ids[request.key] == MODEL.answer(request.token_ids, 0, 4)[1:]
 
@@ -313,9 +307,7 @@ def test_new_requests_do_not_take_the_blocks_that_a_preempted_one_waits_for(benc
     decode.start(decoded)
     requests = [make_stepwise_request(f"r{i}", 50, 40) for i in range(2)]
     for request in requests:
-        ticket = decode.reserve(request, 60.0).result()
-        prefill.prefill(request)
-        prefill.push_to(request.key, ticket)
+        hand_over(prefill, decode, request)
     for request in requests:
         decoded.wait_for_finish(request.key)
         assert decoded.token_ids[request.key] == MODEL.answer(request.token_ids, 0, 40)[1:]

@@ -1,4 +1,4 @@
-"""What goes into one step, and in which order."""
+"""Contents and order of one step."""
 
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineKey

@@ -1,7 +1,7 @@
 """The stepwise engine when things break, or when it is asked for what it cannot do."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -28,14 +28,14 @@ from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.sender import KvSender
 from kaveri.kv.transports import make_transports
 from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
-from tests.library.engine.stepwise_bench import MODEL, HeldRunner, StepwiseBench, make_stepwise_request, start_recording
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[StepwiseBench]:
-    with ExitStack() as stack:
-        yield StepwiseBench(tmp_path, stack)
-
+from tests.library.engine.stepwise_bench import (
+    MODEL,
+    HeldRunner,
+    StepwiseBench,
+    hand_over,
+    make_stepwise_request,
+    start_recording,
+)
 
 # When things break.
 
@@ -126,6 +126,8 @@ def test_an_engine_that_breaks_outside_of_a_step_suspects_nobody(bench: Stepwise
     engine.prefill(make_stepwise_request("computed", 10, 5))
     assert stopped.wait(SOON_S)
     assert last == [EngineStopped("the listener raised RuntimeError('the listener is broken')")]
+    with pytest.raises(EngineError, match="the listener is broken"):
+        engine.prefill(make_stepwise_request("later", 5, 5))
 
 
 class _NoTokenRunner(FakeRunner):
@@ -160,8 +162,7 @@ def test_request_without_a_first_token_fails_alone(bench: StepwiseBench, pushed:
     prefill.prefill(unlucky)
     if pushed:
         prefill.push_to(unlucky.key, ticket)
-    prefill.prefill(other)
-    prefill.push_to(other.key, decode.reserve(other, 60.0).result())
+    hand_over(prefill, decode, other)
     assert prefilled.wait_for(RequestFailed, unlucky.key).reason == "not a number"
     decoded.wait_for_finish(other.key)
     if pushed:
@@ -210,26 +211,6 @@ def test_runner_that_ends_its_thread_stops_the_engine_loudly(bench: StepwiseBenc
         engine.prefill(make_stepwise_request("later", 5, 5))
 
 
-def test_error_of_the_listener_stops_the_engine_loudly(bench: StepwiseBench) -> None:
-    engine = bench.engine(receives=False)
-    heard: list[EngineEvent] = []
-    stopped = threading.Event()
-
-    def listener(events: Sequence[EngineEvent]) -> None:
-        heard.extend(events)
-        if isinstance(events[-1], EngineStopped):
-            stopped.set()
-        elif any(isinstance(event, FirstToken) for event in events):
-            raise RuntimeError("deaf")
-
-    engine.start(listener)
-    engine.prefill(make_stepwise_request("r", 5, 5))
-    assert stopped.wait(SOON_S)
-    assert isinstance(heard[-1], EngineStopped)
-    with pytest.raises(EngineError, match="deaf"):
-        engine.prefill(make_stepwise_request("later", 5, 5))
-
-
 @pytest.mark.parametrize("note", [b"\xff\xff", b"\x08\xff\xff\x03"], ids=["garbage", "a token beyond the vocabulary"])
 def test_hand_over_that_makes_no_sense_fails_the_request_aloud(bench: StepwiseBench, note: bytes) -> None:
     decode = bench.engine()
@@ -270,8 +251,7 @@ def test_second_ticket_while_a_push_is_open_is_refused(bench: StepwiseBench) -> 
     decoded = start_recording(decode, admit=True)
     request = make_stepwise_request("r", 10, 5)
     runner.hold()
-    prefill.prefill(request)
-    prefill.push_to(request.key, decode.reserve(request, 60.0).result())
+    hand_over(prefill, decode, request)
     second = decode.reserve(EngineRequest(EngineKey("r", 2), request.token_ids, 0, request.params), 60.0).result()
     with pytest.raises(InvalidArgument, match="ticket"):
         prefill.push_to(request.key, second)
@@ -301,8 +281,6 @@ def test_closed_engine_leaves_no_thread_behind(tmp_path: Path) -> None:
         start_recording(prefill)
         decoded = start_recording(decode, admit=True)
         request = make_stepwise_request("r", 10, 5)
-        ticket = decode.reserve(request, 60.0).result()
-        prefill.prefill(request)
-        prefill.push_to(request.key, ticket)
+        hand_over(prefill, decode, request)
         decoded.wait_for_finish(request.key)
     assert set(threading.enumerate()) <= before

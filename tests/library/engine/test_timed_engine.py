@@ -105,7 +105,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
 def test_a_step_takes_the_models_time_and_draws_the_fake_models_tokens(tmp_path: Path) -> None:
     model = FakeModel(verify=False)
     latency = load_latency_model(written(tmp_path, _DOCUMENT))
-    runner = TimedRunner(FakeRunner(model), latency)
+    runner = TimedRunner(model, latency)
     runner.attach(KvPool(model.layout, 8))
     layers_s: list[float] = []
     started_s = time.monotonic()

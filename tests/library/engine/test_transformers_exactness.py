@@ -99,6 +99,9 @@ class BatchDriver:
         self, sequences: Sequence[RunSequence], answer_tokens: int, on_layer: LayerListener | None = None
     ) -> None:
         """Steps until all have `answer_tokens`: each step decodes whoever can and fills up with chunks of prompts."""
+        for one in sequences:
+            if not one.blocks:
+                self.hold(one, answer_tokens)
         while True:
             running = [one for one in sequences if len(one.answer) < answer_tokens]
             if not running:
@@ -148,8 +151,6 @@ def test_greedy_tokens_equal_generate_however_steps_are_cut_and_packed(
     reference = PlainTransformers(folder, device=device)
     answer_tokens = 24
     sequences = [RunSequence(prompt) for prompt in prompts(5, [1, 2, 15, 16, 17, 33, 96, 131, 200])]
-    for one in sequences:
-        driver.hold(one, answer_tokens)
     driver.finish(sequences, answer_tokens)
     for one in sequences:
         expected = reference.answer(one.prompt, answer_tokens)
@@ -164,8 +165,6 @@ def test_capped_scores_and_alternating_windows_equal_generate(device: str, tmp_p
     # Only its eager attention caps the scores.
     reference = PlainTransformers(folder, device=device, attn_implementation="eager")
     sequences = [RunSequence(prompt) for prompt in prompts(14, [1, 20, 33, 100])]
-    for one in sequences:
-        driver.hold(one, 16)
     driver.finish(sequences, 16)
     for one in sequences:
         assert one.answer == reference.answer(one.prompt, 16)
@@ -205,8 +204,6 @@ def test_bundled_model_gives_the_tokens_of_generate_in_float32(device: str) -> N
     sequences = [RunSequence(prompt) for prompt in prompts(6, [3, 40, 77])]
     driver = BatchDriver(load_runner("kaveri-tiny", "float32", device, None, BLOCK_TOKENS), seed=8)
     reference = PlainTransformers(resolve_model("kaveri-tiny"), device=device)
-    for one in sequences:
-        driver.hold(one, 12)
     driver.finish(sequences, 12)
     for one in sequences:
         expected = reference.answer(one.prompt, 12)
@@ -240,10 +237,8 @@ def test_sequence_recomputed_after_preemption_goes_on_with_the_same_tokens(
     for params in (GREEDY, ResolvedParams(temperature=0.9, top_p=0.95, seed=77)):
         (prompt,) = prompts(10, [50])
         whole = RunSequence(prompt, params)
-        driver.hold(whole, 30)
         driver.finish([whole], 30)
         resumed = RunSequence(prompt, params, answer=whole.answer[:11])
-        driver.hold(resumed, 30)
         driver.finish([resumed], 30)
         assert resumed.answer == whole.answer
 
@@ -257,12 +252,9 @@ def test_sampled_tokens_depend_on_the_seed_and_not_on_the_batch(device: str, mod
         GREEDY,
     ]
     together = [RunSequence(prompt, entry) for prompt, entry in zip(prompts(11, [7, 20, 41, 9]), params, strict=True)]
-    for one in together:
-        driver.hold(one, 16)
     driver.finish(together, 16)
     for one in together:
         alone = RunSequence(one.prompt, one.params)
-        driver.hold(alone, 16)
         driver.finish([alone], 16)
         assert alone.answer == one.answer, one.params
 
@@ -276,7 +268,6 @@ def test_kv_copied_into_other_blocks_of_another_runner_goes_on_with_the_same_tok
     )
     (prompt,) = prompts(12, [90])
     here = RunSequence(prompt)
-    source.hold(here, 20)
     source.finish([here], 20, on_layer=lambda _: None)
 
     there = RunSequence(prompt, answer=here.answer[:1], computed=len(prompt))

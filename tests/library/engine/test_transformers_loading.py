@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kaveri.domain.sampling import ResolvedParams
+from kaveri.engine.checkpoint import fingerprint
 from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest, FirstToken
 from kaveri.engine.stepwise.engine import StepwiseEngine
-from kaveri.engine.transformers.fingerprint import fingerprint
 from kaveri.engine.transformers.loading import load_runner
 from kaveri.engine.transformers.runner import TransformersRunner
 from kaveri.errors import ConfigError
@@ -109,7 +109,7 @@ def test_fingerprint_tells_weights_apart_and_not_folders(llama: Path, copied: Pa
 def test_fingerprint_of_a_large_file_reads_its_header_and_samples(
     llama: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kaveri.engine.transformers.fingerprint._WHOLE_FILE_BYTES", 5000)
+    monkeypatch.setattr("kaveri.engine.checkpoint._WHOLE_FILE_BYTES", 5000)
     ours = fingerprint(llama)
     assert fingerprint(copied) == ours
     weights = copied / "model.safetensors"

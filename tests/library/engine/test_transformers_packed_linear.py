@@ -68,7 +68,7 @@ def require_same(model: nn.Module, expected: nn.Module) -> None:
 
 
 def stored_weights(model: nn.Module) -> int:
-    """How many matrices there are behind the layers."""
+    """Number of weight matrices of the layers."""
     return len({id(module.weight) for module in model.modules() if hasattr(module, "weight")})
 
 

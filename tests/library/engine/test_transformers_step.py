@@ -1,4 +1,4 @@
-"""What the layers of a step share: when the listener hears of a layer, and how decoding sequences are grouped."""
+"""State shared by the layers of a step: calls of the listener, and groups of decoding sequences."""
 
 from typing import Any
 

@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kaveri.engine.kv_plane import Granted
-from kaveri.engine.pushes import first_token_of
+from kaveri.engine.kv_plane import Granted, first_token_of
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
 from kaveri.engine.vllm.data_plane import DataPlane
-from kaveri.engine.vllm.orders import PromptChunk
-from kaveri.engine.vllm.rank import PassFirstToken, RankSetup, RevokeTicket
+from kaveri.engine.vllm.rank import PassFirstToken, PromptChunk, RankSetup, RevokeTicket
 from kaveri.engine.vllm.rank_plane import RankPlane
 from kaveri.errors import InvalidArgument, LayoutMismatch
 from kaveri.kv.layout.layout import KvLayout
@@ -36,7 +34,7 @@ MODEL = KvLayout("model", 2, block_tokens=4, kv_head_count=4, head_dim=8, dtype=
 OPAQUE = "H-engine-7"
 BLOCKS = 8
 TOKENS = 10
-"""Of a prompt: two blocks and a half."""
+"""Length of a prompt: two and a half blocks."""
 SOON_S = 60.0
 
 Values = np.ndarray[Any, np.dtype[np.uint8]]
@@ -228,7 +226,7 @@ def test_blocks_that_the_receiver_has_already_are_left_as_they_are(
 
 
 @over_each_transport
-@pytest.mark.parametrize(("here", "there"), [(2, 1), (1, 2), (4, 2)])
+@pytest.mark.parametrize(("here", "there"), [(2, 1), (1, 2), (2, 2), (4, 2)])
 def test_what_one_rank_refuses_fails_as_a_whole_and_may_be_pushed_again(
     make_pair: Any, transport: str, here: int, there: int
 ) -> None:
@@ -239,12 +237,13 @@ def test_what_one_rank_refuses_fails_as_a_whole_and_may_be_pushed_again(
     pair.receiving.ranks[-1].do(RevokeTicket(ticket.transfer_id))
     released = pair.receiving.next()
     assert isinstance(released, TransferReleased)
-    assert "revoked" in released.reason
+    assert released.reason == ("revoked" if there == 1 else f"rank {there - 1}: revoked")
     assert pair.receiving.plane.flow().receiving.leased_block_count == 0
     pair.push(ticket)
     pair.sending.compute("r", [0, 3, 2], values)
     failed = pair.sending.next()
     assert (type(failed), failed.transfer_id) == (PushFailed, ticket.transfer_id)
+    assert failed.reason.startswith("rank ") == (here > 1)
     pair.push(pair.receiving.grant(source, [2, 3, 4]))
     assert isinstance(pair.receiving.next(), TransferLanded)
     assert isinstance(pair.sending.next(), PushAccepted)

@@ -8,7 +8,7 @@ import pytest
 
 from kaveri.engine.factory import build_engine, build_runner
 from kaveri.engine.settings import EngineSettings
-from kaveri.engine.vllm.loading import model_fingerprint
+from kaveri.engine.vllm.loading import model_fingerprint, vllm_dtype
 from kaveri.engine.vllm.options import parse_engine_args
 from kaveri.errors import ConfigError
 from services.instance.config import DecodeConfig, PrefillConfig
@@ -88,3 +88,22 @@ def test_options_that_make_another_model_of_a_checkpoint_change_what_its_kv_is_c
     assert len(named) == 8
     reordered = [{"hf_overrides": {"a": 1, "b": 2}}, {"hf_overrides": {"b": 2, "a": 1}}]
     assert len({model_fingerprint("checkpoint", options) for options in reordered}) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "values", "on_cpu", "has_bfloat16", "told"),
+    [
+        ("auto", {"dtype": "bfloat16"}, True, False, "float32"),
+        ("auto", {"dtype": "float32"}, True, False, "float32"),
+        ("auto", {}, True, False, "float32"),
+        ("auto", {"dtype": "bfloat16"}, True, True, "auto"),
+        ("auto", {"dtype": "bfloat16"}, False, False, "auto"),
+        ("auto", {"dtype": "bfloat16", "quantization_config": {"quant_method": "awq"}}, True, False, "auto"),
+        ("bfloat16", {"dtype": "bfloat16"}, True, False, "bfloat16"),
+    ],
+)
+def test_vllm_computes_in_float32_where_the_cpu_has_no_bfloat16(
+    asked: str, values: dict[str, Any], on_cpu: bool, has_bfloat16: bool, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": has_bfloat16, "amx_bf16": False})
+    assert vllm_dtype(asked, values, on_cpu) == told

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from kaveri.engine.vllm import data_plane
-from kaveri.engine.vllm.data_plane import DataPlane
+from kaveri.engine.vllm.data_plane import DataPlane, RankCopies
 from kaveri.engine.vllm.rank import AbortCopy, RankCall, RankSetup, StageBlock
-from kaveri.engine.vllm.rank_copies import RankCopies
 from kaveri.engine.vllm.rank_plane import RankPlane
 from kaveri.errors import EngineError
 from kaveri.kv.layout.layout import KvLayout
@@ -87,7 +86,7 @@ def test_copy_that_one_rank_gives_up_ends_in_all(bench: _RankCopiesBench) -> Non
 def test_copy_that_fails_in_one_rank_is_kept_by_its_holder_as_far_as_it_was_marked(
     bench: _RankCopiesBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when the owner ends: one rank's link closes first, and the other one's push is given up for that."""
+    """The owner ends: one rank's link closes first, and the other one's push is given up for that."""
     calls: list[RankCall] = []
     do = bench.ranks[0].do
     monkeypatch.setattr(bench.ranks[0], "do", lambda call: (calls.append(call), do(call)))

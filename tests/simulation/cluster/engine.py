@@ -105,7 +105,7 @@ class SimulatedEngine:
         make_sender = partial(SimulatedSender, self._memory, layout, wire)
         plane = PoolPlane(layout, make_sender, make_receiver, self._hear)
         self._transfers.attach(plane)
-        self._pushes = plane.pushes
+        self._plane = plane
         staging = KvMemory(model, _STAGING_BLOCKS)
         self._copier = Copier(
             layout,
@@ -295,9 +295,9 @@ class SimulatedEngine:
             for sequence, token_count in planned
             if sequence.source is not None
         ]
-        self._pushes.begin_step(advances)
+        self._plane.begin_step(advances)
         drawn = [self._compute(sequence.key, sequence.slice(token_count)) for sequence, token_count in planned]
-        self._pushes.end_step()
+        self._plane.end_step()
         self._shared.computed_tokens += sum(token_count for _, token_count in planned)
         computed, unwanted = self._lifecycle.apply(planned, drawn, self._lifecycle.unmirrored_blocks(planned))
         self._wake_copier()
@@ -305,9 +305,9 @@ class SimulatedEngine:
         if computed:
             self._outbox.publish()
         for source, first_token_id in computed:
-            self._pushes.hand_over(source, first_token_id)
+            self._plane.hand_over(source, first_token_id)
         for transfer_id in unwanted:
-            self._transfers.abort_push(transfer_id)
+            self._plane.abort_push(transfer_id)
 
     def _compute(self, key: EngineKey, part: SequenceSlice) -> Drawn:
         self.draws.computed[DrawRun(self.info.epoch, key)] = None

@@ -62,7 +62,7 @@ class _Push:
 
 
 class SimulatedSender:
-    """Pushes blocks of `memory`; a PushSender (kaveri/engine/pushes.py)."""
+    """Pushes blocks of `memory`; a PushSender (kaveri/engine/kv_plane.py)."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from kaveri.cluster.membership import Membership
 from kaveri.cluster.monitored_membership import MonitoredMembership
 from kaveri.domain import owner as owners
 from kaveri.engine.stepwise import residency as stepwise_residency
-from kaveri.engine.stepwise.account import Account
+from kaveri.engine.stepwise.lifecycle import Lifecycle
 from kaveri.feeds import feed as feeds
 from kaveri.policy.retry import Setback
 from kaveri.text import answer as router_answer
@@ -466,11 +466,11 @@ def quarantine_skipped() -> Iterator[None]:
                 return
             self._quarantined.discard(sequence)
             self._allocator.release(sequence)
-            self._on_free()
+            self._on_work()
 
         return settle
 
-    with replaced(Account, "settle", make):
+    with replaced(Lifecycle, "_settle", make):
         yield
 
 

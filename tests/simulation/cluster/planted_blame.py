@@ -1,8 +1,9 @@
 """Planted bugs of what an exception of an engine is put down to: see planted.py."""
 
 from collections.abc import Iterator
+from typing import Any
 
-from kaveri.engine import blame
+from kaveri.engine import shared
 from kaveri.engine.stepwise.sequence import Sequence
 from services.router import lifecycle_losses
 from tests.simulation.cluster.planting import planted, replaced
@@ -18,7 +19,11 @@ def suspicion_forgotten() -> Iterator[None]:
 @planted
 def suspect_not_blamed() -> Iterator[None]:
     """An engine that raises in a step with a suspect takes all of its requests for suspects."""
-    with replaced(blame, "is_suspect", lambda _: lambda *_: False):
+
+    def make(original: Any) -> Any:
+        return lambda reason, members: original(reason, [member._replace(suspect_until=0) for member in members])
+
+    with replaced(shared, "last_events", make):
         yield
 
 

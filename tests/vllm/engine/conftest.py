@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.support.tiny_models import make_tiny_model
 MAX_MODEL_LEN = 128
 CHUNK_TOKENS = 16
 BLOCK_TOKENS = 32
-"""What vLLM's CPU kernels want at least."""
+"""Minimum of vLLM's CPU kernels."""
 _BLOCKS = 401
 """One more than a test takes: vLLM keeps the first for itself."""
 
@@ -79,57 +80,18 @@ def reference(model_folder: Path) -> PlainTransformers:
     return PlainTransformers(model_folder, ignore_eos=True)
 
 
-@pytest.fixture(scope="session")
-def prefills(model_folder: Path) -> Iterator[Lender]:
-    lender = Lender(model_folder)
-    yield lender
-    lender.close()
+def _lender(**loading: Any) -> Any:
+    @pytest.fixture(scope="session")
+    def lender(model_folder: Path) -> Iterator[Lender]:
+        made = Lender(model_folder, **loading)
+        yield made
+        made.close()
+
+    return lender
 
 
-@pytest.fixture(scope="session")
-def decodes(model_folder: Path) -> Iterator[Lender]:
-    lender = Lender(model_folder)
-    yield lender
-    lender.close()
-
-
-@pytest.fixture(scope="session")
-def mirrored_prefills(model_folder: Path) -> Iterator[Lender]:
-    lender = Lender(model_folder, mirrored=True)
-    yield lender
-    lender.close()
-
-
-@pytest.fixture(scope="session")
-def mirrored_decodes(model_folder: Path) -> Iterator[Lender]:
-    lender = Lender(model_folder, mirrored=True)
-    yield lender
-    lender.close()
-
-
-@pytest.fixture(scope="session")
-def two_rank_prefills(model_folder: Path) -> Iterator[Lender]:
-    lender = Lender(model_folder, tensor_ranks=2)
-    yield lender
-    lender.close()
-
-
-@pytest.fixture(scope="session")
-def mirrored_two_rank_prefills(model_folder: Path) -> Iterator[Lender]:
-    lender = Lender(model_folder, mirrored=True, tensor_ranks=2)
-    yield lender
-    lender.close()
-
-
-@pytest.fixture(scope="session")
-def mirrored_two_rank_decodes(model_folder: Path) -> Iterator[Lender]:
-    lender = Lender(model_folder, mirrored=True, tensor_ranks=2)
-    yield lender
-    lender.close()
-
-
-@pytest.fixture(scope="session")
-def two_rank_decodes(model_folder: Path) -> Iterator[Lender]:
-    lender = Lender(model_folder, tensor_ranks=2)
-    yield lender
-    lender.close()
+prefills, decodes = _lender(), _lender()
+mirrored_prefills, mirrored_decodes = _lender(mirrored=True), _lender(mirrored=True)
+two_rank_prefills, two_rank_decodes = _lender(tensor_ranks=2), _lender(tensor_ranks=2)
+mirrored_two_rank_prefills = _lender(mirrored=True, tensor_ranks=2)
+mirrored_two_rank_decodes = _lender(mirrored=True, tensor_ranks=2)

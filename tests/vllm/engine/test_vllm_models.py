@@ -1,4 +1,4 @@
-"""What a model does to the vLLM engine: logits that are no numbers, and factors of LongRoPE that vLLM picks."""
+"""Models on the vLLM engine: logits that are NaN, and the LongRoPE factors that vLLM picks."""
 
 import asyncio
 import json

@@ -1,0 +1,15 @@
+"""Engines that several modules of tests make."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.library.engine.stepwise_bench import StepwiseBench
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[StepwiseBench]:
+    with ExitStack() as stack:
+        yield StepwiseBench(tmp_path, stack)
