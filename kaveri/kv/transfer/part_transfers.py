@@ -22,16 +22,6 @@ from kaveri.kv.transfer.receiver import LandingListener
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, part_blocks, pushed_tickets, taken_tickets
 
 
-class FlowingSender(PushSender, Protocol):
-    """A PushSender that an engine can watch and close."""
-
-    def flow(self) -> SenderFlow:
-        """Snapshot of the pushes under way."""
-
-    def close(self) -> None:
-        """End all pushes. Idempotent."""
-
-
 class TicketReceiver(Protocol):
     """Interface of what takes pushes: a KvReceiver (kaveri/kv/transfer/receiver.py), or a stand-in."""
 
@@ -77,7 +67,7 @@ class PartSender:
     """A PushSender that pushes the parts of a rank at once. layout: the engine's. rank: which of its ranks this is."""
 
     def __init__(
-        self, layout: KvLayout, rank: int, listener: PushListener, make_sender: Callable[[PushListener], FlowingSender]
+        self, layout: KvLayout, rank: int, listener: PushListener, make_sender: Callable[[PushListener], PushSender]
     ) -> None:
         self._layout = layout
         self._rank = rank
@@ -125,11 +115,11 @@ class PartSender:
             self._inner.abort(name, keep_marked=keep_marked)
 
     def flow(self) -> SenderFlow:
-        """See FlowingSender.flow."""
+        """See PushSender.flow."""
         return self._inner.flow()
 
     def close(self) -> None:
-        """See FlowingSender.close."""
+        """See PushSender.close."""
         self._inner.close()
 
     def _whole_went_on(self, event: TransferEnd | TransferStep) -> None:
