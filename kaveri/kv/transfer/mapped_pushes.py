@@ -45,7 +45,6 @@ class MappedPushes:
         self._closed = False
 
     def open(self, ticket: Ticket, *, part: bool) -> None:
-        """See KvSender.open."""
         layout, own = ticket.layout, self._pool.layout
         if ticket.is_open:
             # Blocks are marked one by one, so a destination block must have the tokens and layers of one source block,
@@ -66,7 +65,6 @@ class MappedPushes:
         staging.open(push)
 
     def flow(self) -> SenderFlow:
-        """See KvSender.flow."""
         with self._lock:
             stagings = tuple(self._stagings.values())
         return SenderFlow.total(staging.flow() for staging in stagings)

@@ -80,7 +80,6 @@ class PartSender:
         return any(source_rank(self._layout, part.place) == self._rank for part in ticket.parts) or not ticket.parts
 
     def open(self, ticket: Ticket, *, part: bool = False) -> None:
-        """See PushSender.open."""
         if not ticket.parts:
             self._inner.open(ticket, part=part)
             return
@@ -90,36 +89,29 @@ class PartSender:
         self._table.begin(ticket.transfer_id, tickets, lambda own: self._inner.open(own, part=True), give_up)
 
     def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
-        """See PushSender.write."""
         for name in self._table.names(transfer_id):
             self._inner.write(name, layer, first_index, source_blocks)
 
     def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
-        """See PushSender.write_layers."""
         for name in self._table.names(transfer_id):
             self._inner.write_layers(name, layers, first_index, source_blocks)
 
     def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
-        """See PushSender.mark."""
         for name in self._table.names(transfer_id):
             self._inner.mark(name, block_count, note)
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
-        """See PushSender.finish."""
         for name in self._table.names(transfer_id):
             self._inner.finish(name, note)
 
     def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
-        """See PushSender.abort."""
         for name in self._table.names(transfer_id):
             self._inner.abort(name, keep_marked=keep_marked)
 
     def flow(self) -> SenderFlow:
-        """See PushSender.flow."""
         return self._inner.flow()
 
     def close(self) -> None:
-        """See PushSender.close."""
         self._inner.close()
 
     def _whole_went_on(self, event: TransferEnd | TransferStep) -> None:
@@ -142,12 +134,10 @@ class PartReceiver:
 
     @property
     def epoch(self) -> int:
-        """See TicketReceiver.epoch."""
         return self._inner.epoch
 
     @property
     def endpoints(self) -> tuple[KvEndpoint, ...]:
-        """See TicketReceiver.endpoints."""
         return self._inner.endpoints
 
     def grant(self, ticket: Ticket) -> None:
@@ -184,11 +174,9 @@ class PartReceiver:
             self._inner.revoke(name)
 
     def flow(self) -> ReceiverFlow:
-        """See TicketReceiver.flow."""
         return self._inner.flow()
 
     def close(self) -> None:
-        """See TicketReceiver.close."""
         self._inner.close()
 
     def _lease(self, ticket: Ticket, part: KvLayout | None) -> None:

@@ -10,8 +10,9 @@ from functools import partial
 
 from kaveri.errors import ConfigError, TransferFailed
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.layout.merging import merge_parts
+from kaveri.kv.layout.regions import merge_parts
 from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.credit import SenderCredit, SharedCredit
 from kaveri.kv.transfer.digest import DigestFactory, Digests, xxh3
 from kaveri.kv.transfer.flow import ReceiverFlow
 from kaveri.kv.transfer.landing import (
@@ -22,7 +23,6 @@ from kaveri.kv.transfer.landing import (
     TransferReleased,
 )
 from kaveri.kv.transfer.reporter import Reporter
-from kaveri.kv.transfer.sender_credit import SenderCredit, SharedCredit
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Answer, Capabilities, Credit, GiveCredit, Listener, Progress, Transport
 from kaveri.telemetry.logs import get_logger
@@ -167,12 +167,14 @@ class KvReceiver:
         return landing.extend(block_ids)
 
     def merge_parts(self, block_ids: Sequence[int], ways: int) -> None:
-        """Put the heads of these blocks in order, once all `ways` parts have landed (kaveri/kv/layout/merging.py)."""
+        """Put the heads of these blocks in order, once all `ways` parts have landed."""
         merge_parts(self.pool.layout, self.pool.memory, block_ids, ways)
 
     def revoke(self, transfer_id: bytes) -> None:
         """Cancel a transfer. TransferReleased follows once its blocks are fenced; unknown ids are ignored."""
-        self._stop(transfer_id, "revoked")
+        landing = self._landing(transfer_id)
+        if landing is not None:
+            landing.abort("revoked")
 
     def close(self) -> None:
         """Close listeners and connections, release what has not landed, end threads. Idempotent."""
@@ -209,11 +211,9 @@ class KvReceiver:
         self._credit.check_integrity()
 
     def admit(self, give: GiveCredit) -> SenderCredit:
-        """See TransferIntake.admit."""
         return self._credit.admit(give)
 
     def wants_digests(self, capabilities: Capabilities) -> bool:
-        """See TransferIntake.wants_digests."""
         return self._digests is Digests.ON or (self._digests is Digests.AUTO and capabilities.is_byte_stream)
 
     def open(
@@ -226,7 +226,6 @@ class KvReceiver:
         with_digest: bool = True,
         progress: Progress | None = None,
     ) -> PoolLanding:
-        """See TransferIntake.open."""
         landing = self._landing(transfer_id)
         # The epoch first: a ticket of an earlier incarnation is unknown here for a reason worth reporting.
         if epoch != self.epoch:
@@ -278,8 +277,3 @@ class KvReceiver:
     def _landing(self, transfer_id: bytes) -> PoolLanding | None:
         with self._lock:
             return self._landings.get(transfer_id)
-
-    def _stop(self, transfer_id: bytes, reason: str) -> None:
-        landing = self._landing(transfer_id)
-        if landing is not None:
-            landing.abort(reason)
