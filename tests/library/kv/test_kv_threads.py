@@ -17,10 +17,11 @@ from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.staged_pushes import StagedPush
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transfer.transport import LinkListener
 from kaveri.kv.transports import make_transports
 from kaveri.testing.transport_peer import Recorder, fill_pool, wait_until
+from tests.library.kv.kv_pair import failure, push
 from tests.library.kv.kv_stranger import LAYOUT, nothing_left
 from tests.library.kv.test_kv_peer import TICKET, ScriptedTransport, nothing
 
@@ -52,13 +53,6 @@ def no_thread_named(name: str) -> Iterator[None]:
         yield
 
 
-def push(sender: KvSender, ticket: Ticket) -> None:
-    sender.open(ticket)
-    for layer in range(sender.pool.layout.layer_count):
-        sender.write(ticket.transfer_id, layer, 0, [0, 1])
-    sender.finish(ticket.transfer_id, b"")
-
-
 @pytest.mark.parametrize("thread", ["kv-send", "kv-answers", "kv-receive"])
 def test_a_push_that_there_is_no_thread_for_fails_and_the_next_one_lands(
     endpoint: KvEndpoint, nothing_left: None, thread: str
@@ -74,11 +68,10 @@ def test_a_push_that_there_is_no_thread_for_fails_and_the_next_one_lands(
                 with pytest.raises(TransferFailed, match="no thread"):
                     sender.open(ticket)
             else:
-                push(sender, ticket)
-                event = pushed.wait(ticket)
-                assert isinstance(event, PushFailed)
-                assert thread == "kv-receive" or "no thread" in event.reason
-        push(sender, second)
+                push(sender, ticket, [0, 1])
+                reason = failure(pushed, ticket)
+                assert thread == "kv-receive" or "no thread" in reason
+        push(sender, second, [0, 1])
         event = pushed.wait(second)
         assert isinstance(event, PushAccepted), event
         assert isinstance(landed.wait(second), TransferLanded)
@@ -113,9 +106,9 @@ def test_a_mapped_push_that_there_is_no_thread_for_fails_and_the_next_one_lands(
                 with pytest.raises(TransferFailed, match="no thread"):
                     sender.open(ticket)
             else:
-                push(sender, ticket)
+                push(sender, ticket, [0, 1])
                 assert isinstance(pushed.wait(ticket), PushFailed)
-        push(sender, second)
+        push(sender, second, [0, 1])
         event = pushed.wait(second)
         assert isinstance(event, PushAccepted), event
 
@@ -139,9 +132,7 @@ def test_a_transport_that_breaks_fails_its_pushes_with_a_reason_and_the_next_one
         assert isinstance(failed, PushFailed)
         assert "not as it should be" in failed.reason
         is_broken = False
-        sender.open(second)
-        sender.write(second.transfer_id, 0, 0, [0])
-        sender.finish(second.transfer_id, b"")
+        push(sender, second, [0])
         assert isinstance(pushed.wait(second), PushAccepted)
 
 
@@ -241,8 +232,8 @@ def test_a_listener_that_fails_ends_no_other_mapped_push(tmp_path: Path) -> None
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(StagedPush, "copy", copy_and_give_up)
-            push(sender, first)
+            push(sender, first, [0, 1])
             assert isinstance(told.wait(first), PushFailed)
-        push(sender, second)
+        push(sender, second, [0, 1])
         event = told.wait(second)
         assert isinstance(event, PushAccepted), event
