@@ -33,19 +33,8 @@ class TicketReceiver(Protocol):
     def endpoints(self) -> tuple[KvEndpoint, ...]:
         """Addresses it listens at, best first."""
 
-    def grant(
-        self,
-        block_ids: Sequence[int],
-        token_count: int,
-        expires_in_s: float,
-        *,
-        first_block: int,
-        transfer_id: bytes,
-        secret: bytes,
-        part: KvLayout | None = None,
-        is_open: bool = False,
-    ) -> Ticket:
-        """Lease the blocks to one transfer. part, is_open: see KvReceiver.grant. Raises TransferFailed when closed."""
+    def lease(self, ticket: Ticket) -> None:
+        """See KvReceiver.lease."""
 
     def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> bool:
         """See KvReceiver.extend."""
@@ -143,17 +132,15 @@ class PartReceiver:
     def grant(self, ticket: Ticket) -> None:
         """Lease the ticket's blocks, and to each part of this rank its share. Raises TransferFailed when closed."""
         if not ticket.parts:
-            self._lease(ticket, None)
+            self._inner.lease(ticket)
             return
         tickets = taken_tickets(self._rank, ticket)
-        if len(tickets) == 1:
-            self._table.begin(ticket.transfer_id, tickets, lambda own: self._lease(own, None), self._inner.revoke)
-            return
-        self._split[ticket.transfer_id] = _Split(ticket, len(tickets))
+        if len(tickets) > 1:
+            self._split[ticket.transfer_id] = _Split(ticket, len(tickets))
         try:
-            self._table.begin(ticket.transfer_id, tickets, lambda own: self._lease(own, own.layout), self._inner.revoke)
+            self._table.begin(ticket.transfer_id, tickets, self._inner.lease, self._inner.revoke)
         except KaveriError:
-            del self._split[ticket.transfer_id]
+            self._split.pop(ticket.transfer_id, None)
             raise
 
     def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> bool:
@@ -178,18 +165,6 @@ class PartReceiver:
 
     def close(self) -> None:
         self._inner.close()
-
-    def _lease(self, ticket: Ticket, part: KvLayout | None) -> None:
-        self._inner.grant(
-            ticket.block_ids,
-            ticket.token_count,
-            ticket.expires_in_s,
-            first_block=ticket.first_block,
-            transfer_id=ticket.transfer_id,
-            secret=ticket.secret,
-            part=part,
-            is_open=ticket.is_open,
-        )
 
     def _whole_went_on(self, event: TransferEnd | TransferStep) -> None:
         assert isinstance(event, TransferLanded | TransferReleased | TransferMarked)

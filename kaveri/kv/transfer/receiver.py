@@ -122,22 +122,17 @@ class KvReceiver:
         expires_in_s: float,
         *,
         first_block: int = 0,
-        transfer_id: bytes = b"",
-        secret: bytes = b"",
         part: KvLayout | None = None,
         is_open: bool = False,
     ) -> Ticket:
-        """Lease the blocks to one transfer: they are the receiver's until TransferLanded or TransferReleased.
+        """Make a ticket for one transfer into these blocks, and lease them to it; see lease().
 
-        transfer_id, secret: the ids that all ranks of an instance use for the transfer; empty for fresh ones. part: the
-        transfer brings some of the heads, and block_ids are of the pool split by them (KvPool.split). is_open: the
-        transfer may be marked, extended, and end with fewer blocks. Raises TransferFailed when closed.
+        part: layout of a block, if the transfer brings some of the heads. is_open: the transfer may be marked,
+        extended, and end with fewer blocks. Raises TransferFailed when closed.
         """
-        pool = self._pool_of(part) if part is not None else self.pool
-        assert all(0 <= block < pool.block_count for block in block_ids), "a block outside the pool"
         ticket = Ticket(
-            transfer_id=transfer_id or secrets.token_bytes(16),
-            secret=secret or secrets.token_bytes(16),
+            transfer_id=secrets.token_bytes(16),
+            secret=secrets.token_bytes(16),
             epoch=self.epoch,
             endpoints=self.endpoints,
             block_ids=tuple(block_ids),
@@ -147,12 +142,22 @@ class KvReceiver:
             first_block=first_block,
             is_open=is_open,
         )
+        self.lease(ticket)
+        return ticket
+
+    def lease(self, ticket: Ticket) -> None:
+        """Lease a ticket's blocks to its transfer: they are the receiver's until TransferLanded or TransferReleased.
+
+        The blocks of a ticket for some of the heads are those of the pool split by them (KvPool.split). Raises
+        TransferFailed when closed.
+        """
+        pool = self._pool_of(ticket.layout)
+        assert all(0 <= block < pool.block_count for block in ticket.block_ids), "a block outside the pool"
         with self._lock:
             if self._closed:
                 raise TransferFailed("the receiver is closed")
             self._landings[ticket.transfer_id] = PoolLanding(ticket, pool, self._digest, self._note_event)
-        self._reporter.call_after(expires_in_s, partial(self._expire, ticket.transfer_id))
-        return ticket
+        self._reporter.call_after(ticket.expires_in_s, partial(self._expire, ticket.transfer_id))
 
     def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> bool:
         """Give an open transfer more destination blocks, after those that it has, and notify its sender.
@@ -246,11 +251,13 @@ class KvReceiver:
         get_logger().warning("kv_transfer_refused", transfer_id=transfer_id.hex(), reason=reason)
         raise TransferFailed(reason)
 
-    def _pool_of(self, part: KvLayout) -> KvPool:
+    def _pool_of(self, layout: KvLayout) -> KvPool:
+        if layout.block_bytes == self.pool.layout.block_bytes:
+            return self.pool
         with self._lock:
-            pool = self._split.get(part.kv_head_count)
+            pool = self._split.get(layout.kv_head_count)
             if pool is None:
-                pool = self._split[part.kv_head_count] = self.pool.split(part)
+                pool = self._split[layout.kv_head_count] = self.pool.split(layout)
         return pool
 
     def _lease_size(self, landing: PoolLanding) -> float:
