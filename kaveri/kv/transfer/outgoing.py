@@ -12,8 +12,8 @@ from kaveri.kv.transfer.digest import Digest
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Link, Transport
 
-_TELL_AGAIN_S = 0.25
-_TELL_AGAIN_MAX_S = 4.0
+_RETRY_S = 0.25
+_RETRY_MAX_S = 4.0
 """First delay, doubled each time, before an unreachable receiver is notified again of pushes that were given up."""
 
 
@@ -201,32 +201,32 @@ class Push:
         link.finish(self.ticket, note, self.digest.intdigest() if link.wants_digest else 0)
 
 
-class Untold:
+class UnsentAborts:
     """Pushes that were given up before they were open. Until their receiver is notified it keeps blocks for them, at
     most until their tickets end; they are forgotten then. Used by the peer's thread only."""
 
     def __init__(self) -> None:
         self.pushes: list[Push] = []
-        self.tell_at_s = 0.0
-        self._again_s = _TELL_AGAIN_S
+        self.retry_at_s = 0.0
+        self._retry_s = _RETRY_S
 
     def is_due(self) -> bool:
         """True if there are some, and a retry is due."""
-        return bool(self.pushes) and time.monotonic() >= self.tell_at_s
+        return bool(self.pushes) and time.monotonic() >= self.retry_at_s
 
     def rest_s(self) -> float:
         """Seconds until the next retry."""
-        return max(0.0, self.tell_at_s - time.monotonic())
+        return max(0.0, self.retry_at_s - time.monotonic())
 
     def drop_expired(self) -> None:
         """Drop pushes whose tickets have ended."""
         now_s = time.monotonic()
         self.pushes = [push for push in self.pushes if push.expires_at_s > now_s]
 
-    def attempt_made(self) -> None:
+    def attempted(self) -> None:
         """Schedule the next retry."""
         if self.pushes:
-            self.tell_at_s = time.monotonic() + self._again_s
-            self._again_s = min(2 * self._again_s, _TELL_AGAIN_MAX_S)
+            self.retry_at_s = time.monotonic() + self._retry_s
+            self._retry_s = min(2 * self._retry_s, _RETRY_MAX_S)
         else:
-            self.tell_at_s, self._again_s = 0.0, _TELL_AGAIN_S
+            self.retry_at_s, self._retry_s = 0.0, _RETRY_S

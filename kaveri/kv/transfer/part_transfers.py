@@ -61,8 +61,8 @@ class PartSender:
         self._layout = layout
         self._rank = rank
         self._listener = listener
-        self._table = _PartTable(self._whole_went_on)
-        self._inner = make_sender(self._table.hear)
+        self._table = _PartTable(self._report)
+        self._inner = make_sender(self._table.handle)
 
     def has_part(self, ticket: Ticket) -> bool:
         """Return True if this rank has something to push for the ticket."""
@@ -103,7 +103,7 @@ class PartSender:
     def close(self) -> None:
         self._inner.close()
 
-    def _whole_went_on(self, event: TransferEnd | TransferStep) -> None:
+    def _report(self, event: TransferEnd | TransferStep) -> None:
         assert isinstance(event, PushAccepted | PushFailed | PushMarked | PushExtended)
         self._listener(event)
 
@@ -116,10 +116,10 @@ class PartReceiver:
     ) -> None:
         self._rank = rank
         self._listener = listener
-        self._table = _PartTable(self._whole_went_on)
+        self._table = _PartTable(self._report)
         # Transfers whose parts land in the same blocks.
         self._split: dict[bytes, _Split] = {}
-        self._inner = make_receiver(self._table.hear)
+        self._inner = make_receiver(self._table.handle)
 
     @property
     def epoch(self) -> int:
@@ -166,7 +166,7 @@ class PartReceiver:
     def close(self) -> None:
         self._inner.close()
 
-    def _whole_went_on(self, event: TransferEnd | TransferStep) -> None:
+    def _report(self, event: TransferEnd | TransferStep) -> None:
         assert isinstance(event, TransferLanded | TransferReleased | TransferMarked)
         if not isinstance(event, TransferMarked):
             split = self._split.pop(event.transfer_id, None)
@@ -244,10 +244,10 @@ class _PartTable:
         if failed:
             self._give_up(whole)
 
-    def hear(self, event: TransferEnd | TransferStep) -> None:
+    def handle(self, event: TransferEnd | TransferStep) -> None:
         """Handle the progress or the end of a transfer."""
         if isinstance(event, TransferStep):
-            self._hear_step(event)
+            self._handle_step(event)
             return
         with self._lock:
             whole, number = self._parts.pop(event.transfer_id, (None, 0))
@@ -263,7 +263,7 @@ class _PartTable:
         elif fails:
             self._give_up(whole)
 
-    def _hear_step(self, event: TransferStep) -> None:
+    def _handle_step(self, event: TransferStep) -> None:
         with self._lock:
             whole, _ = self._parts.get(event.transfer_id, (None, 0))
             told = whole.gathering.step(event) if whole is not None else event

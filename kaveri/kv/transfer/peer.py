@@ -11,7 +11,7 @@ from kaveri.errors import TransferFailed
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import DigestFactory
 from kaveri.kv.transfer.flow import PeerFlow, SenderFlow
-from kaveri.kv.transfer.outgoing import Connection, Push, QueuedWrite, Untold
+from kaveri.kv.transfer.outgoing import Connection, Push, QueuedWrite, UnsentAborts
 from kaveri.kv.transfer.push import LocalDoneListener, PushAccepted, PushEvent, PushExtended, PushFailed, PushMarked
 from kaveri.kv.transfer.reporter import Reporter
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
@@ -135,7 +135,7 @@ class Peer:
         self._turns: Turns[Push] = Turns(_QUANTUM_BYTES)
         # Time at which everything queued began to wait for credit, or at which credit last came meanwhile [s].
         self._waiting_since_s: float | None = None
-        self._untold = Untold()
+        self._unsent_aborts = UnsentAborts()
         # Time at which the last push ended.
         self._idle_since_s = time.monotonic()
         # Actions that skip the fair queue: at most an abort for each push, and the closing of a lost connection.
@@ -223,8 +223,8 @@ class Peer:
             while not self._closing:
                 if self._urgent:
                     return self._urgent.popleft()
-                if self._untold.is_due():
-                    return self._tell_untold
+                if self._unsent_aborts.is_due():
+                    return self._send_aborts
                 if (push := self._turns.next(self._can_go)) is not None:
                     return self._next_of(push)
                 if self._turns:
@@ -240,14 +240,14 @@ class Peer:
 
     def _rest_s(self) -> float:
         """Seconds for which there may be nothing to do."""
-        if self._untold.pushes:
-            return self._untold.rest_s()
+        if self._unsent_aborts.pushes:
+            return self._unsent_aborts.rest_s()
         if self.pushes:
             return self._peers.idle_s
         return max(0.0, self._idle_since_s + self._peers.idle_s - time.monotonic())
 
     def _is_idle(self) -> bool:
-        has_work = self._urgent or self._turns or self.pushes or self._untold.pushes
+        has_work = self._urgent or self._turns or self.pushes or self._unsent_aborts.pushes
         return not has_work and time.monotonic() - self._idle_since_s >= self._peers.idle_s
 
     def _can_go(self, push: Push) -> bool:
@@ -366,15 +366,15 @@ class Peer:
     ) -> None:
         """Carry out a write. is_reading is set, and is cleared here."""
         block_count = len(layers) * len(blocks)
-        told_count = block_count
+        charged_count = block_count
         digest = push.digest if connection.link.wants_digest else None
         try:
-            told_count = connection.link.write(push.ticket, layers, first_index, blocks, digest, push.is_stopped)
+            charged_count = connection.link.write(push.ticket, layers, first_index, blocks, digest, push.is_stopped)
         finally:
             with self.lock:
                 push.is_reading = False
-                connection.credit_bytes += (block_count - told_count) * self._block_bytes
-                push.kv_bytes += told_count * self._block_bytes
+                connection.credit_bytes += (block_count - charged_count) * self._block_bytes
+                push.kv_bytes += charged_count * self._block_bytes
                 if push.stopped is not None:
                     self._fail(push, push.stopped)
         if push.is_stopped():
@@ -386,26 +386,26 @@ class Peer:
     def _abort(self, push: Push) -> None:
         connection = push.connection
         if connection is None:
-            self._untold.pushes.append(push)
-            if self._untold.is_due():
-                self._tell_untold()
+            self._unsent_aborts.pushes.append(push)
+            if self._unsent_aborts.is_due():
+                self._send_aborts()
         elif connection is self._connection and connection.lost_reason is None:
             connection.link.abort(push.ticket, keep_marked=push.keeps_marked)
 
-    def _tell_untold(self) -> None:
+    def _send_aborts(self) -> None:
         """Open pushes only to give them up: otherwise the receiver frees their blocks only when their tickets end."""
-        untold = self._untold
-        untold.drop_expired()
+        unsent = self._unsent_aborts
+        unsent.drop_expired()
         self._drop_lost()
         try:
-            connection = (self._connection or self._connect()) if untold.pushes else None
-            while connection is not None and untold.pushes:
-                ticket = untold.pushes[-1].ticket
+            connection = (self._connection or self._connect()) if unsent.pushes else None
+            while connection is not None and unsent.pushes:
+                ticket = unsent.pushes[-1].ticket
                 connection.link.open(ticket)
                 connection.link.abort(ticket)
-                untold.pushes.pop()
+                unsent.pushes.pop()
         finally:
-            untold.attempt_made()
+            unsent.attempted()
 
     def _connect(self) -> Connection | None:
         """Try the routes in turn. If none works, fail all pushes that wait for one: each alone would wait again."""
@@ -422,7 +422,7 @@ class Peer:
                 self._connection = connection
                 # The predecessor's wait for credit does not count against it.
                 self._waiting_since_s = None
-                self._untold.tell_at_s = 0.0
+                self._unsent_aborts.retry_at_s = 0.0
                 if self._closing:
                     connection.link.break_off()
             where = {"transport": transport.label, "address": endpoint.address}

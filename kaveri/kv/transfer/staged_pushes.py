@@ -330,9 +330,9 @@ class StagedPushes:
                 left = [self._end(push, PushFailed(push.transfer_id, reason)) for push in tuple(self._pushes.values())]
             for event in left:
                 if event is not None:
-                    self._tell(event)
+                    self._report(event)
 
-    def _tell(self, event: PushAccepted | PushFailed) -> None:
+    def _report(self, event: PushAccepted | PushFailed) -> None:
         """Call the listener, on the thread here. Its error must not end all other pushes."""
         try:
             self._listener(event)
@@ -399,7 +399,7 @@ class StagedPushes:
             push.reading = False
             event = self._end(push, push.outcome) if push.outcome is not None else None
         if event is not None:
-            self._tell(event)
+            self._report(event)
             return
         # Failed since: ignored there.
         self._sender.write(push.transfer_id, layer, first_index, staging_ids)

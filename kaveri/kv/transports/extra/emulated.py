@@ -85,12 +85,12 @@ class EmulatedLink:
         """See Link.write. The bytes go at once; this then sleeps for the link's remaining time, except the last
         _AHEAD_S."""
         began_s = time.monotonic()
-        told_count = self._inner.write(ticket, layers, first_index, source_blocks, digest, is_stopped)
+        charged_count = self._inner.write(ticket, layers, first_index, source_blocks, digest, is_stopped)
         moved_bytes = len(layers) * len(source_blocks) * self._layout.block_bytes
         busy_s = self._speed.transfer_s(moved_bytes, self._layout.token_bytes)
         self._busy_until_s = max(began_s, self._busy_until_s) + busy_s
         self._sleep_until(self._busy_until_s - _AHEAD_S, is_stopped)
-        return told_count
+        return charged_count
 
     def mark(self, ticket: Ticket, block_count: int, note: bytes, digest: int) -> None:
         """See Link.mark. Sent after the bytes before it; adds no latency of its own."""
