@@ -155,41 +155,31 @@ class SharedCredit:
     other, and none within it."""
 
     def __init__(self, total_bytes: int, least_bytes: int) -> None:
-        self._lock = threading.Lock()
-        self._book: CreditBook[SenderCredit] = CreditBook(total_bytes, least_bytes)
+        self.lock = threading.Lock()
+        self.book: CreditBook[SenderCredit] = CreditBook(total_bytes, least_bytes)
 
     def admit(self, give: GiveCredit) -> "SenderCredit":
         credit = SenderCredit(self, give)
         self.change(lambda book: book.join(credit))
         return credit
 
-    def spend(self, credit: "SenderCredit", byte_count: int) -> bool:
-        """Return True if the connection had this much credit."""
-        with self._lock:
-            return self._book.spend(credit, byte_count)
-
-    def expect(self, credit: "SenderCredit", byte_count: int) -> None:
-        """Expect this many more bytes over the connection. Gives no credit."""
-        with self._lock:
-            self._book.expect(credit, byte_count)
-
     def change(self, change: "Callable[[CreditBook[SenderCredit]], None]") -> None:
         """Change the account, then give the credit that can be given."""
-        with self._lock:
-            change(self._book)
-            granted = self._book.grants()
+        with self.lock:
+            change(self.book)
+            granted = self.book.grants()
         for credit, byte_count, window_bytes in granted:
             credit.give(byte_count, window_bytes)
 
     def figures(self) -> tuple[int, int, int, int]:
         """Senders, the window of each, and the bytes that are held and arriving."""
-        with self._lock:
-            book = self._book
+        with self.lock:
+            book = self.book
             return book.sender_count, book.window_bytes, book.held_bytes, book.arriving_bytes
 
     def check_integrity(self) -> None:
-        with self._lock:
-            self._book.check_integrity()
+        with self.lock:
+            self.book.check_integrity()
 
 
 class SenderCredit:
@@ -201,7 +191,9 @@ class SenderCredit:
         self._is_closed = False
 
     def spend(self, byte_count: int) -> None:
-        if not self._shared.spend(self, byte_count):
+        with self._shared.lock:
+            has_credit = self._shared.book.spend(self, byte_count)
+        if not has_credit:
             raise LinkLost(f"protocol error: {byte_count} bytes beyond the sender's credit")
 
     def settle(self, byte_count: int) -> None:
@@ -212,7 +204,8 @@ class SenderCredit:
             self._shared.change(lambda book: book.expect(self, byte_count))
 
     def arrived(self, byte_count: int) -> None:
-        self._shared.expect(self, -byte_count)
+        with self._shared.lock:
+            self._shared.book.expect(self, -byte_count)
 
     def close(self) -> None:
         if not self._is_closed:

@@ -143,7 +143,11 @@ class SocketTransport:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-        _set_buffers(connected)
+        # Only for peers on this host. For others the kernel adapts its buffers to the round trip.
+        if self._is_unix or ipaddress.ip_address(connected.getsockname()[0]).is_loopback:
+            send_bytes = _BUFFER_BYTES if self._is_unix else _TCP_SEND_BUFFER_BYTES
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
 
     def _link(
         self, meeting: ByteStream, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
@@ -299,14 +303,6 @@ class SocketLink:
             self._listener.extended(header.transfer_id, header.first_index, unpack_extension(header, payload))
         else:
             raise LinkLost(f"protocol error: {header.kind.name} from a receiver")
-
-
-def _set_buffers(connected: socket.socket) -> None:
-    """Size the kernel's buffers for a peer on this host. For other hosts the kernel adapts them to the round trip."""
-    if connected.family == socket.AF_UNIX or ipaddress.ip_address(connected.getsockname()[0]).is_loopback:
-        send_bytes = _BUFFER_BYTES if connected.family == socket.AF_UNIX else _TCP_SEND_BUFFER_BYTES
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
 
 
 def _address_of(listening: socket.socket, advertise_host: str | None) -> str:

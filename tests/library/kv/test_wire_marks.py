@@ -271,7 +271,7 @@ def test_what_an_open_transfer_did_not_use_is_not_expected_any_more(
     receiver: KvReceiver, landed: Recorder, stranger: Stranger, content: np.ndarray
 ) -> None:
     def due_bytes() -> int:
-        return sum(account.due_bytes for account in receiver._credit._book._accounts.values())
+        return sum(account.due_bytes for account in receiver._credit.book._accounts.values())
 
     first = content[:, :1].tobytes()
     for end in ("finish", "give up", "revoke"):
