@@ -338,8 +338,9 @@ class Peer:
                 self._drop()
             finally:
                 with self.lock:
-                    # Actions keep this peer alive.
+                    # Actions and pushes keep this peer alive.
                     self._urgent.clear()
+                    self._unsent_aborts.pushes.clear()
                     self._peers.ended(self)
 
     def _open(self, push: Push) -> None:
