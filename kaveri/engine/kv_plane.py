@@ -10,7 +10,8 @@ from google.protobuf.message import DecodeError
 from kaveri.errors import KaveriError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow
-from kaveri.kv.transfer.part_transfers import FlowingSender, PartReceiver, PartSender, TicketReceiver
+from kaveri.kv.transfer.part_transfers import PartReceiver, PartSender, TicketReceiver
+from kaveri.kv.transfer.push import PushSender
 from kaveri.kv.transfer.receiver import LandingListener, TransferEvent, TransferReleased
 from kaveri.kv.transfer.sender import PushAccepted, PushEvent, PushFailed, PushListener
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, first_source_block, require_pushable
@@ -96,7 +97,7 @@ class PoolPlane:
     def __init__(
         self,
         layout: KvLayout,
-        make_sender: Callable[[PushListener], FlowingSender],
+        make_sender: Callable[[PushListener], PushSender],
         make_receiver: Callable[[LandingListener], TicketReceiver] | None,
         listener: PlaneListener,
         rank: int = 0,

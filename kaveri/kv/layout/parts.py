@@ -10,7 +10,7 @@ have in common: every part has the same number of heads. Equal numbers of ranks 
 Where several ranks of the source hold the same heads, each rank of the destination gets them from one of those.
 
 Blocks of a rank of the destination that gets several parts take them side by side: sub-block `ways * b + i` of its pool
-is place i of block b, in the order of heads. With the heads first they stay so; else merging.py puts them in order.
+is place i of block b, in the order of heads. With the heads first they stay so; else merge_parts() puts them in order.
 """
 
 from dataclasses import replace

@@ -16,6 +16,8 @@ import numpy.typing as npt
 from kaveri.errors import InvalidArgument
 from kaveri.kv.layout.layout import ELEMENT_BYTES, KvLayout
 
+_MERGED_BYTES = 1 << 22
+"""Approximate bytes per copy of merge_parts()."""
 _WORDS = {size: np.dtype(f"u{size}") for size in (8, 4, 2, 1)}
 
 
@@ -34,16 +36,6 @@ class RegionCopy:
     source_strides: tuple[int, ...]
     destination_offset: int
     destination_strides: tuple[int, ...]
-
-    @property
-    def run_count(self) -> int:
-        """Number of contiguous runs."""
-        return int(np.prod(self.counts)) if self.counts else 1
-
-    @property
-    def byte_count(self) -> int:
-        """Total number of bytes."""
-        return self.run_count * self.run_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +164,25 @@ def copy_regions(
             np.ndarray(shape, word, destination, copy.destination_offset, to_strides),
             np.ndarray(shape, word, source, copy.source_offset, from_strides),
         )
+
+
+def merge_parts(layout: KvLayout, memory: npt.NDArray[np.uint8], block_ids: Sequence[int], ways: int) -> None:
+    """Reorder the heads of blocks in which `ways` parts have landed side by side.
+
+    layout, memory: of the pool, [layer_count, block_count, block_bytes].
+    """
+    if ways == 1 or not layout.has_known_order:
+        return
+    tokens, heads = layout.block_tokens, layout.kv_head_count // ways
+    landed, order = ((ways, 2, tokens, heads, -1), (0, 2, 3, 1, 4, 5))
+    if layout.order == "2HND":
+        landed, order = ((ways, 2, heads, tokens, -1), (0, 2, 1, 3, 4, 5))
+    step = max(1, _MERGED_BYTES // layout.block_bytes)
+    for blocks in memory:
+        for first in range(0, len(block_ids), step):
+            chosen = list(block_ids[first : first + step])
+            parts = blocks[chosen].reshape(len(chosen), *landed)
+            blocks[chosen] = parts.transpose(order).reshape(len(chosen), layout.block_bytes)
 
 
 def _strides(order: str, tokens: int, heads: int, head_bytes: int) -> tuple[int, int, int]:

@@ -25,8 +25,8 @@ from kaveri.kv.replicas.store import (
 )
 from kaveri.kv.tiers.blocks import BlockAllocator
 from kaveri.kv.transfer.flow import KvFlow
-from kaveri.kv.transfer.part_transfers import FlowingSender, PartReceiver, PartSender, TicketReceiver
-from kaveri.kv.transfer.push import PushAccepted, PushEvent, PushFailed, PushListener
+from kaveri.kv.transfer.part_transfers import PartReceiver, PartSender, TicketReceiver
+from kaveri.kv.transfer.push import PushAccepted, PushEvent, PushFailed, PushListener, PushSender
 from kaveri.kv.transfer.receiver import LandingListener, TransferEvent, TransferLanded, TransferMarked, TransferReleased
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, first_source_block, require_pushable, ticket_parts
 from kaveri.seconds import require_seconds
@@ -52,7 +52,7 @@ class Replicas:
         layout: KvLayout,
         block_count: int,
         make_receiver: Callable[[LandingListener], TicketReceiver],
-        make_sender: Callable[[PushListener], FlowingSender],
+        make_sender: Callable[[PushListener], PushSender],
         token_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         self._layout = replace(layout, tensor_ranks=1)

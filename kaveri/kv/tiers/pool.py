@@ -51,7 +51,7 @@ class KvPool:
         memory: [layer_count, block_count, block_bytes], uint8, C-contiguous. shared: the file whose first bytes it is.
         """
         if not isinstance(memory, np.ndarray):
-            # Most likely device memory, which no transport accepts (Capabilities.memory_kinds).
+            # Most likely device memory, which no transport accepts.
             raise ConfigError(
                 "kv memory", f"pools are host memory, in a numpy array, and this is a {type(memory).__name__}"
             )

@@ -1,5 +1,4 @@
-"""Bounds the bytes that all senders together may have in flight to one receiver, and divides them. Pure: keeps the
-account; the receiver notifies the senders, under its own lock.
+"""Bounds the bytes that all senders together may have in flight to one receiver, and divides them.
 
 A sender writes on credit, and the credit returns when the receiver has taken in what was written (H. T. Kung, T.
 Blackwell and A. Chapman, "Credit-Based Flow Control for ATM Networks", SIGCOMM 1994). A slow receiver gives no credit:
@@ -12,10 +11,13 @@ Credit cannot be revoked, so it goes to senders that are about to use it: a rece
 many bytes each sender will still write.
 """
 
+import threading
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from kaveri.kv.transfer.transport import GiveCredit, LinkLost
 
 SenderT = TypeVar("SenderT", bound=Hashable)
 
@@ -37,7 +39,7 @@ class _SenderAccount:
 
 
 class CreditBook(Generic[SenderT]):
-    """The credit of one receiver. Not thread-safe.
+    """The credit of one receiver. Pure: keeps the account, and notifies no sender. Not thread-safe.
 
     Every sender is guaranteed `least_bytes`, so the first bytes of a transfer never wait for other senders. Senders
     with open transfers have equal windows, `total_bytes` over their number, up to the bytes still to come; they share
@@ -146,3 +148,66 @@ class CreditBook(Generic[SenderT]):
     def _shared_bytes(self, account: _SenderAccount) -> int:
         """Bytes of the total that the sender holds beyond its guaranteed minimum."""
         return max(0, account.held_bytes - self.least_bytes)
+
+
+class SharedCredit:
+    """The account of one receiver, and the callback of each of its connections. Any thread. Its lock is taken within no
+    other, and none within it."""
+
+    def __init__(self, total_bytes: int, least_bytes: int) -> None:
+        self.lock = threading.Lock()
+        self.book: CreditBook[SenderCredit] = CreditBook(total_bytes, least_bytes)
+
+    def admit(self, give: GiveCredit) -> "SenderCredit":
+        credit = SenderCredit(self, give)
+        self.change(lambda book: book.join(credit))
+        return credit
+
+    def change(self, change: "Callable[[CreditBook[SenderCredit]], None]") -> None:
+        """Change the account, then give the credit that can be given."""
+        with self.lock:
+            change(self.book)
+            granted = self.book.grants()
+        for credit, byte_count, window_bytes in granted:
+            credit.give(byte_count, window_bytes)
+
+    def figures(self) -> tuple[int, int, int, int]:
+        """Senders, the window of each, and the bytes that are held and arriving."""
+        with self.lock:
+            book = self.book
+            return book.sender_count, book.window_bytes, book.held_bytes, book.arriving_bytes
+
+    def check_integrity(self) -> None:
+        with self.lock:
+            self.book.check_integrity()
+
+
+class SenderCredit:
+    """The credit of one connection; see Credit."""
+
+    def __init__(self, shared: SharedCredit, give: GiveCredit) -> None:
+        self.give = give
+        self._shared = shared
+        self._is_closed = False
+
+    def spend(self, byte_count: int) -> None:
+        with self._shared.lock:
+            has_credit = self._shared.book.spend(self, byte_count)
+        if not has_credit:
+            raise LinkLost(f"protocol error: {byte_count} bytes beyond the sender's credit")
+
+    def settle(self, byte_count: int) -> None:
+        self._shared.change(lambda book: book.settle(self, byte_count))
+
+    def expect(self, byte_count: int) -> None:
+        if byte_count:
+            self._shared.change(lambda book: book.expect(self, byte_count))
+
+    def arrived(self, byte_count: int) -> None:
+        with self._shared.lock:
+            self._shared.book.expect(self, -byte_count)
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._shared.change(lambda book: book.leave(self))

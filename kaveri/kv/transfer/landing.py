@@ -134,7 +134,6 @@ class PoolLanding:
         return self._expires_at_s - time.monotonic()
 
     def begin_write(self, layers: range, first_index: int, block_count: int) -> tuple[Sequence[int], Digest | None]:
-        """See Landing.begin_write."""
         with self._lock:
             self._require_live()
             end = first_index + block_count
@@ -154,30 +153,26 @@ class PoolLanding:
         raise self._refuse(problem)
 
     def hold(self) -> None:
-        """See Landing.hold."""
         with self._lock:
             self._require_live()
             self._held = True
 
     def fence(self) -> None:
-        """See Landing.fence."""
         with self._lock:
             self._held = False
             if self._stopped and not self._ended and self._writing is None:
-                self._end(self._released())
+                self._end(self._stopped)
 
     def is_stopped(self) -> bool:
-        """See Landing.is_stopped."""
         return self._stopped is not None
 
     def end_write(self) -> None:
-        """See Landing.end_write."""
         with self._lock:
             assert self._writing is not None, "end_write without begin_write"
             layers, end = self._writing
             self._writing = None
             if self._stopped and not self._held:
-                self._end(self._released())
+                self._end(self._stopped)
             byte_count = len(layers) * (end - self._arrived[layers.start]) * self.ticket.layout.block_bytes
             for layer in layers:
                 self._arrived[layer] = end
@@ -187,7 +182,6 @@ class PoolLanding:
         self._credit.arrived(byte_count)
 
     def mark(self, block_count: int, note: bytes, sender_digest: int) -> None:
-        """See Landing.mark."""
         progress = self._progress
         with self._lock:
             self._require_live()
@@ -208,7 +202,6 @@ class PoolLanding:
         progress.marked(self.ticket.transfer_id, block_count)
 
     def finish(self, note: bytes, sender_digest: int = 0) -> None:
-        """See Landing.finish."""
         due_bytes = 0
         with self._lock:
             self._require_live()
@@ -236,7 +229,7 @@ class PoolLanding:
             self._stopped = TransferReleased(self.ticket.transfer_id, reason, given_up)
             due_bytes, self._due_bytes = self._due_bytes, 0
             if self._writing is None and not self._held:
-                self._end(self._released())
+                self._end(self._stopped)
         if self._credit is not None:
             self._credit.expect(-due_bytes)
         self._tell(reason)
@@ -274,10 +267,6 @@ class PoolLanding:
     def _end(self, event: TransferLanded | TransferReleased) -> None:
         self._ended = True
         self._report(event)
-
-    def _released(self) -> TransferReleased:
-        assert self._stopped is not None
-        return self._stopped
 
     def _tell(self, rejection: str | None) -> None:
         if self._answer is not None:

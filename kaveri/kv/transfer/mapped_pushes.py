@@ -5,7 +5,6 @@ own ticket says. The blocks of one other shape are handled in staged_pushes.py.
 """
 
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 
 from kaveri.errors import TransferFailed
@@ -24,7 +23,7 @@ STAGINGS_MAX = 4
 
 
 class MappedPushes:
-    """KvSender's calls, for tickets whose layout differs from the pool's. Any thread; close() not from the listener.
+    """Pushes by tickets whose layout differs from the pool's. Any thread; close() not from the listener.
 
     Memory: at most STAGINGS_MAX * staging_bytes (see StagedPushes for very large blocks), and nothing while all
     receivers use the pool's layout. An evicted shape frees its memory before another takes any. make_sender: makes the
@@ -42,12 +41,10 @@ class MappedPushes:
         self._given_up: list[StagedPushes] = []
         # Staging in memory, evicted ones included.
         self._room = threading.BoundedSemaphore(STAGINGS_MAX)
-        # By transfer.
-        self._staged: dict[bytes, StagedPushes] = {}
+        self.pushes: dict[bytes, StagedPush] = {}
         self._closed = False
 
     def open(self, ticket: Ticket, *, part: bool) -> None:
-        """See KvSender.open."""
         layout, own = ticket.layout, self._pool.layout
         if ticket.is_open:
             # Blocks are marked one by one, so a destination block must have the tokens and layers of one source block,
@@ -58,37 +55,16 @@ class MappedPushes:
             own.require_part(layout)
         else:
             own.require_mappable(layout)
-        push = StagedPush(ticket, map_blocks(own, layout))
+        block_map = map_blocks(own, layout)
         with self._lock:
             if self._closed:
                 raise TransferFailed("the sender is closed")
-            assert ticket.transfer_id not in self._staged, "a ticket is used once"
+            assert ticket.transfer_id not in self.pushes, "a ticket is used once"
             staging = self._staging(layout)
-            self._staged[ticket.transfer_id] = staging
+            push = self.pushes[ticket.transfer_id] = StagedPush(ticket, block_map, staging)
         staging.open(push)
 
-    def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
-        """See KvSender.write; the blocks are the pool's."""
-        if (staging := self._staged.get(transfer_id)) is not None:
-            staging.write(transfer_id, layer, first_index, source_blocks)
-
-    def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
-        """See KvSender.mark; the note is short enough."""
-        if (staging := self._staged.get(transfer_id)) is not None:
-            staging.mark(transfer_id, block_count, note)
-
-    def finish(self, transfer_id: bytes, note: bytes) -> None:
-        """See KvSender.finish; the note is short enough."""
-        if (staging := self._staged.get(transfer_id)) is not None:
-            staging.finish(transfer_id, note)
-
-    def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
-        """See KvSender.abort."""
-        if (staging := self._staged.get(transfer_id)) is not None:
-            staging.abort(transfer_id, keep_marked=keep_marked)
-
     def flow(self) -> SenderFlow:
-        """See KvSender.flow."""
         with self._lock:
             stagings = tuple(self._stagings.values())
         return SenderFlow.total(staging.flow() for staging in stagings)
@@ -143,7 +119,7 @@ class MappedPushes:
         """Evict the staging that is idle for longest, if there are too many. The caller holds the lock."""
         if len(self._stagings) < STAGINGS_MAX:
             return
-        busy = set(self._staged.values())
+        busy = {push.staging for push in self.pushes.values()}
         idle = next((shape for shape, staging in self._stagings.items() if staging not in busy), None)
         if idle is None:
             raise TransferFailed(f"KV goes to {STAGINGS_MAX} other layouts already")
@@ -158,7 +134,7 @@ class MappedPushes:
     def _on_staged(self, event: PushEvent) -> None:
         if isinstance(event, PushEnd):
             with self._lock:
-                self._staged.pop(event.transfer_id, None)
+                self.pushes.pop(event.transfer_id, None)
         if isinstance(event, PushAccepted):
             event = replace(event, transport=f"{event.transport} mapped")
         self._listener(event)

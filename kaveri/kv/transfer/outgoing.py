@@ -1,39 +1,41 @@
-"""Pushes under way on the sending side: their queues and their progress. Moves nothing."""
+"""Pushes under way on the sending side: their queues and progress, and the connection that they use."""
 
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from kaveri.kv.transfer.connection import Connection
-from kaveri.kv.transfer.digest import DigestFactory
-from kaveri.kv.transfer.ticket import Ticket
+from kaveri.errors import InvalidArgument
+from kaveri.kv.transfer.digest import Digest
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.transport import Link, Transport
 
-_TELL_AGAIN_S = 0.25
-_TELL_AGAIN_MAX_S = 4.0
+_RETRY_S = 0.25
+_RETRY_MAX_S = 4.0
 """First delay, doubled each time, before an unreachable receiver is notified again of pushes that were given up."""
 
-# The queue of a push, in order: one PushOpening; for each layer at most a QueuedWrite for each block; at most a Marking
-# for each block; one Ending.
 
+class Connection:
+    """A link to a receiver, and its credit. Guarded by the sender's lock. A push never moves to another connection."""
 
-@dataclass(frozen=True, slots=True)
-class PushOpening:
-    """Begin the transfer at the receiver."""
+    def __init__(self, transport: Transport, endpoint: KvEndpoint) -> None:
+        self.transport = transport
+        self.endpoint = endpoint
+        self.link: Link
+        """Set once it is connected; credit may arrive before."""
+        self.lost_reason: str | None = None
+        self.credit_bytes = 0
+        """Bytes that may be written now."""
+        self.window_bytes = 0
+        """Bytes that may be in flight."""
 
-
-@dataclass(frozen=True, slots=True)
-class Marking:
-    """Mark blocks [0, block_count) of each layer; they are queued before this."""
-
-    block_count: int
-    note: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """Send the end mark."""
-
-    note: bytes
+    def room(self, block_bytes: int) -> int:
+        """Return how many blocks one write may take: at most half of the window, so that credit for the next one
+        returns while it is in flight."""
+        write_bytes = min(self.transport.capabilities.write_bytes, self.window_bytes // 2)
+        return min(max(1, write_bytes // block_bytes), self.credit_bytes // block_bytes)
 
 
 @dataclass(slots=True)
@@ -45,55 +47,110 @@ class QueuedWrite:
     first_index: int
     blocks: tuple[int, ...]
 
-    def take(self, count: int) -> tuple[int, ...]:
-        """Take the next blocks off the queue."""
-        taken, self.blocks = self.blocks[:count], self.blocks[count:]
-        self.first_index += len(taken)
-        return taken
-
 
 class Push:
-    """One transfer under way. Guarded by the sender's lock, except the digest, which is the peer thread's.
+    """One transfer under way. Any thread may call write(), mark(), finish() and abort(); the others are the peer's, and
+    called under the sender's lock. The digest is the peer thread's.
 
     waiting ── connection is set: open ── is_ended: the end mark is sent ── accepted
        └──────────────┴───────────────────────┴── stopped: its reason ── no longer reading: failed
     """
 
-    def __init__(self, ticket: Ticket, digest: DigestFactory) -> None:
+    def __init__(
+        self,
+        ticket: Ticket,
+        digest: Digest,
+        lock: threading.Lock,
+        on_queued: "Callable[[Push], None]",
+        give_up: "Callable[[Push, str], None]",
+    ) -> None:
+        """lock: the sender's. on_queued: called with the lock after the queue has grown. give_up: called with the lock
+        to stop the push and notify the receiver."""
         self.ticket = ticket
         """Includes the blocks that the receiver has added."""
         self.expires_at_s = time.monotonic() + ticket.expires_in_s
         """Expiry of the push; that of an open push counts from the last mark that was answered."""
-        self.digest = digest()
+        self.digest = digest
         self.queued = [0] * ticket.layout.layer_count
-        self.queue: deque[PushOpening | QueuedWrite | Marking | Ending] = deque((PushOpening(),))
-        self.marks = Marks()
+        self.queue: deque[QueuedWrite | Callable[[], None]] = deque()
+        """In order: blocks to write, and calls that send the opening, the marks and the end. Bounded by the ticket."""
         self.kv_bytes = 0
         self.connection: Connection | None = None
         """Set once the transfer is open on it."""
         self.is_reading = False
         """True while the peer's thread may read source blocks."""
-        self.is_ending = False
-        """True once the end mark is queued."""
         self.is_ended = False
         """True once the end mark is sent."""
         self.stopped: str | None = None
         self.keeps_marked = False
         """True if the push was given up and its marked blocks are still useful."""
+        self._lock = lock
+        self._on_queued = on_queued
+        self._give_up = give_up
+        # The end mark is queued.
+        self._is_ending = False
+        # Blocks that the latest queued mark covers.
+        self._marked_count = 0
+        self._unanswered_marks: deque[int] = deque()
 
     @property
     def transfer_id(self) -> bytes:
         """The ticket's."""
         return self.ticket.transfer_id
 
+    def write(self, layers: range, first_index: int, blocks: tuple[int, ...]) -> None:
+        """Queue blocks, at least one, of each layer; see KvSender.write. Ignored once the push is given up or finished.
+
+        Raises InvalidArgument for more blocks than the ticket has.
+        """
+        with self._lock:
+            if not self._takes_more:
+                return
+            end, granted_count = first_index + len(blocks), len(self.ticket.block_ids)
+            if end > granted_count:
+                raise InvalidArgument("first_index", f"{first_index} with {len(blocks)} blocks", f"in {granted_count}")
+            for layer in layers:
+                assert first_index == self.queued[layer], "a block was left out or written twice"
+                self.queued[layer] = end
+                self.queue.append(QueuedWrite(layer, first_index, blocks))
+            self._on_queued(self)
+
+    def mark(self, block_count: int, note: bytes) -> None:
+        """Queue a mark of an open push; see KvSender.mark. Ignored once the push was given up or finished."""
+        with self._lock:
+            if not self._takes_more:
+                return
+            assert self.ticket.is_open, "only an open push is marked"
+            low, high = self._marked_count, min(self.queued)
+            if not low < block_count <= high:
+                raise InvalidArgument("block_count", block_count, f"above {low}, the last mark, and at most {high}")
+            self._marked_count = block_count
+            self.queue.append(partial(self._send_mark, block_count, note))
+            self._on_queued(self)
+
+    def finish(self, note: bytes) -> None:
+        """Queue the end mark. Ignored once the push was given up or finished."""
+        with self._lock:
+            if self._takes_more:
+                self._is_ending = True
+                self.queue.append(partial(self._send_end, note))
+                self._on_queued(self)
+
+    def abort(self, reason: str = "aborted", *, keep_marked: bool = False) -> None:
+        """Give the push up, and notify the receiver. Idempotent; ignored once the push has ended."""
+        with self._lock:
+            if self.stopped is None:
+                self.keeps_marked = keep_marked
+                self._give_up(self, reason)
+
     def take_write(self, most: int, joined_most: int) -> tuple[range, int, tuple[int, ...]]:
-        """Takes at most `most` blocks of the write at the head of the queue, and all of the writes behind it that bring
-        the same blocks of the following layers, up to `joined_most` blocks over all layers. Returns layers, first index
-        and blocks."""
+        """Take at most `most` blocks of the write at the head of the queue, and the same blocks of the next layers, up
+        to `joined_most` over all layers, if they follow. Returns layers, first index and blocks."""
         head = self.queue[0]
         assert isinstance(head, QueuedWrite)
         layer, index = head.layer, head.first_index
-        blocks = head.take(most)
+        blocks, head.blocks = head.blocks[:most], head.blocks[most:]
+        head.first_index += len(blocks)
         layer_count = 1
         if not head.blocks:
             self.queue.popleft()
@@ -110,54 +167,66 @@ class Push:
                 layer_count += 1
         return range(layer, layer + layer_count), index, blocks
 
+    def take_mark(self, block_count: int) -> bool:
+        """Record that the receiver keeps a mark. False if it was not due: the oldest unanswered one is."""
+        if not self._unanswered_marks or self._unanswered_marks.popleft() != block_count:
+            return False
+        self.expires_at_s = time.monotonic() + self.ticket.expires_in_s
+        return True
+
     def is_stopped(self) -> bool:
         """True if it was given up."""
         return self.stopped is not None
 
+    @property
+    def _takes_more(self) -> bool:
+        return self.stopped is None and not self._is_ending
 
-class Marks:
-    """Marks of an open push. Guarded by the sender's lock."""
+    # On the peer's thread, without the lock.
 
-    def __init__(self) -> None:
-        self.queued_count = 0
-        """Blocks that the latest queued mark covers."""
-        self._unanswered: deque[int] = deque()
+    def _send_mark(self, block_count: int, note: bytes) -> None:
+        with self._lock:
+            if self.stopped is not None or self.connection is None:
+                return
+            self._unanswered_marks.append(block_count)
+            link = self.connection.link
+        link.mark(self.ticket, block_count, note, self.digest.intdigest() if link.wants_digest else 0)
 
-    def sent(self, block_count: int) -> None:
-        """Record that a mark is sent."""
-        self._unanswered.append(block_count)
+    def _send_end(self, note: bytes) -> None:
+        with self._lock:
+            if self.stopped is not None or self.connection is None:
+                return
+            self.is_ended = True
+            link = self.connection.link
+        link.finish(self.ticket, note, self.digest.intdigest() if link.wants_digest else 0)
 
-    def answered(self, block_count: int) -> bool:
-        """Record that the receiver keeps a mark. True if it was due: the oldest unanswered one."""
-        return bool(self._unanswered) and self._unanswered.popleft() == block_count
 
-
-class Untold:
+class UnsentAborts:
     """Pushes that were given up before they were open. Until their receiver is notified it keeps blocks for them, at
     most until their tickets end; they are forgotten then. Used by the peer's thread only."""
 
     def __init__(self) -> None:
         self.pushes: list[Push] = []
-        self.tell_at_s = 0.0
-        self._again_s = _TELL_AGAIN_S
+        self.retry_at_s = 0.0
+        self._retry_s = _RETRY_S
 
     def is_due(self) -> bool:
         """True if there are some, and a retry is due."""
-        return bool(self.pushes) and time.monotonic() >= self.tell_at_s
+        return bool(self.pushes) and time.monotonic() >= self.retry_at_s
 
     def rest_s(self) -> float:
         """Seconds until the next retry."""
-        return max(0.0, self.tell_at_s - time.monotonic())
+        return max(0.0, self.retry_at_s - time.monotonic())
 
     def drop_expired(self) -> None:
         """Drop pushes whose tickets have ended."""
         now_s = time.monotonic()
         self.pushes = [push for push in self.pushes if push.expires_at_s > now_s]
 
-    def attempt_made(self) -> None:
+    def attempted(self) -> None:
         """Schedule the next retry."""
         if self.pushes:
-            self.tell_at_s = time.monotonic() + self._again_s
-            self._again_s = min(2 * self._again_s, _TELL_AGAIN_MAX_S)
+            self.retry_at_s = time.monotonic() + self._retry_s
+            self._retry_s = min(2 * self._retry_s, _RETRY_MAX_S)
         else:
-            self.tell_at_s, self._again_s = 0.0, _TELL_AGAIN_S
+            self.retry_at_s, self._retry_s = 0.0, _RETRY_S

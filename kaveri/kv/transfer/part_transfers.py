@@ -22,16 +22,6 @@ from kaveri.kv.transfer.receiver import LandingListener
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, part_blocks, pushed_tickets, taken_tickets
 
 
-class FlowingSender(PushSender, Protocol):
-    """A PushSender that an engine can watch and close."""
-
-    def flow(self) -> SenderFlow:
-        """Snapshot of the pushes under way."""
-
-    def close(self) -> None:
-        """End all pushes. Idempotent."""
-
-
 class TicketReceiver(Protocol):
     """Interface of what takes pushes: a KvReceiver (kaveri/kv/transfer/receiver.py), or a stand-in."""
 
@@ -43,19 +33,8 @@ class TicketReceiver(Protocol):
     def endpoints(self) -> tuple[KvEndpoint, ...]:
         """Addresses it listens at, best first."""
 
-    def grant(
-        self,
-        block_ids: Sequence[int],
-        token_count: int,
-        expires_in_s: float,
-        *,
-        first_block: int,
-        transfer_id: bytes,
-        secret: bytes,
-        part: KvLayout | None = None,
-        is_open: bool = False,
-    ) -> Ticket:
-        """Lease the blocks to one transfer. part, is_open: see KvReceiver.grant. Raises TransferFailed when closed."""
+    def lease(self, ticket: Ticket) -> None:
+        """See KvReceiver.lease."""
 
     def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> bool:
         """See KvReceiver.extend."""
@@ -77,20 +56,19 @@ class PartSender:
     """A PushSender that pushes the parts of a rank at once. layout: the engine's. rank: which of its ranks this is."""
 
     def __init__(
-        self, layout: KvLayout, rank: int, listener: PushListener, make_sender: Callable[[PushListener], FlowingSender]
+        self, layout: KvLayout, rank: int, listener: PushListener, make_sender: Callable[[PushListener], PushSender]
     ) -> None:
         self._layout = layout
         self._rank = rank
         self._listener = listener
-        self._table = _PartTable(self._whole_went_on)
-        self._inner = make_sender(self._table.hear)
+        self._table = _PartTable(self._report)
+        self._inner = make_sender(self._table.handle)
 
     def has_part(self, ticket: Ticket) -> bool:
         """Return True if this rank has something to push for the ticket."""
         return any(source_rank(self._layout, part.place) == self._rank for part in ticket.parts) or not ticket.parts
 
     def open(self, ticket: Ticket, *, part: bool = False) -> None:
-        """See PushSender.open."""
         if not ticket.parts:
             self._inner.open(ticket, part=part)
             return
@@ -100,39 +78,32 @@ class PartSender:
         self._table.begin(ticket.transfer_id, tickets, lambda own: self._inner.open(own, part=True), give_up)
 
     def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
-        """See PushSender.write."""
         for name in self._table.names(transfer_id):
             self._inner.write(name, layer, first_index, source_blocks)
 
     def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
-        """See PushSender.write_layers."""
         for name in self._table.names(transfer_id):
             self._inner.write_layers(name, layers, first_index, source_blocks)
 
     def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
-        """See PushSender.mark."""
         for name in self._table.names(transfer_id):
             self._inner.mark(name, block_count, note)
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
-        """See PushSender.finish."""
         for name in self._table.names(transfer_id):
             self._inner.finish(name, note)
 
     def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
-        """See PushSender.abort."""
         for name in self._table.names(transfer_id):
             self._inner.abort(name, keep_marked=keep_marked)
 
     def flow(self) -> SenderFlow:
-        """See FlowingSender.flow."""
         return self._inner.flow()
 
     def close(self) -> None:
-        """See FlowingSender.close."""
         self._inner.close()
 
-    def _whole_went_on(self, event: TransferEnd | TransferStep) -> None:
+    def _report(self, event: TransferEnd | TransferStep) -> None:
         assert isinstance(event, PushAccepted | PushFailed | PushMarked | PushExtended)
         self._listener(event)
 
@@ -145,35 +116,31 @@ class PartReceiver:
     ) -> None:
         self._rank = rank
         self._listener = listener
-        self._table = _PartTable(self._whole_went_on)
+        self._table = _PartTable(self._report)
         # Transfers whose parts land in the same blocks.
         self._split: dict[bytes, _Split] = {}
-        self._inner = make_receiver(self._table.hear)
+        self._inner = make_receiver(self._table.handle)
 
     @property
     def epoch(self) -> int:
-        """See TicketReceiver.epoch."""
         return self._inner.epoch
 
     @property
     def endpoints(self) -> tuple[KvEndpoint, ...]:
-        """See TicketReceiver.endpoints."""
         return self._inner.endpoints
 
     def grant(self, ticket: Ticket) -> None:
         """Lease the ticket's blocks, and to each part of this rank its share. Raises TransferFailed when closed."""
         if not ticket.parts:
-            self._lease(ticket, None)
+            self._inner.lease(ticket)
             return
         tickets = taken_tickets(self._rank, ticket)
-        if len(tickets) == 1:
-            self._table.begin(ticket.transfer_id, tickets, lambda own: self._lease(own, None), self._inner.revoke)
-            return
-        self._split[ticket.transfer_id] = _Split(ticket, len(tickets))
+        if len(tickets) > 1:
+            self._split[ticket.transfer_id] = _Split(ticket, len(tickets))
         try:
-            self._table.begin(ticket.transfer_id, tickets, lambda own: self._lease(own, own.layout), self._inner.revoke)
+            self._table.begin(ticket.transfer_id, tickets, self._inner.lease, self._inner.revoke)
         except KaveriError:
-            del self._split[ticket.transfer_id]
+            self._split.pop(ticket.transfer_id, None)
             raise
 
     def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> bool:
@@ -194,26 +161,12 @@ class PartReceiver:
             self._inner.revoke(name)
 
     def flow(self) -> ReceiverFlow:
-        """See TicketReceiver.flow."""
         return self._inner.flow()
 
     def close(self) -> None:
-        """See TicketReceiver.close."""
         self._inner.close()
 
-    def _lease(self, ticket: Ticket, part: KvLayout | None) -> None:
-        self._inner.grant(
-            ticket.block_ids,
-            ticket.token_count,
-            ticket.expires_in_s,
-            first_block=ticket.first_block,
-            transfer_id=ticket.transfer_id,
-            secret=ticket.secret,
-            part=part,
-            is_open=ticket.is_open,
-        )
-
-    def _whole_went_on(self, event: TransferEnd | TransferStep) -> None:
+    def _report(self, event: TransferEnd | TransferStep) -> None:
         assert isinstance(event, TransferLanded | TransferReleased | TransferMarked)
         if not isinstance(event, TransferMarked):
             split = self._split.pop(event.transfer_id, None)
@@ -291,10 +244,10 @@ class _PartTable:
         if failed:
             self._give_up(whole)
 
-    def hear(self, event: TransferEnd | TransferStep) -> None:
+    def handle(self, event: TransferEnd | TransferStep) -> None:
         """Handle the progress or the end of a transfer."""
         if isinstance(event, TransferStep):
-            self._hear_step(event)
+            self._handle_step(event)
             return
         with self._lock:
             whole, number = self._parts.pop(event.transfer_id, (None, 0))
@@ -310,7 +263,7 @@ class _PartTable:
         elif fails:
             self._give_up(whole)
 
-    def _hear_step(self, event: TransferStep) -> None:
+    def _handle_step(self, event: TransferStep) -> None:
         with self._lock:
             whole, _ = self._parts.get(event.transfer_id, (None, 0))
             told = whole.gathering.step(event) if whole is not None else event

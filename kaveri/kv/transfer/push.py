@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kaveri.kv.transfer.flow import SenderFlow
 from kaveri.kv.transfer.ticket import Ticket
 
 
@@ -71,3 +72,9 @@ class PushSender(Protocol):
 
     def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
         """Give a transfer up; see KvSender.abort."""
+
+    def flow(self) -> SenderFlow:
+        """Snapshot of the pushes under way."""
+
+    def close(self) -> None:
+        """End all pushes. Idempotent."""

@@ -10,8 +10,9 @@ from functools import partial
 
 from kaveri.errors import ConfigError, TransferFailed
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.layout.merging import merge_parts
+from kaveri.kv.layout.regions import merge_parts
 from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.credit import SenderCredit, SharedCredit
 from kaveri.kv.transfer.digest import DigestFactory, Digests, xxh3
 from kaveri.kv.transfer.flow import ReceiverFlow
 from kaveri.kv.transfer.landing import (
@@ -22,7 +23,6 @@ from kaveri.kv.transfer.landing import (
     TransferReleased,
 )
 from kaveri.kv.transfer.reporter import Reporter
-from kaveri.kv.transfer.sender_credit import SenderCredit, SharedCredit
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Answer, Capabilities, Credit, GiveCredit, Listener, Progress, Transport
 from kaveri.telemetry.logs import get_logger
@@ -122,22 +122,17 @@ class KvReceiver:
         expires_in_s: float,
         *,
         first_block: int = 0,
-        transfer_id: bytes = b"",
-        secret: bytes = b"",
         part: KvLayout | None = None,
         is_open: bool = False,
     ) -> Ticket:
-        """Lease the blocks to one transfer: they are the receiver's until TransferLanded or TransferReleased.
+        """Make a ticket for one transfer into these blocks, and lease them to it; see lease().
 
-        transfer_id, secret: the ids that all ranks of an instance use for the transfer; empty for fresh ones. part: the
-        transfer brings some of the heads, and block_ids are of the pool split by them (KvPool.split). is_open: the
-        transfer may be marked, extended, and end with fewer blocks. Raises TransferFailed when closed.
+        part: layout of a block, if the transfer brings some of the heads. is_open: the transfer may be marked,
+        extended, and end with fewer blocks. Raises TransferFailed when closed.
         """
-        pool = self._pool_of(part) if part is not None else self.pool
-        assert all(0 <= block < pool.block_count for block in block_ids), "a block outside the pool"
         ticket = Ticket(
-            transfer_id=transfer_id or secrets.token_bytes(16),
-            secret=secret or secrets.token_bytes(16),
+            transfer_id=secrets.token_bytes(16),
+            secret=secrets.token_bytes(16),
             epoch=self.epoch,
             endpoints=self.endpoints,
             block_ids=tuple(block_ids),
@@ -147,12 +142,22 @@ class KvReceiver:
             first_block=first_block,
             is_open=is_open,
         )
+        self.lease(ticket)
+        return ticket
+
+    def lease(self, ticket: Ticket) -> None:
+        """Lease a ticket's blocks to its transfer: they are the receiver's until TransferLanded or TransferReleased.
+
+        The blocks of a ticket for some of the heads are those of the pool split by them (KvPool.split). Raises
+        TransferFailed when closed.
+        """
+        pool = self._pool_of(ticket.layout)
+        assert all(0 <= block < pool.block_count for block in ticket.block_ids), "a block outside the pool"
         with self._lock:
             if self._closed:
                 raise TransferFailed("the receiver is closed")
             self._landings[ticket.transfer_id] = PoolLanding(ticket, pool, self._digest, self._note_event)
-        self._reporter.call_after(expires_in_s, partial(self._expire, ticket.transfer_id))
-        return ticket
+        self._reporter.call_after(ticket.expires_in_s, partial(self._expire, ticket.transfer_id))
 
     def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> bool:
         """Give an open transfer more destination blocks, after those that it has, and notify its sender.
@@ -167,12 +172,14 @@ class KvReceiver:
         return landing.extend(block_ids)
 
     def merge_parts(self, block_ids: Sequence[int], ways: int) -> None:
-        """Put the heads of these blocks in order, once all `ways` parts have landed (kaveri/kv/layout/merging.py)."""
+        """Put the heads of these blocks in order, once all `ways` parts have landed."""
         merge_parts(self.pool.layout, self.pool.memory, block_ids, ways)
 
     def revoke(self, transfer_id: bytes) -> None:
         """Cancel a transfer. TransferReleased follows once its blocks are fenced; unknown ids are ignored."""
-        self._stop(transfer_id, "revoked")
+        landing = self._landing(transfer_id)
+        if landing is not None:
+            landing.abort("revoked")
 
     def close(self) -> None:
         """Close listeners and connections, release what has not landed, end threads. Idempotent."""
@@ -209,11 +216,9 @@ class KvReceiver:
         self._credit.check_integrity()
 
     def admit(self, give: GiveCredit) -> SenderCredit:
-        """See TransferIntake.admit."""
         return self._credit.admit(give)
 
     def wants_digests(self, capabilities: Capabilities) -> bool:
-        """See TransferIntake.wants_digests."""
         return self._digests is Digests.ON or (self._digests is Digests.AUTO and capabilities.is_byte_stream)
 
     def open(
@@ -226,7 +231,6 @@ class KvReceiver:
         with_digest: bool = True,
         progress: Progress | None = None,
     ) -> PoolLanding:
-        """See TransferIntake.open."""
         landing = self._landing(transfer_id)
         # The epoch first: a ticket of an earlier incarnation is unknown here for a reason worth reporting.
         if epoch != self.epoch:
@@ -247,11 +251,13 @@ class KvReceiver:
         get_logger().warning("kv_transfer_refused", transfer_id=transfer_id.hex(), reason=reason)
         raise TransferFailed(reason)
 
-    def _pool_of(self, part: KvLayout) -> KvPool:
+    def _pool_of(self, layout: KvLayout) -> KvPool:
+        if layout.block_bytes == self.pool.layout.block_bytes:
+            return self.pool
         with self._lock:
-            pool = self._split.get(part.kv_head_count)
+            pool = self._split.get(layout.kv_head_count)
             if pool is None:
-                pool = self._split[part.kv_head_count] = self.pool.split(part)
+                pool = self._split[layout.kv_head_count] = self.pool.split(layout)
         return pool
 
     def _lease_size(self, landing: PoolLanding) -> float:
@@ -278,8 +284,3 @@ class KvReceiver:
     def _landing(self, transfer_id: bytes) -> PoolLanding | None:
         with self._lock:
             return self._landings.get(transfer_id)
-
-    def _stop(self, transfer_id: bytes, reason: str) -> None:
-        landing = self._landing(transfer_id)
-        if landing is not None:
-            landing.abort(reason)

@@ -7,7 +7,6 @@ some of the layers, or of the heads            mapped, when the caller asks for 
 anything else                                  LayoutMismatch, before a byte moves
 """
 
-import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -18,8 +17,7 @@ from kaveri.kv.transfer.digest import DigestFactory, xxh3
 from kaveri.kv.transfer.flow import SenderFlow
 from kaveri.kv.transfer.mapped_pushes import STAGING_BYTES, MappedPushes
 from kaveri.kv.transfer.outgoing import Push
-from kaveri.kv.transfer.peer import Peer
-from kaveri.kv.transfer.peer_setup import PeerSetup, Route
+from kaveri.kv.transfer.peer import Peers, Route
 from kaveri.kv.transfer.push import (
     LocalDoneListener,
     PushAccepted,
@@ -30,6 +28,7 @@ from kaveri.kv.transfer.push import (
     PushMarked,
 )
 from kaveri.kv.transfer.reporter import Reporter
+from kaveri.kv.transfer.staged_pushes import StagedPush
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.kv.transfer.transport import Transport, require_note
 
@@ -72,13 +71,14 @@ class KvSender:
     ) -> None:
         self.pool = pool
         self._transports = tuple(transports)
-        self._lock = threading.Lock()
-        self._pushes: dict[bytes, tuple[Peer, Push]] = {}
         self._reporter = Reporter[PushEvent]("kv-sender", listener)
-        # Avoid a reference to this sender: its pool must go with its last reference, not with the garbage collector.
-        forget = partial(_forget, self._pushes)
-        self._peers = _Peers(
-            PeerSetup(pool, digest, idle_s, credit_timeout_s, self._lock, self._reporter, on_local_done, forget)
+        self._direct = Peers(
+            pool,
+            self._reporter,
+            digest=digest,
+            idle_s=idle_s,
+            credit_timeout_s=credit_timeout_s,
+            on_local_done=on_local_done,
         )
         make_sender = partial(
             KvSender, transports=self._transports, digest=digest, idle_s=idle_s, credit_timeout_s=credit_timeout_s
@@ -97,11 +97,7 @@ class KvSender:
         if ticket.layout != self.pool.layout:
             self._mapped.open(ticket, part=part)
             return
-        routes = self._routes(ticket)
-        with self._lock:
-            assert ticket.transfer_id not in self._pushes, "a ticket is used once"
-            peer = self._peers.find(ticket, routes)
-            self._pushes[ticket.transfer_id] = peer, peer.open(ticket)
+        self._direct.open(ticket, self._routes(ticket))
         self._reporter.call_after(ticket.expires_in_s + _ANSWER_GRACE_S, partial(self._expire, ticket.transfer_id))
 
     def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
@@ -122,15 +118,9 @@ class KvSender:
         """Queue the same blocks of several layers; see write(). They are sent together, as far as there is credit."""
         # Its bytes would be missing from a frame, and the receiver would take those of other pushes for them.
         self.pool.require_blocks("source_blocks", source_blocks)
-        with self._lock:
-            found = self._pushes.get(transfer_id)
-            if found is not None and source_blocks:
-                peer, push = found
-                for layer in layers:
-                    peer.write(push, layer, first_index, tuple(source_blocks))
-        if found is None:
-            for layer in layers:
-                self._mapped.write(transfer_id, layer, first_index, source_blocks)
+        push = self._find(transfer_id)
+        if push is not None and source_blocks:
+            push.write(layers, first_index, tuple(source_blocks))
 
     def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
         """Mark an open push: blocks [0, block_count) of all layers are queued. `note`, at most 4 KiB, travels with it.
@@ -140,47 +130,32 @@ class KvSender:
         mark before, and at most what is queued of every layer.
         """
         require_note(note)
-        with self._lock:
-            found = self._pushes.get(transfer_id)
-            if found is not None:
-                peer, push = found
-                peer.mark(push, block_count, note)
-        if found is None:
-            self._mapped.mark(transfer_id, block_count, note)
+        if (push := self._find(transfer_id)) is not None:
+            push.mark(block_count, note)
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
         """Finish a fully queued push. `note`, at most 4 KiB, arrives with the landing, behind all bytes."""
         require_note(note)
-        with self._lock:
-            found = self._pushes.get(transfer_id)
-            if found is not None:
-                peer, push = found
-                peer.finish(push, note)
-        if found is None:
-            self._mapped.finish(transfer_id, note)
+        if (push := self._find(transfer_id)) is not None:
+            push.finish(note)
 
     def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
         """Give a push up. PushFailed follows once the source blocks are no longer read; unknown ids are ignored.
 
         keep_marked: the blocks whose marks the receiver has answered are still useful, as when the push was lost.
         """
-        self._give_up(transfer_id, "aborted", keep_marked=keep_marked)
-        self._mapped.abort(transfer_id, keep_marked=keep_marked)
+        if (push := self._find(transfer_id)) is not None:
+            push.abort(keep_marked=keep_marked)
 
     def flow(self) -> SenderFlow:
         """Snapshot of the pushes under way; a receiver with pushes of several shapes counts once for each."""
-        with self._lock:
-            direct = self._peers.flow()
-        return SenderFlow.total((direct, self._mapped.flow()))
+        return SenderFlow.total((self._direct.flow(), self._mapped.flow()))
 
     def close(self) -> None:
         """Break all connections, fail what is under way, end threads. Idempotent. Waits for a connection attempt under
         way."""
         self._mapped.close()
-        with self._lock:
-            threads = self._peers.close()
-        for thread in threads:
-            thread.join()
+        self._direct.close()
         self._reporter.close()
         self._mapped.join()
 
@@ -201,80 +176,16 @@ class KvSender:
             raise TransferFailed(f"no transport in common: {offered} there, {spoken} here")
         return routes
 
+    def _find(self, transfer_id: bytes) -> Push | StagedPush | None:
+        return self._direct.pushes.get(transfer_id) or self._mapped.pushes.get(transfer_id)
+
     def _expire(self, transfer_id: bytes) -> None:
         """Handle the end of a time limit: of a ticket, or of the last mark that was seen then."""
-        with self._lock:
-            found = self._pushes.get(transfer_id)
-            left_s = found[1].expires_at_s + _ANSWER_GRACE_S - time.monotonic() if found is not None else 0.0
+        push = self._direct.pushes.get(transfer_id)
+        if push is None:
+            return
+        left_s = push.expires_at_s + _ANSWER_GRACE_S - time.monotonic()
         if left_s > 0:
             self._reporter.call_after(left_s, partial(self._expire, transfer_id))
         else:
-            self._give_up(transfer_id, "the ticket expired", keep_marked=True)
-
-    def _give_up(self, transfer_id: bytes, reason: str, *, keep_marked: bool) -> None:
-        with self._lock:
-            found = self._pushes.get(transfer_id)
-            if found is not None:
-                peer, push = found
-                peer.abort(push, reason, keep_marked=keep_marked)
-
-
-def _forget(pushes: dict[bytes, tuple[Peer, Push]], transfer_id: bytes) -> None:
-    """Remove a push that has ended. The caller holds the sender's lock."""
-    pushes.pop(transfer_id, None)
-
-
-class _Peers:
-    """The receivers of one sender; see PeerOwner. Guarded by the sender's lock."""
-
-    def __init__(self, setup: PeerSetup) -> None:
-        self._setup = setup
-        self._peers: dict[tuple[object, ...], Peer] = {}
-        # Threads of peers, including those that are ending.
-        self._threads: set[threading.Thread] = set()
-        # Totals of peers that have ended.
-        self._credit_waits = 0
-        self._credit_wait_s = 0.0
-        self._closed = False
-
-    def find(self, ticket: Ticket, routes: Sequence[Route]) -> Peer:
-        """Return the ticket's receiver. Raises TransferFailed when closed, and without a thread for it."""
-        if self._closed:
-            raise TransferFailed("the sender is closed")
-        # A receiver that was restarted at the same address is another peer.
-        key = (ticket.endpoints, ticket.epoch)
-        peer = self._peers.get(key)
-        if peer is None:
-            peer = Peer(self._setup, self, key, routes, ticket.epoch)
-            # Its thread waits for the lock meanwhile.
-            peer.start()
-            self._peers[key] = peer
-            self._threads.add(peer.thread)
-        return peer
-
-    def flow(self) -> SenderFlow:
-        """Snapshot of the pushes under way."""
-        peers = self._peers.values()
-        return SenderFlow(
-            tuple(peer.flow() for peer in peers),
-            self._credit_waits + sum(peer.credit_waits for peer in peers),
-            self._credit_wait_s + sum(peer.credit_wait_s for peer in peers),
-        )
-
-    def close(self) -> tuple[threading.Thread, ...]:
-        """Make all peers end soon, and take no more. Returns their threads."""
-        self._closed = True
-        for peer in self._peers.values():
-            peer.close()
-        return tuple(self._threads)
-
-    def forget(self, peer: Peer) -> None:
-        """See PeerOwner.forget."""
-        if self._peers.get(peer.key) is peer:
-            del self._peers[peer.key]
-            self._credit_waits += peer.credit_waits
-            self._credit_wait_s += peer.credit_wait_s
-
-    def ended(self, peer: Peer) -> None:
-        """See PeerOwner.ended."""
-        self._threads.remove(peer.thread)
+            push.abort("the ticket expired", keep_marked=True)

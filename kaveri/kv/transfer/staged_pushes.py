@@ -32,6 +32,7 @@ from kaveri.kv.transfer.push import (
     PushExtended,
     PushFailed,
     PushListener,
+    PushSender,
 )
 from kaveri.kv.transfer.ticket import Ticket, first_source_block
 from kaveri.telemetry.logs import get_logger
@@ -41,47 +42,24 @@ _BLOCKS_MIN = 4
 """Fewest staging blocks of each layer, for any size of block."""
 
 
-class StagingSender(Protocol):
-    """Interface of the sender of a staging pool: a KvSender."""
-
-    def open(self, ticket: Ticket) -> None:
-        """See KvSender.open."""
-
-    def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
-        """See KvSender.write."""
-
-    def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
-        """See KvSender.mark."""
-
-    def finish(self, transfer_id: bytes, note: bytes) -> None:
-        """See KvSender.finish."""
-
-    def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
-        """See KvSender.abort."""
-
-    def flow(self) -> SenderFlow:
-        """See KvSender.flow."""
-
-    def close(self) -> None:
-        """See KvSender.close."""
-
-
 class MakeSender(Protocol):
     """Makes the sender of a staging pool."""
 
-    def __call__(self, pool: KvPool, listener: PushListener, *, on_local_done: LocalDoneListener) -> StagingSender:
+    def __call__(self, pool: KvPool, listener: PushListener, *, on_local_done: LocalDoneListener) -> PushSender:
         """listener, on_local_done: see KvSender."""
 
 
 class StagedPush:
-    """One push through staging. Guarded by the lock of its StagedPushes.
+    """One push through staging. Any thread may call write(), mark(), finish() and abort(); see KvSender. The others are
+    called under the lock of its StagedPushes.
 
     Open ones are of whole blocks, of which the receiver takes some of the heads (MappedPushes.open).
     """
 
-    def __init__(self, ticket: Ticket, block_map: BlockMap) -> None:
+    def __init__(self, ticket: Ticket, block_map: BlockMap, staging: "StagedPushes") -> None:
         """ticket: as it was granted. block_map: from the source pool to ticket.layout."""
         layer_count = ticket.layout.layer_count
+        self.staging = staging
         self.ticket = ticket
         self.block_map = block_map
         self.granted_count = len(ticket.block_ids)
@@ -119,36 +97,41 @@ class StagedPush:
         """The ticket's."""
         return self.ticket.transfer_id
 
-    def write(self, source_layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
-        """Add source blocks of a layer that may be read."""
-        layer = source_layer - self.block_map.source_layer(0)
-        if not 0 <= layer < len(self.readable):
-            return  # another part's
-        assert first_index == self.readable[layer], "a block was left out or written twice"
-        end = first_index + len(source_blocks)
-        if self.ticket.is_open and end > self.granted_count:
-            count = self.granted_count
-            raise InvalidArgument("first_index", f"{first_index} with {len(source_blocks)} blocks", f"in {count}")
-        self.block_ids.extend(source_blocks[len(self.block_ids) - first_index :] if end > len(self.block_ids) else ())
-        self.readable[layer] = end
-        ticket, block_tokens = self.ticket, self.ticket.layout.block_tokens
-        tokens = (self.first_block + end) * self.block_map.source.block_tokens
-        if ticket.is_open:
-            self.complete[layer] = end
-        elif tokens >= ticket.token_count:
-            self.complete[layer] = len(ticket.block_ids)
-        else:
-            self.complete[layer] = max(0, tokens // block_tokens - ticket.first_block)
-        if self.complete[layer] > self.staged[layer]:
-            self.due[layer] = None
+    def write(self, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
+        """Add source blocks that may be read, of these layers of the source. first_index counts from first_block."""
+        with self.staging.changed:
+            if self.outcome is None:
+                for source_layer in layers:
+                    self._write_layer(source_layer, first_index, source_blocks)
+                self.staging.changed.notify()
 
     def mark(self, block_count: int, note: bytes) -> None:
         """Mark more blocks, once they are staged. Raises InvalidArgument."""
-        low, high = self.marked_count, min(self.readable)
-        if not low < block_count <= high:
-            raise InvalidArgument("block_count", block_count, f"above {low}, the last mark, and at most {high}")
-        self.marked_count = block_count
-        self.marks.append((block_count, note))
+        with self.staging.changed:
+            if self.outcome is not None or self.note is not None:
+                return
+            low, high = self.marked_count, min(self.readable)
+            if not low < block_count <= high:
+                raise InvalidArgument("block_count", block_count, f"above {low}, the last mark, and at most {high}")
+            self.marked_count = block_count
+            self.marks.append((block_count, note))
+            self.staging.changed.notify()
+
+    def finish(self, note: bytes) -> None:
+        """Send the end mark once everything is staged."""
+        with self.staging.changed:
+            if self.outcome is None:
+                self.note = note
+                self.staging.changed.notify()
+
+    def abort(self, *, keep_marked: bool = False) -> None:
+        """Give the push up."""
+        with self.staging.changed:
+            self.aborted = True
+            sender = self.staging.sender if self.opened else None
+        # Otherwise the sender is notified after its open(), so that the receiver is notified as well.
+        if sender is not None:
+            sender.abort(self.transfer_id, keep_marked=keep_marked)
 
     @property
     def all_staged(self) -> bool:
@@ -181,6 +164,28 @@ class StagedPush:
             staging.memory[layer : layer + 1].reshape(1, -1),
         )
 
+    def _write_layer(self, source_layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
+        layer = source_layer - self.block_map.source_layer(0)
+        if not 0 <= layer < len(self.readable):
+            return  # another part's
+        assert first_index == self.readable[layer], "a block was left out or written twice"
+        end = first_index + len(source_blocks)
+        if self.ticket.is_open and end > self.granted_count:
+            count = self.granted_count
+            raise InvalidArgument("first_index", f"{first_index} with {len(source_blocks)} blocks", f"in {count}")
+        self.block_ids.extend(source_blocks[len(self.block_ids) - first_index :] if end > len(self.block_ids) else ())
+        self.readable[layer] = end
+        ticket, block_tokens = self.ticket, self.ticket.layout.block_tokens
+        tokens = (self.first_block + end) * self.block_map.source.block_tokens
+        if ticket.is_open:
+            self.complete[layer] = end
+        elif tokens >= ticket.token_count:
+            self.complete[layer] = len(ticket.block_ids)
+        else:
+            self.complete[layer] = max(0, tokens // block_tokens - ticket.first_block)
+        if self.complete[layer] > self.staged[layer]:
+            self.due[layer] = None
+
 
 class StagedPushes:
     """All pushes of one sender that need blocks of one shape. Every method may be called from any thread.
@@ -207,7 +212,7 @@ class StagedPushes:
         self._make_sender = make_sender
         self._room_for_memory = room
         self.block_count = max(_BLOCKS_MIN, staging_bytes // (shape.layer_count * shape.block_bytes))
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
         # In round-robin order.
         self._pushes: dict[bytes, StagedPush] = {}
         # Per layer.
@@ -216,7 +221,7 @@ class StagedPushes:
         self._held: Counter[tuple[object, int]] = Counter()
         # Made by the thread, before it takes the first push, and freed with it.
         self._memory: KvPool | None = None
-        self._made: StagingSender | None = None
+        self.sender: PushSender | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-stage", daemon=True)
 
@@ -236,62 +241,25 @@ class StagedPushes:
 
     def open(self, push: StagedPush) -> None:
         """Begin a push; every error is reported by PushFailed."""
-        with self._changed:
+        with self.changed:
             closed = self._closing
             if not closed:
                 assert push.transfer_id not in self._pushes, "a ticket is used once"
                 self._pushes[push.transfer_id] = push
-                self._changed.notify()
+                self.changed.notify()
         if closed:
             self._listener(PushFailed(push.transfer_id, "the sender is closed"))
 
-    def write(self, transfer_id: bytes, source_layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
-        """See KvSender.write, for the source's layer and blocks: first_index counts from first_source_block(ticket)."""
-        with self._changed:
-            push = self._pushes.get(transfer_id)
-            if push is not None and push.outcome is None:
-                push.write(source_layer, first_index, source_blocks)
-                self._changed.notify()
-
-    def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
-        """See KvSender.mark."""
-        with self._changed:
-            push = self._pushes.get(transfer_id)
-            if push is not None and push.outcome is None and push.note is None:
-                push.mark(block_count, note)
-                self._changed.notify()
-
-    def finish(self, transfer_id: bytes, note: bytes) -> None:
-        """See KvSender.finish."""
-        with self._changed:
-            push = self._pushes.get(transfer_id)
-            if push is not None and push.outcome is None:
-                push.note = note
-                self._changed.notify()
-
-    def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
-        """See KvSender.abort."""
-        with self._changed:
-            push = self._pushes.get(transfer_id)
-            if push is None:
-                return
-            push.aborted = True
-            opened = push.opened
-            sender = self._made
-        # Otherwise the sender is notified after its open(), so that the receiver is notified as well.
-        if opened and sender is not None:
-            sender.abort(transfer_id, keep_marked=keep_marked)
-
     def flow(self) -> SenderFlow:
         """See KvSender.flow; empty while there is no staging memory."""
-        sender = self._made
+        sender = self.sender
         return sender.flow() if sender is not None else SenderFlow()
 
     def close(self) -> None:
         """Fail what is under way, and release staging and threads; does not wait. Idempotent."""
-        with self._changed:
+        with self.changed:
             self._closing = True
-            self._changed.notify()
+            self.changed.notify()
 
     def join(self) -> None:
         """After close(), wait for its end. Not from the listener."""
@@ -299,7 +267,7 @@ class StagedPushes:
 
     def check_integrity(self) -> None:
         """Assert that every staging block of every layer is free or held by one push under way."""
-        with self._changed:
+        with self.changed:
             for layer, free in enumerate(self._free):
                 held = [block for push in self._pushes.values() for block in push.held[layer]]
                 assert sorted(free + held) == list(range(self.block_count)), f"layer {layer}: staging is leaked"
@@ -312,9 +280,9 @@ class StagedPushes:
             assert self._held == counted, "the account of receivers is wrong"
 
     @property
-    def _sender(self) -> StagingSender:
-        assert self._made is not None, "no push is opened before there is a sender"
-        return self._made
+    def _sender(self) -> PushSender:
+        assert self.sender is not None, "no push is opened before there is a sender"
+        return self.sender
 
     @property
     def _staging(self) -> KvPool:
@@ -333,7 +301,7 @@ class StagedPushes:
             if not has_room:
                 return
             self._memory = KvPool(self._shape, self.block_count)
-            self._made = self._make_sender(self._staging, self._on_event, on_local_done=self._on_local_done)
+            self.sender = self._make_sender(self._staging, self._on_event, on_local_done=self._on_local_done)
             get_logger().info(
                 "kv_layout_mapped",
                 block_tokens=self._shape.block_tokens,
@@ -350,21 +318,21 @@ class StagedPushes:
             reason = f"staging failed: {error!r}"
         finally:
             self.close()
-            if self._made is not None:
-                self._made.close()
+            if self.sender is not None:
+                self.sender.close()
             # The last references to the memory: the other objects form reference cycles.
-            self._made = self._memory = None
+            self.sender = self._memory = None
             if has_room:
                 self._room_for_memory.release()
-            with self._changed:
+            with self.changed:
                 for push in self._pushes.values():
                     push.reading = False
                 left = [self._end(push, PushFailed(push.transfer_id, reason)) for push in tuple(self._pushes.values())]
             for event in left:
                 if event is not None:
-                    self._tell(event)
+                    self._report(event)
 
-    def _tell(self, event: PushAccepted | PushFailed) -> None:
+    def _report(self, event: PushAccepted | PushFailed) -> None:
         """Call the listener, on the thread here. Its error must not end all other pushes."""
         try:
             self._listener(event)
@@ -373,7 +341,7 @@ class StagedPushes:
 
     def _next_turn(self) -> Callable[[], None] | None:
         """Wait for the next action, round robin over pushes. None at the end."""
-        with self._changed:
+        with self.changed:
             while not self._closing:
                 for push in self._pushes.values():
                     turn = self._turn_of(push)
@@ -381,7 +349,7 @@ class StagedPushes:
                         # After all others.
                         self._pushes[push.transfer_id] = self._pushes.pop(push.transfer_id)
                         return turn
-                self._changed.wait()
+                self.changed.wait()
             return None
 
     def _turn_of(self, push: StagedPush) -> Callable[[], None] | None:
@@ -427,11 +395,11 @@ class StagedPushes:
 
     def _stage(self, push: StagedPush, layer: int, first_index: int, staging_ids: Sequence[int]) -> None:
         push.copy(self._source, self._staging, layer, first_index, staging_ids)
-        with self._changed:
+        with self.changed:
             push.reading = False
             event = self._end(push, push.outcome) if push.outcome is not None else None
         if event is not None:
-            self._tell(event)
+            self._report(event)
             return
         # Failed since: ignored there.
         self._sender.write(push.transfer_id, layer, first_index, staging_ids)
@@ -442,7 +410,7 @@ class StagedPushes:
         except TransferFailed as error:
             self._on_event(PushFailed(push.transfer_id, error.reason))
             return
-        with self._changed:
+        with self.changed:
             aborted = push.aborted
         if aborted:
             self._sender.abort(push.transfer_id)
@@ -450,16 +418,16 @@ class StagedPushes:
     # Callbacks of the sender, on its threads.
 
     def _on_local_done(self, transfer_id: bytes, layer: int, staging_ids: Sequence[int]) -> None:
-        with self._changed:
+        with self.changed:
             push = self._pushes.get(transfer_id)
             if push is not None and push.outcome is None:
                 push.held[layer].difference_update(staging_ids)
                 self._give_back(push, layer, staging_ids)
-                self._changed.notify()
+                self.changed.notify()
 
     def _on_event(self, event: PushEvent) -> None:
         told: PushEvent | None = None
-        with self._changed:
+        with self.changed:
             push = self._pushes.get(event.transfer_id)
             if push is not None and isinstance(event, PushEnd):
                 told = self._end(push, event)
@@ -481,7 +449,7 @@ class StagedPushes:
         del self._pushes[push.transfer_id]
         for layer, held in enumerate(push.held):
             self._give_back(push, layer, held)
-        self._changed.notify()
+        self.changed.notify()
         return push.outcome
 
     def _give_back(self, push: StagedPush, layer: int, staging_ids: Collection[int]) -> None:

@@ -41,15 +41,8 @@ class LinkLost(TransferFailed):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """The abilities of a transport, for planning."""
+    """The abilities of a transport."""
 
-    one_sided: bool
-    """The sender writes directly into the receiver's memory."""
-    needs_posted_receives: bool
-    """The receiver must post a receive before the sender may send (NCCL, gloo)."""
-    memory_kinds: frozenset[str]
-    """"host"; "cuda" for one that takes device memory, which none does today."""
-    same_host_only: bool
     can_revoke: bool
     """The receiver alone can stop writes of one transfer, while the sender is silent and the link stays up."""
     is_byte_stream: bool

@@ -3,16 +3,14 @@ of one host and `nixl` whatever UCX reaches, both by the protocol of `one_sided`
 `emulated` is for studies. Others come from plug-ins."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 from kaveri.errors import ConfigError
 from kaveri.kv.transfer.transport import Transport
 from kaveri.kv.transports.extra.collective import CollectiveTransport
 from kaveri.kv.transports.extra.emulated import EmulatedTransport
 from kaveri.kv.transports.link_speed import parse_link_speed
-from kaveri.kv.transports.nixl import NixlTransport
-from kaveri.kv.transports.shm import ShmTransport
 from kaveri.kv.transports.socket import SocketTransport
 from kaveri.kv.transports.tls import TlsTransport
 from kaveri.plugins.registry import PluginPoint
@@ -34,11 +32,11 @@ TRANSPORTS = PluginPoint(
     kind="transport",
     group="kaveri.transports",
     own={
-        "shm": f"{_HERE}:shm_transport",
+        "shm": f"{_HERE}.shm:ShmTransport",
         "unix": f"{_HERE}:unix_transport",
         "tcp": f"{_HERE}:tcp_transport",
         TLS: f"{_HERE}:tls_transport",
-        "nixl": f"{_HERE}:nixl_transport",
+        "nixl": f"{_HERE}.nixl:NixlTransport",
         "nccl": f"{_HERE}:nccl_transport",
         "gloo": f"{_HERE}:gloo_transport",
         MOCK: f"{_HERE}.extra.emulated:MockTransport",
@@ -55,11 +53,6 @@ def transport_names(text: str) -> tuple[str, ...]:
     if not names:
         raise ValueError(f"names none of {TRANSPORTS.names()}")
     return tuple(map(TRANSPORTS.known, names))
-
-
-def shm_transport() -> ShmTransport:
-    """Shared memory, between processes of one host and one user."""
-    return ShmTransport()
 
 
 def unix_transport() -> SocketTransport:
@@ -79,11 +72,6 @@ def tls_transport(tls: TlsFiles | None = None, advertise_host: str | None = None
     return TlsTransport(tls, advertise_host=advertise_host)
 
 
-def nixl_transport(advertise_host: str | None = None) -> NixlTransport:
-    """NIXL. advertise_host: see tcp_transport. Raises ConfigError when it is not installed."""
-    return NixlTransport(advertise_host=advertise_host)
-
-
 def gloo_transport(advertise_host: str | None = None) -> CollectiveTransport:
     """gloo. advertise_host: see tcp_transport. Raises ConfigError without torch."""
     return CollectiveTransport("gloo", advertise_host=advertise_host)
@@ -92,11 +80,6 @@ def gloo_transport(advertise_host: str | None = None) -> CollectiveTransport:
 def nccl_transport(advertise_host: str | None = None) -> CollectiveTransport:
     """NCCL. advertise_host: see tcp_transport. Raises ConfigError without a GPU and a torch that is built for it."""
     return CollectiveTransport("nccl", advertise_host=advertise_host)
-
-
-def slowed_tcp_transport() -> Transport:
-    """TCP over an emulated link that is faster than this machine's, for the conformance suite."""
-    return slowed((tcp_transport(),), "100Gbps,10us")[0]
 
 
 def make_transports(
@@ -113,34 +96,26 @@ def make_transports(
     return made
 
 
-def _make(name: str, arguments: Mapping[str, Any]) -> Transport:
+def _make(name: str, arguments: Mapping[str, object]) -> Transport:
     """Create a transport. Raises ConfigError."""
     try:
         maker = TRANSPORTS.load(name)
     except ValueError as error:
         raise ConfigError("kv_transports", str(error)) from error
-    if name not in TRANSPORTS.own:
-        return _make_plugin(name, maker, arguments)
-    return cast(Transport, maker(**_taken(maker, arguments)))
-
-
-def _make_plugin(name: str, maker: Any, arguments: Mapping[str, Any]) -> Transport:
     try:
-        made = maker(**_taken(maker, arguments))
+        parameters = inspect.signature(maker).parameters
+        made = maker(**{argument: value for argument, value in arguments.items() if argument in parameters})
     except ConfigError:
         raise
     except Exception as error:
+        if name in TRANSPORTS.own:
+            raise
         reason = f"{name} cannot be made: {type(error).__name__}: {error}"
         raise ConfigError("kv_transports", reason) from error
     if missing := [part for part in _PARTS if not hasattr(made, part)]:
         reason = f"{name} made a {type(made).__name__}, which is no Transport: it has no {', '.join(missing)}"
         raise ConfigError("kv_transports", reason)
     return cast(Transport, made)
-
-
-def _taken(maker: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = inspect.signature(maker).parameters
-    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def slowed(transports: Sequence[Transport], link: str) -> tuple[Transport, ...]:

@@ -85,9 +85,7 @@ class NixlTransport(SocketTransport):
         self.name = self.label = "nixl"
         self.connection_type = NixlReceivingConnection
         # Each write costs a round trip between two polling processes.
-        self.capabilities = replace(
-            self.capabilities, one_sided=True, can_revoke=False, is_byte_stream=False, write_bytes=16 << 20
-        )
+        self.capabilities = replace(self.capabilities, can_revoke=False, is_byte_stream=False, write_bytes=16 << 20)
 
     def _link(
         self, meeting: ByteStream, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
@@ -114,7 +112,6 @@ class NixlLink(OneSidedLink):
         super().__init__(stream, pool, listener, endpoint, agent.target_block_count)
 
     def close(self) -> None:
-        """See Link.close."""
         self._is_broken = True
         self._agent.close()
         super().close()
@@ -275,7 +272,6 @@ class _SendingAgent(_Agent):
         return False
 
     def close(self) -> None:
-        """See _Agent.close."""
         # Each refers to the agent. A pending write cannot be released; it ends with the agent.
         for name in ("_write", "_source", "_target"):
             handle = getattr(self, name)

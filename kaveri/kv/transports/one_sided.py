@@ -70,7 +70,6 @@ class OneSidedLink(SocketLink, ABC):
         digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> int:
-        """See Link.write."""
         places = ticket.block_ids[first_index : first_index + len(source_blocks)]
         if max(places) >= self._target_block_count:
             raise LinkLost(f"a ticket for block {max(places)} of the receiver's {self._target_block_count}")
@@ -86,12 +85,10 @@ class OneSidedLink(SocketLink, ABC):
         super().finish(ticket, note, digest)
 
     def abort(self, ticket: Ticket, *, keep_marked: bool = False) -> None:
-        """See Link.abort."""
         self._let_go(ticket.transfer_id)
         super().abort(ticket, keep_marked=keep_marked)
 
     def break_off(self) -> None:
-        """See Link.break_off."""
         self._is_broken = True
         # The socket's end promises that nothing more is written; the thread with the lock ends it then.
         if self._changed.acquire(blocking=False):
@@ -185,7 +182,6 @@ class OneSidedReceivingConnection(ReceivingConnection):
             self._last_resort = last_resort
 
     def close(self) -> None:
-        """See ReceivingConnection.close."""
         if self._last_resort is not None:
             self._last_resort.cancel()
             self._last_resort.join()

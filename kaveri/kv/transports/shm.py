@@ -45,7 +45,7 @@ class ShmTransport(SocketTransport):
         )
         self.name = self.label = "shm"
         self.connection_type = ShmReceivingConnection
-        self.capabilities = replace(self.capabilities, one_sided=True, can_revoke=False, is_byte_stream=False)
+        self.capabilities = replace(self.capabilities, can_revoke=False, is_byte_stream=False)
 
     def listen(self, address: str, pool: KvPool, intake: TransferIntake) -> SocketListener:
         """See Transport.listen. Also raises ConfigError for a pool without a memory file."""
@@ -80,7 +80,6 @@ class ShmLink(OneSidedLink):
         super().__init__(stream, pool, listener, endpoint, target.shape[1])
 
     def close(self) -> None:
-        """See Link.close."""
         super().close()
         # Unmap now, not at the next garbage collection: it is another process's whole pool.
         self._target = np.empty((0, 0, 0), np.uint8)

@@ -73,10 +73,6 @@ class SocketTransport:
         self.progress_timeout_s = progress_timeout_s
         self.connection_limit = connection_limit
         self.capabilities = Capabilities(
-            one_sided=False,
-            needs_posted_receives=False,
-            memory_kinds=frozenset({"host"}),
-            same_host_only=self._is_unix,
             can_revoke=True,
             is_byte_stream=True,
             write_bytes=4 << 20,
@@ -84,8 +80,10 @@ class SocketTransport:
         )
 
     def connect(self, endpoint: KvEndpoint, epoch: int, pool: KvPool, listener: LinkListener) -> "SocketLink":
-        """See Transport.connect."""
-        connection = self._connected(endpoint)
+        try:
+            connection = self._connect(endpoint.address)
+        except (OSError, ValueError, OverflowError) as error:
+            raise LinkLost(f"{endpoint.transport} {endpoint.address}: {error}") from error
         try:
             # The kernel accepts connections for a hanging process; the hello proves that the process runs.
             meeting = self._stream(connection, self.connect_timeout_s)
@@ -104,7 +102,6 @@ class SocketTransport:
             raise
 
     def listen(self, address: str, pool: KvPool, intake: TransferIntake) -> SocketListener:
-        """See Transport.listen."""
         try:
             listening, path = self._listen(address)
         # OverflowError: a port beyond 65535.
@@ -146,13 +143,11 @@ class SocketTransport:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-        _set_buffers(connected)
-
-    def _connected(self, endpoint: KvEndpoint) -> socket.socket:
-        try:
-            return self._connect(endpoint.address)
-        except (OSError, ValueError, OverflowError) as error:
-            raise LinkLost(f"{endpoint.transport} {endpoint.address}: {error}") from error
+        # Only for peers on this host. For others the kernel adapts its buffers to the round trip.
+        if self._is_unix or ipaddress.ip_address(connected.getsockname()[0]).is_loopback:
+            send_bytes = _BUFFER_BYTES if self._is_unix else _TCP_SEND_BUFFER_BYTES
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
 
     def _link(
         self, meeting: ByteStream, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
@@ -208,11 +203,9 @@ class SocketLink:
 
     @property
     def is_worn(self) -> bool:
-        """See Link.is_worn."""
         return self._stream.is_worn
 
     def open(self, ticket: Ticket) -> None:
-        """See Link.open."""
         opening = pack_opening(ticket.secret, ticket.epoch)
         self._send(Header(Kind.OPEN, ticket.transfer_id, len(opening)), opening)
 
@@ -225,7 +218,6 @@ class SocketLink:
         digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> int:
-        """See Link.write."""
         self._fill_frame()
         if is_stopped():
             return 0
@@ -250,23 +242,18 @@ class SocketLink:
         return block_count
 
     def mark(self, ticket: Ticket, block_count: int, note: bytes, digest: int) -> None:
-        """See Link.mark."""
         self._send(Header(Kind.MARK, ticket.transfer_id, len(note), block_count=block_count, digest=digest), note)
 
     def finish(self, ticket: Ticket, note: bytes, digest: int) -> None:
-        """See Link.finish."""
         self._send(Header(Kind.END, ticket.transfer_id, len(note), digest=digest), note)
 
     def abort(self, ticket: Ticket, *, keep_marked: bool = False) -> None:
-        """See Link.abort."""
         self._send(Header(Kind.ABORT, ticket.transfer_id, first_index=int(keep_marked)))
 
     def break_off(self) -> None:
-        """See Link.break_off."""
         self._stream.break_off()
 
     def close(self) -> None:
-        """See Link.close."""
         self._stream.break_off()
         self._thread.join()
         self._stream.close()
@@ -316,14 +303,6 @@ class SocketLink:
             self._listener.extended(header.transfer_id, header.first_index, unpack_extension(header, payload))
         else:
             raise LinkLost(f"protocol error: {header.kind.name} from a receiver")
-
-
-def _set_buffers(connected: socket.socket) -> None:
-    """Size the kernel's buffers for a peer on this host. For other hosts the kernel adapts them to the round trip."""
-    if connected.family == socket.AF_UNIX or ipaddress.ip_address(connected.getsockname()[0]).is_loopback:
-        send_bytes = _BUFFER_BYTES if connected.family == socket.AF_UNIX else _TCP_SEND_BUFFER_BYTES
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
 
 
 def _address_of(listening: socket.socket, advertise_host: str | None) -> str:

@@ -82,7 +82,6 @@ class SocketListener:
         self._thread.start()
 
     def close(self) -> None:
-        """See Listener.close."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -235,11 +234,9 @@ class ReceivingConnection:
         self._stream.break_off()
 
     def marked(self, transfer_id: bytes, block_count: int) -> None:
-        """See Progress.marked."""
         self._say(Header(Kind.MARKED, transfer_id, block_count=block_count))
 
     def extended(self, transfer_id: bytes, first_index: int, block_ids: Sequence[int]) -> None:
-        """See Progress.extended."""
         for frame in pack_extensions(transfer_id, first_index, block_ids):
             self._say_now(frame)
 

@@ -55,7 +55,6 @@ class ByteStream:
 
     @property
     def is_worn(self) -> bool:
-        """See Link.is_worn."""
         return False
 
     def send_batch_bytes(self, digest: Digest | None) -> int:

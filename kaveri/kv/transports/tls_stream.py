@@ -87,7 +87,6 @@ class TlsStream(ByteStream):
                 return
 
     def receive(self, regions: Sequence[memoryview], is_stopped: Callable[[], bool] = never) -> int:
-        """See ByteStream.receive."""
         left_bytes, progress_s = sum(map(len, regions)), time.monotonic()
         for region in regions:
             start = 0
@@ -104,7 +103,6 @@ class TlsStream(ByteStream):
         return left_bytes
 
     def send(self, regions: Sequence[memoryview], is_stopped: Callable[[], bool] = never) -> int:
-        """See ByteStream.send."""
         if not self._send_rest(is_stopped):
             return sum(map(len, regions))
         left_bytes, waiting_bytes = sum(map(len, regions)), 0
@@ -122,7 +120,6 @@ class TlsStream(ByteStream):
         return left_bytes
 
     def send_now(self, data: bytes) -> None:
-        """See ByteStream.send_now."""
         self._encrypt(memoryview(data))
         super().send_now(self._encrypted())
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import xxh3
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
@@ -22,6 +23,7 @@ from kaveri.kv.transports.frames import (
     unpack_header,
     unpack_hello,
 )
+from kaveri.kv.transports.socket import SocketTransport
 from kaveri.testing.transport_peer import WAIT_S, Recorder, open_descriptors
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
@@ -56,6 +58,12 @@ class Stranger:
         opening = pack_opening(ticket.secret, ticket.epoch)
         self.send(Header(Kind.OPEN, ticket.transfer_id, len(opening)), opening)
 
+    def opened(self, receiver: KvReceiver, block_ids: list[int]) -> Ticket:
+        """Open a transfer into these blocks."""
+        ticket = receiver.grant(block_ids, len(block_ids) * LAYOUT.block_tokens, 30.0)
+        self.open(ticket)
+        return ticket
+
     def push(self, ticket: Ticket, blocks: np.ndarray) -> None:
         """blocks: [layer, block, bytes], one for each of the ticket's."""
         digest = xxh3()
@@ -84,8 +92,9 @@ class Stranger:
     def require_closed(self) -> None:
         with contextlib.suppress(ConnectionResetError):
             while data := self.socket.recv(1 << 16):
-                # It was given credit before it was found out.
-                assert unpack_header(data[:HEADER_BYTES]).kind == Kind.CREDIT
+                # It was greeted, and given credit, before it was found out.
+                frame = data.removeprefix(Hello(EPOCH, with_digests=True).pack())
+                assert not frame or unpack_header(frame[:HEADER_BYTES]).kind == Kind.CREDIT
 
 
 @pytest.fixture
@@ -94,6 +103,34 @@ def nothing_left() -> Iterator[None]:
     yield
     assert set(threading.enumerate()) <= threads
     assert not open_descriptors() - descriptors
+
+
+@pytest.fixture
+def landed() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def receiver(landed: Recorder, nothing_left: None) -> Iterator[KvReceiver]:
+    listen = [KvEndpoint("tcp", "127.0.0.1:0")]
+    transport = SocketTransport("tcp", progress_timeout_s=0.6, connection_limit=4)
+    receiver = KvReceiver(KvPool(LAYOUT, 8), landed, listen=listen, epoch=EPOCH, transports=[transport])
+    yield receiver
+    receiver.close()
+    assert not landed.doubled
+
+
+@pytest.fixture
+def stranger(receiver: KvReceiver) -> Iterator[Stranger]:
+    stranger = Stranger.at(receiver.endpoints[0])
+    with stranger.socket:
+        stranger.greet()
+        yield stranger
+
+
+@pytest.fixture
+def content() -> np.ndarray:
+    return np.random.default_rng(3).integers(0, 256, (2, 3, LAYOUT.block_bytes), dtype=np.uint8)
 
 
 def require_lands(receiver: KvReceiver, landed: Recorder, stranger: Stranger, content: np.ndarray) -> None:

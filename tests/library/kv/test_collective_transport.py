@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,13 +22,14 @@ from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import xxh3
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transfer.transport import LinkLost
 from kaveri.kv.transports import make_transports, transport_names
 from kaveri.kv.transports.extra import collective
 from kaveri.kv.transports.extra.collective import _BUFFER_COUNT, _MESSAGE_BYTES, CollectiveLink, CollectiveTransport
 from kaveri.kv.transports.frames import HELLO_BYTES, Header, Hello, Kind, unpack_hello
 from kaveri.testing.transport_peer import WAIT_S, PeerNursery, Recorder, wait_until
+from tests.library.kv.kv_pair import failure, kv_pair, push, release
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 LARGE_LAYOUT = KvLayout("m", 2, block_tokens=64, kv_head_count=4, head_dim=128, dtype="float32")
@@ -35,22 +37,6 @@ LARGE_LAYOUT = KvLayout("m", 2, block_tokens=64, kv_head_count=4, head_dim=128, 
 EPOCH = 7
 PROGRESS_TIMEOUT_S = 2.0
 """Of the receiver: the pushes that are in order take far less, on a busy machine too."""
-
-
-class Listening:
-    """What a link says of itself."""
-
-    def __init__(self) -> None:
-        self.is_lost = threading.Event()
-
-    def answered(self, transfer_id: bytes, rejection: str | None) -> None:
-        """Of no interest."""
-
-    def credited(self, byte_count: int, window_bytes: int) -> None:
-        """Of no interest."""
-
-    def lost(self, reason: str) -> None:
-        self.is_lost.set()
 
 
 @pytest.fixture
@@ -70,19 +56,12 @@ def receiver(landed: Recorder) -> Iterator[KvReceiver]:
 @pytest.fixture
 def link(receiver: KvReceiver) -> Iterator[CollectiveLink]:
     """The sending end of a pair, to break rules with."""
-    listening = Listening()
-    link = CollectiveTransport("gloo").connect(receiver.endpoints[0], EPOCH, KvPool(LAYOUT, 8), listening)
+    listener = Mock()
+    link = CollectiveTransport("gloo").connect(receiver.endpoints[0], EPOCH, KvPool(LAYOUT, 8), listener)
     yield link
     # Whatever was done, the receiver has ended the connection.
-    assert listening.is_lost.wait(WAIT_S)
+    wait_until(lambda: listener.lost.called, "the connection is lost")
     link.close()
-
-
-def push(sender: KvSender, ticket: Ticket, source: list[int]) -> None:
-    sender.open(ticket)
-    for layer in range(ticket.layout.layer_count):
-        sender.write(ticket.transfer_id, layer, 0, source)
-    sender.finish(ticket.transfer_id, b"")
 
 
 def require_lands(receiver: KvReceiver, landed: Recorder) -> None:
@@ -102,9 +81,7 @@ def test_a_message_that_never_comes_costs_its_connection_and_the_next_pair_works
     ticket = receiver.grant([0, 2], 8, 60.0)
     link.open(ticket)
     link._send(Header(Kind.DATA, ticket.transfer_id, 0, 0, 0, 2))
-    released = landed.wait(ticket)
-    assert isinstance(released, TransferReleased)
-    assert "connection lost" in released.reason
+    assert "connection lost" in release(landed, ticket)
     assert not receiver.pool.memory.any()
     require_lands(receiver, landed)
 
@@ -116,9 +93,7 @@ def test_a_message_that_fits_no_buffer_ends_the_connection(
     ticket = receiver.grant([0, 2], 8, 60.0)
     link.open(ticket)
     link._send(Header(Kind.DATA, ticket.transfer_id, 0, 0, 0, block_count))
-    released = landed.wait(ticket)
-    assert isinstance(released, TransferReleased)
-    assert "protocol error" in released.reason
+    assert "protocol error" in release(landed, ticket)
 
 
 def test_more_announcements_than_buffers_end_the_connection(
@@ -191,15 +166,8 @@ def test_blocks_larger_than_a_message_land() -> None:
     assert layout.block_bytes > _MESSAGE_BYTES
     source, target = KvPool(layout, 8), KvPool(layout, 8)
     source.memory[:] = np.random.default_rng(5).integers(0, 256, source.memory.shape, dtype=np.uint8)
-    pushed, transports = Recorder(), make_transports(("gloo",))
-    listen = [KvEndpoint("gloo", "127.0.0.1:0")]
-    with (
-        contextlib.closing(KvReceiver(target, Recorder(), listen=listen, epoch=1, transports=transports)) as receiver,
-        contextlib.closing(KvSender(source, pushed, transports=transports)) as sender,
-    ):
-        ticket = receiver.grant([6, 2, 3, 0, 7], 5, 60.0)
-        push(sender, ticket, [0, 1, 5, 3, 2])
-        assert isinstance(pushed.wait(ticket), PushAccepted)
+    with kv_pair(source, target, KvEndpoint("gloo", "127.0.0.1:0"), make_transports(("gloo",))) as pair:
+        pair.accepted(pair.push([6, 2, 3, 0, 7], [0, 1, 5, 3, 2]))
     assert (target.memory[:, [6, 2, 3, 0, 7]] == source.memory[:, [0, 1, 5, 3, 2]]).all()
     assert not target.memory[:, [1, 4, 5]].any()
 
@@ -213,9 +181,7 @@ def test_the_pair_meets_on_the_listening_host_only(receiver: KvReceiver, monkeyp
         bound.append(address)
 
     monkeypatch.setattr(socket.socket, "bind", recorded)
-    listening = Listening()
-    link = CollectiveTransport("gloo").connect(receiver.endpoints[0], EPOCH, KvPool(LAYOUT, 8), listening)
-    link.close()
+    CollectiveTransport("gloo").connect(receiver.endpoints[0], EPOCH, KvPool(LAYOUT, 8), Mock()).close()
     assert bound == [("127.0.0.1", 0)]
 
 
@@ -239,9 +205,7 @@ def test_a_receiver_that_freezes_while_the_pair_meets_holds_up_neither_the_push_
         transport = CollectiveTransport("gloo", connect_timeout_s=1.0)
         with contextlib.closing(KvSender(KvPool(LAYOUT, 8), pushed, transports=[transport])) as sender:
             sender.open(ticket)
-            event = pushed.wait(ticket)
-            assert isinstance(event, PushFailed)
-            assert "meeting the other side: not within 1 s" in event.reason
+            assert "meeting the other side: not within 1 s" in failure(pushed, ticket)
         peer.signal(signal.SIGCONT)
         wait_until(lambda: set(threading.enumerate()) <= threads, "no thread is left")
 

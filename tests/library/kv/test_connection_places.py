@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,14 +19,15 @@ from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferRele
 from kaveri.kv.transfer.sender import KvSender, PushAccepted
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transfer.transport import Transport
-from kaveri.kv.transports import make_transports, shm_transport, socket_listener
+from kaveri.kv.transports import make_transports, socket_listener
 from kaveri.kv.transports.frames import Header, Kind
 from kaveri.kv.transports.shm import ShmTransport
 from kaveri.kv.transports.socket import SocketTransport
 from kaveri.testing.transport_peer import WAIT_S, Recorder, fill_pool, wait_until
-from tests.library.kv.kv_stranger import EPOCH, LAYOUT, Stranger, nothing_left, require_lands
+from tests.library.kv.kv_pair import push, release
+from tests.library.kv.kv_stranger import EPOCH, LAYOUT, Stranger, content, nothing_left, require_lands
 
-__all__ = ["nothing_left"]
+__all__ = ["content", "nothing_left"]
 
 LIMIT = 4
 _MAKERS: dict[str, Callable[[], Transport]] = {
@@ -33,11 +35,6 @@ _MAKERS: dict[str, Callable[[], Transport]] = {
     "unix": lambda: SocketTransport("unix", connection_limit=LIMIT),
     "shm": lambda: ShmTransport(connection_limit=LIMIT),
 }
-
-
-@pytest.fixture
-def content() -> np.ndarray:
-    return np.random.default_rng(3).integers(0, 256, (2, 3, LAYOUT.block_bytes), dtype=np.uint8)
 
 
 class ReceiverWithSenders:
@@ -75,10 +72,7 @@ class ReceiverWithSenders:
         ticket = self.receiver.grant([7, 0], 8, 60.0)
         transports = make_transports((self.receiver.endpoints[0].transport,))
         with contextlib.closing(KvSender(source, pushed, transports=transports)) as sender:
-            sender.open(ticket)
-            for layer in range(LAYOUT.layer_count):
-                sender.write(ticket.transfer_id, layer, 0, [2, 3])
-            sender.finish(ticket.transfer_id, b"")
+            push(sender, ticket, [2, 3])
             event = pushed.wait(ticket)
             assert isinstance(event, PushAccepted), event
         assert isinstance(self.landed.wait(ticket), TransferLanded)
@@ -198,9 +192,7 @@ def test_a_connection_that_loses_its_place_while_it_shows_its_ticket_writes_noth
     stranger = place.greet()
     ticket = place.receiver.grant([1], 4, 60.0)
     stranger.open(ticket)
-    released = place.landed.wait(ticket)
-    assert isinstance(released, TransferReleased)
-    assert "another one took its place" in released.reason
+    assert "another one took its place" in release(place.landed, ticket)
     with contextlib.suppress(ConnectionError, EOFError):
         while True:
             # What was granted would be written to.
@@ -334,7 +326,7 @@ def test_a_one_sided_sender_writes_nothing_once_it_has_let_go(make_place: MakePl
     place = make_place(_MAKERS["shm"]())
     source = KvPool(LAYOUT, 4)
     fill_pool(source, 1)
-    link = shm_transport().connect(place.receiver.endpoints[0], EPOCH, source, DeafListener())
+    link = ShmTransport().connect(place.receiver.endpoints[0], EPOCH, source, Mock())
     with contextlib.closing(link):
         ticket = place.receiver.grant([6, 2], 8, 60.0)
         link.open(ticket)
@@ -345,14 +337,6 @@ def test_a_one_sided_sender_writes_nothing_once_it_has_let_go(make_place: MakePl
         place.receiver.pool.memory[:] = 0
         assert link.write(ticket, range(1, 2), 0, [0, 1], xxh3(), lambda: is_stopped) == 0
         assert not place.receiver.pool.memory.any()
-
-
-class DeafListener:
-    """A link's listener that hears nothing."""
-
-    def answered(self, transfer_id: bytes, rejection: str | None) -> None: ...
-    def credited(self, byte_count: int, window_bytes: int) -> None: ...
-    def lost(self, reason: str) -> None: ...
 
 
 # Threads

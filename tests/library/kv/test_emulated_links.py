@@ -1,6 +1,5 @@
 """Emulated links: what their text says is how long they take; the mock moves transfers and no bytes."""
 
-import contextlib
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,51 +11,45 @@ from kaveri.engine.settings import EngineSettings
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
-from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.receiver import TransferLanded
+from kaveri.kv.transfer.sender import PushAccepted
+from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transfer.transport import Transport
 from kaveri.kv.transports import make_transports, slowed
 from kaveri.kv.transports.link_speed import LinkSpeed, parse_link_speed
 from kaveri.testing.transport_conformance import TransportConformance
-from kaveri.testing.transport_peer import Recorder
+from tests.library.kv.kv_pair import failure, kv_pair, release
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 SOURCE = (1, 3)
 
 
+def slowed_tcp() -> Transport:
+    """Faster than this machine's TCP."""
+    return slowed(make_transports(("tcp",)), "100Gbps,10us")[0]
+
+
 class TestSlowedTcp(TransportConformance):
     """An emulated link keeps every promise of the one below it."""
 
-    factory = "kaveri.kv.transports:slowed_tcp_transport"
+    factory = "tests.library.kv.test_emulated_links:slowed_tcp"
 
     def address(self, directory: Path) -> str:
         return "127.0.0.1:0"
 
 
-def push(transports: tuple[Transport, ...], listen: KvEndpoint) -> tuple[PushAccepted, TransferLanded, KvPool, float]:
+def timed_push(
+    transports: tuple[Transport, ...], listen: KvEndpoint
+) -> tuple[PushAccepted, TransferLanded, KvPool, float]:
     """One transfer of two blocks a layer; also how long it took, in seconds."""
     source, target = KvPool(LAYOUT, 4), KvPool(LAYOUT, 4)
     source.memory[:] = 7
-    pushed, landed = Recorder(), Recorder()
-    with (
-        contextlib.closing(KvReceiver(target, landed, listen=[listen], epoch=1, transports=transports)) as receiver,
-        contextlib.closing(KvSender(source, pushed, transports=transports)) as sender,
-    ):
-        ticket = receiver.grant([2, 0], 8, 30.0)
+    with kv_pair(source, target, listen, transports) as pair:
         began_s = time.monotonic()
-        write_all(sender, ticket)
-        accepted, event = pushed.wait(ticket), landed.wait(ticket)
-        assert isinstance(accepted, PushAccepted), accepted
+        ticket = pair.push([2, 0], SOURCE)
+        accepted, event = pair.accepted(ticket), pair.landed.wait(ticket)
         assert isinstance(event, TransferLanded)
         return accepted, event, target, time.monotonic() - began_s
-
-
-def write_all(sender: KvSender, ticket: Ticket) -> None:
-    sender.open(ticket)
-    for layer in range(LAYOUT.layer_count):
-        sender.write(ticket.transfer_id, layer, 0, SOURCE)
-    sender.finish(ticket.transfer_id, b"")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +82,7 @@ def test_token_bytes_stand_for_what_a_token_takes_in_the_pool() -> None:
 def test_an_emulated_link_takes_at_least_its_time_and_its_label_says_so() -> None:
     # 1,024 bytes at 10,240 bytes a second.
     link = "10.24KBps,20ms"
-    accepted, _, target, seconds = push(slowed(make_transports(("tcp",)), link), KvEndpoint("tcp", "127.0.0.1:0"))
+    accepted, _, target, seconds = timed_push(slowed(make_transports(("tcp",)), link), KvEndpoint("tcp", "127.0.0.1:0"))
     assert accepted.transport == f"tcp at {link}"
     assert seconds >= 2 * 2 * LAYOUT.block_bytes / 10_240 + 0.02
     assert (target.memory[:, [0, 2]] == 7).all()
@@ -112,44 +105,33 @@ def test_late_wake_ups_do_not_make_an_emulated_link_slower(monkeypatch: pytest.M
     clock = LateClock()
     monkeypatch.setattr("kaveri.kv.transports.extra.emulated.time", clock)
     source, target = KvPool(LAYOUT, 50), KvPool(LAYOUT, 50)
-    pushed = Recorder()
     # A millisecond for each block: shorter than a wake-up is late.
     transports = slowed(make_transports(("tcp",)), f"{LAYOUT.block_bytes}KBps")
-    listen = [KvEndpoint("tcp", "127.0.0.1:0")]
-    with (
-        contextlib.closing(KvReceiver(target, Recorder(), listen=listen, epoch=1, transports=transports)) as receiver,
-        contextlib.closing(KvSender(source, pushed, transports=transports)) as sender,
-    ):
-        ticket = receiver.grant(range(50), 200, 30.0)
-        sender.open(ticket)
+    with kv_pair(source, target, KvEndpoint("tcp", "127.0.0.1:0"), transports) as pair:
+        ticket = pair.receiver.grant(range(50), 200, 30.0)
+        pair.sender.open(ticket)
         for layer in range(LAYOUT.layer_count):
             for block in range(50):
-                sender.write(ticket.transfer_id, layer, block, [block])
-        sender.finish(ticket.transfer_id, b"")
-        assert isinstance(pushed.wait(ticket), PushAccepted)
+                pair.sender.write(ticket.transfer_id, layer, block, [block])
+        pair.sender.finish(ticket.transfer_id, b"")
+        pair.accepted(ticket)
     assert 0.1 <= clock.now_s < 0.11
 
 
 def test_an_abort_does_not_wait_for_the_emulated_link() -> None:
     source, target = KvPool(LAYOUT, 4), KvPool(LAYOUT, 4)
-    pushed, landed = Recorder(), Recorder()
     transports = slowed(make_transports(("tcp",)), "1Bps")
-    listen = [KvEndpoint("tcp", "127.0.0.1:0")]
-    with (
-        contextlib.closing(KvReceiver(target, landed, listen=listen, epoch=1, transports=transports)) as receiver,
-        contextlib.closing(KvSender(source, pushed, transports=transports)) as sender,
-    ):
-        ticket = receiver.grant([2, 0], 8, 3600.0)
-        write_all(sender, ticket)
-        sender.abort(ticket.transfer_id)
+    with kv_pair(source, target, KvEndpoint("tcp", "127.0.0.1:0"), transports) as pair:
+        ticket = pair.push([2, 0], SOURCE, expires_in_s=3600.0)
+        pair.sender.abort(ticket.transfer_id)
         # At a byte a second it would have taken many minutes.
-        assert isinstance(pushed.wait(ticket), PushFailed)
-        assert isinstance(landed.wait(ticket), TransferReleased)
+        failure(pair.pushed, ticket)
+        release(pair.landed, ticket)
 
 
 def test_the_mock_lands_transfers_and_moves_no_bytes() -> None:
     transports = make_transports(("mock",))
-    accepted, landed, target, _ = push(transports, KvEndpoint("mock", "127.0.0.1:0"))
+    accepted, landed, target, _ = timed_push(transports, KvEndpoint("mock", "127.0.0.1:0"))
     assert accepted.transport == "mock"
     assert landed.kv_bytes == accepted.kv_bytes == 2 * 2 * LAYOUT.block_bytes
     assert not target.memory.any()

@@ -27,6 +27,7 @@ from kaveri.testing.transport_peer import (
     wait_until,
 )
 from kaveri.testing.transport_world import PEER_BLOCKS, PEER_LAYOUT, TransportWorld
+from tests.library.kv.kv_pair import push as push_all
 
 LAYOUT = KvLayout("flow", 8, block_tokens=16, kv_head_count=8, head_dim=64, dtype="float32")
 """64 KiB blocks."""
@@ -39,9 +40,9 @@ MIB = 1 << 20
 _FACTORIES = {
     "unix": "kaveri.kv.transports:unix_transport",
     "tcp": "kaveri.kv.transports:tcp_transport",
-    "shm": "kaveri.kv.transports:shm_transport",
+    "shm": "kaveri.kv.transports.shm:ShmTransport",
     "gloo": "kaveri.kv.transports:gloo_transport",
-    "nixl": "kaveri.kv.transports:nixl_transport",
+    "nixl": "kaveri.kv.transports.nixl:NixlTransport",
 }
 _NEEDS_NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
 _TRANSPORTS = [pytest.param(name, marks=[_NEEDS_NIXL] if name == "nixl" else []) for name in _FACTORIES]
@@ -404,10 +405,7 @@ def test_a_frozen_receiver_holds_up_nothing_but_pushes_to_itself(
             ticket: Ticket = peer.ask("grant", blocks, 1, WAIT_S / 2)
             if frozen:
                 peer.signal(signal.SIGSTOP)
-            sender.open(ticket)
-            for layer in range(PEER_LAYOUT.layer_count):
-                sender.write(ticket.transfer_id, layer, 0, blocks)
-            sender.finish(ticket.transfer_id, b"")
+            push_all(sender, ticket, blocks)
             return ticket
 
         freezing, live = receiver(1), receiver(2)

@@ -15,6 +15,7 @@ from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Capabilities, LinkListener, LinkLost
 from kaveri.testing.transport_peer import WAIT_S, Recorder, wait_until
+from tests.library.kv.kv_pair import failure, push
 
 LAYOUT = KvLayout("m", 1, block_tokens=4, kv_head_count=1, head_dim=8, dtype="float32")
 TICKET = Ticket(bytes(16), bytes(16), 1, (KvEndpoint("scripted", "here"),), (0,), 4, 60.0, LAYOUT)
@@ -63,15 +64,7 @@ class ScriptedTransport:
     """Makes links; what happens when one is made and closed is the test's."""
 
     name = label = "scripted"
-    capabilities = Capabilities(
-        one_sided=False,
-        needs_posted_receives=False,
-        memory_kinds=frozenset({"host"}),
-        same_host_only=True,
-        can_revoke=True,
-        is_byte_stream=True,
-        write_bytes=1 << 20,
-    )
+    capabilities = Capabilities(can_revoke=True, is_byte_stream=True, write_bytes=1 << 20)
 
     def __init__(self, on_connect: Callable[[LinkListener], None], on_close: Callable[[], None]) -> None:
         self._on_connect = on_connect
@@ -84,12 +77,6 @@ class ScriptedTransport:
 
     def listen(self, address: str, pool: KvPool, intake: object) -> None:
         raise AssertionError
-
-
-def push(sender: KvSender, ticket: Ticket) -> None:
-    sender.open(ticket)
-    sender.write(ticket.transfer_id, 0, 0, [0])
-    sender.finish(ticket.transfer_id, b"")
 
 
 def test_a_new_connection_has_all_its_time_to_give_credit_though_the_last_one_gave_none() -> None:
@@ -106,12 +93,10 @@ def test_a_new_connection_has_all_its_time_to_give_credit_though_the_last_one_ga
     transport = ScriptedTransport(listeners.append, on_close)
     sender = KvSender(KvPool(LAYOUT, 1), pushed, transports=[transport], credit_timeout_s=1.0)
     with contextlib.closing(sender):
-        push(sender, TICKET)
-        failed = pushed.wait(TICKET)
-        assert isinstance(failed, PushFailed)
-        assert "no credit" in failed.reason
+        push(sender, TICKET, [0])
+        assert "no credit" in failure(pushed, TICKET)
         assert closing.wait(WAIT_S)
-        push(sender, second)
+        push(sender, second, [0])
         closed.set()
         wait_until(lambda: sender.flow().credit_waits == 2 or second.transfer_id in pushed.events, "a wait for credit")
         listeners[1].credited(2 * LAYOUT.block_bytes, 2 * LAYOUT.block_bytes)
@@ -182,7 +167,7 @@ def test_source_blocks_are_not_given_back_while_they_are_read(monkeypatch: pytes
     pushed, sentinel = Recorder(), replace(TICKET, transfer_id=bytes([2] * 16), epoch=2)
     transport = ScriptedTransport(lambda listener: listener.credited(1 << 20, 1 << 20), nothing)
     with contextlib.closing(KvSender(KvPool(LAYOUT, 1), pushed, transports=[transport])) as sender:
-        push(sender, TICKET)
+        push(sender, TICKET, [0])
         assert writing.wait(WAIT_S)
         sender.abort(TICKET.transfer_id)
         # An event reported now would come behind it.
@@ -234,10 +219,10 @@ def test_the_answer_of_a_former_connection_ends_no_push_of_the_next() -> None:
     with contextlib.closing(
         KvSender(KvPool(LAYOUT, 1), pushed, transports=[ScriptedTransport(on_connect, nothing)])
     ) as sender:
-        push(sender, TICKET)
+        push(sender, TICKET, [0])
         assert isinstance(pushed.wait(TICKET), PushAccepted)
         listeners[0].lost("gone")
-        push(sender, second)
+        push(sender, second, [0])
         wait_until(lambda: sender.flow().credit_waits == 1, "it waits for credit")
         listeners[0].answered(second.transfer_id, "an old answer")
         listeners[1].credited(1 << 20, 1 << 20)
@@ -251,7 +236,7 @@ def test_a_receiver_that_gives_credit_too_little_for_a_block_is_not_taken_for_go
     transport = ScriptedTransport(listeners.append, nothing)
     sender = KvSender(KvPool(LAYOUT, 1), pushed, transports=[transport], credit_timeout_s=1.0)
     with contextlib.closing(sender):
-        push(sender, TICKET)
+        push(sender, TICKET, [0])
         wait_until(lambda: sender.flow().credit_waits == 1, "it waits for credit")
         began_s = time.monotonic()
         # For longer than it would wait for none.

@@ -17,10 +17,11 @@ from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.staged_pushes import StagedPush
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transfer.transport import LinkListener
 from kaveri.kv.transports import make_transports
 from kaveri.testing.transport_peer import Recorder, fill_pool, wait_until
+from tests.library.kv.kv_pair import failure, kv_pair, push
 from tests.library.kv.kv_stranger import LAYOUT, nothing_left
 from tests.library.kv.test_kv_peer import TICKET, ScriptedTransport, nothing
 
@@ -52,36 +53,33 @@ def no_thread_named(name: str) -> Iterator[None]:
         yield
 
 
-def push(sender: KvSender, ticket: Ticket) -> None:
-    sender.open(ticket)
-    for layer in range(sender.pool.layout.layer_count):
-        sender.write(ticket.transfer_id, layer, 0, [0, 1])
-    sender.finish(ticket.transfer_id, b"")
+def require_failure_and_next(endpoint: KvEndpoint, block_tokens: int, thread: str, refused_at_once: bool) -> str:
+    """Push without a thread of that name, which fails, and once more; returns why it failed."""
+    source, target = KvPool(LAYOUT, 4), KvPool(replace(LAYOUT, block_tokens=block_tokens), 8)
+    fill_pool(source, 1)
+    blocks = [6, 2, 1, 0][: 8 // block_tokens]
+    with kv_pair(source, target, endpoint, make_transports((endpoint.transport,))) as pair:
+        ticket = pair.receiver.grant(blocks, 8, 60.0)
+        with no_thread_named(thread):
+            if refused_at_once:
+                with pytest.raises(TransferFailed, match="no thread") as raised:
+                    pair.sender.open(ticket)
+                reason = raised.value.reason
+            else:
+                push(pair.sender, ticket, [0, 1])
+                reason = failure(pair.pushed, ticket)
+        second = pair.push(blocks, [0, 1])
+        pair.accepted(second)
+        assert isinstance(pair.landed.wait(second), TransferLanded)
+    return reason
 
 
 @pytest.mark.parametrize("thread", ["kv-send", "kv-answers", "kv-receive"])
 def test_a_push_that_there_is_no_thread_for_fails_and_the_next_one_lands(
     endpoint: KvEndpoint, nothing_left: None, thread: str
 ) -> None:
-    pushed, landed, source = Recorder(), Recorder(), KvPool(LAYOUT, 4)
-    fill_pool(source, 1)
-    transports = make_transports((endpoint.transport,))
-    receiver = KvReceiver(KvPool(LAYOUT, 8), landed, listen=[endpoint], epoch=1, transports=transports)
-    with contextlib.closing(receiver), contextlib.closing(KvSender(source, pushed, transports=transports)) as sender:
-        ticket, second = (receiver.grant([6, 2], 8, 60.0) for _ in range(2))
-        with no_thread_named(thread):
-            if thread == "kv-send":
-                with pytest.raises(TransferFailed, match="no thread"):
-                    sender.open(ticket)
-            else:
-                push(sender, ticket)
-                event = pushed.wait(ticket)
-                assert isinstance(event, PushFailed)
-                assert thread == "kv-receive" or "no thread" in event.reason
-        push(sender, second)
-        event = pushed.wait(second)
-        assert isinstance(event, PushAccepted), event
-        assert isinstance(landed.wait(second), TransferLanded)
+    reason = require_failure_and_next(endpoint, LAYOUT.block_tokens, thread, thread == "kv-send")
+    assert thread == "kv-receive" or "no thread" in reason
 
 
 def test_a_receiver_without_a_thread_to_listen_says_so_and_leaves_nothing(
@@ -98,26 +96,7 @@ def test_a_receiver_without_a_thread_to_listen_says_so_and_leaves_nothing(
 def test_a_mapped_push_that_there_is_no_thread_for_fails_and_the_next_one_lands(
     tmp_path: Path, nothing_left: None, thread: str
 ) -> None:
-    endpoint = KvEndpoint("unix", str(tmp_path / "kv.sock"))
-    pushed, landed, source = Recorder(), Recorder(), KvPool(LAYOUT, 4)
-    transports = make_transports(("unix",))
-    other = replace(LAYOUT, block_tokens=2)
-    receiver = KvReceiver(KvPool(other, 8), landed, listen=[endpoint], epoch=1, transports=transports)
-    with (
-        contextlib.closing(receiver),
-        contextlib.closing(KvSender(source, pushed, transports=transports)) as sender,
-    ):
-        ticket, second = (receiver.grant([6, 2, 1, 0], 8, 60.0) for _ in range(2))
-        with no_thread_named(thread):
-            if thread == "kv-stage":
-                with pytest.raises(TransferFailed, match="no thread"):
-                    sender.open(ticket)
-            else:
-                push(sender, ticket)
-                assert isinstance(pushed.wait(ticket), PushFailed)
-        push(sender, second)
-        event = pushed.wait(second)
-        assert isinstance(event, PushAccepted), event
+    require_failure_and_next(KvEndpoint("unix", str(tmp_path / "kv.sock")), 2, thread, thread == "kv-stage")
 
 
 def test_a_transport_that_breaks_fails_its_pushes_with_a_reason_and_the_next_one_is_tried_anew() -> None:
@@ -139,9 +118,7 @@ def test_a_transport_that_breaks_fails_its_pushes_with_a_reason_and_the_next_one
         assert isinstance(failed, PushFailed)
         assert "not as it should be" in failed.reason
         is_broken = False
-        sender.open(second)
-        sender.write(second.transfer_id, 0, 0, [0])
-        sender.finish(second.transfer_id, b"")
+        push(sender, second, [0])
         assert isinstance(pushed.wait(second), PushAccepted)
 
 
@@ -241,8 +218,8 @@ def test_a_listener_that_fails_ends_no_other_mapped_push(tmp_path: Path) -> None
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(StagedPush, "copy", copy_and_give_up)
-            push(sender, first)
+            push(sender, first, [0, 1])
             assert isinstance(told.wait(first), PushFailed)
-        push(sender, second)
+        push(sender, second, [0, 1])
         event = told.wait(second)
         assert isinstance(event, PushAccepted), event

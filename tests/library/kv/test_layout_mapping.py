@@ -1,5 +1,6 @@
 """KV cache mapped between layouts of one model, against a plain array of the whole model."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -30,7 +31,7 @@ def test_every_byte_gets_from_blocks_to_blocks_of_another_layout(
         mapped = map_blocks(source.pools[0].layout, pool.layout)
         copies = mapped.copies(tokens, source.block_ids[0], 0, block_ids, 0)
         heads = len(pool.layout.kv_heads)
-        assert sum(copy.byte_count for copy in copies) == len(tokens) * 2 * heads * (
+        assert sum(copy.run_bytes * math.prod(copy.counts) for copy in copies) == len(tokens) * 2 * heads * (
             pool.layout.block_bytes // (2 * pool.layout.block_tokens * heads)
         )
         for layer in range(pool.layout.layer_count):
@@ -57,7 +58,7 @@ def test_neighbouring_blocks_of_equal_layouts_are_one_run() -> None:
 def test_neighbouring_blocks_of_unequal_size_are_one_strided_copy() -> None:
     # K and V of 16 tokens each, for all of the five pairs of blocks.
     copies = copies_of(one_rank(32), one_rank(16), range(160), range(5), range(10))
-    assert sum(copy.run_count for copy in copies) == 20
+    assert sum(math.prod(copy.counts) for copy in copies) == 20
     assert {copy.run_bytes for copy in copies} == {MODEL.block_bytes // 2}
 
 

@@ -403,19 +403,6 @@ def test_closing_fails_what_is_under_way_and_refuses_the_rest(folder: str) -> No
             pair.source.open(receiving.grant(100))
 
 
-def test_a_note_that_is_too_long_is_refused_and_disturbs_no_other_push(folder: str) -> None:
-    with MappedPair(folder, one_rank(16), 100, 1 << 20, "unix") as pair:
-        receiving = pair.receiving(one_rank(32))
-        other, name = pair.source.open(receiving.grant(100)), pair.source.open(receiving.grant(100))
-        with pytest.raises(ValueError, match="at most 4096"):
-            pair.source.sender.finish(name, bytes(4097))
-        pair.require_landed(receiving, pair.source.push(receiving.grant(100)))
-        for waiting in (other, name):
-            assert waiting not in pair.source.pushed.events
-            pair.source.sender.abort(waiting)
-            assert isinstance(pair.source.wait(waiting), PushFailed)
-
-
 @pytest.mark.parametrize("block_tokens", [16, 32])
 def test_a_block_outside_the_pool_is_refused_and_disturbs_no_other_push(folder: str, block_tokens: int) -> None:
     with MappedPair(folder, one_rank(16), 100, 1 << 20, "unix") as pair:

@@ -9,21 +9,23 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
+from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transfer.transport import LinkLost
 from kaveri.kv.transports import make_transports
 from kaveri.kv.transports.frames import Hello
 from kaveri.kv.transports.nixl import _OFFER, NixlTransport, _Agent, _SendingAgent
 from kaveri.testing.transport_peer import WAIT_S, Recorder, open_descriptors, wait_until
 from kaveri.testing.transport_runs import FREED
+from tests.library.kv.kv_pair import failure, push, release
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 EPOCH = 7
@@ -31,16 +33,9 @@ EPOCH = 7
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
 
 
-def write_all(sender: KvSender, ticket: Ticket, source: list[int]) -> None:
-    sender.open(ticket)
-    for layer in range(LAYOUT.layer_count):
-        sender.write(ticket.transfer_id, layer, 0, source)
-    sender.finish(ticket.transfer_id, b"")
-
-
 def require_lands(sender: KvSender, receiver: KvReceiver, pushed: Recorder, landed: Recorder) -> None:
     ticket = receiver.grant([1, 3], 8, 60.0)
-    write_all(sender, ticket, [1, 3])
+    push(sender, ticket, [1, 3])
     assert isinstance(pushed.wait(ticket), PushAccepted)
     assert isinstance(landed.wait(ticket), TransferLanded)
     assert (receiver.pool.memory[:, [1, 3]] == 7).all()
@@ -96,13 +91,11 @@ def test_a_write_that_is_given_up_costs_the_connection_and_never_lands(
             # A receiver that does not drive its side, as if it were frozen.
             patch.setattr(_Agent, "progress", lambda _: None)
             ticket = receiver.grant([2, 0], 8, 60.0)
-            write_all(sender, ticket, [1, 3])
+            push(sender, ticket, [1, 3])
             assert posted.wait(WAIT_S)
             sender.abort(ticket.transfer_id)
             assert isinstance(pushed.wait(ticket), PushFailed)
-            released = landed.wait(ticket)
-            assert isinstance(released, TransferReleased)
-            assert "connection lost" in released.reason
+            assert "connection lost" in release(landed, ticket)
         receiver.pool.memory[:] = FREED
         require_lands(sender, receiver, pushed, landed)
     assert (receiver.pool.memory[:, [0, 2]] == FREED).all()
@@ -155,7 +148,7 @@ def test_a_receiver_polls_only_while_something_is_written(
         wait_until(lambda: bool((receiver.pool.memory[0, [2, 0]] == 7).all()), "the first layer has arrived")
         # Its doorbell has been heard once a second transfer over the same connection has landed.
         second = receiver.grant([1], 4, 60.0)
-        write_all(sender, second, [0])
+        push(sender, second, [0])
         assert isinstance(pushed.wait(second), PushAccepted)
         idle.set()
         third = receiver.grant([3], 4, 60.0)
@@ -173,9 +166,7 @@ def test_a_ticket_for_blocks_beyond_the_pool_fails_and_writes_nothing(source: Kv
         ticket = replace(receiver.grant([3], 4, 30.0), block_ids=(4,))
         sender.open(ticket)
         sender.write(ticket.transfer_id, 0, 0, [1])
-        event = pushed.wait(ticket)
-        assert isinstance(event, PushFailed)
-        assert "block 4" in event.reason
+        assert "block 4" in failure(pushed, ticket)
     assert not receiver.pool.memory.any()
 
 
@@ -199,8 +190,11 @@ def test_a_receiver_with_a_bad_offer_is_not_connected_to(source: KvPool, offer: 
         thread = threading.Thread(target=answer)
         thread.start()
         endpoint = KvEndpoint("nixl", f"127.0.0.1:{server.getsockname()[1]}")
+        listener = Mock()
         with pytest.raises(LinkLost, match=problem):
-            NixlTransport().connect(endpoint, EPOCH, source, _NoListener())
+            NixlTransport().connect(endpoint, EPOCH, source, listener)
+        assert not listener.answered.called
+        assert not listener.credited.called
         thread.join()
 
 
@@ -247,29 +241,9 @@ assert "libucp" in Path("/proc/self/maps").read_text()
     assert done.returncode == 0, done.stderr
 
 
-@needs_nixl
-def test_nixl_says_what_it_cannot_do() -> None:
-    capabilities = NixlTransport().capabilities
-    assert capabilities.one_sided
-    assert not capabilities.can_revoke
-    assert not capabilities.same_host_only
-    assert capabilities.memory_kinds == {"host"}
-
-
 def test_without_the_package_nixl_is_refused_with_the_name_of_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl_cu13", None)
     monkeypatch.delitem(sys.modules, "nixl_cu13._api", raising=False)
     with pytest.raises(ConfigError, match=r"\[nixl\]") as raised:
         make_transports(("nixl",))
     assert raised.value.field == "kv_transports"
-
-
-class _NoListener:
-    def answered(self, transfer_id: bytes, rejection: str | None) -> None:
-        raise AssertionError("nothing was sent")
-
-    def credited(self, byte_count: int, window_bytes: int) -> None:
-        raise AssertionError("nothing was sent")
-
-    def lost(self, reason: str) -> None:
-        """Of no interest."""

@@ -1,6 +1,6 @@
 """The account of a replica store, event by event: what real transfers do too rarely to be tested with."""
 
-from collections.abc import Sequence
+from unittest.mock import Mock
 
 import pytest
 
@@ -9,106 +9,24 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.notes import token_note
 from kaveri.kv.replicas.replicas import Replicas
 from kaveri.kv.replicas.store import ReplicaDropped, ReplicaEvent, ReplicaGrew, ReplicaKey, ReplicaOrphaned
-from kaveri.kv.transfer.flow import ReceiverFlow, SenderFlow
 from kaveri.kv.transfer.push import PushAccepted, PushFailed, PushListener
-from kaveri.kv.transfer.receiver import LandingListener, TransferLanded, TransferMarked, TransferReleased
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.receiver import KvReceiver, LandingListener, TransferLanded, TransferMarked, TransferReleased
+from kaveri.kv.transfer.sender import KvSender
+from kaveri.kv.transfer.ticket import Ticket
 
 _LAYOUT = KvLayout("model", layer_count=1, block_tokens=4, kv_head_count=1, head_dim=4, dtype="float32")
 _KEY = ReplicaKey("r", 0, 1)
 
 
-class _Receiver:
-    endpoints: tuple[KvEndpoint, ...] = ()
-    epoch = 1
-
-    def __init__(self, listener: LandingListener) -> None:
-        self.tell = listener
-        self.extended: list[tuple[bytes, tuple[int, ...]]] = []
-        self.revoked: list[bytes] = []
-        self.takes_more = True
-
-    def grant(
-        self,
-        block_ids: Sequence[int],
-        token_count: int,
-        expires_in_s: float,
-        *,
-        first_block: int,
-        transfer_id: bytes,
-        secret: bytes,
-        part: KvLayout | None = None,
-        is_open: bool = False,
-    ) -> Ticket:
-        return Ticket(
-            transfer_id, secret, 1, (), tuple(block_ids), token_count, expires_in_s, _LAYOUT, first_block, (), is_open
-        )
-
-    def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> bool:
-        if self.takes_more:
-            self.extended.append((transfer_id, tuple(block_ids)))
-        return self.takes_more
-
-    def merge_parts(self, block_ids: Sequence[int], ways: int) -> None:
-        raise AssertionError("there are no parts")
-
-    def revoke(self, transfer_id: bytes) -> None:
-        self.revoked.append(transfer_id)
-
-    def flow(self) -> ReceiverFlow:
-        return ReceiverFlow()
-
-    def close(self) -> None:
-        """Nothing."""
-
-
-class _ReplicaSender:
-    def __init__(self, listener: PushListener) -> None:
-        self.tell = listener
-        self.written: list[tuple[int, ...]] = []
-        self.aborted: list[bytes] = []
-
-    def open(self, ticket: Ticket, *, part: bool = False) -> None:
-        """Nothing."""
-
-    def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
-        self.written.append(tuple(source_blocks))
-
-    def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
-        for layer in layers:
-            self.write(transfer_id, layer, first_index, source_blocks)
-
-    def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
-        raise AssertionError("an engine's ticket is not marked")
-
-    def finish(self, transfer_id: bytes, note: bytes) -> None:
-        """Nothing."""
-
-    def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
-        self.aborted.append(transfer_id)
-
-    def flow(self) -> SenderFlow:
-        return SenderFlow()
-
-    def close(self) -> None:
-        """Nothing."""
-
-
 class _ReplicasBench:
     def __init__(self, block_count: int = 8) -> None:
         self.events: list[ReplicaEvent] = []
-        self.receivers: list[_Receiver] = []
-        self.senders: list[_ReplicaSender] = []
+        self.receiver = Mock(spec=KvReceiver, endpoints=(), epoch=1)
+        self.receiver.merge_parts.side_effect = AssertionError("there are no parts")
+        self.sender = Mock(spec=KvSender)
+        self.sender.mark.side_effect = AssertionError("an engine's ticket is not marked")
         self.store = Replicas(_LAYOUT, block_count, self._receiver, self._sender)
         self.store.start(self.events.append)
-
-    @property
-    def receiver(self) -> _Receiver:
-        return self.receivers[0]
-
-    @property
-    def sender(self) -> _ReplicaSender:
-        return self.senders[0]
 
     def open(self, block_count: int, key: ReplicaKey = _KEY) -> Ticket:
         """A replica for a request that has so many whole blocks."""
@@ -133,13 +51,13 @@ class _ReplicasBench:
         """Blocks that are not free."""
         return self.store.usage().used_bytes // _LAYOUT.block_bytes
 
-    def _receiver(self, listener: LandingListener) -> _Receiver:
-        self.receivers.append(_Receiver(listener))
-        return self.receivers[0]
+    def _receiver(self, listener: LandingListener) -> Mock:
+        self.receiver.tell = listener
+        return self.receiver
 
-    def _sender(self, listener: PushListener) -> _ReplicaSender:
-        self.senders.append(_ReplicaSender(listener))
-        return self.senders[0]
+    def _sender(self, listener: PushListener) -> Mock:
+        self.sender.tell = listener
+        return self.sender
 
 
 def test_marks_that_come_behind_the_seal_do_not_count() -> None:
@@ -148,7 +66,8 @@ def test_marks_that_come_behind_the_seal_do_not_count() -> None:
     bench.mark(ticket, 0, 2)
     bench.store.seal(_KEY)
     bench.mark(ticket, 2, 3)
-    assert (bench.store.watermark(_KEY), bench.receiver.revoked) == (8, [ticket.transfer_id])
+    assert bench.store.watermark(_KEY) == 8
+    bench.receiver.revoke.assert_called_once_with(ticket.transfer_id)
     bench.end(ticket)
     assert bench.events == [ReplicaGrew(_KEY, 8), ReplicaOrphaned(_KEY, "gone")]
     assert bench.used_blocks() == 2
@@ -169,9 +88,10 @@ def test_blocks_of_a_dropped_replica_wait_for_all_that_touches_them() -> None:
     bench.mark(ticket, 0, 2)
     landing = bench.landing(8)
     push = bench.store.push(_KEY, landing)
-    assert bench.sender.written == [ticket.block_ids[:2]]
+    bench.sender.write_layers.assert_called_once_with(landing.transfer_id, range(1), 0, list(ticket.block_ids[:2]))
     bench.store.drop(_KEY)
-    assert (bench.sender.aborted, bench.receiver.revoked) == ([landing.transfer_id], [ticket.transfer_id])
+    bench.sender.abort.assert_called_once_with(landing.transfer_id, keep_marked=False)
+    bench.receiver.revoke.assert_called_once_with(ticket.transfer_id)
     assert (bench.used_blocks(), bench.store.usage().replica_count) == (3, 0)
     bench.end(ticket)
     assert bench.used_blocks() == 3, "a push still reads them"
@@ -207,22 +127,20 @@ def test_replicas_that_wait_for_blocks_get_them_in_order_and_before_new_ones() -
     tickets = [bench.open(1, key) for key in keys]
     for ticket in tickets:
         bench.mark(ticket, 0, 2)
-    assert not bench.receiver.extended
+    assert not bench.receiver.extend.called
     with pytest.raises(NoCapacity):
         bench.open(0)
     bench.end(tickets[1], given_up=True)
     assert bench.events[-1] == ReplicaDropped(keys[1], "gone")
-    assert [transfer_id for transfer_id, _ in bench.receiver.extended] == [
-        tickets[0].transfer_id,
-        tickets[2].transfer_id,
-    ]
+    extended = [call.args[0] for call in bench.receiver.extend.mock_calls]
+    assert extended == [tickets[0].transfer_id, tickets[2].transfer_id]
     assert bench.used_blocks() == 6
 
 
 def test_blocks_that_an_ending_push_does_not_take_stay_free() -> None:
     bench = _ReplicasBench()
     ticket = bench.open(1)
-    bench.receiver.takes_more = False
+    bench.receiver.extend.return_value = False
     bench.mark(ticket, 0, 2)
     assert bench.used_blocks() == 2
     bench.end(ticket)

@@ -17,12 +17,14 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool, SharedMemory
 from kaveri.kv.transfer.digest import Digest, Digests, xxh3
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded
-from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.transfer.sender import KvSender, PushAccepted
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transfer.transport import LinkLost
-from kaveri.kv.transports import make_transports, shm_transport, transport_names
+from kaveri.kv.transports import make_transports, transport_names
+from kaveri.kv.transports.shm import ShmTransport
 from kaveri.kv.transports.stream import ByteStream
 from kaveri.testing.transport_peer import Recorder, fill_pool, wait_until
+from tests.library.kv.kv_pair import failure, kv_pair, push
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 
@@ -31,35 +33,17 @@ def mapped_pools() -> int:
     return Path("/proc/self/maps").read_text().count("/memfd:kaveri-kv")
 
 
-def push(sender: KvSender, receiver: KvReceiver, pushed: Recorder) -> PushAccepted | PushFailed:
-    ticket = receiver.grant([2, 0], 8, 30.0)
-    sender.open(ticket)
-    for layer in range(LAYOUT.layer_count):
-        sender.write(ticket.transfer_id, layer, 0, [1, 3])
-    sender.finish(ticket.transfer_id, b"")
-    event = pushed.wait(ticket)
-    assert isinstance(event, PushAccepted | PushFailed)
-    return event
-
-
 def test_a_sender_that_closes_lets_go_of_the_receivers_pool(tmp_path: Path) -> None:
     source, target = KvPool(LAYOUT, 4), KvPool(LAYOUT, 4)
     source.memory[:] = 7
-    listen = [KvEndpoint("shm", str(tmp_path / "kv.sock"))]
     gc.collect()
     before = mapped_pools()
-    pushed = Recorder()
-    with (
-        contextlib.closing(
-            KvReceiver(target, Recorder(), listen=listen, epoch=1, transports=make_transports())
-        ) as receiver,
-        contextlib.closing(KvSender(source, pushed, transports=make_transports())) as sender,
-    ):
-        assert push(sender, receiver, pushed).transport == "shm"
+    with kv_pair(source, target, KvEndpoint("shm", str(tmp_path / "kv.sock"))) as pair:
+        assert pair.accepted(pair.push([2, 0], [1, 3])).transport == "shm"
         assert mapped_pools() == before + 1
         gc.disable()
         try:
-            sender.close()
+            pair.sender.close()
             assert mapped_pools() == before, "the pool stays mapped until the garbage collector comes by"
         finally:
             gc.enable()
@@ -78,15 +62,8 @@ def test_a_pool_at_the_beginning_of_a_larger_file_is_written_to(tmp_path: Path) 
     memory = shared.bytes[:-4096].reshape(LAYOUT.layer_count, 4, LAYOUT.block_bytes)
     source, target = KvPool(LAYOUT, 4), KvPool.over(LAYOUT, memory, shared)
     source.memory[:] = 7
-    pushed = Recorder()
-    listen = [KvEndpoint("shm", str(tmp_path / "kv.sock"))]
-    with (
-        contextlib.closing(
-            KvReceiver(target, Recorder(), listen=listen, epoch=1, transports=make_transports())
-        ) as receiver,
-        contextlib.closing(KvSender(source, pushed, transports=make_transports())) as sender,
-    ):
-        assert isinstance(push(sender, receiver, pushed), PushAccepted)
+    with kv_pair(source, target, KvEndpoint("shm", str(tmp_path / "kv.sock"))) as pair:
+        pair.accepted(pair.push([2, 0], [1, 3]))
     assert (target.memory[:, [0, 2]] == 7).all()
     assert not target.memory[:, [1, 3]].any()
     assert not shared.bytes[-4096:].any()
@@ -95,7 +72,7 @@ def test_a_pool_at_the_beginning_of_a_larger_file_is_written_to(tmp_path: Path) 
 def test_a_pool_that_no_other_process_can_map_is_refused(tmp_path: Path) -> None:
     pool = KvPool.over(LAYOUT, np.zeros((LAYOUT.layer_count, 4, LAYOUT.block_bytes), np.uint8))
     with pytest.raises(ConfigError, match="memory file"):
-        shm_transport().listen(str(tmp_path / "kv.sock"), pool, None)
+        ShmTransport().listen(str(tmp_path / "kv.sock"), pool, None)
     assert not list(tmp_path.iterdir())
 
 
@@ -110,20 +87,11 @@ def test_memory_that_is_not_the_hosts_is_refused() -> None:
 def test_a_ticket_for_blocks_beyond_the_pool_fails_and_writes_nothing(tmp_path: Path) -> None:
     source, target = KvPool(LAYOUT, 8), KvPool(LAYOUT, 4)
     source.memory[:] = 7
-    listen = [KvEndpoint("shm", str(tmp_path / "kv.sock"))]
-    pushed = Recorder()
-    with (
-        contextlib.closing(
-            KvReceiver(target, Recorder(), listen=listen, epoch=1, transports=make_transports())
-        ) as receiver,
-        contextlib.closing(KvSender(source, pushed, transports=make_transports())) as sender,
-    ):
-        ticket = dataclasses.replace(receiver.grant([3], 4, 30.0), block_ids=(4,))
-        sender.open(ticket)
-        sender.write(ticket.transfer_id, 0, 0, [1])
-        event = pushed.wait(ticket)
-        assert isinstance(event, PushFailed)
-        assert "block 4" in event.reason
+    with kv_pair(source, target, KvEndpoint("shm", str(tmp_path / "kv.sock"))) as pair:
+        ticket = dataclasses.replace(pair.receiver.grant([3], 4, 30.0), block_ids=(4,))
+        pair.sender.open(ticket)
+        pair.sender.write(ticket.transfer_id, 0, 0, [1])
+        assert "block 4" in failure(pair.pushed, ticket)
     assert not target.memory.any()
 
 
@@ -139,7 +107,9 @@ def test_a_sender_that_cannot_reach_the_memory_falls_back_to_the_next_transport(
         # As in another container: the path is not there.
         path.rename(tmp_path / "elsewhere.sock")
         with contextlib.closing(KvSender(source, pushed, transports=make_transports())) as sender:
-            event = push(sender, receiver, pushed)
+            ticket = receiver.grant([2, 0], 8, 30.0)
+            push(sender, ticket, [1, 3])
+            event = pushed.wait(ticket)
         assert isinstance(event, PushAccepted)
         assert event.transport == "tcp"
         # Told on another thread than its acceptance.
@@ -153,13 +123,6 @@ def test_transport_names_are_read_in_order_and_unknown_ones_refused() -> None:
         transport_names("shm,rdma")
     with pytest.raises(ValueError, match="names none"):
         transport_names(" , ")
-
-
-def test_shared_memory_says_what_it_cannot_do() -> None:
-    capabilities = shm_transport().capabilities
-    assert capabilities.one_sided
-    assert capabilities.same_host_only
-    assert not capabilities.can_revoke
 
 
 @pytest.mark.parametrize("count", [0, 2])
@@ -224,10 +187,7 @@ def test_the_receiver_says_whether_a_transfer_is_verified_and_it_lands_either_wa
         contextlib.closing(KvSender(source, pushed, transports=spoken, digest=Seen)) as sender,
     ):
         ticket = receiver.grant([6, 2], 8, 60.0)
-        sender.open(ticket)
-        for layer in range(LAYOUT.layer_count):
-            sender.write(ticket.transfer_id, layer, 0, [1, 3])
-        sender.finish(ticket.transfer_id, b"")
+        push(sender, ticket, [1, 3])
         event = pushed.wait(ticket)
     assert isinstance(event, PushAccepted), event
     assert (target.memory[:, [6, 2]] == source.memory[:, [1, 3]]).all()

@@ -32,24 +32,20 @@ from kaveri.kv.transports.frames import (
 )
 from kaveri.kv.transports.socket import SocketTransport
 from kaveri.testing.transport_peer import WAIT_S, Recorder, wait_until
-from tests.library.kv.kv_stranger import EPOCH, LAYOUT, Stranger, nothing_left, require_lands
+from tests.library.kv.kv_pair import failure, release
+from tests.library.kv.kv_stranger import (
+    EPOCH,
+    LAYOUT,
+    Stranger,
+    content,
+    landed,
+    nothing_left,
+    receiver,
+    require_lands,
+    stranger,
+)
 
-__all__ = ["nothing_left"]
-
-
-@pytest.fixture
-def landed() -> Recorder:
-    return Recorder()
-
-
-@pytest.fixture
-def receiver(landed: Recorder, nothing_left: None) -> Iterator[KvReceiver]:
-    listen = [KvEndpoint("tcp", "127.0.0.1:0")]
-    transport = SocketTransport("tcp", progress_timeout_s=0.6, connection_limit=4)
-    receiver = KvReceiver(KvPool(LAYOUT, 8), landed, listen=listen, epoch=EPOCH, transports=[transport])
-    yield receiver
-    receiver.close()
-    assert not landed.doubled
+__all__ = ["content", "landed", "nothing_left", "receiver", "stranger"]
 
 
 @pytest.fixture
@@ -64,16 +60,25 @@ def connect(receiver: KvReceiver) -> Iterator[Callable[[], Stranger]]:
         yield connect
 
 
-@pytest.fixture
-def content() -> np.ndarray:
-    return np.random.default_rng(3).integers(0, 256, (2, 3, LAYOUT.block_bytes), dtype=np.uint8)
-
-
 Connect = Callable[[], Stranger]
 
 
+HELLO = Hello().pack()
+
+
 @pytest.mark.parametrize(
-    "garbage", [b"GET / HTTP/1.1\r\nHost: decode\r\n\r\n", bytes(range(256)) * 64, bytes(HELLO_BYTES)]
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\nHost: decode\r\n\r\n",
+        bytes(range(256)) * 64,
+        bytes(HELLO_BYTES),
+        # The oldest version that the peer speaks is newer than any that is spoken here.
+        HELLO[:8] + bytes([VERSION + 1]) + HELLO[9:],
+        HELLO + b"\xff" * HEADER_BYTES,
+        HELLO + Header(Kind.DATA, bytes(16), payload_bytes=1 << 60).pack(),
+        # A silent one.
+        b"",
+    ],
 )
 def test_garbage_is_sent_away_and_disturbs_nobody(
     receiver: KvReceiver, landed: Recorder, connect: Connect, content: np.ndarray, garbage: bytes
@@ -86,36 +91,9 @@ def test_garbage_is_sent_away_and_disturbs_nobody(
     require_lands(receiver, landed, honest, content)
 
 
-def test_garbage_behind_the_hello_is_sent_away(connect: Connect) -> None:
-    stranger = connect()
-    stranger.greet()
-    stranger.socket.sendall(b"\xff" * HEADER_BYTES)
-    stranger.require_closed()
-
-
-def test_a_frame_that_claims_too_much_is_sent_away(connect: Connect) -> None:
-    stranger = connect()
-    stranger.greet()
-    stranger.send(Header(Kind.DATA, bytes(16), payload_bytes=1 << 60))
-    stranger.require_closed()
-
-
-def test_a_silent_stranger_is_sent_away(connect: Connect) -> None:
-    connect().require_closed()
-
-
 def test_a_sender_does_not_stay_connected_to_another_life_of_its_receiver(receiver: KvReceiver) -> None:
     with pytest.raises(LinkLost, match=f"epoch {EPOCH} answers"):
         SocketTransport("tcp").connect(receiver.endpoints[0], EPOCH - 1, KvPool(LAYOUT, 4), Mock()).close()
-
-
-def test_another_version_is_sent_away(connect: Connect) -> None:
-    stranger = connect()
-    hello = bytearray(Hello().pack())
-    # The oldest that the peer speaks is newer than any that is spoken here.
-    hello[8] = VERSION + 1
-    stranger.socket.sendall(hello)
-    stranger.require_closed()
 
 
 def test_one_connection_too_many_is_closed_and_the_others_work(
@@ -159,13 +137,10 @@ def test_a_connection_that_there_is_no_thread_for_is_closed_and_the_next_is_serv
     ],
 )
 def test_a_frame_outside_the_lease_ends_its_transfer_only(
-    receiver: KvReceiver, landed: Recorder, connect: Connect, content: np.ndarray, frame: Header, complaint: str
+    receiver: KvReceiver, landed: Recorder, stranger: Stranger, content: np.ndarray, frame: Header, complaint: str
 ) -> None:
     before = receiver.pool.memory.copy()
-    stranger = connect()
-    stranger.greet()
-    ticket = receiver.grant([0, 1, 4], 12, 30.0)
-    stranger.open(ticket)
+    ticket = stranger.opened(receiver, [0, 1, 4])
     stranger.send(frame._replace(transfer_id=ticket.transfer_id), b"x" * frame.payload_bytes)
     kind, transfer_id, reason = stranger.answer()
     assert (kind, transfer_id) == (Kind.REJECTED, ticket.transfer_id)
@@ -178,12 +153,9 @@ def test_a_frame_outside_the_lease_ends_its_transfer_only(
 
 
 def test_blocks_that_come_twice_are_refused(
-    receiver: KvReceiver, landed: Recorder, connect: Connect, content: np.ndarray
+    receiver: KvReceiver, landed: Recorder, stranger: Stranger, content: np.ndarray
 ) -> None:
-    stranger = connect()
-    stranger.greet()
-    ticket = receiver.grant([0, 1, 4], 12, 30.0)
-    stranger.open(ticket)
+    ticket = stranger.opened(receiver, [0, 1, 4])
     data = Header(Kind.DATA, ticket.transfer_id, content[0].nbytes, 0, 0, 3)
     stranger.send(data, content[0].tobytes())
     stranger.send(data, content[0].tobytes())
@@ -193,12 +165,9 @@ def test_blocks_that_come_twice_are_refused(
 
 
 def test_the_same_blocks_of_all_layers_land_from_one_frame(
-    receiver: KvReceiver, landed: Recorder, connect: Connect, content: np.ndarray
+    receiver: KvReceiver, landed: Recorder, stranger: Stranger, content: np.ndarray
 ) -> None:
-    stranger = connect()
-    stranger.greet()
-    ticket = receiver.grant([6, 2, 3], 12, 30.0)
-    stranger.open(ticket)
+    ticket = stranger.opened(receiver, [6, 2, 3])
     header = Header(Kind.DATA, ticket.transfer_id, content.nbytes, 0, 0, 3, layer_count=len(content))
     stranger.send(header, content.tobytes())
     stranger.send(Header(Kind.END, ticket.transfer_id, digest=xxhash.xxh3_64(content.tobytes()).intdigest()))
@@ -207,10 +176,8 @@ def test_the_same_blocks_of_all_layers_land_from_one_frame(
 
 
 def test_a_second_end_is_refused_and_the_landing_stands(
-    receiver: KvReceiver, landed: Recorder, connect: Connect, content: np.ndarray
+    receiver: KvReceiver, landed: Recorder, stranger: Stranger, content: np.ndarray
 ) -> None:
-    stranger = connect()
-    stranger.greet()
     require_lands(receiver, landed, stranger, content)
     (transfer_id,) = landed.events
     stranger.send(Header(Kind.END, transfer_id))
@@ -219,12 +186,9 @@ def test_a_second_end_is_refused_and_the_landing_stands(
 
 
 def test_a_byte_flipped_on_the_way_is_found(
-    receiver: KvReceiver, landed: Recorder, connect: Connect, content: np.ndarray
+    receiver: KvReceiver, landed: Recorder, stranger: Stranger, content: np.ndarray
 ) -> None:
-    stranger = connect()
-    stranger.greet()
-    ticket = receiver.grant([0, 1, 4], 12, 30.0)
-    stranger.open(ticket)
+    ticket = stranger.opened(receiver, [0, 1, 4])
     digest = xxhash.xxh3_64(content.tobytes()).intdigest()
     content[0, 1, 77] ^= 1
     header = Header(Kind.DATA, ticket.transfer_id, content.nbytes, 0, 0, 3, layer_count=len(content))
@@ -235,12 +199,9 @@ def test_a_byte_flipped_on_the_way_is_found(
 
 
 def test_a_transfer_revoked_within_a_frame_is_fenced_while_its_sender_stands_still(
-    receiver: KvReceiver, landed: Recorder, connect: Connect, content: np.ndarray
+    receiver: KvReceiver, landed: Recorder, stranger: Stranger, content: np.ndarray
 ) -> None:
-    stranger = connect()
-    stranger.greet()
-    ticket = receiver.grant([0, 1, 4], 12, 30.0)
-    stranger.open(ticket)
+    ticket = stranger.opened(receiver, [0, 1, 4])
     data = content[0].tobytes()
     half = len(data) // 2
     stranger.send(Header(Kind.DATA, ticket.transfer_id, len(data), 0, 0, 3), data[:half])
@@ -256,16 +217,11 @@ def test_a_transfer_revoked_within_a_frame_is_fenced_while_its_sender_stands_sti
 
 
 def test_a_sender_that_stops_within_a_frame_loses_its_connection(
-    receiver: KvReceiver, landed: Recorder, connect: Connect, content: np.ndarray
+    receiver: KvReceiver, landed: Recorder, stranger: Stranger, content: np.ndarray
 ) -> None:
-    stranger = connect()
-    stranger.greet()
-    ticket = receiver.grant([0, 1, 4], 12, 30.0)
-    stranger.open(ticket)
+    ticket = stranger.opened(receiver, [0, 1, 4])
     stranger.send(Header(Kind.DATA, ticket.transfer_id, content[0].nbytes, 0, 0, 3), b"x" * 100)
-    event = landed.wait(ticket)
-    assert isinstance(event, TransferReleased)
-    assert "nothing arrived" in event.reason
+    assert "nothing arrived" in release(landed, ticket)
 
 
 def test_a_sender_that_overruns_its_credit_is_refused_before_a_byte_of_it_is_let_in(
@@ -287,119 +243,82 @@ def test_a_sender_that_overruns_its_credit_is_refused_before_a_byte_of_it_is_let
         ticket = receiver.grant([6, 2, 3], 12, 30.0)
         stranger.open(ticket)
         stranger.send(Header(Kind.DATA, ticket.transfer_id, content[0].nbytes, 0, 0, 3), content[0].tobytes())
-        event = landed.wait(ticket)
-        assert isinstance(event, TransferReleased)
-        assert "beyond the sender's credit" in event.reason
+        assert "beyond the sender's credit" in release(landed, ticket)
         assert not pool.memory.any()
         wait_until(lambda: receiver.flow().held_bytes == 0, "its credit is home")
         receiver.check_integrity()
 
 
-class Deaf:
-    """A receiver that answers the hello, gives credit and then reads nothing more."""
-
-    def __init__(self, path: str, credit_bytes: int = 1 << 30, expires_in_s: float = 30.0) -> None:
-        self.credit_bytes = credit_bytes
-        self.listening = socket.socket(socket.AF_UNIX)
-        self.listening.bind(path)
-        self.listening.listen(1)
-        self.ticket = Ticket(
-            b"t" * 16,
-            b"s" * 16,
-            EPOCH,
-            (KvEndpoint("unix", path),),
-            tuple(range(1024)),
-            4096,
-            expires_in_s,
-            LARGE_LAYOUT,
-        )
-
-    def greet(self) -> socket.socket:
-        accepted, _ = self.listening.accept()
-        accepted.sendall(Hello(EPOCH).pack() + pack_credit(self.credit_bytes, self.credit_bytes))
-        return accepted
-
-
 LARGE_LAYOUT = KvLayout("m", 1, block_tokens=16, kv_head_count=4, head_dim=32, dtype="float32")
+BLOCK_BYTES = LARGE_LAYOUT.block_bytes
+
+
+@contextlib.contextmanager
+def pushing_to_deaf(
+    folder: Path,
+    credit_bytes: int = 1 << 30,
+    expires_in_s: float = 30.0,
+    progress_timeout_s: float = 10.0,
+    credit_timeout_s: float = 10.0,
+) -> Iterator[tuple[KvSender, Recorder, Ticket, socket.socket]]:
+    """A push of 1024 blocks to a receiver that answers the hello, gives credit and then reads nothing more; with the
+    receiver's end of the connection."""
+    endpoint = KvEndpoint("unix", str(folder / "deaf.sock"))
+    ticket = Ticket(b"t" * 16, b"s" * 16, EPOCH, (endpoint,), tuple(range(1024)), 4096, expires_in_s, LARGE_LAYOUT)
+    pushed, transport = Recorder(), SocketTransport("unix", progress_timeout_s=progress_timeout_s)
+    sender = KvSender(KvPool(LARGE_LAYOUT, 1024), pushed, transports=[transport], credit_timeout_s=credit_timeout_s)
+    with socket.socket(socket.AF_UNIX) as listening, contextlib.closing(sender):
+        listening.bind(endpoint.address)
+        listening.listen(1)
+        sender.open(ticket)
+        sender.write(ticket.transfer_id, 0, 0, range(1024))
+        accepted, _ = listening.accept()
+        with accepted:
+            accepted.sendall(Hello(EPOCH).pack() + pack_credit(credit_bytes, credit_bytes))
+            yield sender, pushed, ticket, accepted
 
 
 def test_a_receiver_that_reads_nothing_fails_the_push_after_the_progress_limit(
     tmp_path: Path, nothing_left: None
 ) -> None:
-    pushed = Recorder()
-    deaf = Deaf(str(tmp_path / "deaf.sock"))
-    transport = SocketTransport("unix", progress_timeout_s=0.3)
-    with (
-        deaf.listening,
-        contextlib.closing(KvSender(KvPool(LARGE_LAYOUT, 1024), pushed, transports=[transport])) as sender,
-    ):
-        sender.open(deaf.ticket)
-        with deaf.greet():
-            sender.write(deaf.ticket.transfer_id, 0, 0, range(1024))
-            event = pushed.wait(deaf.ticket)
-            assert isinstance(event, PushFailed)
-            assert "nothing was taken" in event.reason
+    with pushing_to_deaf(tmp_path, progress_timeout_s=0.3) as (_, pushed, ticket, _):
+        assert "nothing was taken" in failure(pushed, ticket)
 
 
 def test_a_push_aborted_within_a_frame_is_fenced_while_its_receiver_stands_still(
     tmp_path: Path, nothing_left: None
 ) -> None:
-    pushed = Recorder()
-    deaf = Deaf(str(tmp_path / "deaf.sock"))
-    with (
-        deaf.listening,
-        contextlib.closing(KvSender(KvPool(LARGE_LAYOUT, 1024), pushed, transports=make_transports())) as sender,
-    ):
-        sender.open(deaf.ticket)
-        with deaf.greet() as accepted:
-            sender.write(deaf.ticket.transfer_id, 0, 0, range(1024))
-            # Once a block is here the sender is in the middle of a frame that is not read.
-            accepted.recv(LARGE_LAYOUT.block_bytes, socket.MSG_WAITALL)
-            sender.abort(deaf.ticket.transfer_id)
-            assert pushed.wait(deaf.ticket) == PushFailed(deaf.ticket.transfer_id, "aborted")
+    with pushing_to_deaf(tmp_path) as (sender, pushed, ticket, accepted):
+        # Once a block is here the sender is in the middle of a frame that is not read.
+        accepted.recv(BLOCK_BYTES, socket.MSG_WAITALL)
+        sender.abort(ticket.transfer_id)
+        assert pushed.wait(ticket) == PushFailed(ticket.transfer_id, "aborted")
 
 
 def test_a_push_that_waits_for_credit_past_its_ticket_fails(tmp_path: Path, nothing_left: None) -> None:
-    pushed = Recorder()
-    deaf = Deaf(str(tmp_path / "deaf.sock"), credit_bytes=LARGE_LAYOUT.block_bytes, expires_in_s=0.2)
-    with (
-        deaf.listening,
-        contextlib.closing(KvSender(KvPool(LARGE_LAYOUT, 1024), pushed, transports=make_transports())) as sender,
-    ):
-        sender.open(deaf.ticket)
-        sender.write(deaf.ticket.transfer_id, 0, 0, range(1024))
-        with deaf.greet():
-            assert pushed.wait(deaf.ticket) == PushFailed(deaf.ticket.transfer_id, "the ticket expired")
+    with pushing_to_deaf(tmp_path, credit_bytes=BLOCK_BYTES, expires_in_s=0.2) as (_, pushed, ticket, _):
+        assert pushed.wait(ticket) == PushFailed(ticket.transfer_id, "the ticket expired")
 
 
 def test_a_sender_writes_as_far_as_its_credit(tmp_path: Path, nothing_left: None) -> None:
-    pushed = Recorder()
-    block_bytes = LARGE_LAYOUT.block_bytes
-    deaf = Deaf(str(tmp_path / "deaf.sock"), credit_bytes=3 * block_bytes + 100)
-    with (
-        deaf.listening,
-        contextlib.closing(KvSender(KvPool(LARGE_LAYOUT, 1024), pushed, transports=make_transports())) as sender,
-    ):
-        sender.open(deaf.ticket)
-        sender.write(deaf.ticket.transfer_id, 0, 0, range(1024))
-        with deaf.greet() as accepted:
-            stranger = Stranger(accepted)
-            stranger.read(HELLO_BYTES)
-            opening = unpack_header(stranger.read(HEADER_BYTES))
-            stranger.read(opening.payload_bytes)
-            arrived: list[int] = []
-            while sum(arrived) < 3:
-                arrived.append(take_blocks(stranger))
-            accepted.sendall(pack_credit(block_bytes - 200, block_bytes))
-            wait_until(lambda: sender.flow().peers[0].credit_bytes == block_bytes - 100, "the credit is counted")
-            wait_until(lambda: sender.flow().peers[0].is_waiting, "the sender waits for more")
-            accepted.sendall(pack_credit(100, block_bytes))
-            assert take_blocks(stranger) == 1
-            sender.abort(deaf.ticket.transfer_id)
-            assert isinstance(pushed.wait(deaf.ticket), PushFailed)
-            # An abort needs no credit, and nothing else has come.
-            assert unpack_header(stranger.read(HEADER_BYTES)).kind == Kind.ABORT
-            assert sender.flow().credit_waits > 0
+    with pushing_to_deaf(tmp_path, credit_bytes=3 * BLOCK_BYTES + 100) as (sender, pushed, ticket, accepted):
+        stranger = Stranger(accepted)
+        stranger.read(HELLO_BYTES)
+        opening = unpack_header(stranger.read(HEADER_BYTES))
+        stranger.read(opening.payload_bytes)
+        arrived: list[int] = []
+        while sum(arrived) < 3:
+            arrived.append(take_blocks(stranger))
+        accepted.sendall(pack_credit(BLOCK_BYTES - 200, BLOCK_BYTES))
+        wait_until(lambda: sender.flow().peers[0].credit_bytes == BLOCK_BYTES - 100, "the credit is counted")
+        wait_until(lambda: sender.flow().peers[0].is_waiting, "the sender waits for more")
+        accepted.sendall(pack_credit(100, BLOCK_BYTES))
+        assert take_blocks(stranger) == 1
+        sender.abort(ticket.transfer_id)
+        assert isinstance(pushed.wait(ticket), PushFailed)
+        # An abort needs no credit, and nothing else has come.
+        assert unpack_header(stranger.read(HEADER_BYTES)).kind == Kind.ABORT
+        assert sender.flow().credit_waits > 0
 
 
 def take_blocks(stranger: Stranger) -> int:
@@ -410,22 +329,11 @@ def take_blocks(stranger: Stranger) -> int:
 
 
 def test_a_receiver_that_gives_no_credit_is_taken_for_gone(tmp_path: Path, nothing_left: None) -> None:
-    pushed = Recorder()
-    deaf = Deaf(str(tmp_path / "deaf.sock"), credit_bytes=0)
-    pool = KvPool(LARGE_LAYOUT, 1024)
-    with (
-        deaf.listening,
-        contextlib.closing(KvSender(pool, pushed, credit_timeout_s=0.2, transports=make_transports())) as sender,
-    ):
-        sender.open(deaf.ticket)
-        with deaf.greet() as accepted:
-            sender.write(deaf.ticket.transfer_id, 0, 0, range(1024))
-            event = pushed.wait(deaf.ticket)
-            assert isinstance(event, PushFailed)
-            assert "no credit came for 0.2 s" in event.reason
-            accepted.settimeout(WAIT_S)
-            while accepted.recv(1 << 16):
-                pass
+    with pushing_to_deaf(tmp_path, credit_bytes=0, credit_timeout_s=0.2) as (_, pushed, ticket, accepted):
+        assert "no credit came for 0.2 s" in failure(pushed, ticket)
+        accepted.settimeout(WAIT_S)
+        while accepted.recv(1 << 16):
+            pass
 
 
 def test_the_next_endpoint_is_tried_when_one_does_not_answer(tmp_path: Path, nothing_left: None) -> None:
@@ -493,15 +401,4 @@ def test_connecting_to_a_frozen_receiver_ends(tmp_path: Path, nothing_left: None
         frozen.listen(1)
         transport = SocketTransport("unix", connect_timeout_s=0.1)
         with pytest.raises(LinkLost, match="nothing arrived"):
-            transport.connect(KvEndpoint("unix", path), 1, KvPool(LAYOUT, 1), _Silent())
-
-
-class _Silent:
-    def answered(self, transfer_id: bytes, rejection: str | None) -> None:
-        raise AssertionError
-
-    def credited(self, byte_count: int, window_bytes: int) -> None:
-        raise AssertionError
-
-    def lost(self, reason: str) -> None:
-        raise AssertionError
+            transport.connect(KvEndpoint("unix", path), 1, KvPool(LAYOUT, 1), Mock())

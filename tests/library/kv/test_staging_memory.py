@@ -21,6 +21,7 @@ from kaveri.kv.transfer.sender import KvSender, PushAccepted
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transports import make_transports
 from kaveri.testing.transport_peer import Recorder, wait_until
+from tests.library.kv.kv_pair import push
 
 LAYOUT = KvLayout("m", 2, block_tokens=16, kv_head_count=2, head_dim=32, dtype="float32")
 TRANSPORTS = make_transports(("unix",))
@@ -69,10 +70,7 @@ def test_thirty_shapes_in_rotation_take_no_more_staging_than_four(tmp_path: Path
             )
             with contextlib.closing(receiver):
                 ticket = receiver.grant([0, 1], 2 * 16, 60.0)
-                sender.open(ticket)
-                for layer in range(LAYOUT.layer_count):
-                    sender.write(ticket.transfer_id, layer, 0, [0, 1])
-                sender.finish(ticket.transfer_id, b"")
+                push(sender, ticket, [0, 1])
                 event = pushed.wait(ticket)
                 assert isinstance(event, PushAccepted), event
                 most_bytes = max(most_bytes, bytes_beside(known))
@@ -97,10 +95,7 @@ def test_a_shape_waits_for_the_memory_of_those_that_were_evicted(tmp_path: Path,
             # Of one that was evicted, and still sends.
             assert room.acquire(blocking=False)
         ticket = receiver.grant([0, 1], 2 * 16, 60.0)
-        sender.open(ticket)
-        for layer in range(LAYOUT.layer_count):
-            sender.write(ticket.transfer_id, layer, 0, [0, 1])
-        sender.finish(ticket.transfer_id, b"")
+        push(sender, ticket, [0, 1])
         wait_until(lambda: bool(room._cond._waiters), "it waits for memory")
         assert bytes_beside(known) == 0
         for _ in range(STAGINGS_MAX):

@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from kaveri.errors import ConfigError
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded
-from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.transfer.sender import KvSender, PushAccepted
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import LinkLost, Transport
 from kaveri.kv.transports import make_transports, tcp_transport
@@ -31,6 +32,7 @@ from kaveri.security.tls_files import TlsFiles
 from kaveri.testing.transport_conformance import TransportConformance
 from kaveri.testing.transport_peer import WAIT_S, Recorder, fill_pool
 from kaveri.testing.transport_world import SMALL_LAYOUT
+from tests.library.kv.kv_pair import failure, push
 from tests.support.certificates import FILES_VARIABLE, Authority
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command to make certificates with")
@@ -67,19 +69,6 @@ class TestTls(TransportConformance):
         return "127.0.0.1:0"
 
 
-class NobodyListens:
-    """Of a link that is never made."""
-
-    def answered(self, transfer_id: bytes, rejection: str | None) -> None:
-        raise AssertionError
-
-    def credited(self, byte_count: int, window_bytes: int) -> None:
-        raise AssertionError
-
-    def lost(self, reason: str) -> None:
-        raise AssertionError
-
-
 @contextlib.contextmanager
 def receiving(transport: Transport) -> Iterator[tuple[KvReceiver, Recorder]]:
     landed = Recorder()
@@ -91,12 +80,14 @@ def receiving(transport: Transport) -> Iterator[tuple[KvReceiver, Recorder]]:
 
 def refusal(sending: Transport, receiver: KvReceiver) -> str:
     """Why no link can be made."""
+    listener = Mock()
     with pytest.raises(LinkLost) as lost:
-        sending.connect(receiver.endpoints[0], 7, KvPool(SMALL_LAYOUT, 1), NobodyListens())
+        sending.connect(receiver.endpoints[0], 7, KvPool(SMALL_LAYOUT, 1), listener)
+    assert not listener.method_calls
     return lost.value.reason
 
 
-def push(sending: Transport, receiver: KvReceiver, landed: Recorder, address: str | None = None) -> KvPool:
+def require_lands(sending: Transport, receiver: KvReceiver, landed: Recorder, address: str | None = None) -> KvPool:
     """Pushes three blocks of each layer, which land; returns where they come from. address: None for the receiver's."""
     source, pushed = KvPool(SMALL_LAYOUT, 8), Recorder()
     fill_pool(source, 3)
@@ -104,16 +95,25 @@ def push(sending: Transport, receiver: KvReceiver, landed: Recorder, address: st
     endpoint = receiver.endpoints[0]
     ticket = replace(ticket, endpoints=(KvEndpoint(endpoint.transport, address or endpoint.address),))
     with contextlib.closing(KvSender(source, pushed, transports=[sending])) as sender:
-        sender.open(ticket)
-        for layer in range(SMALL_LAYOUT.layer_count):
-            sender.write(ticket.transfer_id, layer, 0, [0, 3, 4])
-        sender.finish(ticket.transfer_id, b"")
+        push(sender, ticket, [0, 3, 4])
         event = pushed.wait(ticket)
     assert isinstance(event, PushAccepted), event
     assert event.transport == sending.name
     assert isinstance(landed.wait(ticket), TransferLanded)
     assert (receiver.pool.memory[:, [1, 5, 2]] == source.memory[:, [0, 3, 4]]).all()
     return source
+
+
+def connected(receiver: KvReceiver) -> socket.socket:
+    host, _, port = receiver.endpoints[0].address.rpartition(":")
+    return socket.create_connection((host, int(port)), WAIT_S)
+
+
+def client_context(files: TlsFiles) -> ssl.SSLContext:
+    """Without a certificate."""
+    context = ssl.create_default_context(cafile=files.authority)
+    context.check_hostname = False
+    return context
 
 
 @contextlib.contextmanager
@@ -148,12 +148,6 @@ def tapped(address: str) -> Iterator[tuple[str, bytearray]]:
 # Who is let in
 
 
-def test_a_push_lands_and_its_transport_is_tls(files: TlsFiles) -> None:
-    with receiving(TlsTransport(files)) as (receiver, landed):
-        assert receiver.endpoints[0].transport == "tls"
-        push(TlsTransport(files), receiver, landed)
-
-
 @pytest.mark.parametrize("kind", ["tls", "tcp"])
 def test_nobody_on_the_way_reads_a_push_as_over_plain_tcp(files: TlsFiles, kind: str) -> None:
     transport = make_transports((kind,), tls=files)[0]
@@ -161,7 +155,7 @@ def test_nobody_on_the_way_reads_a_push_as_over_plain_tcp(files: TlsFiles, kind:
         receiving(transport) as (receiver, landed),
         tapped(receiver.endpoints[0].address) as (address, seen),
     ):
-        source = push(transport, receiver, landed, address)
+        source = require_lands(transport, receiver, landed, address)
     # Frames, and the bytes of a block.
     shown = [what in seen for what in (Hello().pack(), source.memory[0, 3].tobytes())]
     assert shown == [kind == "tcp"] * 2
@@ -189,7 +183,7 @@ def test_a_certificate_of_another_authority_or_time_is_refused(
         else:
             assert "the peer refused this side" in reason
             assert ("expired" if trouble == "expired" else "unknown ca") in reason
-            push(TlsTransport(files), receiver, landed)
+            require_lands(TlsTransport(files), receiver, landed)
     logged = capfd.readouterr().out
     assert "kv_connection_ended" in logged
     assert (words if refusing == "receiver" else "the peer refused this side") in logged
@@ -205,7 +199,7 @@ def test_a_certificate_of_another_cluster_is_refused(
     with receiving(TlsTransport(owner)) as (receiver, landed):
         reason = refusal(TlsTransport(sender), receiver)
         if refusing == "receiver":
-            push(TlsTransport(files), receiver, landed)
+            require_lands(TlsTransport(files), receiver, landed)
     said = capfd.readouterr().out if refusing == "receiver" else reason
     assert f"the peer's certificate does not carry the name {files.name}" in said
 
@@ -216,11 +210,11 @@ def test_replaced_files_are_used_by_the_next_connection(
     monkeypatch.setattr(tls_files, "LOOK_EVERY_S", 0.0)
     ours = Authority(tmp_path).certify("ours")
     with receiving(TlsTransport(ours)) as (receiver, landed):
-        push(TlsTransport(ours), receiver, landed)
+        require_lands(TlsTransport(ours), receiver, landed)
         refusal(TlsTransport(stranger), receiver)
         for name in ("certificate", "key", "authority"):
             shutil.copy(getattr(stranger, name), getattr(ours, name))
-        push(TlsTransport(stranger), receiver, landed)
+        require_lands(TlsTransport(stranger), receiver, landed)
 
 
 class CountedTls(TlsTransport):
@@ -242,10 +236,7 @@ def test_a_worn_connection_is_replaced_between_two_pushes(files: TlsFiles) -> No
     ):
         for _ in range(30):
             ticket = receiver.grant([1, 5, 2], 12, 60.0)
-            sender.open(ticket)
-            for layer in range(SMALL_LAYOUT.layer_count):
-                sender.write(ticket.transfer_id, layer, 0, [0, 3, 4])
-            sender.finish(ticket.transfer_id, b"")
+            push(sender, ticket, [0, 3, 4])
             assert isinstance(pushed.wait(ticket), PushAccepted)
             assert isinstance(landed.wait(ticket), TransferLanded)
     assert sending.connections > 1
@@ -258,34 +249,27 @@ def test_no_more_than_the_limit_is_encrypted_with_one_key(files: TlsFiles) -> No
         contextlib.closing(KvSender(source, pushed, transports=[sending])) as sender,
     ):
         ticket = receiver.grant([1, 5, 2], 12, 60.0)
-        sender.open(ticket)
-        for layer in range(SMALL_LAYOUT.layer_count):
-            sender.write(ticket.transfer_id, layer, 0, [0, 3, 4])
-        sender.finish(ticket.transfer_id, b"")
-        event = pushed.wait(ticket)
-        assert isinstance(event, PushFailed)
-        assert "2 records were encrypted" in event.reason
+        push(sender, ticket, [0, 3, 4])
+        assert "2 records were encrypted" in failure(pushed, ticket)
 
 
 def test_a_sender_without_a_certificate_is_refused(files: TlsFiles, capfd: pytest.CaptureFixture[str]) -> None:
-    context = ssl.create_default_context(cafile=files.authority)
-    context.check_hostname = False
+    context = client_context(files)
     with receiving(TlsTransport(files)) as (receiver, landed):
-        host, _, port = receiver.endpoints[0].address.rpartition(":")
-        with socket.create_connection((host, int(port)), WAIT_S) as plain:
+        with connected(receiver) as plain:
             nameless = TlsStream(plain, WAIT_S, context, is_server=False)
             nameless.start()  # TLS 1.3: the receiver looks at certificates after this
             nameless.send_bytes(Hello().pack())
             with pytest.raises(LinkLost, match="refused this side: tlsv13 alert certificate required"):
                 nameless.receive_bytes(HELLO_BYTES)
-        push(TlsTransport(files), receiver, landed)
+        require_lands(TlsTransport(files), receiver, landed)
     assert "the peer showed no certificate" in capfd.readouterr().out
 
 
 def test_plain_tcp_is_refused(files: TlsFiles, capfd: pytest.CaptureFixture[str]) -> None:
     with receiving(TlsTransport(files)) as (receiver, landed):
         refusal(tcp_transport(), receiver)
-        push(TlsTransport(files), receiver, landed)
+        require_lands(TlsTransport(files), receiver, landed)
     assert "the peer does not speak TLS 1.3" in capfd.readouterr().out
 
 
@@ -297,36 +281,38 @@ def test_a_receiver_that_speaks_plain_tcp_is_not_pushed_to(files: TlsFiles) -> N
 
 
 def test_an_older_tls_is_refused(files: TlsFiles) -> None:
-    context = ssl.create_default_context(cafile=files.authority)
-    context.check_hostname = False
+    context = client_context(files)
     context.load_cert_chain(files.certificate, files.key)
     context.maximum_version = ssl.TLSVersion.TLSv1_2
-    with receiving(TlsTransport(files)) as (receiver, _):
-        host, _, port = receiver.endpoints[0].address.rpartition(":")
-        with socket.create_connection((host, int(port)), WAIT_S) as plain, pytest.raises(LinkLost, match="version"):
-            TlsStream(plain, WAIT_S, context, is_server=False).start()
+    with (
+        receiving(TlsTransport(files)) as (receiver, _),
+        connected(receiver) as plain,
+        pytest.raises(LinkLost, match="version"),
+    ):
+        TlsStream(plain, WAIT_S, context, is_server=False).start()
 
 
 def test_whoever_says_nothing_is_sent_away(files: TlsFiles) -> None:
     # Long enough for the handshake of the push.
     with receiving(TlsTransport(files, progress_timeout_s=2.0)) as (receiver, landed):
-        host, _, port = receiver.endpoints[0].address.rpartition(":")
-        with socket.create_connection((host, int(port)), WAIT_S) as silent:
+        with connected(receiver) as silent:
             assert silent.recv(1) == b""
-        push(TlsTransport(files), receiver, landed)
+        require_lands(TlsTransport(files), receiver, landed)
 
 
 def test_a_handshake_that_trickles_in_has_a_time_limit(files: TlsFiles) -> None:
     hello = b"\x16\x03\x01\x40\x00" + bytes([1, 0, 0x3F, 0xFC])  # a record of 16 KiB begins
-    with receiving(TlsTransport(files, progress_timeout_s=0.1)) as (receiver, _):
-        host, _, port = receiver.endpoints[0].address.rpartition(":")
-        with socket.create_connection((host, int(port)), WAIT_S) as slow, selectors.DefaultSelector() as selector:
-            selector.register(slow, selectors.EVENT_READ)
-            pieces = itertools.chain([hello], itertools.repeat(b"\0", 1000))
-            # Never so long a pause that the next piece would be late.
-            with contextlib.suppress(ConnectionError):
-                while not selector.select(0.01):
-                    slow.sendall(next(pieces))
+    with (
+        receiving(TlsTransport(files, progress_timeout_s=0.1)) as (receiver, _),
+        connected(receiver) as slow,
+        selectors.DefaultSelector() as selector,
+    ):
+        selector.register(slow, selectors.EVENT_READ)
+        pieces = itertools.chain([hello], itertools.repeat(b"\0", 1000))
+        # Never so long a pause that the next piece would be late.
+        with contextlib.suppress(ConnectionError):
+            while not selector.select(0.01):
+                slow.sendall(next(pieces))
 
 
 # Files
@@ -359,22 +345,19 @@ def test_tls_without_files_says_what_is_missing() -> None:
 
 @pytest.mark.parametrize("sent_first", [0, 7])
 def test_a_sender_that_says_it_sends_nothing_more_is_gone(files: TlsFiles, sent_first: int) -> None:
-    context = ssl.create_default_context(cafile=files.authority)
-    context.check_hostname = False
+    context = client_context(files)
     context.load_cert_chain(files.certificate, files.key)
-    with receiving(TlsTransport(files)) as (receiver, landed):
-        host, _, port = receiver.endpoints[0].address.rpartition(":")
-        with socket.create_connection((host, int(port)), WAIT_S) as plain:
-            leaving = TlsStream(plain, WAIT_S, context, is_server=False)
-            leaving.start()
-            leaving.send_bytes(Hello().pack())
-            leaving.receive_bytes(HELLO_BYTES)
-            if sent_first:
-                leaving.send_bytes(bytes([1] * sent_first))
-            _say_no_more(leaving)
-            with pytest.raises(LinkLost):
-                leaving.receive_bytes(1 << 20)
-            push(TlsTransport(files), receiver, landed)
+    with receiving(TlsTransport(files)) as (receiver, landed), connected(receiver) as plain:
+        leaving = TlsStream(plain, WAIT_S, context, is_server=False)
+        leaving.start()
+        leaving.send_bytes(Hello().pack())
+        leaving.receive_bytes(HELLO_BYTES)
+        if sent_first:
+            leaving.send_bytes(bytes([1] * sent_first))
+        _say_no_more(leaving)
+        with pytest.raises(LinkLost):
+            leaving.receive_bytes(1 << 20)
+        require_lands(TlsTransport(files), receiver, landed)
 
 
 def test_a_receiver_that_says_it_sends_nothing_more_fails_the_push(files: TlsFiles) -> None:
@@ -404,9 +387,7 @@ def test_a_receiver_that_says_it_sends_nothing_more_fails_the_push(files: TlsFil
         endpoint = KvEndpoint("tls", f"127.0.0.1:{listening.getsockname()[1]}")
         ticket = Ticket(bytes(16), bytes(16), 7, (endpoint,), (0,), 4, 60.0, SMALL_LAYOUT)
         sender.open(ticket)
-        event = pushed.wait(ticket)
-        assert isinstance(event, PushFailed)
-        assert "the peer closed the connection" in event.reason
+        assert "the peer closed the connection" in failure(pushed, ticket)
 
 
 def _say_no_more(stream: TlsStream) -> None:

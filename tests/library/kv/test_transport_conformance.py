@@ -23,7 +23,7 @@ class TestUnix(TransportConformance):
 
 
 class TestShm(TransportConformance):
-    factory = "kaveri.kv.transports:shm_transport"
+    factory = "kaveri.kv.transports.shm:ShmTransport"
 
     def address(self, directory: Path) -> str:
         return str(directory / "kv.sock")
@@ -31,7 +31,7 @@ class TestShm(TransportConformance):
 
 @pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
 class TestNixl(TransportConformance):
-    factory = "kaveri.kv.transports:nixl_transport"
+    factory = "kaveri.kv.transports.nixl:NixlTransport"
 
     def address(self, directory: Path) -> str:
         return "127.0.0.1:0"

@@ -41,9 +41,18 @@ class _MarkedPair:
         self.receiver = SimulatedReceiver(self.held, _MODEL.layout, wire, 1, self.landed.append)
 
     def grant(self, block_ids: list[int], expires_in_s: float = 30.0) -> Ticket:
-        ticket = self.receiver.grant(
-            block_ids, 8, expires_in_s, first_block=0, transfer_id=_NAME, secret=b"s" * 16, is_open=True
+        ticket = Ticket(
+            transfer_id=_NAME,
+            secret=b"s" * 16,
+            epoch=1,
+            endpoints=self.receiver.endpoints,
+            block_ids=tuple(block_ids),
+            token_count=8,
+            expires_in_s=expires_in_s,
+            layout=_MODEL.layout,
+            is_open=True,
         )
+        self.receiver.lease(ticket)
         self.sender.open(ticket)
         return ticket
 

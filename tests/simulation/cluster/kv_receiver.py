@@ -90,34 +90,11 @@ class SimulatedReceiver:
         """Where it takes pushes."""
         return (KvEndpoint(TRANSPORT, self._address),)
 
-    def grant(
-        self,
-        block_ids: Sequence[int],
-        token_count: int,
-        expires_in_s: float,
-        *,
-        first_block: int,
-        transfer_id: bytes,
-        secret: bytes,
-        part: KvLayout | None = None,
-        is_open: bool = False,
-    ) -> Ticket:
-        """Leases the blocks to one transfer, until the listener hears that it has landed or was released."""
-        ticket = Ticket(
-            transfer_id=transfer_id,
-            secret=secret,
-            epoch=self._epoch,
-            endpoints=self.endpoints,
-            block_ids=tuple(block_ids),
-            token_count=token_count,
-            expires_in_s=expires_in_s,
-            layout=self._layout,
-            first_block=first_block,
-            is_open=is_open,
-        )
+    def lease(self, ticket: Ticket) -> None:
+        """Leases the ticket's blocks to its transfer, until the listener hears that it has landed or was released."""
         expiry = self._expiry(ticket)
-        self._landings[transfer_id] = _Landing(ticket, expiry, expiry.when(), told_count=len(ticket.block_ids))
-        return ticket
+        landing = _Landing(ticket, expiry, expiry.when(), told_count=len(ticket.block_ids))
+        self._landings[ticket.transfer_id] = landing
 
     def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> bool:
         """See KvReceiver.extend."""

@@ -93,10 +93,7 @@ class CollectiveTransport(SocketTransport):
         self.name = self.label = backend
         self.connection_type = GlooReceivingConnection if backend == "gloo" else NcclReceivingConnection
         self.capabilities = replace(
-            self.capabilities,
-            needs_posted_receives=True,
-            is_byte_stream=backend == "gloo",
-            write_bytes=_BUFFER_COUNT * _MESSAGE_BYTES,
+            self.capabilities, is_byte_stream=backend == "gloo", write_bytes=_BUFFER_COUNT * _MESSAGE_BYTES
         )
 
     def _link(
@@ -164,7 +161,6 @@ class CollectiveLink(SocketLink):
         return len(layers) * len(source_blocks)
 
     def break_off(self) -> None:
-        """See Link.break_off."""
         self._is_broken = True
         super().break_off()
         if self._changed.acquire(blocking=False):
@@ -172,7 +168,6 @@ class CollectiveLink(SocketLink):
             self._changed.release()
 
     def close(self) -> None:
-        """See Link.close."""
         self._is_broken = True
         super().close()
         self._pair.close()

@@ -39,15 +39,12 @@ class EmulatedTransport:
 
     @property
     def capabilities(self) -> Capabilities:
-        """See Transport.capabilities."""
         return self.inner.capabilities
 
     def connect(self, endpoint: KvEndpoint, epoch: int, pool: KvPool, listener: LinkListener) -> "EmulatedLink":
-        """See Transport.connect."""
         return EmulatedLink(self.inner.connect(endpoint, epoch, pool, listener), self._speed, pool)
 
     def listen(self, address: str, pool: KvPool, intake: TransferIntake) -> Listener:
-        """See Transport.listen."""
         return self.inner.listen(address, pool, intake)
 
 
@@ -63,21 +60,17 @@ class EmulatedLink:
 
     @property
     def wants_digest(self) -> bool:
-        """See Link.wants_digest."""
         return self._inner.wants_digest
 
     @property
     def has_marks(self) -> bool:
-        """See Link.has_marks."""
         return self._inner.has_marks
 
     @property
     def is_worn(self) -> bool:
-        """See Link.is_worn."""
         return self._inner.is_worn
 
     def open(self, ticket: Ticket) -> None:
-        """See Link.open."""
         self._inner.open(ticket)
 
     def write(
@@ -92,12 +85,12 @@ class EmulatedLink:
         """See Link.write. The bytes go at once; this then sleeps for the link's remaining time, except the last
         _AHEAD_S."""
         began_s = time.monotonic()
-        told_count = self._inner.write(ticket, layers, first_index, source_blocks, digest, is_stopped)
+        charged_count = self._inner.write(ticket, layers, first_index, source_blocks, digest, is_stopped)
         moved_bytes = len(layers) * len(source_blocks) * self._layout.block_bytes
         busy_s = self._speed.transfer_s(moved_bytes, self._layout.token_bytes)
         self._busy_until_s = max(began_s, self._busy_until_s) + busy_s
         self._sleep_until(self._busy_until_s - _AHEAD_S, is_stopped)
-        return told_count
+        return charged_count
 
     def mark(self, ticket: Ticket, block_count: int, note: bytes, digest: int) -> None:
         """See Link.mark. Sent after the bytes before it; adds no latency of its own."""
@@ -114,16 +107,13 @@ class EmulatedLink:
         self._inner.finish(ticket, note, digest)
 
     def abort(self, ticket: Ticket, *, keep_marked: bool = False) -> None:
-        """See Link.abort."""
         self._inner.abort(ticket, keep_marked=keep_marked)
 
     def break_off(self) -> None:
-        """See Link.break_off."""
         self._is_broken = True
         self._inner.break_off()
 
     def close(self) -> None:
-        """See Link.close."""
         self._inner.close()
 
     def _sleep_until(self, moment_s: float, is_stopped: Callable[[], bool]) -> None:
