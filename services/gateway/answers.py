@@ -16,7 +16,7 @@ from kaveri.domain.sampling import FinishReason
 from kaveri.errors import RequestCancelled, SlowReader, Unavailable
 from kaveri.v1 import inference_pb2
 from kaveri.wire.attempts import CLIENTS_ID_SUFFIX_BYTES, MAX_CLIENTS_ID_BYTES
-from services.gateway.asked import Asked, is_token_ids
+from services.gateway.parsed_request import ParsedRequest, is_token_ids
 
 Take = Callable[[int, Chunk], Awaitable[None]]
 _SENT_TOGETHER = 8
@@ -29,7 +29,7 @@ many of them would each take a slice of the same turn of the loop."""
 class Answers:
     """Requests all answers from a router at once. Leaving the context cancels unfinished ones, everywhere."""
 
-    def __init__(self, client: AsyncClient, asked: Asked, request_id: str, turn: asyncio.Lock) -> None:
+    def __init__(self, client: AsyncClient, asked: ParsedRequest, request_id: str, turn: asyncio.Lock) -> None:
         """request_id: prefix of the ids sent to routers, to find it in their logs. turn: shared by all requests of the
         event loop; a long request holds it while it is sent."""
         self.streams: list[AsyncStream] = []

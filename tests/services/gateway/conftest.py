@@ -155,7 +155,7 @@ async def run_gateway(
             finally:
                 stopping.set()
                 assert await asyncio.wait_for(serving, WITHIN_S) == 0
-            assert not gateway.answering
+            assert not gateway.app.answering
             assert not gateway.server.state.connections
             assert not gateway.server.state.tasks
 

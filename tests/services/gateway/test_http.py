@@ -89,7 +89,7 @@ async def test_a_stream_answers_an_offer_to_upgrade_and_its_client_is_missed_whe
     writer.write(longer)
     await eventually(lambda: cluster.decodes["decode-0"].is_paused)
     writer.close()
-    await eventually(lambda: not gateway.gateway.answering)
+    await eventually(lambda: not gateway.gateway.app.answering)
     cluster.let_all_go()
 
 
@@ -130,7 +130,7 @@ async def test_a_client_that_has_closed_its_sending_half_gets_its_answer(
     writer.write_eof()
     if when != "at once":
         await eventually(lambda: gateway.connection._has_eof)
-        assert gateway.gateway.answering
+        assert gateway.gateway.app.answering
     cluster.let_all_go()
     answer = await read_to_end(reader)
     # One, between two events, shows whether the client is there.
@@ -173,7 +173,7 @@ async def test_a_client_that_sends_early_requests_and_leaves_is_missed(
     writer.write(request * 2)
     await writer.drain()
     writer.close()
-    await eventually(lambda: not gateway.gateway.answering)
+    await eventually(lambda: not gateway.gateway.app.answering)
     cluster.let_all_go()
 
 

@@ -143,7 +143,7 @@ class UsageEvents(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ParsedRequest:
     """A validated request."""
 
     model: str | None
@@ -230,7 +230,7 @@ def _size_of(prompt: Prompt) -> int:
     return sum(len(turn.content) for turn in prompt if isinstance(turn, Message))
 
 
-def read_completion(body: Mapping[str, Any], max_answers: int) -> Asked:
+def read_completion(body: Mapping[str, Any], max_answers: int) -> ParsedRequest:
     """Parse a request for /v1/completions. Raises InvalidArgument."""
     fields = Fields(body)
     prompts = _prompts(fields.take("prompt"))
@@ -257,7 +257,7 @@ def read_completion(body: Mapping[str, Any], max_answers: int) -> Asked:
     )
 
 
-def read_chat(body: Mapping[str, Any], max_answers: int) -> Asked:
+def read_chat(body: Mapping[str, Any], max_answers: int) -> ParsedRequest:
     """Parse a request for /v1/chat/completions. Raises InvalidArgument."""
     fields = Fields(body)
     messages = read_messages(fields.take("messages"))
@@ -297,7 +297,7 @@ def _read_rest(
     max_tokens: Any,
     logprobs: int | None,
     prompt_alone: bool = False,
-) -> Asked:
+) -> ParsedRequest:
     """Parse the fields that both kinds of requests share."""
     stream = fields.flag("stream")
     temperature, top_p, top_k = (fields.take(name) for name in ("temperature", "top_p", "top_k"))
@@ -321,7 +321,7 @@ def _read_rest(
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo and prompt_logprobs is None else prompt_logprobs,
     )
-    asked = Asked(
+    asked = ParsedRequest(
         model=fields.text("model"),
         prompts=prompts,
         params=params,
