@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
-from kaveri.client.answer import Chunk, ModelInfo
+from kaveri.client.answer import ModelInfo
 from kaveri.client.async_client import AsyncClient
 from kaveri.errors import (
     InvalidArgument,
@@ -92,7 +92,7 @@ class App:
         self.config = config
         self.client = client
         self.callers = callers
-        self.bodies = BodyBudget(config.max_body_bytes, config.max_bodies_bytes, config.slow_sender_s)
+        self.bodies = BodyBudget(config)
         self.draining = False
         self.answering: set[Answers] = set()
         """Unfinished answers requested from routers."""
@@ -255,11 +255,10 @@ class _Generate:
             metrics.IN_FLIGHT.dec(state.answers)
 
     async def _collect(self, answers: Answers, made: AnswerFormat, state: HttpRequest, send: Send) -> None:
-        async def take(index: int, chunk: Chunk) -> None:
-            for _ in made.gather(index, chunk):
-                await asyncio.sleep(0)
-
-        await answers.read(take)
+        async with contextlib.aclosing(answers.chunks()) as chunks:
+            async for index, chunk in chunks:
+                for _ in made.gather(index, chunk):
+                    await asyncio.sleep(0)
         parts = []
         for part in made.whole():
             parts.append(part)
@@ -267,8 +266,8 @@ class _Generate:
         await send_body(200, parts, _JSON, send)
 
     async def _stream(self, answers: Answers, made: AnswerFormat, state: HttpRequest, send: Send) -> None:
-        chunks = answers.chunks()
-        async with EventWriter(send, self._app.config.slow_reader_s) as writer:
+        limit_s = self._app.config.slow_reader_s
+        async with EventWriter(send, limit_s) as writer, contextlib.aclosing(answers.chunks()) as chunks:
             try:
                 async for index, chunk in chunks:
                     if not writer.begun:
@@ -284,8 +283,6 @@ class _Generate:
                 await writer.finish(b"data: " + http_error_of(error, self._prompt_param).body() + b"\n\n")
             else:
                 await writer.finish(made.usage() + DONE)
-            finally:
-                await chunks.aclose()  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

@@ -7,8 +7,6 @@ import re
 import socket
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -18,6 +16,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from services.gateway.config import GatewayConfig
 from services.gateway.http_errors import CLOSE, HttpError, unavailable
 
 CONNECTION_KEY = "kaveri.connection"
@@ -41,22 +40,12 @@ class ClientGone(Exception):
     """The client has closed its connection."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionLimits:
-    """Limits of one connection."""
-
-    max_connections: int
-    max_header_bytes: int
-    slow_sender_s: float
-    slow_reader_s: float
-
-
 class HttpConnection(H11Protocol):
-    """Owned by its transport. Pipelined requests wait in the parser until the previous answer ends."""
+    """Connection with the gateway's limits. Pipelined requests wait in the parser until the previous answer ends."""
 
     def __init__(
         self,
-        limits: ConnectionLimits,
+        limits: GatewayConfig,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
@@ -247,11 +236,6 @@ class _BegunTransport:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
-
-
-def connection_factory(limits: ConnectionLimits) -> Any:
-    """Factory of connections for uvicorn."""
-    return partial(HttpConnection, limits)
 
 
 def check_head(scope: Scope, max_header_bytes: int) -> None:

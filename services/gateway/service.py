@@ -1,10 +1,9 @@
 """Builds a gateway from its settings and runs it: find routers, register, serve, drain."""
 
 import asyncio
-import contextlib
 import sys
 import time
-from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -24,7 +23,6 @@ from kaveri.telemetry.logs import get_logger
 from services.gateway import metrics
 from services.gateway.app import App
 from services.gateway.config import GatewayConfig
-from services.gateway.connection import ConnectionLimits
 from services.gateway.http_server import HttpServer
 
 _WATCH_TIMEOUT_S = 1.0
@@ -53,15 +51,9 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> int:
     return 0
 
 
-@contextlib.asynccontextmanager
-async def _open_store(config: GatewayConfig, stopping: asyncio.Event) -> AsyncIterator[ClusterStore | None]:
-    if not config.routers:
-        async with open_store(config, stopping) as store:
-            yield store
-        return
-    # A private in-memory cluster: all else is as with Redis.
-    async with MemoryStore(MemoryCluster()) as own:
-        yield own
+def _open_store(config: GatewayConfig, stopping: asyncio.Event) -> AbstractAsyncContextManager[ClusterStore | None]:
+    # With configured routers a private in-memory cluster, so that all else is as with Redis.
+    return MemoryStore(MemoryCluster()) if config.routers else open_store(config, stopping)
 
 
 class Gateway:
@@ -74,17 +66,9 @@ class Gateway:
         self.store = store
         self.callers = make_callers(config.keys_file, "" if config.routers else config.redis_url, config.cluster_name)
         self.app = App(config, client, self.callers)
-        limits = ConnectionLimits(
-            max_connections=config.max_connections,
-            max_header_bytes=config.max_header_bytes,
-            slow_sender_s=config.slow_sender_s,
-            slow_reader_s=config.slow_reader_s,
-        )
         files = config.public_tls
         tls = None if files is None else WatchedTlsFiles(files, PUBLIC_PREFIX).server_context(("http/1.1",))
-        self.server = HttpServer(
-            config.host, config.port, _with_cors(self.app, config.cors_origin), limits, config.idle_s, tls
-        )
+        self.server = HttpServer(config, _with_cors(self.app, config.cors_origin), tls)
 
     async def run(self) -> None:
         """Follow the cluster's routers, and the keys file, until cancelled."""
