@@ -227,7 +227,7 @@ class Routers:
         connected = self._channels[target].get_state() is grpc.ChannelConnectivity.READY
         metadata = (*(self._metadata or ()), (HEADER, traceparent)) if traceparent else self._metadata
         call = getattr(stub, method)(request, timeout=timeout_s, metadata=metadata)
-        # Without an alternative it is better to wait.
+        # Without another router to go to, it is better to wait.
         leaves_unheard = leaves_unheard and len(self.targets.known) > 1
         return RouterCall(call, target, self._liveness, connected, leaves_unheard)
 
