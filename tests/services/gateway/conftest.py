@@ -119,8 +119,10 @@ async def read_answer(reader: asyncio.StreamReader) -> HttpAnswer:
         while size := int(await reader.readline(), 16):
             body += (await reader.readexactly(size + 2))[:-2]
         await reader.readline()
-    else:
+    elif "content-length" in headers:
         body = await reader.readexactly(int(headers["content-length"]))
+    else:
+        body = await reader.read()
     return HttpAnswer(status, headers, body)
 
 
