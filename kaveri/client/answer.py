@@ -1,4 +1,4 @@
-"""What the SDK returns: pieces of an answer, the whole answer, and its timing. Values only."""
+"""Values returned by the SDK: pieces of an answer, whole answers, timings, models."""
 
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTiming:
-    """Where a request spent its time in the cluster, in seconds, and which instances served it.
+    """Phases of a request in the cluster, in seconds, and the instances that served it.
 
     Each part is measured by one process on its own clock, so the parts need not add up. 0: the phase did not happen.
     """
@@ -29,45 +29,45 @@ class ServerTiming:
     prefill_s: float
     """From the first chunk's start to the first token."""
     kv_transfer_s: float
-    """From the ticket to the decode instance's acceptance; mostly overlaps prefill_s."""
+    """From the ticket to acceptance by the decode instance; mostly overlaps prefill_s."""
     kv_tail_s: float
-    """From the first token to the acceptance: the part of the transfer that prefill did not hide."""
+    """From the first token to acceptance: the part of the transfer not hidden by prefill."""
     decode_queue_s: float
-    """From the landing of the KV to the request's first decode step."""
+    """From the arrival of the KV to the request's first decode step."""
     decode_s: float
     """From the first decode step to the last token."""
     kv_bytes: int
     """Bytes of KV cache pushed."""
     kv_transport: str
-    """Transport that carried the KV cache; empty when nothing was pushed."""
+    """Transport of the KV cache; empty when nothing was pushed."""
     prefill_instance_id: str
-    """The prefill instance that served the last attempt."""
+    """Prefill instance of the last attempt."""
     decode_instance_id: str
-    """The decode instance that served the last attempt; empty when the first token was also the last."""
+    """Decode instance of the last attempt; empty when the first token was also the last."""
     attempts: int
-    """How many times the request was placed: 1 when nothing failed."""
+    """Number of placements: 1 when nothing failed."""
     ttft_s: float
-    """From the request's arrival at the router to its first token there."""
+    """From arrival at the router to the first token there."""
     e2e_s: float
-    """From the request's arrival at the router to its last token there."""
+    """From arrival at the router to the last token there."""
     reattaches: int = 0
-    """How often another router took the request over. Then the other fields are what the last one knows."""
+    """Number of takeovers by another router. The other fields are the last one's then."""
     resumes: int = 0
-    """How often the request went on from a copy of its KV cache, after its decode instance was lost."""
+    """Number of resumptions from a copy of the KV cache, after a decode instance was lost."""
     held_tokens: int = 0
-    """Tokens whose KV those copies had."""
+    """Tokens in those copies."""
     recomputed_tokens: int = 0
-    """Tokens that were computed again after instances were lost."""
+    """Tokens recomputed after instances were lost."""
     stall_s: float = 0.0
-    """From the last token before each loss of an instance to the next one, together."""
+    """Total time from the last token before each loss of an instance to the next token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """How long a request took, in seconds, on the caller's own clock."""
+    """Latencies of a request in seconds, on the caller's clock."""
 
     ttft_s: float | None
-    """From the call to the first token. None: no token came."""
+    """From the call to the first token. None: no token arrived."""
     tpot_s: float | None
     """Seconds per token after the first, (last - first) / (tokens - 1). None: fewer than two tokens."""
     e2e_s: float
@@ -78,15 +78,15 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptToken:
-    """One token of a prompt, and what the model thinks of it there."""
+    """One token of a prompt, with its log-probabilities."""
 
     token_id: int
     text: str
-    """What it stands for, alone: a part of a character is U+FFFD."""
+    """Text of the token alone; part of a character is U+FFFD."""
     logprobs: Logprobs | None
-    """None: it is the first one, before which nothing comes."""
+    """None for the first token, which nothing precedes."""
     raw_bytes: bytes = b""
-    """Its bytes where they are not those of the text in UTF-8; else empty."""
+    """The token's bytes if they differ from the text in UTF-8, else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,20 +96,19 @@ class Chunk:
     index: int
     """Index of the first of token_ids within the answer; consecutive over a stream."""
     token_ids: tuple[int, ...]
-    """Tokens since the last chunk; several when the caller is slower than the model."""
+    """Tokens since the previous chunk; several when the caller is slower than the model."""
     text: str
-    """Text since the last chunk. May lag behind token_ids while a character or a stop text is undecided."""
+    """Text since the previous chunk. May lag behind token_ids while a character or a stop text is undecided."""
     logprobs: tuple[Logprobs, ...]
-    """One entry per token when the parameters asked for them, else empty."""
+    """One entry per token if requested, else empty."""
     finish_reason: FinishReason | None
-    """Why the answer ended; None on every chunk but the last."""
+    """None on every chunk but the last."""
     usage: Usage | None
-    """On the last chunk."""
+    """None on every chunk but the last."""
     timing: Timing | None
-    """On the last chunk."""
+    """None on every chunk but the last."""
     prompt_tokens: tuple[PromptToken, ...] = ()
-    """The prompt's next tokens, from the first one on, when the parameters have prompt_logprobs. All come before the
-    first token of the answer."""
+    """Next tokens of the prompt, if prompt_logprobs are requested. All precede the first token of the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,12 +120,12 @@ class Completion:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...]
-    """One entry per token when the parameters asked for them, else empty."""
+    """One entry per token if requested, else empty."""
     finish_reason: FinishReason
     usage: Usage
     timing: Timing
     prompt_tokens: tuple[PromptToken, ...] = ()
-    """One entry per token of the prompt when the parameters have prompt_logprobs, else empty."""
+    """All tokens of the prompt if prompt_logprobs are requested, else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,13 +134,12 @@ class ModelInfo:
 
     name: str
     max_model_len: int
-    """Most tokens of prompt and answer together."""
+    """Max tokens of prompt and answer together."""
     vocab_size: int
     """Token ids lie in [0, vocab_size)."""
     has_chat_template: bool
-    """Whether `messages` can be used."""
+    """True if `messages` can be used."""
     ready: bool
-    """Whether a request would be accepted now."""
+    """True if a request would be accepted now."""
     default_params: SamplingParams = field(default_factory=SamplingParams)
-    """What requests that leave them unset get: temperature, top_p, top_k and max_tokens, as far as the model's
-    generation_config has them."""
+    """Defaults of unset parameters: temperature, top_p, top_k and max_tokens, from the model's generation_config."""

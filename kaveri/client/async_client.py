@@ -1,6 +1,7 @@
-"""The SDK's one implementation: calls InferenceService and returns the SDK's own values and errors."""
+"""The SDK's implementation: calls InferenceService and returns the SDK's own values and errors."""
 
 import asyncio
+import random
 import secrets
 import time
 import weakref
@@ -13,7 +14,6 @@ from kaveri.client.api_key import check_direct, find_api_key
 from kaveri.client.async_stream import AsyncStream
 from kaveri.client.defaults import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
 from kaveri.client.direct import DirectStreams
-from kaveri.client.forks import check_not_forked, is_forked
 from kaveri.client.request import (
     MessageLike,
     build_request,
@@ -21,9 +21,9 @@ from kaveri.client.request import (
     check_request_id,
     check_timeout,
 )
-from kaveri.client.routers import Routers, make_routers
+from kaveri.client.routers import Routers, check_not_forked, is_forked
 from kaveri.client.sessions import Sessions
-from kaveri.client.targets import check_targets
+from kaveri.client.targets import Targets, check_targets
 from kaveri.domain.sampling import SamplingParams
 from kaveri.rpc.tls import RpcTls
 from kaveri.security.tls_files import TlsFiles
@@ -33,11 +33,10 @@ from kaveri.wire.messages import id_drawn_from, params_from_proto
 
 
 class AsyncClient:
-    """Talks to the routers of one cluster, from one event loop.
+    """Client of one cluster's routers, for one event loop.
 
-    Requests go to the given routers in turn. When one cannot be reached, hangs or is draining, its requests go on
-    through another one, also one that the cluster has named; see AsyncStream. Calls that only read, and cancel(), are
-    sent to another router then.
+    Requests go to the given routers in turn. When one cannot be reached, hangs or drains, its requests continue through
+    another one, also one learned from the cluster; see AsyncStream. Other calls are sent to another router then.
 
     Raises only KaveriErrors. Expect InvalidArgument, ModelNotFound, RequestAlreadyExists, NoCapacity (with
     retry_after_s), Unavailable, DeadlineExceeded and RequestCancelled. Cancelling a task that waits here cancels its
@@ -53,42 +52,36 @@ class AsyncClient:
         api_key: str | None = None,
         direct: bool = False,
     ) -> None:
-        """target: a router's "host:port", or several, at most 64. timeout_s: the default deadline of calls; None: no
-        limit. tls: what to show to routers, and which to trust, read again when the files change; None: no TLS.
-        api_key: for public ports of routers; None: what KAVERI_API_KEY says, if it is set. Without TLS everyone on the
-        way can read it. direct: reads tokens at the decode instances that draw them, where it can reach them. Routers
-        still place and follow the requests, and answers are the same. Not with api_key.
+        """Arguments as for Client. Connects at the first call, and belongs to that call's event loop.
 
-        Connects at the first call, and can only be used in that call's event loop from then on. Raises InvalidArgument,
-        and ConfigError for files that cannot be used.
-        A process forked after a client has connected cannot use any client; calls raise RuntimeError.
+        Raises InvalidArgument, and ConfigError for unusable files. In a process forked after any client has connected,
+        calls raise RuntimeError.
         """
         check_timeout(timeout_s)
         check_direct(direct, api_key)
         self._given = check_targets(target)
         self._timeout_s = timeout_s
-        self._routers = make_routers(self._given, tls, find_api_key(api_key))
-        self._is_direct, self._tls = direct, tls
+        self._tls = None if tls is None else RpcTls(tls, "tls.")
+        self._routers = Routers(Targets(self._given, random.Random()), self._tls, find_api_key(api_key))
+        self._is_direct = direct
         self._direct: DirectStreams | None = None
-        self._streams: weakref.WeakValueDictionary[str, AsyncStream] = weakref.WeakValueDictionary()
-        """Requests of this client by their id, as long as the caller keeps their streams."""
-        self._open: weakref.WeakSet[AsyncStream] = weakref.WeakSet()
-        """The same streams; there may be two with one id."""
+        self._streams: weakref.WeakSet[AsyncStream] = weakref.WeakSet()
+        """Streams that callers still refer to; several may have the same request id."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
 
     @property
     def target(self) -> str:
-        """The first of the given routers."""
+        """First of the given routers."""
         return self._given[0]
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """All routers that it knows: the given ones, then those that the cluster has named."""
+        """All known routers: the given ones, then those learned from the cluster."""
         return self._routers.targets.known
 
     def use_targets(self, target: str | Sequence[str]) -> None:
-        """New requests go to these routers from now on, as if they had been given at first. Raises InvalidArgument."""
+        """Send new requests to these routers, as if given at first. Raises InvalidArgument."""
         self._given = check_targets(target)
         self._routers.targets.replace(self._given)
 
@@ -103,7 +96,7 @@ class AsyncClient:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> Completion:
-        """Returns the whole answer. Arguments as for stream()."""
+        """Return the whole answer. Arguments as for stream()."""
         stream = self.stream(
             prompt,
             prompt_token_ids=prompt_token_ids,
@@ -127,15 +120,7 @@ class AsyncClient:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> AsyncStream:
-        """Sends the request and immediately returns the stream of its answer; AsyncStream says how it ends.
-
-        - prompt, prompt_token_ids, messages: exactly one of them. Text is tokenized unchanged; messages use the model's
-          chat template.
-        - params: how to draw tokens and when to stop. None: SamplingParams().
-        - model: None for the router's only model.
-        - request_id: the caller's own id and idempotency key, at most 128 bytes. None: a random id.
-        - timeout_s: the request's deadline, over all routers that it goes through. None: the client's default.
-        """
+        """Send the request, and return the stream of its answer without waiting. Arguments as for Client.stream()."""
         started_s = time.monotonic()
         check_timeout(timeout_s)
         secret = secrets.token_bytes(MIN_SECRET_BYTES)
@@ -143,33 +128,29 @@ class AsyncClient:
         request = build_request(prompt, prompt_token_ids, messages, params, model, request_id)
         request.secret = secret
         sessions = Sessions(request, self._connect(), self._deadline_s(timeout_s), self._direct)
-        stream = self._streams[request_id] = AsyncStream(sessions, request_id, started_s)
-        self._open.add(stream)
+        stream = AsyncStream(sessions, request_id, started_s)
+        self._streams.add(stream)
         return stream
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
-        """Cancels a request by its id, also one of another client; its stream ends with FinishReason.CANCELLED.
-
-        False: no router has such a request in flight.
-        """
+        """Cancel a request by its id, also one of another client; its stream ends with FinishReason.CANCELLED. Returns
+        False if no router has such a request in flight."""
         request = inference_pb2.CancelRequest(request_id=check_request_id(request_id))
-        stream = self._streams.get(request_id)
-        # It may be between two routers now, and will be cancelled at the next one.
-        is_own = stream is not None and stream._note_cancelled()
+        own = [stream for stream in self._streams if stream.request_id == request_id and stream._note_cancelled()]
         response = await self._ask("Cancel", request, timeout_s)
-        if is_own and not response.found:
-            # Its router has not received the request yet.
-            assert stream is not None
-            stream._cancel_when_known()
-        return response.found or is_own
+        if not response.found:
+            # A router may not have received the request yet.
+            for stream in own:
+                stream._cancel_when_known()
+        return response.found or bool(own)
 
     async def list_models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:
-        """Returns all models of the cluster."""
+        """Return all models of the cluster."""
         response = await self._ask("ListModels", inference_pb2.ListModelsRequest(), timeout_s)
         return [_model_info(model) for model in response.models]
 
     async def get_model(self, name: str, *, timeout_s: float | None = None) -> ModelInfo:
-        """Returns one model. Raises ModelNotFound."""
+        """Return one model. Raises ModelNotFound."""
         request = inference_pb2.GetModelRequest(model=check_name("name", name))
         response = await self._ask("GetModel", request, timeout_s)
         return _model_info(response.model)
@@ -182,7 +163,7 @@ class AsyncClient:
         model: str | None = None,
         timeout_s: float | None = None,
     ) -> tuple[int, ...]:
-        """Returns the token ids that generate() would make of a text or of messages. Raises as generate()."""
+        """Return the token ids of a text or of messages, as generate() encodes them. Raises as generate()."""
         built = build_request(prompt, None, messages, None, model, "tokenize")
         request = inference_pb2.TokenizeRequest(model=built.model)
         if built.WhichOneof("prompt") == "text":
@@ -194,18 +175,17 @@ class AsyncClient:
     async def detokenize(
         self, token_ids: Sequence[int], *, model: str | None = None, timeout_s: float | None = None
     ) -> str:
-        """Returns the text of token ids, special tokens included. Raises as generate()."""
+        """Return the text of token ids, special tokens included. Raises as generate()."""
         built = build_request(None, token_ids, None, None, model, "detokenize")
         request = inference_pb2.DetokenizeRequest(model=built.model, token_ids=built.token_ids.ids)
-        text: str = (await self._ask("Detokenize", request, timeout_s)).text
-        return text
+        return str((await self._ask("Detokenize", request, timeout_s)).text)
 
     async def close(self) -> None:
-        """Cancels requests in flight and disconnects. Idempotent. Does nothing in a forked child."""
+        """Cancel requests in flight and disconnect. Idempotent. Does nothing in a forked child."""
         self._closed = True
         if not is_forked():
-            # First, so that none of them goes on at another router.
-            for stream in tuple(self._open):
+            # First, so that none of them continues at another router.
+            for stream in tuple(self._streams):
                 stream.close()
             if self._direct is not None:
                 await self._direct.close()
@@ -223,12 +203,16 @@ class AsyncClient:
         if self._closed:
             raise RuntimeError("this AsyncClient is closed")
         check_not_forked()
-        loop = _running_loop()
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            reason = "an AsyncClient needs a running event loop; kaveri.Client works without one"
+            raise RuntimeError(reason) from None
         if self._loop is None:
             # Not in the constructor: channels belong to the loop in which they are created.
             self._loop = loop
             if self._is_direct:
-                self._direct = DirectStreams(None if self._tls is None else RpcTls(self._tls, "tls."))
+                self._direct = DirectStreams(self._tls)
         elif self._loop is not loop:
             raise RuntimeError(
                 "this AsyncClient belongs to the event loop of its first call, and each asyncio.run() makes another "
@@ -241,16 +225,9 @@ class AsyncClient:
         return await self._connect().ask(method, request, self._deadline_s(timeout_s))
 
     def _deadline_s(self, timeout_s: float | None) -> float | None:
-        """On the monotonic clock."""
+        """Deadline of a call on the monotonic clock."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         return None if limit_s is None else time.monotonic() + float(limit_s)
-
-
-def _running_loop() -> asyncio.AbstractEventLoop:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        raise RuntimeError("an AsyncClient needs a running event loop; kaveri.Client works without one") from None
 
 
 def _model_info(message: inference_pb2.Model) -> ModelInfo:

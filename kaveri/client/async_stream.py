@@ -1,11 +1,12 @@
-"""One answer as it arrives: makes chunks of responses, measures its time, and cancels it when the caller leaves."""
+"""Stream of one answer: converts responses to chunks, times them, and cancels the request when the caller leaves."""
 
 import asyncio
 import contextlib
 import os
 import time
+from dataclasses import fields
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from kaveri.client.answer import Chunk, Completion, PromptToken, ServerTiming, Timing, Usage
 from kaveri.client.sessions import Sessions
@@ -15,33 +16,33 @@ from kaveri.wire.messages import finish_from_proto, logprobs_from_proto
 
 
 class AsyncStream:
-    """The chunks of one answer, in order; created by AsyncClient.stream.
+    """Chunks of one answer, in order; created by AsyncClient.stream.
 
         async with client.stream("Count from 1 to 9.") as stream:
             async for chunk in stream:
                 print(chunk.text, end="")
 
     The request is cancelled everywhere when the `async with` block is left, close() is called, or the reading task is
-    cancelled. Without `async with` it is cancelled when nothing refers to the stream any more; for
+    cancelled. Without `async with` it is cancelled when the last reference to the stream is dropped; for
     `async for chunk in client.stream(...)` that is right after `break`.
 
-    When the router dies, hangs, is cut off or drains, the stream goes on through another one, or the same one when it
-    is back, until the request's deadline; without a deadline until it gets through or is closed. The pauses between two
-    tries grow to a second. Each token, each character and the end come exactly once, and nothing is
-    computed again as long as the instances live; except the prompt of a request with prompt_logprobs, when the change
-    comes before its first token. `timing.server.reattaches` counts such changes.
+    When the router dies, hangs, is cut off or drains, the stream continues through another one, or the same one when it
+    is back, until the request's deadline; without a deadline until it succeeds or is closed. Pauses between attempts
+    grow to a second. Each token, each character and the end arrive exactly once. Nothing is recomputed while the
+    instances live, except the prompt of a request with prompt_logprobs when the router changes before its first token.
+    `timing.server.reattaches` counts such changes.
 
     For one reader at a time. Raises only KaveriErrors.
     """
 
     def __init__(self, sessions: Sessions, request_id: str, started_s: float) -> None:
-        """Owns `sessions` from now on. started_s: time.monotonic() when the caller called."""
+        """Takes ownership of `sessions`. started_s: time.monotonic() of the caller's call."""
         self.request_id = request_id
         """The caller's id, or a generated one."""
         self.prompt_tokens: int | None = None
-        """Tokens of the prompt. None: no chunk has come."""
+        """Tokens of the prompt; None until the first chunk."""
         self.completion_tokens = 0
-        """Tokens of the answer that have come."""
+        """Tokens received so far."""
         self._sessions = sessions
         self._loop = asyncio.get_running_loop()
         self._process_id = os.getpid()
@@ -54,7 +55,7 @@ class AsyncStream:
         return self
 
     async def __anext__(self) -> Chunk:
-        """The next chunk; StopAsyncIteration after the last one, or once the stream is closed."""
+        """Return the next chunk. Raises StopAsyncIteration after the last one, and once the stream is closed."""
         if self._closed:
             raise StopAsyncIteration
         try:
@@ -66,7 +67,7 @@ class AsyncStream:
             self._closed = True
             raise
         except asyncio.CancelledError:
-            # gRPC also raises this for a call that close() has cancelled; then the reader's task must continue.
+            # gRPC also raises this for a call cancelled by close(); then the reader's task must continue.
             closed = self._closed
             self.close()
             task = asyncio.current_task()
@@ -79,7 +80,7 @@ class AsyncStream:
         return self._chunk(response)
 
     async def collect(self) -> Completion:
-        """Reads the remaining chunks and returns one answer. Raises Unavailable when the stream is already closed."""
+        """Read the remaining chunks and return them as one answer. Raises Unavailable if the stream is closed."""
         chunks = [chunk async for chunk in self]
         last = chunks[-1] if chunks else None
         if last is None or last.finish_reason is None or last.usage is None or last.timing is None:
@@ -96,17 +97,17 @@ class AsyncStream:
         )
 
     def close(self) -> None:
-        """Cancels the request everywhere unless it has ended. Does not wait. Idempotent."""
+        """Cancel the request everywhere unless it has ended. Does not wait. Idempotent."""
         self._closed = True
         self._sessions.close()
 
     def _note_cancelled(self) -> bool:
-        """The caller has cancelled the request by its id, so a later session is cancelled too. Whether it goes on."""
+        """Cancel later sessions of the request as well. Returns False if the answer has ended."""
         self._sessions.cancel_asked = True
         return not self._closed and not self._sessions.received.is_complete
 
     def _cancel_when_known(self) -> None:
-        """Cancels the request as soon as a router knows it."""
+        """Cancel the request once a router knows it."""
         self._sessions.cancel_when_known()
 
     async def __aenter__(self) -> Self:
@@ -139,18 +140,19 @@ class AsyncStream:
             text=response.text,
             logprobs=tuple(logprobs_from_proto(entry) for entry in response.logprobs),
             finish_reason=finish_from_proto(response.finish_reason),
-            usage=_usage(response.usage) if is_last else None,
+            usage=Usage(**_values(Usage, response.usage)) if is_last else None,
             timing=self._timing(response.timing, now_s) if is_last else None,
             prompt_tokens=_prompt_tokens(response.prompt_logprobs) if response.HasField("prompt_logprobs") else (),
         )
 
-    def _timing(self, server: inference_pb2.Timing, now_s: float) -> Timing:
+    def _timing(self, message: inference_pb2.Timing, now_s: float) -> Timing:
         ttft_s = None if self._first_s is None else self._first_s - self._started_s
         tpot_s = None
         token_count = len(self._sessions.received.token_ids)
         if self._first_s is not None and token_count > 1:
             tpot_s = (self._last_s - self._first_s) / (token_count - 1)
-        return Timing(ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=now_s - self._started_s, server=_server_timing(server))
+        server = ServerTiming(**_values(ServerTiming, message))
+        return Timing(ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=now_s - self._started_s, server=server)
 
 
 def _prompt_tokens(message: sampling_pb2.PromptLogprobs) -> tuple[PromptToken, ...]:
@@ -165,29 +167,6 @@ def _prompt_tokens(message: sampling_pb2.PromptLogprobs) -> tuple[PromptToken, .
     )
 
 
-def _usage(message: inference_pb2.Usage) -> Usage:
-    return Usage(prompt_tokens=message.prompt_tokens, completion_tokens=message.completion_tokens)
-
-
-def _server_timing(message: inference_pb2.Timing) -> ServerTiming:
-    return ServerTiming(
-        router_s=message.router_s,
-        prefill_queue_s=message.prefill_queue_s,
-        prefill_s=message.prefill_s,
-        kv_transfer_s=message.kv_transfer_s,
-        kv_tail_s=message.kv_tail_s,
-        decode_queue_s=message.decode_queue_s,
-        decode_s=message.decode_s,
-        kv_bytes=message.kv_bytes,
-        kv_transport=message.kv_transport,
-        prefill_instance_id=message.prefill_instance_id,
-        decode_instance_id=message.decode_instance_id,
-        attempts=message.attempts,
-        ttft_s=message.ttft_s,
-        e2e_s=message.e2e_s,
-        reattaches=message.reattaches,
-        resumes=message.resumes,
-        held_tokens=message.held_tokens,
-        recomputed_tokens=message.recomputed_tokens,
-        stall_s=message.stall_s,
-    )
+def _values(kind: type[Usage | ServerTiming], message: inference_pb2.Usage | inference_pb2.Timing) -> dict[str, Any]:
+    """Values of a dataclass's fields, which its message has under the same names."""
+    return {field.name: getattr(message, field.name) for field in fields(kind)}

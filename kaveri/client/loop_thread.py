@@ -1,4 +1,4 @@
-"""An event loop in its own thread, on which other threads run coroutines. Independent of gRPC."""
+"""Event loop in its own thread, for coroutines of other threads."""
 
 import asyncio
 import concurrent.futures
@@ -12,7 +12,7 @@ _END_TIMEOUT_S = 5.0
 
 
 class LoopThread:
-    """Runs from construction until end(). Delays the interpreter's exit only as long as end() takes."""
+    """Runs from construction until end(). Does not delay the interpreter's exit otherwise."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -23,9 +23,9 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Runs `work` on the loop and waits for it. Cancels it when the wait is interrupted, for example by Ctrl-C.
+        """Run `work` on the loop and wait for it; cancel it when the wait is interrupted, for example by Ctrl-C.
 
-        Raises RuntimeError when end() was called before `work` was done.
+        Raises RuntimeError when end() is called before `work` is done.
         """
         future: concurrent.futures.Future[ResultT] | None = None
         started: list[asyncio.Task[Any]] = []
@@ -71,7 +71,7 @@ class LoopThread:
                 future.cancel()
 
     def end(self, last: Coroutine[Any, Any, None]) -> None:
-        """Runs `last`, cancels all other work, and ends the thread. Call it once only."""
+        """Run `last`, cancel all other work, and end the thread. Call it once only."""
         # Work submitted earlier is on the loop before `_finish`, so `_finish` cancels it and no caller waits forever.
         with self._submitting:
             assert not self._ended

@@ -1,4 +1,4 @@
-"""What a client has received of one answer, over all its sessions: each token, character and the end exactly once."""
+"""Progress of one answer over all its sessions: each token, character and the end exactly once."""
 
 from array import array
 
@@ -8,29 +8,30 @@ from kaveri.wire.messages import finish_from_proto
 
 
 class Received:
-    """Grows with each response. A response that does not go on exactly behind the former ones is refused."""
+    """The part of an answer that has arrived. Refuses a response that does not continue it exactly."""
 
     def __init__(self, wants_prompt: bool = False) -> None:
-        """wants_prompt: whether the request asks for prompt_logprobs."""
+        """wants_prompt: True if the request asks for prompt_logprobs."""
         self._wants_prompt = wants_prompt
         self.prompt_count = 0
-        """Tokens of the prompt whose log-probabilities have come."""
+        """Prompt tokens whose log-probabilities have arrived."""
         self._prompt_tokens = 1
-        """Of the prompt, as the first response counts them; until then at least one."""
-        # Garbage collection goes over each item of a list, of all answers in one turn of the event loop.
+        """Length of the prompt; 1 until the first response."""
+        # An array, because garbage collection visits each item of a list, for all answers in one turn of the event
+        # loop.
         self.token_ids: array[int] = array("I")
         self.characters = 0
-        """Of text, in Unicode code points."""
+        """Length of the text, in Unicode code points."""
         self.max_tokens = 0
-        """As the first router has resolved it; 0: no response has said it."""
+        """Resolved by the first router; 0 until then."""
         self.owner = inference_pb2.OwnerHint()
-        """The instances that had the request last."""
+        """Last known instances of the request."""
         self.is_complete = False
-        """Whether the finish reason has come."""
+        """True once the finish reason has arrived."""
 
     def take(self, response: inference_pb2.GenerateResponse, target: str) -> None:
-        """Takes the next response in. Raises Unavailable when tokens are missing or repeated or come behind the end,
-        and when one comes before all of the wanted prompt_logprobs."""
+        """Add the next response. Raises Unavailable when tokens are missing, repeated, or sent after the end or before
+        all of the requested prompt_logprobs."""
         if self.is_complete:
             raise Unavailable(f"{target} sent a response behind the end of the answer")
         try:
@@ -56,7 +57,8 @@ class Received:
         self.is_complete = finish is not None
 
     def _take_prompt(self, report: sampling_pb2.PromptLogprobs, target: str) -> None:
-        """Removes what has come already from the report: a router that takes the request over begins it again."""
+        """Add a part of the prompt's report, and strip what it repeats: a router that takes the request over starts it
+        again."""
         if report.first > self.prompt_count or len(report.token_ids) != len(report.logprobs):
             place = f"position {report.first} of the prompt where {self.prompt_count} was expected"
             raise Unavailable(f"{target} sent prompt_logprobs from {place}")
@@ -66,10 +68,10 @@ class Received:
         self.prompt_count += len(report.logprobs)
 
     def rest_of(self, response: inference_pb2.GenerateResponse) -> inference_pb2.GenerateResponse:
-        """The response without what was received: tokens by their index, text by its place in the answer.
+        """Strip what was received from a response: tokens by their index, text by its offset. Returns the response.
 
-        The client may have more tokens than a router knows when the request is cancelled. The text that the router then
-        releases is not what follows those tokens, so it is dropped.
+        When a request is cancelled, the client may have more tokens than its router. The text that the router releases
+        then does not follow those tokens, and is dropped.
         """
         repeated = len(self.token_ids) - response.index
         is_behind = repeated > len(response.token_ids)
@@ -85,7 +87,7 @@ class Received:
         return response
 
     def to_proto(self) -> inference_pb2.Received:
-        """What the next session's router must know."""
+        """Encode for the next session's router."""
         return inference_pb2.Received(
             token_ids=self.token_ids, characters=self.characters, max_tokens=self.max_tokens, owner=self.owner
         )

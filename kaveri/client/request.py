@@ -1,4 +1,4 @@
-"""Turns a call's arguments into a GenerateRequest. Refuses arguments that no router would accept. Pure."""
+"""Builds a GenerateRequest from a call's arguments, refusing those that no router accepts. Pure."""
 
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ class Message:
     role: str
     """The speaker: "system", "user" or "assistant" for most chat templates."""
     content: str | Sequence[str]
-    """The text, or its parts: chat templates that go over parts get them, for others line breaks join them."""
+    """The text, or its parts: for chat templates that iterate over parts; others get them joined by line breaks."""
 
 
 MessageLike = Message | Mapping[str, str | Sequence[str]]
@@ -39,9 +39,9 @@ def build_request(
     model: str | None,
     request_id: str,
 ) -> inference_pb2.GenerateRequest:
-    """The proto message of one request. Raises InvalidArgument, naming the argument, when one has a wrong type or
-    exceeds its limit, and unless exactly one kind of prompt is given. A prompt_token_ids that is a message was checked
-    by add_token_ids."""
+    """Build the message of one request. prompt_token_ids: a message if already checked by add_token_ids. Raises
+    InvalidArgument, naming the argument, for a wrong type or an exceeded limit, and unless exactly one kind of prompt
+    is given."""
     kinds = {"prompt": prompt, "prompt_token_ids": prompt_token_ids, "messages": messages}
     given = [name for name, value in kinds.items() if value is not None]
     if len(given) != 1:
@@ -69,7 +69,7 @@ def build_request(
 
 
 def check_timeout(timeout_s: float | None) -> None:
-    """Raises InvalidArgument unless `timeout_s` is None (no limit) or a positive number of seconds, at most a year."""
+    """Raise InvalidArgument unless `timeout_s` is None (no limit) or a positive number of seconds, at most a year."""
     if timeout_s is None:
         return
     number = isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)
@@ -78,7 +78,7 @@ def check_timeout(timeout_s: float | None) -> None:
 
 
 def check_request_id(request_id: str) -> str:
-    """Raises InvalidArgument unless `request_id` is a text of 1 to 128 bytes."""
+    """Return `request_id`. Raises InvalidArgument unless it is a text of 1 to 128 bytes."""
     size_bytes = len(check_name("request_id", request_id).encode())
     if size_bytes > MAX_REQUEST_ID_BYTES:
         raise InvalidArgument("request_id", request_id, f"at most {MAX_REQUEST_ID_BYTES} bytes long, not {size_bytes}")
@@ -86,7 +86,7 @@ def check_request_id(request_id: str) -> str:
 
 
 def check_name(field: str, value: str) -> str:
-    """Raises InvalidArgument, naming `field`, unless `value` is a text that is not blank."""
+    """Return `value`. Raises InvalidArgument, naming `field`, unless it is a text that is not blank."""
     if not _text(field, value).strip():
         raise InvalidArgument(field, value, "a text that is not blank")
     return value
@@ -103,7 +103,7 @@ def _text(field: str, value: object) -> str:
 
 
 def _items(field: str, value: object, limit: str) -> Iterable[object]:
-    # Iterating over these gives letters, keys, or no order.
+    # These iterate over letters or keys, or in no order.
     unordered = isinstance(value, str | bytes | bytearray | Mapping | AbstractSet)
     if unordered or not isinstance(value, Iterable):
         raise InvalidArgument(field, value, limit)
@@ -111,29 +111,22 @@ def _items(field: str, value: object, limit: str) -> Iterable[object]:
 
 
 def add_token_ids(message: inference_pb2.TokenIds, items: Iterable[object]) -> None:
-    """Check token ids and append them to a prompt. Raises InvalidArgument.
-
-    A whole message may stand for a prompt of several requests: it is checked once, and copied five times as fast.
-    """
+    """Check token ids and append them to a prompt. Raises InvalidArgument."""
     values: Any = items if isinstance(items, list | tuple) else list(items)
-    # A long prompt costs the event loop no loop of Python's.
+    # Avoid a Python loop over long prompts.
     if set(map(type, values)) - {int}:
-        values = [_whole(value) for value in values]
-    for value in (min(values), max(values)) if values else ():
-        if not 0 <= value <= _MAX_TOKEN_ID:
-            raise _no_token_id(value)
+        values = [_token_id(value) for value in values]
+    elif values:
+        _token_id(min(values))
+        _token_id(max(values))
     message.ids.extend(values)
 
 
-def _whole(value: object) -> int:
+def _token_id(value: object) -> int:
     token_id = whole_number(value)
-    if token_id is None:
-        raise _no_token_id(value)
+    if token_id is None or not 0 <= token_id <= _MAX_TOKEN_ID:
+        raise InvalidArgument("prompt_token_ids", value, f"whole numbers in [0, {_MAX_TOKEN_ID}]")
     return token_id
-
-
-def _no_token_id(value: object) -> InvalidArgument:
-    return InvalidArgument("prompt_token_ids", value, f"whole numbers in [0, {_MAX_TOKEN_ID}]")
 
 
 def _message_to_proto(message: object) -> inference_pb2.Message:

@@ -1,7 +1,7 @@
-"""The routers of one client: a channel to each, calls to them, and where a call that failed may go next."""
+"""Channels of one client to its routers, calls over them, and the next router for a failed call."""
 
 import asyncio
-import random
+import os
 import time
 from collections.abc import Awaitable, Iterable
 from typing import Any, Generic, TypeVar
@@ -10,13 +10,11 @@ import grpc
 from grpc import aio
 
 from kaveri.client.api_key import key_metadata
-from kaveri.client.forks import note_connected
 from kaveri.client.targets import Targets
 from kaveri.errors import DeadlineExceeded, KaveriError, RequestCancelled, Unavailable
 from kaveri.rpc.liveness import Liveness
 from kaveri.rpc.server import open_channel
 from kaveri.rpc.tls import RpcTls
-from kaveri.security.tls_files import TlsFiles
 from kaveri.telemetry.tracing import HEADER
 from kaveri.timeouts import CALL_TIMEOUT_S
 from kaveri.v1 import inference_pb2, inference_pb2_grpc
@@ -24,15 +22,30 @@ from kaveri.wire.status import error_of, is_answer
 
 ResponseT = TypeVar("ResponseT")
 _CLOSE_GRACE_S = 2.0
-"""For answers that still come over the former connection of a router that is ending."""
+"""For answers that still arrive over the former connection of a router that is ending."""
+_connected_in: set[int] = set()
+"""Ids of the processes in which a client has connected: this one and its ancestors by fork."""
+
+
+def is_forked() -> bool:
+    """Return True if this process was forked after a client had connected."""
+    return not _connected_in <= {os.getpid()}
+
+
+def check_not_forked() -> None:
+    """Raise RuntimeError if this process was forked after a client had connected: gRPC calls would never end."""
+    if is_forked():
+        raise RuntimeError(
+            "this process was forked after a Kaveri client had connected, and gRPC does not work here: fork before the "
+            "first call, or use multiprocessing's 'spawn'"
+        )
 
 
 class RouterFailed(Exception):
-    """The router, or the way to it, failed, or it is draining: the call may go to another one. `error` says how."""
+    """The router or its connection failed, or it is draining: another one may serve the call."""
 
     def __init__(self, error: KaveriError, *, refused: bool = False, unheard: bool = False) -> None:
-        """refused: the router has said itself that it does not serve the call. unheard: it was never heard, and may
-        only be slow."""
+        """refused: the router itself refused the call. unheard: it has never sent anything, and may only be slow."""
         super().__init__(str(error))
         self.error = error
         self.refused = refused
@@ -40,30 +53,29 @@ class RouterFailed(Exception):
 
 
 class TriedRouters:
-    """Routers that one request was sent to and that have failed. One that was never heard is left once, and counts as
-    failed only when it fails again: it may be slow."""
+    """Routers that have failed one request. An unheard one counts only when it fails again: it may be slow."""
 
     def __init__(self) -> None:
         self._failed: dict[str, None] = {}
         self._left: dict[str, None] = {}
 
     def add(self, target: str, failure: RouterFailed) -> None:
-        """The router has failed the request."""
+        """Record a router's failure."""
         (self._left if failure.unheard and target not in self._left else self._failed)[target] = None
 
     def leaves_unheard(self, target: str) -> bool:
-        """Whether the request may leave this router when it is not heard."""
+        """Return True if the request may leave this router while it is unheard."""
         return target not in self._left
 
     def next(self, chosen: str, known: Iterable[str]) -> str | None:
-        """The router to try next: the chosen one, unless others come first. None: all have failed."""
+        """Return the router to try next: the chosen one, unless others take precedence. None: all have failed."""
         untried = [each for each in known if each not in self._failed]
         best = [each for each in untried if each not in self._left] or untried
         return chosen if chosen in best else next(iter(best), None)
 
 
 class RouterCall(Generic[ResponseT]):
-    """One call to one router; not waited for any longer when the router goes silent."""
+    """One call to one router. Reads fail when the router goes silent."""
 
     def __init__(
         self, call: Any, target: str, targets: Targets, liveness: Liveness, was_connected: bool, leaves_unheard: bool
@@ -77,8 +89,8 @@ class RouterCall(Generic[ResponseT]):
         self._arrived: asyncio.Queue[ResponseT | BaseException] = asyncio.Queue(1)
         """The next response, or the exception that ends the call or the wait."""
         self._reading: asyncio.Task[Any] | None = None
-        """Reads one response ahead. It is a separate task because gRPC cancels the call when the task that waits in
-        read() is cancelled."""
+        """Reads one response ahead. A separate task, because gRPC cancels a call when the task that waits for it is
+        cancelled."""
         self._ended: BaseException | None = None
         self._was_cancelled = False
 
@@ -89,13 +101,13 @@ class RouterCall(Generic[ResponseT]):
 
     @property
     def was_reached(self) -> bool:
-        """Whether the router was connected when the call began, or has been heard since."""
+        """True if the router was connected when the call began, or has sent anything since."""
         return self._liveness.heard_s.get(self.target, float("-inf")) >= self._began_s
 
     async def read(self) -> ResponseT | None:
-        """The next response of a stream; None at its end. Raises RouterFailed, other KaveriErrors, and CancelledError
-        when the waiting task or the call was cancelled. The call to a silent router stays open until cancel(); its
-        later responses are dropped."""
+        """Return the next response of a stream; None at its end. Raises RouterFailed, other KaveriErrors, and
+        CancelledError when the waiting task or the call was cancelled. A call to a silent router stays open until
+        cancel(); its later responses are dropped."""
         if self._reading is None:
             self._reading = asyncio.create_task(
                 self._read_ahead(iter(self._call.read, None)), name="kaveri-client read"
@@ -104,7 +116,7 @@ class RouterCall(Generic[ResponseT]):
         return None if response is aio.EOF else response
 
     async def answer(self) -> ResponseT:
-        """The response of a call that has one. Raises as read()."""
+        """Return the response of a unary call. Raises as read()."""
         self._reading = asyncio.create_task(self._read_ahead([self._call]), name="kaveri-client read")
         try:
             return await self._next()
@@ -113,7 +125,7 @@ class RouterCall(Generic[ResponseT]):
             raise
 
     def cancel(self) -> None:
-        """Ends the call here and at the router. Idempotent."""
+        """Cancel the call, here and at the router. Idempotent."""
         self._was_cancelled = True
         self._call.cancel()
         if self._arrived.full() and self._reading is not None:
@@ -160,7 +172,7 @@ class RouterCall(Generic[ResponseT]):
         return found
 
     def _error(self, raised: BaseException) -> BaseException:
-        """Convert an exception of the call to the one that read() raises."""
+        """Convert an exception of the call to the one for the reader."""
         match raised:
             case aio.AioRpcError():
                 error, answered = error_of(raised, peer=self.target), is_answer(raised)
@@ -183,17 +195,17 @@ class RouterCall(Generic[ResponseT]):
 
 
 class Routers:
-    """Owns the channels, for one event loop; they are connected when first used."""
+    """Owns the channels, which connect on first use. For one event loop."""
 
     def __init__(self, targets: Targets, tls: RpcTls | None = None, api_key: str = "") -> None:
-        """tls: None: what the process uses. api_key: sent with every call; empty: none."""
+        """tls: None: the process's default. api_key: sent with every call; empty: none."""
         self.targets = targets
         self._tls = tls
         self._metadata = key_metadata(api_key)
         self._channels: dict[str, aio.Channel] = {}
         self._stubs: dict[str, inference_pb2_grpc.InferenceServiceAsyncStub] = {}
         self._closing: dict[asyncio.Task[None], None] = {}
-        """Channels that are being closed."""
+        """Tasks that close channels."""
         self._liveness = Liveness(self._beat)
         self._closed = False
 
@@ -207,9 +219,9 @@ class Routers:
         leaves_unheard: bool,
         traceparent: str = "",
     ) -> RouterCall[Any]:
-        """Calls a method of InferenceService. deadline_s: on the monotonic clock. leaves_unheard: the call fails when
-        the router was never heard, says nothing for SUSPECT_UNHEARD_AFTER_S, and others are known. traceparent: of the
-        caller's span; empty: it traces nothing.
+        """Call a method of InferenceService. deadline_s: on the monotonic clock. leaves_unheard: fail the call when the
+        router has never sent anything, stays silent for SUSPECT_UNHEARD_AFTER_S, and others are known. traceparent: of
+        the caller's span; empty: not traced.
 
         Raises DeadlineExceeded, and Unavailable once closed.
         """
@@ -226,8 +238,8 @@ class Routers:
         return RouterCall(call, target, self.targets, self._liveness, connected, leaves_unheard)
 
     async def ask(self, method: str, request: Any, deadline_s: float | None) -> Any:
-        """The response of the first router that gives one; each is asked once. Raises KaveriErrors: when all routers
-        have failed, what the last one failed with."""
+        """Return the first response of any router, calling each once. Raises KaveriErrors; the last router's when all
+        have failed."""
         tried = TriedRouters()
         while True:
             target = tried.next(self.targets.choose(time.monotonic())[0], self.targets.known)
@@ -249,7 +261,7 @@ class Routers:
         self.targets.worked(target, time.monotonic())
 
     def failed(self, target: str) -> None:
-        """Calls go elsewhere for a while, if they can."""
+        """See Targets.failed."""
         self.targets.failed(target, time.monotonic())
 
     def learn(self, addresses: Iterable[str]) -> None:
@@ -257,7 +269,7 @@ class Routers:
         self.targets.learn(addresses)
 
     async def close(self) -> None:
-        """Cancels all calls and disconnects."""
+        """Cancel all calls and disconnect."""
         self._closed = True
         self._liveness.close()
         channels, self._channels = self._channels, {}
@@ -268,13 +280,13 @@ class Routers:
         stub = self._stubs.get(target)
         if stub is None:
             channel = self._channels[target] = open_channel(target, self._tls)
-            note_connected()
+            _connected_in.add(os.getpid())
             stub = self._stubs[target] = inference_pb2_grpc.InferenceServiceStub(channel)
         return stub
 
     def _drop_broken(self, target: str) -> None:
-        """A channel that has failed to connect tries again only after a pause, in which the router may have come back.
-        The next call gets a new one. How often a router is asked is for Targets to say."""
+        """Replace a channel that has failed to connect: it would reconnect only after a pause, and Targets limits the
+        attempts."""
         channel = self._channels.get(target)
         if channel is not None and channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
             del self._channels[target], self._stubs[target]
@@ -287,13 +299,8 @@ class Routers:
         await self._stub(target).Beat(message, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
 
 
-def make_routers(given: tuple[str, ...], tls: TlsFiles | None = None, api_key: str = "") -> Routers:
-    """The routers of a client that was given these targets. Raises ConfigError."""
-    return Routers(Targets(given, random.Random()), None if tls is None else RpcTls(tls, "tls."), api_key)
-
-
 def _is_failure(error: KaveriError, *, answered: bool) -> bool:
-    """Whether another router may do better. answered: a Kaveri service has said so itself."""
+    """Return True if another router may do better. answered: the error was sent by a Kaveri service."""
     match error:
         case Unavailable(retry_after_s=0.0):
             # A router that is draining.

@@ -1,4 +1,4 @@
-"""One request over its sessions: sent to a router, and to the next one with what was received when a router fails."""
+"""Sends one request to a router and, when that fails, to the next one with the received part of the answer."""
 
 import asyncio
 import contextlib
@@ -19,13 +19,13 @@ _MAX_SESSION = 65_535
 _MOST_LEFT = 16
 _CANCEL_AGAIN_S = 0.2
 _CANCEL_UNKNOWN_S = 10.0
-"""So long a request may take to its router."""
+"""Max time of a request on its way to a router."""
 
 GenerateCall = RouterCall[inference_pb2.GenerateResponse]
 
 
 class Sessions:
-    """The calls of Generate that one request makes, one at a time. For one event loop."""
+    """Calls of Generate for one request, one at a time. For one event loop."""
 
     def __init__(
         self,
@@ -34,40 +34,37 @@ class Sessions:
         deadline_s: float | None,
         direct: DirectStreams | None = None,
     ) -> None:
-        """Sends the request. request: with its secret; owned from now on, and gets a seed unless it has one. direct:
-        reads the answer at decode instances where that is possible; None: at routers.
-
-        Raises DeadlineExceeded.
-        """
+        """Send the request. request: with its secret; owned by this object, which adds a seed if there is none. direct:
+        for reading the answer at decode instances; None: only at routers. Raises DeadlineExceeded."""
         if not request.params.HasField("seed"):
-            # Drawn here: another router must draw the same tokens.
+            # Another router must sample the same tokens.
             request.params.seed = secrets.randbits(_SEED_BITS)
         self.received = Received(request.params.HasField("prompt_logprobs"))
         request.direct = direct is not None
         self._sources = AnswerSources(direct, self.received) if direct is not None else None
         self.cancel_asked = False
-        """Whether the caller has cancelled the request by its id: a later session is cancelled too."""
+        """True once the caller has cancelled the request by its id: later sessions are cancelled too."""
         self._traceparent = current_traceparent()
-        """Of the span in which the caller has asked."""
+        """Trace context of the caller's span."""
         self._request = request
         self._routers = routers
         self._deadline_s = deadline_s
         self._tried = TriedRouters()
         self._may_be_taken = False
-        """Whether a router was reached that may have taken the request."""
+        """True if a router was reached that may have accepted the request."""
         self._left: list[GenerateCall] = []
-        """Of earlier sessions, to silent routers. Cancelled once a later session is served: until then a router that
-        wakes would take it that the client has gone, and end the request."""
+        """Calls of earlier sessions to silent routers. Cancelled once a later session is served: before that, a router
+        that wakes up would end the request, as if the client had disconnected."""
         self._closing = asyncio.Event()
         self._cancelling: asyncio.Task[None] | None = None
         self.call: GenerateCall = self._send(routers.targets.choose(time.monotonic())[0])
-        """Of the present session."""
+        """Call of the current session."""
 
     async def read(self) -> inference_pb2.GenerateResponse | None:
-        """The next response, from whichever router; None at the end of the answer, and once closed.
+        """Return the next response; None at the end of the answer, and once closed.
 
-        Raises KaveriErrors. When no router that could be reached has taken the request, each is asked once; otherwise
-        it goes on until the deadline.
+        Raises KaveriErrors. Each router is tried once while none can have accepted the request; afterwards they are
+        retried until the deadline.
         """
         try:
             return await self._read()
@@ -86,7 +83,7 @@ class Sessions:
             try:
                 response = await (self.call.read() if self._sources is None else self._sources.next(self.call))
                 if self._closing.is_set():
-                    # What was read when close() came is lost, so what comes next is not the answer's next part.
+                    # A response read during close() is lost, so the next one would leave a gap.
                     return None
                 if response is None and not self.received.is_complete:
                     ended = f"{self.call.target} ended the answer of request {self._request.request_id!r} without a "
@@ -111,7 +108,7 @@ class Sessions:
                 return None
 
     def close(self) -> None:
-        """Cancels the request everywhere unless it has ended. Idempotent."""
+        """Cancel the request everywhere unless it has ended. Idempotent."""
         self._closing.set()
         self.call.cancel()
         if self._sources is not None:
@@ -121,21 +118,21 @@ class Sessions:
             self._cancelling.cancel()
 
     def cancel_when_known(self) -> None:
-        """Cancels the request by its id as soon as a router knows it. Does not wait."""
+        """Cancel the request by its id once a router knows it. Does not wait."""
         if self._cancelling is None or self._cancelling.done():
             self._cancelling = asyncio.create_task(self._cancel(), name="kaveri-client cancel")
 
     @property
     def _is_late(self) -> bool:
-        """Whether the request's deadline has passed."""
+        """True once the request's deadline has passed."""
         return self._deadline_s is not None and time.monotonic() >= self._deadline_s
 
     def _attach_again(self) -> None:
-        """Begins the next session at the same router, which relays the answer from now on: the decode instance was
-        lost, or cannot be heard."""
+        """Begin the next session at the same router, which relays the answer: the decode instance was lost or is
+        unreachable."""
         if self._closing.is_set():
             return
-        # A session counts its own attempts: a request that breaks instances must not begin many of them.
+        # Each session counts its own attempts, so a request that breaks instances must not begin many of them.
         self._request.direct = False
         if self._request.session == _MAX_SESSION:
             raise Unavailable(f"request {self._request.request_id!r} was interrupted too often")
@@ -144,7 +141,7 @@ class Sessions:
         self._begin_session(self.call.target)
 
     async def _go_on(self, failure: RouterFailed) -> None:
-        """Begins the next session, elsewhere if possible. Raises the failure when there is no way to go on."""
+        """Begin the next session, at another router if possible. Raises the failure's error if there is none."""
         self._left.append(self.call)
         self._cancel_left(_MOST_LEFT)
         self._routers.failed(self.call.target)
@@ -165,7 +162,7 @@ class Sessions:
         self._begin_session(target)
 
     def _begin_session(self, target: str) -> None:
-        """Sends the request again, with what was received. What earlier sessions would still bring is dropped."""
+        """Send the request again, with the received part. Later responses of earlier sessions are dropped."""
         if self._sources is not None:
             self._sources.end_session()
         self._request.session += 1
@@ -175,7 +172,7 @@ class Sessions:
             self.cancel_when_known()
 
     async def _wait(self, wait_s: float) -> None:
-        """Waits, but not beyond the deadline or close()."""
+        """Wait until the time is over, the deadline, or close()."""
         if self._deadline_s is not None:
             wait_s = min(wait_s, max(0.0, self._deadline_s - time.monotonic()))
         with contextlib.suppress(TimeoutError):
@@ -196,7 +193,7 @@ class Sessions:
     def _take(self, response: inference_pb2.GenerateResponse) -> None:
         self.received.take(response, self.call.target)
         if response.HasField("resolved_params"):
-            # The router of a later session may have other defaults.
+            # A later session's router may have other defaults.
             self._request.params.MergeFrom(response.resolved_params)
         self._may_be_taken = True
         self._cancel_left()
@@ -206,13 +203,13 @@ class Sessions:
             self._sources.begin(response.tokens_at, self._request)
 
     def _cancel_left(self, but: int = 0) -> None:
-        """Cancels the calls of earlier sessions, but for the last few."""
+        """Cancel the calls of earlier sessions, except the last `but`."""
         while len(self._left) > but:
             self._left.pop(0).cancel()
 
     async def _cancel(self) -> None:
-        """Asks until a router knows the request, it is over, or routers have not known it for a while: then its session
-        has ended there. The next session asks again."""
+        """Retry Cancel until a router knows the request, the answer ends, or routers have not known the request for a
+        while, so that its session has ended. The next session retries."""
         session, unknown_since_s = self._request.session, time.monotonic()
         request = inference_pb2.CancelRequest(request_id=self._request.request_id)
         while not (self.received.is_complete or self._closing.is_set() or self._is_late):

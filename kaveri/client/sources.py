@@ -1,7 +1,6 @@
-"""What one session of a request brings: its router's responses, and what the client reads at the decode instance."""
+"""Merges the responses of a request's router with what the client reads at the decode instance."""
 
 import asyncio
-import contextlib
 import time
 
 from kaveri.client.direct import DirectRead, DirectStreams
@@ -9,34 +8,33 @@ from kaveri.client.received import Received
 from kaveri.client.routers import RouterCall
 from kaveri.v1 import decode_pb2, inference_pb2
 
-_ROUTER_GOES_ON_S = 1.0
-"""So long a router may take, once the decode instance cannot be heard, to send tokens or to say that it was lost."""
+_ROUTER_CONTINUES_S = 1.0
+"""Time for a router to send tokens, or an interruption, after the read at the decode instance has failed."""
 
 
 class AttachAgain(Exception):
-    """The next session is to begin, at the same router. It reads nothing at decode instances."""
+    """Begin the next session at the same router, without direct reads."""
 
 
 class AnswerSources:
-    """Of one request that is read directly where that is possible. For one reader."""
+    """Sources of one request's answer: a router's call and a direct read. For one reader."""
 
     def __init__(self, streams: DirectStreams, received: Received) -> None:
         self._streams = streams
         self._received = received
         self._read: DirectRead | None = None
         self._reading: asyncio.Task[inference_pb2.GenerateResponse | None] | None = None
-        """The read of the router's call that is under way."""
+        """Pending read of the router's call."""
         self._repeats = False
-        """Whether responses may repeat what was received."""
+        """True once responses may repeat what was received."""
         self._interrupted = False
         self._give_up_s: float | None = None
-        """When a router that sends nothing is not waited for any more, on the monotonic clock."""
+        """Time to stop waiting for a silent router, on the monotonic clock."""
         self._woken: asyncio.Future[None] | None = None
 
     async def next(self, call: RouterCall[inference_pb2.GenerateResponse]) -> inference_pb2.GenerateResponse | None:
-        """What comes next, without what was received; None when the call has ended.
-
-        Raises AttachAgain, and as call.read()."""
+        """Return the next response, without what was received; None when the call has ended. Raises AttachAgain, and as
+        call.read()."""
         while True:
             if (piece := self._piece()) is not None:
                 return piece
@@ -56,7 +54,7 @@ class AnswerSources:
                 await self._wait()
 
     def begin(self, at: inference_pb2.TokensAt, request: inference_pb2.GenerateRequest) -> None:
-        """Reads the answer there too, from what was received on. request: with its session and secret."""
+        """Read the answer there too, after what was received. request: with its session and secret."""
         self._leave()
         self._repeats = True
         asked = decode_pb2.ReadAnswerRequest(
@@ -69,7 +67,7 @@ class AnswerSources:
         self._read = self._streams.read(at, asked, self._wake)
 
     def end_session(self) -> None:
-        """Drops what the session would still bring. Idempotent."""
+        """Drop later responses of the session. Idempotent."""
         self._leave()
         self._reading = None
         self._repeats = self._interrupted = False
@@ -81,9 +79,9 @@ class AnswerSources:
             self._read = None
 
     def _piece(self) -> inference_pb2.GenerateResponse | None:
-        """What has come from the decode instance."""
+        """Return the next new piece of the direct read; None if there is none."""
         if self._received.is_complete:
-            # Decode may send what it had drawn before a cancel reached it.
+            # Decode may send tokens sampled before a cancel reached it.
             self._leave()
         read = self._read
         if read is None:
@@ -95,38 +93,35 @@ class AnswerSources:
         if read.ended:
             self._read = None
             if read.broken:
-                self._give_up_s = time.monotonic() + _ROUTER_GOES_ON_S
+                self._give_up_s = time.monotonic() + _ROUTER_CONTINUES_S
         return None
 
     def _rest_of_routers(self, response: inference_pb2.GenerateResponse) -> inference_pb2.GenerateResponse | None:
-        """What is new in a response of the router. None: nothing."""
+        """Return what is new in a response of the router; None if nothing is."""
         if not self._repeats:
             return response
         rest = self._received.rest_of(response)
         self._interrupted = rest.interrupted
-        says_where = rest.HasField("tokens_at")
-        if says_where or rest.HasField("prompt_logprobs") or rest.token_ids or rest.text or rest.finish_reason:
+        has_output = rest.HasField("prompt_logprobs") or rest.token_ids or rest.text or rest.finish_reason
+        if has_output or rest.HasField("tokens_at"):
             self._give_up_s = None
             return rest
         return rest if rest.HasField("owner") or rest.routers else None
 
     async def _wait(self) -> None:
-        """Returns when something has come. Raises AttachAgain when nothing comes any more."""
+        """Wait for a change. Raises AttachAgain when the router stays silent for too long."""
         woken = self._woken = asyncio.get_running_loop().create_future()
+        left_s = None if self._give_up_s is None else self._give_up_s - time.monotonic()
         try:
-            if self._give_up_s is None:
+            async with asyncio.timeout(left_s):
                 await woken
-                return
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._give_up_s - time.monotonic()):
-                    await woken
-                return
-            raise AttachAgain
+        except TimeoutError:
+            raise AttachAgain from None
         finally:
             self._woken = None
 
     def _has_read(self, reading: "asyncio.Task[inference_pb2.GenerateResponse | None]") -> None:
-        # Of a session that was left, it is of no interest how it has ended.
+        # Mark the exception as retrieved: the session may have ended.
         if not reading.cancelled():
             reading.exception()
         self._wake()

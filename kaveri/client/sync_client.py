@@ -1,4 +1,4 @@
-"""The SDK without async: a facade over AsyncClient, which runs on an event loop in its own thread."""
+"""The synchronous SDK: a facade over AsyncClient, which runs on an event loop in its own thread."""
 
 import os
 import weakref
@@ -10,9 +10,9 @@ from kaveri.client.answer import Chunk, Completion, ModelInfo
 from kaveri.client.async_client import AsyncClient
 from kaveri.client.async_stream import AsyncStream
 from kaveri.client.defaults import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
-from kaveri.client.forks import check_not_forked
 from kaveri.client.loop_thread import LoopThread
 from kaveri.client.request import MessageLike
+from kaveri.client.routers import check_not_forked
 from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import Unavailable
 from kaveri.security.tls_files import TlsFiles
@@ -21,20 +21,20 @@ ResultT = TypeVar("ResultT")
 
 
 class Client:
-    """Talks to the routers of one cluster, for code that does not use asyncio.
+    """Client of one cluster's routers, for code that does not use asyncio.
 
         with kaveri.Client(["router-0:50051", "router-1:50051"]) as client:
             print(client.generate("Count from 1 to 9.").text)
 
-    Requests go to the given routers in turn. When one cannot be reached, hangs or is draining, its requests go on
-    through another one, also one that the cluster has named: each token comes exactly once.
+    Requests go to the given routers in turn. When one cannot be reached, hangs or drains, its requests continue through
+    another one, also one learned from the cluster: each token arrives exactly once.
 
     Raises only KaveriErrors. Expect InvalidArgument, ModelNotFound, RequestAlreadyExists, NoCapacity (with
     retry_after_s), Unavailable, DeadlineExceeded, RequestCancelled and, on public ports, Unauthenticated. A
     KeyboardInterrupt in a call cancels its request everywhere.
 
-    Thread-safe: make one and share it. AsyncClient does the work, on an event loop in a thread of its own. Does not
-    work in a forked child: fork before the first call, or start processes with multiprocessing's "spawn".
+    Thread-safe: make one and share it. Does not work in a forked child: fork before the first call, or start processes
+    with multiprocessing's "spawn".
     """
 
     def __init__(
@@ -46,17 +46,16 @@ class Client:
         api_key: str | None = None,
         direct: bool = False,
     ) -> None:
-        """Starts the background thread, which ends with close(). Connects at the first call.
+        """Start the background thread, which ends with close(). Connects at the first call.
 
         - target: a router's "host:port", or several, at most 64.
-        - timeout_s: the default deadline of calls, in seconds. None: no limit.
-        - tls: what to show to routers, and which to trust, read again when the files change. None: no TLS.
-        - api_key: for public ports of routers. None: what KAVERI_API_KEY says, if it is set. Without TLS everyone on
-          the way can read it.
-        - direct: reads tokens at the decode instances that draw them, where it can reach them. Routers still place and
-          follow the requests, and answers are the same. Not with api_key.
+        - timeout_s: default deadline of calls, in seconds. None: no limit.
+        - tls: the client's certificate and trusted authorities, reloaded when the files change. None: no TLS.
+        - api_key: for public ports of routers. None: KAVERI_API_KEY, if set. Without TLS it is sent in clear text.
+        - direct: read tokens at the decode instances that generate them, where they can be reached. Routers still place
+          and follow the requests, and answers are the same. Not with api_key.
 
-        Raises InvalidArgument, ConfigError for files that cannot be used, and RuntimeError in a forked child.
+        Raises InvalidArgument, ConfigError for unusable files, and RuntimeError in a forked child.
         """
         check_not_forked()
         self._async_client = AsyncClient(target, timeout_s=timeout_s, tls=tls, api_key=api_key, direct=direct)
@@ -67,12 +66,12 @@ class Client:
 
     @property
     def target(self) -> str:
-        """The first of the given routers."""
+        """First of the given routers."""
         return self._async_client.target
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """All routers that it knows: the given ones, then those that the cluster has named."""
+        """All known routers: the given ones, then those learned from the cluster."""
         return self._async_client.targets
 
     def generate(
@@ -86,10 +85,8 @@ class Client:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> Completion:
-        """Returns the whole answer. Arguments and errors are those of stream().
-
-        An answer that another client has cancelled is returned as far as it came, with FinishReason.CANCELLED.
-        """
+        """Return the whole answer. Arguments and errors as for stream(). An answer that another client has cancelled is
+        returned in part, with FinishReason.CANCELLED."""
         return self._wait(
             self._async_client.generate(
                 prompt,
@@ -113,16 +110,16 @@ class Client:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> "Stream":
-        """Sends the request and immediately returns the stream of its answer.
+        """Send the request, and return the stream of its answer without waiting.
 
         - prompt, prompt_token_ids, messages: exactly one of them. A text is tokenized unchanged; messages use the
           model's chat template, and are Messages or mappings with "role" and "content".
-        - params: how to draw tokens and when to stop. None: SamplingParams().
+        - params: sampling and stop conditions. None: SamplingParams().
         - model: None for the cluster's only model.
-        - request_id: the caller's own id and idempotency key, at most 128 bytes. None: a random id.
+        - request_id: idempotency key, at most 128 bytes. None: a random id.
         - timeout_s: the request's deadline, over all routers that it goes through. None: the client's default.
 
-        Raises InvalidArgument at once for what no router would take. All other errors come when the stream is read.
+        Raises InvalidArgument for arguments that no router accepts. Other errors are raised when the stream is read.
         """
 
         async def start() -> AsyncStream:
@@ -139,19 +136,19 @@ class Client:
         return Stream(self, self._wait(start()))
 
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
-        """Cancels a request by its id, also one of another client; its stream ends with FinishReason.CANCELLED.
+        """Cancel a request by its id, also one of another client; its stream ends with FinishReason.CANCELLED.
 
-        Returns False when no router has such a request in flight. Raises Unavailable or
-        DeadlineExceeded when no router answers.
+        Returns False if no router has such a request in flight. Raises Unavailable or DeadlineExceeded when no router
+        answers.
         """
         return self._wait(self._async_client.cancel(request_id, timeout_s=timeout_s))
 
     def list_models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:
-        """Returns all models of the cluster. Raises Unavailable or DeadlineExceeded when no router answers."""
+        """Return all models of the cluster. Raises Unavailable or DeadlineExceeded when no router answers."""
         return self._wait(self._async_client.list_models(timeout_s=timeout_s))
 
     def get_model(self, name: str, *, timeout_s: float | None = None) -> ModelInfo:
-        """Returns one model: its limits, and whether a request would be accepted now. Raises ModelNotFound."""
+        """Return one model: its limits and readiness. Raises ModelNotFound."""
         return self._wait(self._async_client.get_model(name, timeout_s=timeout_s))
 
     def tokenize(
@@ -162,18 +159,16 @@ class Client:
         model: str | None = None,
         timeout_s: float | None = None,
     ) -> tuple[int, ...]:
-        """Returns the token ids that generate() would make of a text or of messages, exactly one of them.
-
-        Raises as generate(): InvalidArgument, ModelNotFound, Unavailable, DeadlineExceeded.
-        """
+        """Return the token ids of a text or of messages, exactly one of them, as generate() encodes them. Raises
+        InvalidArgument, ModelNotFound, Unavailable and DeadlineExceeded."""
         return self._wait(self._async_client.tokenize(prompt, messages=messages, model=model, timeout_s=timeout_s))
 
     def detokenize(self, token_ids: Sequence[int], *, model: str | None = None, timeout_s: float | None = None) -> str:
-        """Returns the text of token ids, special tokens included. Raises as tokenize()."""
+        """Return the text of token ids, special tokens included. Raises as tokenize()."""
         return self._wait(self._async_client.detokenize(token_ids, model=model, timeout_s=timeout_s))
 
     def close(self) -> None:
-        """Cancels requests in flight, disconnects and ends the thread. Idempotent. Later calls raise RuntimeError."""
+        """Cancel requests in flight, disconnect and end the thread. Idempotent. Later calls raise RuntimeError."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -201,7 +196,7 @@ class Client:
 
 
 class Stream:
-    """The chunks of one answer, in order; created by Client.stream.
+    """Chunks of one answer, in order; created by Client.stream.
 
         with client.stream("Count from 1 to 9.") as stream:
             for chunk in stream:
@@ -210,14 +205,14 @@ class Stream:
     The request is cancelled everywhere when the `with` block is left, close() is called, or the last reference is
     dropped (as `break` does in `for chunk in client.stream(...)`).
 
-    When the router dies, hangs or drains, the stream goes on through another one, until the request's deadline. Each
-    token, each character and the end come exactly once. A client that does not read loses its request after the
+    When the router dies, hangs or drains, the stream continues through another one, until the request's deadline. Each
+    token, each character and the end arrive exactly once. A client that does not read loses its request after the
     router's --slow-reader-s. For one reader at a time. Reading raises KaveriErrors: NoCapacity, Unavailable,
     DeadlineExceeded, ModelNotFound, RequestAlreadyExists, RequestCancelled.
     """
 
     def __init__(self, client: Client, stream: AsyncStream) -> None:
-        """Owns `stream` from now on."""
+        """Takes ownership of `stream`."""
         self._client = client
         self._stream = stream
         self.request_id = stream.request_id
@@ -236,12 +231,12 @@ class Stream:
         return chunk
 
     def collect(self) -> Completion:
-        """Reads the remaining chunks and returns one answer. Raises Unavailable when the stream is already closed."""
+        """Read the remaining chunks and return them as one answer. Raises Unavailable if the stream is closed."""
         return self._client._wait(self._stream.collect())
 
     def close(self) -> None:
-        """Cancels the request everywhere unless it has ended. Idempotent. Does nothing once the Client is closed,
-        or in a forked child."""
+        """Cancel the request everywhere unless it has ended. Idempotent. Does nothing once the Client is closed, or in
+        a forked child."""
         if self._client._end.alive and not self._client._is_forked():
             self._client._wait(self._close())
 

@@ -5,8 +5,8 @@ from collections.abc import Collection, Sequence
 
 from tokenizers import Tokenizer
 
-from kaveri.text.plain_tokens import PlainTokens
 from kaveri.text.stop_matcher import StopMatcher
+from kaveri.text.token_texts import PlainTokens
 
 _UNDECIDED_TOKENS = 8
 """Max tokens that wait for the end of a character. A character has at most four bytes, so four tokens."""

@@ -18,8 +18,7 @@ from kaveri.text.chat_template import ChatTemplate, MissingText, RenderedTurn
 from kaveri.text.content_format import ContentFormat
 from kaveri.text.control_tokens import ControlTokens
 from kaveri.text.detokenizer import Detokenizer
-from kaveri.text.plain_tokens import PlainTokens
-from kaveri.text.token_texts import TokenPiece, TokenTexts
+from kaveri.text.token_texts import PlainTokens, TokenPiece, TokenTexts
 
 ResultT = TypeVar("ResultT")
 _INLINE_CHARACTERS = 1_024

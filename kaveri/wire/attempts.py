@@ -2,13 +2,13 @@
 
 import re
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from kaveri.domain.attachment import Attached, Attachment
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.errors import InvalidArgument
 from kaveri.v1 import decode_pb2, feed_pb2
-from kaveri.wire.messages import drawing_to_proto, params_from_proto, sent_in_answer
+from kaveri.wire.messages import drawing_to_proto, params_from_proto, same_fields, sent_in_answer
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_CLIENTS_ID_BYTES = 96
@@ -21,6 +21,7 @@ MAX_ATTEMPT = 2**31 - 1
 MAX_SESSION = 65_535
 MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = 64
+_ATTACHMENT_FIELDS = ("generated_count", "landed", "at_prefill", "placed_by")
 
 
 class _NamesOwner(Protocol):
@@ -64,12 +65,21 @@ def ownership_from_proto(message: _NamesOwner) -> Ownership:
     return Ownership(Owner(message.session, message.attempt), message.router_id, message.secret)
 
 
+def ownership_fields(request_id: str, ownership: Ownership) -> dict[str, Any]:
+    """Fields of a message that names a request and its owner, as keyword arguments."""
+    owner, router_id, secret = ownership
+    return {
+        "request_id": request_id,
+        "session": owner.session,
+        "attempt": owner.attempt,
+        "router_id": router_id,
+        "secret": secret,
+    }
+
+
 def ownership_to_proto(request_id: str, ownership: Ownership) -> decode_pb2.AttemptId:
     """Encode a request's owner as an attempt id."""
-    owner, router_id, secret = ownership
-    return decode_pb2.AttemptId(
-        request_id=request_id, session=owner.session, attempt=owner.attempt, router_id=router_id, secret=secret
-    )
+    return decode_pb2.AttemptId(**ownership_fields(request_id, ownership))
 
 
 def check_ownership(message: _NamesOwner) -> Ownership:
@@ -104,28 +114,17 @@ def attachment_from_proto(message: feed_pb2.AttachRequest) -> Attachment:
     if message.generated_count >= len(message.token_ids):
         raise InvalidArgument("generated_count", message.generated_count, "less than the number of token_ids")
     return Attachment(
-        message.request_id,
-        ownership,
-        tuple(message.token_ids),
-        message.generated_count,
-        message.landed,
-        message.at_prefill,
-        message.placed_by,
+        **same_fields(message, ("request_id", *_ATTACHMENT_FIELDS)),
+        ownership=ownership,
+        token_ids=tuple(message.token_ids),
     )
 
 
 def attachment_to_proto(attachment: Attachment) -> feed_pb2.AttachRequest:
     return feed_pb2.AttachRequest(
-        request_id=attachment.request_id,
-        session=attachment.ownership.owner.session,
-        attempt=attachment.ownership.owner.attempt,
-        router_id=attachment.ownership.router_id,
-        secret=attachment.ownership.secret,
+        **ownership_fields(attachment.request_id, attachment.ownership),
+        **same_fields(attachment, _ATTACHMENT_FIELDS),
         token_ids=attachment.token_ids,
-        generated_count=attachment.generated_count,
-        landed=attachment.landed,
-        at_prefill=attachment.at_prefill,
-        placed_by=attachment.placed_by,
     )
 
 

@@ -55,6 +55,53 @@ _STATE_TO_PROTO = {
 }
 _STATE_FROM_PROTO = {value: key for key, value in _STATE_TO_PROTO.items()}
 _OPTIONAL_PARAMS: Final = ("max_tokens", "temperature", "top_p", "top_k", "seed", "logprobs", "prompt_logprobs")
+_LAYOUT_FIELDS: Final = (
+    "model_fingerprint",
+    "layer_count",
+    "block_tokens",
+    "kv_head_count",
+    "head_dim",
+    "dtype",
+    "order",
+    "first_layer",
+    "first_kv_head",
+    "tensor_ranks",
+)
+"""This and the following: fields with the same name and type in the message and the domain value."""
+_TICKET_FIELDS: Final = ("transfer_id", "secret", "epoch", "token_count", "expires_in_s", "first_block", "is_open")
+_RECORD_FIELDS: Final = (
+    "instance_id",
+    "incarnation",
+    "address",
+    "model",
+    "engine",
+    "max_model_len",
+    "version",
+    "failure_domain",
+    "public_address",
+    "metrics_address",
+    "wire",
+)
+_LOAD_FIELDS: Final = (
+    "sequence_number",
+    "waiting_requests",
+    "running_requests",
+    "queued_prefill_tokens",
+    "free_blocks",
+    "total_blocks",
+    "context_tokens",
+    "heavy_requests",
+    "light_requests",
+    "phase_order",
+    "replica_free_bytes",
+    "replica_total_bytes",
+)
+_COUNTS_FIELDS: Final = ("owned", "unprotected", "lag_tokens", "resumed", "moved")
+
+
+def same_fields(source: object, names: Iterable[str]) -> dict[str, Any]:
+    """Values of the fields that a message and a domain value share, as keyword arguments."""
+    return {name: getattr(source, name) for name in names}
 
 
 def finish_to_proto(finish: FinishReason | None) -> sampling_pb2.FinishReason.ValueType:
@@ -70,17 +117,11 @@ def finish_from_proto(finish: sampling_pb2.FinishReason.ValueType) -> FinishReas
 def params_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
     """Encode sampling parameters, leaving None unset."""
     return sampling_pb2.SamplingParams(
-        max_tokens=params.max_tokens,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        seed=params.seed,
+        **same_fields(params, _OPTIONAL_PARAMS),
         stop=params.stop,
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
-        logprobs=params.logprobs,
         min_tokens=params.min_tokens,
-        prompt_logprobs=params.prompt_logprobs,
         show_special_tokens=not params.skip_special_tokens,
     )
 
@@ -167,33 +208,11 @@ def length_from_proto(message: predictor_pb2.PredictedLength) -> TokenRange:
 
 
 def layout_to_proto(layout: KvLayout) -> kv_pb2.KvLayout:
-    return kv_pb2.KvLayout(
-        model_fingerprint=layout.model_fingerprint,
-        layer_count=layout.layer_count,
-        block_tokens=layout.block_tokens,
-        kv_head_count=layout.kv_head_count,
-        head_dim=layout.head_dim,
-        dtype=layout.dtype,
-        order=layout.order,
-        first_layer=layout.first_layer,
-        first_kv_head=layout.first_kv_head,
-        tensor_ranks=layout.tensor_ranks,
-    )
+    return kv_pb2.KvLayout(**same_fields(layout, _LAYOUT_FIELDS))
 
 
 def layout_from_proto(message: kv_pb2.KvLayout) -> KvLayout:
-    return KvLayout(
-        model_fingerprint=message.model_fingerprint,
-        layer_count=message.layer_count,
-        block_tokens=message.block_tokens,
-        kv_head_count=message.kv_head_count,
-        head_dim=message.head_dim,
-        dtype=message.dtype,
-        order=message.order,
-        first_layer=message.first_layer,
-        first_kv_head=message.first_kv_head,
-        tensor_ranks=message.tensor_ranks or 1,
-    )
+    return KvLayout(**same_fields(message, _LAYOUT_FIELDS) | {"tensor_ranks": message.tensor_ranks or 1})
 
 
 def endpoint_to_proto(endpoint: KvEndpoint) -> kv_pb2.KvEndpoint:
@@ -206,24 +225,18 @@ def endpoint_from_proto(message: kv_pb2.KvEndpoint) -> KvEndpoint:
 
 def ticket_to_proto(ticket: Ticket) -> kv_pb2.Ticket:
     return kv_pb2.Ticket(
-        transfer_id=ticket.transfer_id,
-        secret=ticket.secret,
-        epoch=ticket.epoch,
-        endpoints=[endpoint_to_proto(endpoint) for endpoint in ticket.endpoints],
+        **same_fields(ticket, _TICKET_FIELDS),
+        endpoints=map(endpoint_to_proto, ticket.endpoints),
         block_ids=ticket.block_ids,
-        token_count=ticket.token_count,
-        expires_in_s=ticket.expires_in_s,
         layout=layout_to_proto(ticket.layout),
-        first_block=ticket.first_block,
         parts=[
             kv_pb2.TicketPart(
-                endpoints=[endpoint_to_proto(endpoint) for endpoint in part.endpoints],
+                endpoints=map(endpoint_to_proto, part.endpoints),
                 rank=part.place.rank,
                 layout=layout_to_proto(part.place.layout),
             )
             for part in ticket.parts
         ],
-        is_open=ticket.is_open,
     )
 
 
@@ -243,125 +256,64 @@ def sent_in_answer(what: str) -> Iterator[None]:
 def ticket_from_proto(message: kv_pb2.Ticket) -> Ticket:
     """Decode a ticket, which comes in an answer. Raises Unavailable."""
     return Ticket(
-        transfer_id=message.transfer_id,
-        secret=message.secret,
-        epoch=message.epoch,
-        endpoints=tuple(endpoint_from_proto(endpoint) for endpoint in message.endpoints),
+        **same_fields(message, _TICKET_FIELDS),
+        endpoints=tuple(map(endpoint_from_proto, message.endpoints)),
         block_ids=tuple(message.block_ids),
-        token_count=message.token_count,
-        expires_in_s=message.expires_in_s,
         layout=layout_from_proto(message.layout),
-        first_block=message.first_block,
         parts=tuple(
             TicketPart(
-                PartPlace(part.rank, layout_from_proto(part.layout)),
-                tuple(endpoint_from_proto(endpoint) for endpoint in part.endpoints),
+                PartPlace(part.rank, layout_from_proto(part.layout)), tuple(map(endpoint_from_proto, part.endpoints))
             )
             for part in message.parts
         ),
-        is_open=message.is_open,
     )
 
 
 def record_to_proto(record: InstanceRecord) -> cluster_pb2.InstanceRecord:
     return cluster_pb2.InstanceRecord(
-        instance_id=record.instance_id,
-        incarnation=record.incarnation,
+        **same_fields(record, _RECORD_FIELDS),
         role=_ROLE_TO_PROTO[record.role],
-        address=record.address,
-        model=record.model,
-        engine=record.engine,
         layout=layout_to_proto(record.layout) if record.layout is not None else None,
-        kv_endpoints=[endpoint_to_proto(endpoint) for endpoint in record.kv_endpoints],
-        max_model_len=record.max_model_len,
+        kv_endpoints=map(endpoint_to_proto, record.kv_endpoints),
         lease_ttl_s=record.lease_ttl_s,
-        version=record.version,
         phases=[_PHASE_TO_PROTO[phase] for phase in record.phases],
-        failure_domain=record.failure_domain,
-        public_address=record.public_address,
-        metrics_address=record.metrics_address,
-        wire=record.wire,
     )
 
 
 def record_from_proto(message: cluster_pb2.InstanceRecord) -> InstanceRecord:
     """Decode a record. Raises KeyError for a role or a phase of a newer contract, and InvalidArgument."""
     return InstanceRecord(
-        instance_id=message.instance_id,
-        incarnation=message.incarnation,
+        **same_fields(message, _RECORD_FIELDS),
         role=_ROLE_FROM_PROTO[message.role],
-        address=message.address,
-        model=message.model,
-        engine=message.engine,
         layout=layout_from_proto(message.layout) if message.HasField("layout") else None,
-        kv_endpoints=tuple(endpoint_from_proto(endpoint) for endpoint in message.kv_endpoints),
-        max_model_len=message.max_model_len,
+        kv_endpoints=tuple(map(endpoint_from_proto, message.kv_endpoints)),
         lease_ttl_s=require_seconds("record.lease_ttl_s", message.lease_ttl_s),
-        version=message.version,
         phases=tuple(_PHASE_FROM_PROTO[phase] for phase in message.phases),
-        failure_domain=message.failure_domain,
-        public_address=message.public_address,
-        metrics_address=message.metrics_address,
-        wire=message.wire,
     )
 
 
 def load_to_proto(load: InstanceLoad) -> cluster_pb2.InstanceLoad:
+    counts = load.replica_counts
     return cluster_pb2.InstanceLoad(
-        sequence_number=load.sequence_number,
+        **same_fields(load, _LOAD_FIELDS),
         state=_STATE_TO_PROTO[load.state],
-        waiting_requests=load.waiting_requests,
-        running_requests=load.running_requests,
-        queued_prefill_tokens=load.queued_prefill_tokens,
-        free_blocks=load.free_blocks,
-        total_blocks=load.total_blocks,
-        context_tokens=load.context_tokens,
-        heavy_requests=load.heavy_requests,
-        light_requests=load.light_requests,
         queue_room=load.queue_room,
         phases=[_PHASE_TO_PROTO[phase] for phase in load.phases],
-        phase_order=load.phase_order,
         ending_phases=[_PHASE_TO_PROTO[phase] for phase in load.ending_phases],
-        replica_free_bytes=load.replica_free_bytes,
-        replica_total_bytes=load.replica_total_bytes,
-        replica_counts=None if load.replica_counts is None else _counts_to_proto(load.replica_counts),
+        replica_counts=None if counts is None else cluster_pb2.ReplicaCounts(**same_fields(counts, _COUNTS_FIELDS)),
     )
 
 
 def load_from_proto(message: cluster_pb2.InstanceLoad) -> InstanceLoad:
+    has_counts = message.HasField("replica_counts")
     return InstanceLoad(
-        sequence_number=message.sequence_number,
+        **same_fields(message, _LOAD_FIELDS),
         state=_STATE_FROM_PROTO[message.state],
-        waiting_requests=message.waiting_requests,
-        running_requests=message.running_requests,
-        queued_prefill_tokens=message.queued_prefill_tokens,
-        free_blocks=message.free_blocks,
-        total_blocks=message.total_blocks,
-        context_tokens=message.context_tokens,
-        heavy_requests=message.heavy_requests,
-        light_requests=message.light_requests,
         queue_room=message.queue_room if message.HasField("queue_room") else None,
         phases=tuple(_PHASE_FROM_PROTO[phase] for phase in message.phases),
-        phase_order=message.phase_order,
         ending_phases=tuple(_PHASE_FROM_PROTO[phase] for phase in message.ending_phases),
-        replica_free_bytes=message.replica_free_bytes,
-        replica_total_bytes=message.replica_total_bytes,
-        replica_counts=_counts_from_proto(message.replica_counts) if message.HasField("replica_counts") else None,
+        replica_counts=ReplicaCounts(**same_fields(message.replica_counts, _COUNTS_FIELDS)) if has_counts else None,
     )
-
-
-def _counts_to_proto(counts: ReplicaCounts) -> cluster_pb2.ReplicaCounts:
-    return cluster_pb2.ReplicaCounts(
-        owned=counts.owned,
-        unprotected=counts.unprotected,
-        lag_tokens=counts.lag_tokens,
-        resumed=counts.resumed,
-        moved=counts.moved,
-    )
-
-
-def _counts_from_proto(message: cluster_pb2.ReplicaCounts) -> ReplicaCounts:
-    return ReplicaCounts(message.owned, message.unprotected, message.lag_tokens, message.resumed, message.moved)
 
 
 def status_to_proto(status: ViewedInstance) -> cluster_pb2.InstanceStatus:

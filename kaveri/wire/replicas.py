@@ -3,7 +3,7 @@
 from kaveri.domain.replica import ReplicaLocation, ReplicaOffer, Resumed, Resumption
 from kaveri.errors import InvalidArgument
 from kaveri.v1 import decode_pb2
-from kaveri.wire.attempts import check_ownership
+from kaveri.wire.attempts import check_ownership, ownership_fields
 from kaveri.wire.messages import (
     layout_from_proto,
     layout_to_proto,
@@ -11,6 +11,17 @@ from kaveri.wire.messages import (
     length_to_proto,
     params_to_proto,
     resolved_from_proto,
+    same_fields,
+)
+
+_OFFER_FIELDS = ("owner_id", "owner_incarnation", "token_count", "timeout_s")
+_RESUMPTION_FIELDS = (
+    "generated_count",
+    "timeout_s",
+    "holder_incarnation",
+    "replica_tokens",
+    "traceparent",
+    "suspect_until",
 )
 
 
@@ -25,18 +36,10 @@ def replica_from_proto(message: decode_pb2.Replica) -> ReplicaLocation:
 
 
 def offer_to_proto(offer: ReplicaOffer) -> decode_pb2.OpenReplicaRequest:
-    owner, router_id, secret = offer.ownership
     return decode_pb2.OpenReplicaRequest(
-        request_id=offer.request_id,
-        session=owner.session,
-        attempt=owner.attempt,
-        router_id=router_id,
-        secret=secret,
-        owner_id=offer.owner_id,
-        owner_incarnation=offer.owner_incarnation,
+        **ownership_fields(offer.request_id, offer.ownership),
+        **same_fields(offer, _OFFER_FIELDS),
         layout=layout_to_proto(offer.layout),
-        token_count=offer.token_count,
-        timeout_s=offer.timeout_s,
         replica=offer.number,
     )
 
@@ -50,35 +53,21 @@ def offer_from_proto(message: decode_pb2.OpenReplicaRequest) -> ReplicaOffer:
     if not message.token_count:
         raise InvalidArgument("token_count", 0, "at least 1")
     return ReplicaOffer(
-        message.request_id,
-        ownership,
-        message.owner_id,
-        message.owner_incarnation,
-        layout_from_proto(message.layout),
-        message.token_count,
-        message.timeout_s,
-        message.replica,
+        **same_fields(message, ("request_id", *_OFFER_FIELDS)),
+        ownership=ownership,
+        layout=layout_from_proto(message.layout),
+        number=message.replica,
     )
 
 
 def resumption_to_proto(resumption: Resumption) -> decode_pb2.ResumeRequest:
-    owner, router_id, secret = resumption.ownership
     predicted = resumption.predicted_length
     return decode_pb2.ResumeRequest(
-        request_id=resumption.request_id,
-        session=owner.session,
-        attempt=owner.attempt,
-        router_id=router_id,
-        secret=secret,
+        **ownership_fields(resumption.request_id, resumption.ownership),
+        **same_fields(resumption, _RESUMPTION_FIELDS),
         token_ids=resumption.token_ids,
-        generated_count=resumption.generated_count,
         params=params_to_proto(resumption.params),
-        timeout_s=resumption.timeout_s,
         predicted_length=length_to_proto(predicted) if predicted is not None else None,
-        holder_incarnation=resumption.holder_incarnation,
-        replica_tokens=resumption.replica_tokens,
-        traceparent=resumption.traceparent,
-        suspect_until=resumption.suspect_until,
     )
 
 
@@ -89,17 +78,11 @@ def resumption_from_proto(message: decode_pb2.ResumeRequest) -> Resumption:
     if message.generated_count >= len(message.token_ids):
         raise InvalidArgument("generated_count", message.generated_count, "less than the number of token_ids")
     return Resumption(
-        message.request_id,
-        ownership,
-        tuple(message.token_ids),
-        message.generated_count,
-        resolved_from_proto(message.params),
-        message.timeout_s,
-        length_from_proto(message.predicted_length) if message.HasField("predicted_length") else None,
-        message.holder_incarnation,
-        message.replica_tokens,
-        message.traceparent,
-        message.suspect_until,
+        **same_fields(message, ("request_id", *_RESUMPTION_FIELDS)),
+        ownership=ownership,
+        token_ids=tuple(message.token_ids),
+        params=resolved_from_proto(message.params),
+        predicted_length=length_from_proto(message.predicted_length) if message.HasField("predicted_length") else None,
     )
 
 

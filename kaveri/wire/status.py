@@ -5,8 +5,9 @@ for a delay, and an ErrorInfo of domain "kaveri" whose metadata rebuilds the sam
 """
 
 import contextlib
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import grpc
@@ -229,45 +230,29 @@ def _unpacked(detail: any_pb2.Any, message: error_details_pb2.ErrorInfo | error_
         return False
 
 
+_KINDS = {kind.__name__: kind for kind in _CODES}
+_PARSERS: dict[str, Callable[[str], object]] = {
+    "attempt": int,
+    "limit_s": _seconds,
+    "newest_attempt": int,
+    "ours": _Shown,
+    "retry_after_s": _seconds,
+    "served": lambda fact: tuple(fact.splitlines()),
+    "suspect_until": int,
+    "theirs": _Shown,
+    "value": _Shown,
+}
+"""Parsers of facts that are not texts, by their name in the error."""
+
+
 def _rebuild(info: error_details_pb2.ErrorInfo) -> KaveriError:
-    facts = info.metadata
-    match info.reason:
-        case "InvalidArgument":
-            return InvalidArgument(facts["field"], _Shown(facts["value"]), facts["limit"])
-        case "ModelNotFound":
-            return ModelNotFound(facts["model"], tuple(facts["served"].splitlines()))
-        case "RequestAlreadyExists":
-            return RequestAlreadyExists(facts["request_id"])
-        case "RequestNotFound":
-            return RequestNotFound(facts["request_id"], facts["reason"])
-        case "NoCapacity":
-            return NoCapacity(facts["role"], _seconds(facts["retry_after_s"]), facts["reason"])
-        case "Unavailable":
-            retry = facts.get("retry_after_s")
-            return Unavailable(facts["reason"], _seconds(retry) if retry else None)
-        case "EngineBroke":
-            return EngineBroke(facts["reason"], int(facts["suspect_until"]))
-        case "Unauthenticated":
-            return Unauthenticated(facts["reason"])
-        case "StaleAttempt":
-            return StaleAttempt(facts["request_id"], int(facts["attempt"]), int(facts["newest_attempt"]))
-        case "DeadlineExceeded":
-            return DeadlineExceeded(facts["what"])
-        case "RequestCancelled":
-            return RequestCancelled(facts["request_id"])
-        case "SlowReader":
-            return SlowReader(_seconds(facts["limit_s"]))
-        case "Unsupported":
-            return Unsupported(facts["reason"])
-        case "LayoutMismatch":
-            return LayoutMismatch(facts["field"], _Shown(facts["ours"]), _Shown(facts["theirs"]))
-        case "TransferFailed":
-            return TransferFailed(facts["reason"])
-        case "EngineError":
-            return EngineError(facts["reason"])
-        case "InternalError":
-            return InternalError(facts["reason"])
-        case "ConfigError":
-            return ConfigError(facts["field"], facts["reason"])
-        case _:
-            raise ValueError(f"no error is called {info.reason}")
+    """Return the error that `info` describes. Raises ValueError for a kind or a fact of another version."""
+    kind = _KINDS.get(info.reason)
+    if kind is None:
+        raise ValueError(f"no error is called {info.reason}")
+    names = inspect.signature(kind).parameters
+    facts = {name: _PARSERS.get(name, str)(fact) for name, fact in info.metadata.items() if name in names}
+    try:
+        return kind(**facts)
+    except TypeError as error:
+        raise ValueError(f"{info.reason} lacks a fact") from error

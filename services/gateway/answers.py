@@ -1,9 +1,9 @@
-"""The answers to one HTTP request: one SDK stream for each, read one by one or merged."""
+"""The answers to one HTTP request: one SDK stream for each, merged."""
 
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -16,9 +16,9 @@ from kaveri.domain.sampling import FinishReason
 from kaveri.errors import RequestCancelled, SlowReader, Unavailable
 from kaveri.v1 import inference_pb2
 from kaveri.wire.attempts import CLIENTS_ID_SUFFIX_BYTES, MAX_CLIENTS_ID_BYTES
-from services.gateway.asked import Asked, is_token_ids
+from services.gateway.parsed_request import ParsedRequest, is_token_ids
 
-Take = Callable[[int, Chunk], Awaitable[None]]
+_Merged = asyncio.Queue[tuple[int, Chunk | BaseException | None]]
 _SENT_TOGETHER = 8
 _MERGED_CHUNKS = 32
 _SLICE_TOKENS = 16_384
@@ -29,7 +29,7 @@ many of them would each take a slice of the same turn of the loop."""
 class Answers:
     """Requests all answers from a router at once. Leaving the context cancels unfinished ones, everywhere."""
 
-    def __init__(self, client: AsyncClient, asked: Asked, request_id: str, turn: asyncio.Lock) -> None:
+    def __init__(self, client: AsyncClient, asked: ParsedRequest, request_id: str, turn: asyncio.Lock) -> None:
         """request_id: prefix of the ids sent to routers, to find it in their logs. turn: shared by all requests of the
         event loop; a long request holds it while it is sent."""
         self.streams: list[AsyncStream] = []
@@ -93,19 +93,11 @@ class Answers:
         for stream in self.streams:
             stream.close()
 
-    async def read(self, take: Take) -> None:
-        """Read all answers to their ends. take: gets each chunk, with the index of its answer. Raises the first error
-        of any, and RequestCancelled when another client has cancelled one."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index in range(len(self.streams)):
-                    group.create_task(self._read(index, take))
-        except BaseExceptionGroup as errors:
-            raise _first(errors) from errors
+    async def chunks(self) -> AsyncGenerator[tuple[int, Chunk], None]:
+        """Yield the chunks of all answers as they arrive, each with the index of its answer. Must be closed.
 
-    async def chunks(self) -> AsyncIterator[tuple[int, Chunk]]:
-        """Yield the chunks of all answers as they arrive, with the index of the answer. Raises as read(). Must be
-        closed."""
+        Raises the first error of any, and RequestCancelled when another client has cancelled one.
+        """
         if len(self.streams) == 1:
             stream, finish = self.streams[0], None
             async for chunk in stream:
@@ -117,7 +109,7 @@ class Answers:
             return
         # When full, the streams wait, and the routers coalesce tokens. The caller takes the whole queue in one turn of
         # the event loop.
-        merged: asyncio.Queue[tuple[int, Chunk | BaseException | None]] = asyncio.Queue(_MERGED_CHUNKS)
+        merged: _Merged = asyncio.Queue(_MERGED_CHUNKS)
         pumps = [asyncio.create_task(self._pump(index, merged)) for index in range(len(self.streams))]
         try:
             left = len(pumps)
@@ -134,18 +126,15 @@ class Answers:
             for pump in pumps:
                 pump.cancel()
 
-    async def _pump(self, index: int, merged: asyncio.Queue[tuple[int, Chunk | BaseException | None]]) -> None:
-        async def put(number: int, chunk: Chunk) -> None:
-            await merged.put((number, chunk))
-
+    async def _pump(self, index: int, merged: _Merged) -> None:
         try:
-            await self._read(index, put)
+            await self._read(index, merged)
         except Exception as error:
             await merged.put((index, error))
         else:
             await merged.put((index, None))
 
-    async def _read(self, index: int, take: Take) -> None:
+    async def _read(self, index: int, merged: _Merged) -> None:
         stream, finish, reported = self.streams[index], None, self._reported[index // self._asked.n]
         is_first = index % self._asked.n == 0
         waits = self._asked.echoes_logprobs and not is_first
@@ -155,7 +144,7 @@ class Answers:
                 _check_not_cancelled(finish, stream.request_id)
                 if waits:
                     await reported.wait()
-                await take(index, self._shown(chunk))
+                await merged.put((index, self._shown(chunk)))
                 if is_first and chunk.token_ids:
                     reported.set()
         except SlowReader as error:
@@ -187,10 +176,3 @@ async def _packed(token_ids: Sequence[int]) -> inference_pb2.TokenIds:
 def _check_not_cancelled(finish_reason: FinishReason | None, request_id: str) -> None:
     if finish_reason is FinishReason.CANCELLED:
         raise RequestCancelled(request_id)
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    found: BaseException = group
-    while isinstance(found, BaseExceptionGroup):
-        found = found.exceptions[0]
-    return found

@@ -6,10 +6,9 @@ import importlib.metadata
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from email.utils import formatdate
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import REGISTRY
 from prometheus_client.exposition import choose_encoder
@@ -19,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
-from kaveri.client.answer import Chunk, ModelInfo
+from kaveri.client.answer import ModelInfo
 from kaveri.client.async_client import AsyncClient
 from kaveri.errors import (
     InvalidArgument,
@@ -36,16 +35,22 @@ from kaveri.telemetry.tracing import OpenSpan, calls_below, error_in_span, trace
 from kaveri.wire.messages import shown_params
 from services.gateway import metrics
 from services.gateway.answers import Answers
-from services.gateway.asked import Asked, UsageEvents, read_chat, read_completion
-from services.gateway.body import BodyBudget, ClientGone, HeldBody
+from services.gateway.body import BodyBudget, HeldBody
 from services.gateway.config import GatewayConfig
-from services.gateway.connection import CONNECTION_KEY
-from services.gateway.departure import UntilGone
+from services.gateway.connection import CONNECTION_KEY, ClientGone, check_head, header, own_request_id, until_gone
 from services.gateway.event_writer import EventWriter
 from services.gateway.formats import DONE, AnswerFormat, ChatFormat, CompletionFormat
-from services.gateway.http_errors import Headers, HttpError, http_error_of, is_too_long, refused_key, retry_headers
+from services.gateway.http_errors import (
+    CLOSE,
+    Headers,
+    HttpError,
+    http_error_of,
+    is_too_long,
+    refused_key,
+    unavailable,
+)
 from services.gateway.openapi import openapi_document
-from services.gateway.request_head import check_head, own_request_id
+from services.gateway.parsed_request import ParsedRequest, read_chat, read_completion
 from services.gateway.shown_prompts import show_prompts
 from services.gateway.tokenizing import detokenize, tokenize
 
@@ -79,27 +84,36 @@ class HttpRequest:
     """Error that ended the answer after its first byte."""
 
 
-class Door(Protocol):
-    """Interface of the gateway for the API."""
-
-    config: GatewayConfig
-    client: AsyncClient
-    draining: bool
-    answering: set[Answers]
-    """Unfinished answers requested from routers."""
-    callers: Callers | None
-    """None: requests need no API key."""
-
-    def serving(self) -> AbstractContextManager[None]:
-        """Count one generating request as in flight until the context ends."""
-
-
-class Edge:
+class App:
     """ASGI application: assigns request ids, and turns every outcome into a response, a metric and a log line."""
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
-        self._app = build_api(door)
+    def __init__(self, config: GatewayConfig, client: AsyncClient, callers: Callers | None) -> None:
+        """callers: None: requests need no API key."""
+        self.config = config
+        self.client = client
+        self.callers = callers
+        self.bodies = BodyBudget(config)
+        self.draining = False
+        self.answering: set[Answers] = set()
+        """Unfinished answers requested from routers."""
+        self.in_flight = 0
+        """Number of unanswered generating requests."""
+        self.idle = asyncio.Event()
+        """Set while no generating request is in flight."""
+        self.idle.set()
+        self._routes = _routes(self)
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """Count one generating request as in flight until the context ends."""
+        self.in_flight += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            if not self.in_flight:
+                self.idle.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = HttpRequest(secrets.token_hex(16), time.monotonic())
@@ -119,7 +133,7 @@ class Edge:
 
         try:
             state.request_id = own_request_id(scope) or state.request_id
-            check_head(scope, self._door.config.max_header_bytes)
+            check_head(scope, self.config.max_header_bytes)
             await self._serve(scope, receive, send_named, state)
         except ClientGone:
             state.status = _CLIENT_GONE_STATUS
@@ -144,21 +158,19 @@ class Edge:
             self._report(state)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, state: HttpRequest) -> None:
-        callers = self._door.callers
-        if callers is None or scope["path"] in _OPEN_PATHS:
-            await self._app(scope, receive, send)
+        if self.callers is None or scope["path"] in _OPEN_PATHS:
+            await self._routes(scope, receive, send)
             return
-        authorization = next((value for name, value in scope["headers"] if name == b"authorization"), None)
         async with contextlib.AsyncExitStack() as stack:
             try:
-                caller = await stack.enter_async_context(callers.admit(authorization))
+                caller = await stack.enter_async_context(self.callers.admit(header(scope, b"authorization") or None))
             except Unauthenticated as error:
                 raise refused_key(error) from error
             except NoCapacity as error:
                 raise http_error_of(error) from error
             state.key_name = caller.key.name
             try:
-                await self._app(scope, receive, send)
+                await self._routes(scope, receive, send)
             finally:
                 caller.tokens = state.prompt_tokens + state.completion_tokens
 
@@ -179,25 +191,17 @@ class Edge:
             )
 
 
-Reader = Callable[[Mapping[str, Any], int], Asked]
+Reader = Callable[[Mapping[str, Any], int], ParsedRequest]
 
 
 class _Generate:
     """ASGI application of one of the two generating paths."""
 
-    def __init__(
-        self,
-        door: Door,
-        budget: BodyBudget,
-        path: str,
-        turn: asyncio.Lock,
-        read: Reader,
-        make_format: type[AnswerFormat],
-    ) -> None:
-        self._door = door
-        self._budget = budget
-        self._path = path
+    def __init__(self, app: App, turn: asyncio.Lock, path: str, read: Reader, make_format: type[AnswerFormat]) -> None:
+        """turn: shared by both paths; see Answers."""
+        self._app = app
         self._turn = turn
+        self._path = path
         self._read = read
         self._make_format = make_format
         self._prompt_param = "prompt" if make_format is CompletionFormat else "messages"
@@ -205,30 +209,26 @@ class _Generate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state: HttpRequest = scope[STATE_KEY]
         state.path = self._path
-        door = self._door
-        if door.draining:
-            raise HttpError(
-                503,
-                "this gateway is ending",
-                "service_unavailable",
-                "draining",
-                headers=[*retry_headers(0.0), (b"connection", b"close")],
-            )
-        asked: Asked | None = None
+        app = self._app
+        if app.draining:
+            error = unavailable("this gateway is ending", 0.0, "draining")
+            error.headers.append(CLOSE)
+            raise error
+        asked: ParsedRequest | None = None
         try:
-            with door.serving(), self._budget.hold(state.key_name) as body:
-                asked = await body.read(scope, receive, lambda values: self._read(values, door.config.max_answers))
-                async with UntilGone(receive):
+            with app.serving(), app.bodies.hold(state.key_name) as body:
+                asked = await body.read(scope, receive, lambda values: self._read(values, app.config.max_answers))
+                async with until_gone(receive):
                     with _traced(scope, state):
                         await self._answer(asked, body, state, send)
         except SlowReader:
             raise
         except KaveriError as error:
-            length = 0 if asked is None or not is_too_long(error) else await _max_model_len(door.client, asked.model)
+            length = 0 if asked is None or not is_too_long(error) else await _max_model_len(app.client, asked.model)
             raise http_error_of(error, self._prompt_param, length) from error
 
-    async def _answer(self, asked: Asked, body: HeldBody, state: HttpRequest, send: Send) -> None:
-        client = self._door.client
+    async def _answer(self, asked: ParsedRequest, body: HeldBody, state: HttpRequest, send: Send) -> None:
+        client = self._app.client
         model = asked.model or (await _the_model(client)).name
         asked.check_copies()
         asked, shown = await show_prompts(client, asked)
@@ -238,37 +238,36 @@ class _Generate:
         state.answers = len(asked.answers)
         metrics.IN_FLIGHT.inc(state.answers)
         answers = Answers(client, asked, state.request_id, self._turn)
-        self._door.answering.add(answers)
+        self._app.answering.add(answers)
         try:
             async with answers:
                 if asked.stream:
-                    await self._stream(asked, answers, made, state, send)
+                    await self._stream(answers, made, state, send)
                 else:
                     await self._collect(answers, made, state, send)
         except InvalidArgument as error:
             raise asked.named(error) from error
         finally:
-            self._door.answering.discard(answers)
+            self._app.answering.discard(answers)
             # Also counts answers that did not end.
             state.prompt_tokens = sum(stream.prompt_tokens or 0 for stream in answers.streams)
             state.completion_tokens = sum(stream.completion_tokens for stream in answers.streams)
             metrics.IN_FLIGHT.dec(state.answers)
 
     async def _collect(self, answers: Answers, made: AnswerFormat, state: HttpRequest, send: Send) -> None:
-        async def take(index: int, chunk: Chunk) -> None:
-            for _ in made.gather(index, chunk):
-                await asyncio.sleep(0)
-
-        await answers.read(take)
+        async with contextlib.aclosing(answers.chunks()) as chunks:
+            async for index, chunk in chunks:
+                for _ in made.gather(index, chunk):
+                    await asyncio.sleep(0)
         parts = []
         for part in made.whole():
             parts.append(part)
             await asyncio.sleep(0)
         await send_body(200, parts, _JSON, send)
 
-    async def _stream(self, asked: Asked, answers: Answers, made: AnswerFormat, state: HttpRequest, send: Send) -> None:
-        chunks = answers.chunks()
-        async with EventWriter(send, self._door.config.slow_reader_s) as writer:
+    async def _stream(self, answers: Answers, made: AnswerFormat, state: HttpRequest, send: Send) -> None:
+        limit_s = self._app.config.slow_reader_s
+        async with EventWriter(send, limit_s) as writer, contextlib.aclosing(answers.chunks()) as chunks:
             try:
                 async for index, chunk in chunks:
                     if not writer.begun:
@@ -281,12 +280,9 @@ class _Generate:
                 if not writer.begun:
                     raise
                 state.event_error = error
-                await writer.end(b"data: " + http_error_of(error, self._prompt_param).body() + b"\n\n")
+                await writer.finish(b"data: " + http_error_of(error, self._prompt_param).body() + b"\n\n")
             else:
-                usage = b"" if asked.usage_events is UsageEvents.NONE else made.usage()
-                await writer.end(usage + DONE)
-            finally:
-                await chunks.aclose()  # type: ignore[attr-defined]
+                await writer.finish(made.usage() + DONE)
 
 
 @contextlib.contextmanager
@@ -308,42 +304,34 @@ def _traced(scope: Scope, state: HttpRequest) -> Iterator[None]:
                 span.end(time.monotonic(), error_in_span(error or state.event_error), answers=state.answers)
 
 
-def build_api(door: Door) -> Router:
-    """Build the routes."""
-    config = door.config
-    budget = BodyBudget(config.max_body_bytes, config.max_bodies_bytes, config.slow_sender_s)
-    turn = asyncio.Lock()
-    completions = _Generate(door, budget, "/v1/completions", turn, read_completion, CompletionFormat)
-    chat = _Generate(door, budget, "/v1/chat/completions", turn, read_chat, ChatFormat)
-    rendering = asyncio.Lock()
+def _routes(app: App) -> Router:
+    turn, rendering = asyncio.Lock(), asyncio.Lock()
+    version = importlib.metadata.version("kaveri")
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_model_object(one) for one in await door.client.list_models()]})
+        return JSONResponse({"object": "list", "data": [_model_object(one) for one in await app.client.list_models()]})
 
     async def model(request: Request) -> Response:
-        return JSONResponse(_model_object(await door.client.get_model(request.path_params["model"])))
+        return JSONResponse(_model_object(await app.client.get_model(request.path_params["model"])))
 
     async def health(request: Request) -> Response:
-        if door.draining:
+        if app.draining:
             raise Unavailable("this gateway is ending")
-        if not any(one.ready for one in await door.client.list_models(timeout_s=_HEALTH_TIMEOUT_S)):
+        if not any(one.ready for one in await app.client.list_models(timeout_s=_HEALTH_TIMEOUT_S)):
             raise Unavailable("no model takes requests now")
         return JSONResponse({"status": "ok"})
 
     async def tokenizing(request: Request) -> Response:
         ask = tokenize if request.url.path == "/tokenize" else detokenize
-        with budget.hold(request.scope[STATE_KEY].key_name) as body:
+        with app.bodies.hold(request.scope[STATE_KEY].key_name) as body:
             values = await body.read(request.scope, request.receive, lambda values: values)
-            try:
-                return JSONResponse(await ask(door.client, values))
-            except KaveriError as error:
-                raise http_error_of(error) from error
+            return JSONResponse(await ask(app.client, values))
 
-    async def version(request: Request) -> Response:
-        return JSONResponse({"version": importlib.metadata.version("kaveri")})
+    async def show_version(request: Request) -> Response:
+        return JSONResponse({"version": version})
 
     async def describe(request: Request) -> Response:
-        return JSONResponse(openapi_document(importlib.metadata.version("kaveri")))
+        return JSONResponse(openapi_document(version))
 
     async def scrape(request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
@@ -351,23 +339,30 @@ def build_api(door: Door) -> Router:
         async with rendering:
             return Response(await asyncio.to_thread(encode, REGISTRY), media_type=content_type)
 
+    def route(method: str, path: str, handle: Callable[[Request], Any], name: str = "") -> Route:
+        return Route(path, _named(name or path, handle), methods=[method])
+
+    completions = _Generate(app, turn, "/v1/completions", read_completion, CompletionFormat)
+    chat = _Generate(app, turn, "/v1/chat/completions", read_chat, ChatFormat)
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/tokenize", _named("/tokenize", tokenizing), methods=["POST"]),
-        Route("/detokenize", _named("/detokenize", tokenizing), methods=["POST"]),
-        Route("/v1/models", _named("/v1/models", models), methods=["GET"]),
-        Route("/v1/models/", _named("/v1/models", models), methods=["GET"]),
-        Route("/v1/models/{model:path}", _named("/v1/models", model), methods=["GET"]),
-        Route("/health", _named("/health", health), methods=["GET"]),
-        Route("/version", _named("/version", version), methods=["GET"]),
-        Route("/openapi.json", _named("/openapi.json", describe), methods=["GET"]),
-        Route("/metrics", _named("/metrics", scrape), methods=["GET"]),
+        route("POST", "/tokenize", tokenizing),
+        route("POST", "/detokenize", tokenizing),
+        route("GET", "/v1/models", models),
+        route("GET", "/v1/models/", models, "/v1/models"),
+        route("GET", "/v1/models/{model:path}", model, "/v1/models"),
+        route("GET", "/health", health),
+        route("GET", "/version", show_version),
+        route("GET", "/openapi.json", describe),
+        route("GET", "/metrics", scrape),
     ]
     return Router(routes, redirect_slashes=False)
 
 
 def _named(path: str, handle: Callable[[Request], Any]) -> Callable[[Request], Any]:
+    """Wrap a handler: name its path in metrics, and convert its errors."""
+
     async def handle_named(request: Request) -> Response:
         request.scope[STATE_KEY].path = path
         try:

@@ -1,20 +1,23 @@
-"""One HTTP connection: uvicorn's on h11, with limits on a client's input, and timeouts for slow senders and readers."""
+"""HTTP connections: uvicorn's on h11, with limits on a client's input, timeouts for slow senders and readers, and
+cancellation when a client disconnects."""
 
 import asyncio
+import contextlib
+import re
 import socket
 import sys
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import AsyncIterator
 from http import HTTPStatus
 from typing import Any
 
 import h11
+from starlette.types import Receive, Scope
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from services.gateway.http_errors import HttpError, retry_headers
-from services.gateway.request_head import head_too_large
+from services.gateway.config import GatewayConfig
+from services.gateway.http_errors import CLOSE, HttpError, unavailable
 
 CONNECTION_KEY = "kaveri.connection"
 """Key of the connection in an HTTP scope's `state`."""
@@ -30,24 +33,19 @@ _FIRST_BYTE = b"H"
 """First byte of every HTTP response."""
 _EVENT_COMMENT = b":\n\n"
 """Comment in a stream of events; clients skip it."""
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionLimits:
-    """Limits of one connection."""
-
-    max_connections: int
-    max_header_bytes: int
-    slow_sender_s: float
-    slow_reader_s: float
+class ClientGone(Exception):
+    """The client has closed its connection."""
 
 
 class HttpConnection(H11Protocol):
-    """Owned by its transport. Pipelined requests wait in the parser until the previous answer ends."""
+    """Connection with the gateway's limits. Pipelined requests wait in the parser until the previous answer ends."""
 
     def __init__(
         self,
-        limits: ConnectionLimits,
+        limits: GatewayConfig,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
@@ -71,8 +69,7 @@ class HttpConnection(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > self._limits.max_connections:
             message = f"more than {self._limits.max_connections} connections are open"
-            headers = retry_headers(_RETRY_AFTER_S)
-            self._refuse(HttpError(503, message, "service_unavailable", "too_many_connections", headers=headers))
+            self._refuse(unavailable(message, _RETRY_AFTER_S, "too_many_connections"))
             return
         # No answer without a head: it may be in the middle of one, and such a slow client is seldom honest.
         self._end_within(self._limits.slow_sender_s)
@@ -105,7 +102,7 @@ class HttpConnection(H11Protocol):
         error = sys.exception()
         assert isinstance(error, h11.RemoteProtocolError)
         if error.error_status_hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
-            self._refuse(head_too_large(self._limits.max_header_bytes))
+            self._refuse(_head_too_large(self._limits.max_header_bytes))
         else:
             message = f"this is not an HTTP request that is served here: {error!s:.200}"
             self._refuse(HttpError(error.error_status_hint, message, code="invalid_http"))
@@ -214,7 +211,7 @@ class HttpConnection(H11Protocol):
                 *error.headers,
                 (b"content-type", b"application/json"),
                 (b"content-length", str(len(body)).encode()),
-                (b"connection", b"close"),
+                CLOSE,
             ]
             reason = HTTPStatus(error.status).phrase
             response = h11.Response(status_code=error.status, headers=headers, reason=reason)
@@ -241,6 +238,64 @@ class _BegunTransport:
         return getattr(self._transport, name)
 
 
-def connection_factory(limits: ConnectionLimits) -> Any:
-    """Factory of connections for uvicorn."""
-    return partial(HttpConnection, limits)
+def check_head(scope: Scope, max_header_bytes: int) -> None:
+    """Validate a request's line and headers beyond the parser's checks; strip scheme and host from an absolute target.
+
+    Raises HttpError. It closes the connection where peers could disagree about where the request ends.
+    """
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(name) + len(value) for name, value in headers)
+    if size > max_header_bytes:
+        raise _head_too_large(max_header_bytes)
+    if not scope["http_version"].startswith("1."):
+        message = f"HTTP/{scope['http_version']} is not served here; use HTTP/1.1"
+        raise HttpError(505, message, code="invalid_http", headers=[CLOSE])
+    if {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}:
+        # RFC 9112, 6.1.
+        message = "Content-Length and Transfer-Encoding do not go together"
+        raise HttpError(400, message, code="invalid_http", headers=[CLOSE])
+    scheme, _, rest = scope["path"].partition("://")
+    if scheme in ("http", "https"):
+        # RFC 9112, 3.2.2.
+        scope["path"] = "/" + rest.partition("/")[2]
+
+
+def own_request_id(scope: Scope) -> str | None:
+    """Return the client's X-Request-ID; None if it is missing, or unfit for logs and metadata."""
+    given = header(scope, b"x-request-id")
+    return str(given, "ascii") if _REQUEST_ID.fullmatch(given) else None
+
+
+def header(scope: Scope, name: bytes) -> bytes:
+    """Return the first value of a header, empty if it is missing. name: in lower case."""
+    return next((value for each, value in scope["headers"] if each == name), b"")
+
+
+@contextlib.asynccontextmanager
+async def until_gone(receive: Receive) -> AsyncIterator[None]:
+    """Cancel the work in the context when the client disconnects, and raise ClientGone. The request's body must have
+    been read."""
+    task, is_gone = asyncio.current_task(), False
+    assert task is not None
+
+    async def watch() -> None:
+        nonlocal is_gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        is_gone = True
+        task.cancel()
+
+    watching = asyncio.create_task(watch(), name="gateway client watch")
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        if is_gone and task.uncancel() == 0:
+            raise ClientGone from error
+        raise
+    finally:
+        watching.cancel()
+
+
+def _head_too_large(max_header_bytes: int) -> HttpError:
+    message = f"the request's line and headers are larger than {max_header_bytes} bytes"
+    return HttpError(431, message, code="headers_too_large", headers=[CLOSE])

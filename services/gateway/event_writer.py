@@ -1,8 +1,5 @@
 """Writes a stream of events to one client, and aborts when the client does not read."""
 
-from types import TracebackType
-from typing import Self
-
 from starlette.types import Send
 
 from kaveri.hosting.read_limit import ReadLimit
@@ -16,38 +13,26 @@ _HEADERS: Headers = [
 ]
 
 
-class EventWriter:
-    """Writer of one response. Use it as a context; leaving it ends the limit on reading.
-
-    The context raises SlowReader when the client takes longer than the limit to make room for one event. Until then
-    such a client costs the buffers of its connection.
-    """
+class EventWriter(ReadLimit):
+    """Writer of one response, and context for its writes. Raises SlowReader when the client takes longer than the limit
+    to make room for one event; until then such a client costs the buffers of its connection."""
 
     def __init__(self, send: Send, slow_reader_s: float) -> None:
+        super().__init__(slow_reader_s)
         self._send = send
-        self._limit = ReadLimit(slow_reader_s)
         self.begun = False
         """True once the status was sent."""
 
     async def write(self, data: bytes) -> None:
         """Write events; before the first ones the status, 200."""
-        self._limit.begin()
+        self.begin()
         if not self.begun:
             self.begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        self._limit.end()
+        self.end()
 
-    async def end(self, data: bytes) -> None:
+    async def finish(self, data: bytes) -> None:
         """Write the last events, and the end."""
         await self.write(data)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def __aenter__(self) -> Self:
-        await self._limit.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self._limit.__aexit__(kind, error, traceback)

@@ -24,24 +24,9 @@ def empty(value: object) -> bool:
     return value in ([], {}, "")
 
 
-def any_text(value: object) -> bool:
-    """Accept every text: a note of the caller's without effect."""
-    return type(value) is str
-
-
-def any_list(value: object) -> bool:
-    """Accept every list."""
-    return type(value) is list
-
-
-def any_object(value: object) -> bool:
-    """Accept every object: notes of the caller's without effect."""
-    return type(value) is dict
-
-
-def any_flag(value: object) -> bool:
-    """Accept true and false."""
-    return type(value) is bool
+def any_of(kind: type[object]) -> Accepts:
+    """Accept every value of this type."""
+    return lambda value: type(value) is kind
 
 
 class Fields:

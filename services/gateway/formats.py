@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from kaveri.client.answer import Chunk, PromptToken, Usage
 from kaveri.domain.sampling import Logprobs
-from services.gateway.asked import Asked, UsageEvents
+from services.gateway.parsed_request import ParsedRequest, UsageEvents
 from services.gateway.shown_prompts import PromptOffsets, ShownPrompt
 
 DONE = b"data: [DONE]\n\n"
@@ -80,7 +80,7 @@ class AnswerFormat:
     chunk_object_name: str
 
     def __init__(
-        self, asked: Asked, shown: Sequence[ShownPrompt], response_id: str, model: str, created_s: int
+        self, asked: ParsedRequest, shown: Sequence[ShownPrompt], response_id: str, model: str, created_s: int
     ) -> None:
         """response_id: without its prefix. created_s: seconds since 1970."""
         self._asked = asked
@@ -142,13 +142,11 @@ class AnswerFormat:
         )
 
     def usage(self) -> bytes:
-        """Return the event with the stream's token counts."""
-        usage = self._sum(self._usages)
-        return (
-            b"data: "
-            + encode({**self._head, "object": self.chunk_object_name, "choices": [], "usage": usage})
-            + b"\n\n"
-        )
+        """Return the event with the stream's token counts; empty if not requested."""
+        if self._asked.usage_events is UsageEvents.NONE:
+            return b""
+        usage = {"object": self.chunk_object_name, "choices": [], "usage": self._sum(self._usages)}
+        return b"data: " + encode({**self._head, **usage}) + b"\n\n"
 
     def gather(self, index: int, chunk: Chunk) -> Iterator[None]:
         """Collect a chunk of a whole answer. Yields after each slice of logprobs."""

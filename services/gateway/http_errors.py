@@ -21,6 +21,7 @@ from kaveri.errors import (
 )
 
 Headers = list[tuple[bytes, bytes]]
+CLOSE = (b"connection", b"close")
 _LENGTH_FIELDS = ("prompt", "prompt.text", "prompt.messages", "params.max_tokens", "message")
 """Fields named by a router when prompt and answer exceed the model's length."""
 _SHOWN_CHARACTERS = 120
@@ -78,8 +79,7 @@ def http_error_of(error: KaveriError, prompt_param: str = "prompt", max_model_le
             # refused_key().
             return HttpError(503, f"the routers refuse this gateway: {error}", "service_unavailable", "unauthenticated")
         case Unavailable():
-            headers = retry_headers(error.retry_after_s or 1.0)
-            return HttpError(503, str(error), "service_unavailable", "service_unavailable", headers=headers)
+            return unavailable(str(error), error.retry_after_s or 1.0)
         case DeadlineExceeded():
             return HttpError(504, str(error), "timeout_error", "deadline_exceeded")
         case RequestCancelled():
@@ -96,6 +96,11 @@ def http_error_of(error: KaveriError, prompt_param: str = "prompt", max_model_le
 def refused_key(error: Unauthenticated) -> HttpError:
     """Error for a client without a valid API key."""
     return HttpError(401, str(error), code="invalid_api_key", headers=[(b"www-authenticate", b"Bearer")])
+
+
+def unavailable(message: str, retry_after_s: float, code: str = "service_unavailable") -> HttpError:
+    """Error for a request that may succeed later."""
+    return HttpError(503, message, "service_unavailable", code, headers=retry_headers(retry_after_s))
 
 
 def retry_headers(retry_after_s: float) -> Headers:

@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import resource
 import socket
 import ssl
 import time
-from typing import Any
 
+from starlette.types import ASGIApp
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
@@ -16,7 +17,8 @@ from kaveri.addresses import bind_socket, join_address
 from kaveri.errors import ConfigError
 from kaveri.rpc.server import check_address
 from kaveri.telemetry.readiness import set_ready
-from services.gateway.connection import ConnectionLimits, connection_factory
+from services.gateway.config import GatewayConfig
+from services.gateway.connection import HttpConnection
 
 _SEND_BUFFER_BYTES = 256 * 1024
 """Kernel send buffer per connection. With the 64 KiB of its transport it bounds the cost of a client that does not
@@ -30,35 +32,24 @@ _POLL_S = 0.02
 class HttpServer:
     """Accepts connections from ready() to drain(). Not thread-safe: for one event loop."""
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        app: Any,
-        limits: ConnectionLimits,
-        idle_s: float,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
-        """port 0: any free port. app: the ASGI application. idle_s: max seconds between requests of a connection. tls:
-        None: plain HTTP."""
+    def __init__(self, config: GatewayConfig, app: ASGIApp, tls: ssl.SSLContext | None) -> None:
+        """config: address and limits; port 0: any free port. tls: None: plain HTTP."""
         self.port = 0
         """Listening port, known after start()."""
         self.state = ServerState()
-        self._host = host
-        self._asked_port = port
-        self._limits = limits
+        self._config = config
         self._tls = tls
-        self._config = Config(
+        self._uvicorn = Config(
             app,
-            http=connection_factory(limits),
+            http=functools.partial(HttpConnection, config),  # type: ignore[arg-type]
             interface="asgi3",
             lifespan="off",
             ws="none",
             log_config=None,
             access_log=False,
             proxy_headers=False,
-            timeout_keep_alive=idle_s,  # type: ignore[arg-type]
-            h11_max_incomplete_event_size=limits.max_header_bytes,
+            timeout_keep_alive=config.idle_s,  # type: ignore[arg-type]
+            h11_max_incomplete_event_size=config.max_header_bytes,
         )
         self._socket: socket.socket | None = None
         self._server: asyncio.Server | None = None
@@ -67,8 +58,8 @@ class HttpServer:
         """Bind the address. Raises ConfigError on failure."""
         # uvicorn logs clients' mistakes on stderr: they would fill our logs.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)
-        _allow_files(self._limits.max_connections)
-        self._config.load()
+        _allow_files(self._config.max_connections)
+        self._uvicorn.load()
         self._bind()
 
     async def ready(self) -> None:
@@ -80,7 +71,7 @@ class HttpServer:
         assert self._socket is not None
         loop = asyncio.get_running_loop()
         # A handshake has the same timeout as the head of a request.
-        handshake_s = None if self._tls is None else self._limits.slow_sender_s
+        handshake_s = None if self._tls is None else self._config.slow_sender_s
         self._server = await loop.create_server(
             self._connection,
             sock=self._socket,
@@ -116,15 +107,16 @@ class HttpServer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _connection(self) -> asyncio.Protocol:
-        made: asyncio.Protocol = self._config.http_protocol_class(
-            config=self._config, server_state=self.state, app_state={}
+        made: asyncio.Protocol = self._uvicorn.http_protocol_class(
+            config=self._uvicorn, server_state=self.state, app_state={}
         )  # type: ignore[call-arg]
         return made
 
     def _bind(self) -> None:
-        check_address(self._host, self._asked_port)
+        host, port = self._config.host, self._config.port
+        check_address(host, port)
         try:
-            listening = bind_socket(self._host, self.port or self._asked_port)
+            listening = bind_socket(host, self.port or port)
             # Accepted connections inherit these. The event loop adds TCP_NODELAY.
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -133,8 +125,8 @@ class HttpServer:
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
             listening.setblocking(False)
         except OSError as error:
-            address = join_address(self._host, self._asked_port)
-            raise ConfigError("--port", f"cannot listen on {address}: {error.strerror}") from error
+            reason = f"cannot listen on {join_address(host, port)}: {error.strerror}"
+            raise ConfigError("--port", reason) from error
         self._socket = listening
         self.port = listening.getsockname()[1]
 

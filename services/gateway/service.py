@@ -1,9 +1,9 @@
 """Builds a gateway from its settings and runs it: find routers, register, serve, drain."""
 
 import asyncio
-import contextlib
 import sys
-from collections.abc import AsyncIterator, Iterator
+import time
+from contextlib import AbstractAsyncContextManager
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -12,7 +12,7 @@ from kaveri.client.api_key import VARIABLE, find_api_key
 from kaveri.client.async_client import AsyncClient
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import InstanceLoad, Role
+from kaveri.domain.view import ClusterView, InstanceLoad, InstanceState, Role
 from kaveri.errors import ConfigError
 from kaveri.hosting.service_host import ServiceHost, new_incarnation, service_record
 from kaveri.hosting.store import open_store
@@ -21,14 +21,13 @@ from kaveri.security.settings import PUBLIC_PREFIX
 from kaveri.security.tls_files import WatchedTlsFiles
 from kaveri.telemetry.logs import get_logger
 from services.gateway import metrics
-from services.gateway.answers import Answers
-from services.gateway.app import Edge
+from services.gateway.app import App
 from services.gateway.config import GatewayConfig
-from services.gateway.connection import ConnectionLimits
 from services.gateway.http_server import HttpServer
-from services.gateway.router_targets import router_targets, wait_for_routers
 
 _WATCH_TIMEOUT_S = 1.0
+_LOG_EVERY_S = 5.0
+_POLL_S = 0.25
 _SWITCH_S = 0.001
 
 
@@ -44,7 +43,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> int:
     async with _open_store(config, stopping) as store:
         if store is None:
             return 0
-        targets = config.routers or await wait_for_routers(store, stopping)
+        targets = config.routers or await _wait_for_routers(store, stopping)
         if not targets:
             return 0
         async with AsyncClient(targets, timeout_s=config.request_timeout_s, direct=is_direct) as client:
@@ -52,15 +51,9 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> int:
     return 0
 
 
-@contextlib.asynccontextmanager
-async def _open_store(config: GatewayConfig, stopping: asyncio.Event) -> AsyncIterator[ClusterStore | None]:
-    if not config.routers:
-        async with open_store(config, stopping) as store:
-            yield store
-        return
-    # A private in-memory cluster: all else is as with Redis.
-    async with MemoryStore(MemoryCluster()) as own:
-        yield own
+def _open_store(config: GatewayConfig, stopping: asyncio.Event) -> AbstractAsyncContextManager[ClusterStore | None]:
+    # With configured routers a private in-memory cluster, so that all else is as with Redis.
+    return MemoryStore(MemoryCluster()) if config.routers else open_store(config, stopping)
 
 
 class Gateway:
@@ -70,23 +63,12 @@ class Gateway:
         """Raises ConfigError for an invalid keys file or certificate."""
         self.config = config
         self.client = client
-        self.draining = False
-        self.in_flight = 0
-        """Number of unanswered generating requests."""
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self.answering: set[Answers] = set()
         self.store = store
         self.callers = make_callers(config.keys_file, "" if config.routers else config.redis_url, config.cluster_name)
-        limits = ConnectionLimits(
-            max_connections=config.max_connections,
-            max_header_bytes=config.max_header_bytes,
-            slow_sender_s=config.slow_sender_s,
-            slow_reader_s=config.slow_reader_s,
-        )
+        self.app = App(config, client, self.callers)
         files = config.public_tls
         tls = None if files is None else WatchedTlsFiles(files, PUBLIC_PREFIX).server_context(("http/1.1",))
-        self.server = HttpServer(config.host, config.port, _application(self), limits, config.idle_s, tls)
+        self.server = HttpServer(config, _with_cors(self.app, config.cors_origin), tls)
 
     async def run(self) -> None:
         """Follow the cluster's routers, and the keys file, until cancelled."""
@@ -100,7 +82,7 @@ class Gateway:
         targets: tuple[str, ...] = ()
         while True:
             view = await self.store.wait_for_change(_WATCH_TIMEOUT_S)
-            found = router_targets(view)
+            found = _router_targets(view)
             # The last known routers are better than none.
             if not self.config.routers and found and found != targets:
                 targets = found
@@ -108,41 +90,28 @@ class Gateway:
                 get_logger().info("routers_changed", routers=", ".join(targets))
 
     def load(self) -> InstanceLoad:
-        return InstanceLoad(running_requests=self.in_flight)
+        return InstanceLoad(running_requests=self.app.in_flight)
 
     def drain(self) -> None:
-        self.draining = True
+        self.app.draining = True
 
     def undrain(self) -> None:
-        self.draining = False
+        self.app.draining = False
 
     async def wait_idle(self) -> None:
-        await self._idle.wait()
-
-    @contextlib.contextmanager
-    def serving(self) -> Iterator[None]:
-        """Count one generating request as in flight until the context ends."""
-        self.in_flight += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
-            if not self.in_flight:
-                self._idle.set()
+        await self.app.idle.wait()
 
     def fail_all(self, reason: str) -> None:
-        for answers in tuple(self.answering):
+        for answers in tuple(self.app.answering):
             answers.fail(f"this gateway is ending: {reason}")
 
 
-def _application(gateway: Gateway) -> ASGIApp:
-    edge = Edge(gateway)
-    if not gateway.config.cors_origin:
-        return edge
+def _with_cors(app: App, origins: tuple[str, ...]) -> ASGIApp:
+    if not origins:
+        return app
     return CORSMiddleware(
-        edge,
-        allow_origins=gateway.config.cors_origin,
+        app,
+        allow_origins=origins,
         allow_methods=("GET", "POST"),
         # Browsers ask without a key what they may send with one.
         allow_headers=("*",),
@@ -154,3 +123,23 @@ def gateway_host(gateway: Gateway) -> ServiceHost:
     """Build the ServiceHost around a gateway's own work."""
     record = service_record(gateway.config, Role.GATEWAY, "", new_incarnation())
     return ServiceHost(gateway.config, gateway.store, record, gateway, server=gateway.server)
+
+
+def _router_targets(view: ClusterView) -> tuple[str, ...]:
+    """Addresses of the routers that accept requests, ordered by id; of all if all drain."""
+    routers = [one for _, one in sorted(view.instances.items()) if one.record.role is Role.ROUTER]
+    ready = [router for router in routers if router.load.state is InstanceState.READY]
+    return tuple(dict.fromkeys(router.record.address for router in ready or routers))
+
+
+async def _wait_for_routers(store: ClusterStore, stopping: asyncio.Event) -> tuple[str, ...]:
+    """Wait for at least one target; returns none if `stopping` was set first."""
+    log_s = time.monotonic() + _LOG_EVERY_S
+    while not stopping.is_set():
+        targets = _router_targets(await store.wait_for_change(_POLL_S))
+        if targets:
+            return targets
+        if time.monotonic() >= log_s:
+            log_s += _LOG_EVERY_S
+            get_logger().warning("router_awaited")
+    return ()

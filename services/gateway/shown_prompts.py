@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from kaveri.client.async_client import AsyncClient
 from kaveri.errors import InvalidArgument
-from services.gateway.asked import Asked, Prompt, is_token_ids
+from services.gateway.parsed_request import ParsedRequest, Prompt, is_token_ids
 
 _LOOK_AHEAD_BYTES = 32
 """Max distance of a token's text from its expected place: a tokenizer may have changed or dropped text in between."""
@@ -60,7 +60,7 @@ class ShownPrompt:
     """None if not requested."""
 
 
-async def show_prompts(client: AsyncClient, asked: Asked) -> tuple[Asked, list[ShownPrompt]]:
+async def show_prompts(client: AsyncClient, asked: ParsedRequest) -> tuple[ParsedRequest, list[ShownPrompt]]:
     """Tokenize prompts that are shown, reported on or answered several times, so that each is tokenized once and the
     ids are those answered. Returns the request with these ids, and the part of each prompt to show. Raises
     KaveriErrors."""
@@ -80,7 +80,7 @@ async def show_prompts(client: AsyncClient, asked: Asked) -> tuple[Asked, list[S
     return asked, [ShownPrompt(text.result(), each) for text, each in zip(texts, shown_ids, strict=True)]
 
 
-async def _text(client: AsyncClient, asked: Asked, prompt: Prompt) -> str:
+async def _text(client: AsyncClient, asked: ParsedRequest, prompt: Prompt) -> str:
     """Text to show before the answers to the prompt."""
     if not asked.echo:
         return ""
@@ -92,7 +92,7 @@ async def _text(client: AsyncClient, asked: Asked, prompt: Prompt) -> str:
         raise InvalidArgument("prompt", error.value, error.limit) from error
 
 
-async def _ids(client: AsyncClient, asked: Asked, prompt: Prompt) -> tuple[int, ...]:
+async def _ids(client: AsyncClient, asked: ParsedRequest, prompt: Prompt) -> tuple[int, ...]:
     if isinstance(prompt, str):
         return await client.tokenize(prompt, model=asked.model)
     if is_token_ids(prompt):

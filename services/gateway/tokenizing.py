@@ -5,8 +5,8 @@ from typing import Any
 
 from kaveri.client.async_client import AsyncClient
 from kaveri.errors import InvalidArgument
-from services.gateway.asked import read_messages
 from services.gateway.fields import Fields, one_of
+from services.gateway.parsed_request import read_messages
 
 
 async def tokenize(client: AsyncClient, body: Mapping[str, Any]) -> dict[str, object]:

@@ -12,8 +12,8 @@ from kaveri.text.answer import Answer
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2
 from services.decode.answer_log import AnswerLog
-from services.gateway.asked import Asked
 from services.gateway.formats import CompletionFormat
+from services.gateway.parsed_request import ParsedRequest
 from services.gateway.shown_prompts import ShownPrompt
 
 TOKENS = 5_000
@@ -67,7 +67,7 @@ def test_a_decode_instance_holds_the_tokens_of_an_answer_without_an_object_for_e
 
 
 def test_a_gateway_gathers_an_answer_without_an_object_for_each_token() -> None:
-    asked = Asked(model="m", prompts=((1,),), params=SamplingParams(), return_token_ids=True)
+    asked = ParsedRequest(model="m", prompts=((1,),), params=SamplingParams(), return_token_ids=True)
     made = CompletionFormat(asked, [ShownPrompt()], "id", "m", 0)
     list(made.gather(0, chunk(0, "ab")))
     before = referents([made])

@@ -110,14 +110,6 @@ def test_a_wrong_sampling_parameter_is_refused_by_name(name: str, value: Any) ->
     assert (again.field, again.limit, str(again)) == (caught.value.field, caught.value.limit, str(caught.value))
 
 
-@pytest.mark.parametrize("target", [*WRONG_NAME, None])
-def test_a_wrong_target_is_refused_by_name(target: Any) -> None:
-    for make in (Client, AsyncClient):
-        with pytest.raises(InvalidArgument) as caught:
-            make(target)
-        assert caught.value.field == "target"
-
-
 def test_a_key_of_public_ports_does_not_go_with_reading_at_decode_instances(monkeypatch: pytest.MonkeyPatch) -> None:
     for make in (Client, AsyncClient):
         with pytest.raises(InvalidArgument, match="direct is True; it must be False with api_key: a public port"):

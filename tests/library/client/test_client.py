@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kaveri import Client, Completion, FinishReason, NoCapacity, SamplingParams, Unavailable
+from kaveri import Client, Completion, FinishReason, NoCapacity, SamplingParams
 from kaveri.client.loop_thread import LoopThread
 from tests.library.client.inference_double import WAIT_S, InferenceDouble, wait_until
 
@@ -191,11 +191,6 @@ def test_ctrl_c_while_waiting_cancels_the_request(service: InferenceDouble, runn
         # The process still lives: it is the wait that was interrupted, not the connection.
         wait_until(lambda: service.cancelled == {"interrupted"}, "the server sees the cancellation")
         assert process.communicate(timeout=30)[0] == "interrupted\n"
-
-
-def test_nobody_listening_is_unavailable() -> None:
-    with Client("127.0.0.1:1") as client, pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):
-        client.generate("prompt")
 
 
 def test_work_submitted_while_a_loop_thread_ends_is_never_left_waiting() -> None:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from kaveri import AsyncClient, SamplingParams
-from kaveri.client.direct import MOST_WAITING_BYTES, DirectRead, DirectStreams
+from kaveri.client.direct import MAX_UNREAD_BYTES, DirectRead, DirectStreams
 from kaveri.errors import Unavailable
 from kaveri.rpc.server import RpcServer
 from kaveri.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
@@ -92,20 +92,20 @@ async def test_an_instance_that_is_lost_while_it_is_read_is_left_alone(client: R
 async def test_an_answer_that_its_caller_does_not_take_is_left_to_the_router(client: ReadingClient) -> None:
     read = client.read("a")
     await until(lambda: client.decode.asked == ["a"], "the answer is asked for")
-    text = "a" * (MOST_WAITING_BYTES // 8)
+    text = "a" * (MAX_UNREAD_BYTES // 8)
     for index in range(16):
         response = inference_pb2.GenerateResponse(index=index, token_ids=[65], text=text)
         client.decode.to_send.put_nowait(decode_pb2.AnswerPart(request_id="a", response=response))
     await until(client.decode.to_send.empty, "everything is sent")
     await until(lambda: read.ended, "the read ends")
     assert read.broken
-    assert MOST_WAITING_BYTES < read.waiting_bytes < 2 * MOST_WAITING_BYTES
+    assert MAX_UNREAD_BYTES < read.unread_bytes < 2 * MAX_UNREAD_BYTES
     taken = 0
     while (piece := read.take()) is not None:
         assert piece.index == taken
         taken += 1
     assert 0 < taken < 16
-    assert read.waiting_bytes == 0
+    assert read.unread_bytes == 0
 
 
 def test_a_piece_that_waits_keeps_nothing_of_the_other_answers_of_its_message() -> None:

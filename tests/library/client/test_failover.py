@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from kaveri import AsyncClient, Client, SamplingParams
+from kaveri import AsyncClient, Client, Completion, SamplingParams
 from kaveri.client.targets import MAX_TARGETS, Targets
 from kaveri.errors import (
     DeadlineExceeded,
@@ -21,11 +21,12 @@ from kaveri.errors import (
     Unavailable,
 )
 from kaveri.rpc.server import RpcServer
-from kaveri.v1 import inference_pb2_grpc
+from kaveri.v1 import inference_pb2, inference_pb2_grpc
 from tests.library.client.inference_double import InferenceDouble, serving_in_a_thread, until
 
 TEN = SamplingParams(max_tokens=10, logprobs=0)
 ALPHABET = "abcdefghij"
+DRAINING = Unavailable("draining", retry_after_s=0.0)
 
 
 class RouterDouble:
@@ -48,25 +49,57 @@ class RouterDouble:
         await self.server.stop(0)
 
 
+class Pair(list[RouterDouble]):
+    """Two routers that name each other, and a client of both."""
+
+    client: AsyncClient
+
+    def set(self, **fields: object) -> None:
+        """Sets attributes of both services."""
+        for router in self:
+            vars(router.service).update(fields)
+
+    def let_go(self) -> None:
+        for router in self:
+            router.service.go_on.set()
+
+    @property
+    def pauses(self) -> bool:
+        return any(router.service.paused for router in self)
+
+    @property
+    def requests(self) -> list[inference_pb2.GenerateRequest]:
+        return [request for router in self for request in router.service.requests]
+
+    def ask(self, request_id: str | None = None, timeout_s: float | None = None) -> asyncio.Task[Completion]:
+        answer = self.client.generate("prompt", params=TEN, request_id=request_id, timeout_s=timeout_s)
+        return asyncio.create_task(answer)
+
+    async def serve(
+        self, request_id: str | None = None, *, beats: bool = False
+    ) -> tuple[asyncio.Task[Completion], RouterDouble, RouterDouble]:
+        """Asks. Returns the answer, the router that serves it, and the other one, when the answer pauses; or with beats
+        when the client has asked for signs of life."""
+        asking = self.ask(request_id)
+        if beats:
+            await until(lambda: any(router.service.beats > 2 for router in self), "the client asks for signs of life")
+        else:
+            await until(lambda: self.pauses, "the answer pauses")
+        first, second = self
+        return (asking, first, second) if first.service.requests else (asking, second, first)
+
+
 @pytest.fixture
-async def routers() -> AsyncIterator[list[RouterDouble]]:
-    """Two routers that name each other."""
-    routers = [RouterDouble(), RouterDouble()]
+async def routers() -> AsyncIterator[Pair]:
+    routers = Pair([RouterDouble(), RouterDouble()])
     for router in routers:
         await router.start()
+    routers.set(routers=[each.target for each in routers], text_lag=2)
+    async with AsyncClient([router.target for router in routers]) as routers.client:
+        yield routers
+    routers.let_go()
     for router in routers:
-        router.service.routers = [each.target for each in routers]
-        router.service.text_lag = 2
-    yield routers
-    for router in routers:
-        router.service.go_on.set()
         await router.kill()
-
-
-def serving_one(routers: list[RouterDouble]) -> tuple[RouterDouble, RouterDouble]:
-    """The router that has the only request in its hands, and the other one."""
-    first, second = routers
-    return (first, second) if first.service.requests else (second, first)
 
 
 async def closed_port() -> str:
@@ -75,27 +108,21 @@ async def closed_port() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def check_whole(completion: object, reattaches: int) -> None:
-    assert completion.text == ALPHABET  # type: ignore[attr-defined]
-    assert completion.token_ids == tuple(range(10))  # type: ignore[attr-defined]
-    assert [entry.logprob for entry in completion.logprobs] == [-0.5 - index for index in range(10)]  # type: ignore[attr-defined]
-    assert completion.finish_reason == "length"  # type: ignore[attr-defined]
-    assert completion.timing.server.reattaches == reattaches  # type: ignore[attr-defined]
+def check_whole(completion: Completion, reattaches: int) -> None:
+    assert completion.text == ALPHABET
+    assert completion.token_ids == tuple(range(10))
+    assert [entry.logprob for entry in completion.logprobs] == [-0.5 - index for index in range(10)]
+    assert completion.finish_reason == "length"
+    assert completion.timing.server.reattaches == reattaches
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7, 9])
-async def test_an_answer_goes_on_through_another_router_exactly_where_it_was(
-    routers: list[RouterDouble], tokens: int
-) -> None:
-    for router in routers:
-        router.service.pause_at = tokens
-    async with AsyncClient([router.target for router in routers]) as client:
-        asking = asyncio.create_task(client.generate("prompt", params=TEN, request_id="moved"))
-        await until(lambda: any("moved" in router.service.paused for router in routers), "the answer pauses")
-        dying, other = serving_one(routers)
-        other.service.pause_at = None
-        await dying.kill()
-        check_whole(await asyncio.wait_for(asking, 30), 1)
+async def test_an_answer_goes_on_through_another_router_exactly_where_it_was(routers: Pair, tokens: int) -> None:
+    routers.set(pause_at=tokens)
+    asking, dying, other = await routers.serve("moved")
+    other.service.pause_at = None
+    await dying.kill()
+    check_whole(await asyncio.wait_for(asking, 30), 1)
     (first,), (again,) = dying.service.requests, other.service.requests
     assert (first.session, again.session) == (0, 1)
     assert len(first.secret) >= 16
@@ -106,9 +133,7 @@ async def test_an_answer_goes_on_through_another_router_exactly_where_it_was(
     assert again.received.owner.decode_instance_id == ("decode-0" if tokens else "")
 
 
-async def test_another_service_at_the_address_of_a_router_that_has_gone_is_left_alone(
-    routers: list[RouterDouble],
-) -> None:
+async def test_another_service_at_the_address_of_a_router_that_has_gone_is_left_alone(routers: Pair) -> None:
     """Ports are used again: requests failed with UNIMPLEMENTED."""
     stranger = RpcServer("127.0.0.1", 0, [])
     await stranger.start()
@@ -125,7 +150,7 @@ async def test_another_service_at_the_address_of_a_router_that_has_gone_is_left_
         await stranger.stop(0)
 
 
-async def test_a_router_that_the_cluster_has_named_takes_over(routers: list[RouterDouble]) -> None:
+async def test_a_router_that_the_cluster_has_named_takes_over(routers: Pair) -> None:
     first, other = routers
     first.service.pause_at = 4
     async with AsyncClient(first.target) as client:
@@ -137,167 +162,123 @@ async def test_a_router_that_the_cluster_has_named_takes_over(routers: list[Rout
         assert client.target == first.target
 
 
-async def test_every_failure_takes_the_next_session_and_the_answer_stays_exact(routers: list[RouterDouble]) -> None:
+async def test_every_failure_takes_the_next_session_and_the_answer_stays_exact(routers: Pair) -> None:
     sessions: list[int] = []
-    for router in routers:
-        router.service.break_with = Unavailable("draining", retry_after_s=0.0)
-        router.service.pause_at = 3
-    async with AsyncClient([router.target for router in routers]) as client:
-        text = ""
-        async with client.stream("prompt", params=TEN) as stream:
-            async for chunk in stream:
-                text += chunk.text
-                if len(sessions := [r.session for router in routers for r in router.service.requests]) >= 4:
-                    for router in routers:
-                        router.service.pause_at = None
-                elif len(sessions) < 4 and chunk.index == 2:
-                    asyncio.get_running_loop().call_later(0.4, _let_go, routers)
-        assert text == ALPHABET
-    sessions = sorted(request.session for router in routers for request in router.service.requests)
+    routers.set(break_with=DRAINING, pause_at=3)
+    text = ""
+    async with routers.client.stream("prompt", params=TEN) as stream:
+        async for chunk in stream:
+            text += chunk.text
+            if len(sessions := [request.session for request in routers.requests]) >= 4:
+                routers.set(pause_at=None)
+            elif len(sessions) < 4 and chunk.index == 2:
+                asyncio.get_running_loop().call_later(0.4, partial(routers.set, pause_at=None))
+    assert text == ALPHABET
+    sessions = sorted(request.session for request in routers.requests)
     assert sessions == list(range(len(sessions)))
     assert len(sessions) > 2
 
 
-def _let_go(routers: list[RouterDouble]) -> None:
-    for router in routers:
-        router.service.pause_at = None
-
-
 @pytest.mark.parametrize("tokens", [0, 5])
-async def test_a_router_that_hangs_is_left_after_half_a_second(routers: list[RouterDouble], tokens: int) -> None:
-    for router in routers:
-        router.service.pause_at = tokens
-    async with AsyncClient([router.target for router in routers]) as client:
-        asking = asyncio.create_task(client.generate("prompt", params=TEN, request_id="hangs"))
-        await until(lambda: any(router.service.beats > 2 for router in routers), "the client asks for signs of life")
-        hanging, other = serving_one(routers)
-        other.service.pause_at = None
-        hanging.service.hangs = True
-        began_s = time.monotonic()
-        check_whole(await asyncio.wait_for(asking, 20), 1)
-        assert time.monotonic() - began_s > 0.3
-        await until(lambda: "hangs" in hanging.service.cancelled, "the former router's call is cancelled")
+async def test_a_router_that_hangs_is_left_after_half_a_second(routers: Pair, tokens: int) -> None:
+    routers.set(pause_at=tokens)
+    asking, hanging, other = await routers.serve("hangs", beats=True)
+    other.service.pause_at = None
+    hanging.service.hangs = True
+    began_s = time.monotonic()
+    check_whole(await asyncio.wait_for(asking, 20), 1)
+    assert time.monotonic() - began_s > 0.3
+    await until(lambda: "hangs" in hanging.service.cancelled, "the former router's call is cancelled")
 
 
-async def test_a_first_call_to_a_router_that_hangs_is_tried_elsewhere_after_about_a_second(
-    routers: list[RouterDouble],
-) -> None:
-    for router in routers:
-        router.service.hangs = True
-    async with AsyncClient([router.target for router in routers]) as client:
-        asking = asyncio.create_task(client.generate("prompt", params=TEN, request_id="first"))
-        await until(lambda: any(router.service.paused for router in routers), "the request is at a router that hangs")
-        hanging, other = serving_one(routers)
-        other.service.hangs = False
-        check_whole(await asyncio.wait_for(asking, 20), 1)
-        await until(lambda: "first" in hanging.service.cancelled, "the former router's call is cancelled")
+async def test_a_first_call_to_a_router_that_hangs_is_tried_elsewhere_after_about_a_second(routers: Pair) -> None:
+    routers.set(hangs=True)
+    asking, hanging, other = await routers.serve("first")
+    other.service.hangs = False
+    check_whole(await asyncio.wait_for(asking, 20), 1)
+    await until(lambda: "first" in hanging.service.cancelled, "the former router's call is cancelled")
 
 
-async def test_routers_that_are_all_slow_at_first_are_left_once_each(routers: list[RouterDouble]) -> None:
-    for router in routers:
-        router.service.hangs = True
-    async with AsyncClient([router.target for router in routers]) as client:
-        asking = asyncio.create_task(client.generate("prompt", params=TEN))
-        await until(lambda: sum(len(router.service.requests) for router in routers) == 3, "each was left once")
-        for router in routers:
-            router.service.hangs = False
-            router.service.go_on.set()
-        check_whole(await asyncio.wait_for(asking, 20), 2)
+async def test_routers_that_are_all_slow_at_first_are_left_once_each(routers: Pair) -> None:
+    routers.set(hangs=True)
+    asking = routers.ask()
+    await until(lambda: len(routers.requests) == 3, "each was left once")
+    routers.set(hangs=False)
+    routers.let_go()
+    check_whole(await asyncio.wait_for(asking, 20), 2)
 
 
-async def test_a_call_that_only_reads_is_sent_elsewhere_when_the_first_router_hangs(
-    routers: list[RouterDouble],
-) -> None:
-    for router in routers:
-        router.service.hangs = True
-    async with AsyncClient([router.target for router in routers]) as client:
-        asking = asyncio.create_task(client.list_models())
-        await until(lambda: any(router.service.short_deadlines_s for router in routers), "a router was asked")
-        other = next(router for router in routers if not router.service.short_deadlines_s)
-        other.service.hangs = False
-        assert await asyncio.wait_for(asking, 20)
+async def test_a_call_that_only_reads_is_sent_elsewhere_when_the_first_router_hangs(routers: Pair) -> None:
+    routers.set(hangs=True)
+    asking = asyncio.create_task(routers.client.list_models())
+    await until(lambda: any(router.service.short_deadlines_s for router in routers), "a router was asked")
+    other = next(router for router in routers if not router.service.short_deadlines_s)
+    other.service.hangs = False
+    assert await asyncio.wait_for(asking, 20)
 
 
-async def test_no_call_is_cancelled_before_another_router_serves_the_request(routers: list[RouterDouble]) -> None:
+async def test_no_call_is_cancelled_before_another_router_serves_the_request(routers: Pair) -> None:
     """A router that wakes and finds its call cancelled ends the request, unless another one has attached it."""
-    for router in routers:
-        router.service.pause_at = 5
-    async with AsyncClient([router.target for router in routers]) as client:
-        asking = asyncio.create_task(client.generate("prompt", params=TEN, request_id="hangs"))
-        await until(lambda: any(router.service.beats > 2 for router in routers), "the client asks for signs of life")
-        first, other = serving_one(routers)
-        first.service.hangs = True
-        await until(lambda: other.service.beats > 2, "the client waits for the other router")
-        other.service.hangs = True
-        await until(lambda: len(first.service.requests) == 2, "the client is back at the first one")
-        assert not first.service.cancelled | other.service.cancelled
-        first.service.hangs = False
-        first.service.go_on.set()
-        check_whole(await asyncio.wait_for(asking, 20), 2)
-        await until(lambda: "hangs" in other.service.cancelled, "what no one reads any more is cancelled")
+    routers.set(pause_at=5)
+    asking, first, other = await routers.serve("hangs", beats=True)
+    first.service.hangs = True
+    await until(lambda: other.service.beats > 2, "the client waits for the other router")
+    other.service.hangs = True
+    await until(lambda: len(first.service.requests) == 2, "the client is back at the first one")
+    assert not first.service.cancelled | other.service.cancelled
+    first.service.hangs = False
+    first.service.go_on.set()
+    check_whole(await asyncio.wait_for(asking, 20), 2)
+    await until(lambda: "hangs" in other.service.cancelled, "what no one reads any more is cancelled")
 
 
-async def test_calls_to_a_router_that_hangs_are_cancelled_as_soon_as_another_serves_the_request(
-    routers: list[RouterDouble],
-) -> None:
-    for router in routers:
-        router.service.pause_at = 5
-    async with AsyncClient([router.target for router in routers]) as client:
-        asking = asyncio.create_task(client.generate("prompt", params=TEN, request_id="hangs"))
-        await until(lambda: any(router.service.beats > 2 for router in routers), "the client asks for signs of life")
-        hanging, other = serving_one(routers)
-        other.service.pause_at = 8
-        hanging.service.hangs = True
-        await until(lambda: "hangs" in hanging.service.cancelled, "the former router's call is cancelled")
-        assert not asking.done()
-        other.service.go_on.set()
-        check_whole(await asyncio.wait_for(asking, 20), 1)
-        await until(lambda: not client._routers._liveness._tasks, "nothing runs in the background of an idle client")
+async def test_calls_to_a_router_that_hangs_are_cancelled_as_soon_as_another_serves_the_request(routers: Pair) -> None:
+    routers.set(pause_at=5)
+    asking, hanging, other = await routers.serve("hangs", beats=True)
+    other.service.pause_at = 8
+    hanging.service.hangs = True
+    await until(lambda: "hangs" in hanging.service.cancelled, "the former router's call is cancelled")
+    assert not asking.done()
+    other.service.go_on.set()
+    check_whole(await asyncio.wait_for(asking, 20), 1)
+    await until(
+        lambda: not routers.client._routers._liveness._tasks, "nothing runs in the background of an idle client"
+    )
 
 
-async def test_a_router_of_a_former_version_that_hangs_is_left_too(routers: list[RouterDouble]) -> None:
-    for router in routers:
-        router.service.pause_at, router.service.knows_beat = 5, False
-    async with AsyncClient([router.target for router in routers]) as client:
-        asking = asyncio.create_task(client.generate("prompt", params=TEN))
-        await until(lambda: any(router.service.beats > 2 for router in routers), "the client asks for signs of life")
-        hanging, other = serving_one(routers)
-        other.service.pause_at = None
-        hanging.service.hangs = True
-        check_whole(await asyncio.wait_for(asking, 20), 1)
+async def test_a_router_of_a_former_version_that_hangs_is_left_too(routers: Pair) -> None:
+    routers.set(pause_at=5, knows_beat=False)
+    asking, hanging, other = await routers.serve(beats=True)
+    other.service.pause_at = None
+    hanging.service.hangs = True
+    check_whole(await asyncio.wait_for(asking, 20), 1)
 
 
-async def test_a_router_that_answers_slowly_is_not_left(routers: list[RouterDouble]) -> None:
-    for router in routers:
-        router.service.pause_at, router.service.beat_takes_s = 5, 0.8
-    async with AsyncClient([router.target for router in routers]) as client:
-        asking = asyncio.create_task(client.generate("prompt", params=TEN))
-        await until(lambda: any(router.service.answered_beats > 2 for router in routers), "it has answered often")
-        for router in routers:
-            router.service.go_on.set()
-        check_whole(await asyncio.wait_for(asking, 20), 0)
+async def test_a_router_that_answers_slowly_is_not_left(routers: Pair) -> None:
+    routers.set(pause_at=5, beat_takes_s=0.8)
+    asking = routers.ask()
+    await until(lambda: any(router.service.answered_beats > 2 for router in routers), "it has answered often")
+    routers.let_go()
+    check_whole(await asyncio.wait_for(asking, 20), 0)
 
 
-async def test_calls_that_a_router_cancels_because_it_stops_go_on_elsewhere(routers: list[RouterDouble]) -> None:
-    for router in routers:
-        router.service.pause_at, router.service.cancels_calls = 5, True
+async def test_calls_that_a_router_cancels_because_it_stops_go_on_elsewhere(routers: Pair) -> None:
+    routers.set(pause_at=5, cancels_calls=True)
     async with AsyncClient(routers[0].target) as client:
         client._routers.learn([routers[1].target])
         routers[1].service.pause_at = None
         check_whole(await client.generate("prompt", params=TEN), 1)
 
 
-async def test_a_router_that_breaks_behind_the_finish_reason_is_not_left(routers: list[RouterDouble]) -> None:
-    for router in routers:
-        router.service.break_after = Unavailable("broken", retry_after_s=0.0)
-    async with AsyncClient([router.target for router in routers]) as client:
-        check_whole(await client.generate("prompt", params=TEN), 0)
-    assert sum(len(router.service.requests) for router in routers) == 1
+async def test_a_router_that_breaks_behind_the_finish_reason_is_not_left(routers: Pair) -> None:
+    routers.set(break_after=Unavailable("broken", retry_after_s=0.0))
+    check_whole(await routers.client.generate("prompt", params=TEN), 0)
+    assert len(routers.requests) == 1
 
 
-async def test_a_router_that_is_too_full_for_a_later_session_is_asked_again(routers: list[RouterDouble]) -> None:
+async def test_a_router_that_is_too_full_for_a_later_session_is_asked_again(routers: Pair) -> None:
     first, full = (router.service for router in routers)
-    first.pause_at, first.break_with = 5, Unavailable("draining", retry_after_s=0.0)
+    first.pause_at, first.break_with = 5, DRAINING
     full.pause_at, full.break_with = 5, NoCapacity("router", 0.1, "full")
     async with AsyncClient(routers[0].target) as client:
         asking = asyncio.create_task(client.generate("prompt", params=TEN))
@@ -306,17 +287,15 @@ async def test_a_router_that_is_too_full_for_a_later_session_is_asked_again(rout
         assert (await asyncio.wait_for(asking, 20)).text == ALPHABET
 
 
-async def test_the_deadline_ends_a_request_whose_routers_rest(routers: list[RouterDouble]) -> None:
-    for router in routers:
-        router.service.pause_at, router.service.break_with = 5, Unavailable("draining", retry_after_s=0.0)
-    async with AsyncClient([router.target for router in routers]) as client:
-        targets = client._routers.targets
-        targets.failed = lambda target, now_s: targets._rests.update({target: (now_s + 3600, 3600.0)})  # type: ignore[method-assign]
-        with pytest.raises(DeadlineExceeded):
-            await asyncio.wait_for(client.generate("prompt", params=TEN, timeout_s=1.0), 20)
+async def test_the_deadline_ends_a_request_whose_routers_rest(routers: Pair) -> None:
+    routers.set(pause_at=5, break_with=DRAINING)
+    targets = routers.client._routers.targets
+    targets.failed = lambda target, now_s: targets._rests.update({target: (now_s + 3600, 3600.0)})  # type: ignore[method-assign]
+    with pytest.raises(DeadlineExceeded):
+        await asyncio.wait_for(routers.client.generate("prompt", params=TEN, timeout_s=1.0), 20)
 
 
-async def test_a_quiet_router_and_a_stalled_client_are_no_reason_to_leave(routers: list[RouterDouble]) -> None:
+async def test_a_quiet_router_and_a_stalled_client_are_no_reason_to_leave(routers: Pair) -> None:
     with contextlib.ExitStack() as stack:
         services = [InferenceDouble(), InferenceDouble()]
         targets = [stack.enter_context(serving_in_a_thread(service)) for service in services]
@@ -335,9 +314,9 @@ async def test_a_quiet_router_and_a_stalled_client_are_no_reason_to_leave(router
             check_whole(await asyncio.wait_for(asking, 30), 0)
 
 
-async def test_a_draining_or_unreachable_router_is_passed_over(routers: list[RouterDouble]) -> None:
+async def test_a_draining_or_unreachable_router_is_passed_over(routers: Pair) -> None:
     draining, other = routers
-    draining.service.pause_at, draining.service.break_with = 0, Unavailable("draining", retry_after_s=0.0)
+    draining.service.pause_at, draining.service.break_with = 0, DRAINING
     async with AsyncClient([await closed_port(), draining.target, other.target]) as client:
         for _ in range(6):
             check = await client.generate("prompt", params=TEN)
@@ -346,7 +325,7 @@ async def test_a_draining_or_unreachable_router_is_passed_over(routers: list[Rou
             assert (await client.get_model("alphabet")).name == "alphabet"
 
 
-async def test_a_router_that_is_back_is_reached_at_once(routers: list[RouterDouble]) -> None:
+async def test_a_router_that_is_back_is_reached_at_once(routers: Pair) -> None:
     """gRPC connects again only after a pause, which grows to a second; until then calls failed. When the other router
     was restarted within that time, no router could be reached."""
     other = routers[0]
@@ -364,34 +343,26 @@ async def test_a_router_that_is_back_is_reached_at_once(routers: list[RouterDoub
     await returning.kill()
 
 
-async def test_cancel_works_while_the_request_changes_routers(routers: list[RouterDouble]) -> None:
-    for router in routers:
-        router.service.pause_at = 4
-    async with AsyncClient([router.target for router in routers]) as client:
-        asking = asyncio.create_task(client.generate("prompt", params=TEN, request_id="cancelled"))
-        await until(lambda: any(router.service.paused for router in routers), "the answer pauses")
-        dying, other = serving_one(routers)
-        other.service.pause_at = 6
-        await dying.kill()
-        assert await client.cancel("cancelled")
-        completion = await asyncio.wait_for(asking, 30)
-        assert completion.finish_reason == "cancelled"
-        assert completion.token_ids == tuple(range(len(completion.token_ids)))
-        assert not await client.cancel("cancelled")
+async def test_cancel_works_while_the_request_changes_routers(routers: Pair) -> None:
+    routers.set(pause_at=4)
+    asking, dying, other = await routers.serve("cancelled")
+    other.service.pause_at = 6
+    await dying.kill()
+    assert await routers.client.cancel("cancelled")
+    completion = await asyncio.wait_for(asking, 30)
+    assert completion.finish_reason == "cancelled"
+    assert completion.token_ids == tuple(range(len(completion.token_ids)))
+    assert not await routers.client.cancel("cancelled")
 
 
-async def test_a_cancel_that_died_with_its_router_is_sent_to_the_next_one(routers: list[RouterDouble]) -> None:
-    for router in routers:
-        router.service.pause_at, router.service.ignores_cancels = 4, True
-    async with AsyncClient([router.target for router in routers]) as client:
-        asking = asyncio.create_task(client.generate("prompt", params=TEN, request_id="cancelled"))
-        await until(lambda: any(router.service.paused for router in routers), "the answer pauses")
-        dying, other = serving_one(routers)
-        assert await client.cancel("cancelled")
-        await until(lambda: dying.service.found_cancels, "the router has heard of it")
-        other.service.ignores_cancels = False
-        await dying.kill()
-        assert (await asyncio.wait_for(asking, 30)).finish_reason == "cancelled"
+async def test_a_cancel_that_died_with_its_router_is_sent_to_the_next_one(routers: Pair) -> None:
+    routers.set(pause_at=4, ignores_cancels=True)
+    asking, dying, other = await routers.serve("cancelled")
+    assert await routers.client.cancel("cancelled")
+    await until(lambda: dying.service.found_cancels, "the router has heard of it")
+    other.service.ignores_cancels = False
+    await dying.kill()
+    assert (await asyncio.wait_for(asking, 30)).finish_reason == "cancelled"
 
 
 @pytest.mark.parametrize(
@@ -403,33 +374,27 @@ async def test_a_cancel_that_died_with_its_router_is_sent_to_the_next_one(router
         Unavailable("no decode instance", retry_after_s=1.0),
     ],
 )
-async def test_what_a_router_refuses_is_not_asked_of_another(routers: list[RouterDouble], error: KaveriError) -> None:
+async def test_what_a_router_refuses_is_not_asked_of_another(routers: Pair, error: KaveriError) -> None:
+    routers.set(error=error)
+    with pytest.raises(type(error)):
+        await routers.client.generate("error")
+    assert len(routers.requests) == 1
+
+
+async def test_the_deadline_ends_a_request_that_finds_no_router(routers: Pair) -> None:
+    routers.set(pause_at=4)
+    asking = routers.ask(timeout_s=4.0)
+    await until(lambda: routers.pauses, "the answer pauses")
     for router in routers:
-        router.service.error = error
-    async with AsyncClient([router.target for router in routers]) as client:
-        with pytest.raises(type(error)):
-            await client.generate("error")
-    assert sum(len(router.service.requests) for router in routers) == 1
+        await router.kill()
+    with pytest.raises(DeadlineExceeded):
+        await asyncio.wait_for(asking, 30)
 
 
-async def test_the_deadline_ends_a_request_that_finds_no_router(routers: list[RouterDouble]) -> None:
-    for router in routers:
-        router.service.pause_at = 4
-    async with AsyncClient([router.target for router in routers]) as client:
-        asking = asyncio.create_task(client.generate("prompt", params=TEN, timeout_s=4.0))
-        await until(lambda: any(router.service.paused for router in routers), "the answer pauses")
-        for router in routers:
-            await router.kill()
-        with pytest.raises(DeadlineExceeded):
-            await asyncio.wait_for(asking, 30)
-
-
-async def test_a_client_without_a_deadline_tries_ever_more_slowly_and_gets_through_in_the_end(
-    routers: list[RouterDouble],
-) -> None:
+async def test_a_client_without_a_deadline_tries_ever_more_slowly_and_gets_through_in_the_end(routers: Pair) -> None:
     services = [router.service for router in routers]
     for service in services:
-        service.pause_at, service.break_with = 5, Unavailable("draining", retry_after_s=0.0)
+        service.pause_at, service.break_with = 5, DRAINING
     began_s = time.monotonic()
     async with AsyncClient([router.target for router in routers], timeout_s=None) as client:
         answer = asyncio.create_task(client.generate("hello", params=TEN))
@@ -444,22 +409,20 @@ async def test_a_client_without_a_deadline_tries_ever_more_slowly_and_gets_throu
     assert {left_s for service in services for left_s in service.deadlines_s} == {None}
 
 
-async def test_closing_a_stream_that_looks_for_a_router_ends_its_reader(routers: list[RouterDouble]) -> None:
+async def test_closing_a_stream_that_looks_for_a_router_ends_its_reader(routers: Pair) -> None:
+    routers.set(pause_at=4)
+    stream = routers.client.stream("prompt", params=TEN)
+
+    async def read() -> int:
+        return len([chunk async for chunk in stream])
+
+    reading = asyncio.create_task(read())
+    await until(lambda: routers.pauses, "the answer pauses")
     for router in routers:
-        router.service.pause_at = 4
-    async with AsyncClient([router.target for router in routers]) as client:
-        stream = client.stream("prompt", params=TEN)
-
-        async def read() -> int:
-            return len([chunk async for chunk in stream])
-
-        reading = asyncio.create_task(read())
-        await until(lambda: any(router.service.paused for router in routers), "the answer pauses")
-        for router in routers:
-            await router.kill()
-        await until(lambda: len(client._routers.targets._rests) == 2, "both routers have failed")
-        stream.close()
-        assert await asyncio.wait_for(reading, 5) == 4
+        await router.kill()
+    await until(lambda: len(routers.client._routers.targets._rests) == 2, "both routers have failed")
+    stream.close()
+    assert await asyncio.wait_for(reading, 5) == 4
 
 
 def test_the_client_without_async_goes_on_too() -> None:
@@ -468,7 +431,7 @@ def test_the_client_without_async_goes_on_too() -> None:
         targets = [stack.enter_context(serving_in_a_thread(service)) for service in services]
         for service in services:
             service.routers, service.text_lag = targets, 1
-        services[0].pause_at, services[0].break_with = 4, Unavailable("draining", retry_after_s=0.0)
+        services[0].pause_at, services[0].break_with = 4, DRAINING
         with Client(targets) as client:
             assert (client.target, client.targets) == (targets[0], tuple(targets))
             for _ in range(2):
@@ -542,6 +505,10 @@ def test_learned_targets_are_checked_bounded_and_asked_last() -> None:
         "http://a:1",
         "a:1,b:1",
         [f"a:{port}" for port in range(1, MAX_TARGETS + 2)],
+        "",
+        " ",
+        "\ud800",
+        None,
     ],
 )
 def test_wrong_targets_are_refused_by_name(target: object) -> None:
@@ -558,9 +525,7 @@ def test_right_targets_are_taken(target: object) -> None:
     assert client.target in client.targets
 
 
-async def test_a_router_that_new_calls_do_not_reach_any_more_cancels_no_answer_of_others(
-    routers: list[RouterDouble],
-) -> None:
+async def test_a_router_that_new_calls_do_not_reach_any_more_cancels_no_answer_of_others(routers: Pair) -> None:
     """Its former connection stands until it ends, new ones are refused: their channel is closed."""
     router, _ = routers
     router.service.pause_at = 5

@@ -119,8 +119,10 @@ async def read_answer(reader: asyncio.StreamReader) -> HttpAnswer:
         while size := int(await reader.readline(), 16):
             body += (await reader.readexactly(size + 2))[:-2]
         await reader.readline()
-    else:
+    elif "content-length" in headers:
         body = await reader.readexactly(int(headers["content-length"]))
+    else:
+        body = await reader.read()
     return HttpAnswer(status, headers, body)
 
 
@@ -155,7 +157,7 @@ async def run_gateway(
             finally:
                 stopping.set()
                 assert await asyncio.wait_for(serving, WITHIN_S) == 0
-            assert not gateway.answering
+            assert not gateway.app.answering
             assert not gateway.server.state.connections
             assert not gateway.server.state.tasks
 

@@ -75,7 +75,7 @@ async def test_without_a_good_key_every_path_but_health_and_metrics_is_refused(
         assert answer.error["code"] == "invalid_api_key"
         assert answer.error["type"] == "invalid_request_error"
         assert answer.headers["www-authenticate"] == "Bearer"
-        assert gateway.gateway.in_flight == 0
+        assert gateway.gateway.app.in_flight == 0
         if path == "/no":
             assert (await gateway.ask("/health")).status == 200
             assert (await gateway.ask("/metrics")).status == 200

@@ -46,7 +46,7 @@ async def test_a_vanished_client_cancels_its_request_everywhere_at_once(
     gone_s = time.monotonic()
     writer.transport.abort()
     await eventually(lambda: not len(gateway.router.router.table))
-    await eventually(lambda: not decode.running and not gateway.gateway.answering)
+    await eventually(lambda: not decode.running and not gateway.gateway.app.answering)
     assert time.monotonic() - gone_s < 5.0, "a second on an idle machine"
     cluster.let_all_go()
 
@@ -74,8 +74,8 @@ async def test_a_client_that_does_not_read_loses_its_request_and_its_connection(
         body = STREAM.replace(b"}", b', "return_token_ids": true}')
         try:
             await loop.sock_sendall(raw, request_bytes("POST", "/v1/completions", body))
-            await eventually(lambda: bool(gateway.gateway.answering), WITHIN_S)
-            await eventually(lambda: not gateway.gateway.answering, WITHIN_S)
+            await eventually(lambda: bool(gateway.gateway.app.answering), WITHIN_S)
+            await eventually(lambda: not gateway.gateway.app.answering, WITHIN_S)
             await eventually(lambda: not gateway.gateway.server.state.connections, WITHIN_S)
             await eventually(lambda: not cluster.decodes["decode-0"].running)
         finally:
@@ -86,10 +86,10 @@ async def test_a_client_that_does_not_read_does_not_slow_others(cluster: Scripte
     async with run_gateway(cluster, slow_reader_s=30.0) as gateway:
         _, writer = await gateway.connect()
         writer.write(request_bytes("POST", "/v1/completions", STREAM))
-        await eventually(lambda: bool(gateway.gateway.answering))
+        await eventually(lambda: bool(gateway.gateway.app.answering))
         assert (await gateway.complete(stream=True, max_tokens=20)).events
         writer.transport.abort()
-        await eventually(lambda: not gateway.gateway.answering)
+        await eventually(lambda: not gateway.gateway.app.answering)
 
 
 async def test_a_head_that_comes_too_slowly_ends_the_connection(cluster: ScriptedCluster) -> None:
@@ -184,7 +184,7 @@ async def test_bodies_of_all_requests_together_are_limited(cluster: ScriptedClus
     async with run_gateway(cluster, max_bodies_bytes=4096) as gateway:
         large = {"prompt": "x " * 1500, "max_tokens": 4}
         first = asyncio.create_task(gateway.ask("/v1/completions", large))
-        await eventually(lambda: bool(gateway.gateway.answering))
+        await eventually(lambda: bool(gateway.gateway.app.answering))
         second = await gateway.ask("/v1/completions", large)
         assert (second.status, second.error["code"]) == (503, "service_unavailable")
         assert int(second.headers["retry-after"]) >= 1

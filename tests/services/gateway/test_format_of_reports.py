@@ -7,8 +7,8 @@ import pytest
 
 from kaveri.client.answer import Chunk, PromptToken, Usage
 from kaveri.domain.sampling import FinishReason, Logprobs
-from services.gateway.asked import read_chat, read_completion
 from services.gateway.formats import AnswerFormat, ChatFormat, CompletionFormat
+from services.gateway.parsed_request import read_chat, read_completion
 from services.gateway.shown_prompts import ShownPrompt
 
 _CHAT = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2}

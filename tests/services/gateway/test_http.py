@@ -41,24 +41,6 @@ def texts(answer: HttpAnswer) -> list[str]:
     return [choice["text"] for choice in answer.json["choices"]]
 
 
-def without_chunks(body: bytes) -> bytes:
-    """A body that came in chunks."""
-    found = b""
-    while True:
-        size, _, body = body.partition(b"\r\n")
-        if not int(size, 16):
-            return found
-        found, body = found + body[: int(size, 16)], body[int(size, 16) + 2 :]
-
-
-async def read_to_end(reader: asyncio.StreamReader) -> HttpAnswer:
-    """A response that ends with its connection; takes chunks apart."""
-    async with asyncio.timeout(WITHIN_S):
-        status, headers = await read_head(reader)
-        body = await reader.read()
-    return HttpAnswer(status, headers, without_chunks(body) if "transfer-encoding" in headers else body)
-
-
 @pytest.mark.parametrize("way", ["one packet", "body behind", "byte by byte"])
 @pytest.mark.parametrize("client", [*OFFERS, *PLAIN])
 async def test_a_clients_bytes_get_an_answer_whatever_protocol_they_offer(
@@ -89,7 +71,7 @@ async def test_a_stream_answers_an_offer_to_upgrade_and_its_client_is_missed_whe
     writer.write(longer)
     await eventually(lambda: cluster.decodes["decode-0"].is_paused)
     writer.close()
-    await eventually(lambda: not gateway.gateway.answering)
+    await eventually(lambda: not gateway.gateway.app.answering)
     cluster.let_all_go()
 
 
@@ -100,7 +82,8 @@ async def test_http_1_0_gets_no_chunks(gateway: GatewayUnderTest, body: bytes, c
     reader, writer = await gateway.connect()
     head = f"POST /v1/completions HTTP/1.0\r\n{connection}Content-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
-    answer = await read_to_end(reader)
+    answer = await asyncio.wait_for(read_answer(reader), WITHIN_S)
+    assert await asyncio.wait_for(reader.read(), WITHIN_S) == b""
     assert "transfer-encoding" not in answer.headers
     assert answer.headers["connection"] == "close"
     assert (answer.status, texts(answer)) == (200, expected)
@@ -130,9 +113,10 @@ async def test_a_client_that_has_closed_its_sending_half_gets_its_answer(
     writer.write_eof()
     if when != "at once":
         await eventually(lambda: gateway.connection._has_eof)
-        assert gateway.gateway.answering
+        assert gateway.gateway.app.answering
     cluster.let_all_go()
-    answer = await read_to_end(reader)
+    answer = await asyncio.wait_for(read_answer(reader), WITHIN_S)
+    assert await asyncio.wait_for(reader.read(), WITHIN_S) == b""
     # One, between two events, shows whether the client is there.
     answer.body = answer.body.replace(_COMMENT, b"", 1)
     assert (answer.status, texts(answer)) == (200, expected)
@@ -173,7 +157,7 @@ async def test_a_client_that_sends_early_requests_and_leaves_is_missed(
     writer.write(request * 2)
     await writer.drain()
     writer.close()
-    await eventually(lambda: not gateway.gateway.answering)
+    await eventually(lambda: not gateway.gateway.app.answering)
     cluster.let_all_go()
 
 

@@ -18,9 +18,9 @@ from kaveri.security.keys_file import add_key
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2
 from services.gateway import answers, app, body
-from services.gateway.asked import Asked
 from services.gateway.body import MAX_FRACTIONS, MAX_NESTED, MAX_VALUES, parse_object
 from services.gateway.http_errors import HttpError
+from services.gateway.parsed_request import ParsedRequest
 from tests.services.gateway.conftest import GatewayUnderTest, run_gateway
 from tests.services.gateway.test_api_keys import _NO_REDIS, _bearer
 from tests.services.router.cluster_script import ScriptedCluster
@@ -166,7 +166,7 @@ class ReadyStream:
 
 async def test_one_turn_of_the_event_loop_takes_some_of_the_chunks_that_are_there() -> None:
     """Else a gateway that has fallen behind takes one of each of its answers, however many there are."""
-    asked = Asked(model="m", prompts=((1,),), params=SamplingParams(), n=128, stream=True)
+    asked = ParsedRequest(model="m", prompts=((1,),), params=SamplingParams(), n=128, stream=True)
     merged = answers.Answers(cast(AsyncClient, None), asked, "id", asyncio.Lock())
     merged.streams = cast(list[AsyncStream], [ReadyStream() for _ in range(128)])
     loop = asyncio.get_running_loop()
@@ -194,12 +194,12 @@ async def test_a_key_that_holds_a_quarter_of_all_gets_503_and_the_others_go_on(
     async with run_gateway(cluster, keys_file=keys_file, redis_url=_NO_REDIS, max_bodies_bytes=16_384) as gateway:
         asked = {"prompt": "x " * 1_200, "max_tokens": 4}
         first = asyncio.create_task(gateway.ask("/v1/completions", asked, headers=_bearer(greedy)))
-        await eventually(lambda: bool(gateway.gateway.answering))
+        await eventually(lambda: bool(gateway.gateway.app.answering))
         second = await gateway.ask("/v1/completions", asked, headers=_bearer(greedy))
         assert second.status == 503
         assert "API key greedy" in second.error["message"]
         assert int(second.headers["retry-after"]) >= 1
         others = asyncio.create_task(gateway.ask("/v1/completions", asked, headers=_bearer(other)))
-        await eventually(lambda: len(gateway.gateway.answering) == 2)
+        await eventually(lambda: len(gateway.gateway.app.answering) == 2)
         cluster.let_all_go()
         assert [(await each).status for each in (first, others)] == [200, 200]

@@ -109,7 +109,7 @@ async def test_a_client_of_nginx_that_leaves_cancels_its_request(
         writer.write(request_bytes("POST", "/v1/completions", body))
         await eventually(lambda: cluster.decodes["decode-0"].is_paused)
         writer.close()
-        await eventually(lambda: not gateway.gateway.answering and not cluster.decodes["decode-0"].running)
+        await eventually(lambda: not gateway.gateway.app.answering and not cluster.decodes["decode-0"].running)
         cluster.let_all_go()
 
 
@@ -126,5 +126,5 @@ async def test_curl_that_dies_of_a_closed_pipe_cancels_its_request(
     assert (await asyncio.wait_for(process.stdout.readline(), WITHIN_S)).startswith(b"data: {")
     await eventually(lambda: cluster.decodes["decode-0"].is_paused)
     cluster.let_all_go()
-    await eventually(lambda: not gateway.gateway.answering)
+    await eventually(lambda: not gateway.gateway.app.answering)
     assert await asyncio.wait_for(process.wait(), WITHIN_S) == 0

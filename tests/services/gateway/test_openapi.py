@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from services.gateway import asked as asking
-from services.gateway.asked import read_chat, read_completion
+from services.gateway import parsed_request as asking
 from services.gateway.fields import Fields
 from services.gateway.openapi import CHAT, COMPLETION, IGNORED_OF_CHAT, openapi_document
+from services.gateway.parsed_request import read_chat, read_completion
 from tests.services.gateway.conftest import GatewayUnderTest
 
 COMPLETION_BODY = {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}}

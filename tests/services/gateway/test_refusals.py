@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 from kaveri.errors import EngineError, InvalidArgument
 from kaveri.models import resolve_model
 from kaveri.text.tokenizer import ModelTokenizer
-from services.gateway.asked import read_chat, read_completion
 from services.gateway.body import MAX_DEPTH, parse_object
 from services.gateway.http_errors import HttpError, http_error_of
+from services.gateway.parsed_request import read_chat, read_completion
 from tests.services.gateway.conftest import GatewayUnderTest, run_gateway
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import MAX_MODEL_LEN, eventually

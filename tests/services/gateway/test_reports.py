@@ -76,7 +76,7 @@ async def test_answers_that_are_faster_than_the_report_on_their_prompt_wait_for_
     prefill = cluster.prefills["prefill-0"]
     prefill.hold = {"prompt_logprobs"}
     asking = asyncio.create_task(gateway.complete(**fields, n=3, stream=True))
-    await eventually(lambda: any(_tokens_of_others(answers) for answers in gateway.gateway.answering))
+    await eventually(lambda: any(_tokens_of_others(answers) for answers in gateway.gateway.app.answering))
     prefill.release.set()
     for index in range(3):
         _assert_streamed(await asking, {**single, "index": index})
@@ -87,7 +87,7 @@ async def test_reports_of_all_requests_together_are_limited(cluster: ScriptedClu
     async with run_gateway(cluster, max_bodies_bytes=150_000) as gateway:
         asked = {"prompt": [300] * 100, "echo": True, "logprobs": 1, "max_tokens": 4}
         first = asyncio.create_task(gateway.complete(**asked))
-        await eventually(lambda: bool(gateway.gateway.answering))
+        await eventually(lambda: bool(gateway.gateway.app.answering))
         second = await gateway.complete(**asked)
         assert (second.status, second.error["code"]) == (503, "service_unavailable")
         assert "--max-bodies-bytes" in second.error["message"]

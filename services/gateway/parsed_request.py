@@ -16,19 +16,7 @@ from kaveri.domain.sampling import (
     derived_seed,
 )
 from kaveri.errors import InvalidArgument
-from services.gateway.fields import (
-    Accepts,
-    Fields,
-    any_flag,
-    any_list,
-    any_object,
-    any_text,
-    check_items,
-    check_object,
-    empty,
-    number,
-    one_of,
-)
+from services.gateway.fields import Accepts, Fields, any_of, check_items, check_object, empty, number, one_of
 
 Prompt = str | tuple[int, ...] | tuple[Message, ...]
 """A text, token ids, or a conversation."""
@@ -40,14 +28,14 @@ _TOKEN_ID_BYTES = 4
 _LOGPROB_BYTES = 500
 """Gateway memory of one log-probability until its answer is written: 190 to 290 bytes were measured, plus its JSON."""
 _HARMLESS: Mapping[str, Accepts] = {
-    "add_special_tokens": any_flag,
+    "add_special_tokens": any_of(bool),
     "allowed_token_ids": empty,
     "bad_words": empty,
     "frequency_penalty": number(0),
     "include_stop_str_in_output": one_of(False),
     "length_penalty": number(1),
     "logit_bias": lambda value: type(value) is dict and all(map(number(0), value.values())),
-    "metadata": any_object,
+    "metadata": any_of(dict),
     "min_p": number(0),
     "no_stop_trim": one_of(False),
     "presence_penalty": number(0),
@@ -56,14 +44,14 @@ _HARMLESS: Mapping[str, Accepts] = {
     "response_format": lambda value: value == {"type": "text"},
     "return_hidden_states": one_of(False),
     "return_tokens_as_token_ids": one_of(False),
-    "safety_identifier": any_text,
-    "prompt_cache_key": any_text,
-    "prompt_cache_retention": any_text,
+    "safety_identifier": any_of(str),
+    "prompt_cache_key": any_of(str),
+    "prompt_cache_retention": any_of(str),
     "service_tier": one_of("auto", "default"),
-    "spaces_between_special_tokens": any_flag,
+    "spaces_between_special_tokens": any_of(bool),
     "store": one_of(False),
     "use_beam_search": one_of(False),
-    "user": any_text,
+    "user": any_of(str),
     **dict.fromkeys(
         (
             "cache_salt",
@@ -97,13 +85,13 @@ _HARMLESS_OF_CHAT: Mapping[str, Accepts] = {
     "documents": empty,
     "echo": one_of(False),
     "functions": empty,
-    "include_reasoning": any_flag,
+    "include_reasoning": any_of(bool),
     "function_call": one_of("none"),
     "modalities": lambda value: value == ["text"],
-    "parallel_tool_calls": any_flag,
+    "parallel_tool_calls": any_of(bool),
     "reasoning_effort": one_of("none"),
-    "separate_reasoning": any_flag,
-    "stream_reasoning": any_flag,
+    "separate_reasoning": any_of(bool),
+    "stream_reasoning": any_of(bool),
     "tool_choice": one_of("none", "auto"),
     "tools": empty,
     # OpenAI's default.
@@ -121,13 +109,13 @@ _HARMLESS_OF_CHAT: Mapping[str, Accepts] = {
 }
 _HARMLESS_WITHOUT_TOOLS: Mapping[str, Accepts] = {
     **_HARMLESS_OF_CHAT,
-    "functions": any_list,
-    "tools": any_list,
+    "functions": any_of(list),
+    "tools": any_of(list),
 }
 """Additional fields for tool_choice or function_call "none": the model calls no tools."""
 _HARMLESS_OF_MESSAGE: Mapping[str, Accepts] = {
     "annotations": empty,
-    "name": any_text,
+    "name": any_of(str),
     "refusal": empty,
     "tool_calls": empty,
     **dict.fromkeys(("audio", "function_call", "tool_call_id"), lambda _value: False),
@@ -143,7 +131,7 @@ class UsageEvents(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ParsedRequest:
     """A validated request."""
 
     model: str | None
@@ -230,7 +218,7 @@ def _size_of(prompt: Prompt) -> int:
     return sum(len(turn.content) for turn in prompt if isinstance(turn, Message))
 
 
-def read_completion(body: Mapping[str, Any], max_answers: int) -> Asked:
+def read_completion(body: Mapping[str, Any], max_answers: int) -> ParsedRequest:
     """Parse a request for /v1/completions. Raises InvalidArgument."""
     fields = Fields(body)
     prompts = _prompts(fields.take("prompt"))
@@ -257,7 +245,7 @@ def read_completion(body: Mapping[str, Any], max_answers: int) -> Asked:
     )
 
 
-def read_chat(body: Mapping[str, Any], max_answers: int) -> Asked:
+def read_chat(body: Mapping[str, Any], max_answers: int) -> ParsedRequest:
     """Parse a request for /v1/chat/completions. Raises InvalidArgument."""
     fields = Fields(body)
     messages = read_messages(fields.take("messages"))
@@ -297,13 +285,14 @@ def _read_rest(
     max_tokens: Any,
     logprobs: int | None,
     prompt_alone: bool = False,
-) -> Asked:
+) -> ParsedRequest:
     """Parse the fields that both kinds of requests share."""
     stream = fields.flag("stream")
     temperature, top_p, top_k = (fields.take(name) for name in ("temperature", "top_p", "top_k"))
     prompt_logprobs = _prompt_logprobs(fields, stream, logprobs if echo else None)
     stop, stop_token_ids, min_tokens = (fields.take(name) for name in ("stop", "stop_token_ids", "min_tokens"))
     skip_special_tokens = fields.take("skip_special_tokens")
+    seed = fields.whole("seed", -(2**63), 2**64 - 1)
     if prompt_alone and min_tokens:
         raise InvalidArgument("min_tokens", min_tokens, "left out, or 0, where max_tokens is 0")
     params = SamplingParams(
@@ -313,7 +302,7 @@ def _read_rest(
         top_p=top_p,
         # vLLM's value for "all".
         top_k=0 if top_k == -1 else top_k,
-        seed=_seed(fields),
+        seed=None if seed is None else seed % 2**64,
         stop=() if stop is None else stop,
         stop_token_ids=() if stop_token_ids is None else stop_token_ids,
         ignore_eos=fields.flag("ignore_eos"),
@@ -321,7 +310,7 @@ def _read_rest(
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo and prompt_logprobs is None else prompt_logprobs,
     )
-    asked = Asked(
+    asked = ParsedRequest(
         model=fields.text("model"),
         prompts=prompts,
         params=params,
@@ -372,11 +361,6 @@ def _n(fields: Fields, prompt_count: int, max_answers: int) -> int:
         value = f"{prompt_count} prompts with n = {n}" if prompt_count > 1 else n
         raise InvalidArgument("prompt" if prompt_count > 1 else "n", value, f"at most {max_answers} answers together")
     return n
-
-
-def _seed(fields: Fields) -> int | None:
-    seed = fields.whole("seed", -(2**63), 2**64 - 1)
-    return None if seed is None else seed % 2**64
 
 
 def _usage_events(fields: Fields, stream: bool) -> UsageEvents:
