@@ -2,39 +2,16 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kaveri.domain.length import TokenRange
 from kaveri.domain.replica import ReplicaLocation
-from kaveri.domain.view import InstanceRecord
 from kaveri.policy.retry import RetryState
-from kaveri.simulator.member import BeatingMember
 from kaveri.simulator.sequence import CountedSequence
 
-
-class PrefillSide(Protocol):
-    """Interface of an attempt's prefill instance to others."""
-
-    record: InstanceRecord
-
-    def accept(self, attempt: "SimulatedAttempt") -> None:
-        """Accept an attempt that a router sends."""
-
-    def push_failed(self, reserved: Any) -> None:
-        """Handle the death of the decode instance. reserved: the room that it had reserved."""
-
-
-class DecodeSide(Protocol):
-    """Interface of an attempt's decode instance to others."""
-
-    member: BeatingMember
-    is_dead: bool
-
-    def give_back(self, reserved: Any) -> None:
-        """Release room that is not needed."""
-
-    def land(self, reserved: Any) -> None:
-        """Handle the landing of all KV."""
+if TYPE_CHECKING:
+    from kaveri.simulator.decode import DecodeSide
+    from kaveri.simulator.prefill import SimulatedPrefill
 
 
 _NO_SETBACK = RetryState()
@@ -142,7 +119,7 @@ class SimulatedAttempt:
         "token_count",
     )
 
-    def __init__(self, request: SimulatedRequest, prefill: PrefillSide) -> None:
+    def __init__(self, request: SimulatedRequest, prefill: "SimulatedPrefill") -> None:
         request.attempt_count += 1
         self.request = request
         self.prefill = prefill

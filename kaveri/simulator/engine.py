@@ -188,6 +188,14 @@ class CountedEngine:
         self._decoding.land(sequence)
         self._blocks_may_be_taken()
 
+    def land_partly(self, sequence: CountedSequence, held_tokens: int) -> None:
+        """Land a request whose blocks are open with the KV of its first `held_tokens`. All its tokens are known. The
+        batch computes the others, step by step."""
+        assert 0 < held_tokens < sequence.tokens
+        sequence.computed = held_tokens
+        self._decoding.land(sequence)
+        self._blocks_may_be_taken()
+
     def adopt(self, sequence: CountedSequence) -> bool:
         """Turn a computed prompt into a landed request. False: it had to give its blocks up."""
         self.residency.land(cast(Any, sequence))
@@ -232,6 +240,12 @@ class CountedEngine:
         if sequence.phase is SequencePhase.RUNNING and not self._by_steps:
             return sequence.offset_tokens + self._steps
         return sequence.tokens
+
+    @property
+    def computed_by_run(self) -> int | None:
+        """Term to add to `offset_tokens` of a running request to get the tokens whose KV is here, after the last step
+        that sync() has seen. None: `computed` of each holds."""
+        return None if self._by_steps else self._steps - 1
 
     @property
     def step_began_s(self) -> float:
@@ -311,7 +325,7 @@ class CountedEngine:
             self._begin_step()
             return
         if waiting:
-            if self.residency.short_of_blocks:
+            if self.residency.short_of_blocks or any(sequence.pending > 1 for sequence in waiting):
                 self._begin_step()
                 return
             while waiting and len(self._running) < self._max_batch:

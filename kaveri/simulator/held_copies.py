@@ -4,15 +4,18 @@ It mirrors services/decode/holder.py and kaveri/kv/replicas, with blocks that ar
 """
 
 import math
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kaveri.domain.view import InstanceRecord
 from kaveri.errors import KaveriError, NoCapacity, Unavailable
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.replication import HeldCopy, copy_bytes, drop_first
-from kaveri.simulator.member import BeatingMember
 from kaveri.simulator.spec import CopySpec
 from kaveri.simulator.timeline import Timeline
+
+if TYPE_CHECKING:
+    from kaveri.simulator.copies import OwnedCopies
+    from kaveri.simulator.decode import DecodeSide
 
 _FULL_RETRY_S = 0.5
 _SOON_S = 0.1
@@ -22,19 +25,12 @@ _ALMOST_ALL = 1 - 1e-6
 """Share of a time after which it counts as over, for rounding."""
 
 
-class CopyOwnerSide(Protocol):
-    """Interface of the instance whose request is copied."""
-
-    def copy_lost(self, held: "HeldKv") -> None:
-        """Handle the end of a copy: the holder takes no more of it."""
-
-
 class HeldKv:
     """One copy of another instance's request. Hashed by identity."""
 
     __slots__ = ("blocks", "holder", "is_gone", "is_growing", "number", "owner", "sent_blocks", "starved_since_s")
 
-    def __init__(self, holder: "HeldCopies", owner: CopyOwnerSide, number: int, blocks: int) -> None:
+    def __init__(self, holder: "HeldCopies", owner: "OwnedCopies", number: int, blocks: int) -> None:
         self.holder = holder
         self.owner = owner
         self.number = number
@@ -53,12 +49,13 @@ class HeldKv:
 class HeldCopies:
     """Copies held by one incarnation of an instance, at most one of each request."""
 
-    def __init__(self, timeline: Timeline, spec: CopySpec, record: InstanceRecord, hop_s: float) -> None:
+    def __init__(
+        self, timeline: Timeline, spec: CopySpec, record: InstanceRecord, instance: "DecodeSide", hop_s: float
+    ) -> None:
         layout = record.layout
         assert isinstance(layout, KvLayout)
         self.record = record
-        self.member: BeatingMember | None = None
-        """The instance's membership, once it sends heartbeats."""
+        self._instance = instance
         self._timeline = timeline
         self._spec = spec
         self._layout = layout
@@ -82,7 +79,7 @@ class HeldCopies:
     def _block_bytes(self) -> int:
         return self._layout.layer_count * self._layout.block_bytes
 
-    def open(self, owner: CopyOwnerSide, number: int, token_count: int) -> "HeldKv | KaveriError":
+    def open(self, owner: "OwnedCopies", number: int, token_count: int) -> "HeldKv | KaveriError":
         """Take room for a copy of a request of this many tokens. A former copy of it is dropped first. When the memory
         is full, copies that are far cheaper to compute again are dropped, and the owner has to ask again."""
         if self.is_dead:
@@ -169,9 +166,8 @@ class HeldCopies:
         return not self._held and not self._starved and self._free_blocks == self._spec.replica_blocks
 
     def _touch(self) -> None:
-        """Advance the state before the load is changed."""
-        if self.member is not None:
-            self.member.take_beats(self._timeline.now_s)
+        """Record the last heartbeat before the load is changed."""
+        self._instance.member.take_beats(self._timeline.now_s)
 
     def _tokens(self, held: HeldKv) -> int:
         return held.blocks * self._layout.block_tokens
