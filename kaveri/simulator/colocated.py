@@ -8,7 +8,7 @@ import random
 from typing import TYPE_CHECKING
 
 from kaveri.domain.view import InstanceRecord
-from kaveri.policy.prompt_room import prompt_fits
+from kaveri.policy.prompt_queue import prompt_fits
 from kaveri.simulator.attempt import SimulatedAttempt
 from kaveri.simulator.decode import DecodeSide
 from kaveri.simulator.member import SimulatedLoad

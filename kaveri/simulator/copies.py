@@ -17,6 +17,7 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.replication import CopyRules, choose_holder, copy_bytes
 from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.unconfirmed import UnconfirmedWork
+from kaveri.policy.waits import COPY_LOOK_S, COPY_REQUESTS_MAX, HOLDER_REST_S, NO_HOLDER_S
 from kaveri.simulator.attempt import SimulatedAttempt
 from kaveri.simulator.held_copies import HeldCopies, HeldKv
 from kaveri.simulator.sequence import CountedSequence
@@ -27,12 +28,6 @@ if TYPE_CHECKING:
     from kaveri.simulator.decode import DecodeSide
     from kaveri.simulator.router import SimulatedRouter
 
-_LOOK_EVERY_S = 0.1
-_NONE_FOUND_S = 0.3
-_MOST_ASKED = 32
-"""Most holders that are asked at once."""
-_REST_S = 1.0
-"""Pause before an unreachable holder is asked again."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _DOUBLINGS = 0.1, 5.0, 6
 
 
@@ -86,7 +81,7 @@ class OwnedCopies:
         self._none_before_s = 0.0
         self._asked_count = 0
         self._looks = False
-        self._looked_s = -_LOOK_EVERY_S
+        self._looked_s = -COPY_LOOK_S
         # Round-robin order in which copies send blocks.
         self._line: deque[OwnedRequest] = deque()
         self._sent_until_s = 0.0
@@ -143,7 +138,7 @@ class OwnedCopies:
     def _look_soon(self) -> None:
         if not self._looks and not self.is_dead:
             self._looks = True
-            self._timeline.at(max(self._timeline.now_s, self._looked_s + _LOOK_EVERY_S), self._look)
+            self._timeline.at(max(self._timeline.now_s, self._looked_s + COPY_LOOK_S), self._look)
 
     def _look(self, _: None) -> None:
         self._looks = False
@@ -167,14 +162,14 @@ class OwnedCopies:
         return self._rules.is_worth_a_copy(context_tokens, rest_tokens)
 
     def _choose(self, owned: OwnedRequest, now_s: float) -> None:
-        if self._asked_count >= _MOST_ASKED or now_s < self._none_before_s:
+        if self._asked_count >= COPY_REQUESTS_MAX or now_s < self._none_before_s:
             return
         needed_bytes = copy_bytes(self._layout, self._engine.token_count(owned.sequence))
         found = choose_holder(
             self._mode, self.view, self._record, needed_bytes, self._unconfirmed, self._rng, self._resting_until_s
         )
         if found is None:
-            self._none_before_s = now_s + _NONE_FOUND_S
+            self._none_before_s = now_s + NO_HOLDER_S
             return
         self._unconfirmed.add(owned.attempt.request.number, found, needed_bytes)
         del self._alone[owned]
@@ -212,7 +207,7 @@ class OwnedCopies:
                 self._line.append(owned)
             return
         self._unconfirmed.remove(number, instance_id)
-        rest_s = bounded_retry_s(answer.retry_after_s) if isinstance(answer, NoCapacity) else _REST_S
+        rest_s = bounded_retry_s(answer.retry_after_s) if isinstance(answer, NoCapacity) else HOLDER_REST_S
         self._resting_until_s[instance_id] = self._timeline.now_s + rest_s
         if is_here:
             self._pause(owned)

@@ -11,7 +11,7 @@ from kaveri.domain.view import InstanceRecord
 from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.errors import InvalidArgument, KaveriError, Unavailable
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.policy.decode_batch import DecodeBatch, expected_answer, member_of
+from kaveri.policy.admission import DecodeBatch, expected_answer, member_of
 from kaveri.policy.decode_room import DecodeRoom, FreeRoom
 from kaveri.policy.growth import BatchMember
 from kaveri.simulator.attempt import SimulatedAttempt

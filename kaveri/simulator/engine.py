@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 from operator import attrgetter
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self, cast
 
 from kaveri.engine.stepwise.batch import form_step
 from kaveri.engine.stepwise.phase import SequencePhase
@@ -29,8 +29,8 @@ _ALMOST = 1e-9
 _ADMISSION = attrgetter("admission")
 
 
-class EngineListener(Protocol):
-    """Receives the engine's events, at their times."""
+class EngineListener:
+    """Receives the engine's events, at their times. Ignores those that a subclass does not override."""
 
     def before_step_ends(self) -> None:
         """A step ends: the next calls report it, and may change the engine."""

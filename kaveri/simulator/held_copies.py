@@ -10,6 +10,7 @@ from kaveri.domain.view import InstanceRecord
 from kaveri.errors import KaveriError, NoCapacity, Unavailable
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.replication import HeldCopy, copy_bytes, drop_first
+from kaveri.policy.waits import COPY_MADE_ROOM_RETRY_S, COPY_STARVED_S
 from kaveri.simulator.spec import CopySpec
 from kaveri.simulator.timeline import Timeline
 
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from kaveri.simulator.decode import DecodeSide
 
 _FULL_RETRY_S = 0.5
-_SOON_S = 0.1
-_FULL_S = 3.0
-"""A copy that has waited this long for its next block is shut to its owner, which looks for another holder."""
 _ALMOST_ALL = 1 - 1e-6
 """Share of a time after which it counts as over, for rounding."""
 
@@ -98,7 +96,7 @@ class HeldCopies:
                 self.drop(held)
             if not dropped:
                 return NoCapacity("replica", _FULL_RETRY_S, "the memory for copies is full")
-            return NoCapacity("replica", _SOON_S, "shorter copies were dropped to make room")
+            return NoCapacity("replica", COPY_MADE_ROOM_RETRY_S, "shorter copies were dropped to make room")
         self._free_blocks -= blocks
         held = self._held[number] = HeldKv(self, owner, number, blocks)
         return held
@@ -117,12 +115,12 @@ class HeldCopies:
         elif held.starved_since_s == math.inf:
             held.starved_since_s = self._timeline.now_s
             self._starved[held] = None
-            self._timeline.after(_FULL_S, self._shut_if_starved, held)
+            self._timeline.after(COPY_STARVED_S, self._shut_if_starved, held)
         return taken >= wanted
 
     def _shut_if_starved(self, held: HeldKv) -> None:
         """Shut a copy that has lacked a block for too long: its owner may find another holder."""
-        is_late = self._timeline.now_s - held.starved_since_s >= _FULL_S * _ALMOST_ALL
+        is_late = self._timeline.now_s - held.starved_since_s >= COPY_STARVED_S * _ALMOST_ALL
         if held.is_growing and not held.is_gone and is_late:
             self.shut(held)
             held.owner.copy_lost(held)

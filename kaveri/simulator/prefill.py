@@ -10,10 +10,19 @@ from kaveri.domain.view import ClusterView, InstanceRecord, ViewedInstance
 from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, Unavailable
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.policy.place_search import PlaceSearch, draws_more, place_search
 from kaveri.policy.prompt_queue import PromptQueue
 from kaveri.policy.retry import bounded_retry_s
-from kaveri.policy.room_search import Ask, Hopeless, NoInstance, RoomSearch, Seeker, StopWaiting
+from kaveri.policy.room_search import (
+    Ask,
+    Hopeless,
+    NoInstance,
+    PlaceSearch,
+    RoomSearch,
+    Seeker,
+    StopWaiting,
+    draws_more,
+    place_search,
+)
 from kaveri.policy.waits import (
     NO_DECODE_INSTANCE_S,
     PROMPT_BLOCKS_RETRY_S,
@@ -37,17 +46,9 @@ if TYPE_CHECKING:
 class _PendingReserve:
     """A Reserve call under way."""
 
-    __slots__ = ("attempt", "decode", "is_dropped", "patient_until_s", "prefill", "reserved", "target", "waits")
+    __slots__ = ("attempt", "decode", "is_dropped", "patient_until_s", "reserved", "target", "waits")
 
-    def __init__(
-        self,
-        prefill: "SimulatedPrefill",
-        attempt: SimulatedAttempt,
-        target: ViewedInstance,
-        waits: bool,
-        patient_until_s: float,
-    ) -> None:
-        self.prefill = prefill
+    def __init__(self, attempt: SimulatedAttempt, target: ViewedInstance, waits: bool, patient_until_s: float) -> None:
         self.attempt = attempt
         self.target = target
         self.waits = waits
@@ -57,12 +58,6 @@ class _PendingReserve:
         self.reserved: CountedSequence | None = None
         """The granted room, while the answer is in flight."""
         self.is_dropped = False
-
-    def answer(self, result: CountedSequence | KaveriError) -> None:
-        """Handle the decode instance's decision."""
-        if isinstance(result, CountedSequence):
-            self.reserved = result
-        self.prefill.reserve_answered(self, result)
 
 
 class SeekingRequest:
@@ -167,7 +162,7 @@ class SimulatedPrefill(EngineListener):
             if seeking is not None:
                 for instance_id in list(seeking.questions):
                     self._drop(seeking, instance_id)
-                if seeking.reserved is not None and attempt.decode is not None:
+                if seeking.reserved is not None and isinstance(attempt.decode, SimulatedDecode):
                     attempt.decode.give_back(seeking.reserved)
             error = Unavailable(f"{self.record.instance_id} has died")
             self._timeline.after(hop_s, self._report_lost, (attempt, error))
@@ -318,7 +313,7 @@ class SimulatedPrefill(EngineListener):
         attempt = seeking.attempt
         patience_s = ROOM_PATIENCE_S if ask.shows_room else 0.0
         patient_until_s = now_s + patience_s if ask.waits else float("inf")
-        question = _PendingReserve(self, attempt, ask.target, ask.waits, patient_until_s)
+        question = _PendingReserve(attempt, ask.target, ask.waits, patient_until_s)
         seeking.questions[ask.target.record.instance_id] = question
         if self._hop_s:
             self._timeline.after(self._hop_s, self._reserve_arrives, question)
@@ -329,10 +324,12 @@ class SimulatedPrefill(EngineListener):
         if question.is_dropped:
             return
         decode = question.decode = self.peers[question.target.record.instance_id]
-        decode.reserve(question.attempt, question.waits, question.answer)
+        decode.reserve(question.attempt, question.waits, lambda result: self._decided(question, result))
 
-    def reserve_answered(self, question: _PendingReserve, result: CountedSequence | KaveriError) -> None:
-        """Handle the answer of a decode instance."""
+    def _decided(self, question: _PendingReserve, result: CountedSequence | KaveriError) -> None:
+        """Send the decode instance's answer."""
+        if isinstance(result, CountedSequence):
+            question.reserved = result
         if self._hop_s:
             self._timeline.after(self._hop_s, self._answered, (question, result))
         else:
@@ -450,7 +447,7 @@ class SimulatedPrefill(EngineListener):
         if attempt.is_over or seeking is None or seeking.reserved is not reserved:
             return
         assert sequence is not None
-        assert decode is not None
+        assert isinstance(decode, SimulatedDecode)
         if decode.is_dead:
             return  # push_failed() is on its way
         now_s = self._timeline.now_s

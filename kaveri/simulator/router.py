@@ -12,7 +12,7 @@ from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.view import BOTH_PHASES, ClusterView, InstanceRecord, Phase
 from kaveri.errors import InvalidArgument, KaveriError, LayoutMismatch, NoCapacity, Unavailable
 from kaveri.policy.placement import choose_prefill, missing_phases
-from kaveri.policy.recovery import is_worth_a_resume
+from kaveri.policy.replication import is_worth_a_resume
 from kaveri.policy.retry import RetryLimits, Setback, after_setback
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.policy.waits import PREFILL_LOOK_S

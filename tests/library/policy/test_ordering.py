@@ -108,17 +108,6 @@ def test_the_bound_on_overtaking_is_reached() -> None:
     assert [prompt.token_count for prompt in machine.computed] == [1, 2, 3, 9, 1]
 
 
-def test_a_prompt_that_comes_while_a_batch_is_computed_waits_for_the_next_batch() -> None:
-    machine = PromptScheduleMachine(OrderingPolicy.SJF, 4)
-    for token_count in (5, 6):
-        machine.arrive(token_count)
-    machine.compute()
-    machine.arrive(1)
-    machine.compute()
-    machine.compute()
-    assert [prompt.token_count for prompt in machine.computed] == [5, 6, 1]
-
-
 def test_prompts_that_come_one_by_one_behind_a_batch_are_ordered_together() -> None:
     machine = PromptScheduleMachine(OrderingPolicy.SJF, 4)
     for token_count in (5, 6, 7):
