@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from kaveri.domain.length import TokenRange
-from kaveri.domain.view import ClusterView, Phase, ViewedInstance, phases_now, takes_pushes
+from kaveri.domain.view import ClusterView, Phase, ViewedInstance, once_per_view, phases_now, takes_pushes
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.demand import Demand
 from kaveri.policy.plugins import DecodePlacement, Guarded, PrefillPlacement, chosen_by
@@ -201,9 +201,10 @@ def choose_prefill(
             return found or candidates.better_of_two(load, rng)
 
 
+@once_per_view
 def missing_phases(view: ClusterView, model: str) -> tuple[Phase, ...]:
     """The phases that `model` lacks to serve any request now."""
-    return view.derive(("missing phases", model), _missing_phases, view, model)
+    return tuple(phase for phase in Phase if not view.ready(phase, model))
 
 
 def choose_decode(
@@ -294,6 +295,7 @@ def choose_line(
     return max(candidates, key=attraction, default=None)
 
 
+@once_per_view
 def largest_prompt(view: ClusterView, model: str, layout: KvLayout | None = None) -> int | None:
     """Longest prompt in tokens that some instance's whole pool can decode a token after. None if unknown or there is
     none.
@@ -301,12 +303,31 @@ def largest_prompt(view: ClusterView, model: str, layout: KvLayout | None = None
     Instances that drain or serve the other phase now count as well: they may come back. layout: if given, only
     instances that can receive KV of that layout.
     """
-    return view.derive(("largest_prompt", model, layout), _largest_prompt, view, model, layout)
+    largest: int | None = None
+    for instance in view.instances.values():
+        record, total_blocks = instance.record, instance.load.total_blocks
+        if Phase.DECODE not in phases_now(instance) or record.model != model:
+            continue
+        if layout is not None and not (takes_pushes(instance) and layout.is_mappable(record.layout)):
+            continue
+        if record.layout is None or not total_blocks:
+            return None
+        most_tokens = total_blocks * record.layout.block_tokens
+        if record.max_model_len:
+            most_tokens = min(most_tokens, record.max_model_len)
+        largest = max(largest or 0, most_tokens - 1)
+    return largest
 
 
+@once_per_view
 def max_model_len(view: ClusterView, model: str) -> int:
     """Max tokens of prompt plus answer accepted by every instance with an engine; 0 if there is none."""
-    return view.derive(("max_model_len", model), _max_model_len, view, model)
+    lengths = (
+        instance.record.max_model_len
+        for instance in view.instances.values()
+        if instance.record.phases and instance.record.model == model
+    )
+    return min(lengths, default=0)
 
 
 def blocks_there(instance: ViewedInstance, token_count: int) -> int:
@@ -315,11 +336,8 @@ def blocks_there(instance: ViewedInstance, token_count: int) -> int:
     return token_count if layout is None else -(-token_count // layout.block_tokens)
 
 
+@once_per_view
 def _prompt_takers(view: ClusterView, model: str) -> tuple[ViewedInstance, ...]:
-    return view.derive(("prompt takers", model), _find_prompt_takers, view, model)
-
-
-def _find_prompt_takers(view: ClusterView, model: str) -> tuple[ViewedInstance, ...]:
     """The ready instances that prefill; while no instance accepts pushes, only those that decode as well."""
     ready = view.ready(Phase.PREFILL, model)
     if any(takes_pushes(instance) for instance in view.ready(Phase.DECODE, model)):
@@ -343,33 +361,3 @@ def _find_takers(
         for instance in view.ready(Phase.DECODE, model)
         if takes_pushes(instance) and (layout is None or layout.is_mappable(instance.record.layout))
     )
-
-
-def _largest_prompt(view: ClusterView, model: str, layout: KvLayout | None) -> int | None:
-    largest: int | None = None
-    for instance in view.instances.values():
-        record, total_blocks = instance.record, instance.load.total_blocks
-        if Phase.DECODE not in phases_now(instance) or record.model != model:
-            continue
-        if layout is not None and not (takes_pushes(instance) and layout.is_mappable(record.layout)):
-            continue
-        if record.layout is None or not total_blocks:
-            return None
-        most_tokens = total_blocks * record.layout.block_tokens
-        if record.max_model_len:
-            most_tokens = min(most_tokens, record.max_model_len)
-        largest = max(largest or 0, most_tokens - 1)
-    return largest
-
-
-def _missing_phases(view: ClusterView, model: str) -> tuple[Phase, ...]:
-    return tuple(phase for phase in Phase if not view.ready(phase, model))
-
-
-def _max_model_len(view: ClusterView, model: str) -> int:
-    lengths = (
-        instance.record.max_model_len
-        for instance in view.instances.values()
-        if instance.record.phases and instance.record.model == model
-    )
-    return min(lengths, default=0)

@@ -350,7 +350,8 @@ class InstanceCopies:
         held = self.held.find(attempt.request.number)
         if held is not None:
             self.held.drop(held)
-        self._router.resumed(attempt, held_tokens)
+        assert attempt.request.losses is not None
+        attempt.request.losses.resumed(attempt.token_count, held_tokens)
         self.owned.follow(attempt, sequence)
 
     def _refuse(self, attempt: SimulatedAttempt) -> None:

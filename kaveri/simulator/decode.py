@@ -51,7 +51,7 @@ class DecodeSide(EngineListener):
         self.room = DecodeRoom(pool.total_blocks, pool.block_tokens, self._batch)
         self._keeps_blocks = self._batch.keeps_blocks
         self._gaps = router.table.gaps
-        self.engine = CountedEngine.of_pool(timeline, pool, layout, spec.overheads, self)
+        self.engine = CountedEngine(timeline, pool, layout, spec.overheads, self)
         self._serial = 0
         self._decoding: dict[int, CountedSequence] = {}
         """Sequences by number: reserved, waiting for the batch, or in it."""
@@ -115,7 +115,8 @@ class DecodeSide(EngineListener):
         attempt: SimulatedAttempt = sequence.owner
         self._gaps(time_s - attempt.first_token_s, 1)
         if attempt.resumed_from is not None:
-            self._router.resumed_drew(attempt, time_s)
+            assert attempt.request.losses is not None
+            attempt.request.losses.drew(time_s)
 
     def ended(self, sequence: CountedSequence) -> None:
         attempt: SimulatedAttempt = sequence.owner

@@ -12,13 +12,12 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 from operator import attrgetter
-from typing import Any, Self, cast
+from typing import Any, cast
 
 from kaveri.engine.stepwise.batch import form_step
 from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.engine.stepwise.residency import Residency
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.latency.model import LatencyModel
 from kaveri.simulator.sequence import CountedBlocks, CountedSequence
 from kaveri.simulator.spec import Overheads, PoolSpec
 from kaveri.simulator.timeline import Timeline
@@ -68,35 +67,24 @@ class CountedEngine:
     """Both sides of a stepwise engine (kaveri.engine.stepwise.lifecycle)."""
 
     def __init__(
-        self,
-        timeline: Timeline,
-        latency: LatencyModel,
-        layout: KvLayout,
-        total_blocks: int,
-        chunk_tokens: int,
-        max_batch: int,
-        listener: EngineListener,
-        *,
-        prefill_overhead_s: float = 0.0,
-        decode_overhead_s: float = 0.0,
+        self, timeline: Timeline, pool: PoolSpec, layout: KvLayout, overheads: Overheads, listener: EngineListener
     ) -> None:
-        """prefill_overhead_s, decode_overhead_s: seconds of a step beyond the model, with chunks and without."""
         self._timeline = timeline
-        self._latency = latency
+        self._latency = pool.latency
         self._block_tokens = layout.block_tokens
-        self._chunk_tokens = chunk_tokens
-        self._max_batch = max_batch
+        self._chunk_tokens = pool.chunk_tokens
+        self._max_batch = pool.max_batch
         self._listener = listener
-        self._prefill_overhead_s = prefill_overhead_s
-        self._decode_overhead_s = decode_overhead_s
-        self.blocks = CountedBlocks(total_blocks)
-        self.residency = Residency(cast(Any, self.blocks), layout, max_batch)
+        self._prefill_overhead_s = overheads.prefill_step_s
+        self._decode_overhead_s = overheads.decode_step_s
+        self.blocks = CountedBlocks(pool.total_blocks)
+        self.residency = Residency(cast(Any, self.blocks), layout, pool.max_batch)
         # As Any on the path of each step: the sequences are counted ones, and a cast() would cost a call.
         self._decoding: Any = self.residency
         self._running = cast(list[CountedSequence], self.residency.running)
         self._waiting = cast(list[CountedSequence], self.residency.waiting)
         self._landed: Any = self.residency.landed
-        self._fits = [latency.decode_fit(count) for count in range(max_batch + 1)]
+        self._fits = [pool.latency.decode_fit(count) for count in range(pool.max_batch + 1)]
         """Latency fits by number of running requests."""
         self.prefilling: deque[CountedSequence] = deque()
         self._by_steps = False
@@ -120,23 +108,6 @@ class CountedEngine:
         self._dead = False
         self.last_step_began_s = 0.0
         """Begin of the step that ends now; within a run, of any of its steps."""
-
-    @classmethod
-    def of_pool(
-        cls, timeline: Timeline, pool: PoolSpec, layout: KvLayout, overheads: Overheads, listener: EngineListener
-    ) -> Self:
-        """Return the engine of an instance."""
-        return cls(
-            timeline,
-            pool.latency,
-            layout,
-            pool.total_blocks,
-            pool.chunk_tokens,
-            pool.max_batch,
-            listener,
-            prefill_overhead_s=overheads.prefill_step_s,
-            decode_overhead_s=overheads.decode_step_s,
-        )
 
     # Blocks.
 

@@ -112,7 +112,7 @@ class SimulatedPrefill(EngineListener):
             settings.prefill_policy, pool.chunk_tokens, settings.max_queue, settings.prefill_sched_batch
         )
         self._search: RoomSearch[str] = RoomSearch(record.model, layout, settings.decode_placement, rng)
-        self.engine = engine or CountedEngine.of_pool(timeline, pool, layout, spec.overheads, self)
+        self.engine = engine or CountedEngine(timeline, pool, layout, spec.overheads, self)
         self._live: set[SimulatedAttempt] = set()
         self._waiting_count = 0
         self._retries = False

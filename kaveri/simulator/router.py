@@ -206,11 +206,6 @@ class SimulatedRouter:
         name = "its instance" if is_both else "the decode instance"
         self._set_back(attempt, Setback.LOST, at_fault, Unavailable(f"{name} has died"))
 
-    def resumed(self, attempt: SimulatedAttempt, held_tokens: int) -> None:
-        """Record that it resumes at its copy, with the KV of `held_tokens` tokens."""
-        assert attempt.request.losses is not None
-        attempt.request.losses.resumed(attempt.token_count, held_tokens)
-
     def not_resumed(self, attempt: SimulatedAttempt) -> None:
         """Handle the refusal of its copy's holder to resume it."""
         attempt.is_over = True
@@ -222,11 +217,6 @@ class SimulatedRouter:
         """Handle the death of its copy's holder before it was resumed."""
         attempt.is_over = True
         self._set_back(attempt, Setback.LOST, None, Unavailable("the holder of its copy has died"))
-
-    def resumed_drew(self, attempt: SimulatedAttempt, drawn_s: float) -> None:
-        """Record that a resumed request has drawn a token."""
-        assert attempt.request.losses is not None
-        attempt.request.losses.drew(drawn_s)
 
     def lost(self, attempt: SimulatedAttempt, error: KaveriError) -> None:
         """Handle the end of an attempt without an answer."""

@@ -10,6 +10,7 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.latency.model import load_latency_model
 from kaveri.simulator.engine import CountedEngine, EngineListener
 from kaveri.simulator.sequence import CountedSequence
+from kaveri.simulator.spec import Overheads, PoolSpec
 from kaveri.simulator.timeline import Timeline
 from tests.library.simulator.reference_engine import ReferenceEngine, ReferenceNews
 
@@ -58,7 +59,14 @@ class _Both:
         chunk_tokens, max_batch = rng.choice((7, 64, 512)), rng.choice((1, 3, 64))
         self.timeline = Timeline()
         self.listener = _Events(self.timeline)
-        self.engine = CountedEngine(self.timeline, latency, layout, total, chunk_tokens, max_batch, self.listener)
+        pool = PoolSpec(
+            latency=latency,
+            total_blocks=total,
+            block_tokens=block_tokens,
+            chunk_tokens=chunk_tokens,
+            max_batch=max_batch,
+        )
+        self.engine = CountedEngine(self.timeline, pool, layout, Overheads(), self.listener)
         self.reference = ReferenceEngine(latency, layout, total, chunk_tokens, max_batch)
         self.sequences: dict[int, CountedSequence] = {}
         self.landed: list[int] = []
