@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from kaveri.kv.layout.layout import KvLayout
@@ -177,11 +177,10 @@ def once_per_view(
 ) -> Callable[Concatenate["ClusterView", ParamsT], ValueT]:
     """Decorate a function of a view that is computed once per view and arguments; see ClusterView.derive()."""
 
-    @wraps(compute)
     def derived(view: "ClusterView", *args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ValueT:
         return view.derive((compute, args, *kwargs.items()), compute, view, *args, **kwargs)
 
-    return derived
+    return update_wrapper(derived, compute)
 
 
 @dataclass(frozen=True, slots=True)
