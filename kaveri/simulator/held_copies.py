@@ -11,6 +11,7 @@ from kaveri.errors import KaveriError, NoCapacity, Unavailable
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.replication import HeldCopy, copy_bytes, drop_first
 from kaveri.policy.waits import COPY_MADE_ROOM_RETRY_S, COPY_STARVED_S
+from kaveri.simulator.member import ALMOST_ALL
 from kaveri.simulator.spec import CopySpec
 from kaveri.simulator.timeline import Timeline
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from kaveri.simulator.decode import DecodeSide
 
 _FULL_RETRY_S = 0.5
-_ALMOST_ALL = 1 - 1e-6
-"""Share of a time after which it counts as over, for rounding."""
 
 
 class HeldKv:
@@ -120,7 +119,7 @@ class HeldCopies:
 
     def _shut_if_starved(self, held: HeldKv) -> None:
         """Shut a copy that has lacked a block for too long: its owner may find another holder."""
-        is_late = self._timeline.now_s - held.starved_since_s >= COPY_STARVED_S * _ALMOST_ALL
+        is_late = self._timeline.now_s - held.starved_since_s >= COPY_STARVED_S * ALMOST_ALL
         if held.is_growing and not held.is_gone and is_late:
             self.shut(held)
             held.owner.copy_lost(held)

@@ -10,7 +10,7 @@ from typing import Any
 from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Phase
 from kaveri.simulator.timeline import Timeline
 
-_ALMOST_ALL = 1 - 1e-6
+ALMOST_ALL = 1 - 1e-6
 """Share of an interval after which it counts as over, for rounding."""
 
 
@@ -170,7 +170,7 @@ class Broadcasts:
             if missed > 0:
                 self._last_s += missed * self._interval_s
                 self.count += missed
-            self.none_before_s = self._last_s + _ALMOST_ALL * self._interval_s
+            self.none_before_s = self._last_s + ALMOST_ALL * self._interval_s
         return self._last_s, self.count
 
     def next_s(self) -> float:
@@ -182,7 +182,7 @@ class Broadcasts:
         self.last()
         if self.timeline.now_s > self._last_s:
             self._last_s = self.timeline.now_s
-            self.none_before_s = self._last_s + _ALMOST_ALL * self._interval_s
+            self.none_before_s = self._last_s + ALMOST_ALL * self._interval_s
             self.count += 1
 
 
