@@ -178,7 +178,12 @@ def once_per_view(
     """Decorate a function of a view that is computed once per view and arguments; see ClusterView.derive()."""
 
     def derived(view: "ClusterView", *args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ValueT:
-        return view.derive((compute, args, *kwargs.items()), compute, view, *args, **kwargs)
+        key = (compute, args, *kwargs.items()) if kwargs else (compute, args)
+        try:
+            return cast(ValueT, view._derived[key])
+        except KeyError:
+            value = view._derived[key] = compute(view, *args, **kwargs)
+            return value
 
     return update_wrapper(derived, compute)
 
@@ -221,15 +226,15 @@ class ClusterView:
             if is_broadcast(instance)
         )
 
-    def derive(self, key: Hashable, compute: Callable[..., ValueT], *args: object, **kwargs: object) -> ValueT:
-        """Return `compute(*args, **kwargs)`, called once per view and key.
+    def derive(self, key: Hashable, compute: Callable[..., ValueT], *args: object) -> ValueT:
+        """Return `compute(*args)`, called once per view and key.
 
         It may depend only on what is constant within a view.
         """
         try:
             return cast(ValueT, self._derived[key])
         except KeyError:
-            value = self._derived[key] = compute(*args, **kwargs)
+            value = self._derived[key] = compute(*args)
             return value
 
     def _ready(self, model: str | None, takes: Callable[[ViewedInstance], bool]) -> tuple[ViewedInstance, ...]:

@@ -51,44 +51,27 @@ class LossAccount:
             self.since_s = math.nan
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedRequest:
     """A request as its client and its router see it. Times are seconds of the timeline."""
 
-    __slots__ = (
-        "attempt_count",
-        "due_s",
-        "first_s",
-        "generated",
-        "last_token_s",
-        "length",
-        "losses",
-        "number",
-        "output_tokens",
-        "prompt_tokens",
-        "retry",
-        "router_s",
-    )
-
-    def __init__(
-        self, number: int, due_s: float, prompt_tokens: int, output_tokens: int, length: TokenRange | None
-    ) -> None:
-        """length: the answer's length as known to the cluster."""
-        self.number = number
-        self.due_s = due_s
-        self.prompt_tokens = prompt_tokens
-        self.output_tokens = output_tokens
-        self.length = length
-        self.generated = 0
-        """Tokens of the answer that the router has."""
-        self.first_s = math.nan
-        """Time at which prefill drew the first token."""
-        self.last_token_s = math.nan
-        """Time of its last token, as far as the router had it when an instance was lost."""
-        self.router_s = 0.0
-        self.attempt_count = 0
-        self.retry = _NO_SETBACK
-        self.losses: LossAccount | None = None
-        """Cost of losses; None: no instance was lost."""
+    number: int
+    due_s: float
+    prompt_tokens: int
+    output_tokens: int
+    length: TokenRange | None = None
+    """The answer's length as known to the cluster."""
+    generated: int = 0
+    """Tokens of the answer that the router has."""
+    first_s: float = math.nan
+    """Time at which prefill drew the first token."""
+    last_token_s: float = math.nan
+    """Time of its last token, as far as the router had it when an instance was lost."""
+    router_s: float = 0.0
+    attempt_count: int = 0
+    retry: RetryState = _NO_SETBACK
+    losses: LossAccount | None = None
+    """Cost of losses; None: no instance was lost."""
 
 
 class SimulatedAttempt:

@@ -7,6 +7,7 @@ blocks are computed at the services' polls, every 0.1 s, and when the instance d
 import math
 import random
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kaveri.domain.replica import ReplicaLocation
@@ -31,24 +32,22 @@ if TYPE_CHECKING:
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _DOUBLINGS = 0.1, 5.0, 6
 
 
+@dataclass(slots=True, eq=False)
 class OwnedRequest:
     """A request that decodes here. Hashed by identity."""
 
-    __slots__ = ("attempt", "failures", "former", "held", "none_before_s", "sequence", "unsent_from")
-
-    def __init__(self, attempt: SimulatedAttempt, sequence: CountedSequence) -> None:
-        self.attempt = attempt
-        self.sequence = sequence
-        self.held: HeldKv | None = None
-        """Its growing copy."""
-        self.former: HeldKv | None = None
-        """A copy that grows no more."""
-        self.unsent_from = 0
-        """Number of computed tokens at which the next block can be sent."""
-        self.failures = 0
-        """Consecutive failures; they double the pauses."""
-        self.none_before_s = 0.0
-        """Earliest time of the next holder search."""
+    attempt: SimulatedAttempt
+    sequence: CountedSequence
+    held: HeldKv | None = None
+    """Its growing copy."""
+    former: HeldKv | None = None
+    """A copy that grows no more."""
+    unsent_from: int = 0
+    """Number of computed tokens at which the next block can be sent."""
+    failures: int = 0
+    """Consecutive failures; they double the pauses."""
+    none_before_s: float = 0.0
+    """Earliest time of the next holder search."""
 
 
 class OwnedCopies:

@@ -106,6 +106,8 @@ class CountedEngine:
         self._chunks: list[tuple[CountedSequence, int]] = []
         self._planned: list[tuple[CountedSequence, int]] = []
         self._dead = False
+        self._lands_parts = False
+        """True once a request has landed without all of its KV."""
         self.last_step_began_s = 0.0
         """Begin of the step that ends now; within a run, of any of its steps."""
 
@@ -163,6 +165,7 @@ class CountedEngine:
         """Land a request whose blocks are open with the KV of its first `held_tokens`. All its tokens are known. The
         batch computes the others, step by step."""
         assert 0 < held_tokens < sequence.tokens
+        self._lands_parts = True
         sequence.computed = held_tokens
         self._decoding.land(sequence)
         self._blocks_may_be_taken()
@@ -296,7 +299,7 @@ class CountedEngine:
             self._begin_step()
             return
         if waiting:
-            if self.residency.short_of_blocks or any(sequence.pending > 1 for sequence in waiting):
+            if self.residency.short_of_blocks or (self._lands_parts and any(one.pending > 1 for one in waiting)):
                 self._begin_step()
                 return
             while waiting and len(self._running) < self._max_batch:

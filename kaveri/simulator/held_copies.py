@@ -4,6 +4,7 @@ It mirrors services/decode/holder.py and kaveri/kv/replicas, with blocks that ar
 """
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kaveri.domain.view import InstanceRecord
@@ -22,25 +23,23 @@ if TYPE_CHECKING:
 _FULL_RETRY_S = 0.5
 
 
+@dataclass(slots=True, eq=False)
 class HeldKv:
     """One copy of another instance's request. Hashed by identity."""
 
-    __slots__ = ("blocks", "holder", "is_gone", "is_growing", "number", "owner", "sent_blocks", "starved_since_s")
-
-    def __init__(self, holder: "HeldCopies", owner: "OwnedCopies", number: int, blocks: int) -> None:
-        self.holder = holder
-        self.owner = owner
-        self.number = number
-        """Number of the request."""
-        self.blocks = blocks
-        """Blocks that it has room for."""
-        self.sent_blocks = 0
-        """The watermark."""
-        self.is_growing = True
-        """True while its owner may add to it. Otherwise it waits for a router, for the grace time."""
-        self.is_gone = False
-        self.starved_since_s = math.inf
-        """Time since which there is no block for its owner's tokens."""
+    holder: "HeldCopies"
+    owner: "OwnedCopies"
+    number: int
+    """Number of the request."""
+    blocks: int
+    """Blocks that it has room for."""
+    sent_blocks: int = 0
+    """The watermark."""
+    is_growing: bool = True
+    """True while its owner may add to it. Otherwise it waits for a router, for the grace time."""
+    is_gone: bool = False
+    starved_since_s: float = math.inf
+    """Time since which there is no block for its owner's tokens."""
 
 
 class HeldCopies:

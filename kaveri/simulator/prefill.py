@@ -4,6 +4,7 @@ It mirrors services/prefill: role.py, engine_feed.py, room_finder.py and decode_
 """
 
 import random
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kaveri.domain.view import ClusterView, InstanceRecord, ViewedInstance
@@ -43,36 +44,32 @@ if TYPE_CHECKING:
     from kaveri.simulator.router import SimulatedRouter
 
 
+@dataclass(slots=True, eq=False)
 class _PendingReserve:
     """A Reserve call under way."""
 
-    __slots__ = ("attempt", "decode", "is_dropped", "patient_until_s", "reserved", "target", "waits")
-
-    def __init__(self, attempt: SimulatedAttempt, target: ViewedInstance, waits: bool, patient_until_s: float) -> None:
-        self.attempt = attempt
-        self.target = target
-        self.waits = waits
-        self.patient_until_s = patient_until_s
-        self.decode: SimulatedDecode | None = None
-        """The incarnation of it that was asked."""
-        self.reserved: CountedSequence | None = None
-        """The granted room, while the answer is in flight."""
-        self.is_dropped = False
+    attempt: SimulatedAttempt
+    target: ViewedInstance
+    waits: bool
+    patient_until_s: float
+    decode: SimulatedDecode | None = None
+    """The incarnation of it that was asked."""
+    reserved: CountedSequence | None = None
+    """The granted room, while the answer is in flight."""
+    is_dropped: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class SeekingRequest:
     """A request that searches for room."""
 
-    __slots__ = ("attempt", "none_since_s", "questions", "reserved", "unfit", "version")
-
-    def __init__(self, attempt: SimulatedAttempt) -> None:
-        self.attempt = attempt
-        self.questions: dict[str, _PendingReserve] = {}
-        self.unfit: dict[str, KaveriError] = {}
-        self.none_since_s = -1.0
-        self.version = 0
-        self.reserved: CountedSequence | None = None
-        """Its room."""
+    attempt: SimulatedAttempt
+    questions: dict[str, _PendingReserve] = field(default_factory=dict)
+    unfit: dict[str, KaveriError] = field(default_factory=dict)
+    none_since_s: float = -1.0
+    version: int = 0
+    reserved: CountedSequence | None = None
+    """Its room."""
 
     def seeker(self) -> Seeker[str]:
         """Input of the policy."""

@@ -201,7 +201,7 @@ class Simulation:
 
     def _request(self, number: int, planned: PlannedRequest, due_s: float) -> SimulatedRequest:
         lengths = planned.lengths
-        return SimulatedRequest(number, due_s, lengths.prompt_tokens, lengths.output_tokens, None)
+        return SimulatedRequest(number, due_s, lengths.prompt_tokens, lengths.output_tokens)
 
     def check_conservation(self) -> None:
         """Assert that every request ended once, and that nothing is left."""
