@@ -185,7 +185,8 @@ def once_per_view(
             value = view._derived[key] = compute(view, *args, **kwargs)
             return value
 
-    return update_wrapper(derived, compute)
+    update_wrapper(derived, compute)
+    return derived
 
 
 @dataclass(frozen=True, slots=True)
