@@ -16,7 +16,8 @@ from benchmarks.support.harness import Options, Report, run
 from kaveri.planner.expected_load import ExpectedLoad
 from kaveri.planner.model_shape import read_model_shape
 from kaveri.planner.placement_search import PhaseOption
-from kaveri.planner.plan import PlanQuestion, best_per_gpu, plan, search
+from kaveri.planner.plan import best_per_gpu, plan, search
+from kaveri.planner.plan_question import PlanQuestion
 from kaveri.workload.requests import RequestLengths
 
 ONE_MACHINE = A100.gpus_per_node + 1

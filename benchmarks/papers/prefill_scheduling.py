@@ -23,7 +23,8 @@ from benchmarks.support.bursts import LATENCY_MODEL, PAPER, SHAREGPT_PROMPT_TOKE
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient
 from kaveri.loadgen.driver import LoadRun
-from kaveri.policy.ordering import OrderingPolicy, PromptSchedule, order_prompts
+from kaveri.policy.ordering import OrderingPolicy, order_prompts
+from kaveri.policy.prompt_queue import PromptQueue
 from kaveri.workload.requests import PlannedRequest, RequestLengths
 
 BATCH = len(SHAREGPT_PROMPT_TOKENS)
@@ -143,7 +144,7 @@ async def bursts(
 
 
 def sorting_us(count: int, repeats: int) -> tuple[list[float], list[float]]:
-    """Microseconds to order `count` prompts, and to take them through a schedule that orders them, per repeat."""
+    """Microseconds to order `count` prompts, and to take them through a queue that orders them, per repeat."""
     rng = random.Random(count)
     waiting = [_ScheduledPrompt(number, rng.choice(SHAREGPT_PROMPT_TOKENS)) for number in range(count)]
     sort_us, schedule_us = [], []
@@ -151,11 +152,13 @@ def sorting_us(count: int, repeats: int) -> tuple[list[float], list[float]]:
         began_s = time.perf_counter()
         order_prompts(OrderingPolicy.SJF, waiting)
         sort_us.append(1e6 * (time.perf_counter() - began_s))
-        schedule: PromptSchedule[_ScheduledPrompt] = PromptSchedule(OrderingPolicy.SJF, count)
+        queue: PromptQueue[_ScheduledPrompt] = PromptQueue(OrderingPolicy.SJF, CHUNK_TOKENS, count, count)
+        for prompt in waiting:
+            queue.hold(prompt)
         began_s = time.perf_counter()
         for prompt in waiting:
-            schedule.add(prompt)
-        schedule.head()
+            queue.release(prompt)
+        queue.next()
         schedule_us.append(1e6 * (time.perf_counter() - began_s))
     return sort_us, schedule_us
 

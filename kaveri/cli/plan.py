@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from kaveri.planner.expected_load import ExpectedLoad
     from kaveri.planner.model_shape import ModelShape
     from kaveri.planner.observed_workload import ObservedWorkload
-    from kaveri.planner.plan import ClusterPlan, PlanQuestion
+    from kaveri.planner.plan import ClusterPlan
+    from kaveri.planner.plan_question import PlanQuestion
     from kaveri.planner.replan import Replan
     from kaveri.planner.running_cluster import RunningCluster
 
@@ -140,8 +141,8 @@ def plan(
     from kaveri.planner.hardware import read_hardware
     from kaveri.planner.model_shape import read_model_shape
     from kaveri.planner.parallelism import parse_parallelism
-    from kaveri.planner.plan import PlanQuestion
     from kaveri.planner.plan import plan as find_plan
+    from kaveri.planner.plan_question import PlanQuestion
     from kaveri.planner.profiles import model_of
     from kaveri.simulator.spec import Overheads
     from kaveri.simulator.spec_file import read_overheads

@@ -3,13 +3,15 @@
 import enum
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, cast
+from functools import update_wrapper
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.timeouts import LEASE_S
 
 ValueT = TypeVar("ValueT")
+ParamsT = ParamSpec("ParamsT")
 
 
 WIRE = 1
@@ -178,6 +180,23 @@ def status_now(instance: ViewedInstance) -> InstanceStatus:
     return InstanceStatus(instance.record, instance.load, instance.heartbeat_age_s)
 
 
+def once_per_view(
+    compute: Callable[Concatenate["ClusterView", ParamsT], ValueT],
+) -> Callable[Concatenate["ClusterView", ParamsT], ValueT]:
+    """Decorate a function of a view that is computed once per view and arguments; see ClusterView.derive()."""
+
+    def derived(view: "ClusterView", *args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ValueT:
+        key = (compute, args, *kwargs.items()) if kwargs else (compute, args)
+        try:
+            return cast(ValueT, view._derived[key])
+        except KeyError:
+            value = view._derived[key] = compute(view, *args, **kwargs)
+            return value
+
+    update_wrapper(derived, compute)
+    return derived
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterView:
     """All instances with a valid lease that speak this process's contracts.
@@ -194,21 +213,29 @@ class ClusterView:
     """Instances of another wire number: shown to operators, and ignored."""
     _derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    @once_per_view
     def ready(self, phase: Phase, model: str | None = None) -> tuple[ViewedInstance, ...]:
         """The instances that take requests of `phase` now (for `model`, if given), ordered by id."""
-        return self.derive(("ready", phase, model), self._ready, phase, model)
+        return self._ready(model, lambda instance: _takes(instance, phase))
 
+    @once_per_view
     def ready_predictors(self, model: str) -> tuple[ViewedInstance, ...]:
         """The predictors of `model` that take work, ordered by id."""
-        return self.derive(("predictors", model), self._ready, None, model)
+        return self._ready(model, lambda instance: instance.record.role is Role.PREDICTOR)
 
+    @once_per_view
     def addresses(self) -> frozenset[str]:
         """Addresses of all instances."""
-        return self.derive("addresses", self._addresses)
+        return frozenset(instance.record.address for instance in self.instances.values())
 
+    @once_per_view
     def broadcast_lives(self) -> frozenset[tuple[str, int, InstanceState]]:
         """Id, incarnation and state of every broadcast instance."""
-        return self.derive("broadcast lives", self._broadcast_lives)
+        return frozenset(
+            (instance_id, instance.record.incarnation, instance.load.state)
+            for instance_id, instance in self.instances.items()
+            if is_broadcast(instance)
+        )
 
     def derive(self, key: Hashable, compute: Callable[..., ValueT], *args: object) -> ValueT:
         """Return `compute(*args)`, called once per view and key.
@@ -221,25 +248,12 @@ class ClusterView:
             value = self._derived[key] = compute(*args)
             return value
 
-    def _ready(self, phase: Phase | None, model: str | None) -> tuple[ViewedInstance, ...]:
-        """phase: None for predictors."""
+    def _ready(self, model: str | None, takes: Callable[[ViewedInstance], bool]) -> tuple[ViewedInstance, ...]:
         instances = (self.instances[instance_id] for instance_id in sorted(self.instances))
         return tuple(
             instance
             for instance in instances
-            if (instance.record.role is Role.PREDICTOR if phase is None else _takes(instance, phase))
-            and instance.load.state is InstanceState.READY
-            and model in (None, instance.record.model)
-        )
-
-    def _addresses(self) -> frozenset[str]:
-        return frozenset(instance.record.address for instance in self.instances.values())
-
-    def _broadcast_lives(self) -> frozenset[tuple[str, int, InstanceState]]:
-        return frozenset(
-            (instance_id, instance.record.incarnation, instance.load.state)
-            for instance_id, instance in self.instances.items()
-            if is_broadcast(instance)
+            if takes(instance) and instance.load.state is InstanceState.READY and model in (None, instance.record.model)
         )
 
 

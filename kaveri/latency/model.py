@@ -81,21 +81,28 @@ class LatencyModel:
         """The model of hardware on which every step takes `scale` times as long."""
         if scale == 1:
             return self
+        name = f"{self.name}, {scale:g} times slower"
+        return self.scaled(name, self.source, weights=scale, attention=scale, prefill_step=scale)
+
+    def scaled(
+        self, name: str, source: str, *, weights: float, attention: float, prefill_step: float = 1.0
+    ) -> "LatencyModel":
+        """Scale the terms of matrices, those of attention, and the constant of a step with chunks."""
         prefill = PrefillLatency(
-            step_s=self.prefill.step_s * scale,
-            token_s=self.prefill.token_s * scale,
-            token_squared_s=self.prefill.token_squared_s * scale,
+            step_s=self.prefill.step_s * prefill_step,
+            token_s=self.prefill.token_s * weights,
+            token_squared_s=self.prefill.token_squared_s * attention,
         )
         decode = tuple(
             replace(
                 fit,
-                step_s=fit.step_s * scale,
-                context_token_s=fit.context_token_s * scale,
-                request_s=fit.request_s * scale,
+                step_s=fit.step_s * weights,
+                context_token_s=fit.context_token_s * attention,
+                request_s=fit.request_s * weights,
             )
             for fit in self.decode
         )
-        return replace(self, name=f"{self.name}, {scale:g} times slower", prefill=prefill, decode=decode)
+        return LatencyModel(name=name, source=source, prefill=prefill, decode=decode)
 
     def decode_fit(self, decodes: int) -> DecodeLatency:
         """Coefficients of a step in which `decodes` requests sample a token."""

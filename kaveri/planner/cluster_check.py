@@ -8,14 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from kaveri.kv.transports.link_speed import LinkSpeed
-from kaveri.planner.expected_load import ExpectedLoad
-from kaveri.planner.hardware import Hardware
-from kaveri.planner.model_shape import ModelShape
 from kaveri.planner.placement_search import PhaseOption
+from kaveri.planner.plan_question import PlanQuestion
 from kaveri.policy.replication import ReplicationMode
 from kaveri.simulator.failures import Death, FailureSpec
 from kaveri.simulator.simulate import simulate
-from kaveri.simulator.spec import ClusterSpec, CopySpec, DecodeSpec, Overheads, PrefillSpec
+from kaveri.simulator.spec import ClusterSpec, CopySpec, DecodeSpec, PrefillSpec
 from kaveri.workload.run_columns import RunColumns
 from kaveri.workload.summary import Slo
 
@@ -44,17 +42,11 @@ class Attainment:
 class PlannedCluster:
     """Instances of two phases. Pipelines are lanes, as in kaveri.planner.decode_phase."""
 
-    model: ModelShape
-    hardware: Hardware
+    question: PlanQuestion
     prefill: PhaseOption
     prefill_count: int
     decode: PhaseOption
     decode_count: int
-    overheads: Overheads
-    same_node: bool = False
-    """Pushes stay within machines."""
-    replication: ReplicationMode = ReplicationMode.OFF
-    """Placement of copies of decode instances' KV. Each has memory for as many blocks of copies as its pool has."""
 
     @property
     def gpus(self) -> int:
@@ -64,17 +56,21 @@ class PlannedCluster:
 
     def spec(self, seed: int, failures: FailureSpec) -> ClusterSpec:
         """Return the simulator's spec."""
-        speed = self.hardware.link_between_nodes
-        if self.same_node or self.gpus <= self.hardware.gpus_per_node:
-            speed = self.hardware.link_in_node
+        question, hardware = self.question, self.question.hardware
+        is_in_node = question.same_node or self.gpus <= hardware.gpus_per_node
+        speed = hardware.link_in_node if is_in_node else hardware.link_between_nodes
+        copies = CopySpec()
+        if self.replicates:
+            # Memory for as many blocks of copies as the pool has.
+            copies = CopySpec(replication=question.replication, replica_blocks=self.decode.pool.total_blocks)
         return ClusterSpec(
             prefill_count=self.prefill_count * self.prefill.parallelism.pp,
             decode_count=self.decode_count * self.decode.parallelism.pp,
             prefill=PrefillSpec(engine=self.prefill.pool),
-            decode=DecodeSpec(engine=self.decode.pool, copies=self._copies),
-            link=LinkSpeed(speed, token_bytes=self.model.kv_token_bytes),
-            overheads=self.overheads,
-            layer_count=self.model.layers,
+            decode=DecodeSpec(engine=self.decode.pool, copies=copies),
+            link=LinkSpeed(speed, token_bytes=question.model.kv_token_bytes),
+            overheads=question.overheads,
+            layer_count=question.model.layers,
             failures=failures,
             seed=seed,
         )
@@ -82,32 +78,19 @@ class PlannedCluster:
     @property
     def replicates(self) -> bool:
         """True if there are copies."""
-        return self.replication is not ReplicationMode.OFF
+        return self.question.replication is not ReplicationMode.OFF
 
-    @property
-    def _copies(self) -> CopySpec:
-        if not self.replicates:
-            return CopySpec()
-        return CopySpec(replication=self.replication, replica_blocks=self.decode.pool.total_blocks)
-
-    def attainment(
-        self,
-        demand: ExpectedLoad,
-        slo: Slo,
-        attain: float,
-        request_count: int,
-        first_seed: int,
-        died: Sequence[str] = (),
-    ) -> Attainment:
-        """Simulate the cluster. attain: required share. died: instances that die for good when a third of the requests
-        have arrived."""
+    def attainment(self, died: Sequence[str] = ()) -> Attainment:
+        """Simulate the cluster. died: instances that die for good when a third of the requests have arrived."""
+        question, demand, request_count = self.question, self.question.demand, self.question.request_count
         runs = []
-        for seed in range(first_seed, first_seed + SEEDS):
+        # Other draws than those that chose the configuration.
+        for seed in range(question.seed + 1, question.seed + 1 + SEEDS):
             requests = demand.draw(request_count, demand.rate_per_s, seed)
             at_s = requests[request_count // 3].arrival_s
             deaths = tuple(Death(instance_id=name, at_s=at_s) for name in died)
             runs.append(simulate(self.spec(seed, FailureSpec(deaths=deaths, repair_s=None)), requests).columns())
-        return attainment_of(runs, slo, attain)
+        return attainment_of(runs, question.slo, question.attain)
 
     def lanes_of(self, role: str) -> tuple[str, ...]:
         """Return the simulated instances of which the first instance of a role consists."""

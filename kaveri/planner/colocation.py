@@ -10,16 +10,13 @@ from dataclasses import dataclass, replace
 
 from kaveri.latency.model import LatencyModel
 from kaveri.planner.cluster_check import SEEDS, Attainment, attainment_of
-from kaveri.planner.expected_load import ExpectedLoad
-from kaveri.planner.hardware import Hardware
-from kaveri.planner.model_shape import ModelShape
 from kaveri.planner.parallelism import Parallelism, kv_tokens, possible_parallelisms
+from kaveri.planner.plan_question import PlanQuestion
 from kaveri.planner.profiles import StepLatency, read_step_latencies, saturating_tokens
 from kaveri.simulator.baseline_rule import BaselineRule
 from kaveri.simulator.baselines import BaselineSpec, simulate_baseline
 from kaveri.simulator.spec import Overheads
 from kaveri.workload.run_columns import RunColumns
-from kaveri.workload.summary import Slo
 
 BLOCK_TOKENS = 16
 _HOPELESS = 0.05
@@ -47,24 +44,7 @@ class ColocatedPlan:
         return self.count * self.parallelism.gpus
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ColocationQuestion:
-    """Requirements on instances of both phases."""
-
-    model: ModelShape
-    hardware: Hardware
-    profiles: tuple[str, ...]
-    demand: ExpectedLoad
-    slo: Slo
-    attain: float
-    chunk_tokens: int | None
-    max_batch: int
-    request_count: int
-    overheads: Overheads
-    seed: int
-
-
-def cheapest_colocated(question: ColocationQuestion, most_gpus: int) -> ColocatedPlan | None:
+def cheapest_colocated(question: PlanQuestion, most_gpus: int) -> ColocatedPlan | None:
     """Return the plan with the fewest GPUs, up to most_gpus, with which the lower end of the attainment's interval is
     the required share. None: most_gpus do not suffice."""
     model, hardware = question.model, question.hardware
@@ -86,7 +66,7 @@ def cheapest_colocated(question: ColocationQuestion, most_gpus: int) -> Colocate
     return None
 
 
-def colocated_spec(question: ColocationQuestion, step: StepLatency, total_blocks: int) -> BaselineSpec:
+def colocated_spec(question: PlanQuestion, step: StepLatency, total_blocks: int) -> BaselineSpec:
     """Return the spec of one instance, with total_blocks blocks of BLOCK_TOKENS."""
     return BaselineSpec(
         rule=BaselineRule.BESIDE,
@@ -98,17 +78,17 @@ def colocated_spec(question: ColocationQuestion, step: StepLatency, total_blocks
     )
 
 
-def colocated_attainment(question: ColocationQuestion, spec: BaselineSpec, count: int) -> Attainment:
+def colocated_attainment(question: PlanQuestion, spec: BaselineSpec, count: int) -> Attainment:
     """Return the attainment of `count` instances."""
     runs = [_run(question, spec, count, seed) for seed in _seeds(question)]
     return attainment_of(runs, question.slo, question.attain)
 
 
-def _seeds(question: ColocationQuestion) -> range:
+def _seeds(question: PlanQuestion) -> range:
     return range(question.seed + 1, question.seed + 1 + SEEDS)
 
 
-def _runs(question: ColocationQuestion, spec: BaselineSpec, count: int) -> Iterator[RunColumns]:
+def _runs(question: PlanQuestion, spec: BaselineSpec, count: int) -> Iterator[RunColumns]:
     """Run one simulation for each seed; only the first if it misses the share by far."""
     for seed in _seeds(question):
         run = _run(question, spec, count, seed)
@@ -117,7 +97,7 @@ def _runs(question: ColocationQuestion, spec: BaselineSpec, count: int) -> Itera
             return
 
 
-def _run(question: ColocationQuestion, spec: BaselineSpec, count: int, seed: int) -> RunColumns:
+def _run(question: PlanQuestion, spec: BaselineSpec, count: int, seed: int) -> RunColumns:
     requests = question.demand.draw(question.request_count, question.demand.rate_per_s, seed)
     run = simulate_baseline(spec, requests, count).columns()
     hops_s = _HOPS * question.overheads.hop_s

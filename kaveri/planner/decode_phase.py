@@ -10,12 +10,44 @@ import math
 from collections.abc import Sequence
 
 from kaveri.latency.model import DecodeLatency, LatencyModel, PrefillLatency
-from kaveri.planner.verdict import Verdict
 from kaveri.simulator.attempt import SimulatedRequest
 from kaveri.simulator.simulate import Simulation
 from kaveri.simulator.spec import ClusterSpec, DecodeSpec, PoolSpec, PrefillSpec
 from kaveri.workload.requests import PlannedRequest
 from kaveri.workload.summary import Slo
+
+
+class Verdict:
+    """Counts requests of one run, until the rest cannot change the result."""
+
+    def __init__(self, count: int, target: float) -> None:
+        """count: requests of the run. target: the share that must meet the SLO."""
+        self._needed = math.ceil(target * count - 1e-9)
+        self._count = count
+        self._met = self._missed = 0
+
+    def note(self, met: bool) -> None:
+        """Record one more request that has ended, or cannot meet its SLO any more."""
+        if met:
+            self._met += 1
+        else:
+            self._missed += 1
+
+    @property
+    def is_certain(self) -> bool:
+        """True if the run may stop."""
+        return self.holds or self._missed > self._count - self._needed
+
+    @property
+    def holds(self) -> bool:
+        """True if enough have met their SLO already."""
+        return self._met >= self._needed
+
+    @property
+    def attainment(self) -> float:
+        """Upper bound on the share of the run that meets the SLO; exact if the run did not stop early."""
+        return 1 - self._missed / self._count
+
 
 NO_TIME = LatencyModel(
     name="no time",

@@ -11,14 +11,18 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kaveri.planner.decode_phase import alone_tpot_s, highest_rate_per_s, judge_decode, lane_pool, likely_rate_per_s
-from kaveri.planner.expected_load import ExpectedLoad
-from kaveri.planner.hardware import Hardware
-from kaveri.planner.model_shape import ModelShape
+from kaveri.planner.decode_phase import (
+    Verdict,
+    alone_tpot_s,
+    highest_rate_per_s,
+    judge_decode,
+    lane_pool,
+    likely_rate_per_s,
+)
 from kaveri.planner.parallelism import Parallelism, kv_tokens
+from kaveri.planner.plan_question import PlanQuestion
 from kaveri.planner.prefill_phase import prefill_ends
 from kaveri.planner.profiles import StepLatency, saturating_tokens
-from kaveri.planner.verdict import Verdict
 from kaveri.simulator.spec import PoolSpec
 from kaveri.workload.goodput import GoodputSearch, Probe
 from kaveri.workload.requests import PlannedRequest
@@ -57,43 +61,22 @@ class PhaseOption:
         return self.goodput_per_s / self.parallelism.gpus
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchSettings:
-    """Settings of the search."""
-
-    attain: float
-    """Required share of requests that meet the SLO."""
-    request_count: int
-    max_batch: int
-    chunk_tokens: int | None
-    """Prompt tokens of a chunk. None: the saturating size, by the latency model."""
-    seed: int
-
-
-def search_prefill(
-    model: ModelShape,
-    hardware: Hardware,
-    parallelism: Parallelism,
-    step: StepLatency,
-    demand: ExpectedLoad,
-    slo_ttft_s: float,
-    settings: SearchSettings,
-) -> PhaseOption:
+def search_prefill(question: PlanQuestion, parallelism: Parallelism, step: StepLatency) -> PhaseOption:
     """Find the goodput of one prefill instance by the SLO of TTFT alone."""
-    pool, sample = _prepare(model, hardware, parallelism, step, demand, settings)
+    pool, sample = _prepare(question, parallelism, step)
     stages, latency = parallelism.pp, step.latency
 
     def ttft_alone_s(request: PlannedRequest) -> float:
         alone = PlannedRequest(0, 0.0, request.lengths)
         return next(end_s for _, end_s in prefill_ends([alone], latency, stages, pool.chunk_tokens))
 
-    alone = _share([ttft_alone_s(request) for request in sample], slo_ttft_s)
+    alone = _share([ttft_alone_s(request) for request in sample], question.slo_ttft_s)
 
     def holds(rate_per_s: float) -> bool:
-        requests = demand.draw(settings.request_count, rate_per_s, settings.seed)
-        verdict = Verdict(len(requests), settings.attain)
+        requests = question.demand.draw(question.request_count, rate_per_s, question.seed)
+        verdict = Verdict(len(requests), question.attain)
         for request, end_s in prefill_ends(requests, latency, stages, pool.chunk_tokens):
-            verdict.note(end_s - request.arrival_s <= slo_ttft_s)
+            verdict.note(end_s - request.arrival_s <= question.slo_ttft_s)
             if verdict.is_certain:
                 break
         return verdict.holds
@@ -102,48 +85,39 @@ def search_prefill(
     least_s = statistics.fmean(_least_prompt_s(step, request, pool.chunk_tokens) for request in sample)
     # From this rate on the queue grows without end: no rate above it meets any SLO for long.
     highest = stages / least_s if least_s > 0 else math.inf
-    goodput, runs = _goodput(holds, highest, highest, alone, settings)
+    goodput, runs = _goodput(holds, highest, highest, alone, question.attain)
     return PhaseOption(PlannedPhase.PREFILL, parallelism, step, pool, alone, goodput, runs)
 
 
-def search_decode(
-    model: ModelShape,
-    hardware: Hardware,
-    parallelism: Parallelism,
-    step: StepLatency,
-    demand: ExpectedLoad,
-    slo_tpot_s: float,
-    settings: SearchSettings,
-) -> PhaseOption:
+def search_decode(question: PlanQuestion, parallelism: Parallelism, step: StepLatency) -> PhaseOption:
     """Find the goodput of one decode instance by the SLO of TPOT alone."""
-    pool, sample = _prepare(model, hardware, parallelism, step, demand, settings)
+    pool, sample = _prepare(question, parallelism, step)
     lanes = parallelism.pp
-    alone = _share([alone_tpot_s(step.latency, request) for request in sample], slo_tpot_s)
+    alone = _share([alone_tpot_s(step.latency, request) for request in sample], question.slo_tpot_s)
 
     def holds(rate_per_s: float) -> bool:
-        requests = demand.draw(settings.request_count, rate_per_s, settings.seed)
-        return judge_decode(requests, pool, lanes, slo_tpot_s, settings.attain).holds
+        requests = question.demand.draw(question.request_count, rate_per_s, question.seed)
+        return judge_decode(requests, pool, lanes, question.slo_tpot_s, question.attain).holds
 
     mean_output_tokens = statistics.fmean(request.lengths.output_tokens for request in sample)
     mean_prompt_tokens = statistics.fmean(request.lengths.prompt_tokens for request in sample)
-    highest = highest_rate_per_s(step.latency, lanes, settings.max_batch, mean_output_tokens)
-    likely = likely_rate_per_s(pool, lanes, slo_tpot_s, settings.max_batch, mean_prompt_tokens, mean_output_tokens)
-    goodput, runs = _goodput(holds, likely, highest, alone, settings)
+    highest = highest_rate_per_s(step.latency, lanes, question.max_batch, mean_output_tokens)
+    likely = likely_rate_per_s(
+        pool, lanes, question.slo_tpot_s, question.max_batch, mean_prompt_tokens, mean_output_tokens
+    )
+    goodput, runs = _goodput(holds, likely, highest, alone, question.attain)
     return PhaseOption(PlannedPhase.DECODE, parallelism, step, pool, alone, goodput, runs)
 
 
 def _prepare(
-    model: ModelShape,
-    hardware: Hardware,
-    parallelism: Parallelism,
-    step: StepLatency,
-    demand: ExpectedLoad,
-    settings: SearchSettings,
+    question: PlanQuestion, parallelism: Parallelism, step: StepLatency
 ) -> tuple[PoolSpec, list[PlannedRequest]]:
-    chunk_tokens = settings.chunk_tokens or saturating_tokens(step.latency)
-    tokens = kv_tokens(model, hardware, parallelism)
-    pool = lane_pool(step.latency, tokens, parallelism.pp, chunk_tokens, settings.max_batch, model.max_model_len)
-    return pool, demand.draw(settings.request_count, demand.rate_per_s, settings.seed)
+    chunk_tokens = question.chunk_tokens or saturating_tokens(step.latency)
+    tokens = kv_tokens(question.model, question.hardware, parallelism)
+    pool = lane_pool(
+        step.latency, tokens, parallelism.pp, chunk_tokens, question.max_batch, question.model.max_model_len
+    )
+    return pool, question.demand.draw(question.request_count, question.demand.rate_per_s, question.seed)
 
 
 def _share(values: Sequence[float], limit: float) -> float:
@@ -156,16 +130,16 @@ def _least_prompt_s(step: StepLatency, request: PlannedRequest, chunk_tokens: in
 
 
 def _goodput(
-    holds: Callable[[float], bool], likely_per_s: float, highest_per_s: float, alone: float, settings: SearchSettings
+    holds: Callable[[float], bool], likely_per_s: float, highest_per_s: float, alone: float, attain: float
 ) -> tuple[float, int]:
     """Return the highest rate that holds, and the number of simulations. likely_per_s: where to begin; runs far above
     the goodput take the longest."""
-    if alone < settings.attain:
+    if alone < attain:
         return 0.0, 0
     # No instance can keep up with more.
     bound_per_s = highest_per_s * (1 + RESOLUTION)
     start_per_s = min(likely_per_s, highest_per_s)
-    search = GoodputSearch(start_per_s if start_per_s < math.inf else 1.0, settings.attain, _MAX_RUNS, RESOLUTION)
+    search = GoodputSearch(start_per_s if start_per_s < math.inf else 1.0, attain, _MAX_RUNS, RESOLUTION)
     if start_per_s == highest_per_s < math.inf:
         search.note(Probe(bound_per_s, 0.0))
     runs = 0

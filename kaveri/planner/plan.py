@@ -2,97 +2,19 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from kaveri.errors import ConfigError
 from kaveri.planner.cluster_check import Attainment, PlannedCluster
-from kaveri.planner.colocation import ColocatedPlan, ColocationQuestion, cheapest_colocated
-from kaveri.planner.expected_load import ExpectedLoad
-from kaveri.planner.hardware import Hardware
-from kaveri.planner.model_shape import ModelShape
+from kaveri.planner.colocation import ColocatedPlan, cheapest_colocated
 from kaveri.planner.node_unit import NodeUnit, cheapest_unit
 from kaveri.planner.parallelism import Parallelism, possible_parallelisms, require_possible
-from kaveri.planner.placement_search import RESOLUTION, PhaseOption, SearchSettings, search_decode, search_prefill
+from kaveri.planner.placement_search import RESOLUTION, PhaseOption, search_decode, search_prefill
+from kaveri.planner.plan_question import PlanQuestion
 from kaveri.planner.profiles import read_step_latencies
-from kaveri.policy.replication import ReplicationMode
-from kaveri.simulator.spec import Overheads
-from kaveri.workload.summary import Slo
 
 EQUAL_SHARE = 2 * RESOLUTION
 """Goodputs that differ by less are equal: each is known to within RESOLUTION."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanQuestion:
-    """A question to the planner."""
-
-    model: ModelShape
-    hardware: Hardware
-    profiles: Sequence[str]
-    """See kaveri.planner.profiles."""
-    gpus: int
-    """Maximum number of GPUs of the plan."""
-    slo_ttft_s: float
-    slo_tpot_s: float
-    attain: float
-    """Required share of requests that meet both."""
-    demand: ExpectedLoad
-    prefill_parallelism: Parallelism | None = None
-    """Parallelism of prefill instances. None: all that fit are tried."""
-    decode_parallelism: Parallelism | None = None
-    same_node: bool = False
-    """DistServe's algorithm 2: KV never leaves a machine."""
-    replication: ReplicationMode = ReplicationMode.OFF
-    """Placement of copies of decode instances' KV. They count in the whole cluster, and so when an instance dies."""
-    chunk_tokens: int | None = None
-    max_batch: int = 256
-    request_count: int = 1000
-    """Minimum number of requests of each simulation."""
-    overheads: Overheads = field(default_factory=Overheads)
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError, naming the flag, its value and the limit."""
-        for flag, value in (("--slo-ttft-s", self.slo_ttft_s), ("--slo-tpot-s", self.slo_tpot_s)):
-            if not 0 < value < math.inf:
-                raise ConfigError(flag, f"is {value:g}; it must be a number of seconds above 0")
-        if not 0 < self.attain < 1:
-            raise ConfigError("--attain", f"is {self.attain:g}; it must be a share above 0 and below 1")
-        if self.gpus < 2:
-            raise ConfigError("--gpus", f"is {self.gpus}; prefill and decode need at least 1 each")
-        for flag, count in (("--requests", self.request_count), ("--max-batch", self.max_batch)):
-            if count < 1:
-                raise ConfigError(flag, f"is {count}; it must be at least 1")
-        if self.chunk_tokens is not None and self.chunk_tokens < 1:
-            raise ConfigError("--chunk-tokens", f"is {self.chunk_tokens}; it must be at least 1")
-        longest = max(one.prompt_tokens + one.output_tokens for one in self.demand.lengths)
-        if longest > self.model.max_model_len:
-            limit = self.model.max_model_len
-            raise ConfigError(
-                "--lengths", f"has a request of {longest} tokens; {self.model.name} takes at most {limit}"
-            )
-
-    @property
-    def slo(self) -> Slo:
-        """Both limits."""
-        return Slo(self.slo_ttft_s, self.slo_tpot_s)
-
-    @property
-    def colocation(self) -> ColocationQuestion:
-        """The same question for instances of both phases."""
-        return ColocationQuestion(
-            model=self.model,
-            hardware=self.hardware,
-            profiles=tuple(self.profiles),
-            demand=self.demand,
-            slo=self.slo,
-            attain=self.attain,
-            chunk_tokens=self.chunk_tokens,
-            max_batch=self.max_batch,
-            request_count=self.request_count,
-            overheads=self.overheads,
-            seed=self.seed,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +27,7 @@ class SimulatedCluster:
     @property
     def price_per_hour(self) -> float:
         """Price in US dollars."""
-        return self.cluster.gpus * self.cluster.hardware.price_per_hour
+        return self.cluster.gpus * self.cluster.question.hardware.price_per_hour
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,20 +84,16 @@ def plan(question: PlanQuestion) -> ClusterPlan:
         prefill, decode = cheapest(prefill_options, rate), cheapest(decode_options, rate)
         prefill_count, decode_count = instances(prefill, rate), instances(decode, rate)
     cluster = PlannedCluster(
-        model=question.model,
-        hardware=question.hardware,
+        question=question,
         prefill=prefill,
         prefill_count=prefill_count,
         decode=decode,
         decode_count=decode_count,
-        overheads=question.overheads,
-        same_node=question.same_node,
-        replication=question.replication,
     )
     tried: list[SimulatedCluster] = []
     while True:
         _require_affordable(question, cluster)
-        attainment = _attainment(question, cluster)
+        attainment = cluster.attainment()
         tried.append(SimulatedCluster(cluster=cluster, attainment=attainment))
         if attainment.low >= question.attain:
             break
@@ -183,10 +101,11 @@ def plan(question: PlanQuestion) -> ClusterPlan:
         cluster = _larger(cluster, unit)[0 if attainment.missed_ttft >= attainment.missed_tpot else -1]
     # The benefit of one more step.
     tried += [
-        SimulatedCluster(cluster=larger, attainment=_attainment(question, larger))
+        SimulatedCluster(cluster=larger, attainment=larger.attainment())
         for larger in _larger(cluster, unit)
         if larger.gpus <= question.gpus
     ]
+    asked_apart = question.prefill_parallelism is not None or question.decode_parallelism is not None
     return ClusterPlan(
         question=question,
         cluster=cluster,
@@ -194,9 +113,9 @@ def plan(question: PlanQuestion) -> ClusterPlan:
         decode_options=decode_options,
         attainment=attainment,
         frontier=frontier(tried),
-        without_prefill=_attainment(question, cluster, cluster.lanes_of("prefill")),
-        without_decode=_attainment(question, cluster, cluster.lanes_of("decode")),
-        colocated=_colocated(question, cluster.gpus - 1),
+        without_prefill=cluster.attainment(cluster.lanes_of("prefill")),
+        without_decode=cluster.attainment(cluster.lanes_of("decode")),
+        colocated=None if asked_apart else cheapest_colocated(question, cluster.gpus - 1),
     )
 
 
@@ -226,23 +145,16 @@ def search(question: PlanQuestion) -> tuple[tuple[PhaseOption, ...], tuple[Phase
         raise ConfigError("--gpus", reason)
     degrees = sorted({one.tp for some in candidates for one in some})
     steps = read_step_latencies(question.profiles, model, hardware, degrees)
-    settings = SearchSettings(
-        attain=question.attain,
-        request_count=question.request_count,
-        max_batch=question.max_batch,
-        chunk_tokens=question.chunk_tokens,
-        seed=question.seed,
-    )
     prefill = search_each(
         question,
         candidates[0],
-        lambda one: search_prefill(model, hardware, one, steps[one.tp], question.demand, question.slo_ttft_s, settings),
+        lambda one: search_prefill(question, one, steps[one.tp]),
     )
     _require_possible_slo(prefill, "--slo-ttft-s", question.slo_ttft_s, question.attain)
     decode = search_each(
         question,
         candidates[1],
-        lambda one: search_decode(model, hardware, one, steps[one.tp], question.demand, question.slo_tpot_s, settings),
+        lambda one: search_decode(question, one, steps[one.tp]),
     )
     _require_possible_slo(decode, "--slo-tpot-s", question.slo_tpot_s, question.attain)
     return prefill, decode
@@ -328,16 +240,3 @@ def _larger(cluster: PlannedCluster, unit: NodeUnit | None) -> tuple[PlannedClus
         decode_count=cluster.decode_count + unit.decode_count,
     )
     return (more,)
-
-
-def _colocated(question: PlanQuestion, most_gpus: int) -> ColocatedPlan | None:
-    if question.prefill_parallelism is not None or question.decode_parallelism is not None:
-        # Disaggregation was asked for.
-        return None
-    return cheapest_colocated(question.colocation, most_gpus)
-
-
-def _attainment(question: PlanQuestion, cluster: PlannedCluster, died: Sequence[str] = ()) -> Attainment:
-    # Other draws than those that chose the configuration.
-    first_seed = question.seed + 1
-    return cluster.attainment(question.demand, question.slo, question.attain, question.request_count, first_seed, died)

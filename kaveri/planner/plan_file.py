@@ -37,7 +37,7 @@ def to_toml(plan: ClusterPlan, latency_files: dict[str, str]) -> str:
             assert link is not None
             lines += [f'kv_link = "{link.bytes_per_s * 8 / 1e9:g}Gbps,{link.token_bytes}B/token"']
         elif cluster.replicates:
-            lines += [f'replication = "{cluster.replication}"', f"replica_memory = {pool_bytes}"]
+            lines += [f'replication = "{question.replication}"', f"replica_memory = {pool_bytes}"]
     return "\n".join(lines) + "\n"
 
 
@@ -57,8 +57,8 @@ def to_json(plan: ClusterPlan) -> dict[str, Any]:
         "is_estimate": plan.is_estimate,
         "attainment": asdict(plan.attainment),
         "binds": plan.binds,
-        "same_node": cluster.same_node,
-        "replication": cluster.replication.value,
+        "same_node": question.same_node,
+        "replication": question.replication.value,
         "frontier": [_point(one) for one in plan.frontier],
         "one_prefill_instance_dies": asdict(plan.without_prefill),
         "one_decode_instance_dies": asdict(plan.without_decode),
@@ -75,7 +75,7 @@ def summary_lines(plan: ClusterPlan) -> list[str]:
     """Summarize the plan in a few sentences."""
     cluster, question = plan.cluster, plan.question
     arrivals = " as recorded" if question.demand.recorded_s else ""
-    copies = f", requests go on from copies ({cluster.replication})" if cluster.replicates else ""
+    copies = f", requests go on from copies ({question.replication})" if cluster.replicates else ""
     lines = [
         f"kaveri plan: {question.model.name} on {cluster.gpus} of {question.gpus} GPUs of {question.hardware.name},"
         f" {plan.price_per_hour:.2f} USD an hour",

@@ -11,9 +11,7 @@ from pathlib import Path
 
 from kaveri.errors import ConfigError
 from kaveri.latency.model import (
-    DecodeLatency,
     LatencyModel,
-    PrefillLatency,
     bundled_latency_models,
     load_latency_model,
 )
@@ -81,25 +79,8 @@ def scaled_to_degree(latency: LatencyModel, measured_tp: int, wanted_tp: int) ->
 
 
 def _scaled(latency: LatencyModel, name: str, weights: float, attention: float) -> LatencyModel:
-    prefill = latency.prefill
-    return LatencyModel(
-        name=name,
-        source=f"estimated from {latency.name} by DistServe's appendix A; not measured",
-        prefill=PrefillLatency(
-            step_s=prefill.step_s,
-            token_s=prefill.token_s * weights,
-            token_squared_s=prefill.token_squared_s * attention,
-        ),
-        decode=tuple(
-            DecodeLatency(
-                min_batch=fit.min_batch,
-                step_s=fit.step_s * weights,
-                context_token_s=fit.context_token_s * attention,
-                request_s=fit.request_s * weights,
-            )
-            for fit in latency.decode
-        ),
-    )
+    source = f"estimated from {latency.name} by DistServe's appendix A; not measured"
+    return latency.scaled(name, source, weights=weights, attention=attention)
 
 
 def _of_degree(tp: int, measured: Mapping[int, tuple[StepLatency, ModelShape]], model: ModelShape) -> StepLatency:

@@ -6,8 +6,9 @@ from typing import Any
 
 from kaveri.planner.cluster_check import Attainment
 from kaveri.planner.observed_workload import ObservedWorkload
-from kaveri.planner.plan import ClusterPlan, PlanQuestion
+from kaveri.planner.plan import ClusterPlan
 from kaveri.planner.plan_file import interval_text, to_json
+from kaveri.planner.plan_question import PlanQuestion
 from kaveri.planner.running_cluster import RunningCluster
 
 

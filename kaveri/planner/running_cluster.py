@@ -7,7 +7,7 @@ for a plan.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kaveri.domain.view import ClusterView, Phase, ViewedInstance
 from kaveri.errors import ConfigError
@@ -17,8 +17,9 @@ from kaveri.planner.decode_phase import lane_pool
 from kaveri.planner.observed_workload import FLAG
 from kaveri.planner.parallelism import Parallelism, kv_tokens, require_possible
 from kaveri.planner.placement_search import PhaseOption, PlannedPhase
-from kaveri.planner.plan import PlanQuestion
+from kaveri.planner.plan_question import PlanQuestion
 from kaveri.planner.profiles import read_step_latencies, saturating_tokens
+from kaveri.policy.replication import ReplicationMode
 
 TP_FLAG = "--running-tp"
 
@@ -96,17 +97,13 @@ def running_attainment(question: PlanQuestion, running: RunningCluster) -> Attai
     assert running.prefill is not None
     assert running.decode is not None
     cluster = PlannedCluster(
-        model=question.model,
-        hardware=question.hardware,
+        question=replace(question, replication=ReplicationMode.OFF),
         prefill=_option(question, running.prefill, PlannedPhase.PREFILL),
         prefill_count=running.prefill.count,
         decode=_option(question, running.decode, PlannedPhase.DECODE),
         decode_count=running.decode.count,
-        overheads=question.overheads,
-        same_node=question.same_node,
     )
-    first_seed = question.seed + 1
-    return cluster.attainment(question.demand, question.slo, question.attain, question.request_count, first_seed)
+    return cluster.attainment()
 
 
 def parse_tps(text: str) -> tuple[int, ...]:
@@ -151,6 +148,5 @@ def _option(question: PlanQuestion, some: RunningInstances, phase: PlannedPhase)
 
 def _colocated_attainment(question: PlanQuestion, some: RunningInstances) -> Attainment:
     option = _option(question, some, PlannedPhase.DECODE)
-    asked = question.colocation
-    spec = colocated_spec(asked, option.step, option.pool.total_blocks)
-    return colocated_attainment(asked, spec, some.count)
+    spec = colocated_spec(question, option.step, option.pool.total_blocks)
+    return colocated_attainment(question, spec, some.count)

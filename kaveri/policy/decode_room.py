@@ -1,13 +1,150 @@
 """Decides which requests get room on a decode instance, explains refusals, and reports free room. Pure: no clock, no
 I/O."""
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kaveri.domain.view import InstanceLoad
 from kaveri.errors import InvalidArgument, NoCapacity
-from kaveri.policy.decode_batch import DecodeBatch
-from kaveri.policy.room_line import RoomLine
+from kaveri.policy.admission import DecodeBatch
+
+MAX_OVERTAKES = 16
+"""Same limit as prefill's scheduling batch."""
+MAX_WAITING = 1024
+MAX_WAITING_TOKENS = 4 * 2**20
+"""Waiting prompts stay in memory, at about 40 bytes per token."""
+
+
+@dataclass(slots=True)
+class Place:
+    """A request's place in line."""
+
+    needed_blocks: int
+    token_count: int
+    number: int
+    """Increasing number that orders the line."""
+    overtakes: int = 0
+    asked: bool = False
+    """True while the engine has been asked for the request's room and has not answered."""
+    overtaken: tuple["Place", ...] = ()
+    """Places that this request overtakes while the engine is asked for its room."""
+
+
+class RoomLine:
+    """Requests waiting for room, in order of arrival. One that gets room at once passes through as well.
+
+    A request is overtaken when a later one gets room. Once the first in line has been overtaken `max_overtakes` times,
+    no other request gets room until it has left. No request is overtaken more than max_overtakes times: one further
+    back has been overtaken at most as often as those in front of it.
+
+    Exception: a request that cannot fit before quarantined blocks are released blocks no other request, and may be
+    overtaken without limit meanwhile.
+
+    The owner asks the engine for the request that next_to_ask() names: asked(), then leave() when room was granted, or
+    refused(). After a refusal it waits a moment before asking again: engines keep free blocks for preempted requests.
+    An overtaking counts from when the engine is asked.
+    """
+
+    def __init__(
+        self,
+        max_overtakes: int = MAX_OVERTAKES,
+        max_waiting: int = MAX_WAITING,
+        max_waiting_tokens: int = MAX_WAITING_TOKENS,
+    ) -> None:
+        """max_waiting, max_waiting_tokens: limits checked by is_over_limit(); a line of one is never over them."""
+        self._max_overtakes = max_overtakes
+        self._max_waiting = max_waiting
+        self._max_waiting_tokens = max_waiting_tokens
+        self._places: dict[str, Place] = {}
+        self._token_count = 0
+        self._last_number = 0
+        self._fewest_blocks: int | None = None
+        """Fewest blocks that any request in line needs; None if unknown. With fewer free, next_to_ask() skips the
+        scan."""
+
+    @property
+    def length(self) -> int:
+        """Number of requests in line. Thread-safe to read."""
+        return len(self._places)
+
+    def join(self, request_id: str, needed_blocks: int, token_count: int, former: Place | None = None) -> None:
+        """Add the request at the end of the line, or at the place `former` that leave() returned."""
+        assert request_id not in self._places, request_id
+        self._token_count += token_count
+        if not self._places or (self._fewest_blocks is not None and needed_blocks < self._fewest_blocks):
+            self._fewest_blocks = needed_blocks
+        if former is None:
+            self._last_number += 1
+            self._places[request_id] = Place(needed_blocks, token_count, self._last_number)
+            return
+        self._places[request_id] = Place(needed_blocks, token_count, former.number, former.overtakes)
+        self._places = dict(sorted(self._places.items(), key=lambda item: item[1].number))
+
+    def leave(self, request_id: str) -> Place | None:
+        """Remove the request, because it has room or no longer needs it. Return its former place. Idempotent."""
+        place = self._places.pop(request_id, None)
+        if place is not None:
+            self._token_count -= place.token_count
+            if place.needed_blocks == self._fewest_blocks:
+                self._fewest_blocks = None
+        return place
+
+    def is_over_limit(self) -> bool:
+        """True if the line is over its limits: the last request to join must be refused."""
+        if len(self._places) < 2:
+            return False
+        return len(self._places) > self._max_waiting or self._token_count > self._max_waiting_tokens
+
+    def is_open(self, attainable_blocks: int) -> bool:
+        """Return True if a request outside the line may get room."""
+        first = self._first(attainable_blocks)
+        return first is None or first[1].overtakes < self._max_overtakes
+
+    def next_to_ask(self, room_blocks: int, attainable_blocks: int) -> str | None:
+        """The first request that fits into `room_blocks` and may get room now; None if there is none.
+
+        attainable_blocks: blocks that can become free without waiting for quarantined ones.
+        """
+        if self._fewest_blocks is None:
+            self._fewest_blocks = min((place.needed_blocks for place in self._places.values()), default=0)
+        if room_blocks < self._fewest_blocks:
+            return None
+        first = self._first(attainable_blocks)
+        if first is not None and first[1].overtakes >= self._max_overtakes:
+            return first[0] if first[1].needed_blocks <= room_blocks else None
+        for request_id, place in self._places.items():
+            if not place.asked and place.needed_blocks <= room_blocks:
+                return request_id
+        return None
+
+    def asked(self, request_id: str) -> None:
+        """Record that the engine was asked for the request's room: it overtakes the requests in front of it."""
+        place = self._places[request_id]
+        place.asked = True
+        if place is next(iter(self._places.values())):
+            place.overtaken = ()
+            return
+        place.overtaken = tuple(itertools.takewhile(lambda other: other is not place, self._places.values()))
+        for other in place.overtaken:
+            other.overtakes += 1
+
+    def refused(self, request_id: str) -> None:
+        """Record that the engine refused: the request keeps its place, and has overtaken no other."""
+        place = self._places[request_id]
+        for other in place.overtaken:
+            other.overtakes -= 1
+        place.asked, place.overtaken = False, ()
+
+    def _first(self, attainable_blocks: int) -> tuple[str, Place] | None:
+        """The first request that waits only for room; None if there is none."""
+        if not self._places:
+            return None
+        for request_id, place in self._places.items():
+            if not place.asked and place.needed_blocks <= attainable_blocks:
+                return request_id, place
+        return None
+
 
 RETRY_AFTER_S = 0.1
 

@@ -10,16 +10,99 @@ instance that looked idle.
 
 import enum
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from kaveri.domain.length import TokenRange
-from kaveri.domain.view import ClusterView, Phase, ViewedInstance, phases_now, takes_pushes
+from kaveri.domain.view import ClusterView, Phase, ViewedInstance, once_per_view, phases_now, takes_pushes
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.policy.candidates import Candidates, LoadKey, Takes
 from kaveri.policy.demand import Demand
 from kaveri.policy.plugins import DecodePlacement, Guarded, PrefillPlacement, chosen_by
 from kaveri.policy.unconfirmed import KeyT, UnconfirmedWork
+
+_MOST_DRAWS = 48
+"""Max random draws before a scan of the whole cluster; bounds the cost of a choice while most instances are full."""
+_DRAWS_OF_EACH = 4
+"""Max draws per instance. Scanning a small cluster costs less than many draws."""
+
+LoadKey = tuple[float, ...]
+Load = Callable[[ViewedInstance], LoadKey]
+Takes = Callable[[ViewedInstance], bool]
+# Named here because an annotation inside a function is evaluated at every call.
+
+
+@dataclass(slots=True)
+class Candidates:
+    """The `ready` instances that accept a request. Instances to avoid are candidates only if there are no others.
+
+    Every draw is uniform over the candidates: redrawing from all ready instances until one is a candidate (rejection
+    sampling) gives each the same probability.
+    """
+
+    ready: Sequence[ViewedInstance]
+    takes: Takes
+    avoid: Collection[str] = ()
+
+    def all(self) -> list[ViewedInstance]:
+        """Every candidate, in the order of `ready`."""
+        taking = [instance for instance in self.ready if self.takes(instance)]
+        if not self.avoid:
+            return taking
+        return [instance for instance in taking if instance.record.instance_id not in self.avoid] or taking
+
+    def first(self) -> ViewedInstance | None:
+        """The first candidate in the order of `ready`."""
+        found = next(filter(self._is_preferred, self.ready), None)
+        return found or next(iter(self.all()), None)
+
+    def in_turn(self, turn: int) -> ViewedInstance | None:
+        """The candidate at position `turn`, round-robin."""
+        if not self.ready:
+            return None
+        found = self.ready[turn % len(self.ready)]
+        if self._is_preferred(found):
+            return found
+        candidates = self.all()
+        return candidates[turn % len(candidates)] if candidates else None
+
+    def any(self, rng: random.Random) -> ViewedInstance | None:
+        """One candidate at random."""
+        for _ in range(_draws(len(self.ready))):
+            found = self.ready[int(rng.random() * len(self.ready))]
+            if self._is_preferred(found):
+                return found
+        candidates = self.all()
+        return rng.choice(candidates) if candidates else None
+
+    def better_of_two(self, load: Load, rng: random.Random, wanted: Takes | None = None) -> ViewedInstance | None:
+        """Return the less loaded of two random candidates; the only candidate if there is one.
+
+        wanted: if given, draw the two from the candidates that it accepts, if any. It must accept only instances that
+        take the request.
+        """
+        ready, avoid, fits = self.ready, self.avoid, wanted or self.takes
+        first: ViewedInstance | None = None
+        count, draw = len(ready), rng.random
+        for _ in range(_draws(count) if count > 1 else 0):
+            found = ready[int(draw() * count)]
+            if found is first or (avoid and found.record.instance_id in avoid) or not fits(found):
+                continue
+            if first is None:
+                first = found
+            else:
+                # The pair is in random order, so ties are broken evenly.
+                return found if load(found) < load(first) else first
+        candidates = self.all()
+        if wanted is not None:
+            candidates = list(filter(wanted, candidates)) or candidates
+        return min(rng.sample(candidates, min(2, len(candidates))), key=load, default=None)
+
+    def _is_preferred(self, instance: ViewedInstance) -> bool:
+        return instance.record.instance_id not in self.avoid and self.takes(instance)
+
+
+def _draws(ready_count: int) -> int:
+    return min(_MOST_DRAWS, _DRAWS_OF_EACH * ready_count)
 
 
 class PlacementPolicy(enum.StrEnum):
@@ -118,9 +201,10 @@ def choose_prefill(
             return found or candidates.better_of_two(load, rng)
 
 
+@once_per_view
 def missing_phases(view: ClusterView, model: str) -> tuple[Phase, ...]:
     """The phases that `model` lacks to serve any request now."""
-    return view.derive(("missing phases", model), _missing_phases, view, model)
+    return tuple(phase for phase in Phase if not view.ready(phase, model))
 
 
 def choose_decode(
@@ -211,6 +295,7 @@ def choose_line(
     return max(candidates, key=attraction, default=None)
 
 
+@once_per_view
 def largest_prompt(view: ClusterView, model: str, layout: KvLayout | None = None) -> int | None:
     """Longest prompt in tokens that some instance's whole pool can decode a token after. None if unknown or there is
     none.
@@ -218,12 +303,31 @@ def largest_prompt(view: ClusterView, model: str, layout: KvLayout | None = None
     Instances that drain or serve the other phase now count as well: they may come back. layout: if given, only
     instances that can receive KV of that layout.
     """
-    return view.derive(("largest_prompt", model, layout), _largest_prompt, view, model, layout)
+    largest: int | None = None
+    for instance in view.instances.values():
+        record, total_blocks = instance.record, instance.load.total_blocks
+        if Phase.DECODE not in phases_now(instance) or record.model != model:
+            continue
+        if layout is not None and not (takes_pushes(instance) and layout.is_mappable(record.layout)):
+            continue
+        if record.layout is None or not total_blocks:
+            return None
+        most_tokens = total_blocks * record.layout.block_tokens
+        if record.max_model_len:
+            most_tokens = min(most_tokens, record.max_model_len)
+        largest = max(largest or 0, most_tokens - 1)
+    return largest
 
 
+@once_per_view
 def max_model_len(view: ClusterView, model: str) -> int:
     """Max tokens of prompt plus answer accepted by every instance with an engine; 0 if there is none."""
-    return view.derive(("max_model_len", model), _max_model_len, view, model)
+    lengths = (
+        instance.record.max_model_len
+        for instance in view.instances.values()
+        if instance.record.phases and instance.record.model == model
+    )
+    return min(lengths, default=0)
 
 
 def blocks_there(instance: ViewedInstance, token_count: int) -> int:
@@ -232,11 +336,8 @@ def blocks_there(instance: ViewedInstance, token_count: int) -> int:
     return token_count if layout is None else -(-token_count // layout.block_tokens)
 
 
+@once_per_view
 def _prompt_takers(view: ClusterView, model: str) -> tuple[ViewedInstance, ...]:
-    return view.derive(("prompt takers", model), _find_prompt_takers, view, model)
-
-
-def _find_prompt_takers(view: ClusterView, model: str) -> tuple[ViewedInstance, ...]:
     """The ready instances that prefill; while no instance accepts pushes, only those that decode as well."""
     ready = view.ready(Phase.PREFILL, model)
     if any(takes_pushes(instance) for instance in view.ready(Phase.DECODE, model)):
@@ -260,33 +361,3 @@ def _find_takers(
         for instance in view.ready(Phase.DECODE, model)
         if takes_pushes(instance) and (layout is None or layout.is_mappable(instance.record.layout))
     )
-
-
-def _largest_prompt(view: ClusterView, model: str, layout: KvLayout | None) -> int | None:
-    largest: int | None = None
-    for instance in view.instances.values():
-        record, total_blocks = instance.record, instance.load.total_blocks
-        if Phase.DECODE not in phases_now(instance) or record.model != model:
-            continue
-        if layout is not None and not (takes_pushes(instance) and layout.is_mappable(record.layout)):
-            continue
-        if record.layout is None or not total_blocks:
-            return None
-        most_tokens = total_blocks * record.layout.block_tokens
-        if record.max_model_len:
-            most_tokens = min(most_tokens, record.max_model_len)
-        largest = max(largest or 0, most_tokens - 1)
-    return largest
-
-
-def _missing_phases(view: ClusterView, model: str) -> tuple[Phase, ...]:
-    return tuple(phase for phase in Phase if not view.ready(phase, model))
-
-
-def _max_model_len(view: ClusterView, model: str) -> int:
-    lengths = (
-        instance.record.max_model_len
-        for instance in view.instances.values()
-        if instance.record.phases and instance.record.model == model
-    )
-    return min(lengths, default=0)

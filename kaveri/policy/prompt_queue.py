@@ -4,16 +4,23 @@ An engine computes in the order of submission, so an order is final once submitt
 engine has about two chunks of work, one that it computes and one so that it never idles.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from itertools import islice
 from typing import Generic
 
-from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, AnyOrdering, AnyPrompt, PromptSchedule
+from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, AnyOrdering, AnyPrompt, order_prompts
 
 _CHUNKS_AHEAD = 2
 
 
 class PromptQueue(Generic[AnyPrompt]):
-    """Prompts from their arrival to the end of their computation: held, then waiting, then computing."""
+    """Prompts from their arrival to the end of their computation: held, then waiting, then computing.
+
+    Waiting prompts are in a raw queue in order of arrival, which feeds a scheduled queue: one batch in the policy's
+    order. The next batch moves when the scheduled queue is empty and a prompt is needed, so it holds all that wait by
+    then, up to its size (TetriInfer, arXiv 2401.11181, section 3.3.1). No prompt starves: at most
+    `scheduling_batch - 1` later prompts, those of its own batch, overtake it.
+    """
 
     def __init__(
         self,
@@ -24,13 +31,17 @@ class PromptQueue(Generic[AnyPrompt]):
     ) -> None:
         """chunk_tokens: tokens computed per engine step. max_waiting: max held or waiting prompts.
 
-        scheduling_batch: max prompts that the policy orders together.
+        scheduling_batch: max prompts that the policy orders together, at least 1; with 1 every policy is FCFS.
         """
+        assert scheduling_batch >= 1, scheduling_batch
         self.chunk_tokens = chunk_tokens
         self._ahead_tokens = _CHUNKS_AHEAD * chunk_tokens
         self.max_waiting = max_waiting
-        self._schedule: PromptSchedule[AnyPrompt] = PromptSchedule(policy, scheduling_batch)
+        self._policy = policy
+        self._scheduling_batch = scheduling_batch
         self._held: set[AnyPrompt] = set()
+        self._raw: dict[AnyPrompt, None] = {}
+        self._scheduled: dict[AnyPrompt, None] = {}
         self._waiting_tokens = 0
         self._computing: dict[AnyPrompt, int] = {}
         """Remaining tokens of each computing prompt."""
@@ -44,7 +55,7 @@ class PromptQueue(Generic[AnyPrompt]):
     @property
     def room(self) -> int:
         """Number of prompts that fit before the queue is full."""
-        room = self.max_waiting - len(self._held) - len(self._schedule)
+        room = self.max_waiting - len(self._held) - len(self._raw) - len(self._scheduled)
         return room if room > 0 else 0
 
     @property
@@ -61,19 +72,27 @@ class PromptQueue(Generic[AnyPrompt]):
     def release(self, prompt: AnyPrompt) -> None:
         """Move a held prompt to the end of the waiting ones."""
         self._held.remove(prompt)
-        self._schedule.add(prompt)
+        self._raw[prompt] = None
 
     def next(self) -> AnyPrompt | None:
         """The next prompt to submit; None if the engine has enough work or no prompt waits.
 
         It stays the next one until submitted() or remove(), so no prompt overtakes one that lacks blocks.
         """
-        return self._schedule.head() if self._computing_tokens < self._ahead_tokens else None
+        if self._computing_tokens >= self._ahead_tokens:
+            return None
+        if not self._scheduled and self._raw:
+            batch = list(islice(self._raw, self._scheduling_batch))
+            for prompt in batch:
+                del self._raw[prompt]
+            ordered = batch if len(batch) == 1 else order_prompts(self._policy, batch)
+            self._scheduled.update(dict.fromkeys(ordered))
+        return next(iter(self._scheduled), None)
 
     def submitted(self, prompt: AnyPrompt) -> None:
-        """Record that the waiting prompt was submitted to the engine."""
+        """Record that the prompt of next() was submitted to the engine."""
         token_count = prompt.token_count
-        self._schedule.remove(prompt)
+        del self._scheduled[prompt]
         self._waiting_tokens -= token_count
         self._computing[prompt] = token_count
         self._computing_tokens += token_count
@@ -95,5 +114,20 @@ class PromptQueue(Generic[AnyPrompt]):
         if prompt in self._held:
             self._held.remove(prompt)
         else:
-            self._schedule.remove(prompt)
+            del (self._scheduled if prompt in self._scheduled else self._raw)[prompt]
         self._waiting_tokens -= prompt.token_count
+
+
+def prompt_fits(
+    token_count: int, computing: Iterable[int], kept_blocks: int, free_blocks: int, block_tokens: int
+) -> bool:
+    """Return True if free blocks, less those reserved for other requests, suffice for the prompt.
+
+    The prompt counts one token more: without a block for its first token it would be preempted right after adoption.
+    Prompts being computed count the same way, since they hold blocks for their prompts only.
+
+    token_count: of the prompt. computing: token count of each prompt being computed. kept_blocks: free blocks that the
+    admission policy reserves for answers.
+    """
+    promised = sum(-(-(count + 1) // block_tokens) - -(-count // block_tokens) for count in computing)
+    return -(-(token_count + 1) // block_tokens) + promised + kept_blocks <= free_blocks

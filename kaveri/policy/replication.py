@@ -1,4 +1,4 @@
-"""Chooses holders of KV copies, requests worth a copy, and copies that a full holder drops. Pure: no clock, no I/O.
+"""Chooses holders of KV copies, what is worth a copy or a resume, and copies that a full holder drops. Pure.
 
     pair    instances in the order of their ids, two by two, hold each other's (AcceLLM, section 4.1.2)
     ring    each one's are held by the next in the order of ids (DéjàVu, section 4.2.3)
@@ -16,9 +16,10 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Generic, NamedTuple
 
-from kaveri.domain.view import ClusterView, InstanceRecord, InstanceState, Phase, ViewedInstance
+from kaveri.domain.replica import ReplicaLocation
+from kaveri.domain.view import ClusterView, InstanceRecord, InstanceState, Phase, ViewedInstance, phases_now
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.policy.candidates import Candidates
+from kaveri.policy.placement import Candidates
 from kaveri.policy.plugins import Guarded, HolderPlacement, chosen_by
 from kaveri.policy.unconfirmed import KeyT, UnconfirmedWork
 
@@ -28,6 +29,12 @@ _USED_STEPS = 16
 """Used memory is compared in steps of 1/_USED_STEPS, so that load decides between similar instances."""
 _WORTH_RATIO = 2
 """A copy is dropped only for one with at least this many times its tokens."""
+_HELD_COST = 0.01
+"""Cost of a token in the replica, which is only copied, relative to a prompt token on an idle prefill instance."""
+_LACKING_COST = 2.0
+"""Cost of a token missing from the replica: the holder computes it between the steps of its own requests."""
+_MOST_QUEUES = 48
+"""Max prefill queues examined; keeps the cost of a decision independent of the cluster's size."""
 
 
 class ReplicationMode(enum.StrEnum):
@@ -202,3 +209,25 @@ def _holders_elsewhere(view: ClusterView, owner: InstanceRecord, holders: _Holde
 
 def _find_elsewhere(holders: _Holders, domain: str) -> tuple[ViewedInstance, ...]:
     return tuple(instance for instance in holders.ready if instance.record.failure_domain != domain)
+
+
+def is_worth_a_resume(replica: ReplicaLocation, context_tokens: int, view: ClusterView, model: str) -> bool:
+    """Return True if the replica's holder should resume the request; False if a prefill instance should recompute it.
+
+    context_tokens: of prompt and answer together. The holder itself decides whether it has room.
+    """
+    holder = view.instances.get(replica.holder_id)
+    if holder is None or holder.record.incarnation != replica.holder_incarnation or holder.record.model != model:
+        return False
+    # A draining holder may resume the request; its drain moves it afterwards.
+    if Phase.DECODE not in phases_now(holder):
+        return False
+    # The last token never has KV yet.
+    held = min(replica.token_count, context_tokens - 1)
+    if held <= 0:
+        return False
+    prefills = view.ready(Phase.PREFILL, model)
+    if not prefills:
+        return True
+    queued = min(prefill.load.queued_prefill_tokens for prefill in prefills[:_MOST_QUEUES])
+    return held * _HELD_COST + (context_tokens - held) * _LACKING_COST <= context_tokens + queued

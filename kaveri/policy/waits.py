@@ -19,3 +19,15 @@ NO_DECODE_INSTANCE_S = 2.0
 """A request fails after this long without any decode instance; its router may know of others."""
 LINE_LOOK_S = 0.002
 """Poll interval for free blocks while requests wait: blocks of aborted requests become free without an event."""
+COPY_LOOK_S = 0.1
+"""Poll interval of an instance for requests that need a copy."""
+COPY_REQUESTS_MAX = 32
+"""Max requests of one instance for room for a copy that are unanswered."""
+NO_HOLDER_S = 0.3
+"""Pause of an instance after it has found no holder for a copy."""
+HOLDER_REST_S = 1.0
+"""Rest of a holder that did not answer, or has lost a copy."""
+COPY_STARVED_S = 3.0
+"""A copy that waits this long for its next block is shut to its owner, which looks for another holder."""
+COPY_MADE_ROOM_RETRY_S = 0.1
+"""Retry delay that a holder sends after it has dropped shorter copies to make room."""

@@ -2,39 +2,16 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kaveri.domain.length import TokenRange
 from kaveri.domain.replica import ReplicaLocation
-from kaveri.domain.view import InstanceRecord
 from kaveri.policy.retry import RetryState
-from kaveri.simulator.member import BeatingMember
 from kaveri.simulator.sequence import CountedSequence
 
-
-class PrefillSide(Protocol):
-    """Interface of an attempt's prefill instance to others."""
-
-    record: InstanceRecord
-
-    def accept(self, attempt: "SimulatedAttempt") -> None:
-        """Accept an attempt that a router sends."""
-
-    def push_failed(self, reserved: Any) -> None:
-        """Handle the death of the decode instance. reserved: the room that it had reserved."""
-
-
-class DecodeSide(Protocol):
-    """Interface of an attempt's decode instance to others."""
-
-    member: BeatingMember
-    is_dead: bool
-
-    def give_back(self, reserved: Any) -> None:
-        """Release room that is not needed."""
-
-    def land(self, reserved: Any) -> None:
-        """Handle the landing of all KV."""
+if TYPE_CHECKING:
+    from kaveri.simulator.decode import DecodeSide
+    from kaveri.simulator.prefill import SimulatedPrefill
 
 
 _NO_SETBACK = RetryState()
@@ -74,44 +51,27 @@ class LossAccount:
             self.since_s = math.nan
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedRequest:
     """A request as its client and its router see it. Times are seconds of the timeline."""
 
-    __slots__ = (
-        "attempt_count",
-        "due_s",
-        "first_s",
-        "generated",
-        "last_token_s",
-        "length",
-        "losses",
-        "number",
-        "output_tokens",
-        "prompt_tokens",
-        "retry",
-        "router_s",
-    )
-
-    def __init__(
-        self, number: int, due_s: float, prompt_tokens: int, output_tokens: int, length: TokenRange | None
-    ) -> None:
-        """length: the answer's length as known to the cluster."""
-        self.number = number
-        self.due_s = due_s
-        self.prompt_tokens = prompt_tokens
-        self.output_tokens = output_tokens
-        self.length = length
-        self.generated = 0
-        """Tokens of the answer that the router has."""
-        self.first_s = math.nan
-        """Time at which prefill drew the first token."""
-        self.last_token_s = math.nan
-        """Time of its last token, as far as the router had it when an instance was lost."""
-        self.router_s = 0.0
-        self.attempt_count = 0
-        self.retry = _NO_SETBACK
-        self.losses: LossAccount | None = None
-        """Cost of losses; None: no instance was lost."""
+    number: int
+    due_s: float
+    prompt_tokens: int
+    output_tokens: int
+    length: TokenRange | None = None
+    """The answer's length as known to the cluster."""
+    generated: int = 0
+    """Tokens of the answer that the router has."""
+    first_s: float = math.nan
+    """Time at which prefill drew the first token."""
+    last_token_s: float = math.nan
+    """Time of its last token, as far as the router had it when an instance was lost."""
+    router_s: float = 0.0
+    attempt_count: int = 0
+    retry: RetryState = _NO_SETBACK
+    losses: LossAccount | None = None
+    """Cost of losses; None: no instance was lost."""
 
 
 class SimulatedAttempt:
@@ -142,7 +102,7 @@ class SimulatedAttempt:
         "token_count",
     )
 
-    def __init__(self, request: SimulatedRequest, prefill: PrefillSide) -> None:
+    def __init__(self, request: SimulatedRequest, prefill: "SimulatedPrefill") -> None:
         request.attempt_count += 1
         self.request = request
         self.prefill = prefill

@@ -6,7 +6,7 @@
     beside         chunks of prompts beside the whole batch, as colocated instances of Kaveri
 
 Splitwise (arXiv 2311.18677) is a cluster of prefill and decode instances that takes the least loaded of each:
-kaveri.simulator.simulate does that. Pipelines of FasterTransformer are in kaveri.planner.pipeline_schedule.
+kaveri.simulator.simulate does that. Pipelines of FasterTransformer are in kaveri.planner.pipeline_rate.
 """
 
 import enum

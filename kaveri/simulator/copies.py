@@ -1,13 +1,14 @@
 """Copies of a simulated instance's requests at others: holders are chosen, blocks sent in the background. Pure.
 
-It mirrors services/decode/replicator.py and kaveri/engine/copier.py. Nothing waits for a copy. Sent blocks are computed
-at the services' polls, every 0.1 s, and when the instance dies: no block takes an event of its own.
+They mirror services/decode/replicator.py and holder.py, and kaveri/engine/copier.py. Nothing waits for a copy. Sent
+blocks are computed at the services' polls, every 0.1 s, and when the instance dies: no block takes an event of its own.
 """
 
 import math
 import random
 from collections import deque
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.view import ClusterView, InstanceRecord, ViewedInstance
@@ -17,55 +18,42 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.replication import CopyRules, choose_holder, copy_bytes
 from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.unconfirmed import UnconfirmedWork
+from kaveri.policy.waits import COPY_LOOK_S, COPY_REQUESTS_MAX, HOLDER_REST_S, NO_HOLDER_S
 from kaveri.simulator.attempt import SimulatedAttempt
 from kaveri.simulator.held_copies import HeldCopies, HeldKv
-from kaveri.simulator.resuming_engine import ResumingEngine
 from kaveri.simulator.sequence import CountedSequence
 from kaveri.simulator.spec import ClusterSpec
 from kaveri.simulator.timeline import Timeline
 
-_LOOK_EVERY_S = 0.1
-_NONE_FOUND_S = 0.3
-_MOST_ASKED = 32
-"""Most holders that are asked at once."""
-_REST_S = 1.0
-"""Pause before an unreachable holder is asked again."""
+if TYPE_CHECKING:
+    from kaveri.simulator.decode import DecodeSide
+    from kaveri.simulator.router import SimulatedRouter
+
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _DOUBLINGS = 0.1, 5.0, 6
 
 
+@dataclass(slots=True, eq=False)
 class OwnedRequest:
     """A request that decodes here. Hashed by identity."""
 
-    __slots__ = ("attempt", "failures", "former", "held", "none_before_s", "sequence", "unsent_from")
-
-    def __init__(self, attempt: SimulatedAttempt, sequence: CountedSequence) -> None:
-        self.attempt = attempt
-        self.sequence = sequence
-        self.held: HeldKv | None = None
-        """Its growing copy."""
-        self.former: HeldKv | None = None
-        """A copy that grows no more."""
-        self.unsent_from = 0
-        """Number of computed tokens at which the next block can be sent."""
-        self.failures = 0
-        """Consecutive failures; they double the pauses."""
-        self.none_before_s = 0.0
-        """Earliest time of the next holder search."""
+    attempt: SimulatedAttempt
+    sequence: CountedSequence
+    held: HeldKv | None = None
+    """Its growing copy."""
+    former: HeldKv | None = None
+    """A copy that grows no more."""
+    unsent_from: int = 0
+    """Number of computed tokens at which the next block can be sent."""
+    failures: int = 0
+    """Consecutive failures; they double the pauses."""
+    none_before_s: float = 0.0
+    """Earliest time of the next holder search."""
 
 
 class OwnedCopies:
     """Copies of the requests of one incarnation of an instance."""
 
-    def __init__(
-        self,
-        timeline: Timeline,
-        spec: ClusterSpec,
-        record: InstanceRecord,
-        engine: ResumingEngine,
-        touch: Callable[[], None],
-        rng: random.Random,
-    ) -> None:
-        """touch: advances the engine to the steps that have ended."""
+    def __init__(self, timeline: Timeline, spec: ClusterSpec, record: InstanceRecord, instance: "DecodeSide") -> None:
         layout, copies = record.layout, spec.decode.copies
         assert isinstance(layout, KvLayout)
         self._timeline = timeline
@@ -75,9 +63,10 @@ class OwnedCopies:
         self._layout = layout
         self._blocks_per_s = _blocks_per_s(spec, layout)
         self._record = record
-        self._rng = rng
-        self._engine = engine
-        self._touch = touch
+        # Separate, so that other draws are the same with copies as without.
+        self._rng = random.Random(f"{spec.seed} {record.instance_id} {record.incarnation}")
+        self._instance = instance
+        self._engine = instance.engine
         self.view = ClusterView()
         """View as of the monitor's last broadcast."""
         self.holders: dict[str, HeldCopies] = {}
@@ -91,7 +80,7 @@ class OwnedCopies:
         self._none_before_s = 0.0
         self._asked_count = 0
         self._looks = False
-        self._looked_s = -_LOOK_EVERY_S
+        self._looked_s = -COPY_LOOK_S
         # Round-robin order in which copies send blocks.
         self._line: deque[OwnedRequest] = deque()
         self._sent_until_s = 0.0
@@ -148,7 +137,7 @@ class OwnedCopies:
     def _look_soon(self) -> None:
         if not self._looks and not self.is_dead:
             self._looks = True
-            self._timeline.at(max(self._timeline.now_s, self._looked_s + _LOOK_EVERY_S), self._look)
+            self._timeline.at(max(self._timeline.now_s, self._looked_s + COPY_LOOK_S), self._look)
 
     def _look(self, _: None) -> None:
         self._looks = False
@@ -172,14 +161,14 @@ class OwnedCopies:
         return self._rules.is_worth_a_copy(context_tokens, rest_tokens)
 
     def _choose(self, owned: OwnedRequest, now_s: float) -> None:
-        if self._asked_count >= _MOST_ASKED or now_s < self._none_before_s:
+        if self._asked_count >= COPY_REQUESTS_MAX or now_s < self._none_before_s:
             return
         needed_bytes = copy_bytes(self._layout, self._engine.token_count(owned.sequence))
         found = choose_holder(
             self._mode, self.view, self._record, needed_bytes, self._unconfirmed, self._rng, self._resting_until_s
         )
         if found is None:
-            self._none_before_s = now_s + _NONE_FOUND_S
+            self._none_before_s = now_s + NO_HOLDER_S
             return
         self._unconfirmed.add(owned.attempt.request.number, found, needed_bytes)
         del self._alone[owned]
@@ -217,7 +206,7 @@ class OwnedCopies:
                 self._line.append(owned)
             return
         self._unconfirmed.remove(number, instance_id)
-        rest_s = bounded_retry_s(answer.retry_after_s) if isinstance(answer, NoCapacity) else _REST_S
+        rest_s = bounded_retry_s(answer.retry_after_s) if isinstance(answer, NoCapacity) else HOLDER_REST_S
         self._resting_until_s[instance_id] = self._timeline.now_s + rest_s
         if is_here:
             self._pause(owned)
@@ -246,7 +235,7 @@ class OwnedCopies:
         if not line:
             self._unsent_blocks = 0.0
             return
-        self._touch()
+        self._instance.touch()
         due = self._unsent_blocks + elapsed_s * self._blocks_per_s if self._blocks_per_s else math.inf
         ready = self._ready()
         while ready and due >= 1:
@@ -294,6 +283,78 @@ class OwnedCopies:
             owned.unsent_from = (held.sent_blocks + 1) * self._layout.block_tokens
             held.holder.grow(held)
         return sent
+
+
+class InstanceCopies:
+    """Copies at and from one incarnation of an instance."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        spec: ClusterSpec,
+        record: InstanceRecord,
+        instance: "DecodeSide",
+        router: "SimulatedRouter",
+    ) -> None:
+        self.record = record
+        self.owned = OwnedCopies(timeline, spec, record, instance)
+        self.held = HeldCopies(timeline, spec.decode.copies, record, instance, spec.overheads.hop_s)
+        self._timeline = timeline
+        self._spec = spec
+        self._instance = instance
+        self._router = router
+        self._resuming: dict[SimulatedAttempt, None] = {}
+        """Attempts that have room, and whose copies are being moved into the engine."""
+        self.is_dead = False
+
+    def resume(self, attempt: SimulatedAttempt) -> None:
+        """Resume a request from the copy in `attempt.replica`."""
+        replica, held = attempt.replica, self.held.find(attempt.request.number)
+        assert replica is not None
+        if self.is_dead or held is None or replica.holder_incarnation != self.record.incarnation:
+            self._refuse(attempt)
+            return
+        if held.is_growing:
+            self.held.shut(held)
+        held_tokens = self.held.usable_tokens(held, attempt.token_count)
+        sequence = self._instance.reserve_resumed(attempt) if held_tokens else None
+        if sequence is not None:
+            self._resuming[attempt] = None
+            self._timeline.after(self._spec.overheads.push_tail_s, self._land, (sequence, held_tokens))
+        else:
+            self._refuse(attempt)
+
+    def die(self) -> None:
+        """Kill the process."""
+        self.is_dead = True
+        self.owned.die()
+        self.held.die()
+        for attempt in self._resuming:
+            self._timeline.after(self._spec.overheads.hop_s, self._router.resume_lost, attempt)
+        self._resuming.clear()
+
+    def is_empty(self) -> bool:
+        """True if nothing is left here."""
+        return self.owned.is_empty() and self.held.is_empty() and not self._resuming
+
+    def _land(self, resumed: tuple[CountedSequence, int]) -> None:
+        sequence, held_tokens = resumed
+        attempt: SimulatedAttempt = sequence.owner
+        if attempt not in self._resuming:
+            return  # the process was killed
+        del self._resuming[attempt]
+        attempt.replica = None
+        attempt.landed_s = self._timeline.now_s
+        self._instance.land_resumed(sequence, held_tokens)
+        held = self.held.find(attempt.request.number)
+        if held is not None:
+            self.held.drop(held)
+        assert attempt.request.losses is not None
+        attempt.request.losses.resumed(attempt.token_count, held_tokens)
+        self.owned.follow(attempt, sequence)
+
+    def _refuse(self, attempt: SimulatedAttempt) -> None:
+        self._timeline.after(self._spec.overheads.hop_s, self._router.not_resumed, attempt)
 
 
 def _blocks_per_s(spec: ClusterSpec, layout: KvLayout) -> float:

@@ -1,24 +1,29 @@
-"""A simulated decode instance: the services' decisions about room, line and batch around a counted engine. Pure.
+"""Simulated decode instances: the services' decisions about room, line and batch around a counted engine. Pure.
 
-It mirrors services/decode/instance.py, event by event.
+They mirror services/decode/instance.py and replicated.py, event by event.
 """
 
+from collections import Counter
 from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 from kaveri.domain.view import InstanceRecord
 from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.errors import InvalidArgument, KaveriError, Unavailable
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.policy.decode_batch import DecodeBatch, expected_answer, member_of
+from kaveri.policy.admission import DecodeBatch, expected_answer, member_of
 from kaveri.policy.decode_room import DecodeRoom, FreeRoom
 from kaveri.policy.growth import BatchMember
 from kaveri.simulator.attempt import SimulatedAttempt
-from kaveri.simulator.engine import CountedEngine
+from kaveri.simulator.copies import InstanceCopies
+from kaveri.simulator.engine import CountedEngine, EngineListener
 from kaveri.simulator.member import BeatingMember, SimulatedLoad
-from kaveri.simulator.router_side import RouterSide
 from kaveri.simulator.sequence import CountedSequence
 from kaveri.simulator.spec import ClusterSpec
 from kaveri.simulator.timeline import Timeline
+
+if TYPE_CHECKING:
+    from kaveri.simulator.router import SimulatedRouter
 
 _LINE_LOOK_S = 0.05
 """Poll interval while requests wait for room. Freed blocks are noticed at once, so this only finds blocks that are no
@@ -29,134 +34,64 @@ _COUNTED = BatchMember(0)
 """Member of a batch whose policy only counts its members."""
 
 
-class ReservedRequest:
-    """One request at decode, from its Reserve call on."""
+class DecodeSide(EngineListener):
+    """The decoding requests of an instance, and their copies. Sequences are owned by their attempts."""
 
-    __slots__ = ("answer", "attempt", "first_step_s", "member", "number", "preemptions", "sequence")
-
-    def __init__(
-        self, number: int, attempt: SimulatedAttempt, answer: Callable[["ReservedRequest | KaveriError"], object]
-    ) -> None:
-        self.number = number
-        self.attempt = attempt
-        self.answer = answer
-        """Called once, with itself when it has room."""
-        self.member = _COUNTED
-        self.sequence: CountedSequence
-        self.first_step_s = -1.0
-        self.preemptions = 0
-
-
-class SimulatedDecode:
-    """The EngineListener of its engine."""
-
-    _engine_kind: type[CountedEngine] = CountedEngine
+    member: BeatingMember
 
     def __init__(
-        self, timeline: Timeline, spec: ClusterSpec, record: InstanceRecord, first_beat_s: float, router: RouterSide
+        self, timeline: Timeline, spec: ClusterSpec, record: InstanceRecord, router: "SimulatedRouter"
     ) -> None:
-        pool = spec.decode.engine
-        layout = record.layout
+        pool, layout = spec.decode.engine, record.layout
         assert isinstance(layout, KvLayout)
         self._timeline = timeline
         self._spec = spec
         self._router = router
-        batch = DecodeBatch(spec.decode.decode_policy, pool.block_tokens, pool.max_batch)
-        self.room = DecodeRoom(pool.total_blocks, pool.block_tokens, batch)
-        self._keeps_blocks = batch.keeps_blocks
+        self._batch = DecodeBatch(spec.decode.decode_policy, pool.block_tokens, pool.max_batch)
+        self.room = DecodeRoom(pool.total_blocks, pool.block_tokens, self._batch)
+        self._keeps_blocks = self._batch.keeps_blocks
         self._gaps = router.table.gaps
-        self.engine = self._engine_kind.of_pool(timeline, pool, layout, spec.overheads, self)
+        self.engine = CountedEngine(timeline, pool, layout, spec.overheads, self)
         self._serial = 0
-        self._in_line: dict[str, ReservedRequest] = {}
-        self._by_serial: dict[int, ReservedRequest] = {}
-        """Requests past the line."""
+        self._decoding: dict[int, CountedSequence] = {}
+        """Sequences by number: reserved, waiting for the batch, or in it."""
+        self._preemptions: Counter[int] = Counter()
         self._heavy_count = 0
-        self._looks_again = False
         self.is_dead = False
-        self.member = BeatingMember(timeline, record, first_beat_s, spec.heartbeat_interval_s, self._load_at)
+        self.copies = InstanceCopies(timeline, spec, record, self, router) if spec.decode.copies.is_on else None
 
-    # Calls of prefill instances.
+    # Requests that are resumed from copies.
 
-    def reserve(
-        self, attempt: SimulatedAttempt, waits: bool, answer: Callable[[ReservedRequest | KaveriError], object]
-    ) -> ReservedRequest:
-        """Ask for room. `answer` is called when there is some, or with the refusal; with `waits` perhaps later."""
-        if self.is_dead:
-            answer(_gone(self))
-            return ReservedRequest(0, attempt, answer)
-        self._touch()
+    def reserve_resumed(self, attempt: SimulatedAttempt) -> CountedSequence | None:
+        """Take room ahead of all waiting requests. None: there is none."""
+        self.touch()
         self._serial += 1
-        reserved = ReservedRequest(self._serial, attempt, answer)
+        attempt.heavy = self._spec.thresholds.is_heavy(None, attempt.request.prompt_tokens)
         try:
             needed_blocks = self.room.needed_blocks(attempt.token_count)
-        except InvalidArgument as error:
-            answer(error)
-            return reserved
-        if self._keeps_blocks:
-            reserved.member = self._member_of(attempt)
-        self._in_line[attempt.key] = reserved
-        self.room.line.join(attempt.key, needed_blocks, attempt.token_count)
-        self._give_room()
-        if attempt.key in self._in_line and (not waits or self.room.line.is_over_limit()):
-            refusal = self.room.refusal(self._free_room(), self._timeline.now_s)
-            self.leave_line(attempt)
-            answer(refusal)
-        return reserved
+        except InvalidArgument:
+            return None
+        free, now_s = self._free_room(), self._timeline.now_s
+        if not self.room.has_ahead_of_line(needed_blocks, free, now_s):
+            return None
+        remaining = attempt.request.output_tokens - attempt.generated
+        sequence = CountedSequence(self._serial, attempt, attempt.token_count, remaining, SequencePhase.RESERVED)
+        if not self.engine.open(sequence, attempt.token_count + 1):
+            return None
+        # Its router does not send the answer's expected length.
+        member = member_of(attempt.token_count, attempt.generated, None, self._spec.decode.decode_range_end)
+        self._batch.expect(self._serial, member, now_s)
+        return sequence
 
-    def _member_of(self, attempt: SimulatedAttempt) -> BatchMember:
-        request, settings = attempt.request, self._spec.decode
-        expected = expected_answer(
-            request.length, request.prompt_tokens, request.output_tokens, settings.engine.max_model_len
-        )
-        return member_of(attempt.token_count, attempt.generated, expected, settings.decode_range_end)
-
-    def leave_line(self, attempt: SimulatedAttempt) -> None:
-        """Take a request that wants no more room out of the line. Idempotent."""
-        if self._in_line.pop(attempt.key, None) is not None and not self.is_dead:
-            self.room.line.leave(attempt.key)
-
-    def give_back(self, reserved: ReservedRequest) -> None:
-        """Release the room of a request that does not need it."""
-        if reserved.number in self._by_serial and not self.is_dead:
-            self._touch()
-            self._forget(reserved)
-            self.room.batch.leave(reserved.number)
-            self.engine.end(reserved.sequence)
-            self._give_room()
-
-    def land(self, reserved: ReservedRequest) -> None:
-        """Handle the landing of a request's KV."""
-        self._touch()
-        reserved.attempt.landed_s = self._timeline.now_s
-        self.room.batch.land(reserved.number)
-        # It may lose its blocks at once to a request that was admitted before.
-        self.engine.land(reserved.sequence)
+    def land_resumed(self, sequence: CountedSequence, held_tokens: int) -> None:
+        """Handle the copy's arrival in the engine. It is admitted before those that wait for a place in the batch."""
+        self.touch()
+        sequence.owner.decode = self
+        self._decoding[sequence.number] = sequence
+        self._heavy_count += sequence.owner.heavy
+        self._batch.land(sequence.number, first=True)
+        self.engine.land_partly(sequence, held_tokens)
         self._admit()
-        if self._in_line:
-            self._give_room()
-
-    def die(self) -> None:
-        """Kill the process."""
-        self._touch()
-        now_s = self._timeline.now_s
-        self.is_dead = True
-        self.engine.stop()
-        self.member.stop()
-        placed, in_line = list(self._by_serial.values()), list(self._in_line.values())
-        self._by_serial.clear()
-        self._in_line.clear()
-        for reserved in placed:
-            attempt = reserved.attempt
-            if attempt.landed_s < 0:
-                self._timeline.after(self._spec.overheads.hop_s, attempt.prefill.push_failed, reserved)
-                continue
-            request = attempt.request
-            request.generated = self.engine.token_count(reserved.sequence) - request.prompt_tokens
-            has_drawn = reserved.first_step_s >= 0
-            request.last_token_s = min(now_s, self.engine.step_began_s) if has_drawn else attempt.first_token_s
-            self._timeline.after(self._spec.overheads.hop_s, self._router.decode_lost, attempt)
-        for waiting in in_line:
-            waiting.answer(_gone(self))
 
     # Events of the engine.
 
@@ -165,37 +100,204 @@ class SimulatedDecode:
         if now_s >= self.member.next_beat_s:
             self.member.take_beats(now_s)
 
-    def prefill_started(self, sequence: CountedSequence) -> None: ...
-
-    def prefill_advanced(self, sequence: CountedSequence) -> None: ...
-
-    def first_token(self, sequence: CountedSequence) -> None: ...
-
     def drew(self, steps: int, gap_count: int, step_s: float, resting: list[CountedSequence]) -> None:
         if self._keeps_blocks:
-            self.room.batch.run(steps, [sequence.number for sequence in resting] if resting else ())
+            self._batch.run(steps, [sequence.number for sequence in resting] if resting else ())
         if gap_count:
             self._gaps(step_s, gap_count)
 
     def drew_some(self, sequences: list[CountedSequence], gap_count: int, step_s: float) -> None:
-        self.room.batch.step({sequence.number for sequence in sequences})
+        self._batch.step({sequence.number for sequence in sequences})
         if gap_count:
             self._gaps(step_s, gap_count)
 
     def drew_first(self, sequence: CountedSequence, time_s: float) -> None:
-        reserved = self._by_serial[sequence.number]
-        reserved.first_step_s = time_s
-        self._gaps(time_s - reserved.attempt.first_token_s, 1)
+        attempt: SimulatedAttempt = sequence.owner
+        self._gaps(time_s - attempt.first_token_s, 1)
+        if attempt.resumed_from is not None:
+            assert attempt.request.losses is not None
+            attempt.request.losses.drew(time_s)
 
     def ended(self, sequence: CountedSequence) -> None:
-        reserved = self._by_serial[sequence.number]
-        self._forget(reserved)
-        self.room.batch.leave(sequence.number)
-        self._router.finished(reserved.attempt, self._timeline.now_s, reserved.first_step_s, reserved.preemptions)
+        attempt: SimulatedAttempt = sequence.owner
+        if self.copies is not None:
+            self.copies.owned.end(attempt)
+        self._forget(sequence)
+        preemptions = self._preemptions.pop(sequence.number, 0) if self._preemptions else 0
+        self._router.finished(attempt, self._timeline.now_s, sequence.first_step_s, preemptions)
 
     def preempted(self, sequence: CountedSequence) -> None:
-        self._by_serial[sequence.number].preemptions += 1
-        self.room.batch.preempt(sequence.number)
+        self._preemptions[sequence.number] += 1
+        self._batch.preempt(sequence.number)
+
+    def touch(self) -> None:
+        """Advance the state before blocks are taken, or a load is changed."""
+        if self.is_dead:
+            return
+        now_s = self._timeline.now_s
+        if now_s >= self.member.next_beat_s:
+            self.member.take_beats(now_s)
+        self.engine.sync(now_s)
+
+    def _member_of(self, attempt: SimulatedAttempt) -> BatchMember:
+        request, settings = attempt.request, self._spec.decode
+        expected = expected_answer(
+            request.length, request.prompt_tokens, request.output_tokens, settings.engine.max_model_len
+        )
+        return member_of(attempt.token_count, attempt.generated, expected, settings.decode_range_end)
+
+    def _admit(self) -> None:
+        if self._batch.ready_count:
+            for number in self._batch.admissible(self.engine.free_blocks):
+                self.engine.admit(self._decoding[number])
+                self._batch.admit(number)
+
+    def _forget(self, sequence: CountedSequence) -> None:
+        del self._decoding[sequence.number]
+        self._heavy_count -= sequence.owner.heavy
+        self._batch.leave(sequence.number)
+
+    def _lose(self, sequence: CountedSequence) -> None:
+        """Report a decoding request of an instance that dies."""
+        attempt: SimulatedAttempt = sequence.owner
+        request, now_s = attempt.request, self._timeline.now_s
+        request.generated = self.engine.token_count(sequence) - request.prompt_tokens
+        has_drawn = sequence.first_step_s >= 0
+        request.last_token_s = min(now_s, self.engine.step_began_s) if has_drawn else attempt.first_token_s
+        self._timeline.after(self._spec.overheads.hop_s, self._router.decode_lost, attempt)
+
+    def _free_room(self) -> FreeRoom:
+        return FreeRoom(self.engine.blocks.free_count, 0, self.engine.admitted_count)
+
+    def _decode_load(
+        self,
+        time_s: float,
+        sequence_number: int,
+        waiting: int,
+        running: int,
+        queued_tokens: int,
+        queue_room: int | None,
+    ) -> SimulatedLoad:
+        """Load of a heartbeat, as DecodeRoom.load(). The other arguments are of requests that do not decode."""
+        engine = self.engine
+        if self._keeps_blocks:
+            # The policy has to know of the steps.
+            engine.sync(time_s)
+        free_blocks, context_tokens = engine.room_at(time_s)
+        decoding, batch_size = len(self._decoding), self._batch.running_count
+        load = SimulatedLoad(
+            sequence_number,
+            waiting + decoding - batch_size,
+            running + batch_size,
+            queued_tokens,
+            queue_room,
+            self.room.shown_blocks(FreeRoom(free_blocks, 0, engine.admitted_count), time_s),
+            engine.blocks.total,
+            context_tokens,
+            self._heavy_count,
+            decoding - self._heavy_count,
+        )
+        if self.copies is not None:
+            held = self.copies.held
+            load.replica_free_bytes, load.replica_total_bytes = held.free_bytes, held.total_bytes
+        return load
+
+
+class _Waiting(NamedTuple):
+    """A request in line for room."""
+
+    number: int
+    attempt: SimulatedAttempt
+    member: BatchMember
+    answer: Callable[[CountedSequence | KaveriError], object]
+
+
+class SimulatedDecode(DecodeSide):
+    """A decode instance. A request's reserved sequence is its room."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        spec: ClusterSpec,
+        record: InstanceRecord,
+        first_beat_s: float,
+        router: "SimulatedRouter",
+    ) -> None:
+        super().__init__(timeline, spec, record, router)
+        self._in_line: dict[str, _Waiting] = {}
+        self._looks_again = False
+        self.member = BeatingMember(timeline, record, first_beat_s, spec.heartbeat_interval_s, self._load_at)
+
+    # Calls of prefill instances.
+
+    def reserve(
+        self, attempt: SimulatedAttempt, waits: bool, answer: Callable[[CountedSequence | KaveriError], object]
+    ) -> None:
+        """Ask for room. `answer` is called when there is some, or with the refusal; with `waits` perhaps later."""
+        if self.is_dead:
+            answer(self._unreachable())
+            return
+        self.touch()
+        self._serial += 1
+        try:
+            needed_blocks = self.room.needed_blocks(attempt.token_count)
+        except InvalidArgument as error:
+            answer(error)
+            return
+        member = self._member_of(attempt) if self._keeps_blocks else _COUNTED
+        self._in_line[attempt.key] = _Waiting(self._serial, attempt, member, answer)
+        self.room.line.join(attempt.key, needed_blocks, attempt.token_count)
+        self._give_room()
+        if attempt.key in self._in_line and (not waits or self.room.line.is_over_limit()):
+            refusal = self.room.refusal(self._free_room(), self._timeline.now_s)
+            self.leave_line(attempt)
+            answer(refusal)
+
+    def leave_line(self, attempt: SimulatedAttempt) -> None:
+        """Take a request that wants no more room out of the line. Idempotent."""
+        if self._in_line.pop(attempt.key, None) is not None and not self.is_dead:
+            self.room.line.leave(attempt.key)
+
+    def give_back(self, reserved: CountedSequence) -> None:
+        """Release the room of a request that does not need it."""
+        if reserved.number in self._decoding and not self.is_dead:
+            self.touch()
+            self._forget(reserved)
+            self.engine.end(reserved)
+            self._give_room()
+
+    def land(self, reserved: CountedSequence) -> None:
+        """Handle the landing of a request's KV."""
+        self.touch()
+        reserved.owner.landed_s = self._timeline.now_s
+        self._batch.land(reserved.number)
+        # It may lose its blocks at once to a request that was admitted before.
+        self.engine.land(reserved)
+        self._admit()
+        if self._in_line:
+            self._give_room()
+        if self.copies is not None:
+            self.copies.owned.follow(reserved.owner, reserved)
+
+    def die(self) -> None:
+        """Kill the process."""
+        self.touch()
+        if self.copies is not None:
+            self.copies.die()
+        self.is_dead = True
+        self.engine.stop()
+        self.member.stop()
+        placed, in_line = list(self._decoding.values()), list(self._in_line.values())
+        self._decoding.clear()
+        self._in_line.clear()
+        for sequence in placed:
+            attempt: SimulatedAttempt = sequence.owner
+            if attempt.landed_s < 0:
+                self._timeline.after(self._spec.overheads.hop_s, attempt.prefill.push_failed, sequence)
+            else:
+                self._lose(sequence)
+        for waiting in in_line:
+            waiting.answer(self._unreachable())
 
     def stepped(self) -> None:
         self._admit()
@@ -205,13 +307,8 @@ class SimulatedDecode:
     def is_empty(self) -> bool:
         """True if nothing is left here."""
         is_whole = self.is_dead or self.engine.free_blocks == self.engine.blocks.total
-        return is_whole and not self._in_line and not self._by_serial
-
-    def _touch(self) -> None:
-        now_s = self._timeline.now_s
-        if now_s >= self.member.next_beat_s:
-            self.member.take_beats(now_s)
-        self.engine.sync(now_s)
+        has_copies = self.copies is not None and not self.copies.is_empty()
+        return is_whole and not self._in_line and not self._decoding and not has_copies
 
     def _give_room(self) -> None:
         while self._in_line:
@@ -225,65 +322,28 @@ class SimulatedDecode:
     def _look(self, _: None) -> None:
         self._looks_again = False
         if self._in_line:
-            self._touch()
+            self.touch()
             self._give_room()
 
-    def _ask(self, reserved: ReservedRequest) -> bool:
-        attempt = reserved.attempt
-        request = attempt.request
+    def _ask(self, waiting: _Waiting) -> bool:
+        attempt = waiting.attempt
         self.room.line.asked(attempt.key)
-        self.room.batch.expect(reserved.number, reserved.member, self._timeline.now_s)
+        self._batch.expect(waiting.number, waiting.member, self._timeline.now_s)
         # Prefill draws the next token.
-        remaining = request.output_tokens - attempt.generated - 1
-        sequence = CountedSequence(reserved.number, None, attempt.token_count, remaining, SequencePhase.RESERVED)
+        remaining = attempt.request.output_tokens - attempt.generated - 1
+        sequence = CountedSequence(waiting.number, attempt, attempt.token_count, remaining, SequencePhase.RESERVED)
         if not self.engine.open(sequence, attempt.token_count + 1):
             self.room.line.refused(attempt.key)
-            self.room.batch.leave(reserved.number)
+            self._batch.leave(waiting.number)
             return False
-        reserved.sequence = sequence
-        self._by_serial[reserved.number] = reserved
+        self._decoding[waiting.number] = sequence
         self._heavy_count += attempt.heavy
         self.leave_line(attempt)
-        reserved.answer(reserved)
+        waiting.answer(sequence)
         return True
 
-    def _admit(self) -> None:
-        batch = self.room.batch
-        if not batch.ready_count:
-            return
-        for serial in batch.admissible(self.engine.free_blocks):
-            self.engine.admit(self._by_serial[serial].sequence)
-            batch.admit(serial)
-
-    def _forget(self, reserved: ReservedRequest) -> None:
-        del self._by_serial[reserved.number]
-        self._heavy_count -= reserved.attempt.heavy
-
-    def _free_room(self) -> FreeRoom:
-        engine = self.engine
-        return FreeRoom(engine.blocks.free_count, 0, engine.admitted_count)
-
     def _load_at(self, time_s: float, sequence_number: int) -> SimulatedLoad:
-        # As DecodeRoom.load().
-        engine = self.engine
-        if self._keeps_blocks:
-            # The policy has to know of the steps.
-            engine.sync(time_s)
-        free_blocks, context_tokens = engine.room_at(time_s)
-        placed, running = len(self._by_serial), self.room.batch.running_count
-        return SimulatedLoad(
-            sequence_number,
-            placed + len(self._in_line) - running,
-            running,
-            0,
-            None,
-            self.room.shown_blocks(FreeRoom(free_blocks, 0, engine.admitted_count), time_s),
-            engine.blocks.total,
-            context_tokens,
-            self._heavy_count,
-            placed - self._heavy_count,
-        )
+        return self._decode_load(time_s, sequence_number, len(self._in_line), 0, 0, None)
 
-
-def _gone(instance: SimulatedDecode) -> Unavailable:
-    return Unavailable(f"{instance.member.record.instance_id} cannot be reached")
+    def _unreachable(self) -> Unavailable:
+        return Unavailable(f"{self.member.record.instance_id} cannot be reached")

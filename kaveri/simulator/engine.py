@@ -12,13 +12,12 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 from operator import attrgetter
-from typing import Any, Protocol, Self, cast
+from typing import Any, cast
 
 from kaveri.engine.stepwise.batch import form_step
 from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.engine.stepwise.residency import Residency
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.latency.model import LatencyModel
 from kaveri.simulator.sequence import CountedBlocks, CountedSequence
 from kaveri.simulator.spec import Overheads, PoolSpec
 from kaveri.simulator.timeline import Timeline
@@ -29,8 +28,8 @@ _ALMOST = 1e-9
 _ADMISSION = attrgetter("admission")
 
 
-class EngineListener(Protocol):
-    """Receives the engine's events, at their times."""
+class EngineListener:
+    """Receives the engine's events, at their times. Ignores those that a subclass does not override."""
 
     def before_step_ends(self) -> None:
         """A step ends: the next calls report it, and may change the engine."""
@@ -68,35 +67,24 @@ class CountedEngine:
     """Both sides of a stepwise engine (kaveri.engine.stepwise.lifecycle)."""
 
     def __init__(
-        self,
-        timeline: Timeline,
-        latency: LatencyModel,
-        layout: KvLayout,
-        total_blocks: int,
-        chunk_tokens: int,
-        max_batch: int,
-        listener: EngineListener,
-        *,
-        prefill_overhead_s: float = 0.0,
-        decode_overhead_s: float = 0.0,
+        self, timeline: Timeline, pool: PoolSpec, layout: KvLayout, overheads: Overheads, listener: EngineListener
     ) -> None:
-        """prefill_overhead_s, decode_overhead_s: seconds of a step beyond the model, with chunks and without."""
         self._timeline = timeline
-        self._latency = latency
+        self._latency = pool.latency
         self._block_tokens = layout.block_tokens
-        self._chunk_tokens = chunk_tokens
-        self._max_batch = max_batch
+        self._chunk_tokens = pool.chunk_tokens
+        self._max_batch = pool.max_batch
         self._listener = listener
-        self._prefill_overhead_s = prefill_overhead_s
-        self._decode_overhead_s = decode_overhead_s
-        self.blocks = CountedBlocks(total_blocks)
-        self.residency = Residency(cast(Any, self.blocks), layout, max_batch)
+        self._prefill_overhead_s = overheads.prefill_step_s
+        self._decode_overhead_s = overheads.decode_step_s
+        self.blocks = CountedBlocks(pool.total_blocks)
+        self.residency = Residency(cast(Any, self.blocks), layout, pool.max_batch)
         # As Any on the path of each step: the sequences are counted ones, and a cast() would cost a call.
         self._decoding: Any = self.residency
         self._running = cast(list[CountedSequence], self.residency.running)
         self._waiting = cast(list[CountedSequence], self.residency.waiting)
         self._landed: Any = self.residency.landed
-        self._fits = [latency.decode_fit(count) for count in range(max_batch + 1)]
+        self._fits = [pool.latency.decode_fit(count) for count in range(pool.max_batch + 1)]
         """Latency fits by number of running requests."""
         self.prefilling: deque[CountedSequence] = deque()
         self._by_steps = False
@@ -118,25 +106,10 @@ class CountedEngine:
         self._chunks: list[tuple[CountedSequence, int]] = []
         self._planned: list[tuple[CountedSequence, int]] = []
         self._dead = False
+        self._lands_parts = False
+        """True once a request has landed without all of its KV."""
         self.last_step_began_s = 0.0
         """Begin of the step that ends now; within a run, of any of its steps."""
-
-    @classmethod
-    def of_pool(
-        cls, timeline: Timeline, pool: PoolSpec, layout: KvLayout, overheads: Overheads, listener: EngineListener
-    ) -> Self:
-        """Return the engine of an instance."""
-        return cls(
-            timeline,
-            pool.latency,
-            layout,
-            pool.total_blocks,
-            pool.chunk_tokens,
-            pool.max_batch,
-            listener,
-            prefill_overhead_s=overheads.prefill_step_s,
-            decode_overhead_s=overheads.decode_step_s,
-        )
 
     # Blocks.
 
@@ -188,6 +161,15 @@ class CountedEngine:
         self._decoding.land(sequence)
         self._blocks_may_be_taken()
 
+    def land_partly(self, sequence: CountedSequence, held_tokens: int) -> None:
+        """Land a request whose blocks are open with the KV of its first `held_tokens`. All its tokens are known. The
+        batch computes the others, step by step."""
+        assert 0 < held_tokens < sequence.tokens
+        self._lands_parts = True
+        sequence.computed = held_tokens
+        self._decoding.land(sequence)
+        self._blocks_may_be_taken()
+
     def adopt(self, sequence: CountedSequence) -> bool:
         """Turn a computed prompt into a landed request. False: it had to give its blocks up."""
         self.residency.land(cast(Any, sequence))
@@ -232,6 +214,12 @@ class CountedEngine:
         if sequence.phase is SequencePhase.RUNNING and not self._by_steps:
             return sequence.offset_tokens + self._steps
         return sequence.tokens
+
+    @property
+    def computed_by_run(self) -> int | None:
+        """Term to add to `offset_tokens` of a running request to get the tokens whose KV is here, after the last step
+        that sync() has seen. None: `computed` of each holds."""
+        return None if self._by_steps else self._steps - 1
 
     @property
     def step_began_s(self) -> float:
@@ -311,7 +299,7 @@ class CountedEngine:
             self._begin_step()
             return
         if waiting:
-            if self.residency.short_of_blocks:
+            if self.residency.short_of_blocks or (self._lands_parts and any(one.pending > 1 for one in waiting)):
                 self._begin_step()
                 return
             while waiting and len(self._running) < self._max_batch:

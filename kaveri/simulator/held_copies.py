@@ -4,61 +4,54 @@ It mirrors services/decode/holder.py and kaveri/kv/replicas, with blocks that ar
 """
 
 import math
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kaveri.domain.view import InstanceRecord
 from kaveri.errors import KaveriError, NoCapacity, Unavailable
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.replication import HeldCopy, copy_bytes, drop_first
-from kaveri.simulator.member import BeatingMember
+from kaveri.policy.waits import COPY_MADE_ROOM_RETRY_S, COPY_STARVED_S
+from kaveri.simulator.member import ALMOST_ALL
 from kaveri.simulator.spec import CopySpec
 from kaveri.simulator.timeline import Timeline
 
+if TYPE_CHECKING:
+    from kaveri.simulator.copies import OwnedCopies
+    from kaveri.simulator.decode import DecodeSide
+
 _FULL_RETRY_S = 0.5
-_SOON_S = 0.1
-_FULL_S = 3.0
-"""A copy that has waited this long for its next block is shut to its owner, which looks for another holder."""
-_ALMOST_ALL = 1 - 1e-6
-"""Share of a time after which it counts as over, for rounding."""
 
 
-class CopyOwnerSide(Protocol):
-    """Interface of the instance whose request is copied."""
-
-    def copy_lost(self, held: "HeldKv") -> None:
-        """Handle the end of a copy: the holder takes no more of it."""
-
-
+@dataclass(slots=True, eq=False)
 class HeldKv:
     """One copy of another instance's request. Hashed by identity."""
 
-    __slots__ = ("blocks", "holder", "is_gone", "is_growing", "number", "owner", "sent_blocks", "starved_since_s")
-
-    def __init__(self, holder: "HeldCopies", owner: CopyOwnerSide, number: int, blocks: int) -> None:
-        self.holder = holder
-        self.owner = owner
-        self.number = number
-        """Number of the request."""
-        self.blocks = blocks
-        """Blocks that it has room for."""
-        self.sent_blocks = 0
-        """The watermark."""
-        self.is_growing = True
-        """True while its owner may add to it. Otherwise it waits for a router, for the grace time."""
-        self.is_gone = False
-        self.starved_since_s = math.inf
-        """Time since which there is no block for its owner's tokens."""
+    holder: "HeldCopies"
+    owner: "OwnedCopies"
+    number: int
+    """Number of the request."""
+    blocks: int
+    """Blocks that it has room for."""
+    sent_blocks: int = 0
+    """The watermark."""
+    is_growing: bool = True
+    """True while its owner may add to it. Otherwise it waits for a router, for the grace time."""
+    is_gone: bool = False
+    starved_since_s: float = math.inf
+    """Time since which there is no block for its owner's tokens."""
 
 
 class HeldCopies:
     """Copies held by one incarnation of an instance, at most one of each request."""
 
-    def __init__(self, timeline: Timeline, spec: CopySpec, record: InstanceRecord, hop_s: float) -> None:
+    def __init__(
+        self, timeline: Timeline, spec: CopySpec, record: InstanceRecord, instance: "DecodeSide", hop_s: float
+    ) -> None:
         layout = record.layout
         assert isinstance(layout, KvLayout)
         self.record = record
-        self.member: BeatingMember | None = None
-        """The instance's membership, once it sends heartbeats."""
+        self._instance = instance
         self._timeline = timeline
         self._spec = spec
         self._layout = layout
@@ -82,7 +75,7 @@ class HeldCopies:
     def _block_bytes(self) -> int:
         return self._layout.layer_count * self._layout.block_bytes
 
-    def open(self, owner: CopyOwnerSide, number: int, token_count: int) -> "HeldKv | KaveriError":
+    def open(self, owner: "OwnedCopies", number: int, token_count: int) -> "HeldKv | KaveriError":
         """Take room for a copy of a request of this many tokens. A former copy of it is dropped first. When the memory
         is full, copies that are far cheaper to compute again are dropped, and the owner has to ask again."""
         if self.is_dead:
@@ -101,7 +94,7 @@ class HeldCopies:
                 self.drop(held)
             if not dropped:
                 return NoCapacity("replica", _FULL_RETRY_S, "the memory for copies is full")
-            return NoCapacity("replica", _SOON_S, "shorter copies were dropped to make room")
+            return NoCapacity("replica", COPY_MADE_ROOM_RETRY_S, "shorter copies were dropped to make room")
         self._free_blocks -= blocks
         held = self._held[number] = HeldKv(self, owner, number, blocks)
         return held
@@ -120,12 +113,12 @@ class HeldCopies:
         elif held.starved_since_s == math.inf:
             held.starved_since_s = self._timeline.now_s
             self._starved[held] = None
-            self._timeline.after(_FULL_S, self._shut_if_starved, held)
+            self._timeline.after(COPY_STARVED_S, self._shut_if_starved, held)
         return taken >= wanted
 
     def _shut_if_starved(self, held: HeldKv) -> None:
         """Shut a copy that has lacked a block for too long: its owner may find another holder."""
-        is_late = self._timeline.now_s - held.starved_since_s >= _FULL_S * _ALMOST_ALL
+        is_late = self._timeline.now_s - held.starved_since_s >= COPY_STARVED_S * ALMOST_ALL
         if held.is_growing and not held.is_gone and is_late:
             self.shut(held)
             held.owner.copy_lost(held)
@@ -169,9 +162,8 @@ class HeldCopies:
         return not self._held and not self._starved and self._free_blocks == self._spec.replica_blocks
 
     def _touch(self) -> None:
-        """Advance the state before the load is changed."""
-        if self.member is not None:
-            self.member.take_beats(self._timeline.now_s)
+        """Record the last heartbeat before the load is changed."""
+        self._instance.member.take_beats(self._timeline.now_s)
 
     def _tokens(self, held: HeldKv) -> int:
         return held.blocks * self._layout.block_tokens

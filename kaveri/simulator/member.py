@@ -5,66 +5,42 @@ before the instance changes, and when its load is read.
 """
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Phase
 from kaveri.simulator.timeline import Timeline
 
-_ALMOST_ALL = 1 - 1e-6
+ALMOST_ALL = 1 - 1e-6
 """Share of an interval after which it counts as over, for rounding."""
 
 
+@dataclass(slots=True)
 class SimulatedLoad:
     """An InstanceLoad with the fields that simulated instances have. Made at every heartbeat, so it is cheap."""
 
-    __slots__ = (
-        "context_tokens",
-        "free_blocks",
-        "heavy_requests",
-        "light_requests",
-        "queue_room",
-        "queued_prefill_tokens",
-        "replica_free_bytes",
-        "replica_total_bytes",
-        "running_requests",
-        "sequence_number",
-        "total_blocks",
-        "waiting_requests",
-    )
-    state = InstanceState.READY
-    phases: tuple[Phase, ...] = ()
-    ending_phases: tuple[Phase, ...] = ()
-    phase_order = 0
-    replica_counts = None
+    state: ClassVar[InstanceState] = InstanceState.READY
+    phases: ClassVar[tuple[Phase, ...]] = ()
+    ending_phases: ClassVar[tuple[Phase, ...]] = ()
+    phase_order: ClassVar[int] = 0
+    replica_counts: ClassVar[None] = None
 
-    def __init__(
-        self,
-        sequence_number: int,
-        waiting_requests: int,
-        running_requests: int,
-        queued_prefill_tokens: int,
-        queue_room: int | None,
-        free_blocks: int,
-        total_blocks: int,
-        context_tokens: int,
-        heavy_requests: int,
-        light_requests: int,
-    ) -> None:
-        self.sequence_number = sequence_number
-        self.waiting_requests = waiting_requests
-        self.running_requests = running_requests
-        self.queued_prefill_tokens = queued_prefill_tokens
-        self.queue_room = queue_room
-        self.free_blocks = free_blocks
-        self.total_blocks = total_blocks
-        self.context_tokens = context_tokens
-        self.heavy_requests = heavy_requests
-        self.light_requests = light_requests
-        self.replica_free_bytes = self.replica_total_bytes = 0
+    sequence_number: int
+    waiting_requests: int
+    running_requests: int
+    queued_prefill_tokens: int
+    queue_room: int | None
+    free_blocks: int
+    total_blocks: int
+    context_tokens: int
+    heavy_requests: int
+    light_requests: int
+    replica_free_bytes: int = 0
+    replica_total_bytes: int = 0
 
     def numbered(self, sequence_number: int) -> "SimulatedLoad":
         """Return the same load with another number."""
-        found = SimulatedLoad(
+        return SimulatedLoad(
             sequence_number,
             self.waiting_requests,
             self.running_requests,
@@ -75,9 +51,9 @@ class SimulatedLoad:
             self.context_tokens,
             self.heavy_requests,
             self.light_requests,
+            self.replica_free_bytes,
+            self.replica_total_bytes,
         )
-        found.replica_free_bytes, found.replica_total_bytes = self.replica_free_bytes, self.replica_total_bytes
-        return found
 
 
 class BeatingMember:
@@ -170,7 +146,7 @@ class Broadcasts:
             if missed > 0:
                 self._last_s += missed * self._interval_s
                 self.count += missed
-            self.none_before_s = self._last_s + _ALMOST_ALL * self._interval_s
+            self.none_before_s = self._last_s + ALMOST_ALL * self._interval_s
         return self._last_s, self.count
 
     def next_s(self) -> float:
@@ -182,7 +158,7 @@ class Broadcasts:
         self.last()
         if self.timeline.now_s > self._last_s:
             self._last_s = self.timeline.now_s
-            self.none_before_s = self._last_s + _ALMOST_ALL * self._interval_s
+            self.none_before_s = self._last_s + ALMOST_ALL * self._interval_s
             self.count += 1
 
 

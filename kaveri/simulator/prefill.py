@@ -4,15 +4,26 @@ It mirrors services/prefill: role.py, engine_feed.py, room_finder.py and decode_
 """
 
 import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kaveri.domain.view import ClusterView, InstanceRecord, ViewedInstance
 from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, Unavailable
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.policy.place_search import PlaceSearch, draws_more, place_search
 from kaveri.policy.prompt_queue import PromptQueue
 from kaveri.policy.retry import bounded_retry_s
-from kaveri.policy.room_search import Ask, Hopeless, NoInstance, RoomSearch, Seeker, StopWaiting
+from kaveri.policy.room_search import (
+    Ask,
+    Hopeless,
+    NoInstance,
+    PlaceSearch,
+    RoomSearch,
+    Seeker,
+    StopWaiting,
+    draws_more,
+    place_search,
+)
 from kaveri.policy.waits import (
     NO_DECODE_INSTANCE_S,
     PROMPT_BLOCKS_RETRY_S,
@@ -22,59 +33,43 @@ from kaveri.policy.waits import (
     ROOM_REST_WHEN_FAILED_S,
 )
 from kaveri.simulator.attempt import SimulatedAttempt
-from kaveri.simulator.decode import ReservedRequest, SimulatedDecode
-from kaveri.simulator.engine import CountedEngine
+from kaveri.simulator.decode import SimulatedDecode
+from kaveri.simulator.engine import CountedEngine, EngineListener
 from kaveri.simulator.member import BeatingMember, SimulatedLoad
-from kaveri.simulator.router_side import RouterSide
 from kaveri.simulator.sequence import CountedSequence
 from kaveri.simulator.spec import ClusterSpec
 from kaveri.simulator.timeline import Timeline
 
+if TYPE_CHECKING:
+    from kaveri.simulator.router import SimulatedRouter
 
+
+@dataclass(slots=True, eq=False)
 class _PendingReserve:
     """A Reserve call under way."""
 
-    __slots__ = ("attempt", "decode", "is_dropped", "patient_until_s", "prefill", "reserved", "target", "waits")
-
-    def __init__(
-        self,
-        prefill: "SimulatedPrefill",
-        attempt: SimulatedAttempt,
-        target: ViewedInstance,
-        waits: bool,
-        patient_until_s: float,
-    ) -> None:
-        self.prefill = prefill
-        self.attempt = attempt
-        self.target = target
-        self.waits = waits
-        self.patient_until_s = patient_until_s
-        self.decode: SimulatedDecode | None = None
-        """The incarnation of it that was asked."""
-        self.reserved: ReservedRequest | None = None
-        """The granted room, while the answer is in flight."""
-        self.is_dropped = False
-
-    def answer(self, result: ReservedRequest | KaveriError) -> None:
-        """Handle the decode instance's decision."""
-        if isinstance(result, ReservedRequest):
-            self.reserved = result
-        self.prefill.reserve_answered(self, result)
+    attempt: SimulatedAttempt
+    target: ViewedInstance
+    waits: bool
+    patient_until_s: float
+    decode: SimulatedDecode | None = None
+    """The incarnation of it that was asked."""
+    reserved: CountedSequence | None = None
+    """The granted room, while the answer is in flight."""
+    is_dropped: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class SeekingRequest:
     """A request that searches for room."""
 
-    __slots__ = ("attempt", "none_since_s", "questions", "reserved", "unfit", "version")
-
-    def __init__(self, attempt: SimulatedAttempt) -> None:
-        self.attempt = attempt
-        self.questions: dict[str, _PendingReserve] = {}
-        self.unfit: dict[str, KaveriError] = {}
-        self.none_since_s = -1.0
-        self.version = 0
-        self.reserved: ReservedRequest | None = None
-        """Its room."""
+    attempt: SimulatedAttempt
+    questions: dict[str, _PendingReserve] = field(default_factory=dict)
+    unfit: dict[str, KaveriError] = field(default_factory=dict)
+    none_since_s: float = -1.0
+    version: int = 0
+    reserved: CountedSequence | None = None
+    """Its room."""
 
     def seeker(self) -> Seeker[str]:
         """Input of the policy."""
@@ -88,10 +83,8 @@ class SeekingRequest:
         return Seeker(attempt.key, attempt.token_count, predicted_tokens, attempt.heavy, waits_at, self.unfit)
 
 
-class SimulatedPrefill:
-    """The EngineListener of its engine."""
-
-    _engine_kind: type[CountedEngine] = CountedEngine
+class SimulatedPrefill(EngineListener):
+    """A prefill instance, or the prefill side of an instance of both phases."""
 
     def __init__(
         self,
@@ -99,9 +92,11 @@ class SimulatedPrefill:
         spec: ClusterSpec,
         record: InstanceRecord,
         first_beat_s: float,
-        router: RouterSide,
+        router: "SimulatedRouter",
         rng: random.Random,
+        engine: CountedEngine | None = None,
     ) -> None:
+        """engine: that of an instance of both phases. None: it gets its own."""
         settings, pool = spec.prefill, spec.prefill.engine
         layout = record.layout
         assert isinstance(layout, KvLayout)
@@ -114,7 +109,7 @@ class SimulatedPrefill:
             settings.prefill_policy, pool.chunk_tokens, settings.max_queue, settings.prefill_sched_batch
         )
         self._search: RoomSearch[str] = RoomSearch(record.model, layout, settings.decode_placement, rng)
-        self.engine = self._engine_kind.of_pool(timeline, pool, layout, spec.overheads, self)
+        self.engine = engine or CountedEngine(timeline, pool, layout, spec.overheads, self)
         self._live: set[SimulatedAttempt] = set()
         self._waiting_count = 0
         self._retries = False
@@ -164,7 +159,7 @@ class SimulatedPrefill:
             if seeking is not None:
                 for instance_id in list(seeking.questions):
                     self._drop(seeking, instance_id)
-                if seeking.reserved is not None and attempt.decode is not None:
+                if seeking.reserved is not None and isinstance(attempt.decode, SimulatedDecode):
                     attempt.decode.give_back(seeking.reserved)
             error = Unavailable(f"{self.record.instance_id} has died")
             self._timeline.after(hop_s, self._report_lost, (attempt, error))
@@ -252,12 +247,6 @@ class SimulatedPrefill:
     def drew(self, steps: int, gap_count: int, step_s: float, resting: list[CountedSequence]) -> None:
         raise AssertionError("a prefill engine decodes nothing")
 
-    def drew_some(self, sequences: list[CountedSequence], gap_count: int, step_s: float) -> None: ...
-
-    def drew_first(self, sequence: CountedSequence, time_s: float) -> None: ...
-
-    def ended(self, sequence: CountedSequence) -> None: ...
-
     # The search for room.
 
     def _begin_search(self, attempt: SimulatedAttempt) -> None:
@@ -321,7 +310,7 @@ class SimulatedPrefill:
         attempt = seeking.attempt
         patience_s = ROOM_PATIENCE_S if ask.shows_room else 0.0
         patient_until_s = now_s + patience_s if ask.waits else float("inf")
-        question = _PendingReserve(self, attempt, ask.target, ask.waits, patient_until_s)
+        question = _PendingReserve(attempt, ask.target, ask.waits, patient_until_s)
         seeking.questions[ask.target.record.instance_id] = question
         if self._hop_s:
             self._timeline.after(self._hop_s, self._reserve_arrives, question)
@@ -332,25 +321,27 @@ class SimulatedPrefill:
         if question.is_dropped:
             return
         decode = question.decode = self.peers[question.target.record.instance_id]
-        decode.reserve(question.attempt, question.waits, question.answer)
+        decode.reserve(question.attempt, question.waits, lambda result: self._decided(question, result))
 
-    def reserve_answered(self, question: _PendingReserve, result: ReservedRequest | KaveriError) -> None:
-        """Handle the answer of a decode instance."""
+    def _decided(self, question: _PendingReserve, result: CountedSequence | KaveriError) -> None:
+        """Send the decode instance's answer."""
+        if isinstance(result, CountedSequence):
+            question.reserved = result
         if self._hop_s:
             self._timeline.after(self._hop_s, self._answered, (question, result))
         else:
             self._answered((question, result))
 
-    def _answered(self, answer: tuple[_PendingReserve, ReservedRequest | KaveriError]) -> None:
+    def _answered(self, answer: tuple[_PendingReserve, CountedSequence | KaveriError]) -> None:
         question, result = answer
         seeking: SeekingRequest = question.attempt.seeking
         instance_id = question.target.record.instance_id
         if question.is_dropped or question.attempt.is_over:
             return  # the room was given back with it
         assert question.decode is not None
-        if isinstance(result, ReservedRequest) and question.decode.is_dead:
+        if isinstance(result, CountedSequence) and question.decode.is_dead:
             result = Unavailable(f"{instance_id} has died")
-        if isinstance(result, ReservedRequest):
+        if isinstance(result, CountedSequence):
             question.reserved = None
             del seeking.questions[instance_id]
             for other in list(seeking.questions):
@@ -431,9 +422,9 @@ class SimulatedPrefill:
         lands_s = max(now_s, attempt.link_free_s) + latency_s + self._spec.overheads.push_tail_s
         self._timeline.at(lands_s, self._landed, attempt.seeking.reserved)
 
-    def push_failed(self, reserved: ReservedRequest) -> None:
+    def push_failed(self, reserved: CountedSequence) -> None:
         """Handle the loss of the decode instance: the KV is still here, and is pushed elsewhere."""
-        attempt, now_s = reserved.attempt, self._timeline.now_s
+        attempt: SimulatedAttempt = reserved.owner
         seeking: SeekingRequest = attempt.seeking
         if attempt.is_over or seeking.reserved is not reserved:
             return
@@ -444,22 +435,21 @@ class SimulatedPrefill:
         attempt.pushing_since_s = -1.0
         attempt.sequence.transfer_open = False
         self._search.forget(attempt.key, instance_id)
-        self._search.rest(instance_id, now_s + ROOM_REST_WHEN_FAILED_S)
+        self._search.rest(instance_id, self._timeline.now_s + ROOM_REST_WHEN_FAILED_S)
         self._look(seeking)
 
-    def _landed(self, reserved: ReservedRequest) -> None:
-        attempt = reserved.attempt
+    def _landed(self, reserved: CountedSequence) -> None:
+        attempt: SimulatedAttempt = reserved.owner
         sequence, seeking, decode = attempt.sequence, attempt.seeking, attempt.decode
         if attempt.is_over or seeking is None or seeking.reserved is not reserved:
             return
         assert sequence is not None
-        assert decode is not None
+        assert isinstance(decode, SimulatedDecode)
         if decode.is_dead:
             return  # push_failed() is on its way
         now_s = self._timeline.now_s
         if now_s >= self.member.next_beat_s:
             self.member.take_beats(now_s)
-        self._router.handed_over(attempt, now_s)
         decode.land(reserved)
         self._live.discard(attempt)
         sequence.transfer_open = False

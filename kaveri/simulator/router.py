@@ -6,18 +6,18 @@ It mirrors services/router/request_placer.py, event by event.
 import math
 import random
 from collections.abc import Callable
-from typing import Protocol
 
 from kaveri.domain.length import TokenRange
 from kaveri.domain.replica import ReplicaLocation
-from kaveri.domain.view import ClusterView, InstanceRecord, Phase
+from kaveri.domain.view import BOTH_PHASES, ClusterView, InstanceRecord, Phase
 from kaveri.errors import InvalidArgument, KaveriError, LayoutMismatch, NoCapacity, Unavailable
 from kaveri.policy.placement import choose_prefill, missing_phases
-from kaveri.policy.recovery import is_worth_a_resume
+from kaveri.policy.replication import is_worth_a_resume
 from kaveri.policy.retry import RetryLimits, Setback, after_setback
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.policy.waits import PREFILL_LOOK_S
 from kaveri.simulator.attempt import LossAccount, SimulatedAttempt, SimulatedRequest
+from kaveri.simulator.copies import InstanceCopies
 from kaveri.simulator.member import Broadcasts
 from kaveri.simulator.prefill import SimulatedPrefill
 from kaveri.simulator.spec import ClusterSpec
@@ -25,16 +25,6 @@ from kaveri.simulator.table import RunTable
 from kaveri.simulator.timeline import Timeline
 
 _HOPELESS = (InvalidArgument, LayoutMismatch)
-
-
-class ReplicaHolderSide(Protocol):
-    """Interface of the router to an instance that holds copies."""
-
-    record: InstanceRecord
-    is_dead: bool
-
-    def resume(self, attempt: SimulatedAttempt) -> None:
-        """Resume a request from the copy in `attempt.replica`."""
 
 
 class SimulatedRouter:
@@ -55,7 +45,7 @@ class SimulatedRouter:
         self.table = table
         self.view = ClusterView()
         self.prefills: dict[str, SimulatedPrefill] = {}
-        self.holders: dict[str, ReplicaHolderSide] = {}
+        self.holders: dict[str, InstanceCopies] = {}
         """Instances that hold copies."""
         self.broadcasts = Broadcasts(timeline, spec.router.monitor_interval_s)
         self._wakes_at_s = -1.0
@@ -187,9 +177,6 @@ class SimulatedRouter:
         if request.losses is not None:
             request.losses.drew(drawn_s)
 
-    def handed_over(self, attempt: SimulatedAttempt, landed_s: float) -> None:
-        """Record that decode has the request."""
-
     def finished(self, attempt: SimulatedAttempt, end_s: float, first_step_s: float, preemptions: int) -> None:
         """Record that it has drawn its last token."""
         attempt.is_over = True
@@ -211,21 +198,13 @@ class SimulatedRouter:
         self._set_back(attempt, Setback.UNREACHED, attempt.prefill.record, error)
 
     def decode_lost(self, attempt: SimulatedAttempt) -> None:
-        """Handle the death of the decode instance that had the request. The prefill instance is not blamed."""
+        """Handle the death of the instance that decoded the request. The next attempt avoids it if it has prefilled the
+        request as well."""
         attempt.is_over = True
-        self._set_back(attempt, Setback.LOST, None, Unavailable("the decode instance has died"))
-
-    def both_lost(self, attempt: SimulatedAttempt) -> None:
-        """Handle the death of the instance of both phases that decoded the request. The next attempt avoids it, unless
-        it was resumed there."""
-        attempt.is_over = True
-        at_fault = attempt.prefill.record if attempt.resumed_from is None else None
-        self._set_back(attempt, Setback.LOST, at_fault, Unavailable("its instance has died"))
-
-    def resumed(self, attempt: SimulatedAttempt, held_tokens: int) -> None:
-        """Record that it resumes at its copy, with the KV of `held_tokens` tokens."""
-        assert attempt.request.losses is not None
-        attempt.request.losses.resumed(attempt.token_count, held_tokens)
+        is_both = attempt.prefill.record.phases == BOTH_PHASES
+        at_fault = attempt.prefill.record if is_both and attempt.resumed_from is None else None
+        name = "its instance" if is_both else "the decode instance"
+        self._set_back(attempt, Setback.LOST, at_fault, Unavailable(f"{name} has died"))
 
     def not_resumed(self, attempt: SimulatedAttempt) -> None:
         """Handle the refusal of its copy's holder to resume it."""
@@ -238,11 +217,6 @@ class SimulatedRouter:
         """Handle the death of its copy's holder before it was resumed."""
         attempt.is_over = True
         self._set_back(attempt, Setback.LOST, None, Unavailable("the holder of its copy has died"))
-
-    def goes_on(self, attempt: SimulatedAttempt, drawn_s: float) -> None:
-        """Record that a resumed request has drawn a token."""
-        assert attempt.request.losses is not None
-        attempt.request.losses.drew(drawn_s)
 
     def lost(self, attempt: SimulatedAttempt, error: KaveriError) -> None:
         """Handle the end of an attempt without an answer."""

@@ -14,7 +14,6 @@ from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.simulator.attempt import SimulatedRequest
 from kaveri.simulator.colocated import SimulatedColocated
-from kaveri.simulator.copying import CopyingColocated, CopyingDecode, InstanceCopies
 from kaveri.simulator.decode import SimulatedDecode
 from kaveri.simulator.member import HeardMember
 from kaveri.simulator.prefill import SimulatedPrefill
@@ -52,8 +51,6 @@ class Simulation:
         self.router = SimulatedRouter(self.timeline, spec, _MODEL, self.table, random.Random(self._rng.random()))
         self.prefills = self.router.prefills
         self.decodes: dict[str, SimulatedDecode] = {}
-        self._copies: dict[str, InstanceCopies] = {}
-        """Copies of the instances that have them."""
         self._present: set[str] = set()
         """Instances whose leases are valid."""
         for instance_id in (*spec.decode_ids, *spec.prefill_ids, *spec.colocated_ids):
@@ -78,25 +75,16 @@ class Simulation:
             phases=BOTH_PHASES if is_both else (Phase.PREFILL if is_prefill else Phase.DECODE,),
         )
         if is_prefill or is_both:
+            kind = SimulatedColocated if is_both else SimulatedPrefill
             rng = random.Random(self._rng.random())
-            if is_both and spec.decode.copies.is_on:
-                both = CopyingColocated(timeline, spec, record, first_beat_s, router, self._rng_of_copies(record))
-                self.prefills[instance_id] = both
-                self._copies[instance_id] = self.router.holders[instance_id] = both.copies
-            else:
-                kind = SimulatedColocated if is_both else SimulatedPrefill
-                self.prefills[instance_id] = kind(timeline, spec, record, first_beat_s, router, rng)
-        elif spec.decode.copies.is_on:
-            decode = CopyingDecode(timeline, spec, record, first_beat_s, router, self._rng_of_copies(record))
-            self.decodes[instance_id] = decode
-            self._copies[instance_id] = self.router.holders[instance_id] = decode.copies
+            prefill = self.prefills[instance_id] = kind(timeline, spec, record, first_beat_s, router, rng)
+            copies = prefill.copies if isinstance(prefill, SimulatedColocated) else None
         else:
-            self.decodes[instance_id] = SimulatedDecode(timeline, spec, record, first_beat_s, router)
+            decode = self.decodes[instance_id] = SimulatedDecode(timeline, spec, record, first_beat_s, router)
+            copies = decode.copies
+        if copies is not None:
+            router.holders[instance_id] = copies
         self._present.add(instance_id)
-
-    def _rng_of_copies(self, record: InstanceRecord) -> random.Random:
-        """Random numbers of copies, separate so that other draws are the same with copies as without."""
-        return random.Random(f"{self._spec.seed} {record.instance_id} {record.incarnation}")
 
     def _show_members(self) -> None:
         """Give router and prefill instances new views: instances have joined or left."""
@@ -113,18 +101,20 @@ class Simulation:
         view = ClusterView(heard)
         for prefill in self.prefills.values():
             prefill.view, prefill.peers = view, self.decodes
-        if self._copies:
+        if self.router.holders:
             self._show_holders(view)
 
     def _show_holders(self, decodes: ClusterView) -> None:
         """Update the holders. decodes: as of the monitor's last broadcast."""
-        both = {
-            name: one.member for name, one in self.prefills.items() if name in self._copies and name in self._present
+        holding, broadcasts = self.router.holders, self.router.broadcasts
+        heard: dict[str, ViewedInstance] = {
+            name: HeardMember(one.member, broadcasts)
+            for name, one in self.prefills.items()
+            if name in holding and name in self._present
         }
-        heard = {name: HeardMember(member, self.router.broadcasts) for name, member in both.items()}
         view = ClusterView(heard) if heard else decodes
-        holders = {name: copies.held for name, copies in self._copies.items()}
-        for copies in self._copies.values():
+        holders = {name: copies.held for name, copies in holding.items()}
+        for copies in holding.values():
             copies.owned.view, copies.owned.holders = view, holders
 
     # Deaths.
@@ -191,7 +181,7 @@ class Simulation:
             timeline.run_until(arrival_s)
             timeline.now_s = arrival_s
             generate(self._request(number, planned, arrival_s))
-        self._run_out()
+        timeline.run_until(math.inf)
 
     def _former_s(self, number: int) -> float:
         return self._requests[number - 1].arrival_s if number else 0.0
@@ -207,14 +197,11 @@ class Simulation:
         self.router.on_end = lambda _: self.timeline.after(0.0, send)
         for _ in range(concurrency):
             send()
-        self._run_out()
-
-    def _run_out(self) -> None:
         self.timeline.run_until(math.inf)
 
     def _request(self, number: int, planned: PlannedRequest, due_s: float) -> SimulatedRequest:
         lengths = planned.lengths
-        return SimulatedRequest(number, due_s, lengths.prompt_tokens, lengths.output_tokens, None)
+        return SimulatedRequest(number, due_s, lengths.prompt_tokens, lengths.output_tokens)
 
     def check_conservation(self) -> None:
         """Assert that every request ended once, and that nothing is left."""

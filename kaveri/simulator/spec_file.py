@@ -16,7 +16,7 @@ from kaveri.config.settings import size_bytes
 from kaveri.domain.length import RangeEnd
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
-from kaveri.kv.transports.link_speed import LinkSpeed, parse_link_speed
+from kaveri.kv.transports.link_speed import parse_link_speed
 from kaveri.latency.model import load_latency_model
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
@@ -115,7 +115,7 @@ def read_spec(
             unavailable_after_s=router.number("unavailable_after_s", 120.0),
             monitor_interval_s=router.number("monitor_interval_s", 0.1),
         ),
-        link=prefill.read("kv_link", _link) if kv_link else None,
+        link=prefill.read("kv_link", parse_link_speed) if kv_link else None,
         overheads=overheads,
         layer_count=layer_count,
         lengths_known=lengths_known,
@@ -223,12 +223,8 @@ class _Section:
         return ConfigError(f"{self.path} [{self.name}] {key}", f"is {value!r}; it must be {limit}")
 
 
-def _link(text: str) -> LinkSpeed:
-    return parse_link_speed(text)
-
-
 def _copies(section: _Section) -> CopySpec:
-    # Of the timed engine's KV, as its pool: a token has the size of the fake model's.
+    # As in the timed engine, whose tokens have the size of the fake model's.
     block_bytes = FakeModel().layout.token_bytes * section.whole("block_tokens", 16)
     memory, rate = (
         section.read(key, size_bytes) if key in section.values else default
@@ -257,7 +253,6 @@ def _pool(section: _Section) -> PoolSpec:
         reason = f"is {time_scale!r}; it must be a number above 0"
         raise ConfigError(f"{section.path} [{section.name}] time_scale", reason)
     pool_bytes = section.read("kv_cache_memory", size_bytes) if "kv_cache_memory" in section.values else None
-    # As in the timed engine, whose tokens have the size of the fake model's.
     token_bytes = FakeModel().layout.token_bytes
     total_blocks = (_KV_CACHE_MEMORY if pool_bytes is None else pool_bytes) // (token_bytes * block_tokens)
     longest = min(FakeModel().max_model_len, total_blocks * block_tokens)

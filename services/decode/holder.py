@@ -30,6 +30,7 @@ from kaveri.kv.replicas.store import (
 )
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.replication import HeldCopy, copy_bytes, drop_first
+from kaveri.policy.waits import COPY_MADE_ROOM_RETRY_S, COPY_STARVED_S
 from kaveri.telemetry.logs import get_logger
 from kaveri.wire.attempts import wrong_secret
 from services.decode import holding
@@ -44,8 +45,6 @@ _UNUSED_S = 5.0
 """A copy of which no block has come for so long is dropped: its owner may not know that it has room."""
 _ARRIVAL_LOOKS = 50
 _ARRIVAL_LOOK_S = 0.002
-_FULL_S = 3.0
-"""A copy that has waited so long for its next block is shut to its owner, which looks for another holder."""
 _LEAVING_S = 1.0
 """A holder that drains keeps its copies for so long: owners find other holders meanwhile, and requests whose owner was
 just lost, or has just let them go, are resumed."""
@@ -53,7 +52,6 @@ _LOOK_EVERY_S = 0.25
 _SCARCE = 1 / 8
 """Copies of complete answers are dropped at once while less of the memory is free."""
 _RETRY_AFTER_S = 1.0
-_SOON_S = 0.1
 
 
 @dataclass(eq=False, slots=True)
@@ -272,7 +270,7 @@ class ReplicaHolder:
                     raise
                 # The blocks are free as soon as no owner can write into them any more.
                 reason = "shorter copies were dropped to make room"
-                raise NoCapacity("replica", _SOON_S, reason) from error
+                raise NoCapacity("replica", COPY_MADE_ROOM_RETRY_S, reason) from error
 
     def _drop_complete(self) -> bool:
         """Drops the first copy of a complete answer. Its blocks are free at once. False: there is none."""
@@ -433,7 +431,7 @@ class ReplicaHolder:
             return False
         if held.starved_since_s is None:
             held.starved_since_s = now_s
-        return now_s - held.starved_since_s >= _FULL_S
+        return now_s - held.starved_since_s >= COPY_STARVED_S
 
     @property
     def _grace_s(self) -> float:

@@ -35,12 +35,10 @@ from kaveri.errors import (
 from kaveri.feeds.feed import RouterFeeds
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
-from kaveri.policy.admission import AnyAdmission
-from kaveri.policy.decode_batch import DecodeBatch, expected_answer, member_of
-from kaveri.policy.decode_room import DecodeRoom, RequestCounts
+from kaveri.policy.admission import AnyAdmission, DecodeBatch, expected_answer, member_of
+from kaveri.policy.decode_room import DecodeRoom, Place, RequestCounts
 from kaveri.policy.growth import BatchMember
 from kaveri.policy.placement import DEFAULT_THRESHOLDS, HeavyThresholds
-from kaveri.policy.room_line import Place
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import spans_below, trace_fields
 from services.decode import lifecycle

@@ -39,6 +39,7 @@ from kaveri.errors import (
 from kaveri.policy.replication import AnyReplication, CopyRules, choose_holder, copy_bytes, has_room_to_run
 from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.unconfirmed import UnconfirmedWork
+from kaveri.policy.waits import COPY_LOOK_S, COPY_REQUESTS_MAX, HOLDER_REST_S, NO_HOLDER_S
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
 from kaveri.timeouts import CALL_TIMEOUT_S
@@ -56,13 +57,9 @@ from services.decode.lifecycle import DecodeOutcome, Ready, Released, Running
 from services.decode.replica_metrics import ReplicaMetrics
 from services.decode.requests import DecodeRequest
 
-_LOOK_EVERY_S = 0.1
-_MOST_ASKED = 32
-"""Holders that are asked at once."""
 _GIVEN_UP = (DecodeOutcome.ABORTED, DecodeOutcome.DEADLINE, DecodeOutcome.ROUTER_GONE)
 """How requests end that no router goes on with."""
 _UNANSWERED = (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED, StatusCode.CANCELLED)
-_NONE_FOUND_S = 0.3
 _RELEASE_TIMEOUT_S = 2.0
 """For the holder to take the rest of a request that has stopped. Then it goes on here."""
 _MOST_MOVING = 2
@@ -74,8 +71,6 @@ _MOST_LACKING_BLOCKS = 2
 """Of a copy whose request is let go. The others run on until their copies are as good."""
 _LEAST_REST_TOKENS = 4
 """A request with fewer to draw has ended before it would go on elsewhere."""
-_REST_S = 1.0
-"""A holder that has refused, or has lost a copy, is not asked again for so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +139,7 @@ class Replicator:
                     await self._look()
                     if self._owned:
                         self._changed.set()
-                    await asyncio.sleep(_LOOK_EVERY_S)
+                    await asyncio.sleep(COPY_LOOK_S)
         finally:
             await self._channels.close()
 
@@ -244,7 +239,7 @@ class Replicator:
         return has_room_to_run(instance, self._needed_blocks(request), self._moved)
 
     def _choose(self, owned: _Owned, now_s: float) -> None:
-        if self._asked_count >= _MOST_ASKED or now_s < self._none_until_s:
+        if self._asked_count >= COPY_REQUESTS_MAX or now_s < self._none_until_s:
             return
         needed_bytes = copy_bytes(self._engine.info.layout, owned.request.context_tokens)
         key, avoid = owned.request.key, self._resting_until_s
@@ -264,7 +259,7 @@ class Replicator:
         )
         if found is None:
             # Most likely the others find none, either. A choice that finds none looks at the whole cluster.
-            self._none_until_s = now_s + _NONE_FOUND_S
+            self._none_until_s = now_s + NO_HOLDER_S
             return
         self._unconfirmed.add(key, found, needed_bytes)
         record = found.record
@@ -378,7 +373,7 @@ class Replicator:
     def _refused(self, request: DecodeRequest, offered: Ownership, holder: Holder, error: KaveriError) -> None:
         """The holder has not taken the copy of the owner `offered`."""
         self._metrics.opens.labels("refused" if isinstance(error, NoCapacity) else "failed").inc()
-        rest_s = bounded_retry_s(error.retry_after_s) if isinstance(error, NoCapacity) else _REST_S
+        rest_s = bounded_retry_s(error.retry_after_s) if isinstance(error, NoCapacity) else HOLDER_REST_S
         self._rest(holder, rest_s)
         get_logger().info(
             "replica_refused",
@@ -409,7 +404,7 @@ class Replicator:
             return
         request, holder = owned.request, owned.copy.holder
         self._metrics.losses.inc()
-        self._rest(holder, _REST_S)
+        self._rest(holder, HOLDER_REST_S)
         get_logger().info(
             "replica_lost",
             request_id=request.request_id,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 
 from kaveri.engine.contract import Engine
-from kaveri.policy.prompt_room import prompt_fits
+from kaveri.policy.prompt_queue import prompt_fits
 from services.decode.instance import DecodeInstance
 from services.prefill.requests import PrefillRequest
 

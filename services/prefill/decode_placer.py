@@ -2,7 +2,7 @@
 
 Room first, bytes after: without room anywhere a request's KV stays in this instance's pool, which is the queue (the
 burst control of DistServe, arXiv 2401.09670, section 4.3, with a push instead of a pull). The request waits in line at
-a decode instance (kaveri.policy.room_line), and takes room at another one that shows some.
+a decode instance (kaveri.policy.decode_room), and takes room at another one that shows some.
 """
 
 import asyncio

@@ -24,8 +24,8 @@ from kaveri.engine.contract import (
     RequestFailed,
 )
 from kaveri.errors import KaveriError
-from kaveri.policy.place_search import PlaceSearch
 from kaveri.policy.prediction import PredictionOutcome, usable_length
+from kaveri.policy.room_search import PlaceSearch
 from services.prefill.requests import (
     Adopted,
     FirstTokenDrawn,

@@ -24,8 +24,8 @@ from kaveri.errors import (
 )
 from kaveri.feeds.expiring import MAX_ANSWER_BYTES, ExpiringMap, answer_bytes
 from kaveri.feeds.feed import RouterFeeds
-from kaveri.policy.place_search import draws_more, place_search
 from kaveri.policy.prompt_queue import PromptQueue
+from kaveri.policy.room_search import draws_more, place_search
 from kaveri.policy.waits import QUEUE_FULL_RETRY_S
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import spans_below, trace_fields

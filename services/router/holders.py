@@ -9,7 +9,7 @@ from grpc import aio
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.replica import ReplicaLocation, Resumed, Resumption
 from kaveri.errors import DeadlineExceeded, KaveriError, NoCapacity, RequestCancelled, RequestNotFound, Unavailable
-from kaveri.policy.recovery import is_worth_a_resume
+from kaveri.policy.replication import is_worth_a_resume
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
 from kaveri.timeouts import CALL_TIMEOUT_S

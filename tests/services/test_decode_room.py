@@ -9,7 +9,7 @@ import grpc
 import pytest
 from grpc import aio
 
-from kaveri.policy.room_line import MAX_OVERTAKES
+from kaveri.policy.decode_room import MAX_OVERTAKES
 
 BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
 POOL_BLOCKS = 12

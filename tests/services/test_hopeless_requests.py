@@ -9,7 +9,7 @@ from grpc import aio
 
 from kaveri.domain.sampling import SamplingParams
 from kaveri.policy.admission import AdmissionPolicy
-from kaveri.policy.room_line import MAX_OVERTAKES
+from kaveri.policy.decode_room import MAX_OVERTAKES
 from kaveri.v1 import decode_pb2, predictor_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.messages import layout_to_proto, params_to_proto
@@ -96,7 +96,7 @@ async def test_a_reservation_that_can_never_fit_gets_no_place_in_line(cluster: A
 async def test_a_reservation_whose_push_stands_still_keeps_blocks_from_others_for_a_short_time_only(
     cluster: Any, by_hand: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kaveri.policy.decode_batch.UNLANDED_KEEPS_S", 1.0)
+    monkeypatch.setattr("kaveri.policy.admission.UNLANDED_KEEPS_S", 1.0)
     decode = await cluster.decode(decode_policy=AdmissionPolicy.RESERVE_STATIC, **TIGHT)
     await cluster.router()
     # It holds 2 of 12 blocks, and is expected to end with 9.

@@ -13,7 +13,7 @@ from grpc import aio
 
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.errors import NoCapacity
-from kaveri.policy.room_line import MAX_OVERTAKES
+from kaveri.policy.decode_room import MAX_OVERTAKES
 from services.prefill.decode_peers import DecodePeers
 
 BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers

@@ -17,8 +17,7 @@ from kaveri.planner.pipeline_equations import (
     streaming_bound,
 )
 from kaveri.planner.pipeline_plan import PipelineQuestion, plan_pipelines
-from kaveri.planner.pipeline_rate import apart_period, shared_period
-from kaveri.planner.pipeline_schedule import shared_ends
+from kaveri.planner.pipeline_rate import apart_period, shared_ends, shared_period
 from kaveri.workload.requests import RequestLengths
 from tests.library.planner.paper_equations import (
     apart_inverse_throughput_s,

@@ -12,19 +12,19 @@ import pytest
 
 from kaveri.errors import ConfigError
 from kaveri.latency.model import load_latency_model
-from kaveri.planner.colocation import ColocationQuestion, cheapest_colocated
-from kaveri.planner.decode_phase import NO_TIME, judge_decode, lane_pool
+from kaveri.planner.colocation import cheapest_colocated
+from kaveri.planner.decode_phase import NO_TIME, Verdict, judge_decode, lane_pool
 from kaveri.planner.expected_load import ExpectedLoad, parse_lengths
 from kaveri.planner.hardware import read_hardware
 from kaveri.planner.model_shape import read_model_shape
 from kaveri.planner.node_unit import cheapest_unit
 from kaveri.planner.parallelism import Parallelism, kv_tokens, parse_parallelism, possible_parallelisms
 from kaveri.planner.placement_search import PhaseOption
-from kaveri.planner.plan import ClusterPlan, PlanQuestion, SimulatedCluster, best_per_gpu, frontier, plan, search_each
+from kaveri.planner.plan import ClusterPlan, SimulatedCluster, best_per_gpu, frontier, plan, search_each
 from kaveri.planner.plan_file import summary_lines, to_json, to_toml
+from kaveri.planner.plan_question import PlanQuestion
 from kaveri.planner.prefill_phase import prefill_ends
 from kaveri.planner.profiles import read_step_latencies, scaled_to_degree, scaled_to_model
-from kaveri.planner.verdict import Verdict
 from kaveri.policy.replication import ReplicationMode
 from kaveri.programs import setting_sections
 from kaveri.simulator.failures import FailureSpec
@@ -315,21 +315,10 @@ def test_colocate_is_the_answer_where_instances_of_both_phases_need_fewer_gpus()
 
 
 def test_instances_of_both_phases_are_no_answer_where_prompts_hold_answers_up_for_too_long() -> None:
-    loose = ColocationQuestion(
-        model=OPT_13B,
-        hardware=A100,
-        profiles=("opt-13b-a100",),
-        demand=ExpectedLoad(lengths=[RequestLengths(1500, 100)], rate_per_s=0.3),
-        slo=Slo(1.0, 0.1),
-        attain=0.9,
-        chunk_tokens=None,
-        max_batch=256,
-        request_count=100,
-        overheads=Overheads(),
-        seed=0,
-    )
+    demand = ExpectedLoad(lengths=[RequestLengths(1500, 100)], rate_per_s=0.3)
+    loose = question_of(demand=demand, slo_ttft_s=1.0, request_count=100)
     assert cheapest_colocated(loose, 1) is not None
-    assert cheapest_colocated(dataclasses.replace(loose, slo=Slo(1.0, 0.0215)), 1) is None
+    assert cheapest_colocated(dataclasses.replace(loose, slo_tpot_s=0.0215), 1) is None
     assert cheapest_colocated(loose, 0) is None, "no GPU, no instance"
     slow = dataclasses.replace(loose, overheads=Overheads(decode_step_s=0.1))
     assert cheapest_colocated(slow, 1) is None, "what a step takes beyond the model counts"

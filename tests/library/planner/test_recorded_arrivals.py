@@ -11,12 +11,11 @@ import pytest
 from kaveri.cli.main import main
 from kaveri.errors import ConfigError
 from kaveri.planner.expected_load import ExpectedLoad, recorded_rate_per_s
-from kaveri.planner.hardware import read_hardware
-from kaveri.planner.model_shape import read_model_shape
 from kaveri.planner.parallelism import Parallelism
-from kaveri.planner.placement_search import SearchSettings, search_prefill
+from kaveri.planner.placement_search import search_prefill
 from kaveri.planner.profiles import read_step_latencies
 from kaveri.workload.requests import RequestLengths
+from tests.library.planner.test_plan import A100, OPT_13B, question_of
 
 TIMES_S = (0.0, 0.1, 0.2, 4.0, 4.0, 9.9)
 LOAD = ExpectedLoad(
@@ -57,13 +56,12 @@ def test_requests_of_one_time_have_no_rate() -> None:
 
 def test_an_instance_carries_less_of_what_comes_in_bursts() -> None:
     """Twenty prompts within 0.4 seconds, every 20 seconds, against one each second."""
-    model, hardware = read_model_shape("opt-13b"), read_hardware("a100-80g")
-    step = read_step_latencies(["opt-13b-a100"], model, hardware, [1])[1]
-    settings = SearchSettings(attain=0.9, request_count=60, max_batch=64, chunk_tokens=512, seed=0)
+    step = read_step_latencies(["opt-13b-a100"], OPT_13B, A100, [1])[1]
 
     def goodput_per_s(recorded_s: Sequence[float]) -> float:
         load = ExpectedLoad(lengths=[RequestLengths(900, 8)] * 200, rate_per_s=1.0, recorded_s=recorded_s)
-        return search_prefill(model, hardware, Parallelism(1, 1), step, load, 0.6, settings).goodput_per_s
+        question = question_of(demand=load, slo_ttft_s=0.6, request_count=60, max_batch=64, chunk_tokens=512)
+        return search_prefill(question, Parallelism(1, 1), step).goodput_per_s
 
     in_bursts = goodput_per_s([number // 20 * 20 + number % 20 * 0.02 for number in range(200)])
     assert 0 < in_bursts < goodput_per_s(range(200)) / 2

@@ -30,7 +30,8 @@ from kaveri.planner.observed_workload import (
     observed_workload,
 )
 from kaveri.planner.parallelism import Parallelism, kv_tokens
-from kaveri.planner.plan import ClusterPlan, PlanQuestion, plan
+from kaveri.planner.plan import ClusterPlan, plan
+from kaveri.planner.plan_question import PlanQuestion
 from kaveri.planner.replan import Advice, Replan, replan_json, replan_lines, verdict
 from kaveri.planner.running_cluster import (
     RunningCluster,

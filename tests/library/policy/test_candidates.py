@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceStatus, Phase, Role, ViewedInstance
-from kaveri.policy import candidates as candidates_module
-from kaveri.policy.candidates import Candidates
+from kaveri.policy import placement as candidates_module
+from kaveri.policy.placement import Candidates
 from tests.library.policy.reference_choices import Distribution, any_of, better_of_two, candidates_of
 
 _MOST_RUNS = 200_000

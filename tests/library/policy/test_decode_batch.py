@@ -4,9 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kaveri.domain.length import RangeEnd, TokenRange
-from kaveri.policy import decode_batch
-from kaveri.policy.admission import AdmissionPolicy
-from kaveri.policy.decode_batch import DecodeBatch, expected_answer, member_of
+from kaveri.policy import admission
+from kaveri.policy.admission import AdmissionPolicy, DecodeBatch, expected_answer, member_of
 from kaveri.policy.decode_room import DecodeRoom, FreeRoom, RequestCounts
 from kaveri.policy.growth import BatchMember
 
@@ -52,7 +51,7 @@ def test_blocks_are_kept_for_what_runs_else_for_the_first_that_will() -> None:
     batch.expect(1, BatchMember(SIZE, 2 * SIZE), 0.0)
     batch.expect(2, BatchMember(SIZE, 3 * SIZE), 1.0)
     assert batch.kept_blocks(1.0, coming) == 1
-    assert batch.kept_blocks(decode_batch.UNLANDED_KEEPS_S, coming) == 2, "a push that stands still keeps nothing"
+    assert batch.kept_blocks(admission.UNLANDED_KEEPS_S, coming) == 2, "a push that stands still keeps nothing"
     assert batch.kept_blocks(10.0, coming) == 4
     batch.land(2)
     assert batch.kept_blocks(10.0, coming) == 2

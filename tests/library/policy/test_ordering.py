@@ -6,7 +6,8 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kaveri.policy.ordering import OrderingPolicy, PromptSchedule, order_prompts
+from kaveri.policy.ordering import OrderingPolicy, order_prompts
+from kaveri.policy.prompt_queue import PromptQueue
 
 
 class WaitingPrompt(NamedTuple):
@@ -42,11 +43,11 @@ def test_shortest_and_longest_first_go_by_length_then_by_arrival(waiting: list[W
     assert longest == sorted(longest)
 
 
-class PromptScheduleMachine:
+class PromptQueueMachine:
     """Arrivals, computations and cancellations in any order; remembers who was computed when."""
 
     def __init__(self, policy: OrderingPolicy, scheduling_batch: int) -> None:
-        self.schedule: PromptSchedule[WaitingPrompt] = PromptSchedule(policy, scheduling_batch)
+        self.queue: PromptQueue[WaitingPrompt] = PromptQueue(policy, 1, 1000, scheduling_batch)
         self.waiting: list[WaitingPrompt] = []
         self.computed: list[WaitingPrompt] = []
         self.overtaken_by: Counter[int] = Counter()
@@ -57,13 +58,15 @@ class PromptScheduleMachine:
         self.arrivals += 1
         prompt = WaitingPrompt(self.arrivals, token_count)
         self.waiting.append(prompt)
-        self.schedule.add(prompt)
+        self.queue.hold(prompt)
+        self.queue.release(prompt)
 
     def compute(self) -> None:
-        head = self.schedule.head()
+        head = self.queue.next()
         assert (head is None) == (not self.waiting)
         if head is not None:
-            self.schedule.remove(head)
+            self.queue.submitted(head)
+            self.queue.advance(head, head.token_count)
             self.waiting.remove(head)
             self.computed.append(head)
             self.overtaken_by.update(
@@ -72,7 +75,7 @@ class PromptScheduleMachine:
 
     def cancel(self, index: int) -> None:
         if self.waiting:
-            self.schedule.remove(self.waiting.pop(index % len(self.waiting)))
+            self.queue.remove(self.waiting.pop(index % len(self.waiting)))
 
 
 # A number above 0 arrives with that length, 0 computes the head, one below cancels a prompt.
@@ -83,7 +86,7 @@ steps = st.lists(st.integers(-3, 6), max_size=200)
 def test_a_prompt_is_overtaken_by_fewer_than_a_scheduling_batch(
     policy: OrderingPolicy, scheduling_batch: int, steps: list[int]
 ) -> None:
-    machine = PromptScheduleMachine(policy, scheduling_batch)
+    machine = PromptQueueMachine(policy, scheduling_batch)
     for step in steps:
         if step > 0:
             machine.arrive(step)
@@ -91,7 +94,7 @@ def test_a_prompt_is_overtaken_by_fewer_than_a_scheduling_batch(
             machine.compute()
         else:
             machine.cancel(-step)
-        assert len(machine.schedule) == len(machine.waiting)
+        assert machine.queue.room == 1000 - len(machine.waiting)
         assert max(machine.overtaken_by.values(), default=0) <= scheduling_batch - 1
     while machine.waiting:
         machine.compute()
@@ -99,7 +102,7 @@ def test_a_prompt_is_overtaken_by_fewer_than_a_scheduling_batch(
 
 
 def test_the_bound_on_overtaking_is_reached() -> None:
-    machine = PromptScheduleMachine(OrderingPolicy.SJF, 4)
+    machine = PromptQueueMachine(OrderingPolicy.SJF, 4)
     for token_count in (9, 1, 2, 3, 1):
         machine.arrive(token_count)
     while machine.waiting:
@@ -108,19 +111,8 @@ def test_the_bound_on_overtaking_is_reached() -> None:
     assert [prompt.token_count for prompt in machine.computed] == [1, 2, 3, 9, 1]
 
 
-def test_a_prompt_that_comes_while_a_batch_is_computed_waits_for_the_next_batch() -> None:
-    machine = PromptScheduleMachine(OrderingPolicy.SJF, 4)
-    for token_count in (5, 6):
-        machine.arrive(token_count)
-    machine.compute()
-    machine.arrive(1)
-    machine.compute()
-    machine.compute()
-    assert [prompt.token_count for prompt in machine.computed] == [5, 6, 1]
-
-
 def test_prompts_that_come_one_by_one_behind_a_batch_are_ordered_together() -> None:
-    machine = PromptScheduleMachine(OrderingPolicy.SJF, 4)
+    machine = PromptQueueMachine(OrderingPolicy.SJF, 4)
     for token_count in (5, 6, 7):
         machine.arrive(token_count)
     for token_count in (3, 2, 1):

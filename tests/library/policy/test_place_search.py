@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kaveri.policy.place_search import PlaceSearch, draws_more, place_search
+from kaveri.policy.room_search import PlaceSearch, draws_more, place_search
 
 
 @given(st.integers(1, 100), st.integers(1, 100), st.booleans(), st.booleans())

@@ -8,8 +8,7 @@ import pytest
 
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, Phase, Role
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.policy.admission import admitted_count, kept_blocks
-from kaveri.policy.decode_batch import DecodeBatch
+from kaveri.policy.admission import DecodeBatch, admitted_count, kept_blocks
 from kaveri.policy.demand import Demand
 from kaveri.policy.growth import BatchGrowth, BatchMember
 from kaveri.policy.ordering import order_prompts

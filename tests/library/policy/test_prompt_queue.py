@@ -46,48 +46,6 @@ def test_the_engine_gets_two_chunks_of_work_and_the_rest_waits() -> None:
     assert queue.queued_tokens == 400
 
 
-def test_progress_lets_the_next_one_in() -> None:
-    queue = new_queue()
-    first, second, third, fourth = add(queue, 100, 100, 100, 100)
-    assert list(submitted(queue)) == [first, second]
-    queue.advance(first, 50)
-    assert list(submitted(queue)) == [third]
-    queue.advance(first, 100)
-    assert list(queue.computing) == [second, third]
-    assert list(submitted(queue)) == []
-    queue.remove(second)
-    assert list(submitted(queue)) == [fourth]
-    assert queue.queued_tokens == 200
-
-
-def test_a_prompt_longer_than_two_chunks_goes_in_when_the_engine_has_nothing() -> None:
-    queue = new_queue()
-    long, _ = add(queue, 1000, 1)
-    assert list(submitted(queue)) == [long]
-
-
-def test_held_and_waiting_prompts_fill_the_queue_and_computing_ones_do_not() -> None:
-    queue = new_queue(max_waiting=3)
-    held = QueuedPrompt(10)
-    queue.hold(held)
-    waiting, _ = add(queue, 10, 10)
-    assert queue.room == 0
-    queue.submitted(waiting)
-    assert queue.room == 1
-    queue.remove(held)
-    assert queue.room == 2
-
-
-def test_a_prompt_that_is_cancelled_half_way_gives_back_what_it_had_left() -> None:
-    queue = new_queue()
-    cancelled, other, _ = add(queue, 150, 150, 10)
-    assert list(submitted(queue)) == [cancelled, other]
-    queue.advance(cancelled, 100)
-    assert queue.queued_tokens == 50 + 150 + 10
-    queue.remove(cancelled)
-    assert queue.queued_tokens == 150 + 10
-
-
 @given(
     st.sampled_from(OrderingPolicy),
     st.integers(1, 5),

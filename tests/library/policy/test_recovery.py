@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Phase, Role
-from kaveri.policy.recovery import RecoveryCosts, is_worth_a_resume
+from kaveri.policy import replication
+from kaveri.policy.replication import is_worth_a_resume
 
 MODEL = "tiny"
 REPLICA = ReplicaLocation("decode-1", 7, 960)
@@ -95,8 +96,11 @@ def test_a_replica_that_lacks_two_blocks_of_a_context_worth_a_copy_is_used(
 
 @given(held=tokens, context=st.integers(1, 100_000), lacking=st.floats(0.1, 10), copied=st.floats(0, 0.1))
 def test_a_resume_never_costs_more_than_the_other_way(held: int, context: int, lacking: float, copied: float) -> None:
-    replica, costs = replace(REPLICA, token_count=held), RecoveryCosts(lacking, copied)
-    if is_worth_a_resume(replica, context, view_of(HOLDER, prefill()), MODEL, costs):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replication, "_LACKING_COST", lacking)
+        patch.setattr(replication, "_HELD_COST", copied)
+        resumes = is_worth_a_resume(replace(REPLICA, token_count=held), context, view_of(HOLDER, prefill()), MODEL)
+    if resumes:
         held = min(held, context - 1)
         assert held > 0
         assert (context - held) * lacking + held * copied <= context

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kaveri.policy.room_line import RoomLine
+from kaveri.policy.decode_room import RoomLine
 
 POOL = 10
 

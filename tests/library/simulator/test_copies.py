@@ -10,8 +10,7 @@ from kaveri.domain.view import ViewedInstance
 from kaveri.errors import ConfigError
 from kaveri.kv.transports.link_speed import parse_link_speed
 from kaveri.policy.admission import AdmissionPolicy
-from kaveri.policy.recovery import is_worth_a_resume
-from kaveri.policy.replication import ReplicationMode, choose_holder, drop_first
+from kaveri.policy.replication import ReplicationMode, choose_holder, drop_first, is_worth_a_resume
 from kaveri.simulator import copies, held_copies, router
 from kaveri.simulator.failures import Death
 from kaveri.simulator.simulate import Simulation

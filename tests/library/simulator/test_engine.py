@@ -8,15 +8,16 @@ import pytest
 from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.latency.model import load_latency_model
-from kaveri.simulator.engine import CountedEngine
+from kaveri.simulator.engine import CountedEngine, EngineListener
 from kaveri.simulator.sequence import CountedSequence
+from kaveri.simulator.spec import Overheads, PoolSpec
 from kaveri.simulator.timeline import Timeline
 from tests.library.simulator.reference_engine import ReferenceEngine, ReferenceNews
 
 _CLOSE_S = 1e-6
 
 
-class _EngineListener:
+class _Events(EngineListener):
     """Notes the times of tokens, from what the engine tells of runs."""
 
     def __init__(self, timeline: Timeline) -> None:
@@ -24,12 +25,6 @@ class _EngineListener:
         self.told = ReferenceNews()
         self.drawn = 0
         self.on_first: Callable[[CountedSequence], None] = lambda sequence: None
-
-    def before_step_ends(self) -> None: ...
-
-    def prefill_started(self, sequence: CountedSequence) -> None: ...
-
-    def prefill_advanced(self, sequence: CountedSequence) -> None: ...
 
     def first_token(self, sequence: CountedSequence) -> None:
         self.told.tokens[sequence.number] = [self.timeline.now_s]
@@ -50,8 +45,6 @@ class _EngineListener:
     def preempted(self, sequence: CountedSequence) -> None:
         self.told.preempted.append((sequence.number, self.timeline.now_s))
 
-    def stepped(self) -> None: ...
-
 
 class _Both:
     """The same schedule for a simulated engine and for its reference."""
@@ -65,8 +58,15 @@ class _Both:
         total = -(-200 // block_tokens) + rng.randrange(1, 20) if is_tight else 100_000
         chunk_tokens, max_batch = rng.choice((7, 64, 512)), rng.choice((1, 3, 64))
         self.timeline = Timeline()
-        self.listener = _EngineListener(self.timeline)
-        self.engine = CountedEngine(self.timeline, latency, layout, total, chunk_tokens, max_batch, self.listener)
+        self.listener = _Events(self.timeline)
+        pool = PoolSpec(
+            latency=latency,
+            total_blocks=total,
+            block_tokens=block_tokens,
+            chunk_tokens=chunk_tokens,
+            max_batch=max_batch,
+        )
+        self.engine = CountedEngine(self.timeline, pool, layout, Overheads(), self.listener)
         self.reference = ReferenceEngine(latency, layout, total, chunk_tokens, max_batch)
         self.sequences: dict[int, CountedSequence] = {}
         self.landed: list[int] = []

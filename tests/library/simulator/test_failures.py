@@ -18,14 +18,19 @@ def dying(*deaths: Death, repair_s: float | None = 2.0, mtbf_s: float | None = N
     return FailureSpec(deaths=deaths, repair_s=repair_s, mtbf_s=mtbf_s)
 
 
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (spec_of, ("prefill-0", "prefill-1", "decode-0", "decode-1")),
+        (colocated_of, ("colocated-0", "colocated-1")),
+    ],
+)
 @pytest.mark.parametrize("seed", range(10))
-def test_every_request_is_answered_whatever_dies(seed: int) -> None:
+def test_every_request_is_answered_whatever_dies(kind: Any, names: tuple[str, ...], seed: int) -> None:
     rng = random.Random(seed)
-    names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-    deaths = [Death(instance_id=rng.choice(names), at_s=rng.uniform(0.0, 8.0)) for _ in range(3)]
-    spec = spec_of(
+    spec = kind(
         rng.choice((300, 9000)),
-        failures=dying(*deaths),
+        failures=dying(*(Death(instance_id=rng.choice(names), at_s=rng.uniform(0.0, 8.0)) for _ in range(3))),
         overheads=Overheads(hop_s=rng.choice((0.0, 0.003))),
         link=rng.choice((None, parse_link_speed("20Gbps,50us,800KiB/token"))),
         seed=seed,
@@ -34,35 +39,22 @@ def test_every_request_is_answered_whatever_dies(seed: int) -> None:
     assert max(table.attempts) > 1, "no death took anything with it"
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_every_request_is_answered_whatever_instance_of_both_phases_dies(seed: int) -> None:
-    rng = random.Random(seed)
-    deaths = [Death(instance_id=f"colocated-{rng.randrange(2)}", at_s=rng.uniform(0.0, 8.0)) for _ in range(3)]
-    spec = colocated_of(
-        rng.choice((300, 9000)),
-        failures=dying(*deaths),
-        overheads=Overheads(hop_s=rng.choice((0.0, 0.003))),
-        seed=seed,
-    )
-    table = run_whole(spec, poisson(60, 10.0, seed)).table
-    assert max(table.attempts) > 1, "no death took anything with it"
+ONE = [PlannedRequest(0, 0.0, RequestLengths(400, 100))]
+DRAWN_S = LATENCY.step_s([(0, 400)]) + sum(LATENCY.step_s([(400 + drawn, 1)]) for drawn in range(30))
+DIES_S = DRAWN_S + LATENCY.step_s([(430, 1)]) / 2
+"""In the middle of the 31st step at decode: 31 tokens are there."""
+AGAIN_S = LATENCY.step_s([(0, 431)])
+REST_S = sum(LATENCY.step_s([(431 + drawn, 1)]) for drawn in range(68))
 
 
 def test_what_decoded_on_an_instance_of_both_phases_goes_on_elsewhere_with_the_tokens_that_it_has() -> None:
-    request = [PlannedRequest(0, 0.0, RequestLengths(400, 100))]
-    alone = run_whole(colocated_of(), request).table.columns()
+    alone = run_whole(colocated_of(), ONE).table.columns()
     used = alone.instance_ids[int(alone.decode_instance[0])]
-    prefill_s = LATENCY.step_s([(0, 400)])
-    steps_s = [LATENCY.step_s([(400 + drawn, 1)]) for drawn in range(99)]
-    # In the middle of the 31st step of its decode.
-    at_s = prefill_s + sum(steps_s[:30]) + steps_s[30] / 2
-    run = run_whole(colocated_of(failures=dying(Death(instance_id=used, at_s=at_s))), request).table.columns()
+    run = run_whole(colocated_of(failures=dying(Death(instance_id=used, at_s=DIES_S))), ONE).table.columns()
     assert run.instance_ids[int(run.decode_instance[0])] != used
     assert run.ttft_s()[0] == alone.ttft_s()[0], "the first token was there already"
-    # 31 tokens are there; the other instance computes them with the prompt, draws one more, and the others.
-    again_s = LATENCY.step_s([(0, 431)])
-    rest_s = sum(LATENCY.step_s([(431 + drawn, 1)]) for drawn in range(68))
-    assert at_s + again_s + rest_s <= run.jct_s()[0] < at_s + again_s + rest_s + 0.5
+    # The other instance computes the tokens that are there with the prompt, draws one more, and the others.
+    assert DIES_S + AGAIN_S + REST_S <= run.jct_s()[0] < DIES_S + AGAIN_S + REST_S + 0.5
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -81,20 +73,13 @@ def test_deaths_that_are_drawn_end_with_the_last_request() -> None:
 
 
 def test_a_request_goes_on_elsewhere_with_the_tokens_that_it_has() -> None:
-    request = [PlannedRequest(0, 0.0, RequestLengths(400, 100))]
-    prefill_s = LATENCY.step_s([(0, 400)])
-    steps_s = [LATENCY.step_s([(400 + drawn, 1)]) for drawn in range(99)]
-    # In the middle of the 31st step at decode.
-    at_s = prefill_s + sum(steps_s[:30]) + steps_s[30] / 2
-    spec = spec_of(failures=dying(*(Death(instance_id=f"decode-{number}", at_s=at_s) for number in range(2))))
-    run = run_whole(spec, request).table.columns()
-    alone = run_whole(spec_of(), request).table.columns()
+    spec = spec_of(failures=dying(*(Death(instance_id=f"decode-{number}", at_s=DIES_S) for number in range(2))))
+    run = run_whole(spec, ONE).table.columns()
+    alone = run_whole(spec_of(), ONE).table.columns()
     assert run.ttft_s()[0] == alone.ttft_s()[0], "the first token was there already"
-    # 31 tokens are there; prefill draws one more, and a decode instance the others, when one is back.
-    again_s = LATENCY.step_s([(0, 431)])
-    rest_s = sum(LATENCY.step_s([(431 + drawn, 1)]) for drawn in range(68))
-    back_s = at_s + 2.0
-    assert back_s + rest_s < run.jct_s()[0] < back_s + 1.0 + again_s + rest_s
+    # Prefill draws one more token, and a decode instance the others, when one is back.
+    back_s = DIES_S + 2.0
+    assert back_s + REST_S < run.jct_s()[0] < back_s + 1.0 + AGAIN_S + REST_S
 
 
 def test_a_push_to_an_instance_that_dies_goes_to_another_and_the_prompt_is_not_computed_again() -> None:

@@ -13,10 +13,9 @@ from kaveri.errors import ConfigError
 from kaveri.kv.transports.link_speed import parse_link_speed
 from kaveri.latency.model import load_latency_model
 from kaveri.policy.admission import AdmissionPolicy
-from kaveri.policy.candidates import Candidates
 from kaveri.policy.ordering import OrderingPolicy
-from kaveri.policy.placement import DecodePlacementPolicy, PlacementPolicy, choose_prefill
-from kaveri.policy.prompt_room import prompt_fits
+from kaveri.policy.placement import Candidates, DecodePlacementPolicy, PlacementPolicy, choose_prefill
+from kaveri.policy.prompt_queue import prompt_fits
 from kaveri.policy.room_search import RoomSearch
 from kaveri.simulator import colocated, prefill, router
 from kaveri.simulator.baseline_rule import BaselineRule
@@ -73,8 +72,13 @@ def run_whole(spec: ClusterSpec, requests: list[PlannedRequest], concurrency: in
     return simulation
 
 
+def colocated_of(total_blocks: int = 9000, **changes: Any) -> ClusterSpec:
+    return spec_of(total_blocks, **{"prefill_count": 0, "decode_count": 0, "colocated_count": 2, **changes})
+
+
+@pytest.mark.parametrize("is_both", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_every_request_ends_once_and_every_block_comes_free(seed: int) -> None:
+def test_every_request_ends_once_and_every_block_comes_free(seed: int, is_both: bool) -> None:
     rng = random.Random(seed)
     pool = PoolSpec(
         latency=LATENCY,
@@ -83,9 +87,11 @@ def test_every_request_ends_once_and_every_block_comes_free(seed: int) -> None:
         max_batch=rng.choice((4, 64)),
         max_model_len=1600,
     )
+    counts = rng.randrange(1, 4), rng.randrange(1, 4)
     spec = ClusterSpec(
-        prefill_count=rng.randrange(1, 4),
-        decode_count=rng.randrange(1, 4),
+        prefill_count=0 if is_both else counts[0],
+        decode_count=0 if is_both else counts[1],
+        colocated_count=counts[0] if is_both else 0,
         prefill=PrefillSpec(
             engine=pool,
             max_queue=rng.choice((3, 256)),
@@ -99,38 +105,12 @@ def test_every_request_ends_once_and_every_block_comes_free(seed: int) -> None:
         lengths_known=rng.random() < 0.7,
         seed=seed,
     )
-    run_whole(spec, poisson(80, rng.choice((3.0, 40.0)), seed))
-
-
-def colocated_of(total_blocks: int = 9000, **changes: Any) -> ClusterSpec:
-    return spec_of(total_blocks, **{"prefill_count": 0, "decode_count": 0, "colocated_count": 2, **changes})
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_instances_of_both_phases_end_every_request_once_and_free_every_block(seed: int) -> None:
-    rng = random.Random(seed)
-    pool = PoolSpec(
-        latency=LATENCY,
-        total_blocks=rng.choice((110, 300, 9000)),
-        chunk_tokens=rng.choice((64, 512)),
-        max_batch=rng.choice((4, 64)),
-        max_model_len=1600,
-    )
-    queue = PrefillSpec(engine=pool, max_queue=rng.choice((3, 256)), prefill_policy=rng.choice(list(OrderingPolicy)))
-    spec = colocated_of(
-        colocated_count=rng.randrange(1, 4),
-        prefill=queue,
-        decode=DecodeSpec(engine=pool, decode_policy=rng.choice(list(AdmissionPolicy))),
-        router=RouterSpec(placement_policy=rng.choice(list(PlacementPolicy))),
-        overheads=Overheads(hop_s=0.002, decode_step_s=0.001) if rng.random() < 0.5 else Overheads(),
-        lengths_known=rng.random() < 0.7,
-        seed=seed,
-    )
     run = run_whole(spec, poisson(80, rng.choice((3.0, 40.0)), seed)).table.columns()
-    # What an instance computes it decodes itself.
-    with_more = run.planned_tokens > 1
-    assert (run.decode_instance == run.prefill_instance)[with_more].all()
-    assert (run.server["kv_tail_s"] == 0).all()
+    if is_both:
+        # An instance decodes what it computes.
+        with_more = run.planned_tokens > 1
+        assert (run.decode_instance == run.prefill_instance)[with_more].all()
+        assert (run.server["kv_tail_s"] == 0).all()
 
 
 def test_a_lone_request_takes_the_same_time_on_an_instance_of_both_phases() -> None:

@@ -19,8 +19,8 @@ from kaveri.engine.contract import (
     RequestFailed,
 )
 from kaveri.errors import Unavailable
-from kaveri.policy.place_search import PlaceSearch
 from kaveri.policy.prediction import PredictionOutcome
+from kaveri.policy.room_search import PlaceSearch
 from services.prefill.lifecycle import (
     Action,
     Advance,
