@@ -1,6 +1,6 @@
 """Answers that callers read here themselves: one stream per caller, small messages after each engine step.
 
-The request stays its router's. While a caller reads, the router gets the tokens in larger pieces (TokenStreams.gain),
+The request stays its router's. While a caller reads, the router gets the tokens in larger pieces (RequestOwners.gain),
 and all of them when the caller stops reading. A reader has its own text of the answer, made as routers make it, so that
 a caller may change between the two at any token.
 """
@@ -18,7 +18,6 @@ from kaveri.text.answer import SLICE_TOKENS, Answer, AnswerPart
 from kaveri.text.detokenizer import Detokenizer
 from kaveri.timeouts import BEAT_S
 from kaveri.wire.attempts import wrong_secret
-from services.decode.attaching import prompt_tokens
 from services.decode.requests import DecodeRequest
 
 MIN_READER_ID_CHARACTERS = 16
@@ -186,7 +185,7 @@ class AnswerReaders:
         stream, request, tokenizer = self._check(asked)
         params, prompt_ids = request.engine_request.params, request.engine_request.token_ids
         detokenizer = tokenizer.detokenizer(
-            prompt_ids[: prompt_tokens(request.engine_request)],
+            prompt_ids[: request.engine_request.prompt_tokens],
             params.stop,
             params.min_tokens,
             asked.characters,

@@ -46,7 +46,6 @@ from kaveri.telemetry.tracing import spans_below, trace_fields
 from services.decode import lifecycle
 from services.decode.answer_log import AnswerLog, End
 from services.decode.answer_readers import AnswerTokenizer
-from services.decode.attaching import prompt_tokens
 from services.decode.engine_room import EngineRoom, draining
 from services.decode.lifecycle import InLine, Ready, Released, Reserving, Rival, Running
 from services.decode.metrics import DecodeMetrics
@@ -274,7 +273,7 @@ class DecodeInstance:
         self._engine_room.admit()
         for request in landed:
             if isinstance(request.state, Ready):
-                self.owners.streams.announce(request)
+                self.owners.announce(request)
         self._engine_room.give()
 
     def load(self) -> InstanceLoad:
@@ -324,11 +323,11 @@ class DecodeInstance:
             drawn.add(step.key.serial)
             request.state, actions = lifecycle.step(request.state, lifecycle.Drew(step.finish is not None), now_s)
             if not actions:
-                self.owners.streams.gain(request, step, None)
+                self.owners.gain(request, step, None)
                 continue
             (report,) = actions
             assert isinstance(report, lifecycle.NoteEnd)
-            self.owners.streams.gain(request, step, self._times(request, report.times))
+            self.owners.gain(request, step, self._times(request, report.times))
             self._remove(request)
             self.owners.keep(request, now_s)
             if request.spans is not None:
@@ -382,7 +381,7 @@ class DecodeInstance:
             expires_s=now_s + timeout_s,
             member=self._member(engine_request, predicted),
             state=state,
-            heavy=self._thresholds.is_heavy(predicted, prompt_tokens(engine_request)),
+            heavy=self._thresholds.is_heavy(predicted, engine_request.prompt_tokens),
         )
         loop = asyncio.get_running_loop()
         request.deadline = loop.call_later(timeout_s, self._take, request, lifecycle.TimeOver())
@@ -394,7 +393,7 @@ class DecodeInstance:
 
     def _member(self, request: EngineRequest, predicted: TokenRange | None) -> BatchMember:
         max_model_len = self._engine.info.max_model_len
-        expected = expected_answer(predicted, prompt_tokens(request), request.params.max_tokens, max_model_len)
+        expected = expected_answer(predicted, request.prompt_tokens, request.params.max_tokens, max_model_len)
         return member_of(len(request.token_ids), request.generated_count, expected, self._range_end)
 
     def _router_gone(self, router_id: str) -> None:
@@ -457,14 +456,14 @@ class DecodeInstance:
             case lifecycle.AbortInEngine():
                 self._engine.abort(request.key)
             case lifecycle.TellRouter(error, replaced, moved, fault):
-                self.owners.streams.fail(request, End(error=error, replaced=replaced, moved=moved, fault=fault))
+                self.owners.fail(request, End(error=error, replaced=replaced, moved=moved, fault=fault))
                 self.owners.keep(request, now_s)
             case lifecycle.KeepTokens(error):
-                self.owners.streams.drop(request)
+                self.owners.drop(request)
                 request.log.end = End(error=error)
                 self.owners.keep(request, now_s)
             case lifecycle.DropTokens():
-                self.owners.streams.drop(request)
+                self.owners.drop(request)
             case lifecycle.CountLanding(kv_bytes, landing_s):
                 self._metrics.received_bytes.inc(kv_bytes)
                 self._metrics.landing_seconds.observe(landing_s)

@@ -292,7 +292,7 @@ class Replicator:
             case copying.CloseCopy(holder):
                 self._tasks.create_task(self._close(owned.request, holder))
             case copying.TellRouterOfCopy(replica):
-                self._instance.owners.tell_replica(owned.request, replica)
+                self._instance.owners.announce_replica(owned.request, replica)
             case copying.LetGoInEngine():
                 try:
                     self._engine.release(owned.request.key, _RELEASE_TIMEOUT_S)

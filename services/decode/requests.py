@@ -1,4 +1,4 @@
-"""The requests that a decode instance holds, and which attempts of them it has known. No I/O."""
+"""The requests that a decode instance holds. No I/O."""
 
 import asyncio
 from collections.abc import Iterator
@@ -7,11 +7,10 @@ from typing import Protocol
 
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.engine.contract import EngineKey, EngineRequest
-from kaveri.feeds.expiring import ExpiringMap
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.growth import BatchMember
-from services.decode.answer_log import AnswerLog
+from services.decode.answer_log import AnswerLog, GainedTokens
 from services.decode.lifecycle import Running, State
 from services.decode.spans import DecodeSpans
 
@@ -82,8 +81,7 @@ class DecodeRequest:
     @property
     def context_tokens(self) -> int:
         """Tokens of prompt and answer so far."""
-        request = self.engine_request
-        return len(request.token_ids) - request.generated_count + self.log.next_index
+        return self.engine_request.prompt_tokens + self.log.next_index
 
     @property
     def rest_tokens(self) -> int | None:
@@ -167,25 +165,10 @@ class DecodeRequests:
             del self._by_router[request.router_id]
 
 
-class KnownAttempts:
-    """The newest owner of each request, remembered for a while after its end, so that a straggler is refused.
-
-    Owners are compared where their requests have one secret. A router's attempts are compared too: it counts on when a
-    request id is used again. Others are not compared."""
-
-    def __init__(self, ttl_s: float, max_count: int) -> None:
-        """ttl_s: after the last word of a request. max_count: of owners; beyond it the oldest are forgotten."""
-        self._newest: ExpiringMap[tuple[str, str | bytes], Owner] = ExpiringMap(ttl_s, max_count=max_count)
-
-    def note(self, request_id: str, ownership: Ownership, now_s: float) -> None:
-        """Remembers the owner. Raises StaleAttempt or RequestAlreadyExists when a newer one is known."""
-        owner = ownership.owner
-        self._note(request_id, ownership.router_id, Owner(0, owner.attempt), now_s)
-        if ownership.secret:
-            self._note(request_id, ownership.secret, owner, now_s)
-
-    def _note(self, request_id: str, of: str | bytes, owner: Owner, now_s: float) -> None:
-        newest = self._newest.get((request_id, of), now_s)
-        if newest is not None and owner < newest:
-            raise owner.stale(request_id, newest)
-        self._newest.put((request_id, of), owner, now_s)
+def gained_of(news: DecodeRequest | GainedTokens) -> GainedTokens:
+    """Take the unsent tokens of a request; a notice is returned as it is."""
+    if isinstance(news, GainedTokens):
+        return news
+    gained = news.log.take(news.request_id, news.owner)
+    gained.read_here = news.reader is not None
+    return gained

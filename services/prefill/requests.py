@@ -187,7 +187,7 @@ class PrefillRequest:
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompt alone."""
-        return self.token_count - self.engine_request.generated_count
+        return self.engine_request.prompt_tokens
 
     @property
     def token_count(self) -> int:

@@ -59,7 +59,7 @@ async def test_a_placement_names_the_life_that_reserved_room(cluster: Any, by_ha
 async def test_a_slow_router_gets_a_long_answer_in_several_messages(
     cluster: Any, by_hand: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.decode.token_messages.MAX_TOKENS_BYTES", 600)
+    monkeypatch.setattr("services.decode.server._MAX_TOKENS_BYTES", 600)
     prefill = await cluster.prefill()
     router = await cluster.router()
     decode = await cluster.decode(orphan_grace_s=60.0)

@@ -17,12 +17,12 @@ from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import ReplicaOffer, Resumption
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.domain.view import ReplicaCounts
+from kaveri.feeds.expiring import ExpiringMap
 from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.messages import layout_to_proto
 from kaveri.wire.replicas import offer_to_proto, resumption_to_proto
 from services.decode import replicator
-from services.decode.requests import KnownAttempts
 
 ROUTER = "router-0"
 REPLICATED = {
@@ -512,7 +512,7 @@ async def test_a_holder_refuses_what_it_cannot_hold_by_name(cluster: Any) -> Non
     assert await refusal(holder, other) is grpc.StatusCode.FAILED_PRECONDITION
     await stub.OpenReplica(offer(holder, "a", attempt=2), timeout=60)
     # Seconds later it remembers the owner by the copy alone.
-    holder.service._instance.owners._attempts = KnownAttempts(60.0, 1)
+    holder.service._instance.owners._newest = ExpiringMap(60.0, max_count=1)
     assert await refusal(holder, offer(holder, "a", attempt=1)) is grpc.StatusCode.ABORTED
     assert await refusal(holder, offer(holder, "a", router_id="router-1")) is grpc.StatusCode.UNAVAILABLE
     assert await refusal(holder, offer(holder, "b", token_count=10**6)) is grpc.StatusCode.RESOURCE_EXHAUSTED
