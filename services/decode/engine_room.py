@@ -69,14 +69,14 @@ class EngineRoom:
         """Asks the engine for the room of one request."""
         left_s = request.expires_s - time.monotonic()
         if left_s <= 0:
-            self._take(request, lifecycle.TimeOver())
+            self._take(request, lifecycle.BareEvent.TIME_OVER)
             return
         held_tokens = None
         if request.resumed is not None:
             held_tokens = request.resumed.held_tokens
         else:
             self._room.line.asked(request.request_id)
-        self._take(request, lifecycle.RoomAsked())
+        self._take(request, lifecycle.BareEvent.ROOM_ASKED)
         expires_in_s = min(left_s, self._reservation_ttl_s)
         granting = self._engine.reserve(request.engine_request, expires_in_s, request.source, held_tokens)
         if granting.done():
@@ -95,7 +95,7 @@ class EngineRoom:
         try:
             return await request.answer
         except asyncio.CancelledError:
-            self._take(request, lifecycle.CallEnded())
+            self._take(request, lifecycle.BareEvent.CALL_ENDED)
             raise
 
     def _answered(self, request: DecodeRequest, granting: "Future[Ticket] | asyncio.Future[Ticket]") -> None:
@@ -123,7 +123,7 @@ class EngineRoom:
                 self._engine.admit(request.key)
             except EngineError:
                 return  # it stopped; EngineStopped follows and ends every request
-            self._take(request, lifecycle.SeatTaken())
+            self._take(request, lifecycle.BareEvent.SEAT_TAKEN)
 
 
 def draining() -> Unavailable:

@@ -212,13 +212,13 @@ class DecodeInstance:
         self._end_former(engine_request.key.request_id, ownership)
         request = self._open(engine_request, ownership, timeout_s, predicted_length, InLine(stays=False), traceparent)
         request.log.begin_with(*first_token)
-        self._take(request, lifecycle.RoomAsked())
+        self._take(request, lifecycle.BareEvent.ROOM_ASKED)
         try:
             self._engine.adopt(engine_request.key)
         except EngineError as error:
             self._take(request, lifecycle.RoomRefused(error))
             raise Unavailable(str(error)) from error
-        self._take(request, lifecycle.AdoptedHere())
+        self._take(request, lifecycle.BareEvent.ADOPTED)
         self._engine_room.admit()
         if request.spans is not None:
             request.spans.adopted(time.monotonic())
@@ -265,7 +265,7 @@ class DecodeInstance:
                     case LandingFailed():
                         self._take(request, lifecycle.KvNotLanded(event.reason))
                     case Preempted():
-                        self._take(request, lifecycle.BlocksLost())
+                        self._take(request, lifecycle.BareEvent.BLOCKS_LOST)
                     case RequestFailed():
                         self._take(request, lifecycle.Broken(error_of_failure(event)))
         if token_counts:
@@ -384,7 +384,7 @@ class DecodeInstance:
             heavy=self._thresholds.is_heavy(predicted, engine_request.prompt_tokens),
         )
         loop = asyncio.get_running_loop()
-        request.deadline = loop.call_later(timeout_s, self._take, request, lifecycle.TimeOver())
+        request.deadline = loop.call_later(timeout_s, self._take, request, lifecycle.BareEvent.TIME_OVER)
         if (spans := spans_below(traceparent)) is not None:
             request.spans = DecodeSpans(spans, now_s)
         self._requests.add(request)
@@ -398,7 +398,7 @@ class DecodeInstance:
 
     def _router_gone(self, router_id: str) -> None:
         for request in self._requests.of_router(router_id):
-            self._take(request, lifecycle.RouterLost())
+            self._take(request, lifecycle.BareEvent.ROUTER_LOST)
 
     def _take(self, request: DecodeRequest, event: lifecycle.Event) -> None:
         """Something has happened to the request. Nothing happens to one that has ended."""
@@ -449,11 +449,11 @@ class DecodeInstance:
         match action:
             case lifecycle.AnswerReserve(result):
                 self._answer(request, result)
-            case lifecycle.LeaveLine():
+            case lifecycle.BareAction.LEAVE_LINE:
                 self._room.line.leave(request.request_id)
-            case lifecycle.KeepPlace():
+            case lifecycle.BareAction.KEEP_PLACE:
                 self._room.line.refused(request.request_id)
-            case lifecycle.AbortInEngine():
+            case lifecycle.BareAction.ABORT_IN_ENGINE:
                 self._engine.abort(request.key)
             case lifecycle.TellRouter(error, replaced, moved, fault):
                 self.owners.fail(request, End(error=error, replaced=replaced, moved=moved, fault=fault))
@@ -462,12 +462,12 @@ class DecodeInstance:
                 self.owners.drop(request)
                 request.log.end = End(error=error)
                 self.owners.keep(request, now_s)
-            case lifecycle.DropTokens():
+            case lifecycle.BareAction.DROP_TOKENS:
                 self.owners.drop(request)
             case lifecycle.CountLanding(kv_bytes, landing_s):
                 self._metrics.received_bytes.inc(kv_bytes)
                 self._metrics.landing_seconds.observe(landing_s)
-            case lifecycle.CountPreemption():
+            case lifecycle.BareAction.COUNT_PREEMPTION:
                 self._metrics.preemptions.inc()
             case lifecycle.NoteEnd():
                 self._report(request, action, now_s)

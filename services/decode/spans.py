@@ -5,8 +5,8 @@ from kaveri.telemetry.tracing import Spans
 from services.decode.lifecycle import (
     Action,
     AnswerReserve,
+    BareAction,
     CountLanding,
-    CountPreemption,
     DecodeOutcome,
     NoteEnd,
 )
@@ -45,7 +45,7 @@ class DecodeSpans:
             case CountLanding(kv_bytes, landing_s):
                 write("kv.landing", now_s - landing_s, now_s, bytes=kv_bytes)
                 self._phase, self._since_s = "decode", now_s
-            case CountPreemption():
+            case BareAction.COUNT_PREEMPTION:
                 write("decode.preempted", now_s, now_s)
             case NoteEnd(times=None) as end:
                 # In the middle of a phase.

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from kaveri.hosting.service_host import new_incarnation
 from kaveri.hosting.store import open_store
 from kaveri.kv.replicas.store import ReplicaStore
 from kaveri.policy.prompt_queue import PromptQueue
+from kaveri.policy.prompt_room import prompt_fits
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
 from kaveri.v1.feed_pb2_grpc import add_FeedServiceServicer_to_server
@@ -31,15 +33,13 @@ from services.decode.instance import DecodeInstance
 from services.decode.metrics import DecodeMetrics
 from services.decode.replicated import open_replicas, with_replicas
 from services.instance import feed_server
-from services.instance.adoption import Adoption
 from services.instance.config import PhasesConfig
 from services.instance.hand_over import HereOrElsewhere
-from services.instance.room import PromptRoom
 from services.prefill import server as prefill_server
 from services.prefill.decode_placer import DecodePlacer
 from services.prefill.forecaster import LengthForecaster
 from services.prefill.metrics import PrefillMetrics
-from services.prefill.requests import PrefillRequest
+from services.prefill.requests import PrefillRequest, RoomReserved
 from services.prefill.role import PrefillRole
 
 if TYPE_CHECKING:
@@ -126,17 +126,31 @@ def instance_host(
     def decodes_here() -> bool:
         return phases.is_ordered(Phase.DECODE)
 
-    adoption = Adoption(config.instance_id, incarnation, decode, engine.info.runs_ahead)
+    def has_room(request: PrefillRequest, computing: Collection[PrefillRequest]) -> bool:
+        # Where no answers run and none are taken, the engine alone says what fits.
+        if decode.is_idle and not decodes_here():
+            return True
+        first = next(iter(computing), None)
+        kept_blocks = decode.kept_blocks((first.engine_request, first.predicted_length) if first is not None else None)
+        return prompt_fits(
+            request.token_count,
+            (other.token_count for other in computing),
+            kept_blocks,
+            engine.stats().free_blocks,
+            engine.info.layout.block_tokens,
+        )
+
+    own = RoomReserved(config.instance_id, incarnation)
     prefill = PrefillRole(
         engine,
         PromptQueue[PrefillRequest](
             config.prefill_policy, config.chunk_tokens, config.max_queue, config.prefill_sched_batch
         ),
-        HereOrElsewhere(adoption, decode_placer, decodes_here),
+        HereOrElsewhere(own, decode, engine.info.runs_ahead, decode_placer, decodes_here),
         LengthForecaster.configured(config, store, metrics, rng),
         metrics,
         orphan_grace_s=config.orphan_grace_s,
-        has_room=PromptRoom(engine, decode, decodes_here).has_room,
+        has_room=has_room,
         serials=serials,
         feeds=feeds,
     )

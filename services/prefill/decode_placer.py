@@ -17,7 +17,6 @@ from kaveri.errors import EngineError, InvalidArgument, KaveriError, LayoutMisma
 from kaveri.policy.placement import DEFAULT_THRESHOLDS, AnyDecodePlacement, DecodePlacementPolicy, HeavyThresholds
 from kaveri.policy.room_search import RoomSearch
 from kaveri.telemetry.logs import get_logger
-from services.prefill.decode_peers import DecodePeers
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.requests import HandOverFailed, PrefillRequest, RoomReserved
 from services.prefill.room_finder import RoomFinder, RoomSeeker
@@ -52,7 +51,7 @@ class DecodePlacer:
         self._engine = engine
         layout = engine.info.layout
         search: RoomSearch[EngineKey] = RoomSearch(model, layout, policy, rng)
-        self._finder = RoomFinder(store, search, DecodePeers(layout, own_id), metrics, thresholds)
+        self._finder = RoomFinder(store, search, layout, own_id, metrics, thresholds)
         self._unfit: dict[str, KaveriError] = {}
         if own_id:
             self._unfit[own_id] = Unavailable("no other decode instance takes the request", retry_after_s=1.0)
@@ -93,7 +92,7 @@ class DecodePlacer:
             request.report(request, HandOverFailed(Unavailable(str(error))))
         except KaveriError as error:
             request.report(request, HandOverFailed(error))
-        except Exception as error:  # One request's bad luck must not end the others'.
+        except Exception as error:  # Isolate failures per request.
             get_logger().exception(
                 "placement_failed_unexpectedly", request_id=request.request_id, attempt=request.owner.attempt
             )
@@ -105,15 +104,15 @@ class DecodePlacer:
         while True:
             room = await self._finder.find(placement.seeking)
             placement.target = room.target
-            instance_id, reservation = room.target.record.instance_id, room.reservation
+            instance_id = room.target.record.instance_id
             placement.push_failure = asyncio.get_running_loop().create_future()
             try:
-                self._engine.push_to(request.key, reservation.ticket)
+                self._engine.push_to(request.key, room.ticket)
             except (LayoutMismatch, InvalidArgument) as error:
                 placement.seeking.unfit[instance_id] = error
                 self._give_back(request, placement)
                 continue
-            request.report(request, RoomReserved(instance_id, reservation.incarnation))
+            request.report(request, RoomReserved(instance_id, room.incarnation))
             failure = await placement.push_failure
             self._give_back(request, placement)
             self._finder.failed_there(request, room.target, "push_failed", failure.reason)

@@ -1,12 +1,13 @@
-"""One request on its way through a prefill instance, and what its router hears of it. No I/O."""
+"""A request at a prefill instance, the log of its router, and the seam to what decodes it. No I/O."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kaveri.domain.length import TokenRange
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import FinishReason, Logprobs
-from kaveri.engine.contract import EngineKey, EngineRequest
+from kaveri.engine.contract import EngineKey, EngineRequest, KvPushFailed
 from kaveri.errors import KaveriError
 
 
@@ -180,11 +181,6 @@ class PrefillRequest:
         return self.ownership.router_id
 
     @property
-    def can_be_attached(self) -> bool:
-        """Whether its client can re-attach."""
-        return bool(self.ownership.secret)
-
-    @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompt alone."""
         return self.engine_request.prompt_tokens
@@ -193,3 +189,27 @@ class PrefillRequest:
     def token_count(self) -> int:
         """Tokens to compute: the prompt and what earlier attempts generated."""
         return len(self.engine_request.token_ids)
+
+
+class HandOver(Protocol):
+    """The DecodePlacer pushes to decode instances; where one engine does both phases nothing is pushed.
+
+    It reports on a request by request.report(): RoomReserved when a push has begun, Adopted, or HandOverFailed.
+    """
+
+    @property
+    def at_first_token(self) -> bool:
+        """Whether requests are placed only once their first token is drawn, not before."""
+
+    async def run(self) -> None:
+        """Works until cancelled. begin() is called within."""
+
+    def begin(self, request: PrefillRequest) -> None:
+        """The request is or will be computed and needs a place. Once for a request, and not before its first token is
+        drawn where at_first_token."""
+
+    def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:
+        """The engine's push ended without acceptance."""
+
+    def end(self, request: PrefillRequest, handed_over: bool) -> None:
+        """The request, which has begun, has ended here."""

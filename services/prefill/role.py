@@ -33,7 +33,6 @@ from kaveri.timeouts import STRAGGLER_S
 from kaveri.wire.attempts import wrong_secret
 from services.prefill.engine_feed import EngineFeed, HasRoom
 from services.prefill.forecaster import LengthForecaster, Question
-from services.prefill.hand_over import HandOver
 from services.prefill.lifecycle import (
     NO_TRANSPORT,
     Action,
@@ -63,6 +62,7 @@ from services.prefill.metrics import PrefillMetrics
 from services.prefill.requests import (
     FirstTokenDrawn,
     HandedOver,
+    HandOver,
     HandOverFailed,
     PrefillRequest,
     Progress,
@@ -199,7 +199,7 @@ class PrefillRole:
         life, request = self._lives.get(request_id), self._find(request_id)
         if request is None or request.log.error is not None:
             raise RequestNotFound(request_id)
-        if not request.can_be_attached or not ownership.is_same_request(request.ownership):
+        if not request.ownership.secret or not ownership.is_same_request(request.ownership):
             if life is None:
                 # Another request had this id before.
                 raise RequestNotFound(request_id)

@@ -14,7 +14,7 @@ from grpc import aio
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.errors import NoCapacity
 from kaveri.policy.room_line import MAX_OVERTAKES
-from services.prefill.decode_peers import DecodePeers
+from services.prefill.room_finder import RoomFinder
 
 BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
 TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}
@@ -332,13 +332,13 @@ async def test_the_prompt_of_a_waiting_request_travels_once(
     cluster: Any, by_hand: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    reserve = DecodePeers.reserve
+    reserve = RoomFinder._reserve
 
-    def counted(self: Any, target: Any, request: Any, *args: Any) -> Any:
+    def counted(self: Any, request: Any, *args: Any) -> Any:
         asked.append(request.request_id)
-        return reserve(self, target, request, *args)
+        return reserve(self, request, *args)
 
-    monkeypatch.setattr(DecodePeers, "reserve", counted)
+    monkeypatch.setattr(RoomFinder, "_reserve", counted)
     prefill, decode = await cluster.prefill(**TIGHT), await small_decode(cluster)
     router = await cluster.router()
     await by_hand.reserve(decode, "taken", 79)
