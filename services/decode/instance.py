@@ -1,4 +1,4 @@
-"""One decode instance at work: reserves, admits what has landed, passes tokens on, ends every request exactly once."""
+"""The decode side of an instance: reserves room, admits landed requests, passes tokens on, ends each request once."""
 
 import asyncio
 import itertools
@@ -59,8 +59,7 @@ _LONGEST_REQUEST_S = 86_400.0
 class DecodeInstance:
     """The PhaseService that decodes. For one event loop.
 
-    It waits and sends. services.decode.lifecycle says what an event means for a request; kaveri.policy.decode_room says
-    which request has room and a seat in the batch.
+    Carries out what services.decode.lifecycle (a request's life) and kaveri.policy.decode_room (room and seats) decide.
     """
 
     def __init__(
@@ -77,12 +76,12 @@ class DecodeInstance:
         tokenizer: AnswerTokenizer | None = None,
         feeds: RouterFeeds | None = None,
     ) -> None:
-        """reservation_ttl_s: seconds that a reservation waits for its KV, at most.
+        """reservation_ttl_s: limit on a reservation's wait for its KV.
 
-        orphan_grace_s: seconds that requests go on without a token stream of their router, and ended ones are kept.
-        range_end: which end of a predicted length the policy counts on. thresholds: which requests its load calls
-        heavy. serials: numbers that no one else gives to requests of this engine; None: from 1. tokenizer: for answers
-        that callers read here; None: they cannot. feeds: those of the instance's other phase.
+        orphan_grace_s: seconds that requests continue without a stream of their router, and ended ones are kept.
+        range_end: end of a predicted length that the policy uses. thresholds: which requests its load calls heavy.
+        serials: unique numbers for requests of this engine; None: from 1. tokenizer: for answers that callers read
+        here; None: they cannot. feeds: shared with the instance's other phase.
         """
         self._engine = engine
         self._range_end = range_end
@@ -100,7 +99,7 @@ class DecodeInstance:
         self._idle.set()
 
     async def run(self) -> None:
-        """Nothing to do beside the events."""
+        """No background work."""
 
     async def reserve(
         self,
@@ -118,18 +117,17 @@ class DecodeInstance:
         placed_by: str = "",
         suspect_until: int = 0,
     ) -> Ticket:
-        """Reserves room. With `waits` a request without room waits in line until it has room; otherwise it is refused.
+        """Reserve room. With `waits` a request without room waits in line; otherwise it is refused.
 
-        A reservation of the same request by an older owner, or by the same one, is ended first, waiting or not; and so
-        is another request with the same id. A newer attempt takes over the place in line of an older one.
-        reservation: the number of this call within the attempt; an earlier call that comes late is stale.
-        traceparent: of the span that what happens here is below; empty: it is not traced.
-        placed_by: the prefill instance that asks; empty: not known. suspect_until: see EngineRequest.
+        A reservation of the same request by an older owner, or by the same one, is ended first, waiting or not, and so
+        is another request with the same id. A newer attempt takes over an older one's place in line.
+        reservation: the number of this call within the attempt; an earlier call that arrives late is stale.
+        traceparent: of the parent span; empty: not traced. placed_by: the prefill instance that asks; empty: unknown.
+        suspect_until: see EngineRequest. timeout_s: time left to the request, which ends here after it.
 
-        timeout_s: what is left of the request's time; when it is over the request ends here. Raises Unavailable
-        (draining, also while it waits), LayoutMismatch, StaleAttempt, NoCapacity, InvalidArgument (can never fit),
-        RequestAlreadyExists (another request, or a later session, has replaced it), DeadlineExceeded, and
-        RequestCancelled when it was aborted meanwhile. Cancelled, it leaves nothing reserved, and no place in line.
+        Raises Unavailable (draining, also while it waits), LayoutMismatch, StaleAttempt, NoCapacity, InvalidArgument
+        (can never fit), RequestAlreadyExists (replaced by another request, or a later session), DeadlineExceeded, and
+        RequestCancelled when it was aborted. Cancelled, it leaves nothing reserved, and no place in line.
         """
         if self._engine_room.is_draining:
             raise draining()
@@ -151,8 +149,8 @@ class DecodeInstance:
         return await self._engine_room.granted(request)
 
     async def reserve_resumed(self, resumption: Resumption, held_tokens: int) -> tuple[DecodeRequest, Ticket]:
-        """Reserves room, ahead of all that wait in line, for a request of which a copy brings `held_tokens`. It is
-        admitted ahead of the others, too. It is taken while draining, as its copy is here already.
+        """Reserve room for a request that a copy brings `held_tokens` of, ahead of the line. It is admitted ahead of
+        others too, and taken while draining: its copy is here already.
 
         Raises as reserve() without `waits`. Cancelled, it leaves nothing reserved.
         """
@@ -181,16 +179,16 @@ class DecodeInstance:
         return request, await self._engine_room.granted(request)
 
     def landed(self) -> Iterator[DecodeRequest]:
-        """The requests whose KV is here, or is computed again."""
+        """Requests after their landing, preempted ones included."""
         return (request for request in self._requests if isinstance(request.state, Ready | Running))
 
     def move(self, request: DecodeRequest, replica: ReplicaLocation) -> None:
-        """The engine has let the request go: its router resumes it at the holder of the replica."""
+        """End a request that the engine has released; its router resumes it at the replica's holder."""
         request.log.note_replica(replica)
         self._take(request, lifecycle.Moved(replica.holder_id))
 
     def lose(self, request: DecodeRequest, error: KaveriError) -> None:
-        """The request has a newer owner elsewhere, as `error` says: it ends here. Its router hears of it."""
+        """End a request that has a newer owner elsewhere. Its router gets `error`."""
         self.owners.note_loss(request, error)
         self._take(request, lifecycle.RivalCame(Rival.NEWER_OWNER, error))
 
@@ -205,9 +203,8 @@ class DecodeInstance:
     ) -> None:
         """Take over a request that this engine has prefilled, and admit it if the admission policy allows.
 
-        As reserve(), but there is nothing to reserve, and it is taken while draining too: it came in before.
-        first_token: what prefill drew. Raises StaleAttempt, RequestAlreadyExists, and Unavailable when the engine has
-        stopped.
+        As reserve(), without a reservation; also while draining. first_token: drawn by prefill. Raises StaleAttempt,
+        RequestAlreadyExists, and Unavailable when the engine has stopped.
         """
         self._end_former(engine_request.key.request_id, ownership)
         request = self._open(engine_request, ownership, timeout_s, predicted_length, InLine(stays=False), traceparent)
@@ -224,11 +221,11 @@ class DecodeInstance:
             request.spans.adopted(time.monotonic())
 
     def abort(self, request_id: str, ownership: Ownership, by_router: bool, reservation: int = 0) -> None:
-        """Ends the request, unless it is another one, belongs to a newer owner, or is a later reservation of the same
-        owner than `reservation` (0: any). Unknown ones are ignored.
+        """End the request. Ignored if it is unknown, is another one, belongs to a newer owner, or is a later
+        reservation of the same owner than `reservation` (0: any).
 
-        by_router: whether the router itself asks. When a prefill instance ends a request that has landed, the router
-        gets an error: it may wait for nothing but this instance's tokens by then.
+        by_router: the caller is the router. When a prefill instance aborts a landed request, the router gets an error:
+        it may wait for this instance's tokens alone.
         """
         request = self._requests.by_request_id(request_id)
         if request is None:
@@ -237,7 +234,7 @@ class DecodeInstance:
         if owner is None or owner < request.owner:
             return
         if request.owner == owner and 0 < reservation < request.reservation:
-            # Room was given back, and asked for again before this came.
+            # The room was given back, and reserved again before this arrived.
             return
         self._take(request, lifecycle.AbortAsked(by_router))
 
@@ -251,7 +248,7 @@ class DecodeInstance:
             elif isinstance(event, EngineStopped):
                 for each in list(self._requests):
                     self._take(each, lifecycle.Broken(error_of_stop(event, each.key)))
-            # Aborted requests may still be spoken of.
+            # Aborted requests may still have events.
             elif (request := self._requests.by_key(event.key)) is not None:
                 match event:
                     case Landed():
@@ -284,9 +281,9 @@ class DecodeInstance:
         return self._room.load(self._engine_room.free(), self._engine.stats().context_tokens, counts, time.monotonic())
 
     def kept_blocks(self, coming: tuple[EngineRequest, TokenRange | None] | None = None) -> int:
-        """Free blocks that the policy keeps for what is here; nothing new may take them.
+        """Free blocks that the policy keeps for requests here.
 
-        coming: the request that will be adopted next, with its predicted length.
+        coming: the next request to be adopted, with its predicted length.
         """
         member = self._member(*coming) if coming is not None else None
         return self._room.batch.kept_blocks(time.monotonic(), member)
@@ -316,7 +313,7 @@ class DecodeInstance:
         now_s = time.monotonic()
         drawn: set[int] = set()
         for step in steps:
-            # Aborted requests may still be spoken of.
+            # Aborted requests may still have events.
             request = self._requests.by_key(step.key)
             if request is None:
                 continue
@@ -343,9 +340,9 @@ class DecodeInstance:
         return replace(times, held_tokens=held_tokens, recomputed_tokens=recomputed_tokens)
 
     def _end_former(self, request_id: str, ownership: Ownership, reservation: int = 0) -> Place | None:
-        """Ends what is here of the request, unless that is newer: then raises StaleAttempt or RequestAlreadyExists.
+        """End a former request with this id. Raises StaleAttempt or RequestAlreadyExists if that is newer.
 
-        Returns the place in line that an older owner of the same request had.
+        Returns the place in line of an older owner of the same request.
         """
         former = self._requests.by_request_id(request_id)
         owner = ownership.comparable(former.ownership) if former is not None else None
@@ -401,7 +398,7 @@ class DecodeInstance:
             self._take(request, lifecycle.BareEvent.ROUTER_LOST)
 
     def _take(self, request: DecodeRequest, event: lifecycle.Event) -> None:
-        """Something has happened to the request. Nothing happens to one that has ended."""
+        """Apply an event to a request; ignored after its end."""
         former = request.state
         if isinstance(former, Released):
             return
@@ -412,7 +409,7 @@ class DecodeInstance:
             self._act(request, action, now_s)
 
     def _follow(self, request: DecodeRequest, former: lifecycle.State, now_s: float) -> None:
-        """Table and batch follow the request's state."""
+        """Update table and batch after a transition."""
         batch, serial = self._room.batch, request.key.serial
         match request.state:
             case Reserving():
@@ -428,7 +425,7 @@ class DecodeInstance:
                 batch.preempt(serial)
             case Released():
                 self._remove(request)
-                # Its seat may be what a ready request waits for, its blocks or its place what a waiting one does.
+                # Others may wait for its seat, its blocks or its place in line.
                 loop = asyncio.get_running_loop()
                 loop.call_soon(self._engine_room.admit)
                 loop.call_soon(self._engine_room.give)

@@ -17,22 +17,22 @@ from services.decode.spans import DecodeSpans
 
 @dataclass(frozen=True, slots=True)
 class ResumedHere:
-    """Of a request that goes on here from a copy."""
+    """The copy from which a request was resumed here."""
 
     held_tokens: int
     """Tokens whose KV comes from the copy."""
     landed: asyncio.Future[bool]
-    """Done when they have landed. False: the request has ended before."""
+    """Done when they have landed. False: the request ended before."""
 
 
 class Reader(Protocol):
     """A caller that reads the answer here."""
 
     def changed(self) -> None:
-        """The request's log has grown, or has ended."""
+        """Note that the request's log has grown, or has ended."""
 
     def leave(self) -> None:
-        """The request goes on without this caller, or was aborted."""
+        """Detach the caller: the router sends the rest, or the request was aborted."""
 
 
 @dataclass(eq=False, slots=True)
@@ -45,25 +45,24 @@ class DecodeRequest:
     came_s: float
     expires_s: float
     member: BatchMember
-    """What it counts as in the batch, when it comes."""
+    """Its weight in the batch at its arrival."""
     state: State
     source: KvLayout | None = None
     """The layout of the engine that pushes its KV."""
     heavy: bool = False
-    """Long in decode, by the thresholds here."""
+    """It counts as heavy in the load."""
     reservation: int = 0
-    """The number of its Reserve call, as prefill counts them within the attempt. 0: not counted."""
+    """Number of its Reserve call within the attempt. 0: not counted."""
     placed_by: str = ""
-    """The prefill instance that has placed it here. Empty: not known, or none has."""
+    """The prefill instance that reserved its room. Empty: unknown, or none."""
     answer: asyncio.Future[Ticket] | None = None
-    """What its Reserve call waits for. None: it was prefilled here."""
+    """Result of its Reserve call. None: it was prefilled here."""
     deadline: asyncio.TimerHandle | None = None
-    """Ends the request when its time is over."""
     resumed: ResumedHere | None = None
     spans: DecodeSpans | None = None
     """None: it is not traced."""
     reader: Reader | None = None
-    """Beside its router. None: only the router reads the answer."""
+    """A caller that reads the answer here. None: its router reads it."""
     log: AnswerLog = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,7 +70,7 @@ class DecodeRequest:
 
     @property
     def key(self) -> EngineKey:
-        """What the engine knows it by. Its serial is new, so no event of an earlier one is taken for this one's."""
+        """Its key in the engine. The serial is unique, so events of an earlier request are told apart."""
         return self.engine_request.key
 
     @property
@@ -85,7 +84,7 @@ class DecodeRequest:
 
     @property
     def rest_tokens(self) -> int | None:
-        """Most tokens that are still to be drawn, as far as known."""
+        """Upper bound on remaining tokens; None if unknown."""
         drawn = self.state.drawn if isinstance(self.state, Running) else 0
         predicted = self.member.remaining_tokens - drawn
         most = self.engine_request.params.max_tokens
@@ -99,7 +98,7 @@ class DecodeRequest:
 
     @property
     def router_id(self) -> str:
-        """Where its tokens go."""
+        """The router that gets its tokens."""
         return self.ownership.router_id
 
 
@@ -110,7 +109,7 @@ class DecodeRequests:
         self._by_key: dict[EngineKey, DecodeRequest] = {}
         self._by_serial: dict[int, DecodeRequest] = {}
         self._by_request_id: dict[str, DecodeRequest] = {}
-        # Ordered: what ends one by one ends in the order in which it came.
+        # Ordered: requests of a lost router end in the order of their arrival.
         self._by_router: dict[str, dict[DecodeRequest, None]] = {}
 
     def __len__(self) -> int:
@@ -120,7 +119,7 @@ class DecodeRequests:
         return iter(self._by_key.values())
 
     def add(self, request: DecodeRequest) -> None:
-        """Its request id must not be in use here."""
+        """Add a request whose id is not in use here."""
         assert request.request_id not in self._by_request_id
         self._by_key[request.key] = request
         self._by_serial[request.key.serial] = request
@@ -128,7 +127,7 @@ class DecodeRequests:
         self._by_router.setdefault(request.router_id, {})[request] = None
 
     def remove(self, request: DecodeRequest) -> bool:
-        """False when it was not here (any more)."""
+        """Remove a request. False if it was not here."""
         if self._by_key.pop(request.key, None) is None:
             return False
         del self._by_serial[request.key.serial]
@@ -137,7 +136,7 @@ class DecodeRequests:
         return True
 
     def give(self, request: DecodeRequest, ownership: Ownership) -> None:
-        """The request has another owner from now on."""
+        """Change the request's owner."""
         self._leave_router(request)
         request.ownership = ownership
         self._by_router.setdefault(request.router_id, {})[request] = None
@@ -147,11 +146,11 @@ class DecodeRequests:
         return self._by_key.get(key)
 
     def by_serial(self, serial: int) -> DecodeRequest:
-        """The one whose key has that serial. It must be here."""
+        """The request with that serial, which must be here."""
         return self._by_serial[serial]
 
     def by_request_id(self, request_id: str) -> DecodeRequest | None:
-        """The one attempt of the request that is here."""
+        """The attempt of the request that is here."""
         return self._by_request_id.get(request_id)
 
     def of_router(self, router_id: str) -> tuple[DecodeRequest, ...]:

@@ -142,9 +142,8 @@ class DecodeServer(DecodeServiceServicer):
         try:
             async with ReadLimit(SLOW_READER_S) as limit:
                 await context.write(decode_pb2.StreamAnswersResponse(incarnation=self._incarnation, beat_s=BEAT_S))
-                while not stream.feed.closed:
-                    parts = readers.take(stream, await stream.next_batch())
-                    for message in _answer_messages(parts):
+                while not stream.closed:
+                    for message in _answer_messages(await readers.next_parts(stream)):
                         limit.begin()
                         await context.write(message)
                         limit.end()

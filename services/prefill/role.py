@@ -72,7 +72,7 @@ from services.prefill.requests import (
 from services.prefill.spans import PrefillSpans
 
 LONGEST_REQUEST_S = 86_400.0
-"""Time given to a request whose RPC has no deadline."""
+"""Limit on the time of a request."""
 
 
 @dataclass(eq=False, slots=True)
@@ -138,7 +138,7 @@ class PrefillRole:
         token_ids: tuple[int, ...],
         generated_count: int,
         params: ResolvedParams,
-        timeout_s: float | None,
+        timeout_s: float,
         silent_decode_ids: frozenset[str] = frozenset(),
         traceparent: str = "",
         suspect_until: int = 0,
@@ -146,8 +146,8 @@ class PrefillRole:
         """Queues one attempt; its log goes to its router. The same request of an older owner is ended, and so is
         another request with the same id. To the same owner everything is reported again.
 
-        timeout_s: what is left of the request's time; None: no deadline. silent_decode_ids: instances that it is placed
-        on only when there is no other. traceparent: see SubmitRequest. suspect_until: see EngineRequest.
+        timeout_s: time left to the request. silent_decode_ids: instances to place it on only if there is no other.
+        traceparent: see SubmitRequest. suspect_until: see EngineRequest.
 
         Raises Unavailable (draining), StaleAttempt (also: it was aborted), RequestAlreadyExists (a later session is
         known), NoCapacity (queue full) and InvalidArgument (does not fit this engine).
@@ -165,7 +165,7 @@ class PrefillRole:
             raise NoCapacity("prefill", retry_after_s=QUEUE_FULL_RETRY_S, reason=reason)
         key = EngineKey(request_id, next(self._serials))
         sent = EngineRequest(key, token_ids, generated_count, params, suspect_until, self._hand_over.at_first_token)
-        timeout_s = LONGEST_REQUEST_S if timeout_s is None else min(timeout_s, LONGEST_REQUEST_S)
+        timeout_s = min(timeout_s, LONGEST_REQUEST_S)
         now_s = time.monotonic()
         room = self._engine.info.max_model_len - (len(token_ids) - generated_count)
         deadline_s, length = now_s + timeout_s, known_length(params, max(1, room))

@@ -60,7 +60,7 @@ class AnswerReadHere:
         self.owners.gain(request, TokenStep(request.key, index, FIRST + index % 100, None, finish), times)
 
     async def parts(self, stream: CallerStream) -> list[ReadPart]:
-        return self.readers.take(stream, await asyncio.wait_for(stream.next_batch(0.01), WAIT_S))
+        return await asyncio.wait_for(self.readers.next_parts(stream, 0.01), WAIT_S)
 
     async def routers(self) -> list[Any]:
         return await next_batch(self.router, 0.01)
