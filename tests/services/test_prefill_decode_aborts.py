@@ -1,6 +1,5 @@
 """Who may end a request at a decode instance, and who hears of it: no router waits for what has ended."""
 
-import random
 from typing import Any
 
 import grpc
@@ -9,11 +8,7 @@ from grpc import aio
 
 from kaveri.domain.owner import Owner
 from kaveri.engine.contract import KvPushed
-
-
-def prompt(seed: int, token_count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, 1000) for _ in range(token_count)]
+from tests.services.prompts import prompt
 
 
 async def test_a_router_hears_when_prefill_gives_up_what_runs_already(cluster: Any, by_hand: Any) -> None:

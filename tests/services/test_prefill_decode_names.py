@@ -1,6 +1,5 @@
 """What names requests, attempts and lives between prefill, decode and routers; and how a slow router is served."""
 
-import random
 from typing import Any
 
 import grpc
@@ -10,11 +9,7 @@ from grpc import aio
 from kaveri.v1 import decode_pb2, prefill_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
-
-
-def prompt(seed: int, token_count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, 1000) for _ in range(token_count)]
+from tests.services.prompts import prompt
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ Mostly the former owner is left running, as one that was frozen and wakes.
 """
 
 import contextlib
-import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.messages import layout_to_proto
 from kaveri.wire.replicas import offer_to_proto, resumption_to_proto
 from services.decode import replicator
+from tests.services.prompts import prompt
 
 ROUTER = "router-0"
 REPLICATED = {
@@ -32,11 +32,6 @@ REPLICATED = {
     "fake_step_s": 0.01,
     "orphan_grace_s": 1.0,
 }
-
-
-def prompt(seed: int, token_count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, 1000) for _ in range(token_count)]
 
 
 @dataclass

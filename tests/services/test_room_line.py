@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import random
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from typing import Any
@@ -15,14 +14,10 @@ from kaveri.domain.owner import Owner, Ownership
 from kaveri.errors import NoCapacity
 from kaveri.policy.room_line import MAX_OVERTAKES
 from services.prefill.room_finder import RoomFinder
+from tests.services.prompts import prompt
 
 BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
 TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}
-
-
-def prompt(seed: int, token_count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, 1000) for _ in range(token_count)]
 
 
 async def is_refused(by_hand: Any, decode: Any, request_id: str, token_count: int) -> bool:

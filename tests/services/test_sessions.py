@@ -11,7 +11,8 @@ from grpc import aio
 from kaveri.v1 import inference_pb2, sampling_pb2
 from services.router import take_over
 from tests.services.conftest import eventually
-from tests.services.session_client import GRACE_S, SECRET, WAIT_S, SessionClient, SessionRouters, computed, prompt
+from tests.services.prompts import prompt
+from tests.services.session_client import GRACE_S, SECRET, WAIT_S, SessionClient, SessionRouters, computed
 
 
 async def test_a_router_dies_while_decode_streams_and_another_goes_on_with_exactly_the_rest(

@@ -12,15 +12,11 @@ from grpc import aio
 
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.kv.transports import TRANSPORT_NAMES
+from tests.services.prompts import prompt
 from tests.support.plain_transformers import PlainTransformers
 from tests.support.tiny_models import make_tiny_model
 
 over_each_transport = pytest.mark.parametrize("kv_transports", [(name,) for name in TRANSPORT_NAMES])
-
-
-def prompt(seed: int, token_count: int) -> list[int]:
-    chance = random.Random(seed)
-    return [chance.randrange(1, 1000) for _ in range(token_count)]
 
 
 @over_each_transport

@@ -11,16 +11,12 @@ from grpc import aio
 from kaveri.domain.view import InstanceState
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
+from tests.services.prompts import prompt
 
 BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
 TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}
 LONG = 400
 SLOW = {"fake_step_s": 0.01}
-
-
-def prompt(seed: int, token_count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, 1000) for _ in range(token_count)]
 
 
 async def test_a_request_is_answered_by_one_instance_and_nothing_is_pushed(cluster: Any) -> None:
@@ -36,15 +32,6 @@ async def test_a_request_is_answered_by_one_instance_and_nothing_is_pushed(clust
     handed_over = call.get("handed_over")
     assert (handed_over.kv_bytes, handed_over.kv_transport) == (0, "none")
     assert router.last["a", 1].timing.decode_s > 0
-    await cluster.all_free()
-
-
-async def test_an_answer_of_one_token_ends_in_prefill(cluster: Any) -> None:
-    instance = await cluster.colocated()
-    router = await cluster.router()
-    call = router.prefill(instance, "a", prompt(1, 50), max_tokens=1)
-    assert await router.answer(call, "a") == cluster.expected(prompt(1, 50), 1)
-    assert not call.seen("placed")
     await cluster.all_free()
 
 

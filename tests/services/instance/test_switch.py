@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import random
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,17 +14,13 @@ from kaveri.domain.view import ClusterView, Phase
 from kaveri.text.tokenizer import ModelTokenizer
 from services.router.config import RouterConfig
 from services.router.service import Router, router_host
+from tests.services.prompts import prompt
 
 MODEL = "kaveri-tiny"
 PREFILL, DECODE, BOTH = (Phase.PREFILL,), (Phase.DECODE,), (Phase.PREFILL, Phase.DECODE)
 WAIT_S = 60.0
 SLOW = {"fake_step_s": 0.002}
 ANSWER_TOKENS = 60
-
-
-def prompt(seed: int, token_count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, 1000) for _ in range(token_count)]
 
 
 @contextlib.asynccontextmanager

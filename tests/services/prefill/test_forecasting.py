@@ -17,6 +17,7 @@ from kaveri.v1 import predictor_pb2
 from services.prefill.forecaster import LengthForecaster, Question
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.predictors import Predictors
+from tests.services.prompts import prompt
 
 MODES = ["parallel", "sequential"]
 PATIENT = {"prediction_budget_s": 20.0}
@@ -24,11 +25,6 @@ CHUNKS = {"chunk_tokens": 16, "fake_step_s": 0.05}
 """A prompt of 60 tokens takes four steps."""
 
 NewPredictor = Callable[..., Awaitable[Any]]
-
-
-def prompt(seed: int, token_count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, 1000) for _ in range(token_count)]
 
 
 def outcome(prefill: Any, name: str) -> float:
@@ -141,34 +137,15 @@ async def test_in_sequence_a_request_goes_on_when_the_budget_is_over(
     assert said() == ["predictor_failing"]
 
 
-def no_predictions(_: Any) -> predictor_pb2.PredictResponse:
-    return predictor_pb2.PredictResponse(granularity=100)
-
-
-def empty_range(predicted: Any) -> predictor_pb2.PredictResponse:
-    one = predicted(3)
-    one.length.high = one.length.low
-    return predictor_pb2.PredictResponse(predictions=[one], granularity=100)
-
-
-def no_number(predicted: Any) -> predictor_pb2.PredictResponse:
-    one = predicted(3)
-    one.probabilities[3] = float("nan")
-    return predictor_pb2.PredictResponse(predictions=[one], granularity=100)
-
-
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("garbage", [no_predictions, empty_range, no_number])
 async def test_garbage_is_not_used_and_said_once(
     cluster: Any,
     new_predictor: NewPredictor,
-    predicted: Any,
     said: Callable[[], list[str]],
-    garbage: Callable[[Any], predictor_pb2.PredictResponse],
     mode: str,
 ) -> None:
     predictor = await new_predictor()
-    predictor.answer = predictor.always(garbage(predicted))
+    predictor.answer = predictor.always(predictor_pb2.PredictResponse(granularity=100))
     prefill = await cluster.prefill(prediction=PredictionMode(mode), **CHUNKS, **PATIENT)
     await cluster.decode()
     router = await cluster.router()

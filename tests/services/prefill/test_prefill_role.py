@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -109,24 +109,43 @@ async def told(request: PrefillRequest) -> list[Any]:
     return list(news.progress)
 
 
-ENDS: dict[str, Callable[[RoleWorld, PrefillRequest], None]] = {
-    "cancelled": lambda world, request: world.role.cancel(request),
-    "aborted by its router": lambda world, request: world.abort(request.request_id, 1, "router"),
-    "failed": lambda world, request: request.report(request, HandOverFailed(Unavailable("no place"))),
-    "given up by the engine": lambda world, request: world.role.handle([RequestFailed(request.key, "broken")]),
-    "replaced by a newer attempt": lambda world, request: world.accept(request.request_id, 1, attempt=2) and None,
-    "finished with its first token": lambda world, request: world.compute(request, FinishReason.STOP),
-    "handed over": lambda world, request: world.hand_over_to_decode(request),
+class End(NamedTuple):
+    """A way in which a prompt ends."""
+
+    happens: Callable[[RoleWorld, PrefillRequest], object]
+    outcome: str
+    by_engine: bool = False
+    """The engine has freed its blocks."""
+    handed_over: bool = False
+
+
+ENDS = {
+    "cancelled": End(lambda world, request: world.role.cancel(request), "cancelled"),
+    "aborted by its router": End(lambda world, request: world.abort(request.request_id, 1, "router"), "cancelled"),
+    "failed": End(lambda _, request: request.report(request, HandOverFailed(Unavailable("no place"))), "failed"),
+    "given up by the engine": End(
+        lambda world, request: world.role.handle([RequestFailed(request.key, "broken")]), "failed"
+    ),
+    "replaced by a newer attempt": End(
+        lambda world, request: world.accept(request.request_id, 1, attempt=2), "refused"
+    ),
+    "finished with its first token": End(
+        lambda world, request: world.compute(request, FinishReason.STOP), "finished", by_engine=True
+    ),
+    "handed over": End(
+        lambda world, request: world.hand_over_to_decode(request), "handed_over", by_engine=True, handed_over=True
+    ),
 }
+each_end = pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 
 
-@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
-async def test_however_a_prompt_ends_the_next_one_is_let_in(end: Callable[[RoleWorld, PrefillRequest], None]) -> None:
+@each_end
+async def test_however_a_prompt_ends_the_next_one_is_let_in(end: End) -> None:
     world = RoleWorld()
     first = world.accept("first", 40)
     world.accept("next", 40)
     assert world.engine.submitted_ids == ["first"]
-    end(world, first)
+    end.happens(world, first)
     await eventually(lambda: world.engine.submitted_ids[-1] == "next", 5.0)
 
 
@@ -170,61 +189,37 @@ async def test_blocks_that_come_free_without_an_event_let_the_next_one_in() -> N
     await eventually(lambda: world.engine.submitted_ids == ["first", "second"], 5.0)
 
 
-@pytest.mark.parametrize(
-    ("how", "outcome", "keeps"),
-    [
-        ("cancelled", "cancelled", False),
-        ("aborted by its router", "cancelled", False),
-        ("failed", "failed", False),
-        ("given up by the engine", "failed", False),
-        ("replaced by a newer attempt", "refused", False),
-        ("finished with its first token", "finished", True),
-        ("handed over", "handed_over", True),
-    ],
-)
-async def test_an_end_frees_what_the_engine_holds_unless_the_engine_has_freed_it(
-    how: str, outcome: str, keeps: bool
-) -> None:
+@each_end
+async def test_an_end_frees_what_the_engine_holds_unless_the_engine_has_freed_it(end: End) -> None:
     world = RoleWorld()
     request = world.accept("a")
-    ENDS[how](world, request)
-    assert world.count(outcome) == 1
-    assert world.engine.aborted == ([] if keeps else [request.key])
+    end.happens(world, request)
+    assert world.count(end.outcome) == 1
+    assert world.engine.aborted == ([] if end.by_engine else [request.key])
     # Once is enough: nothing is freed or counted twice.
     world.role.cancel(request)
     request.report(request, HandOverFailed(Unavailable("again")))
-    assert world.engine.aborted == ([] if keeps else [request.key])
+    assert world.engine.aborted == ([] if end.by_engine else [request.key])
     assert sum(world.count(name) for name in ("cancelled", "failed", "refused", "finished", "handed_over")) == 1
 
 
-@pytest.mark.parametrize(
-    ("how", "handed_over"),
-    [
-        ("cancelled", False),
-        ("aborted by its router", False),
-        ("failed", False),
-        ("given up by the engine", False),
-        ("replaced by a newer attempt", False),
-        ("finished with its first token", False),
-        ("handed over", True),
-    ],
-)
-async def test_a_hand_over_that_has_begun_ends_once_with_the_request(how: str, handed_over: bool) -> None:
+@each_end
+async def test_a_hand_over_that_has_begun_ends_once_with_the_request(end: End) -> None:
     world = RoleWorld()
     request = world.accept("a", 10)
-    if how not in ("finished with its first token", "handed over"):
+    if not end.by_engine:
         world.role.handle([PrefillStarted(request.key)])
-    ENDS[how](world, request)
+    end.happens(world, request)
     world.role.cancel(request)
     assert world.hand_over.begun == ["a"]
-    assert world.hand_over.ended == [("a", handed_over)]
+    assert world.hand_over.ended == [("a", end.handed_over)]
 
 
 @pytest.mark.parametrize("how", ["cancelled", "finished with its first token"])
 async def test_a_hand_over_that_has_not_begun_does_not_end(how: str) -> None:
     world = RoleWorld(at_first_token=True)
     request = world.accept("a", 10)
-    ENDS[how](world, request)
+    ENDS[how].happens(world, request)
     assert world.hand_over.begun == world.hand_over.ended == []
 
 
@@ -496,6 +491,22 @@ async def test_an_engine_that_has_stopped_keeps_its_requests_until_it_says_so() 
     world.accept("a")
     assert world.role.load().waiting_requests == 1
     assert world.role.load().queued_prefill_tokens == 20
+
+
+async def test_a_question_for_room_shows_what_is_being_computed_and_nothing_else() -> None:
+    seen: list[list[str]] = []
+
+    def has_room(_: PrefillRequest, computing: Collection[PrefillRequest]) -> bool:
+        seen.append([request.request_id for request in computing])
+        return True
+
+    world = RoleWorld(has_room=has_room)
+    first, second, _ = [world.accept(name, 8) for name in ("first", "second", "third")]
+    assert seen == [[], ["first"], ["first", "second"]]
+    world.compute(first)
+    world.role.cancel(second)
+    world.accept("fourth", 8)
+    assert seen[3:] == [["third"]]
 
 
 async def test_a_prompt_waits_for_room_that_answers_leave_it() -> None:
