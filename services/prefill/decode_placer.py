@@ -1,8 +1,8 @@
-"""Places requests on decode instances: reserves room, has the engine push to the ticket, tries elsewhere if that fails.
+"""Places requests on decode instances: reserves room, pushes to the ticket, tries elsewhere if that fails.
 
-Room first, bytes after: without room anywhere a request's KV stays in this instance's pool, which is the queue (the
-burst control of DistServe, arXiv 2401.09670, section 4.3, with a push instead of a pull). The request waits in line at
-a decode instance (kaveri.policy.room_line), and takes room at another one that shows some.
+Without room anywhere a request's KV stays in this instance's pool, which is the queue (the burst control of DistServe,
+arXiv 2401.09670, section 4.3, with a push instead of a pull). The request waits in line at a decode instance
+(kaveri.policy.room_line), and takes room at another one that has some.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class _Placement:
     seeking: RoomSeeker
     task: asyncio.Task[None]
     target: ViewedInstance | None = None
-    """Where it has room."""
+    """The instance with its room."""
     push_failure: asyncio.Future[KvPushFailed] | None = None
 
 
@@ -47,7 +47,7 @@ class DecodePlacer:
         thresholds: HeavyThresholds = DEFAULT_THRESHOLDS,
         own_id: str = "",
     ) -> None:
-        """own_id: of this instance, to which nothing is pushed."""
+        """own_id: this instance, which is no target of pushes."""
         self._engine = engine
         layout = engine.info.layout
         search: RoomSearch[EngineKey] = RoomSearch(model, layout, policy, rng)
@@ -59,24 +59,24 @@ class DecodePlacer:
         self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
-        """Works until cancelled; placements live no longer than this."""
+        """Work until cancelled; placements live no longer than this."""
         async with self._tasks:
             await self._finder.run()
 
     def begin(self, request: PrefillRequest) -> None:
-        """Looks for a place, unless it did already."""
+        """Search for a place. Idempotent."""
         if request not in self._placements:
             task = self._tasks.create_task(self._place_or_fail(request))
             self._placements[request] = _Placement(self._finder.seek(request, self._unfit), task)
 
     def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:
-        """The engine's push ended without acceptance."""
+        """Search for another place after a failed push."""
         placement = self._placements.get(request)
         if placement is not None and placement.push_failure is not None and not placement.push_failure.done():
             placement.push_failure.set_result(event)
 
     def end(self, request: PrefillRequest, handed_over: bool) -> None:
-        """Stops looking. Unless the request was handed over, the room that it has or may have is given back."""
+        """End the placement. Unless the request was handed over, its room is given back."""
         placement = self._placements.pop(request, None)
         if placement is None:
             return
@@ -99,7 +99,7 @@ class DecodePlacer:
             request.report(request, HandOverFailed(Unavailable(f"placement failed: {error!r}")))
 
     async def _place(self, request: PrefillRequest) -> NoReturn:
-        """Goes on until end() cancels it: only the engine says that the KV has arrived."""
+        """Place the request until end() cancels this: the engine reports the acceptance to the life."""
         placement = self._placements[request]
         while True:
             room = await self._finder.find(placement.seeking)

@@ -1,7 +1,4 @@
-"""The predictors that may be asked: those in the cluster, or the one that an operator names.
-
-Refuses impossible answers.
-"""
+"""Chooses and calls predictors: those in the cluster, or the one in the settings. Refuses impossible answers."""
 
 import asyncio
 import math
@@ -22,7 +19,7 @@ from kaveri.v1.predictor_pb2_grpc import LengthPredictorServiceStub
 from kaveri.wire.status import error_of
 
 _LONGEST_ANSWER_TOKENS = 2**24
-"""No model's context is as long."""
+"""Longer than any model's context."""
 _PROBABILITY_SLACK = 0.01
 """Sums of float32 are not exact."""
 

@@ -58,7 +58,7 @@ class Room:
 
 @dataclass(eq=False, slots=True)
 class _ReserveCall:
-    """A Reserve call under way."""
+    """A pending Reserve call."""
 
     target: ViewedInstance
     owner: Owner
@@ -70,17 +70,17 @@ class _ReserveCall:
 
 @dataclass(eq=False, slots=True)
 class RoomSeeker:
-    """One request that looks for room."""
+    """A request that searches for room."""
 
     request: PrefillRequest
     heavy: bool
     unfit: dict[str, KaveriError] = field(default_factory=dict)
-    """By instance id: why that one can never take it."""
+    """Instances that can never take it, with the cause; by id."""
     questions: dict[str, _ReserveCall] = field(default_factory=dict)
-    """By instance id. At most one waits in line, and at most one other is open beside it."""
+    """By instance id. At most one waits in line, and at most one other is pending."""
 
     def seeker(self) -> Seeker[EngineKey]:
-        """What the policy has to know."""
+        """The request as the policy sees it."""
         waits_at = next((name for name, question in self.questions.items() if question.waits), None)
         length = self.request.predicted_length
         predicted_tokens = 0 if length is None else self.request.prompt_tokens + length.low
@@ -96,7 +96,7 @@ class RoomSeeker:
 
 
 class RoomFinder:
-    """The search of all requests of one prefill instance. For one event loop."""
+    """Searches of one prefill instance. For one event loop."""
 
     def __init__(
         self,
@@ -119,13 +119,13 @@ class RoomFinder:
         self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
-        """Follows the view until cancelled. The other methods are called while this runs."""
+        """Follow the view until cancelled. The other methods are called while this runs."""
         try:
             async with self._tasks:
                 while True:
                     view = await self._store.wait_for_change(_VIEW_TIMEOUT_S)
                     if self._changed is not None:
-                        # Those that wait wake in the order in which they began to wait.
+                        # Waiters wake in the order in which they began to wait.
                         self._changed.set_result(None)
                         self._changed = None
                     self._search.retain(view)
@@ -134,21 +134,21 @@ class RoomFinder:
             await self._channels.close()
 
     def seek(self, request: PrefillRequest, unfit: Mapping[str, KaveriError]) -> RoomSeeker:
-        """Begins a search; find() goes on with it and give_up() ends it. unfit: instances that cannot take it."""
+        """Begin a search for find() and give_up(). unfit: instances that cannot take the request."""
         is_heavy = self._thresholds.is_heavy(request.predicted_length, request.prompt_tokens)
         return RoomSeeker(request, is_heavy, dict(unfit))
 
     async def find(self, seeking: RoomSeeker) -> Room:
-        """Waits for room, and holds no other place or room for the request when it returns.
+        """Wait for room. No other room or place in line is held after it.
 
-        Raises StaleAttempt and RequestAlreadyExists, InvalidArgument and LayoutMismatch when no instance can ever take
-        the request, Unavailable when there is none, and DeadlineExceeded. When this call fails or is
-        cancelled, the caller must call give_up().
+        Raises StaleAttempt and RequestAlreadyExists, InvalidArgument and LayoutMismatch if no instance can ever take
+        the request, Unavailable if there is none, and DeadlineExceeded. If this call fails or is cancelled, the caller
+        must call give_up().
         """
         none_since_s: float | None = None
         while True:
             now_s = time.monotonic()
-            # Its caller may end it later than that: until then it would ask on, without a pause.
+            # Its caller may end it later, and it would ask without a pause until then.
             if now_s >= seeking.request.deadline_s:
                 raise DeadlineExceeded
             wake_s = now_s + _LONGEST_WAIT_S
@@ -182,18 +182,18 @@ class RoomFinder:
                 return room
 
     def give_up(self, seeking: RoomSeeker) -> None:
-        """Ends the search: no place in line is kept, and room that was granted meanwhile is given back. Idempotent."""
+        """End the search: give up places in line, and room that was granted meanwhile. Idempotent."""
         for instance_id in list(seeking.questions):
             self._drop(seeking, instance_id)
 
     def give_back(self, request: PrefillRequest, target: ViewedInstance) -> None:
-        """The request does not want the room that it has, or may have, at `target`."""
+        """Give back room that the request has, or may have, at `target`."""
         self._search.forget(request.key, target.record.instance_id)
-        # Not part of the caller's task: it must be sent although that one is cancelled.
+        # A task of its own: it must be sent even if the caller is cancelled.
         self._tasks.create_task(self._abort(target, request, request.reservation_count))
 
     def failed_there(self, request: PrefillRequest, target: ViewedInstance, outcome: str, reason: str) -> None:
-        """Room at `target` was of no use: no request asks there for a while."""
+        """Count and log a failure at `target`, and let it rest for all requests."""
         self._metrics.placements.labels(outcome).inc()
         self._search.rest(target.record.instance_id, time.monotonic() + _REST_WHEN_FAILED_S)
         get_logger().warning(
@@ -208,7 +208,7 @@ class RoomFinder:
     def _ask(self, seeking: RoomSeeker, ask: Ask, now_s: float) -> None:
         request = seeking.request
         patience_s = _PATIENCE_S if ask.shows_room else 0.0
-        # An instance that is not waited at answers soon, or fails.
+        # A call without a wait is answered soon, or fails.
         patient_until_s = now_s + patience_s if ask.waits else request.deadline_s
         request.reservation_count += 1
         answer = self._tasks.create_task(self._answer(request, ask, request.reservation_count))
@@ -283,7 +283,7 @@ class RoomFinder:
                 )
 
     async def _wait(self, seeking: RoomSeeker, timeout_s: float) -> None:
-        """Until a question is answered or the view changes."""
+        """Wait for an answer or a change of the view."""
         if self._changed is None:
             self._changed = asyncio.get_running_loop().create_future()
         awaited: list[asyncio.Future[Any]] = [self._changed]
@@ -302,7 +302,7 @@ class RoomFinder:
                     self._metrics.placements.labels("reserved").inc()
                     return room
                 case StaleAttempt() | RequestAlreadyExists() if question.owner < request.owner:
-                    # It knew the owner that has attached the request since. That one may ask it.
+                    # It knew the new owner, who has attached the request since and may ask it.
                     self._forget(seeking, instance_id)
                 case StaleAttempt() | RequestAlreadyExists() as error:
                     raise error
@@ -326,7 +326,7 @@ class RoomFinder:
         self._search.forget(seeking.request.key, instance_id)
 
     def _drop(self, seeking: RoomSeeker, instance_id: str) -> None:
-        """Gives up a question, and the room that its answer may have brought."""
+        """Cancel a call, and give back the room that it may have got."""
         question = seeking.questions.pop(instance_id)
         question.answer.cancel()
         self.give_back(seeking.request, question.target)
