@@ -6,6 +6,7 @@
 step() returns the next state and the actions for the service, in order.
 """
 
+import enum
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -77,6 +78,15 @@ Copy = Alone | Opening | Copied | Moving
 # ---- events ----
 
 
+class BareEvent(enum.Enum):
+    """Events without data."""
+
+    MOVE_ASKED = enum.auto()
+    """The request is to be moved to the holder."""
+    MOVE_FAILED = enum.auto()
+    """The request stays here."""
+
+
 @dataclass(frozen=True, slots=True)
 class HolderChosen:
     """The policy has chosen a holder."""
@@ -109,16 +119,6 @@ class CopyGrew:
 
 
 @dataclass(frozen=True, slots=True)
-class MoveAsked:
-    """The request is to be moved to the holder."""
-
-
-@dataclass(frozen=True, slots=True)
-class MoveFailed:
-    """The request stays here."""
-
-
-@dataclass(frozen=True, slots=True)
 class MoveDone:
     """The holder has the KV of all tokens but the last; the engine has ended the request."""
 
@@ -134,7 +134,7 @@ class RequestEnded:
     has the end of the answer."""
 
 
-Event = HolderChosen | CopyRoomGranted | CopyLost | CopyGrew | MoveAsked | MoveFailed | MoveDone | RequestEnded
+Event = HolderChosen | CopyRoomGranted | CopyLost | CopyGrew | BareEvent | MoveDone | RequestEnded
 
 # ---- actions ----
 
@@ -204,9 +204,9 @@ def step(copy: Copy, event: Event, now_s: float) -> Step:
         case CopyGrew(token_count), Copied() | Moving() if token_count > copy.token_count:
             grown = replace(copy, failures=0, token_count=token_count)
             return grown, (TellRouterOfCopy(_replica(copy.holder, token_count)),)
-        case MoveAsked(), Copied():
+        case BareEvent.MOVE_ASKED, Copied():
             return Moving(copy.holder, copy.failures, copy.token_count), (LetGoInEngine(),)
-        case MoveFailed(), Moving():
+        case BareEvent.MOVE_FAILED, Moving():
             return Copied(copy.holder, copy.failures, copy.token_count), ()
         case MoveDone(token_count), Moving():
             return Alone(), (EndAsMoved(_replica(copy.holder, token_count)), AwaitResumed(copy.holder))

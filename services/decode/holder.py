@@ -400,7 +400,7 @@ class ReplicaHolder:
             case ReplicaOrphaned():
                 self._take(held, holding.OwnerLost(event.reason))
             case ReplicaGivenUp():
-                self._take(held, holding.OwnerGaveUp())
+                self._take(held, holding.BareEvent.OWNER_GAVE_UP)
             case ReplicaDropped():
                 self._take(held, holding.Unwanted("given_up"))
 
@@ -411,7 +411,7 @@ class ReplicaHolder:
                 if self._has_lost_owner(held, now_s):
                     self._take(held, holding.OwnerLost("its owner has left the cluster"), now_s)
                 elif self._is_starved(held, now_s):
-                    self._take(held, holding.BlockMissed(), now_s)
+                    self._take(held, holding.BareEvent.BLOCK_MISSED, now_s)
 
     def _looked(self, held: HeldReplica, now_s: float) -> holding.Looked:
         return holding.Looked(
@@ -450,14 +450,13 @@ class ReplicaHolder:
             match action:
                 case holding.Seal():
                     self._store.seal(held.key)
-                case holding.TellLeft():
-                    held.left.set()
                 case holding.NoteOrphan(reason):
                     get_logger().bind(**_name_of(held)).info("replica_orphaned", reason=reason)
                 case holding.Drop(cause):
                     self._drop(held, cause)
 
     def _drop(self, held: HeldReplica, cause: str) -> None:
+        held.left.set()
         del self._held[held.key.request_id]
         if not self._held:
             self._idle.set()

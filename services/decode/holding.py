@@ -7,6 +7,7 @@ Every state but Freed may go to Freed, and Growing and Complete may be resumed a
 and the actions for the holder, in order.
 """
 
+import enum
 from dataclasses import dataclass
 
 from kaveri.domain.owner import Ownership
@@ -54,21 +55,20 @@ Holding = Growing | Orphan | Complete | BeingResumed | Freed
 # ---- events ----
 
 
+class BareEvent(enum.Enum):
+    """Events without data."""
+
+    OWNER_GAVE_UP = enum.auto()
+    """The owner gave it up."""
+    BLOCK_MISSED = enum.auto()
+    """There was no room for its next block for too long."""
+
+
 @dataclass(frozen=True, slots=True)
 class OwnerLost:
     """The owner's connection ended, it marked nothing for too long, or it left the cluster."""
 
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class OwnerGaveUp:
-    """The owner gave it up."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockMissed:
-    """There was no room for its next block for too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +118,7 @@ class Unwanted:
     cause: str
 
 
-HoldingEvent = (
-    OwnerLost | OwnerGaveUp | BlockMissed | HolderDrains | Looked | ResumeBegun | ResumeFailed | ResumeLanded | Unwanted
-)
+HoldingEvent = BareEvent | OwnerLost | HolderDrains | Looked | ResumeBegun | ResumeFailed | ResumeLanded | Unwanted
 
 # ---- actions ----
 
@@ -138,18 +136,13 @@ class NoteOrphan:
 
 
 @dataclass(frozen=True, slots=True)
-class TellLeft:
-    """Wake calls that wait for a resumption."""
-
-
-@dataclass(frozen=True, slots=True)
 class Drop:
-    """Give its memory back."""
+    """Give its memory back, and wake calls that wait for a resumption."""
 
     cause: str
 
 
-HoldingAction = Seal | NoteOrphan | TellLeft | Drop
+HoldingAction = Seal | NoteOrphan | Drop
 HoldingStep = tuple[Holding, tuple[HoldingAction, ...]]
 
 
@@ -164,9 +157,9 @@ def step(state: Holding, event: HoldingEvent, now_s: float, grace_s: float) -> H
             return _looked(state, event, now_s)
         case OwnerLost(reason), Growing():
             return Orphan(now_s + grace_s), (NoteOrphan(reason),)
-        case OwnerGaveUp(), Growing():
+        case BareEvent.OWNER_GAVE_UP, Growing():
             return Complete(now_s + min(COMPLETE_COPY_S, grace_s)), ()
-        case BlockMissed(), Growing():
+        case BareEvent.BLOCK_MISSED, Growing():
             # Its owner has the grace time to find another holder. It may not be able to close this copy.
             return Orphan(now_s + grace_s), (Seal(),)
         case HolderDrains(token_count), Growing():
@@ -200,7 +193,7 @@ def _looked(state: Holding, looked: Looked, now_s: float) -> HoldingStep:
 
 
 def _gone(cause: str) -> HoldingStep:
-    return Freed(), (TellLeft(), Drop(cause))
+    return Freed(), (Drop(cause),)
 
 
 def usable_tokens(held: tuple[int, ...], resumption: Resumption, block_tokens: int) -> int:

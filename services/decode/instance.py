@@ -1,7 +1,6 @@
 """The decode side of an instance: reserves room, admits landed requests, passes tokens on, ends each request once."""
 
 import asyncio
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -39,7 +38,7 @@ from kaveri.policy.admission import AnyAdmission
 from kaveri.policy.decode_batch import DecodeBatch, expected_answer, member_of
 from kaveri.policy.decode_room import DecodeRoom, RequestCounts
 from kaveri.policy.growth import BatchMember
-from kaveri.policy.placement import DEFAULT_THRESHOLDS, HeavyThresholds
+from kaveri.policy.placement import HeavyThresholds
 from kaveri.policy.room_line import Place
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import spans_below, trace_fields
@@ -70,18 +69,18 @@ class DecodeInstance:
         reservation_ttl_s: float,
         orphan_grace_s: float,
         metrics: DecodeMetrics,
-        range_end: RangeEnd = RangeEnd.LOW,
-        thresholds: HeavyThresholds = DEFAULT_THRESHOLDS,
-        serials: Iterator[int] | None = None,
-        tokenizer: AnswerTokenizer | None = None,
-        feeds: RouterFeeds | None = None,
+        range_end: RangeEnd,
+        thresholds: HeavyThresholds,
+        serials: Iterator[int],
+        tokenizer: AnswerTokenizer | None,
+        feeds: RouterFeeds,
     ) -> None:
         """reservation_ttl_s: limit on a reservation's wait for its KV.
 
         orphan_grace_s: seconds that requests continue without a stream of their router, and ended ones are kept.
         range_end: end of a predicted length that the policy uses. thresholds: which requests its load calls heavy.
-        serials: unique numbers for requests of this engine; None: from 1. tokenizer: for answers that callers read
-        here; None: they cannot. feeds: shared with the instance's other phase.
+        serials: unique numbers for requests of this engine. tokenizer: for answers that callers read here; None: they
+        cannot. feeds: shared with the instance's other phase.
         """
         self._engine = engine
         self._range_end = range_end
@@ -92,7 +91,7 @@ class DecodeInstance:
         self.owners = RequestOwners(orphan_grace_s, self._router_gone, metrics, tokenizer, feeds)
         self._requests = self.owners.requests
         self._engine_room = EngineRoom(engine, self._room, self._requests, reservation_ttl_s, self._take)
-        self._serials = itertools.count(1) if serials is None else serials
+        self._serials = serials
         # Read by the thread that serves metrics.
         metrics.in_line.set_function(lambda: self._room.line.length)
         self._idle = asyncio.Event()

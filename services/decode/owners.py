@@ -47,15 +47,15 @@ class RequestOwners:
         orphan_grace_s: float,
         router_gone: Callable[[str], None],
         metrics: DecodeMetrics,
-        tokenizer: AnswerTokenizer | None = None,
-        feeds: RouterFeeds | None = None,
+        tokenizer: AnswerTokenizer | None,
+        feeds: RouterFeeds,
     ) -> None:
-        """orphan_grace_s: seconds that requests continue without a stream of their router, and ended ones are kept.
-        router_gone: called with a router that was away for so long. tokenizer: None: callers cannot read answers here.
-        feeds: shared with the instance's other phase; None: it has no other phase."""
+        """orphan_grace_s: seconds that ended answers are kept. router_gone: called with a router that was away for the
+        grace of `feeds`. tokenizer: None: callers cannot read answers here. feeds: shared with the instance's other
+        phase."""
         self.requests = DecodeRequests()
-        self.feeds = RouterFeeds(orphan_grace_s) if feeds is None else feeds
-        self.feeds.join(router_gone, self._unsent_of)
+        self.feeds = feeds
+        feeds.join(router_gone, self._unsent_of)
         self.readers = AnswerReaders(
             self.requests.by_request_id, self._reader_changed, tokenizer, metrics.read_tokens.inc
         )

@@ -154,7 +154,7 @@ class Replicator:
                     self._lost(key, reason)
                 case ReleaseFailed(key, reason):
                     get_logger().info("release_failed", request_id=key.request_id, reason=reason)
-                    self._take(key, copying.MoveFailed())
+                    self._take(key, copying.BareEvent.MOVE_FAILED)
                 case LetGo(key, token_count):
                     # An aborted one is no move: _look() closes its copy.
                     if key in self._owned and not isinstance(self._owned[key].request.state, Released):
@@ -226,7 +226,7 @@ class Replicator:
             if self._moves(request) and self._has_room(holder, request):
                 moving_count += 1
                 self._moved.add(request.key, holder, self._needed_blocks(request))
-                self._take(request.key, copying.MoveAsked())
+                self._take(request.key, copying.BareEvent.MOVE_ASKED)
 
     def _needed_blocks(self, request: DecodeRequest) -> int:
         """Blocks for the request to run."""

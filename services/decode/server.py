@@ -52,8 +52,8 @@ class DecodeServer(DecodeServiceServicer):
         self,
         instance: DecodeInstance,
         incarnation: int,
-        holder: ReplicaHolder | None = None,
-        prefills: Callable[[], bool] = lambda: False,
+        holder: ReplicaHolder | None,
+        prefills: Callable[[], bool],
     ) -> None:
         """holder: None where replicas are off. prefills: True while the instance prefills, and takes no pushes."""
         self._instance = instance

@@ -39,6 +39,7 @@ from services.prefill import server as prefill_server
 from services.prefill.decode_placer import DecodePlacer
 from services.prefill.forecaster import LengthForecaster
 from services.prefill.metrics import PrefillMetrics
+from services.prefill.predictors import Predictors
 from services.prefill.requests import PrefillRequest, RoomReserved
 from services.prefill.role import PrefillRole
 
@@ -140,6 +141,7 @@ def instance_host(
             engine.info.layout.block_tokens,
         )
 
+    predictors = Predictors(store, config.model_name, config.predictor_address, rng)
     own = RoomReserved(config.instance_id, incarnation)
     prefill = PrefillRole(
         engine,
@@ -147,7 +149,7 @@ def instance_host(
             config.prefill_policy, config.chunk_tokens, config.max_queue, config.prefill_sched_batch
         ),
         HereOrElsewhere(own, decode, engine.info.runs_ahead, decode_placer, decodes_here),
-        LengthForecaster.configured(config, store, metrics, rng),
+        LengthForecaster(predictors, config.prediction, config.prediction_budget_s, metrics),
         metrics,
         orphan_grace_s=config.orphan_grace_s,
         has_room=has_room,

@@ -16,9 +16,7 @@ HasRoom = Callable[[PrefillRequest, Collection[PrefillRequest]], bool]
 class EngineFeed:
     """Submits prompts to one engine. For one event loop."""
 
-    def __init__(
-        self, engine: PrefillEngine, queue: PromptQueue[PrefillRequest], has_room: HasRoom | None = None
-    ) -> None:
+    def __init__(self, engine: PrefillEngine, queue: PromptQueue[PrefillRequest], has_room: HasRoom) -> None:
         """has_room: asked before each submission, where answers need free blocks too."""
         self._engine = engine
         self._queue = queue
@@ -29,7 +27,7 @@ class EngineFeed:
         """Submit the prompts that the engine needs now. Prompts that can never fit fail within."""
         while (request := self._queue.next()) is not None:
             try:
-                if self._has_room is not None and not self._has_room(request, self._queue.computing):
+                if not self._has_room(request, self._queue.computing):
                     self._submit_later()
                     return
                 self._engine.prefill(request.engine_request)

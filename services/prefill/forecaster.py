@@ -1,12 +1,10 @@
 """Asks predictors for the lengths of answers. A request never fails for lack of a prediction."""
 
 import asyncio
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kaveri.cluster.store import ClusterStore
 from kaveri.domain.length import TokenRange
 from kaveri.errors import KaveriError, Unavailable
 from kaveri.policy.prediction import (
@@ -19,7 +17,6 @@ from kaveri.policy.prediction import (
     is_slip,
 )
 from kaveri.telemetry.logs import get_logger
-from services.prefill.config import PromptConfig
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.predictors import Predictors
 
@@ -69,14 +66,6 @@ class LengthForecaster:
         """By the predictor's name: calls whose outcome alone is of interest, for its health."""
         self._late_in_a_row = 0
         self._tasks = asyncio.TaskGroup()
-
-    @classmethod
-    def configured(
-        cls, config: PromptConfig, store: ClusterStore, metrics: PrefillMetrics, rng: random.Random
-    ) -> "LengthForecaster":
-        """Build a forecaster from settings."""
-        predictors = Predictors(store, config.model_name, config.predictor_address, rng)
-        return cls(predictors, config.prediction, config.prediction_budget_s, metrics)
 
     @property
     def comes_first(self) -> bool:

@@ -1,7 +1,6 @@
 """The prefill side of an instance: applies events to the lives of its requests, and performs the actions."""
 
 import asyncio
-import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -97,24 +96,24 @@ class PrefillRole:
         forecaster: LengthForecaster,
         metrics: PrefillMetrics,
         orphan_grace_s: float,
-        has_room: HasRoom | None = None,
-        serials: Iterator[int] | None = None,
-        feeds: RouterFeeds | None = None,
+        has_room: HasRoom,
+        serials: Iterator[int],
+        feeds: RouterFeeds,
     ) -> None:
         """orphan_grace_s: seconds that requests continue without a router, and are known after their end, so that
-        clients can attach them. has_room: see EngineFeed. serials: unique numbers for requests of this engine; None: from 1.
-        feeds: shared with the instance's other phase; None: it has no other phase."""
+        clients can attach them. has_room: see EngineFeed. serials: unique numbers for requests of this engine. feeds:
+        shared with the instance's other phase."""
         self._engine = engine
         self._queue = queue
         self._feed = EngineFeed(engine, queue, has_room)
         self._hand_over = hand_over
         self._forecaster = forecaster
         self._metrics = metrics
-        self._serials = itertools.count(1) if serials is None else serials
+        self._serials = serials
         self._lives: dict[str, _Life] = {}
         """By request id."""
-        self.feeds = RouterFeeds(orphan_grace_s) if feeds is None else feeds
-        self.feeds.join(self._router_gone, self._unsent_of)
+        self.feeds = feeds
+        feeds.join(self._router_gone, self._unsent_of)
         self._kept: ExpiringMap[str, PrefillRequest] = ExpiringMap(orphan_grace_s, max_bytes=MAX_ANSWER_BYTES)
         """Requests after their end, unless cancelled or replaced."""
         self._aborted: ExpiringMap[str, Ownership] = ExpiringMap(STRAGGLER_S)

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import FinishReason, ResolvedParams
 from kaveri.engine.contract import EngineKey, EngineRequest, TokenStep
-from kaveri.feeds.feed import RouterFeed
+from kaveri.feeds.feed import RouterFeed, RouterFeeds
 from kaveri.policy.growth import BatchMember
 from services.decode.answer_log import GainedTokens
 from services.decode.lifecycle import InLine, RequestTimes, State
@@ -32,7 +32,7 @@ def built_request(
 def built_owners(
     *requests: DecodeRequest, grace_s: float = 10.0, gone: Callable[[str], None] = lambda name: None
 ) -> RequestOwners:
-    owners = RequestOwners(grace_s, gone, DecodeMetrics(CollectorRegistry()))
+    owners = RequestOwners(grace_s, gone, DecodeMetrics(CollectorRegistry()), None, RouterFeeds(grace_s))
     for request in requests:
         owners.requests.add(request)
     return owners

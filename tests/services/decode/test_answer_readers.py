@@ -11,6 +11,7 @@ from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import FinishReason
 from kaveri.engine.contract import TokenStep
 from kaveri.errors import InvalidArgument, RequestNotFound, Unavailable, Unsupported
+from kaveri.feeds.feed import RouterFeeds
 from kaveri.models import KAVERI_TINY, resolve_model
 from kaveri.text.answer import Answer
 from kaveri.text.tokenizer import ModelTokenizer
@@ -40,7 +41,7 @@ class AnswerReadHere:
     def __init__(self, tokenizer: ModelTokenizer | None, **params: Any) -> None:
         self.params = params
         self.metrics = DecodeMetrics(CollectorRegistry())
-        self.owners = RequestOwners(10.0, lambda name: None, self.metrics, tokenizer)
+        self.owners = RequestOwners(10.0, lambda name: None, self.metrics, tokenizer, RouterFeeds(10.0))
         self.readers = self.owners.readers
         self.router = self.owners.feeds.open(ROUTER)
         self.request = self.add("a")

@@ -1,6 +1,7 @@
 """The prefill role between its routers and its engine: what goes in, what each end frees, and what routers hear."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Collection
 from types import SimpleNamespace
@@ -30,9 +31,11 @@ from kaveri.errors import (
     StaleAttempt,
     Unavailable,
 )
+from kaveri.feeds.feed import RouterFeeds
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.prompt_queue import PromptQueue
 from services.prefill import role
+from services.prefill.engine_feed import HasRoom
 from services.prefill.requests import (
     Adopted,
     FirstTokenDrawn,
@@ -63,7 +66,9 @@ ORPHAN_GRACE_S = 0.2
 class RoleWorld:
     """One instance and what it talks to. The engine takes two chunks of work ahead: 32 tokens."""
 
-    def __init__(self, max_queue: int = 100, at_first_token: bool = False, has_room: Any = None, **engine: int) -> None:
+    def __init__(
+        self, max_queue: int = 100, at_first_token: bool = False, has_room: HasRoom = lambda *_: True, **engine: int
+    ) -> None:
         self.engine = ScriptedEngine(**engine)
         self.hand_over = ScriptedHandOver(at_first_token)
         self.metrics = new_metrics()
@@ -75,6 +80,8 @@ class RoleWorld:
             self.metrics,
             ORPHAN_GRACE_S,
             has_room,
+            itertools.count(1),
+            RouterFeeds(ORPHAN_GRACE_S),
         )
 
     def accept(self, request_id: str, token_count: int = 20, attempt: int = 1, **fields: Any) -> PrefillRequest:
