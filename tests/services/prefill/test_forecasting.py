@@ -8,7 +8,6 @@ from typing import Any
 import grpc
 import pytest
 import structlog
-from grpc import aio
 from prometheus_client import CollectorRegistry
 
 from kaveri.domain.length import TokenRange
@@ -18,6 +17,7 @@ from services.prefill.forecaster import LengthForecaster, Question
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.predictors import Predictors
 from tests.services.prompts import prompt
+from tests.services.refusals import refuses
 
 MODES = ["parallel", "sequential"]
 PATIENT = {"prediction_budget_s": 20.0}
@@ -328,9 +328,8 @@ async def test_held_requests_count_for_the_queues_limit_and_leave_it_when_cancel
     held = [router.prefill(prefill, f"held-{number}", prompt(number, 40), max_tokens=5) for number in range(2)]
     await by_hand.eventually(lambda: prefill.load().waiting_requests == 2, "both are held")
     refused = router.prefill(prefill, "refused", prompt(5, 40), max_tokens=5)
-    with pytest.raises(aio.AioRpcError) as full:
+    with refuses(grpc.StatusCode.RESOURCE_EXHAUSTED):
         await refused.ended()
-    assert full.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     await by_hand.eventually(lambda: len(predictor.prompts) == 2, "the predictor is asked about both")
     for call in held:
         await call.cancel()
