@@ -7,7 +7,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import ReplicaOffer, Resumed, Resumption
@@ -80,11 +79,6 @@ class HeldReplica:
         owner = self.offer.ownership.owner
         return max(owner, self.state.ownership.owner) if isinstance(self.state, BeingResumed) else owner
 
-    @property
-    def ends_s(self) -> float:
-        """The request's deadline."""
-        return self.opened_s + self.offer.timeout_s
-
 
 class ReplicaHolder:
     """The copies that one decode instance holds, at most one of each request id. For one event loop."""
@@ -118,7 +112,13 @@ class ReplicaHolder:
 
     async def run(self) -> None:
         """Expire copies until cancelled; then close the store."""
-        self._store.start(partial(_forward, asyncio.get_running_loop(), self._hear))
+        loop = asyncio.get_running_loop()
+
+        def forward(event: ReplicaEvent) -> None:
+            # From the store's thread.
+            loop.call_soon_threadsafe(self._hear, event)
+
+        self._store.start(forward)
         try:
             async with self._tasks:
                 while True:
@@ -174,7 +174,7 @@ class ReplicaHolder:
         and RequestAlreadyExists (a newer owner is known), NoCapacity. The copy is kept then.
         """
         try:
-            resumed = await asyncio.shield(self._resuming(resumption))
+            return await asyncio.shield(self._resuming(resumption))
         except KaveriError as error:
             self._metrics.count_resume(error)
             get_logger().info(
@@ -185,7 +185,6 @@ class ReplicaHolder:
                 error=str(error),
             )
             raise
-        return resumed
 
     def update(self, request_id: str, ownership: Ownership, number: int) -> None:
         """Change the owner of a copy's request, which stays at its instance. Ignored if the copy of that number is not
@@ -406,19 +405,17 @@ class ReplicaHolder:
 
     def _drop_expired(self, now_s: float) -> None:
         for held in list(self._held.values()):
-            self._take(held, self._looked(held, now_s), now_s)
+            looked = holding.Looked(
+                is_unused=not held.watermark and held.opened_s + self._unused_s <= now_s,
+                is_expired=held.opened_s + held.offer.timeout_s <= now_s,
+                is_memory_scarce=isinstance(held.state, Complete) and self._is_memory_scarce(),
+            )
+            self._take(held, looked, now_s)
             if isinstance(held.state, Growing):
                 if self._has_lost_owner(held, now_s):
                     self._take(held, holding.OwnerLost("its owner has left the cluster"), now_s)
                 elif self._is_starved(held, now_s):
                     self._take(held, holding.BareEvent.BLOCK_MISSED, now_s)
-
-    def _looked(self, held: HeldReplica, now_s: float) -> holding.Looked:
-        return holding.Looked(
-            is_unused=not held.watermark and held.opened_s + self._unused_s <= now_s,
-            is_expired=held.ends_s <= now_s,
-            is_memory_scarce=isinstance(held.state, Complete) and self._is_memory_scarce(),
-        )
 
     def _has_lost_owner(self, held: HeldReplica, now_s: float) -> bool:
         """True if the cluster has lost an owner whose connection is open: no packet closed it. A young owner may not be
@@ -468,8 +465,3 @@ class ReplicaHolder:
 def _name_of(held: HeldReplica) -> dict[str, str | int]:
     """Fields for log lines."""
     return {"request_id": held.key.request_id, "attempt": held.key.attempt, "session": held.key.session}
-
-
-def _forward(loop: asyncio.AbstractEventLoop, hear: Callable[[ReplicaEvent], None], event: ReplicaEvent) -> None:
-    """Pass an event from the store's thread to the loop."""
-    loop.call_soon_threadsafe(hear, event)

@@ -76,7 +76,7 @@ class DecodeOutcome(enum.StrEnum):
     DEADLINE = "deadline"
     NO_ROOM = "no_room"
     LEFT_LINE = "left_line"
-    """Its Reserve ended before it had room."""
+    """Its Reserve call ended before it had room."""
     REFUSED = "refused"
     NOT_LANDED = "not_landed"
     ROUTER_GONE = "router_gone"
@@ -165,7 +165,7 @@ class AbortAsked:
 
 
 class Rival(enum.Enum):
-    """What replaces a request."""
+    """The kind of a request that replaces another."""
 
     NEWER_OWNER = "newer owner"
     """A newer attempt or session."""

@@ -60,7 +60,7 @@ class DecodeRequest:
     deadline: asyncio.TimerHandle | None = None
     resumed: ResumedHere | None = None
     spans: DecodeSpans | None = None
-    """None: it is not traced."""
+    """Spans of a traced request."""
     reader: Reader | None = None
     """A caller that reads the answer here. None: its router reads it."""
     log: AnswerLog = field(init=False)
@@ -106,34 +106,29 @@ class DecodeRequests:
     """All requests here, found by engine key, by request id and by router."""
 
     def __init__(self) -> None:
-        self._by_key: dict[EngineKey, DecodeRequest] = {}
         self._by_serial: dict[int, DecodeRequest] = {}
         self._by_request_id: dict[str, DecodeRequest] = {}
         # Ordered: requests of a lost router end in the order of their arrival.
         self._by_router: dict[str, dict[DecodeRequest, None]] = {}
 
     def __len__(self) -> int:
-        return len(self._by_key)
+        return len(self._by_serial)
 
     def __iter__(self) -> Iterator[DecodeRequest]:
-        return iter(self._by_key.values())
+        return iter(self._by_serial.values())
 
     def add(self, request: DecodeRequest) -> None:
         """Add a request whose id is not in use here."""
         assert request.request_id not in self._by_request_id
-        self._by_key[request.key] = request
         self._by_serial[request.key.serial] = request
         self._by_request_id[request.request_id] = request
         self._by_router.setdefault(request.router_id, {})[request] = None
 
-    def remove(self, request: DecodeRequest) -> bool:
-        """Remove a request. False if it was not here."""
-        if self._by_key.pop(request.key, None) is None:
-            return False
+    def remove(self, request: DecodeRequest) -> None:
+        """Remove a request that is here."""
         del self._by_serial[request.key.serial]
         del self._by_request_id[request.request_id]
         self._leave_router(request)
-        return True
 
     def give(self, request: DecodeRequest, ownership: Ownership) -> None:
         """Change the request's owner."""
@@ -143,7 +138,7 @@ class DecodeRequests:
 
     def by_key(self, key: EngineKey) -> DecodeRequest | None:
         """The request that the engine knows as `key`."""
-        return self._by_key.get(key)
+        return self._by_serial.get(key.serial)
 
     def by_serial(self, serial: int) -> DecodeRequest:
         """The request with that serial, which must be here."""

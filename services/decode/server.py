@@ -33,7 +33,7 @@ from services.decode.instance import DecodeInstance
 SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
 _READERS_BEAT = decode_pb2.StreamAnswersResponse()
 SLOW_READER_S = 10.0
-"""A caller that takes longer to read one message of its answers gets them from its routers instead."""
+"""Limit on the time to write one message. Slower callers get their answers from routers."""
 
 _MAX_TOKENS_BYTES = 2**13
 """Limit on one message, by an upper estimate. A router decodes a message in one turn of its event loop: some
@@ -55,7 +55,7 @@ class DecodeServer(DecodeServiceServicer):
         holder: ReplicaHolder | None,
         prefills: Callable[[], bool],
     ) -> None:
-        """holder: None where replicas are off. prefills: True while the instance prefills, and takes no pushes."""
+        """holder: None if replication is off. prefills: True while the instance prefills, and takes no pushes."""
         self._instance = instance
         self._holder = holder
         self._incarnation = incarnation
@@ -132,7 +132,7 @@ class DecodeServer(DecodeServiceServicer):
     async def StreamAnswers(  # type: ignore[override]  # noqa: N802
         self, request: decode_pb2.StreamAnswersRequest, context: aio.ServicerContext[Any, Any]
     ) -> None:
-        # It writes, as the router's Generate does: a write that a slow caller holds up is limited.
+        # Writes messages instead of yielding them, to limit writes to slow callers.
         readers = self._instance.owners.readers
         try:
             stream = readers.open(request.reader_id)
@@ -262,7 +262,7 @@ def tokens_to_proto(gained: GainedTokens) -> decode_pb2.RequestTokens:
 
 
 def _answer_messages(parts: Sequence[ReadPart]) -> Iterator[decode_pb2.StreamAnswersResponse]:
-    """The messages of a batch; a beat when it has no part."""
+    """Encode a batch; a beat if it is empty."""
     if not parts:
         yield _READERS_BEAT
     message, room = decode_pb2.StreamAnswersResponse(), 2 * MAX_OUTPUT_BYTES
@@ -277,7 +277,7 @@ def _answer_messages(parts: Sequence[ReadPart]) -> Iterator[decode_pb2.StreamAns
 
 
 def _part_to_proto(read: ReadPart, message: decode_pb2.AnswerPart) -> int:
-    """Fills in the message. Returns about how many bytes it has: a part has MAX_OUTPUT_BYTES at most."""
+    """Fill in the message. Returns its approximate size in bytes; a part has at most MAX_OUTPUT_BYTES."""
     part, response = read.part, message.response
     message.request_id = read.request_id
     message.session = read.session

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 async def serve(config: PhasesConfig, stopping: asyncio.Event) -> int:
-    """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
+    """Serve until `stopping`, then drain. Returns the exit status. Raises ConfigError."""
     async with open_store(config, stopping, ViewSource.BROADCASTS) as store:
         if store is None:
             return 0
@@ -63,10 +63,9 @@ async def serve(config: PhasesConfig, stopping: asyncio.Event) -> int:
 
 
 async def _load_tokenizer(config: PhasesConfig) -> "ModelTokenizer | None":
-    """For answers that callers read here. None: they cannot, and read them at routers.
+    """Load the tokenizer of answers that callers read here; None: they read them at routers.
 
-    Not when the first of them comes: to load a large vocabulary holds the interpreter for longer than an instance may
-    be silent.
+    At the start, as loading a large vocabulary holds the interpreter for longer than an instance may be silent.
     """
     if not (config.reads_directly and Phase.DECODE in config.phases):
         return None
@@ -91,10 +90,10 @@ def instance_host(
     replicas: ReplicaStore | None = None,
     tokenizer: "ModelTokenizer | None" = None,
 ) -> EngineHost:
-    """An instance around `engine`, which it owns from now on. rng: for its choices of peers.
+    """Build an instance around `engine`, which it owns from now on. rng: for its choices of peers.
 
-    replicas: where it holds copies of other instances' requests; None: it neither holds copies nor has any.
-    tokenizer: for answers that callers read here; None: they cannot.
+    replicas: memory for copies of other instances' requests; None: no replication. tokenizer: for answers that callers
+    read here; None: they cannot.
     """
     incarnation, serials = new_incarnation(), itertools.count(1)
     register_engine_metrics(engine, registry, config.model_name)
@@ -128,7 +127,7 @@ def instance_host(
         return phases.is_ordered(Phase.DECODE)
 
     def has_room(request: PrefillRequest, computing: Collection[PrefillRequest]) -> bool:
-        # Where no answers run and none are taken, the engine alone says what fits.
+        # Without running and new answers, the engine alone decides.
         if decode.is_idle and not decodes_here():
             return True
         first = next(iter(computing), None)

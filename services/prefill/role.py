@@ -82,7 +82,7 @@ class _Life:
     """The pending question about its length."""
     deadline: asyncio.TimerHandle
     spans: PrefillSpans | None = None
-    """None: it is not traced."""
+    """Spans of a traced request."""
 
 
 class PrefillRole:

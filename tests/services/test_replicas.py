@@ -22,6 +22,7 @@ from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.messages import layout_to_proto
 from kaveri.wire.replicas import offer_to_proto, resumption_to_proto
 from services.decode import replicator
+from tests.services.conftest import eventually
 from tests.services.prompts import prompt
 from tests.services.refusals import refuses
 
@@ -49,8 +50,7 @@ class Owned:
     @property
     def answer(self) -> list[int]:
         """The tokens that the router has."""
-        gained = self.router.tokens["a", 1]
-        return [self.first, *(gained[index] for index in sorted(gained))]
+        return [self.first, *self.router.drawn("a")]
 
     @property
     def replica(self) -> decode_pb2.Replica:
@@ -74,6 +74,12 @@ class Owned:
         for name, value in fields.items():
             setattr(message, name, value)
         return message
+
+    async def rest(self) -> list[int]:
+        """The tokens that the holder draws, once it has finished."""
+        await eventually(lambda: self.router.finished("a", 2), "it ends at the holder")
+        tokens: list[int] = self.router.drawn("a", 2)
+        return tokens
 
     async def resume(self, message: decode_pb2.ResumeRequest) -> decode_pb2.ResumeResponse:
         response: decode_pb2.ResumeResponse = await DecodeServiceStub(self.holder.channel).Resume(message, timeout=30)
@@ -130,10 +136,8 @@ async def test_a_request_goes_on_at_the_holder_of_its_copy_with_the_same_tokens(
     assert counts_of(owned.holder).resumed == 1
     assert resumed.held_tokens % owned.holder.engine.info.layout.block_tokens == 0
     await by_hand.abort(owned.owner, "a")
-    await by_hand.eventually(lambda: owned.router.finished("a", 2), "it ends at the holder")
-    gained = owned.router.tokens["a", 2]
-    assert min(gained) == generated_count
-    assert [gained[index] for index in sorted(gained)] == owned.expected[generated_count:]
+    assert await owned.rest() == owned.expected[generated_count:]
+    assert min(owned.router.tokens["a", 2]) == generated_count
     timing = owned.router.last["a", 2].timing
     assert timing.held_tokens == resumed.held_tokens
     assert timing.recomputed_tokens == len(message.token_ids) - resumed.held_tokens
@@ -169,9 +173,7 @@ async def test_a_router_with_fewer_tokens_than_the_copy_resumes_from_its_own(
     resumed = await owned.resume(owned.message(token_count=4))
     assert resumed.held_tokens == 48, "whole blocks of the 54 tokens that the router has"
     await by_hand.abort(owned.owner, "a")
-    await by_hand.eventually(lambda: owned.router.finished("a", 2), "it ends at the holder")
-    gained = owned.router.tokens["a", 2]
-    assert [gained[index] for index in sorted(gained)] == owned.expected[4:]
+    assert await owned.rest() == owned.expected[4:]
 
 
 async def test_what_a_former_owner_goes_on_to_draw_changes_nothing_at_the_holder(
@@ -269,9 +271,7 @@ async def test_the_copy_of_a_complete_answer_ends_it_again_for_a_router_that_lac
     resumed = await owned.resume(message)
     recomputed_tokens = len(message.token_ids) - resumed.held_tokens
     assert recomputed_tokens <= 2 * owned.holder.engine.info.layout.block_tokens
-    await by_hand.eventually(lambda: owned.router.finished("a", 2), "it ends at the holder")
-    gained = owned.router.tokens["a", 2]
-    assert [gained[index] for index in sorted(gained)] == owned.expected[110:]
+    assert await owned.rest() == owned.expected[110:]
     await nothing_is_held(cluster, by_hand)
 
 
@@ -369,9 +369,7 @@ async def test_a_draining_owner_lets_its_request_go_and_the_holder_computes_noth
     message.replica_tokens = end.replica.token_count
     resumed = await owned.resume(message)
     assert resumed.held_tokens == len(message.token_ids) - 1
-    await by_hand.eventually(lambda: owned.router.finished("a", 2), "it ends at the holder")
-    gained = owned.router.tokens["a", 2]
-    assert [gained[index] for index in sorted(gained)] == owned.expected[message.generated_count :]
+    assert await owned.rest() == owned.expected[message.generated_count :]
     await cluster.all_free()
     await nothing_is_held(cluster, by_hand)
 
@@ -452,8 +450,7 @@ async def test_a_draining_owner_lets_the_next_request_go_when_the_one_before_goe
     await by_hand.eventually(second_could_go, "the copy of the second is nearly whole")
     owner.service._replicator._move_some()
     assert len(let_go) == 1
-    drawn = router.tokens[first, 1]
-    gained = (answers[first], *(drawn[index] for index in sorted(drawn)))
+    gained = (answers[first], *router.drawn(first))
     resumption = Resumption(
         first,
         Ownership(Owner(0, 2), ROUTER),
@@ -545,8 +542,7 @@ async def test_colocated_instances_hold_one_anothers_copies(cluster: Any, by_han
     call = router.prefill(one, "a", token_ids, 200)
     await by_hand.eventually(lambda: ("a", 1) in router.replicas, "a copy is held")
     assert router.replicas["a", 1].holder_id == "colocated-1"
-    gained = router.tokens["a", 1]
-    answer = [call.get("first_token").token_id, *(gained[index] for index in sorted(gained))]
+    answer = [call.get("first_token").token_id, *router.drawn("a")]
     params = ResolvedParams(max_tokens=200, seed=0)
     resumption = Resumption(
         "a",
@@ -561,6 +557,5 @@ async def test_colocated_instances_hold_one_anothers_copies(cluster: Any, by_han
     await DecodeServiceStub(other.channel).Resume(resumption_to_proto(resumption), timeout=30)
     await by_hand.abort(one, "a")
     await by_hand.eventually(lambda: router.finished("a", 2), "it ends at the holder")
-    gained = router.tokens["a", 2]
-    assert [gained[index] for index in sorted(gained)] == cluster.expected(token_ids, 200)[len(answer) :]
+    assert router.drawn("a", 2) == cluster.expected(token_ids, 200)[len(answer) :]
     await nothing_is_held(cluster, by_hand)

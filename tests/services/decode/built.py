@@ -1,6 +1,7 @@
 """Requests and their owners at a decode instance that has no engine."""
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,13 +20,14 @@ from services.decode.requests import DecodeRequest, gained_of
 
 WAIT_S = 60.0
 PROMPT = tuple(range(1, 11))
+SERIALS = itertools.count(1)
 ROUTERS = Ownership(Owner(0, 1), "router")
 
 
 def built_request(
     request_id: str = "r", ownership: Ownership = ROUTERS, state: State | None = None, **params: Any
 ) -> DecodeRequest:
-    engine_request = EngineRequest(EngineKey(request_id, 1), PROMPT, 0, ResolvedParams(**params))
+    engine_request = EngineRequest(EngineKey(request_id, next(SERIALS)), PROMPT, 0, ResolvedParams(**params))
     return DecodeRequest(engine_request, ownership, 0.0, 60.0, BatchMember(10), state or InLine(stays=False))
 
 
