@@ -13,7 +13,6 @@ from grpc import aio
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.errors import NoCapacity
 from kaveri.policy.room_line import MAX_OVERTAKES
-from services.prefill.room_finder import RoomFinder
 from tests.services.prompts import prompt
 from tests.services.refusals import refuses
 
@@ -318,41 +317,6 @@ async def test_requests_wait_spread_over_the_instances_and_go_where_room_appears
         assert call.get("placed").decode_instance_id == "decode-0"
     await by_hand.eventually(lambda: in_line(decodes[1]) == 0, "it gives its place up")
     await by_hand.abort(decodes[1], "taken")
-    await cluster.all_free()
-
-
-async def test_the_prompt_of_a_waiting_request_travels_once(
-    cluster: Any, by_hand: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-    reserve = RoomFinder._reserve
-
-    def counted(self: Any, request: Any, *args: Any) -> Any:
-        asked.append(request.request_id)
-        return reserve(self, request, *args)
-
-    monkeypatch.setattr(RoomFinder, "_reserve", counted)
-    prefill, decode = await cluster.prefill(**TIGHT), await small_decode(cluster)
-    router = await cluster.router()
-    await by_hand.reserve(decode, "taken", 79)
-    call = router.prefill(prefill, "waits", prompt(5, 127), max_tokens=10, ignore_eos=True)
-    await by_hand.eventually(lambda: in_line(decode) == 1, "it waits")
-    await overtake(by_hand, decode, MAX_OVERTAKES)
-    await by_hand.abort(decode, "taken")
-    assert await router.answer(call, "waits") == cluster.expected(prompt(5, 127), 10)
-    assert asked == ["waits"]
-    await cluster.all_free()
-
-
-async def test_a_request_that_ends_while_it_waits_gives_its_place_up(cluster: Any, by_hand: Any) -> None:
-    prefill, decode = await cluster.prefill(**TIGHT), await small_decode(cluster)
-    router = await cluster.router()
-    await by_hand.reserve(decode, "taken", 79)
-    first = router.prefill(prefill, "first", prompt(3, 120), max_tokens=10)
-    await by_hand.eventually(lambda: in_line(decode) == 1, "it waits")
-    await first.cancel()
-    await by_hand.eventually(lambda: in_line(decode) == 0, "it does not wait any more")
-    await by_hand.abort(decode, "taken")
     await cluster.all_free()
 
 

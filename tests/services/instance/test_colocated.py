@@ -79,15 +79,6 @@ async def test_answers_go_on_while_a_long_prompt_is_computed(cluster: Any, by_ha
     await cluster.all_free()
 
 
-async def test_two_routers_get_their_own_tokens(cluster: Any) -> None:
-    instance = await cluster.colocated()
-    routers = [await cluster.router(f"router-{number}") for number in range(2)]
-    calls = [router.prefill(instance, router.router_id, prompt(9, 30), 30) for router in routers]
-    for router, call in zip(routers, calls, strict=True):
-        assert await router.answer(call, router.router_id) == cluster.expected(prompt(9, 30), 30)
-        assert set(router.tokens) == {(router.router_id, 1)}
-
-
 async def test_cancel_in_the_queue_and_while_a_prompt_is_computed(cluster: Any, by_hand: Any) -> None:
     instance = await cluster.colocated(chunk_tokens=16, fake_step_s=0.05)
     router = await cluster.router()
@@ -121,28 +112,6 @@ async def test_an_abort_ends_a_request_in_any_phase(cluster: Any, by_hand: Any, 
     if phase == "queued":
         assert not ahead.reading.done(), "another one was aborted too"
         await ahead.cancel()
-    await cluster.all_free()
-
-
-async def test_a_deadline_ends_a_request_in_its_decode_phase(cluster: Any, by_hand: Any) -> None:
-    instance = await cluster.colocated(**SLOW)
-    router = await cluster.router()
-    router.prefill(instance, "a", prompt(1, 20), max_tokens=400, timeout_s=2.0)
-    await by_hand.eventually(lambda: ("a", 1) in router.tokens, "it decodes")
-    await by_hand.eventually(lambda: instance.load().running_requests == 0, "its time is over")
-    assert not router.finished("a")
-    await cluster.all_free()
-
-
-async def test_a_router_whose_stream_ends_loses_its_requests_and_no_other_does(cluster: Any, by_hand: Any) -> None:
-    instance = await cluster.colocated(**SLOW)
-    leaving, staying = await cluster.router("leaving"), await cluster.router("staying")
-    for router in (leaving, staying):
-        router.prefill(instance, router.router_id, prompt(1, 20), max_tokens=100)
-        await by_hand.eventually(lambda router=router: (router.router_id, 1) in router.tokens, "it decodes")
-    leaving.unsubscribe(instance)
-    await by_hand.eventually(lambda: instance.load().running_requests == 1, "one is left")
-    await by_hand.eventually(lambda: staying.finished("staying"), "the other one finishes")
     await cluster.all_free()
 
 
