@@ -69,11 +69,6 @@ class AnswerLog:
     replica_sent: bool = True
 
     @classmethod
-    def after(cls, generated_count: int) -> "AnswerLog":
-        """Log of a request whose next token prefill draws and sends."""
-        return cls.drawn_here(generated_count + 1)
-
-    @classmethod
     def drawn_here(cls, index: int) -> "AnswerLog":
         """Log of a request whose next token, at that index, is drawn here."""
         return cls(index, index)

@@ -66,7 +66,8 @@ class DecodeRequest:
     log: AnswerLog = field(init=False)
 
     def __post_init__(self) -> None:
-        self.log = AnswerLog.after(self.engine_request.generated_count)
+        # Prefill draws and sends the first token.
+        self.log = AnswerLog.drawn_here(self.engine_request.generated_count + 1)
 
     @property
     def key(self) -> EngineKey:

@@ -353,7 +353,8 @@ class PrefillRole:
         forecast = LengthPending() if question is not None else Known(request.predicted_length)
         waits = question is not None and self._forecaster.comes_first
         state = AwaitingLength(terms) if waits else Queued(terms, forecast)
-        deadline = asyncio.get_running_loop().call_later(timeout_s, self._expire, request)
+        expired = EndRequested(PrefillOutcome.DEADLINE, DeadlineExceeded())
+        deadline = asyncio.get_running_loop().call_later(timeout_s, self._happened, request, expired)
         spans = spans_below(request.traceparent)
         traced = PrefillSpans(spans, now_s) if spans is not None else None
         self._lives[request.request_id] = _Life(request, state, question, deadline, traced)
@@ -361,9 +362,6 @@ class PrefillRole:
         self._idle.clear()
         if not waits:
             self._enqueue(request)
-
-    def _expire(self, request: PrefillRequest) -> None:
-        self._happened(request, EndRequested(PrefillOutcome.DEADLINE, DeadlineExceeded()))
 
     def _happened(self, request: PrefillRequest, event: Event) -> None:
         """Apply an event to a request; ignored after its end."""

@@ -14,7 +14,7 @@ OWNER = Owner(0, 1)
 
 
 def test_news_of_a_copy_are_sent_once_and_again_to_a_router_that_attaches() -> None:
-    log = AnswerLog.after(0)
+    log = AnswerLog.drawn_here(1)
     assert log.take("r", OWNER).replica is None
     log.note_replica(ReplicaLocation("d1", 1, 16))
     log.note_replica(ReplicaLocation("d1", 1, 32))
