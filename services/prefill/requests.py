@@ -181,11 +181,6 @@ class PrefillRequest:
         return self.ownership.router_id
 
     @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt alone."""
-        return self.engine_request.prompt_tokens
-
-    @property
     def token_count(self) -> int:
         """Tokens to compute: the prompt and what earlier attempts generated."""
         return len(self.engine_request.token_ids)

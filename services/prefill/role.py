@@ -339,7 +339,7 @@ class PrefillRole:
             arrived_s=now_s,
             token_count=request.token_count,
             generated_count=sent.generated_count,
-            most_tokens=min(sent.params.max_tokens, info.max_model_len - request.prompt_tokens),
+            most_tokens=min(sent.params.max_tokens, info.max_model_len - sent.prompt_tokens),
             least_tokens=sent.params.min_tokens,
             place_search=place_search(request.token_count, self._queue.chunk_tokens, more, at_first_token),
         )
@@ -347,7 +347,7 @@ class PrefillRole:
         question = None
         if more and request.predicted_length is None:
             question = self._forecaster.ask(
-                sent.token_ids[: request.prompt_tokens],
+                sent.token_ids[: sent.prompt_tokens],
                 lambda length: self._happened(request, LengthAnswered(length)),
             )
         forecast = LengthPending() if question is not None else Known(request.predicted_length)
@@ -464,7 +464,7 @@ def _draining() -> Unavailable:
 def _attached(request: PrefillRequest, attachment: Attachment) -> Attached:
     """The new owner's answer. Raises RequestNotFound and InvalidArgument."""
     sent, first = request.engine_request, request.log.first_token
-    prompt, generated = sent.token_ids[: request.prompt_tokens], sent.token_ids[request.prompt_tokens :]
+    prompt, generated = sent.token_ids[: sent.prompt_tokens], sent.token_ids[sent.prompt_tokens :]
     # Once the first token is drawn, decode may have drawn any number of others.
     known = generated if first is None else (*generated, first.token_id)
     check_received(attachment, prompt, known, is_all=first is None)

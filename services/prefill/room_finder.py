@@ -83,7 +83,7 @@ class RoomSeeker:
         """The request as the policy sees it."""
         waits_at = next((name for name, question in self.questions.items() if question.waits), None)
         length = self.request.predicted_length
-        predicted_tokens = 0 if length is None else self.request.prompt_tokens + length.low
+        predicted_tokens = 0 if length is None else self.request.engine_request.prompt_tokens + length.low
         return Seeker(
             self.request.key,
             self.request.token_count,
@@ -135,7 +135,7 @@ class RoomFinder:
 
     def seek(self, request: PrefillRequest, unfit: Mapping[str, KaveriError]) -> RoomSeeker:
         """Begin a search for find() and give_up(). unfit: instances that cannot take the request."""
-        is_heavy = self._thresholds.is_heavy(request.predicted_length, request.prompt_tokens)
+        is_heavy = self._thresholds.is_heavy(request.predicted_length, request.engine_request.prompt_tokens)
         return RoomSeeker(request, is_heavy, dict(unfit))
 
     async def find(self, seeking: RoomSeeker) -> Room:
