@@ -51,7 +51,8 @@ class DecodePlacer:
         self._engine = engine
         layout = engine.info.layout
         search: RoomSearch[EngineKey] = RoomSearch(model, layout, policy, rng)
-        self._finder = RoomFinder(store, search, layout, own_id, metrics, thresholds)
+        self._finder = RoomFinder(store, search, layout, own_id, metrics)
+        self._thresholds = thresholds
         self._unfit: dict[str, KaveriError] = {}
         if own_id:
             self._unfit[own_id] = Unavailable("no other decode instance takes the request", retry_after_s=1.0)
@@ -66,8 +67,10 @@ class DecodePlacer:
     def begin(self, request: PrefillRequest) -> None:
         """Search for a place. Idempotent."""
         if request not in self._placements:
+            is_heavy = self._thresholds.is_heavy(request.predicted_length, request.engine_request.prompt_tokens)
+            seeking = RoomSeeker(request, is_heavy, dict(self._unfit))
             task = self._tasks.create_task(self._place_or_fail(request))
-            self._placements[request] = _Placement(self._finder.seek(request, self._unfit), task)
+            self._placements[request] = _Placement(seeking, task)
 
     def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:
         """Search for another place after a failed push."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +23,6 @@ from kaveri.errors import (
 )
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
-from kaveri.policy.placement import HeavyThresholds
 from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.room_search import Ask, Hopeless, NoInstance, RoomSearch, Seeker, StopWaiting
 from kaveri.policy.waits import NO_DECODE_INSTANCE_S as _NO_INSTANCE_S
@@ -105,7 +103,6 @@ class RoomFinder:
         layout: KvLayout,
         own_id: str,
         metrics: PrefillMetrics,
-        thresholds: HeavyThresholds,
     ) -> None:
         """layout: of the pool that is pushed from. own_id: the instance that asks."""
         self._store = store
@@ -114,7 +111,6 @@ class RoomFinder:
         self._own_id = own_id
         self._channels = Channels()
         self._metrics = metrics
-        self._thresholds = thresholds
         self._changed: asyncio.Future[None] | None = None
         self._tasks = asyncio.TaskGroup()
 
@@ -132,11 +128,6 @@ class RoomFinder:
                     await self._channels.retain(view.addresses())
         finally:
             await self._channels.close()
-
-    def seek(self, request: PrefillRequest, unfit: Mapping[str, KaveriError]) -> RoomSeeker:
-        """Begin a search for find() and give_up(). unfit: instances that cannot take the request."""
-        is_heavy = self._thresholds.is_heavy(request.predicted_length, request.engine_request.prompt_tokens)
-        return RoomSeeker(request, is_heavy, dict(unfit))
 
     async def find(self, seeking: RoomSeeker) -> Room:
         """Wait for room. No other room or place in line is held after it.
