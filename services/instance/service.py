@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -126,20 +126,6 @@ def instance_host(
     def decodes_here() -> bool:
         return phases.is_ordered(Phase.DECODE)
 
-    def has_room(request: PrefillRequest, computing: Collection[PrefillRequest]) -> bool:
-        # Without running and new answers, the engine alone decides.
-        if decode.is_idle and not decodes_here():
-            return True
-        first = next(iter(computing), None)
-        kept_blocks = decode.kept_blocks((first.engine_request, first.predicted_length) if first is not None else None)
-        return prompt_fits(
-            request.token_count,
-            (other.token_count for other in computing),
-            kept_blocks,
-            engine.stats().free_blocks,
-            engine.info.layout.block_tokens,
-        )
-
     predictors = Predictors(store, config.model_name, config.predictor_address, rng)
     own = RoomReserved(config.instance_id, incarnation)
     prefill = PrefillRole(
@@ -151,7 +137,7 @@ def instance_host(
         LengthForecaster(predictors, config.prediction, config.prediction_budget_s, metrics),
         metrics,
         orphan_grace_s=config.orphan_grace_s,
-        has_room=has_room,
+        has_room=partial(_has_room, engine, decode, decodes_here),
         serials=serials,
         feeds=feeds,
     )
@@ -169,3 +155,25 @@ def instance_host(
         add_DecodeServiceServicer_to_server(decode_server.DecodeServer(decode, incarnation, holder, prefills), server)
 
     return EngineHost(config, engine, store, phases, names, register, incarnation)
+
+
+def _has_room(
+    engine: BuiltEngine,
+    decode: DecodeInstance,
+    decodes_here: Callable[[], bool],
+    request: PrefillRequest,
+    computing: Collection[PrefillRequest],
+) -> bool:
+    """True if a prompt fits next to the blocks that the admission policy keeps for answers."""
+    # Without running and new answers, the engine alone decides.
+    if decode.is_idle and not decodes_here():
+        return True
+    first = next(iter(computing), None)
+    kept_blocks = decode.kept_blocks((first.engine_request, first.predicted_length) if first is not None else None)
+    return prompt_fits(
+        request.token_count,
+        (other.token_count for other in computing),
+        kept_blocks,
+        engine.stats().free_blocks,
+        engine.info.layout.block_tokens,
+    )
