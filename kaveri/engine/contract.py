@@ -71,6 +71,11 @@ class EngineRequest:
     tokens before, and reports them once the request is admitted."""
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the client's own prompt."""
+        return len(self.token_ids) - self.generated_count
+
+    @property
     def scores_prompt(self) -> bool:
         """True if prefill reports log-probabilities of the prompt's tokens."""
         return self.params.prompt_logprobs is not None and self.generated_count == 0

@@ -1,4 +1,4 @@
-"""What a decode instance has drawn for one request, and how much of it its router has been sent. No I/O."""
+"""The log of one answer: its tokens, and how many of them its router was sent. No I/O."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from services.decode.lifecycle import RequestTimes
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How an answer ended here: with a finish reason, or with an error."""
+    """The end of an answer here: a finish reason or an error."""
 
     finish: FinishReason | None = None
     times: RequestTimes | None = None
@@ -21,34 +21,34 @@ class End:
     replaced: bool = False
     moved: bool = False
     fault: EngineError | EngineBroke | None = None
-    """Set with error when the engine has raised an exception."""
+    """The exception that the engine raised; set with error."""
 
     @property
     def is_final(self) -> bool:
-        """Whether the request must not be placed again."""
+        """True if the request must not be placed again."""
         return isinstance(self.fault, EngineError)
 
 
 GOING_ON = End()
 READ_HERE_TOKENS = 32
-"""The router of an answer that its caller reads here gets this many tokens at a time."""
+"""Tokens per message to the router of an answer that a caller reads here."""
 
 
 @dataclass(eq=False, slots=True)
 class GainedTokens:
-    """What one request gained and its router has not been sent."""
+    """Unsent tokens of one request."""
 
     request_id: str
     owner: Owner
     index: int
-    """Of the first of token_ids within the answer."""
+    """Index of the first token within the answer."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     end: End = GOING_ON
     replica: ReplicaLocation | None = None
-    """News of the request's copy. None: there are none."""
+    """News of the request's copy; None: no news."""
     read_here: bool = False
-    """Whether a caller reads the answer here."""
+    """A caller reads the answer here."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,24 +58,19 @@ class AnswerLog:
     first_index: int
     sent: int
     """Index of the next token to send."""
-    # Garbage collection goes over each item of a list, of all answers in one turn of the event loop.
+    # An array, because garbage collection visits each item of a list, of all answers in one turn of the event loop.
     token_ids: "array[int]" = field(default_factory=lambda: array("I"))
     logprobs: list[Logprobs] = field(default_factory=list)
     """One for each token, or none at all."""
     end: End = GOING_ON
     end_sent: bool = False
     replica: ReplicaLocation | None = None
-    """Where the request's copy is. None: it had none so far."""
+    """Location of the request's copy; None: none so far."""
     replica_sent: bool = True
 
     @classmethod
-    def after(cls, generated_count: int) -> "AnswerLog":
-        """The log of a request whose next token prefill draws, and sends itself."""
-        return cls.drawn_here(generated_count + 1)
-
-    @classmethod
     def drawn_here(cls, index: int) -> "AnswerLog":
-        """The log of a request that draws its token of that index next."""
+        """Log of a request whose next token, at that index, is drawn here."""
         return cls(index, index)
 
     @property
@@ -85,21 +80,21 @@ class AnswerLog:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether take() has something."""
+        """True if take() has something new."""
         return self.sent < self.next_index or (self.end is not GOING_ON and not self.end_sent)
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more is drawn here."""
+        """True if no token follows."""
         return self.end is not GOING_ON
 
     @property
     def is_due(self) -> bool:
-        """Whether take() has what a router needs soon, of an answer that its caller reads here."""
+        """True if the router of an answer that a caller reads here needs a message now."""
         return self.has_ended or not self.replica_sent or self.next_index - self.sent >= READ_HERE_TOKENS
 
     def begin_with(self, token_id: int, logprobs: Logprobs | None) -> None:
-        """Enters the token that prefill drew, to repeat it when asked. Nothing is drawn yet."""
+        """Insert the token that prefill drew, before any token is drawn here."""
         assert not self.token_ids, self
         self.first_index -= 1
         self.token_ids.append(token_id)
@@ -107,7 +102,7 @@ class AnswerLog:
             self.logprobs.append(logprobs)
 
     def gain(self, step: TokenStep, times: RequestTimes | None) -> None:
-        """Adds one token; `times` with the last one."""
+        """Append one token; `times` with the last one."""
         self.token_ids.append(step.token_id)
         if step.logprobs is not None:
             self.logprobs.append(step.logprobs)
@@ -115,18 +110,18 @@ class AnswerLog:
             self.end = End(step.finish, times)
 
     def send_from(self, index: int) -> None:
-        """Repeats what comes from `index` on, which must be in the log or be the next index; and how it ended."""
+        """Mark tokens from `index` on, and the end, as unsent. index: within the log, or the next index."""
         assert self.first_index <= index <= self.next_index, (index, self)
         self.sent = index
         self.end_sent = False
         self.replica_sent = self.replica is None
 
     def note_replica(self, replica: ReplicaLocation) -> None:
-        """The request's copy is there from now on, and of that size."""
+        """Record the location and size of the request's copy."""
         self.replica, self.replica_sent = replica, False
 
     def take(self, request_id: str, owner: Owner) -> GainedTokens:
-        """What was not sent, which counts as sent from now on."""
+        """Take unsent tokens; they count as sent from now on."""
         start = self.sent - self.first_index
         token_ids = self.token_ids[start:].tolist()
         gained = GainedTokens(request_id, owner, self.sent, token_ids, self.logprobs[start:], self.end)

@@ -1,8 +1,8 @@
-"""Answers that callers read here themselves: one stream per caller, small messages after each engine step.
+"""Answers that callers read here directly: one stream per caller, small messages after each engine step.
 
-The request stays its router's. While a caller reads, the router gets the tokens in larger pieces (TokenStreams.gain),
-and all of them when the caller stops reading. A reader has its own text of the answer, made as routers make it, so that
-a caller may change between the two at any token.
+The router still owns the request. While a caller reads, the router gets the tokens in larger pieces
+(RequestOwners.gain), and all of them when the caller stops. A reader makes text as routers do, so a caller may switch
+between the two at any token.
 """
 
 import asyncio
@@ -18,21 +18,20 @@ from kaveri.text.answer import SLICE_TOKENS, Answer, AnswerPart
 from kaveri.text.detokenizer import Detokenizer
 from kaveri.timeouts import BEAT_S
 from kaveri.wire.attempts import wrong_secret
-from services.decode.attaching import prompt_tokens
 from services.decode.requests import DecodeRequest
 
 MIN_READER_ID_CHARACTERS = 16
 MAX_READER_ID_CHARACTERS = 128
 _MOST_PARTS = 32
 _MOST_PART_TOKENS = 64
-"""Most parts of one message, and most tokens of a part. Decode makes the text of a message, and a caller takes the
-message in, in one turn of their event loops each. The rest follows in the next messages."""
+"""Limits on the parts of a message and the tokens of a part: encoding it here and decoding it at the caller take one
+turn of the event loop each."""
 MAX_READERS = 1024
-"""Callers that have a stream."""
+"""Limit on callers with a stream."""
 
 
 class AnswerTokenizer(Protocol):
-    """What readers need of the model's tokenizer."""
+    """The part of ModelTokenizer that readers use."""
 
     def detokenizer(
         self,
@@ -46,7 +45,7 @@ class AnswerTokenizer(Protocol):
 
 
 class AnswerAsked(NamedTuple):
-    """Which answer a caller reads, and what it has of it."""
+    """A caller's request to read an answer after the tokens and characters that it has."""
 
     reader_id: str
     request_id: str
@@ -57,20 +56,20 @@ class AnswerAsked(NamedTuple):
 
 
 class ReadPart(NamedTuple):
-    """What one answer gained."""
+    """Unread output of one answer."""
 
     request_id: str
     session: int
     part: AnswerPart
     ended: bool
-    """Nothing more of it comes from here."""
+    """It is the last part from here."""
 
 
 class AnswerReader:
     """One answer as one caller reads it."""
 
     def __init__(self, request: DecodeRequest, stream: "CallerStream", answer: Answer, asked: AnswerAsked) -> None:
-        """answer: behind what the caller has."""
+        """answer: positioned after the caller's tokens."""
         self.request = request
         self._stream = stream
         self._answer = answer
@@ -80,33 +79,33 @@ class AnswerReader:
 
     def changed(self) -> None:
         """The request's log has grown, or has ended."""
-        self._stream.feed.add(self)
+        self._stream.add(self)
 
     def leave(self) -> None:
-        """The request goes on without this caller, or was aborted. What was gained so far is still sent. Idempotent."""
+        """Detach the caller; output so far is still sent. Idempotent."""
         if not self._left:
             self._pull()
             self._left = True
             self.request.reader = None
-            self._stream.feed.add(self)
+            self._stream.add(self)
 
     def take(self) -> ReadPart:
-        """What was not sent; the first part of it when that would be too large for a message."""
+        """Take unread output, up to the limit of a part."""
         has_rest = not self._left and self._pull(_MOST_PART_TOKENS)
         answer = self._answer
         part = answer.take()
         ended = self._left or answer.stopped or self.request.log.has_ended
         if answer.has_output or (has_rest and not answer.stopped):
-            self._stream.feed.add(self)
+            self._stream.add(self)
             ended = False
         return ReadPart(self.request.request_id, self._session, part, ended)
 
     def _pull(self, most_tokens: int | None = None) -> bool:
-        """Takes in what the request's log has gained, at most so many tokens of it. Returns whether there are more."""
+        """Append new tokens of the request's log to the answer, at most most_tokens. Returns True if there are more."""
         log = self.request.log
         tokens = log.token_ids[self._next_index - log.first_index :]
         if log.end.finish is FinishReason.STOP:
-            # The router sends it with the end. A caller that had it alone would re-attach behind the end of the answer.
+            # The router sends it with the end. A caller that had it alone would re-attach after the end of the answer.
             tokens = tokens[:-1]
         if taken := tokens[:most_tokens]:
             self._next_index += len(taken)
@@ -114,16 +113,13 @@ class AnswerReader:
         return len(taken) < len(tokens)
 
 
-class CallerStream:
-    """One caller's subscription. What a slow caller does not take is joined: at most the rest of an answer waits."""
+class CallerStream(Feed[AnswerReader]):
+    """A caller's subscription. Unread output is coalesced: at most the rest of each answer waits."""
 
     def __init__(self, reader_id: str) -> None:
+        super().__init__()
         self.reader_id = reader_id
-        self.feed: Feed[AnswerReader] = Feed()
-
-    async def next_batch(self, beat_s: float = BEAT_S) -> list[AnswerReader]:
-        """Take the first readers that have something; wait beat_s seconds for some."""
-        return await self.feed.take(beat_s, _MOST_PARTS)
+        self.readers: dict[DecodeRequest, AnswerReader] = {}
 
 
 class AnswerReaders:
@@ -136,16 +132,15 @@ class AnswerReaders:
         tokenizer: AnswerTokenizer | None,
         count_read: Callable[[int], object],
     ) -> None:
-        """find: a request that runs here, by its id. send: gives a request's router what it was not sent. tokenizer:
-        None: answers are not read here. count_read: called with the number of tokens of each message."""
+        """find: finds a running request by its id. send: sends unsent tokens to a request's router. tokenizer: None:
+        answers are not read here. count_read: called with the number of tokens of each message."""
         self._find = find
         self._send = send
         self._tokenizer = tokenizer
         self._count_read = count_read
         self._streams: dict[str, CallerStream] = {}
-        self._readers: dict[CallerStream, dict[DecodeRequest, AnswerReader]] = {}
         self._turn = asyncio.Lock()
-        """Held while a caller's tokens are taken in that need several slices of the event loop."""
+        """Held while a long prefix of an answer is detokenized, in several slices of the event loop."""
 
     @property
     def count(self) -> int:
@@ -153,7 +148,7 @@ class AnswerReaders:
         return len(self._streams)
 
     def open(self, reader_id: str) -> CallerStream:
-        """A stream for the caller. An older one of the same caller ends.
+        """Open a stream for the caller. An older one of the same caller ends.
 
         Raises Unsupported without a tokenizer, InvalidArgument, and Unavailable when there are MAX_READERS."""
         if self._tokenizer is None:
@@ -167,26 +162,25 @@ class AnswerReaders:
         elif len(self._streams) >= MAX_READERS:
             raise Unavailable(f"{MAX_READERS} callers read here")
         stream = self._streams[reader_id] = CallerStream(reader_id)
-        self._readers[stream] = {}
         return stream
 
     def close(self, stream: CallerStream) -> None:
-        """The stream is broken, cancelled or too slow: the routers of what it has read send the rest. Idempotent."""
+        """End a stream; routers send the rest of its answers. Idempotent."""
         if self._streams.get(stream.reader_id) is stream:
             del self._streams[stream.reader_id]
-        stream.feed.close()
-        for request, reader in self._readers.pop(stream, {}).items():
-            self._end(request, reader)
+        stream.close()
+        for reader in tuple(stream.readers.values()):
+            self._end(stream, reader)
 
     async def read(self, asked: AnswerAsked) -> None:
-        """Adds an answer to its caller's stream, in place of another reader of it.
+        """Add an answer to its caller's stream. Replaces another reader of it.
 
         Raises InvalidArgument (the secret), RequestNotFound (it is not here in that session, or not with those tokens),
         Unsupported (it has log-probabilities) and Unavailable (the caller has no stream)."""
         stream, request, tokenizer = self._check(asked)
         params, prompt_ids = request.engine_request.params, request.engine_request.token_ids
         detokenizer = tokenizer.detokenizer(
-            prompt_ids[: prompt_tokens(request.engine_request)],
+            prompt_ids[: request.engine_request.prompt_tokens],
             params.stop,
             params.min_tokens,
             asked.characters,
@@ -200,13 +194,13 @@ class AnswerReaders:
         if request.reader is not None:
             request.reader.leave()
         reader = request.reader = AnswerReader(request, stream, answer, asked)
-        self._readers[stream][request] = reader
+        stream.readers[request] = reader
         reader.changed()
-        # The router hears at once that the answer is read here.
+        # Tell the router at once that the answer is read here.
         self._send(request)
 
     def _check(self, asked: AnswerAsked) -> tuple["CallerStream", DecodeRequest, AnswerTokenizer]:
-        """The caller's stream, and what it asks for. Raises as read()."""
+        """Find the stream and the request. Raises as read()."""
         stream, tokenizer = self._streams.get(asked.reader_id), self._tokenizer
         if stream is None or tokenizer is None:
             raise Unavailable("the reader has no stream here")
@@ -222,24 +216,23 @@ class AnswerReaders:
             raise Unsupported("an answer with log-probabilities is read at its router")
         return stream, request, tokenizer
 
-    def take(self, stream: CallerStream, batch: Sequence[AnswerReader]) -> list[ReadPart]:
-        """What the readers of a batch have to send."""
+    async def next_parts(self, stream: CallerStream, beat_s: float = BEAT_S) -> list[ReadPart]:
+        """Take unread parts for one message; wait beat_s seconds for some."""
         parts = []
-        for reader in batch:
+        for reader in await stream.take(beat_s, _MOST_PARTS):
             read = reader.take()
             if read.ended:
-                request = reader.request
-                if self._readers.get(stream, {}).get(request) is reader:
-                    del self._readers[stream][request]
-                self._end(request, reader)
+                self._end(stream, reader)
             if read.ended or read.part.token_ids or read.part.text:
                 parts.append(read)
         if parts:
             self._count_read(sum(len(read.part.token_ids) for read in parts))
         return parts
 
-    def _end(self, request: DecodeRequest, reader: AnswerReader) -> None:
+    def _end(self, stream: CallerStream, reader: AnswerReader) -> None:
+        request = reader.request
+        if stream.readers.get(request) is reader:
+            del stream.readers[request]
         if request.reader is reader:
             request.reader = None
-            # Its router gets what it lacks, without delay from now on.
             self._send(request)

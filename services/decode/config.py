@@ -11,7 +11,7 @@ from kaveri.policy.admission import AdmissionPolicy, AnyAdmission
 from kaveri.policy.replication import AnyReplication, ReplicationMode
 
 OF_COPIES = ("replication", "replica_memory", "replica_min_tokens", "replication_rate")
-"""Settings of the copies that go elsewhere and come here."""
+"""Settings of replication."""
 
 _WITHOUT_MODEL = ("fake", "timed")
 
@@ -52,5 +52,5 @@ class BatchConfig(InstanceConfig):
 
     @property
     def reads_directly(self) -> bool:
-        """Whether callers may read answers here."""
+        """True if callers may read answers here."""
         return self.direct_answers == "on" or (self.direct_answers == "auto" and self.engine not in _WITHOUT_MODEL)

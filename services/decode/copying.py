@@ -1,11 +1,12 @@
-"""The life of the copy of one request, as its owner sees it. Pure: no clock, no waiting, no I/O.
+"""The life of a request's copy at its owner. Pure: no clock, no waiting, no I/O.
 
     Alone <-> Opening -> Copied -> Alone        until the request ends
                          Copied <-> Moving -> gone
 
-step() returns the next state and what the service has to carry out, in order.
+step() returns the next state and the actions for the service, in order.
 """
 
+import enum
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,17 +16,17 @@ from kaveri.kv.transfer.ticket import Ticket
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 _DOUBLINGS = 6
-"""Of the first pause, until it is longer than the longest."""
+"""Doublings of the first pause until it exceeds the longest."""
 
 
 class Holder(NamedTuple):
-    """One life of an instance that holds a copy, or is asked to."""
+    """A life of an instance that holds a copy, or is asked to."""
 
     instance_id: str
     incarnation: int
     address: str
     number: int = 0
-    """Of the copy, among all that this instance has asked for."""
+    """Number of the copy, counted by the owner."""
 
 
 # ---- states ----
@@ -33,14 +34,14 @@ class Holder(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """No holder takes what the request draws."""
+    """The request has no holder."""
 
     until_s: float = 0.0
-    """No holder is asked before."""
+    """Earliest time of the next request for room."""
     failures: int = 0
-    """In a row; they double the pauses."""
+    """Consecutive failures; each doubles the pause."""
     former: Holder | None = None
-    """It may still have what was copied before."""
+    """May still have an earlier copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """The engine lets the request go to the holder."""
+    """The engine releases the request to the holder."""
 
     holder: Holder
     failures: int
@@ -77,9 +78,18 @@ Copy = Alone | Opening | Copied | Moving
 # ---- events ----
 
 
+class BareEvent(enum.Enum):
+    """Events without data."""
+
+    MOVE_ASKED = enum.auto()
+    """The request is to be moved to the holder."""
+    MOVE_FAILED = enum.auto()
+    """The request stays here."""
+
+
 @dataclass(frozen=True, slots=True)
 class HolderChosen:
-    """The policy names a holder."""
+    """The policy has chosen a holder."""
 
     holder: Holder
 
@@ -90,7 +100,7 @@ class CopyRoomGranted:
 
     ticket: Ticket
     incarnation: int
-    """The life that has granted it."""
+    """The life that granted it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +108,7 @@ class CopyLost:
     """There is no room, or the engine's push has ended."""
 
     pause_s: float
-    """Longest pause before another try, as drawn for a first failure."""
+    """Pause after a first failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,53 +119,43 @@ class CopyGrew:
 
 
 @dataclass(frozen=True, slots=True)
-class MoveAsked:
-    """The request is to go on at the holder."""
-
-
-@dataclass(frozen=True, slots=True)
-class MoveFailed:
-    """The request goes on here."""
-
-
-@dataclass(frozen=True, slots=True)
 class MoveDone:
-    """The holder has the KV of all tokens but the last, and the engine has ended the request."""
+    """The holder has the KV of all tokens but the last; the engine has ended the request."""
 
     token_count: int
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
-    """The request is not here any more. Its engine has ended the push."""
+    """The request is gone, and its engine has ended the push."""
 
     is_given_up: bool = False
-    """No router goes on with it. Otherwise the holder keeps the copy for a moment: this instance may die before the
-    router has the end of the answer."""
+    """No router resumes it. Otherwise the holder keeps the copy for a moment: this instance may die before the router
+    has the end of the answer."""
 
 
-Event = HolderChosen | CopyRoomGranted | CopyLost | CopyGrew | MoveAsked | MoveFailed | MoveDone | RequestEnded
+Event = HolderChosen | CopyRoomGranted | CopyLost | CopyGrew | BareEvent | MoveDone | RequestEnded
 
 # ---- actions ----
 
 
 @dataclass(frozen=True, slots=True)
 class AskHolder:
-    """Ask for room."""
+    """Ask a holder for room."""
 
     holder: Holder
 
 
 @dataclass(frozen=True, slots=True)
 class BeginCopy:
-    """Have the engine copy there."""
+    """Have the engine copy to the ticket."""
 
     ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class CloseCopy:
-    """Tell a holder that its copy is not wanted any more. It may not hear it: then the copy expires."""
+    """Have a holder drop its copy. If the message is lost, the copy expires."""
 
     holder: Holder
 
@@ -169,19 +169,19 @@ class TellRouterOfCopy:
 
 @dataclass(frozen=True, slots=True)
 class LetGoInEngine:
-    """Have the engine let the request go to the holder."""
+    """Have the engine release the request to the holder."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndAsMoved:
-    """End the request here. Its router resumes it from this replica."""
+    """End the request here; its router resumes it from the replica."""
 
     replica: ReplicaLocation
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitResumed:
-    """Ask the holder when the request goes on there."""
+    """Wait until the holder has resumed the request."""
 
     holder: Holder
 
@@ -191,7 +191,7 @@ Step = tuple[Copy, tuple[Action, ...]]
 
 
 def step(copy: Copy, event: Event, now_s: float) -> Step:
-    """The next state, and what to do. Events that come too late change nothing."""
+    """The next state and the actions. Late events change nothing."""
     match event, copy:
         case HolderChosen(holder), Alone():
             return Opening(holder, copy.failures, copy.former), (AskHolder(holder),)
@@ -202,12 +202,11 @@ def step(copy: Copy, event: Event, now_s: float) -> Step:
         case CopyLost(pause_s), Copied() | Moving():
             return _alone(copy.failures, pause_s, copy.holder, now_s), ()
         case CopyGrew(token_count), Copied() | Moving() if token_count > copy.token_count:
-            # What has grown was no failure.
             grown = replace(copy, failures=0, token_count=token_count)
             return grown, (TellRouterOfCopy(_replica(copy.holder, token_count)),)
-        case MoveAsked(), Copied():
+        case BareEvent.MOVE_ASKED, Copied():
             return Moving(copy.holder, copy.failures, copy.token_count), (LetGoInEngine(),)
-        case MoveFailed(), Moving():
+        case BareEvent.MOVE_FAILED, Moving():
             return Copied(copy.holder, copy.failures, copy.token_count), ()
         case MoveDone(token_count), Moving():
             return Alone(), (EndAsMoved(_replica(copy.holder, token_count)), AwaitResumed(copy.holder))
@@ -229,7 +228,7 @@ def _replica(holder: Holder, token_count: int) -> ReplicaLocation:
 
 def _granted(copy: Opening, ticket: Ticket, holder: Holder) -> Step:
     actions: tuple[Action, ...] = (BeginCopy(ticket),)
-    # The same life has dropped its former copy by itself.
+    # The same life drops its former copy by itself.
     if copy.former is not None and copy.former[:2] != holder[:2]:
         actions = (CloseCopy(copy.former), *actions)
     return Copied(holder, copy.failures), actions

@@ -1,7 +1,4 @@
-"""Room and seats for the requests of a decode instance: asks the engine, in the order that the policy says.
-
-Leaves what an answer means for a request to the DecodeInstance.
-"""
+"""Reserves room and seats at the engine, in the order of the policy."""
 
 import asyncio
 import time
@@ -20,7 +17,7 @@ from services.decode.requests import DecodeRequest, DecodeRequests
 
 
 class EngineRoom:
-    """Of one decode instance. For one event loop."""
+    """Room and seats of one decode instance. For one event loop."""
 
     def __init__(
         self,
@@ -30,8 +27,7 @@ class EngineRoom:
         reservation_ttl_s: float,
         take: Callable[[DecodeRequest, lifecycle.Event], None],
     ) -> None:
-        """reservation_ttl_s: seconds that a reservation waits for its KV, at most. take: told what has happened to a
-        request."""
+        """reservation_ttl_s: limit on a reservation's wait for its KV. take: applies an event to a request."""
         self._engine = engine
         self._room = room
         self._requests = requests
@@ -41,13 +37,13 @@ class EngineRoom:
         self.is_draining = False
 
     def free(self) -> FreeRoom:
-        """What the engine has now."""
+        """Free room of the engine."""
         quarantined_blocks = self._engine.kv_flow().receiving.quarantined_block_count
         stats = self._engine.stats()
         return FreeRoom(stats.free_blocks, quarantined_blocks, stats.running_requests)
 
     def give(self) -> None:
-        """Asks the engine for room for the requests in line that there is room for."""
+        """Reserve room for requests in line while there is some."""
         line = self._room.line
         while line.length:
             request_id = self._room.next_to_ask(self.free(), time.monotonic())
@@ -66,17 +62,17 @@ class EngineRoom:
         self.give()
 
     def ask(self, request: DecodeRequest) -> None:
-        """Asks the engine for the room of one request."""
+        """Reserve room for one request."""
         left_s = request.expires_s - time.monotonic()
         if left_s <= 0:
-            self._take(request, lifecycle.TimeOver())
+            self._take(request, lifecycle.BareEvent.TIME_OVER)
             return
         held_tokens = None
         if request.resumed is not None:
             held_tokens = request.resumed.held_tokens
         else:
             self._room.line.asked(request.request_id)
-        self._take(request, lifecycle.RoomAsked())
+        self._take(request, lifecycle.BareEvent.ROOM_ASKED)
         expires_in_s = min(left_s, self._reservation_ttl_s)
         granting = self._engine.reserve(request.engine_request, expires_in_s, request.source, held_tokens)
         if granting.done():
@@ -85,21 +81,21 @@ class EngineRoom:
             asyncio.wrap_future(granting).add_done_callback(partial(self._answered, request))
 
     def turn_away(self, request: DecodeRequest) -> None:
-        """It must not wait, or the line is full."""
+        """Refuse a request that may not wait in line."""
         refusal = self._room.refusal(self.free(), time.monotonic())
         self._take(request, lifecycle.TurnedAway(refusal))
 
     async def granted(self, request: DecodeRequest) -> Ticket:
-        """The ticket of a request that room was asked for. Cancelled, it ends the request."""
+        """Wait for the request's ticket. Cancelled, it ends the request."""
         assert request.answer is not None
         try:
             return await request.answer
         except asyncio.CancelledError:
-            self._take(request, lifecycle.CallEnded())
+            self._take(request, lifecycle.BareEvent.CALL_ENDED)
             raise
 
     def _answered(self, request: DecodeRequest, granting: "Future[Ticket] | asyncio.Future[Ticket]") -> None:
-        """The engine has granted or refused the room of a request that may have ended meanwhile."""
+        """Handle the engine's answer to a request that may have ended."""
         error = granting.exception()
         if isinstance(request.state, Released):
             if error is None:
@@ -109,12 +105,12 @@ class EngineRoom:
         else:
             known = error if isinstance(error, KaveriError) else EngineError(repr(error))
             if self.is_draining and isinstance(known, NoCapacity):
-                # drain() has sent away those in line while this one was not in line. None may join it again.
+                # drain() has emptied the line while this one was not in it. It must not join it again.
                 known = draining()
             self._take(request, lifecycle.RoomRefused(known))
 
     def admit(self) -> None:
-        """Lets requests join the batch that the policy has seats for."""
+        """Admit requests that the policy has seats for."""
         if not self._room.batch.ready_count:
             return
         for serial in self._room.batch.admissible(self._engine.stats().free_blocks):
@@ -123,9 +119,9 @@ class EngineRoom:
                 self._engine.admit(request.key)
             except EngineError:
                 return  # it stopped; EngineStopped follows and ends every request
-            self._take(request, lifecycle.SeatTaken())
+            self._take(request, lifecycle.BareEvent.SEAT_TAKEN)
 
 
 def draining() -> Unavailable:
-    """What requests hear that come while the instance drains."""
+    """The refusal of a draining instance."""
     return Unavailable("the decode instance is draining", retry_after_s=1.0)

@@ -1,13 +1,12 @@
-"""Holds copies of other instances' requests, and goes on here with those whose owner was lost.
+"""Holds copies of other instances' requests, and resumes requests whose owner was lost.
 
-Leaves the bytes to a ReplicaStore, and a resumed request, once it has room, to the DecodeInstance.
+Leaves the bytes to a ReplicaStore, and resumed requests to the DecodeInstance.
 """
 
 import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import ReplicaOffer, Resumed, Resumption
@@ -40,23 +39,23 @@ from services.decode.replica_metrics import ReplicaMetrics
 from services.decode.requests import DecodeRequest
 
 _QUIET_S = 120.0
-"""An owner that marks nothing for so long counts as lost. Requests that wait for a seat grow no longer."""
+"""Owner is presumed dead after this long without a mark; requests that wait for a seat do not grow."""
 _UNUSED_S = 5.0
-"""A copy of which no block has come for so long is dropped: its owner may not know that it has room."""
+"""A copy without a block after this long is dropped: its owner may not know that it has room."""
 _ARRIVAL_LOOKS = 50
 _ARRIVAL_LOOK_S = 0.002
 _LEAVING_S = 1.0
-"""A holder that drains keeps its copies for so long: owners find other holders meanwhile, and requests whose owner was
-just lost, or has just let them go, are resumed."""
+"""Time that a draining holder keeps its copies: owners find other holders, and requests that were just lost or moved
+are resumed."""
 _LOOK_EVERY_S = 0.25
 _SCARCE = 1 / 8
-"""Copies of complete answers are dropped at once while less of the memory is free."""
+"""Copies of complete answers are dropped while less than this share of the memory is free."""
 _RETRY_AFTER_S = 1.0
 
 
 @dataclass(eq=False, slots=True)
 class HeldReplica:
-    """One copy of another instance's request."""
+    """A copy of another instance's request."""
 
     key: ReplicaKey
     offer: ReplicaOffer
@@ -65,23 +64,18 @@ class HeldReplica:
     """Tokens that it has blocks for."""
     watermark: int = 0
     starved_since_s: float | None = None
-    """Since when there is no block for what its owner draws."""
+    """Start of its wait for a block; None: it does not wait."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when no request goes on from it any more: one has, or it is gone."""
+    """Set when no request will be resumed from it: one was, or it is gone."""
     outcome: asyncio.Future[Resumed] | None = None
-    """Of the resumption that goes on from it, or that did last."""
+    """Result of the present resumption, or of the last one."""
     state: Holding = field(default_factory=Growing)
 
     @property
     def newest(self) -> Owner:
-        """The newest owner of the request that is known here."""
+        """The newest known owner of the request."""
         owner = self.offer.ownership.owner
         return max(owner, self.state.ownership.owner) if isinstance(self.state, BeingResumed) else owner
-
-    @property
-    def ends_s(self) -> float:
-        """The request's deadline."""
-        return self.opened_s + self.offer.timeout_s
 
 
 class ReplicaHolder:
@@ -96,8 +90,8 @@ class ReplicaHolder:
         is_there: Callable[[str, int], bool],
         metrics: ReplicaMetrics,
     ) -> None:
-        """store: its owner is the holder from now on. orphan_grace_s: seconds that a copy is kept after its owner was
-        lost. is_there: whether the cluster has an instance of this id and incarnation."""
+        """store: owned from now on. orphan_grace_s: seconds that a copy is kept after its owner was lost. is_there: if
+        the cluster has an instance of this id and incarnation."""
         self._instance = instance
         self._incarnation = incarnation
         self._orphan_grace_s = orphan_grace_s
@@ -105,7 +99,7 @@ class ReplicaHolder:
         self._unused_s = max(_UNUSED_S, orphan_grace_s)
         self._metrics = metrics
         self.resumed_count = 0
-        """Requests that went on here."""
+        """Requests resumed here."""
         self._held: dict[str, HeldReplica] = {}
         self._tasks = asyncio.TaskGroup()
         self._draining = False
@@ -115,8 +109,14 @@ class ReplicaHolder:
         metrics.watch(store)
 
     async def run(self) -> None:
-        """Works until cancelled, and closes the store then."""
-        self._store.start(partial(_forward, asyncio.get_running_loop(), self._hear))
+        """Expire copies until cancelled; then close the store."""
+        loop = asyncio.get_running_loop()
+
+        def forward(event: ReplicaEvent) -> None:
+            # From the store's thread.
+            loop.call_soon_threadsafe(self._hear, event)
+
+        self._store.start(forward)
         try:
             async with self._tasks:
                 while True:
@@ -127,9 +127,9 @@ class ReplicaHolder:
             await asyncio.to_thread(self._store.close)
 
     def open(self, offer: ReplicaOffer) -> Ticket:
-        """Takes room for a copy of a request. A copy of the same request by an older owner, or by the same one, is
-        dropped first. When the memory is full, copies that are far cheaper to compute again are dropped, and the owner
-        has to ask again.
+        """Reserve room for a copy of a request. A copy of the same request by an older owner, or by the same one, is
+        dropped first. When the memory is full, copies that are far cheaper to recompute are dropped, and the owner has
+        to ask again.
 
         Raises Unavailable (draining, or a copy of another request with the same id is here), LayoutMismatch,
         NoCapacity, StaleAttempt and RequestAlreadyExists (a newer owner is known).
@@ -164,16 +164,15 @@ class ReplicaHolder:
         return ticket
 
     async def resume(self, resumption: Resumption) -> Resumed:
-        """Goes on here with a request, from its copy. Returns once it has landed. Idempotent for one owner.
+        """Resume a request from its copy. Returns after its landing. Idempotent for one owner.
 
-        It goes on however this call ends; its router ends it by an abort.
+        Cancellation does not end the request; its router ends it by an abort.
 
         Raises RequestNotFound, InvalidArgument (another secret, other tokens, an owner that is not newer), StaleAttempt
-        and RequestAlreadyExists (a newer owner is known), NoCapacity. The copy is
-        kept then.
+        and RequestAlreadyExists (a newer owner is known), NoCapacity. The copy is kept then.
         """
         try:
-            resumed = await asyncio.shield(self._resuming(resumption))
+            return await asyncio.shield(self._resuming(resumption))
         except KaveriError as error:
             self._metrics.count_resume(error)
             get_logger().info(
@@ -184,11 +183,10 @@ class ReplicaHolder:
                 error=str(error),
             )
             raise
-        return resumed
 
     def update(self, request_id: str, ownership: Ownership, number: int) -> None:
-        """The request of a copy belongs to a newer owner from now on, at the same instance. Ignored when the copy of
-        that number is not here, or belongs to a newer owner.
+        """Change the owner of a copy's request, which stays at its instance. Ignored if the copy of that number is not
+        here, or belongs to a newer owner.
 
         Raises InvalidArgument (another secret), StaleAttempt and RequestAlreadyExists (a newer owner is known).
         """
@@ -202,8 +200,8 @@ class ReplicaHolder:
             held.offer = replace(held.offer, ownership=ownership)
 
     async def await_resumed(self, request_id: str, ownership: Ownership, number: int) -> None:
-        """Returns once no request is to go on from the copy of that number: it goes on, or the copy is gone. Raises
-        InvalidArgument (another secret)."""
+        """Wait until the request was resumed from the copy of that number, or the copy is gone. Raises InvalidArgument
+        (another secret)."""
         held = self._held.get(request_id)
         if held is None or held.offer.number != number:
             return
@@ -212,8 +210,8 @@ class ReplicaHolder:
         await held.left.wait()
 
     def close(self, request_id: str, ownership: Ownership, number: int = 0) -> None:
-        """The owner, its router, or a newer owner wants no copy of the request here. Ignored while a newer owner
-        resumes from it. number: of the owner, that wants none up to this one; a later one stays. 0: any."""
+        """Drop the copy of a request, for its owner, its router or a newer owner. Ignored while a newer owner resumes
+        from it. number: the owner's number of the last copy to drop; 0: any."""
         held = self._held.get(request_id)
         if held is None or 0 < number < held.offer.number:
             return
@@ -222,8 +220,8 @@ class ReplicaHolder:
             self._take(held, holding.Unwanted("given_up" if isinstance(held.state, Complete) else "closed"))
 
     def drain(self) -> None:
-        """Takes no copies any more, and shuts those that are here to their owners, which look for other holders. Until
-        wait_idle() has returned, requests are resumed from them."""
+        """Take no new copies, and seal the present ones: their owners look for other holders. Requests can be resumed
+        from them until wait_idle() has returned."""
         self._draining = True
         for held in list(self._held.values()):
             self._take(held, holding.HolderDrains(self._store.watermark(held.key)))
@@ -231,21 +229,21 @@ class ReplicaHolder:
             self._idle.clear()
 
     def undrain(self) -> None:
-        """Takes copies again."""
+        """Take copies again."""
         self._draining = False
         self._idle.set()
 
     @property
     def is_idle(self) -> bool:
-        """Whether it does not drain, or no copy is left that a request may need."""
+        """True if no drain waits for copies."""
         return self._idle.is_set()
 
     async def wait_idle(self) -> None:
-        """Returns soon after drain(), and with undrain()."""
+        """Wait until no drain waits for copies."""
         await self._idle.wait()
 
     def with_room(self, load: InstanceLoad) -> InstanceLoad:
-        """The load with what is free here for copies."""
+        """Add the free memory for copies to the load."""
         usage = self._store.usage()
         complete = (held for held in self._held.values() if isinstance(held.state, Complete))
         unneeded_bytes = sum(copy_bytes(held.offer.layout, held.watermark, ahead=0) for held in complete)
@@ -268,12 +266,12 @@ class ReplicaHolder:
                     continue
                 if not self._make_room(offer):
                     raise
-                # The blocks are free as soon as no owner can write into them any more.
+                # The blocks are free once no owner can write into them.
                 reason = "shorter copies were dropped to make room"
                 raise NoCapacity("replica", COPY_MADE_ROOM_RETRY_S, reason) from error
 
     def _drop_complete(self) -> bool:
-        """Drops the first copy of a complete answer. Its blocks are free at once. False: there is none."""
+        """Drop the first copy of a complete answer; its blocks are free at once. False: there is none."""
         complete = next((held for held in self._held.values() if isinstance(held.state, Complete)), None)
         if complete is not None:
             self._take(complete, holding.Unwanted("given_up"))
@@ -290,7 +288,7 @@ class ReplicaHolder:
         return bool(dropped)
 
     def _resuming(self, resumption: Resumption) -> asyncio.Future[Resumed]:
-        """The outcome of the resumption, which is begun unless it was already."""
+        """Begin a resumption, unless it has begun. Returns its result."""
         request_id, ownership = resumption.request_id, resumption.ownership
         held = self._held.get(request_id)
         if held is not None and held.outcome is not None and held.state == BeingResumed(ownership):
@@ -307,7 +305,7 @@ class ReplicaHolder:
         return outcome
 
     def _resumable(self, resumption: Resumption) -> HeldReplica:
-        """The copy that the request may go on from."""
+        """Find the copy and check the new owner."""
         request_id, ownership = resumption.request_id, resumption.ownership
         if resumption.holder_incarnation != self._incarnation:
             raise RequestNotFound(request_id, "its copy was in a former life of this instance")
@@ -330,12 +328,12 @@ class ReplicaHolder:
             outcome.set_result(await self._resume(held, resumption))
         except KaveriError as error:
             outcome.set_exception(error)
-        except Exception as error:  # One request's bad luck must not end the others'.
+        except Exception as error:  # Isolate failures per request.
             get_logger().exception("resume_failed_unexpectedly", request_id=resumption.request_id)
             outcome.set_exception(Unavailable(f"the resume failed: {error!r}"))
         finally:
             if not outcome.cancel():
-                # It may have an error that no call waits for any more.
+                # Mark the exception as retrieved: no call may wait for it.
                 outcome.exception()
 
     async def _resume(self, held: HeldReplica, resumption: Resumption) -> Resumed:
@@ -366,8 +364,8 @@ class ReplicaHolder:
         return Resumed(self._incarnation, held_tokens)
 
     async def _seal(self, held: HeldReplica, resumption: Resumption) -> None:
-        """Shuts the copy to its owner: what that one still draws must not be in it. What it was told to be here may be
-        on its way from the store's receiver."""
+        """Seal the copy against tokens that its owner still draws. Blocks that the owner was told of may still be on
+        their way from the store's receiver."""
         expected = min(resumption.replica_tokens, len(resumption.token_ids) - 1)
         for _ in range(_ARRIVAL_LOOKS):
             if self._store.watermark(held.key) >= expected:
@@ -376,19 +374,19 @@ class ReplicaHolder:
         self._store.seal(held.key)
 
     async def _land(self, held: HeldReplica, request: DecodeRequest, ticket: Ticket) -> None:
-        """Pushes the copy into the engine."""
+        """Push the copy into the engine."""
         assert request.resumed is not None
         try:
             await asyncio.wrap_future(self._store.push(held.key, ticket))
         except BaseException:
             self._instance.abort(request.request_id, request.ownership, by_router=True)
             raise
-        # The store's word and the engine's come on different ways. The reservation's end bounds the wait.
+        # The engine reports the landing by itself. The reservation's expiry bounds the wait.
         if not await request.resumed.landed:
             raise Unavailable("the request has ended before its copy had landed")
 
     def _hear(self, event: ReplicaEvent) -> None:
-        """What the store tells of a copy, which may be gone meanwhile."""
+        """Handle the store's event of a copy that may be gone."""
         held = self._held.get(event.key.request_id)
         if held is None or held.key != event.key:
             return
@@ -399,29 +397,27 @@ class ReplicaHolder:
             case ReplicaOrphaned():
                 self._take(held, holding.OwnerLost(event.reason))
             case ReplicaGivenUp():
-                self._take(held, holding.OwnerGaveUp())
+                self._take(held, holding.BareEvent.OWNER_GAVE_UP)
             case ReplicaDropped():
                 self._take(held, holding.Unwanted("given_up"))
 
     def _drop_expired(self, now_s: float) -> None:
         for held in list(self._held.values()):
-            self._take(held, self._looked(held, now_s), now_s)
+            looked = holding.Looked(
+                is_unused=not held.watermark and held.opened_s + self._unused_s <= now_s,
+                is_expired=held.opened_s + held.offer.timeout_s <= now_s,
+                is_memory_scarce=isinstance(held.state, Complete) and self._is_memory_scarce(),
+            )
+            self._take(held, looked, now_s)
             if isinstance(held.state, Growing):
                 if self._has_lost_owner(held, now_s):
                     self._take(held, holding.OwnerLost("its owner has left the cluster"), now_s)
                 elif self._is_starved(held, now_s):
-                    self._take(held, holding.BlockMissed(), now_s)
-
-    def _looked(self, held: HeldReplica, now_s: float) -> holding.Looked:
-        return holding.Looked(
-            is_unused=not held.watermark and held.opened_s + self._unused_s <= now_s,
-            is_expired=held.ends_s <= now_s,
-            is_memory_scarce=isinstance(held.state, Complete) and self._is_memory_scarce(),
-        )
+                    self._take(held, holding.BareEvent.BLOCK_MISSED, now_s)
 
     def _has_lost_owner(self, held: HeldReplica, now_s: float) -> bool:
-        """An owner that died while no packet came from it has not closed its connection. A young owner may not be in
-        the view yet."""
+        """True if the cluster has lost an owner whose connection is open: no packet closed it. A young owner may not be
+        in the view yet."""
         is_old = now_s - held.opened_s >= self._unused_s
         return is_old and not self._is_there(held.offer.owner_id, held.offer.owner_incarnation)
 
@@ -435,7 +431,7 @@ class ReplicaHolder:
 
     @property
     def _grace_s(self) -> float:
-        """How long a copy is kept that no owner adds to."""
+        """Time that a copy without an owner is kept."""
         return min(_LEAVING_S, self._orphan_grace_s) if self._draining else self._orphan_grace_s
 
     def _is_memory_scarce(self) -> bool:
@@ -449,14 +445,13 @@ class ReplicaHolder:
             match action:
                 case holding.Seal():
                     self._store.seal(held.key)
-                case holding.TellLeft():
-                    held.left.set()
                 case holding.NoteOrphan(reason):
                     get_logger().bind(**_name_of(held)).info("replica_orphaned", reason=reason)
                 case holding.Drop(cause):
                     self._drop(held, cause)
 
     def _drop(self, held: HeldReplica, cause: str) -> None:
+        held.left.set()
         del self._held[held.key.request_id]
         if not self._held:
             self._idle.set()
@@ -466,10 +461,5 @@ class ReplicaHolder:
 
 
 def _name_of(held: HeldReplica) -> dict[str, str | int]:
-    """For log lines."""
+    """Fields for log lines."""
     return {"request_id": held.key.request_id, "attempt": held.key.attempt, "session": held.key.session}
-
-
-def _forward(loop: asyncio.AbstractEventLoop, hear: Callable[[ReplicaEvent], None], event: ReplicaEvent) -> None:
-    """From the store's thread to the loop."""
-    loop.call_soon_threadsafe(hear, event)

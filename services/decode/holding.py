@@ -1,12 +1,13 @@
-"""The life of the copy of one request, as its holder sees it. Pure: no clock, no waiting, no I/O.
+"""The life of a request's copy at its holder. Pure: no clock, no waiting, no I/O.
 
     Growing -> Orphan <-> BeingResumed -> Freed
        +----> Complete <----+
 
-Every state but Freed may go to Freed, and Growing and Complete may be resumed as well. step() returns the next state,
-and what the holder has to carry out, in order. usable_tokens() says how much of a copy a request goes on from.
+Every state but Freed may go to Freed, and Growing and Complete may be resumed as well. step() returns the next state
+and the actions for the holder, in order.
 """
 
+import enum
 from dataclasses import dataclass
 
 from kaveri.domain.owner import Ownership
@@ -24,24 +25,24 @@ class Growing:
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """Its owner is gone, or was shut out. It waits for a router that resumes it."""
+    """Its owner is gone, or it was sealed. It waits for a router that resumes the request."""
 
     until_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """Its owner has given it up: mostly, its answer is complete. The owner may die before the router has the end."""
+    """Its owner gave it up, mostly because the answer is complete. The owner may die before the router has the end."""
 
     until_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class BeingResumed:
-    """A request goes on from it here. It is shut to its owner."""
+    """The request is resumed from it here. It is sealed."""
 
     ownership: Ownership
-    """Of the new owner."""
+    """The new owner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +55,25 @@ Holding = Growing | Orphan | Complete | BeingResumed | Freed
 # ---- events ----
 
 
+class BareEvent(enum.Enum):
+    """Events without data."""
+
+    OWNER_GAVE_UP = enum.auto()
+    """The owner gave it up."""
+    BLOCK_MISSED = enum.auto()
+    """There was no room for its next block for too long."""
+
+
 @dataclass(frozen=True, slots=True)
 class OwnerLost:
-    """The owner's connection has ended, it has marked nothing for too long, or it has left the cluster."""
+    """The owner's connection ended, it marked nothing for too long, or it left the cluster."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class OwnerGaveUp:
-    """The owner wants it no more."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockMissed:
-    """There was no room for its next block for too long."""
-
-
-@dataclass(frozen=True, slots=True)
 class HolderDrains:
-    """The holder takes no copies any more."""
+    """The holder takes no new copies."""
 
     token_count: int
     """The watermark."""
@@ -92,7 +92,7 @@ class Looked:
 
 @dataclass(frozen=True, slots=True)
 class ResumeBegun:
-    """A newer owner goes on from it here."""
+    """A newer owner resumes the request here."""
 
     ownership: Ownership
 
@@ -106,28 +106,26 @@ class ResumeFailed:
 
 @dataclass(frozen=True, slots=True)
 class ResumeLanded:
-    """The request has landed here, and needs it no more."""
+    """The resumed request has landed."""
 
     ownership: Ownership
 
 
 @dataclass(frozen=True, slots=True)
 class Unwanted:
-    """Nothing may go on from it: it was closed, replaced, or others need its memory more."""
+    """It was closed, replaced, or others need its memory more."""
 
     cause: str
 
 
-HoldingEvent = (
-    OwnerLost | OwnerGaveUp | BlockMissed | HolderDrains | Looked | ResumeBegun | ResumeFailed | ResumeLanded | Unwanted
-)
+HoldingEvent = BareEvent | OwnerLost | HolderDrains | Looked | ResumeBegun | ResumeFailed | ResumeLanded | Unwanted
 
 # ---- actions ----
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Shut it to its owner, which looks for another holder."""
+    """Refuse further writes of its owner, which looks for another holder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,24 +136,18 @@ class NoteOrphan:
 
 
 @dataclass(frozen=True, slots=True)
-class TellLeft:
-    """Tell those that wait for it that no request goes on from it any more."""
-
-
-@dataclass(frozen=True, slots=True)
 class Drop:
-    """Give its memory back."""
+    """Give its memory back, and wake calls that wait for a resumption."""
 
     cause: str
 
 
-HoldingAction = Seal | NoteOrphan | TellLeft | Drop
+HoldingAction = Seal | NoteOrphan | Drop
 HoldingStep = tuple[Holding, tuple[HoldingAction, ...]]
 
 
 def step(state: Holding, event: HoldingEvent, now_s: float, grace_s: float) -> HoldingStep:
-    """The next state, and what to do. grace_s: how long a copy is kept that no owner adds to. Events that come too late
-    change nothing."""
+    """The next state and the actions. Late events change nothing. grace_s: time to keep a copy without an owner."""
     match event, state:
         case _, Freed():
             return state, ()
@@ -165,9 +157,9 @@ def step(state: Holding, event: HoldingEvent, now_s: float, grace_s: float) -> H
             return _looked(state, event, now_s)
         case OwnerLost(reason), Growing():
             return Orphan(now_s + grace_s), (NoteOrphan(reason),)
-        case OwnerGaveUp(), Growing():
+        case BareEvent.OWNER_GAVE_UP, Growing():
             return Complete(now_s + min(COMPLETE_COPY_S, grace_s)), ()
-        case BlockMissed(), Growing():
+        case BareEvent.BLOCK_MISSED, Growing():
             # Its owner has the grace time to find another holder. It may not be able to close this copy.
             return Orphan(now_s + grace_s), (Seal(),)
         case HolderDrains(token_count), Growing():
@@ -201,11 +193,11 @@ def _looked(state: Holding, looked: Looked, now_s: float) -> HoldingStep:
 
 
 def _gone(cause: str) -> HoldingStep:
-    return Freed(), (TellLeft(), Drop(cause))
+    return Freed(), (Drop(cause),)
 
 
 def usable_tokens(held: tuple[int, ...], resumption: Resumption, block_tokens: int) -> int:
-    """How many of a copy's tokens the request goes on from: whole blocks of `block_tokens`. held: the copy's token ids.
+    """Number of a copy's tokens that a resumed request uses: whole blocks. held: the copy's token ids.
 
     Raises InvalidArgument (the copy is of another prompt) and RequestNotFound (it has no whole block).
     """

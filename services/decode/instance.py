@@ -1,7 +1,6 @@
-"""One decode instance at work: reserves, admits what has landed, passes tokens on, ends every request exactly once."""
+"""The decode side of an instance: reserves room, admits landed requests, passes tokens on, ends each request once."""
 
 import asyncio
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -38,13 +37,12 @@ from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.admission import AnyAdmission, DecodeBatch, expected_answer, member_of
 from kaveri.policy.decode_room import DecodeRoom, Place, RequestCounts
 from kaveri.policy.growth import BatchMember
-from kaveri.policy.placement import DEFAULT_THRESHOLDS, HeavyThresholds
+from kaveri.policy.placement import HeavyThresholds
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import spans_below, trace_fields
 from services.decode import lifecycle
 from services.decode.answer_log import AnswerLog, End
 from services.decode.answer_readers import AnswerTokenizer
-from services.decode.attaching import prompt_tokens
 from services.decode.engine_room import EngineRoom, draining
 from services.decode.lifecycle import InLine, Ready, Released, Reserving, Rival, Running
 from services.decode.metrics import DecodeMetrics
@@ -58,8 +56,7 @@ _LONGEST_REQUEST_S = 86_400.0
 class DecodeInstance:
     """The PhaseService that decodes. For one event loop.
 
-    It waits and sends. services.decode.lifecycle says what an event means for a request; kaveri.policy.decode_room says
-    which request has room and a seat in the batch.
+    Carries out what services.decode.lifecycle (a request's life) and kaveri.policy.decode_room (room and seats) decide.
     """
 
     def __init__(
@@ -70,18 +67,18 @@ class DecodeInstance:
         reservation_ttl_s: float,
         orphan_grace_s: float,
         metrics: DecodeMetrics,
-        range_end: RangeEnd = RangeEnd.LOW,
-        thresholds: HeavyThresholds = DEFAULT_THRESHOLDS,
-        serials: Iterator[int] | None = None,
-        tokenizer: AnswerTokenizer | None = None,
-        feeds: RouterFeeds | None = None,
+        range_end: RangeEnd,
+        thresholds: HeavyThresholds,
+        serials: Iterator[int],
+        tokenizer: AnswerTokenizer | None,
+        feeds: RouterFeeds,
     ) -> None:
-        """reservation_ttl_s: seconds that a reservation waits for its KV, at most.
+        """reservation_ttl_s: limit on a reservation's wait for its KV.
 
-        orphan_grace_s: seconds that requests go on without a token stream of their router, and ended ones are kept.
-        range_end: which end of a predicted length the policy counts on. thresholds: which requests its load calls
-        heavy. serials: numbers that no one else gives to requests of this engine; None: from 1. tokenizer: for answers
-        that callers read here; None: they cannot. feeds: those of the instance's other phase.
+        orphan_grace_s: seconds that requests continue without a stream of their router, and ended ones are kept.
+        range_end: end of a predicted length that the policy uses. thresholds: which requests its load calls heavy.
+        serials: unique numbers for requests of this engine. tokenizer: for answers that callers read here; None: they
+        cannot. feeds: shared with the instance's other phase.
         """
         self._engine = engine
         self._range_end = range_end
@@ -92,14 +89,14 @@ class DecodeInstance:
         self.owners = RequestOwners(orphan_grace_s, self._router_gone, metrics, tokenizer, feeds)
         self._requests = self.owners.requests
         self._engine_room = EngineRoom(engine, self._room, self._requests, reservation_ttl_s, self._take)
-        self._serials = itertools.count(1) if serials is None else serials
+        self._serials = serials
         # Read by the thread that serves metrics.
         metrics.in_line.set_function(lambda: self._room.line.length)
         self._idle = asyncio.Event()
         self._idle.set()
 
     async def run(self) -> None:
-        """Nothing to do beside the events."""
+        """No background work."""
 
     async def reserve(
         self,
@@ -117,18 +114,17 @@ class DecodeInstance:
         placed_by: str = "",
         suspect_until: int = 0,
     ) -> Ticket:
-        """Reserves room. With `waits` a request without room waits in line until it has room; otherwise it is refused.
+        """Reserve room. With `waits` a request without room waits in line; otherwise it is refused.
 
-        A reservation of the same request by an older owner, or by the same one, is ended first, waiting or not; and so
-        is another request with the same id. A newer attempt takes over the place in line of an older one.
-        reservation: the number of this call within the attempt; an earlier call that comes late is stale.
-        traceparent: of the span that what happens here is below; empty: it is not traced.
-        placed_by: the prefill instance that asks; empty: not known. suspect_until: see EngineRequest.
+        A reservation of the same request by an older owner, or by the same one, is ended first, waiting or not, and so
+        is another request with the same id. A newer attempt takes over an older one's place in line.
+        reservation: the number of this call within the attempt; an earlier call that arrives late is stale.
+        traceparent: of the parent span; empty: not traced. placed_by: the prefill instance that asks; empty: unknown.
+        suspect_until: see EngineRequest. timeout_s: time left to the request, which ends here after it.
 
-        timeout_s: what is left of the request's time; when it is over the request ends here. Raises Unavailable
-        (draining, also while it waits), LayoutMismatch, StaleAttempt, NoCapacity, InvalidArgument (can never fit),
-        RequestAlreadyExists (another request, or a later session, has replaced it), DeadlineExceeded, and
-        RequestCancelled when it was aborted meanwhile. Cancelled, it leaves nothing reserved, and no place in line.
+        Raises Unavailable (draining, also while it waits), LayoutMismatch, StaleAttempt, NoCapacity, InvalidArgument
+        (can never fit), RequestAlreadyExists (replaced by another request, or a later session), DeadlineExceeded, and
+        RequestCancelled when it was aborted. Cancelled, it leaves nothing reserved, and no place in line.
         """
         if self._engine_room.is_draining:
             raise draining()
@@ -150,8 +146,8 @@ class DecodeInstance:
         return await self._engine_room.granted(request)
 
     async def reserve_resumed(self, resumption: Resumption, held_tokens: int) -> tuple[DecodeRequest, Ticket]:
-        """Reserves room, ahead of all that wait in line, for a request of which a copy brings `held_tokens`. It is
-        admitted ahead of the others, too. It is taken while draining, as its copy is here already.
+        """Reserve room for a request that a copy brings `held_tokens` of, ahead of the line. It is admitted ahead of
+        others too, and taken while draining: its copy is here already.
 
         Raises as reserve() without `waits`. Cancelled, it leaves nothing reserved.
         """
@@ -180,16 +176,16 @@ class DecodeInstance:
         return request, await self._engine_room.granted(request)
 
     def landed(self) -> Iterator[DecodeRequest]:
-        """The requests whose KV is here, or is computed again."""
+        """Requests after their landing, preempted ones included."""
         return (request for request in self._requests if isinstance(request.state, Ready | Running))
 
     def move(self, request: DecodeRequest, replica: ReplicaLocation) -> None:
-        """The engine has let the request go: its router resumes it at the holder of the replica."""
+        """End a request that the engine has released; its router resumes it at the replica's holder."""
         request.log.note_replica(replica)
         self._take(request, lifecycle.Moved(replica.holder_id))
 
     def lose(self, request: DecodeRequest, error: KaveriError) -> None:
-        """The request has a newer owner elsewhere, as `error` says: it ends here. Its router hears of it."""
+        """End a request that has a newer owner elsewhere. Its router gets `error`."""
         self.owners.note_loss(request, error)
         self._take(request, lifecycle.RivalCame(Rival.NEWER_OWNER, error))
 
@@ -204,30 +200,29 @@ class DecodeInstance:
     ) -> None:
         """Take over a request that this engine has prefilled, and admit it if the admission policy allows.
 
-        As reserve(), but there is nothing to reserve, and it is taken while draining too: it came in before.
-        first_token: what prefill drew. Raises StaleAttempt, RequestAlreadyExists, and Unavailable when the engine has
-        stopped.
+        As reserve(), without a reservation; also while draining. first_token: drawn by prefill. Raises StaleAttempt,
+        RequestAlreadyExists, and Unavailable when the engine has stopped.
         """
         self._end_former(engine_request.key.request_id, ownership)
         request = self._open(engine_request, ownership, timeout_s, predicted_length, InLine(stays=False), traceparent)
         request.log.begin_with(*first_token)
-        self._take(request, lifecycle.RoomAsked())
+        self._take(request, lifecycle.BareEvent.ROOM_ASKED)
         try:
             self._engine.adopt(engine_request.key)
         except EngineError as error:
             self._take(request, lifecycle.RoomRefused(error))
             raise Unavailable(str(error)) from error
-        self._take(request, lifecycle.AdoptedHere())
+        self._take(request, lifecycle.BareEvent.ADOPTED)
         self._engine_room.admit()
         if request.spans is not None:
             request.spans.adopted(time.monotonic())
 
     def abort(self, request_id: str, ownership: Ownership, by_router: bool, reservation: int = 0) -> None:
-        """Ends the request, unless it is another one, belongs to a newer owner, or is a later reservation of the same
-        owner than `reservation` (0: any). Unknown ones are ignored.
+        """End the request. Ignored if it is unknown, is another one, belongs to a newer owner, or is a later
+        reservation of the same owner than `reservation` (0: any).
 
-        by_router: whether the router itself asks. When a prefill instance ends a request that has landed, the router
-        gets an error: it may wait for nothing but this instance's tokens by then.
+        by_router: the caller is the router. When a prefill instance aborts a landed request, the router gets an error:
+        it may wait for this instance's tokens alone.
         """
         request = self._requests.by_request_id(request_id)
         if request is None:
@@ -236,7 +231,7 @@ class DecodeInstance:
         if owner is None or owner < request.owner:
             return
         if request.owner == owner and 0 < reservation < request.reservation:
-            # Room was given back, and asked for again before this came.
+            # The room was given back, and reserved again before this arrived.
             return
         self._take(request, lifecycle.AbortAsked(by_router))
 
@@ -250,7 +245,7 @@ class DecodeInstance:
             elif isinstance(event, EngineStopped):
                 for each in list(self._requests):
                     self._take(each, lifecycle.Broken(error_of_stop(event, each.key)))
-            # Aborted requests may still be spoken of.
+            # Aborted requests may still have events.
             elif (request := self._requests.by_key(event.key)) is not None:
                 match event:
                     case Landed():
@@ -264,7 +259,7 @@ class DecodeInstance:
                     case LandingFailed():
                         self._take(request, lifecycle.KvNotLanded(event.reason))
                     case Preempted():
-                        self._take(request, lifecycle.BlocksLost())
+                        self._take(request, lifecycle.BareEvent.BLOCKS_LOST)
                     case RequestFailed():
                         self._take(request, lifecycle.Broken(error_of_failure(event)))
         if token_counts:
@@ -272,7 +267,7 @@ class DecodeInstance:
         self._engine_room.admit()
         for request in landed:
             if isinstance(request.state, Ready):
-                self.owners.streams.announce(request)
+                self.owners.announce(request)
         self._engine_room.give()
 
     def load(self) -> InstanceLoad:
@@ -283,9 +278,9 @@ class DecodeInstance:
         return self._room.load(self._engine_room.free(), self._engine.stats().context_tokens, counts, time.monotonic())
 
     def kept_blocks(self, coming: tuple[EngineRequest, TokenRange | None] | None = None) -> int:
-        """Free blocks that the policy keeps for what is here; nothing new may take them.
+        """Free blocks that the policy keeps for requests here.
 
-        coming: the request that will be adopted next, with its predicted length.
+        coming: the next request to be adopted, with its predicted length.
         """
         member = self._member(*coming) if coming is not None else None
         return self._room.batch.kept_blocks(time.monotonic(), member)
@@ -315,18 +310,18 @@ class DecodeInstance:
         now_s = time.monotonic()
         drawn: set[int] = set()
         for step in steps:
-            # Aborted requests may still be spoken of.
+            # Aborted requests may still have events.
             request = self._requests.by_key(step.key)
             if request is None:
                 continue
             drawn.add(step.key.serial)
             request.state, actions = lifecycle.step(request.state, lifecycle.Drew(step.finish is not None), now_s)
             if not actions:
-                self.owners.streams.gain(request, step, None)
+                self.owners.gain(request, step, None)
                 continue
             (report,) = actions
             assert isinstance(report, lifecycle.NoteEnd)
-            self.owners.streams.gain(request, step, self._times(request, report.times))
+            self.owners.gain(request, step, self._times(request, report.times))
             self._remove(request)
             self.owners.keep(request, now_s)
             if request.spans is not None:
@@ -342,9 +337,9 @@ class DecodeInstance:
         return replace(times, held_tokens=held_tokens, recomputed_tokens=recomputed_tokens)
 
     def _end_former(self, request_id: str, ownership: Ownership, reservation: int = 0) -> Place | None:
-        """Ends what is here of the request, unless that is newer: then raises StaleAttempt or RequestAlreadyExists.
+        """End a former request with this id. Raises StaleAttempt or RequestAlreadyExists if that is newer.
 
-        Returns the place in line that an older owner of the same request had.
+        Returns the place in line of an older owner of the same request.
         """
         former = self._requests.by_request_id(request_id)
         owner = ownership.comparable(former.ownership) if former is not None else None
@@ -380,10 +375,10 @@ class DecodeInstance:
             expires_s=now_s + timeout_s,
             member=self._member(engine_request, predicted),
             state=state,
-            heavy=self._thresholds.is_heavy(predicted, prompt_tokens(engine_request)),
+            heavy=self._thresholds.is_heavy(predicted, engine_request.prompt_tokens),
         )
         loop = asyncio.get_running_loop()
-        request.deadline = loop.call_later(timeout_s, self._take, request, lifecycle.TimeOver())
+        request.deadline = loop.call_later(timeout_s, self._take, request, lifecycle.BareEvent.TIME_OVER)
         if (spans := spans_below(traceparent)) is not None:
             request.spans = DecodeSpans(spans, now_s)
         self._requests.add(request)
@@ -392,15 +387,15 @@ class DecodeInstance:
 
     def _member(self, request: EngineRequest, predicted: TokenRange | None) -> BatchMember:
         max_model_len = self._engine.info.max_model_len
-        expected = expected_answer(predicted, prompt_tokens(request), request.params.max_tokens, max_model_len)
+        expected = expected_answer(predicted, request.prompt_tokens, request.params.max_tokens, max_model_len)
         return member_of(len(request.token_ids), request.generated_count, expected, self._range_end)
 
     def _router_gone(self, router_id: str) -> None:
         for request in self._requests.of_router(router_id):
-            self._take(request, lifecycle.RouterLost())
+            self._take(request, lifecycle.BareEvent.ROUTER_LOST)
 
     def _take(self, request: DecodeRequest, event: lifecycle.Event) -> None:
-        """Something has happened to the request. Nothing happens to one that has ended."""
+        """Apply an event to a request; ignored after its end."""
         former = request.state
         if isinstance(former, Released):
             return
@@ -411,7 +406,7 @@ class DecodeInstance:
             self._act(request, action, now_s)
 
     def _follow(self, request: DecodeRequest, former: lifecycle.State, now_s: float) -> None:
-        """Table and batch follow the request's state."""
+        """Update table and batch after a transition."""
         batch, serial = self._room.batch, request.key.serial
         match request.state:
             case Reserving():
@@ -427,7 +422,7 @@ class DecodeInstance:
                 batch.preempt(serial)
             case Released():
                 self._remove(request)
-                # Its seat may be what a ready request waits for, its blocks or its place what a waiting one does.
+                # Others may wait for its seat, its blocks or its place in line.
                 loop = asyncio.get_running_loop()
                 loop.call_soon(self._engine_room.admit)
                 loop.call_soon(self._engine_room.give)
@@ -448,25 +443,25 @@ class DecodeInstance:
         match action:
             case lifecycle.AnswerReserve(result):
                 self._answer(request, result)
-            case lifecycle.LeaveLine():
+            case lifecycle.BareAction.LEAVE_LINE:
                 self._room.line.leave(request.request_id)
-            case lifecycle.KeepPlace():
+            case lifecycle.BareAction.KEEP_PLACE:
                 self._room.line.refused(request.request_id)
-            case lifecycle.AbortInEngine():
+            case lifecycle.BareAction.ABORT_IN_ENGINE:
                 self._engine.abort(request.key)
             case lifecycle.TellRouter(error, replaced, moved, fault):
-                self.owners.streams.fail(request, End(error=error, replaced=replaced, moved=moved, fault=fault))
+                self.owners.fail(request, End(error=error, replaced=replaced, moved=moved, fault=fault))
                 self.owners.keep(request, now_s)
             case lifecycle.KeepTokens(error):
-                self.owners.streams.drop(request)
+                self.owners.drop(request)
                 request.log.end = End(error=error)
                 self.owners.keep(request, now_s)
-            case lifecycle.DropTokens():
-                self.owners.streams.drop(request)
+            case lifecycle.BareAction.DROP_TOKENS:
+                self.owners.drop(request)
             case lifecycle.CountLanding(kv_bytes, landing_s):
                 self._metrics.received_bytes.inc(kv_bytes)
                 self._metrics.landing_seconds.observe(landing_s)
-            case lifecycle.CountPreemption():
+            case lifecycle.BareAction.COUNT_PREEMPTION:
                 self._metrics.preemptions.inc()
             case lifecycle.NoteEnd():
                 self._report(request, action, now_s)

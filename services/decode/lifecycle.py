@@ -3,8 +3,7 @@
     InLine <-> Reserving -> Reserved -> Ready -> Running    from every state: Released
                  +--- adopted ---------^
 
-step() returns the next state and the actions that the service has to carry out, in order. What room, seats and tokens
-there are the service knows; here is what they mean for one request.
+step() returns the next state and the actions for the service, in order.
 """
 
 import enum
@@ -26,15 +25,15 @@ from kaveri.kv.transfer.ticket import Ticket
 
 @dataclass(frozen=True, slots=True)
 class InLine:
-    """It waits for room."""
+    """It waits in line for room."""
 
     stays: bool
-    """Whether it waits when there is none now."""
+    """It may wait if there is no room now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reserving:
-    """The engine is asked for its room, or to adopt it."""
+    """The engine is asked to reserve its room, or to adopt it."""
 
     stays: bool
     asked_s: float
@@ -49,7 +48,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """It has landed, and waits for a seat in the batch. Its KV is here, unless it was preempted since."""
+    """Its KV has landed, and it waits for a seat in the batch."""
 
     landed_s: float
     preemptions: int = 0
@@ -65,11 +64,11 @@ class Running(NamedTuple):
     """Tokens drawn on this instance."""
     preemptions: int = 0
     holds_blocks: bool = True
-    """False: it was preempted, and has drawn no token since."""
+    """False: preempted, and no token drawn since."""
 
 
 class DecodeOutcome(enum.StrEnum):
-    """How a request has ended here."""
+    """How a request ended here."""
 
     FINISHED = "finished"
     ABORTED = "aborted"
@@ -77,18 +76,18 @@ class DecodeOutcome(enum.StrEnum):
     DEADLINE = "deadline"
     NO_ROOM = "no_room"
     LEFT_LINE = "left_line"
-    """Its Reserve ended before it had room."""
+    """Its Reserve call ended before it had room."""
     REFUSED = "refused"
     NOT_LANDED = "not_landed"
     ROUTER_GONE = "router_gone"
     MOVED = "moved"
-    """The holder of its copy goes on with it."""
+    """The holder of its copy continues it."""
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """It has ended here, and holds nothing."""
+    """It ended here, and holds nothing."""
 
     outcome: DecodeOutcome
 
@@ -98,9 +97,23 @@ State = InLine | Reserving | Reserved | Ready | Running | Released
 # ---- Events ----
 
 
-@dataclass(frozen=True, slots=True)
-class RoomAsked:
-    """It is its turn: the service asks the engine."""
+class BareEvent(enum.Enum):
+    """Events without data."""
+
+    ROOM_ASKED = enum.auto()
+    """The request is next in line: the service asks the engine."""
+    ADOPTED = enum.auto()
+    """The engine that has prefilled the request decodes it."""
+    SEAT_TAKEN = enum.auto()
+    """It joins the batch."""
+    BLOCKS_LOST = enum.auto()
+    """The engine has preempted it."""
+    CALL_ENDED = enum.auto()
+    """Its Reserve call was cancelled."""
+    TIME_OVER = enum.auto()
+    """Its deadline has passed."""
+    ROUTER_LOST = enum.auto()
+    """Its router had no stream for the whole grace time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +132,9 @@ class RoomRefused:
 
 @dataclass(frozen=True, slots=True)
 class TurnedAway:
-    """The instance lets it wait no longer: it must not wait, the line is full, or the instance drains."""
+    """It may not wait: its call forbids it, the line is full, or the instance drains."""
 
     error: KaveriError
-
-
-@dataclass(frozen=True, slots=True)
-class AdoptedHere:
-    """The engine that has prefilled it decodes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +146,9 @@ class KvLanded:
 
 @dataclass(frozen=True, slots=True)
 class KvNotLanded:
-    """Its KV will not come. The prefill side hears that from its push."""
+    """Its KV will not come. The prefill side is told by its push."""
 
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class SeatTaken:
-    """It joins the batch."""
 
 
 class Drew(NamedTuple):
@@ -155,29 +158,19 @@ class Drew(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksLost:
-    """The engine has preempted it."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallEnded:
-    """Its Reserve call was cancelled, or its deadline is over."""
-
-
-@dataclass(frozen=True, slots=True)
 class AbortAsked:
-    """Its prefill instance or its router gives it up."""
+    """Its prefill instance or its router aborts it."""
 
     by_router: bool
 
 
 class Rival(enum.Enum):
-    """What replaces a request."""
+    """The kind of a request that replaces another."""
 
     NEWER_OWNER = "newer owner"
-    """The doing of the router, or of a later session."""
+    """A newer attempt or session."""
     SAME_OWNER = "same owner"
-    """Prefill did not hear of the landing. The router may have got tokens, and wait for more of them."""
+    """Prefill missed the landing. The router may have tokens, and wait for more."""
     OTHER_REQUEST = "other request"
     """The former router must not place it again: the two would replace each other in turn."""
 
@@ -188,55 +181,54 @@ class RivalCame:
 
     rival: Rival
     error: KaveriError
-    """For the former Reserve call, if it still waits."""
-
-
-@dataclass(frozen=True, slots=True)
-class TimeOver:
-    """The request's deadline has passed."""
-
-
-@dataclass(frozen=True, slots=True)
-class RouterLost:
-    """Its router had no token stream for the whole grace time."""
+    """Answer to the former Reserve call, if it still waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The engine has let it go: the holder of its copy has the KV of all tokens but the last."""
+    """The engine has released it: the holder of its copy has the KV of all tokens but the last."""
 
     holder_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The engine has failed it, or the instance ends."""
+    """The engine failed it, or the instance ends."""
 
     error: EngineError | Unavailable
     """EngineError: it must not be placed again."""
 
 
 Event = (
-    RoomAsked
+    BareEvent
     | RoomGranted
     | RoomRefused
     | TurnedAway
-    | AdoptedHere
     | KvLanded
     | KvNotLanded
-    | SeatTaken
     | Drew
-    | BlocksLost
-    | CallEnded
     | AbortAsked
     | RivalCame
-    | TimeOver
-    | RouterLost
     | Moved
     | Broken
 )
 
 # ---- Actions ----
+
+
+class BareAction(enum.Enum):
+    """Actions without data."""
+
+    LEAVE_LINE = enum.auto()
+    """Give up its place in line."""
+    KEEP_PLACE = enum.auto()
+    """Keep it waiting, at its place in line."""
+    ABORT_IN_ENGINE = enum.auto()
+    """End it in the engine, which frees its blocks."""
+    DROP_TOKENS = enum.auto()
+    """Forget unsent tokens."""
+    COUNT_PREEMPTION = enum.auto()
+    """Count a preemption."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,137 +240,97 @@ class AnswerReserve:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveLine:
-    """Give its place in line up."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeepPlace:
-    """It waits on, at its place in line."""
-
-
-@dataclass(frozen=True, slots=True)
-class AbortInEngine:
-    """End it in the engine, which frees its blocks."""
-
-
-@dataclass(frozen=True, slots=True)
 class TellRouter:
-    """Send its router, behind the tokens, that it cannot go on here."""
+    """Send its router the error that ends it here, after the tokens."""
 
     error: str
     replaced: bool = False
     """Another request with the same id has begun."""
     moved: bool = False
-    """It is to be resumed from its copy."""
+    """The router resumes it from its copy."""
     fault: EngineError | EngineBroke | None = None
-    """The engine has raised an exception."""
+    """The exception that the engine raised."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeepTokens:
-    """Send its router nothing more, and keep the tokens for one that attaches; to that one they end with `error`."""
+    """Send its router nothing more. Keep the tokens, which end with `error`, for a router that attaches."""
 
     error: str
 
 
 @dataclass(frozen=True, slots=True)
-class DropTokens:
-    """Forget the tokens that were not sent."""
-
-
-@dataclass(frozen=True, slots=True)
 class CountLanding:
-    """Note in the metrics that its KV has landed."""
+    """Count a landing."""
 
     kv_bytes: int
     landing_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class CountPreemption:
-    """Note in the metrics that it was preempted."""
-
-
-@dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """Where a finished request spent its time here."""
+    """Times of a finished request."""
 
     queue_s: float
     decode_s: float
     preemptions: int
     held_tokens: int = 0
-    """Of a resumed one: tokens whose KV came from a copy."""
+    """Resumed requests: tokens whose KV came from a copy."""
     recomputed_tokens: int = 0
-    """Of a resumed one: tokens that the copy lacked."""
+    """Resumed requests: tokens that the copy lacked."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoteEnd:
-    """Note its end in metrics and log. The last action of every life."""
+    """Log and count its end. The last action of every life."""
 
     outcome: DecodeOutcome
     reason: str | None = None
     preemptions: int = 0
     times: RequestTimes | None = None
-    """Of a finished one."""
+    """None unless it finished."""
 
 
-Action = (
-    AnswerReserve
-    | LeaveLine
-    | KeepPlace
-    | AbortInEngine
-    | TellRouter
-    | KeepTokens
-    | DropTokens
-    | CountLanding
-    | CountPreemption
-    | NoteEnd
-)
+Action = BareAction | AnswerReserve | TellRouter | KeepTokens | CountLanding | NoteEnd
 Step = tuple[State, tuple[Action, ...]]
 
 
 def step(state: State, event: Event, now_s: float) -> Step:
-    """The next state, and what to do. An impossible pair is an AssertionError that names both."""
+    """The next state and the actions. An impossible pair raises an AssertionError that names both."""
     match event, state:
         case Drew(), Running():
             return _drew(state, event, now_s)
-        case RoomAsked(), InLine():
+        case BareEvent.ROOM_ASKED, InLine():
             return Reserving(state.stays, now_s), ()
         case RoomGranted(), Reserving():
-            return Reserved(state.asked_s), (LeaveLine(), AnswerReserve(event.ticket))
+            return Reserved(state.asked_s), (BareAction.LEAVE_LINE, AnswerReserve(event.ticket))
         case RoomRefused(NoCapacity()), Reserving(stays=True):
-            return InLine(stays=True), (KeepPlace(),)
+            return InLine(stays=True), (BareAction.KEEP_PLACE,)
         case RoomRefused(), Reserving():
             return _refused(state, event.error)
         case TurnedAway(), InLine():
             return _refused(state, event.error)
-        case AdoptedHere(), Reserving():
+        case BareEvent.ADOPTED, Reserving():
             return Ready(now_s), ()
         case KvLanded(), Reserved():
             return Ready(now_s), (CountLanding(event.kv_bytes, now_s - state.asked_s),)
         case KvNotLanded(), Reserving() | Reserved():
-            # Reserving: the reservation has expired before its grant was heard of.
+            # Reserving: the reservation expired before its grant arrived.
             return _ended(state, DecodeOutcome.NOT_LANDED, reason=event.reason)
-        case SeatTaken(), Ready():
+        case BareEvent.SEAT_TAKEN, Ready():
             return Running(state.landed_s, None, 0, state.preemptions, state.holds_blocks), ()
-        case BlocksLost(), Ready():
-            return replace(state, preemptions=state.preemptions + 1, holds_blocks=False), (CountPreemption(),)
-        case BlocksLost(), Running():
-            return state._replace(preemptions=state.preemptions + 1, holds_blocks=False), (CountPreemption(),)
-        case RouterLost(), InLine():
-            # It has no tokens yet: its router may open a stream before it has.
+        case BareEvent.BLOCKS_LOST, Ready():
+            return replace(state, preemptions=state.preemptions + 1, holds_blocks=False), (BareAction.COUNT_PREEMPTION,)
+        case BareEvent.BLOCKS_LOST, Running():
+            return state._replace(preemptions=state.preemptions + 1, holds_blocks=False), (BareAction.COUNT_PREEMPTION,)
+        case BareEvent.ROUTER_LOST, InLine():
+            # It has no tokens yet: its router may still open a stream in time.
             return state, ()
         case Moved(holder_id), Ready() | Running():
             tell = TellRouter(f"it goes on at {holder_id}", moved=True)
             return _ended(state, DecodeOutcome.MOVED, tell=tell, aborts=False)
-        case ((CallEnded() | AbortAsked() | RivalCame() | TimeOver() | RouterLost() | Broken()), live) if (
-            not isinstance(live, Released)
-        ):
-            return _given_up(live, event)
         case _:
-            raise AssertionError(f"{event!r} in state {state!r}")
+            return _end_early(state, event)
 
 
 def _drew(state: Running, event: Drew, now_s: float) -> Step:
@@ -400,17 +352,19 @@ def _refused(state: InLine | Reserving, error: KaveriError) -> Step:
             return _ended(state, DecodeOutcome.REFUSED, error, str(error))
 
 
-def _given_up(state: State, event: CallEnded | AbortAsked | RivalCame | TimeOver | RouterLost | Broken) -> Step:
+def _end_early(state: State, event: Event) -> Step:
     match event:
-        case CallEnded() | AbortAsked() if isinstance(state, InLine):
+        case _ if isinstance(state, Released):
+            pass
+        case BareEvent.CALL_ENDED | AbortAsked() if isinstance(state, InLine):
             return _ended(state, DecodeOutcome.LEFT_LINE)
         case AbortAsked(by_router=True) if isinstance(state, Running):
             # The router may have all it needs, a stop text for instance, and die before its client has it.
             return _ended(state, DecodeOutcome.ABORTED, tell=KeepTokens("it was aborted"))
-        case CallEnded() | AbortAsked(by_router=True):
+        case BareEvent.CALL_ENDED | AbortAsked(by_router=True):
             return _ended(state, DecodeOutcome.ABORTED)
         case AbortAsked():
-            # Once it has landed, its router may wait for nothing but this instance's tokens.
+            # After the landing, its router may wait for this instance's tokens alone.
             tell = TellRouter("its prefill instance has given the request up") if _has_landed(state) else None
             return _ended(state, DecodeOutcome.ABORTED, tell=tell)
         case RivalCame(Rival.OTHER_REQUEST, error):
@@ -420,15 +374,16 @@ def _given_up(state: State, event: CallEnded | AbortAsked | RivalCame | TimeOver
             return _ended(state, DecodeOutcome.REPLACED, error, tell=TellRouter("its room was asked for again"))
         case RivalCame(_, error):
             return _ended(state, DecodeOutcome.REPLACED, error)
-        case TimeOver():
+        case BareEvent.TIME_OVER:
             return _ended(state, DecodeOutcome.DEADLINE, DeadlineExceeded())
-        case RouterLost():
+        case BareEvent.ROUTER_LOST:
             return _ended(state, DecodeOutcome.ROUTER_GONE, tell=TellRouter("its router was away for too long"))
         case Broken(error):
-            # Not aborted once it has landed: the engine has ended it, or ends with this process. An abort would have
-            # the holder drop the copy from which it can go on.
+            # Not aborted after the landing: the engine has ended it, or ends with this process. An abort would make
+            # the holder drop the copy from which it can be resumed.
             tell = TellRouter(error.reason, fault=error if isinstance(error, EngineError | EngineBroke) else None)
             return _ended(state, DecodeOutcome.FAILED, error, str(error), tell, aborts=not _has_landed(state))
+    raise AssertionError(f"{event!r} in state {state!r}")
 
 
 def _ended(
@@ -439,15 +394,16 @@ def _ended(
     tell: TellRouter | KeepTokens | None = None,
     aborts: bool = True,
 ) -> Step:
-    """error: for its Reserve call, if that waits; None: it was aborted. tell: left out in line, where nothing has been
-    said to its router."""
+    """error: answer to its Reserve call, if that waits; None: it was aborted. tell: ignored in line, where its router
+    knows nothing of this instance."""
     preemptions = state.preemptions if isinstance(state, Ready | Running) else 0
     report = NoteEnd(outcome, reason, preemptions)
     actions: tuple[Action, ...] = ()
     if isinstance(state, InLine | Reserving):
-        actions = (LeaveLine(), AnswerReserve(error))
+        actions = (BareAction.LEAVE_LINE, AnswerReserve(error))
     if not isinstance(state, InLine):
-        actions = (*actions, *((AbortInEngine(),) if aborts else ()), DropTokens() if tell is None else tell)
+        actions += (BareAction.ABORT_IN_ENGINE,) if aborts else ()
+        actions += (BareAction.DROP_TOKENS if tell is None else tell,)
     return Released(outcome), (*actions, report)
 
 

@@ -12,7 +12,7 @@ _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class DecodeMetrics:
-    """One set per process; tests that host several instances give each a registry of its own."""
+    """One set per registry."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         counter = partial(Counter, registry=registry)
@@ -56,7 +56,7 @@ class DecodeMetrics:
         self._last_step_s: float | None = None
 
     def count_steps(self, token_counts: Sequence[int], now_s: float, running_count: int) -> None:
-        """Count steps whose tokens came together, as equally long ones.
+        """Count steps whose tokens came together, each with the same duration.
 
         token_counts: tokens of each step, one per request; at least one step. running_count: requests that go on.
         """
@@ -68,7 +68,7 @@ class DecodeMetrics:
         self._last_step_s = now_s if running_count else None
 
     def count_end(self, report: NoteEnd) -> None:
-        """A request has ended here."""
+        """Count the end of a request."""
         self.requests.labels(report.outcome.value).inc()
         if report.times is not None:
             self.queue_seconds.observe(report.times.queue_s)

@@ -1,14 +1,16 @@
-"""Who owns each request here, and what its router is sent: owners, token streams, answers that are kept.
+"""Owners of the requests here, what their routers are sent, and answers that are kept after their end.
 
-Leaves the lives of requests to the DecodeInstance, and a stream's tokens to the requests' own logs.
+Leaves the lives of requests to the DecodeInstance.
 """
 
 import time
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
-from kaveri.domain.attachment import Attached, Attachment
-from kaveri.domain.owner import Ownership
+from kaveri.domain.attachment import Attached, Attachment, check_received
+from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import ReplicaLocation
+from kaveri.engine.contract import TokenStep
 from kaveri.errors import InvalidArgument, KaveriError, RequestAlreadyExists, RequestNotFound
 from kaveri.feeds.expiring import MAX_ANSWER_BYTES, ExpiringMap, answer_bytes
 from kaveri.feeds.feed import RouterFeeds
@@ -17,45 +19,105 @@ from kaveri.timeouts import STRAGGLER_S
 from kaveri.wire.attempts import wrong_secret
 from services.decode.answer_log import End, GainedTokens
 from services.decode.answer_readers import AnswerReaders, AnswerTokenizer
-from services.decode.attaching import Awaited, attached_of
-from services.decode.lifecycle import Ready, Released
+from services.decode.lifecycle import InLine, Ready, Released, RequestTimes, Reserved, Reserving
 from services.decode.metrics import DecodeMetrics
-from services.decode.requests import DecodeRequest, DecodeRequests, KnownAttempts
-from services.decode.token_streams import TokenStreams
+from services.decode.requests import DecodeRequest, DecodeRequests
 
-_ATTEMPTS_REMEMBERED_COUNT = 65_536
+_OWNERS_REMEMBERED_COUNT = 65_536
+
+
+class Awaited(NamedTuple):
+    """A request whose tokens a router expects on a new stream."""
+
+    request_id: str
+    owner: Owner
+    next_index: int
+    """Index of the first token that the router lacks."""
 
 
 class RequestOwners:
-    """Of one decode instance. For one event loop."""
+    """The requests of one decode instance and the feeds of their routers. For one event loop.
+
+    A request's log keeps its tokens, sent or not; a router's feed names only the requests with unsent tokens. A stream
+    that breaks loses nothing.
+    """
 
     def __init__(
         self,
         orphan_grace_s: float,
         router_gone: Callable[[str], None],
         metrics: DecodeMetrics,
-        tokenizer: AnswerTokenizer | None = None,
-        feeds: RouterFeeds | None = None,
+        tokenizer: AnswerTokenizer | None,
+        feeds: RouterFeeds,
     ) -> None:
-        """orphan_grace_s: seconds that requests go on without a stream of their router, and ended ones are kept.
-        router_gone: told of a router that was away for so long. tokenizer: None: callers cannot read answers here.
-        feeds: those of the instance's other phase; None: it has no other phase."""
+        """orphan_grace_s: seconds that ended answers are kept. router_gone: called with a router that was away for the
+        grace of `feeds`. tokenizer: None: callers cannot read answers here. feeds: shared with the instance's other
+        phase."""
         self.requests = DecodeRequests()
-        self.feeds = RouterFeeds(orphan_grace_s) if feeds is None else feeds
-        self.streams = TokenStreams(self.feeds, router_gone, self._requests_of)
+        self.feeds = feeds
+        feeds.join(router_gone, self._unsent_of)
         self.readers = AnswerReaders(
-            self.requests.by_request_id, self.streams.note_reader, tokenizer, metrics.read_tokens.inc
+            self.requests.by_request_id, self._reader_changed, tokenizer, metrics.read_tokens.inc
         )
-        self._attempts = KnownAttempts(STRAGGLER_S, _ATTEMPTS_REMEMBERED_COUNT)
+        # Newest owner of each request, remembered for a while after its end to refuse stragglers. By request id and
+        # secret; by router id as well, for a router's attempts grow even when a request id is used again.
+        self._newest: ExpiringMap[tuple[str, str | bytes], Owner] = ExpiringMap(
+            STRAGGLER_S, max_count=_OWNERS_REMEMBERED_COUNT
+        )
         self._kept: ExpiringMap[str, DecodeRequest] = ExpiringMap(orphan_grace_s, max_bytes=MAX_ANSWER_BYTES)
         self._metrics = metrics
         # Read by the threads that serve metrics.
         metrics.orphans.set_function(self._orphan_count)
         metrics.kept.set_function(lambda: len(self._kept))
 
+    def gain(self, request: DecodeRequest, step: TokenStep, times: RequestTimes | None) -> None:
+        """Add one token; `times` with the last one."""
+        request.log.gain(step, times)
+        if request.reader is not None:
+            request.reader.changed()
+            if not request.log.is_due:
+                return
+        self.feeds.add(request.router_id, request)
+
+    def announce(self, request: DecodeRequest) -> None:
+        """Send an entry without tokens: the request is here, and waits for a seat.
+
+        A router that gave it up before it knew of the placement answers with an abort.
+        """
+        self.feeds.add(request.router_id, request)
+
+    def announce_replica(self, request: DecodeRequest, replica: ReplicaLocation) -> None:
+        """Send the router of a landed request news of its copy, with the next tokens at the latest."""
+        request.log.note_replica(replica)
+        if isinstance(request.state, Ready):
+            # A running one gets tokens with the next step: its news needs no message of its own.
+            self.announce(request)
+
+    def fail(self, request: DecodeRequest, end: End) -> None:
+        """Send the router the error that ends the request here, after its tokens."""
+        request.log.end = end
+        if request.reader is not None:
+            request.reader.changed()
+        self._send(request)
+
+    def drop(self, request: DecodeRequest) -> None:
+        """Send no more of the request to its router, nor to a caller that reads it here."""
+        if request.reader is not None:
+            request.reader.leave()
+        self.feeds.discard(request.router_id, request)
+
+    def keep(self, request: DecodeRequest, now_s: float) -> None:
+        """Keep the answer of an ended request for a router that attaches it."""
+        token_count = len(request.engine_request.token_ids) + len(request.log.token_ids)
+        self._kept.put(request.request_id, request, now_s, answer_bytes(token_count, request.log.logprobs))
+
+    def prune(self) -> None:
+        """Forget expired answers."""
+        self._kept.prune(time.monotonic())
+
     def attach(self, attachment: Attachment) -> Attached:
-        """Makes another router, or a later session, the owner of a request that is here or kept here: its tokens go to
-        that router from index generated_count on. It sends the former owner's router an error.
+        """Make another router, or a later session, the owner of a request that is here or kept here: its tokens go to
+        that router from index generated_count on. The former owner's router gets an error.
 
         Raises RequestNotFound (also: it was given up, and its client has all its tokens), InvalidArgument (another
         secret, prompt or answer, or a session that does not grow),
@@ -75,13 +137,13 @@ class RequestOwners:
             raise InvalidArgument("session", owner.session, f"above {request.owner.session}, the present one")
         if owner < request.owner:
             raise owner.stale(request_id, request.owner)
-        attached, next_index = attached_of(request, attachment)
-        self._attempts.note(request_id, ownership, now_s)
+        attached, next_index = _attached(request, attachment)
+        self._note_newest(request_id, ownership, now_s)
         if owner != request.owner:
             self._change_owner(request, ownership)
         # A first token that the log lacks comes from prefill.
         request.log.send_from(max(next_index, request.log.first_index))
-        self.streams.send(request)
+        self._send(request)
         if isinstance(request.state, Released):
             self.keep(request, now_s)
         get_logger().info(
@@ -95,8 +157,8 @@ class RequestOwners:
         return attached
 
     def repeat(self, router_id: str, awaited: Iterable[Awaited]) -> list[GainedTokens]:
-        """Have requests go on where the router is, not where its former stream was. Returns errors for those that are
-        not here for it."""
+        """Continue requests where the router is, not where its former stream was. Returns errors for requests that it
+        does not own here."""
         now_s = time.monotonic()
         unknown: list[GainedTokens] = []
         for named in awaited:
@@ -114,61 +176,104 @@ class RequestOwners:
         is_owners = request is not None and request.resumed is not None and request.ownership == ownership
         return request if is_owners else None
 
+    def begin(self, request_id: str, ownership: Ownership) -> None:
+        """Record the owner of a request that begins here. Raises StaleAttempt or RequestAlreadyExists if a newer one
+        is known."""
+        self._note_newest(request_id, ownership, time.monotonic())
+        self._kept.pop(request_id)
+
     def note_owner(self, request_id: str, ownership: Ownership) -> None:
-        """Takes in that the request has this owner, elsewhere. Raises StaleAttempt or RequestAlreadyExists when a newer
-        one is known."""
+        """Record an owner at another instance. Raises StaleAttempt or RequestAlreadyExists if a newer one is known."""
         request = self.requests.by_request_id(request_id)
         owner = ownership.comparable(request.ownership) if request is not None else None
         if request is not None and owner is not None and owner < request.owner:
             raise owner.stale(request_id, request.owner)
-        self._attempts.note(request_id, ownership, time.monotonic())
+        self._note_newest(request_id, ownership, time.monotonic())
 
     def note_loss(self, request: DecodeRequest, error: KaveriError) -> None:
-        """Sends the request's router that a newer owner is known elsewhere, as `error` says: of its own, or of a later
-        session."""
-        is_replaced = isinstance(error, RequestAlreadyExists)
-        end = End(error=str(error), replaced=is_replaced)
-        self.streams.notify(request.router_id, GainedTokens(request.request_id, request.owner, 0, end=end))
+        """Send the request's router the error that names a newer owner elsewhere."""
+        self._notify(request, End(error=str(error), replaced=isinstance(error, RequestAlreadyExists)))
 
-    def prune(self) -> None:
-        """Forgets answers that were kept for long enough."""
-        self._kept.prune(time.monotonic())
+    def _note_newest(self, request_id: str, ownership: Ownership, now_s: float) -> None:
+        """Record the newest owner. Raises StaleAttempt or RequestAlreadyExists if a newer one is known.
 
-    def begin(self, request_id: str, ownership: Ownership) -> None:
-        """A request of this owner begins here. Raises StaleAttempt or RequestAlreadyExists when a newer is known."""
-        self._attempts.note(request_id, ownership, time.monotonic())
-        self._kept.pop(request_id)
-
-    def keep(self, request: DecodeRequest, now_s: float) -> None:
-        """Keeps the answer of a request that has ended, for a router that attaches it."""
-        token_count = len(request.engine_request.token_ids) + len(request.log.token_ids)
-        self._kept.put(request.request_id, request, now_s, answer_bytes(token_count, request.log.logprobs))
-
-    def tell_replica(self, request: DecodeRequest, replica: ReplicaLocation) -> None:
-        """Sends the router of a landed request news of its copy, with the next tokens at the latest."""
-        request.log.note_replica(replica)
-        if isinstance(request.state, Ready):
-            # One that runs has tokens with the next step: its news needs no message of its own.
-            self.streams.announce(request)
+        Owners of requests with one secret are compared; without a secret, attempts of one router.
+        """
+        owner = ownership.owner
+        names: list[tuple[str | bytes, Owner]] = [(ownership.router_id, Owner(0, owner.attempt))]
+        if ownership.secret:
+            names.append((ownership.secret, owner))
+        for name, named_owner in names:
+            newest = self._newest.get((request_id, name), now_s)
+            if newest is not None and named_owner < newest:
+                raise named_owner.stale(request_id, newest)
+            self._newest.put((request_id, name), named_owner, now_s)
 
     def _change_owner(self, request: DecodeRequest, ownership: Ownership) -> None:
-        self.streams.drop(request)
+        self.drop(request)
         if ownership.router_id != request.router_id:
             reason = f"session {ownership.owner.session} of the request was attached through another router"
-            notice = GainedTokens(request.request_id, request.owner, 0, end=End(error=reason, replaced=True))
-            self.streams.notify(request.router_id, notice)
+            self._notify(request, End(error=reason, replaced=True))
         if isinstance(request.state, Released):
             request.ownership = ownership
         else:
             self.requests.give(request, ownership)
         self._metrics.attaches.inc()
 
+    def _notify(self, request: DecodeRequest, end: End) -> None:
+        """Send the router an end that is not in the request's log. Dropped if the router has no stream."""
+        self.feeds.add(request.router_id, GainedTokens(request.request_id, request.owner, 0, end=end))
+
+    def _send(self, request: DecodeRequest) -> None:
+        """Send unsent tokens to a router that may be new."""
+        self.feeds.expect(request.router_id)
+        if request.log.has_unsent:
+            self.feeds.add(request.router_id, request)
+
+    def _reader_changed(self, request: DecodeRequest) -> None:
+        """Send the router unsent tokens, and that a caller reads the answer here or has stopped."""
+        if request.log.has_unsent or not request.log.has_ended:
+            self.announce(request)
+
     def _find(self, request_id: str, now_s: float) -> DecodeRequest | None:
         return self.requests.by_request_id(request_id) or self._kept.get(request_id, now_s)
 
-    def _requests_of(self, router_id: str) -> tuple[DecodeRequest, ...]:
+    def _unsent_of(self, router_id: str) -> list[DecodeRequest]:
         kept = (request for request in self._kept.values() if request.router_id == router_id)
-        return (*self.requests.of_router(router_id), *kept)
+        return [request for request in (*self.requests.of_router(router_id), *kept) if request.log.has_unsent]
 
     def _orphan_count(self) -> int:
         return sum(len(self.requests.of_router(router_id)) for router_id in self.feeds.missing_routers)
+
+
+def _attached(request: DecodeRequest, attachment: Attachment) -> tuple[Attached, int]:
+    """The new owner's answer, and the index from which it gets tokens. Raises RequestNotFound and InvalidArgument."""
+    log, engine_request = request.log, request.engine_request
+    generated_count, params = engine_request.generated_count, engine_request.params
+    is_from_elsewhere = attachment.placed_by != request.placed_by and attachment.placed_by and request.placed_by
+    if is_from_elsewhere:
+        # The router has its report, and perhaps a first token, from another computation than the one that came here.
+        raise RequestNotFound(request.request_id, f"{request.placed_by} has placed it here, not {attachment.placed_by}")
+    if attachment.landed and isinstance(request.state, InLine | Reserving | Reserved):
+        raise RequestNotFound(request.request_id, "its KV has not landed")
+    prompt_tokens = engine_request.prompt_tokens
+    prompt, generated = engine_request.token_ids[:prompt_tokens], engine_request.token_ids[prompt_tokens:]
+    unknown = [None] * (log.first_index - generated_count)
+    try:
+        check_received(attachment, prompt, [*generated, *unknown, *log.token_ids], is_all=True)
+    except InvalidArgument as refusal:
+        if log.end.error and refusal.field.startswith("received."):
+            # It was given up or moved, and continued elsewhere: the client has the tokens from there.
+            reason = f"it ended before its client's last tokens: {log.end.error}"
+            raise RequestNotFound(request.request_id, reason) from refusal
+        raise
+    if log.end.error and not (log.end.moved or log.end.is_final) and attachment.generated_count >= log.next_index:
+        # To take it over would be a lost attempt.
+        raise RequestNotFound(request.request_id, f"it ended, and its client has all of its tokens: {log.end.error}")
+    next_index = max(attachment.generated_count, generated_count)
+    if attachment.landed and next_index < log.first_index:
+        raise RequestNotFound(request.request_id, "its first token is known to prefill alone")
+    missing = generated[attachment.generated_count :]
+    if missing and params.logprobs is not None:
+        raise RequestNotFound(request.request_id, "the log-probabilities of earlier placements are not known here")
+    return Attached(params, generated_count, missing), next_index

@@ -11,7 +11,7 @@ _RESUME_OUTCOMES = {RequestNotFound: "not_found", NoCapacity: "no_room", Invalid
 
 
 class ReplicaMetrics:
-    """One set per process; tests that host several instances give each a registry of its own."""
+    """One set per registry."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
@@ -53,24 +53,24 @@ class ReplicaMetrics:
             "Tokens of resumed requests, by the source of their KV: held or computed.",
             ["source"],
         )
-        # There from the start: Prometheus does not count what a series begins with.
+        # Create all series now: Prometheus ignores the first sample of a series in rates.
         for outcome in ("granted", "refused", "failed"):
             self.opens.labels(outcome)
         for source in ("held", "computed"):
             self.resumed_tokens.labels(source)
 
     def watch(self, store: ReplicaStore) -> None:
-        """Shows the store's usage, read when scraped."""
+        """Export the store's usage, read at each scrape."""
         self.held.set_function(lambda: store.usage().replica_count)
         self.bytes.labels("used").set_function(lambda: store.usage().used_bytes)
         self.bytes.labels("free").set_function(lambda: store.usage().total_bytes - store.usage().used_bytes)
 
     def count_resume(self, error: KaveriError) -> None:
-        """A Resume was refused."""
+        """Count a refused Resume."""
         self.resumes.labels(_RESUME_OUTCOMES.get(type(error), "refused")).inc()
 
     def count_resumed(self, held_tokens: int, recomputed_tokens: int) -> None:
-        """A request goes on here."""
+        """Count a resumed request."""
         self.resumes.labels("resumed").inc()
         self.resumed_tokens.labels("held").inc(held_tokens)
         self.resumed_tokens.labels("computed").inc(recomputed_tokens)

@@ -1,4 +1,4 @@
-"""A decode instance whose requests have copies elsewhere, and that holds copies for others."""
+"""A decode instance that replicates its requests, and holds copies for others."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from services.decode.config import BatchConfig
 from services.decode.holder import ReplicaHolder
 from services.decode.instance import DecodeInstance
 from services.decode.replica_metrics import ReplicaMetrics
-from services.decode.replicator import ReplicationSettings, Replicator
+from services.decode.replicator import Replicator
 
 
 class ReplicatedDecode:
@@ -41,7 +41,7 @@ class ReplicatedDecode:
                 tasks.create_task(part.run())
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
-        # A copy that has grown changes nothing for the instance, and comes with each block.
+        # A grown copy changes nothing for the instance, and there is one for each block.
         if not all(isinstance(event, Replicated) for event in events):
             self._instance.handle(events)
         self._replicator.handle(events)
@@ -74,8 +74,8 @@ class ReplicatedDecode:
 
 @contextlib.asynccontextmanager
 async def open_replicas(config: BatchConfig, engine: DecodeEngine) -> AsyncIterator[ReplicaStore | None]:
-    """The memory for copies while the context lasts; None where replication is off, or the engine cannot copy its KV:
-    its peers, which have the same layout, cannot either. Raises ConfigError."""
+    """Memory for copies while the context lasts; None if replication is off, or the engine cannot copy its KV: its
+    peers, with the same layout, cannot either. Raises ConfigError."""
     if config.replication is ReplicationMode.OFF:
         yield None
         return
@@ -100,7 +100,7 @@ def with_replicas(
     registry: CollectorRegistry,
     replicas: ReplicaStore | None,
 ) -> tuple[PhaseService, ReplicaHolder | None]:
-    """What serves decode, and what holds copies. replicas: the memory for copies; None: the instance serves alone.
+    """The decode service, and the holder of copies. replicas: memory for copies; None: no replication.
 
     rng: for the choice of holders.
     """
@@ -116,14 +116,14 @@ def with_replicas(
         layout=engine.info.layout,
         failure_domain=config.failure_domain,
     )
-    settings = ReplicationSettings(config.replication, CopyRules(config.replica_min_tokens))
+    rules = CopyRules(config.replica_min_tokens)
 
     def is_there(instance_id: str, life: int) -> bool:
         status = store.view().instances.get(instance_id)
         return status is not None and status.record.incarnation == life
 
     holder = ReplicaHolder(instance, replicas, incarnation, config.orphan_grace_s, is_there, metrics)
-    replicator = Replicator(engine, instance, store, own, settings, rng, metrics)
+    replicator = Replicator(engine, instance, store, own, config.replication, rules, rng, metrics)
     return ReplicatedDecode(instance, holder, replicator), holder
 
 

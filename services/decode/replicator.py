@@ -1,6 +1,6 @@
-"""Has copies of the requests here kept by other instances, so that they go on there when this one is lost.
+"""Replicates this instance's requests to other instances, which can resume them.
 
-A token never waits for its copy: the engine copies in the background, and what is here is looked at now and then.
+A token never waits for its copy: the engine copies in the background.
 """
 
 import asyncio
@@ -58,27 +58,18 @@ from services.decode.replica_metrics import ReplicaMetrics
 from services.decode.requests import DecodeRequest
 
 _GIVEN_UP = (DecodeOutcome.ABORTED, DecodeOutcome.DEADLINE, DecodeOutcome.ROUTER_GONE)
-"""How requests end that no router goes on with."""
+"""Outcomes after which no router resumes a request."""
 _UNANSWERED = (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED, StatusCode.CANCELLED)
 _RELEASE_TIMEOUT_S = 2.0
-"""For the holder to take the rest of a request that has stopped. Then it goes on here."""
+"""Limit on copying the rest of a stopped request. After it, the request continues here."""
 _MOST_MOVING = 2
-"""Requests that stand still at once: each shares the way to the holders, and from their copies into their engines, with
-so many others at most."""
+"""Limit on requests that stand still at once: they share the links to the holders, and the engines there."""
 _RESUME_TIMEOUT_S = 2.0
-"""For a request that was let go to go on at its holder. Then the next one is let go."""
+"""Limit on a moved request's resumption at its holder. After it, the next one is moved."""
 _MOST_LACKING_BLOCKS = 2
-"""Of a copy whose request is let go. The others run on until their copies are as good."""
+"""Limit on what a copy lacks when its request is moved. Others run until their copies are as good."""
 _LEAST_REST_TOKENS = 4
-"""A request with fewer to draw has ended before it would go on elsewhere."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicationSettings:
-    """Where copies go, and of what."""
-
-    mode: AnyReplication
-    rules: CopyRules
+"""A request with fewer tokens to draw ends before it could be moved."""
 
 
 @dataclass(eq=False, slots=True)
@@ -86,11 +77,11 @@ class _Owned:
     request: DecodeRequest
     copy: Copy
     told: Ownership
-    """The owner, as the holder knows it."""
+    """The owner that the holder knows."""
 
 
 class Replicator:
-    """The copies of one decode instance's requests. For one event loop."""
+    """Copies of one decode instance's requests. For one event loop."""
 
     def __init__(
         self,
@@ -98,7 +89,8 @@ class Replicator:
         instance: DecodeInstance,
         store: ClusterStore,
         own: InstanceRecord,
-        settings: ReplicationSettings,
+        mode: AnyReplication,
+        rules: CopyRules,
         rng: random.Random,
         metrics: ReplicaMetrics,
     ) -> None:
@@ -107,14 +99,15 @@ class Replicator:
         self._instance = instance
         self._store = store
         self._own = own
-        self._settings = settings
+        self._mode = mode
+        self._rules = rules
         self._rng = rng
         self._metrics = metrics
         self._owned: dict[EngineKey, _Owned] = {}
         self._unconfirmed: UnconfirmedWork[EngineKey] = UnconfirmedWork()
         self._resting_until_s: dict[str, float] = {}
         self._none_until_s = 0.0
-        """No holder is looked for before: there was none."""
+        """Earliest time of the next holder search."""
         self._channels = Channels()
         self._tasks = asyncio.TaskGroup()
         self._asked_count = 0
@@ -122,15 +115,15 @@ class Replicator:
         self._numbers = itertools.count(1)
         self._draining = False
         self._let_go_count = 0
-        """Requests that are on their way, and do not go on yet."""
+        """Moved requests that their holders have not resumed yet."""
         self.counts = ReplicaCounts()
-        """As of the last look. The holder counts what is resumed here."""
+        """Counts at the last look, without resumptions here."""
         self._moved_count = 0
         self._moved: UnconfirmedWork[EngineKey] = UnconfirmedWork()
-        """Blocks of requests that go on at holders, and that no heartbeat shows yet."""
+        """Blocks of moved requests that no heartbeat shows yet."""
 
     async def run(self) -> None:
-        """Works until cancelled."""
+        """Replicate until cancelled."""
         try:
             async with self._tasks:
                 while True:
@@ -144,7 +137,7 @@ class Replicator:
             await self._channels.close()
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
-        """Takes one batch of the engine's events, after the instance has."""
+        """Handle a batch of engine events, after the instance."""
         for event in events:
             match event:
                 case Landed() | StepTokens():
@@ -156,30 +149,30 @@ class Replicator:
                     self._lost(key, reason)
                 case ReleaseFailed(key, reason):
                     get_logger().info("release_failed", request_id=key.request_id, reason=reason)
-                    self._take(key, copying.MoveFailed())
+                    self._take(key, copying.BareEvent.MOVE_FAILED)
                 case LetGo(key, token_count):
-                    # One that has ended meanwhile, by an abort, is no move: _look() closes its copy.
+                    # An aborted one is no move: _look() closes its copy.
                     if key in self._owned and not isinstance(self._owned[key].request.state, Released):
                         self._take(key, copying.MoveDone(token_count))
                     self._move_some()
 
     def drain(self) -> None:
-        """Moves all requests that run here to the holders of their copies, as far as those have room, a few at a time.
-        Requests without a copy get one first."""
+        """Move running requests to the holders of their copies, a few at a time, where those have room. Requests
+        without a copy get one first."""
         self._draining = True
         self._changed.set()
 
     def undrain(self) -> None:
-        """Requests stay here again, but those on their way."""
+        """Stop moving requests; moves under way continue."""
         self._draining = False
 
     async def _look(self) -> None:
-        """Looks for holders, and forgets requests that have ended."""
+        """Find holders, and forget ended requests."""
         now_s = time.monotonic()
         here = {request.key: request for request in self._instance.landed()}
         for key in [key for key in self._owned if key not in here]:
             state = self._owned[key].request.state
-            # The router resumes one that has failed here from its copy.
+            # The router resumes a failed one from its copy.
             if state != Released(DecodeOutcome.FAILED):
                 self._take(key, copying.RequestEnded(isinstance(state, Released) and state.outcome in _GIVEN_UP))
             del self._owned[key]
@@ -199,20 +192,19 @@ class Replicator:
         await self._channels.retain(view.addresses())
 
     def _is_worth_a_copy(self, request: DecodeRequest) -> bool:
-        return self._settings.rules.is_worth_a_copy(request.context_tokens, request.rest_tokens)
+        return self._rules.is_worth_a_copy(request.context_tokens, request.rest_tokens)
 
     def _moves(self, request: DecodeRequest) -> bool:
-        """Whether the request is to go on elsewhere. One whose router has no token stream waits for that here."""
+        """True if the request is to be moved. Without a stream of its router it stays."""
         rest_tokens, state = request.rest_tokens, request.state
         is_ending = rest_tokens is not None and rest_tokens < _LEAST_REST_TOKENS
-        # Its router must have a token of this instance: before that, prefill is in it as well. One that was preempted
-        # has nothing to let go.
+        # Before its first token here, prefill is involved as well. A preempted one has nothing to release.
         has_begun = isinstance(state, Running) and state.drawn > 0 and state.holds_blocks
         has_router = self._instance.owners.feeds.has(request.router_id)
         return self._draining and has_begun and not is_ending and has_router
 
     def _move_some(self) -> None:
-        """Lets go requests whose copies are nearly whole."""
+        """Move requests whose copies are nearly complete."""
         if not self._draining:
             return
         moving_count = self._let_go_count + sum(isinstance(owned.copy, Moving) for owned in self._owned.values())
@@ -229,10 +221,10 @@ class Replicator:
             if self._moves(request) and self._has_room(holder, request):
                 moving_count += 1
                 self._moved.add(request.key, holder, self._needed_blocks(request))
-                self._take(request.key, copying.MoveAsked())
+                self._take(request.key, copying.BareEvent.MOVE_ASKED)
 
     def _needed_blocks(self, request: DecodeRequest) -> int:
-        """For the request to run."""
+        """Blocks for the request to run."""
         return self._engine.info.layout.block_count(request.context_tokens + 1)
 
     def _has_room(self, instance: ViewedInstance, request: DecodeRequest) -> bool:
@@ -248,7 +240,7 @@ class Replicator:
             return not self._draining or self._has_room(instance, owned.request)
 
         found = choose_holder(
-            self._settings.mode,
+            self._mode,
             self._store.view(),
             self._own,
             needed_bytes,
@@ -258,7 +250,7 @@ class Replicator:
             is_fit,
         )
         if found is None:
-            # Most likely the others find none, either. A choice that finds none looks at the whole cluster.
+            # Others will most likely find none either, and a search without a result scans the whole cluster.
             self._none_until_s = now_s + NO_HOLDER_S
             return
         self._unconfirmed.add(key, found, needed_bytes)
@@ -287,7 +279,7 @@ class Replicator:
             case copying.CloseCopy(holder):
                 self._tasks.create_task(self._close(owned.request, holder))
             case copying.TellRouterOfCopy(replica):
-                self._instance.owners.tell_replica(owned.request, replica)
+                self._instance.owners.announce_replica(owned.request, replica)
             case copying.LetGoInEngine():
                 try:
                     self._engine.release(owned.request.key, _RELEASE_TIMEOUT_S)
@@ -310,14 +302,14 @@ class Replicator:
                 self._tasks.create_task(self._await_resumed(owned, holder))
 
     async def _await_resumed(self, owned: _Owned, holder: Holder) -> None:
-        """Returns when the request goes on at the holder, or nothing more is known of it."""
+        """Wait until the holder has resumed the request, or for a timeout."""
         owner = ownership_to_proto(owned.request.request_id, owned.told)
         owner.replica = holder.number
         try:
             with self._channels.calling(DecodeServiceStub, holder.address) as stub:
                 await stub.AwaitResumed(decode_pb2.AwaitResumedRequest(owner=owner), timeout=_RESUME_TIMEOUT_S)
         except aio.AioRpcError as error:
-            # It is gone, does not know the call, or no router resumes the request.
+            # The holder is gone, does not know the call, or no router resumes the request.
             get_logger().debug("resume_not_awaited", holder_id=holder.instance_id, error=error.details())
         finally:
             self._let_go_count -= 1
@@ -326,7 +318,7 @@ class Replicator:
     async def _ask(self, owned: _Owned, holder: Holder) -> None:
         try:
             await self._ask_or_raise(owned, holder)
-        except Exception as error:  # One request's bad luck must not end the others'.
+        except Exception as error:  # Isolate failures per request.
             request = owned.request
             get_logger().exception("replication_failed_unexpectedly", request_id=request.request_id)
             self._refused(request, request.ownership, holder, Unavailable(repr(error)))
@@ -345,7 +337,7 @@ class Replicator:
         finally:
             self._asked_count -= 1
         if key not in self._owned or not isinstance(request.state, Ready | Running):
-            # It has ended meanwhile, so no push will tell the holder.
+            # The request has ended, so no push will tell the holder.
             await self._close(request, holder)
             return
         self._metrics.opens.labels("granted").inc()
@@ -371,7 +363,7 @@ class Replicator:
             raise error_of(error, peer=holder.address, request_id=request.request_id) from error
 
     def _refused(self, request: DecodeRequest, offered: Ownership, holder: Holder, error: KaveriError) -> None:
-        """The holder has not taken the copy of the owner `offered`."""
+        """Handle a refusal of a copy for the owner `offered`."""
         self._metrics.opens.labels("refused" if isinstance(error, NoCapacity) else "failed").inc()
         rest_s = bounded_retry_s(error.retry_after_s) if isinstance(error, NoCapacity) else HOLDER_REST_S
         self._rest(holder, rest_s)
@@ -384,10 +376,10 @@ class Replicator:
             error=str(error),
         )
         if isinstance(error, DeadlineExceeded | Unavailable):
-            # Room may have been granted nevertheless.
+            # The room may have been granted nevertheless.
             self._tasks.create_task(self._close(request, holder))
         if isinstance(error, StaleAttempt | RequestAlreadyExists) and request.ownership == offered:
-            # The holder knows a newer owner: this one has been frozen or cut off, and has lost the request.
+            # The holder knows a newer owner: this instance was frozen or cut off, and has lost the request.
             self._instance.lose(request, error)
         self._take(request.key, copying.CopyLost(self._pause_s()))
 
@@ -398,7 +390,7 @@ class Replicator:
         self._take(key, copying.CopyGrew(token_count))
 
     def _lost(self, key: EngineKey, reason: str) -> None:
-        """The engine copies the request no more."""
+        """Handle the end of a copy."""
         owned = self._owned.get(key)
         if owned is None or not isinstance(owned.copy, Copied | Moving):
             return
@@ -417,7 +409,7 @@ class Replicator:
         self._take(key, copying.CopyLost(self._pause_s()))
 
     async def _update(self, owned: _Owned, holder: Holder) -> None:
-        """Tells the holder that the request was attached, so that older owners cannot close the copy."""
+        """Tell the holder of a new owner, so that older ones cannot close the copy."""
         former, owned.told = owned.told, owned.request.ownership
         (session, attempt), router_id, secret = owned.told
         message = decode_pb2.OpenReplicaRequest(
@@ -438,14 +430,14 @@ class Replicator:
 
     async def _close(self, request: DecodeRequest, holder: Holder) -> None:
         name = ownership_to_proto(request.request_id, request.ownership)
-        # This one, and none that was asked for later: the message may come late.
+        # This copy and no later one: the message may arrive late.
         name.replica = holder.number
         message = feed_pb2.AbortRequest(attempts=[name])
         try:
             with self._channels.calling(FeedServiceStub, holder.address) as stub:
                 await stub.Abort(message, timeout=CALL_TIMEOUT_S)
         except aio.AioRpcError as error:
-            # It is gone, or drops the copy when its time is over.
+            # The holder is gone, or the copy expires.
             get_logger().debug("replica_not_closed", holder_id=holder.instance_id, error=error.details())
 
     def _rest(self, holder: Holder, rest_s: float) -> None:

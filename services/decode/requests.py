@@ -1,4 +1,4 @@
-"""The requests that a decode instance holds, and which attempts of them it has known. No I/O."""
+"""The requests that a decode instance holds. No I/O."""
 
 import asyncio
 from collections.abc import Iterator
@@ -7,33 +7,32 @@ from typing import Protocol
 
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.engine.contract import EngineKey, EngineRequest
-from kaveri.feeds.expiring import ExpiringMap
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.growth import BatchMember
-from services.decode.answer_log import AnswerLog
+from services.decode.answer_log import AnswerLog, GainedTokens
 from services.decode.lifecycle import Running, State
 from services.decode.spans import DecodeSpans
 
 
 @dataclass(frozen=True, slots=True)
 class ResumedHere:
-    """Of a request that goes on here from a copy."""
+    """The copy from which a request was resumed here."""
 
     held_tokens: int
     """Tokens whose KV comes from the copy."""
     landed: asyncio.Future[bool]
-    """Done when they have landed. False: the request has ended before."""
+    """Done when they have landed. False: the request ended before."""
 
 
 class Reader(Protocol):
     """A caller that reads the answer here."""
 
     def changed(self) -> None:
-        """The request's log has grown, or has ended."""
+        """Note that the request's log has grown, or has ended."""
 
     def leave(self) -> None:
-        """The request goes on without this caller, or was aborted."""
+        """Detach the caller: the router sends the rest, or the request was aborted."""
 
 
 @dataclass(eq=False, slots=True)
@@ -46,33 +45,33 @@ class DecodeRequest:
     came_s: float
     expires_s: float
     member: BatchMember
-    """What it counts as in the batch, when it comes."""
+    """Its weight in the batch at its arrival."""
     state: State
     source: KvLayout | None = None
     """The layout of the engine that pushes its KV."""
     heavy: bool = False
-    """Long in decode, by the thresholds here."""
+    """It counts as heavy in the load."""
     reservation: int = 0
-    """The number of its Reserve call, as prefill counts them within the attempt. 0: not counted."""
+    """Number of its Reserve call within the attempt. 0: not counted."""
     placed_by: str = ""
-    """The prefill instance that has placed it here. Empty: not known, or none has."""
+    """The prefill instance that reserved its room. Empty: unknown, or none."""
     answer: asyncio.Future[Ticket] | None = None
-    """What its Reserve call waits for. None: it was prefilled here."""
+    """Result of its Reserve call. None: it was prefilled here."""
     deadline: asyncio.TimerHandle | None = None
-    """Ends the request when its time is over."""
     resumed: ResumedHere | None = None
     spans: DecodeSpans | None = None
-    """None: it is not traced."""
+    """Spans of a traced request."""
     reader: Reader | None = None
-    """Beside its router. None: only the router reads the answer."""
+    """A caller that reads the answer here. None: its router reads it."""
     log: AnswerLog = field(init=False)
 
     def __post_init__(self) -> None:
-        self.log = AnswerLog.after(self.engine_request.generated_count)
+        # Prefill draws and sends the first token.
+        self.log = AnswerLog.drawn_here(self.engine_request.generated_count + 1)
 
     @property
     def key(self) -> EngineKey:
-        """What the engine knows it by. Its serial is new, so no event of an earlier one is taken for this one's."""
+        """Its key in the engine. The serial is unique, so events of an earlier request are told apart."""
         return self.engine_request.key
 
     @property
@@ -82,12 +81,11 @@ class DecodeRequest:
     @property
     def context_tokens(self) -> int:
         """Tokens of prompt and answer so far."""
-        request = self.engine_request
-        return len(request.token_ids) - request.generated_count + self.log.next_index
+        return self.engine_request.prompt_tokens + self.log.next_index
 
     @property
     def rest_tokens(self) -> int | None:
-        """Most tokens that are still to be drawn, as far as known."""
+        """Upper bound on remaining tokens; None if unknown."""
         drawn = self.state.drawn if isinstance(self.state, Running) else 0
         predicted = self.member.remaining_tokens - drawn
         most = self.engine_request.params.max_tokens
@@ -101,7 +99,7 @@ class DecodeRequest:
 
     @property
     def router_id(self) -> str:
-        """Where its tokens go."""
+        """The router that gets its tokens."""
         return self.ownership.router_id
 
 
@@ -109,51 +107,46 @@ class DecodeRequests:
     """All requests here, found by engine key, by request id and by router."""
 
     def __init__(self) -> None:
-        self._by_key: dict[EngineKey, DecodeRequest] = {}
         self._by_serial: dict[int, DecodeRequest] = {}
         self._by_request_id: dict[str, DecodeRequest] = {}
-        # Ordered: what ends one by one ends in the order in which it came.
+        # Ordered: requests of a lost router end in the order of their arrival.
         self._by_router: dict[str, dict[DecodeRequest, None]] = {}
 
     def __len__(self) -> int:
-        return len(self._by_key)
+        return len(self._by_serial)
 
     def __iter__(self) -> Iterator[DecodeRequest]:
-        return iter(self._by_key.values())
+        return iter(self._by_serial.values())
 
     def add(self, request: DecodeRequest) -> None:
-        """Its request id must not be in use here."""
+        """Add a request whose id is not in use here."""
         assert request.request_id not in self._by_request_id
-        self._by_key[request.key] = request
         self._by_serial[request.key.serial] = request
         self._by_request_id[request.request_id] = request
         self._by_router.setdefault(request.router_id, {})[request] = None
 
-    def remove(self, request: DecodeRequest) -> bool:
-        """False when it was not here (any more)."""
-        if self._by_key.pop(request.key, None) is None:
-            return False
+    def remove(self, request: DecodeRequest) -> None:
+        """Remove a request that is here."""
         del self._by_serial[request.key.serial]
         del self._by_request_id[request.request_id]
         self._leave_router(request)
-        return True
 
     def give(self, request: DecodeRequest, ownership: Ownership) -> None:
-        """The request has another owner from now on."""
+        """Change the request's owner."""
         self._leave_router(request)
         request.ownership = ownership
         self._by_router.setdefault(request.router_id, {})[request] = None
 
     def by_key(self, key: EngineKey) -> DecodeRequest | None:
         """The request that the engine knows as `key`."""
-        return self._by_key.get(key)
+        return self._by_serial.get(key.serial)
 
     def by_serial(self, serial: int) -> DecodeRequest:
-        """The one whose key has that serial. It must be here."""
+        """The request with that serial, which must be here."""
         return self._by_serial[serial]
 
     def by_request_id(self, request_id: str) -> DecodeRequest | None:
-        """The one attempt of the request that is here."""
+        """The attempt of the request that is here."""
         return self._by_request_id.get(request_id)
 
     def of_router(self, router_id: str) -> tuple[DecodeRequest, ...]:
@@ -171,25 +164,10 @@ class DecodeRequests:
             del self._by_router[request.router_id]
 
 
-class KnownAttempts:
-    """The newest owner of each request, remembered for a while after its end, so that a straggler is refused.
-
-    Owners are compared where their requests have one secret. A router's attempts are compared too: it counts on when a
-    request id is used again. Others are not compared."""
-
-    def __init__(self, ttl_s: float, max_count: int) -> None:
-        """ttl_s: after the last word of a request. max_count: of owners; beyond it the oldest are forgotten."""
-        self._newest: ExpiringMap[tuple[str, str | bytes], Owner] = ExpiringMap(ttl_s, max_count=max_count)
-
-    def note(self, request_id: str, ownership: Ownership, now_s: float) -> None:
-        """Remembers the owner. Raises StaleAttempt or RequestAlreadyExists when a newer one is known."""
-        owner = ownership.owner
-        self._note(request_id, ownership.router_id, Owner(0, owner.attempt), now_s)
-        if ownership.secret:
-            self._note(request_id, ownership.secret, owner, now_s)
-
-    def _note(self, request_id: str, of: str | bytes, owner: Owner, now_s: float) -> None:
-        newest = self._newest.get((request_id, of), now_s)
-        if newest is not None and owner < newest:
-            raise owner.stale(request_id, newest)
-        self._newest.put((request_id, of), owner, now_s)
+def gained_of(news: DecodeRequest | GainedTokens) -> GainedTokens:
+    """Take the unsent tokens of a request; a notice is returned as it is."""
+    if isinstance(news, GainedTokens):
+        return news
+    gained = news.log.take(news.request_id, news.owner)
+    gained.read_here = news.reader is not None
+    return gained

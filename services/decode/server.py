@@ -1,6 +1,7 @@
-"""DecodeService over gRPC: messages to domain values and back, nothing else."""
+"""DecodeService over gRPC, and tokens as messages: domain values and back, nothing else."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from grpc import aio
@@ -32,7 +33,16 @@ from services.decode.instance import DecodeInstance
 SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
 _READERS_BEAT = decode_pb2.StreamAnswersResponse()
 SLOW_READER_S = 10.0
-"""A caller that takes longer to read one message of its answers gets them from its routers instead."""
+"""Limit on the time to write one message. Slower callers get their answers from routers."""
+
+_MAX_TOKENS_BYTES = 2**13
+"""Limit on one message, by an upper estimate. A router decodes a message in one turn of its event loop: some
+milliseconds for 60 entries of one token, or 1,600 tokens of one answer."""
+_ENTRY_BYTES = 128
+"""An entry without ids, tokens and error."""
+_TOKEN_BYTES = 5
+_LOGPROB_BYTES = 24
+"""Each log-probability of a token, alternatives included."""
 
 
 class DecodeServer(DecodeServiceServicer):
@@ -42,10 +52,10 @@ class DecodeServer(DecodeServiceServicer):
         self,
         instance: DecodeInstance,
         incarnation: int,
-        holder: ReplicaHolder | None = None,
-        prefills: Callable[[], bool] = lambda: False,
+        holder: ReplicaHolder | None,
+        prefills: Callable[[], bool],
     ) -> None:
-        """holder: None where replicas are off. prefills: True while the instance prefills, and takes no pushes."""
+        """holder: None if replication is off. prefills: True while the instance prefills, and takes no pushes."""
         self._instance = instance
         self._holder = holder
         self._incarnation = incarnation
@@ -122,7 +132,7 @@ class DecodeServer(DecodeServiceServicer):
     async def StreamAnswers(  # type: ignore[override]  # noqa: N802
         self, request: decode_pb2.StreamAnswersRequest, context: aio.ServicerContext[Any, Any]
     ) -> None:
-        # It writes, as the router's Generate does: a write that a slow caller holds up is limited.
+        # Writes messages instead of yielding them, to limit writes to slow callers.
         readers = self._instance.owners.readers
         try:
             stream = readers.open(request.reader_id)
@@ -132,9 +142,8 @@ class DecodeServer(DecodeServiceServicer):
         try:
             async with ReadLimit(SLOW_READER_S) as limit:
                 await context.write(decode_pb2.StreamAnswersResponse(incarnation=self._incarnation, beat_s=BEAT_S))
-                while not stream.feed.closed:
-                    parts = readers.take(stream, await stream.next_batch())
-                    for message in _answer_messages(parts):
+                while not stream.closed:
+                    for message in _answer_messages(await readers.next_parts(stream)):
                         limit.begin()
                         await context.write(message)
                         limit.end()
@@ -164,6 +173,59 @@ class DecodeServer(DecodeServiceServicer):
         if self._holder is None:
             raise Unsupported("replicas are off here")
         return self._holder
+
+
+def messages_of(batch: Sequence[GainedTokens]) -> Iterator[list[GainedTokens]]:
+    """Split a batch into small messages, in order; an entry that is too large is cut."""
+    message: list[GainedTokens] = []
+    room = _MAX_TOKENS_BYTES
+    for gained in batch:
+        size = _bytes(gained)
+        if size <= room:
+            # Nearly always, and for every token: nothing is cut.
+            message.append(gained)
+            room -= size
+            continue
+        for piece in _pieces(gained):
+            piece_bytes = _bytes(piece)
+            if piece_bytes > room and message:
+                yield message
+                message, room = [], _MAX_TOKENS_BYTES
+            message.append(piece)
+            room -= piece_bytes
+    if message:
+        yield message
+
+
+def _pieces(gained: GainedTokens) -> Iterator[GainedTokens]:
+    """Cut an entry between tokens; only the last piece has its end."""
+    if _bytes(gained) <= _MAX_TOKENS_BYTES:
+        yield gained
+        return
+    start, size = 0, 0
+    for end in range(len(gained.token_ids)):
+        token_bytes = _token_bytes(gained, end)
+        if size + token_bytes > _MAX_TOKENS_BYTES // 2 and end > start:
+            tokens, logprobs = gained.token_ids[start:end], gained.logprobs[start:end]
+            yield GainedTokens(gained.request_id, gained.owner, gained.index + start, tokens, logprobs)
+            start, size = end, 0
+        size += token_bytes
+    rest, rest_logprobs = gained.token_ids[start:], gained.logprobs[start:]
+    yield replace(gained, index=gained.index + start, token_ids=rest, logprobs=rest_logprobs)
+
+
+def _bytes(gained: GainedTokens) -> int:
+    # A character takes up to four bytes.
+    size = _ENTRY_BYTES + 4 * (len(gained.request_id) + len(gained.end.error)) + _TOKEN_BYTES * len(gained.token_ids)
+    if gained.logprobs:
+        size += _LOGPROB_BYTES * sum(1 + len(logprobs.top) for logprobs in gained.logprobs)
+    return size
+
+
+def _token_bytes(gained: GainedTokens, position: int) -> int:
+    if not gained.logprobs:
+        return _TOKEN_BYTES
+    return _TOKEN_BYTES + _LOGPROB_BYTES * (1 + len(gained.logprobs[position].top))
 
 
 def tokens_to_proto(gained: GainedTokens) -> decode_pb2.RequestTokens:
@@ -200,7 +262,7 @@ def tokens_to_proto(gained: GainedTokens) -> decode_pb2.RequestTokens:
 
 
 def _answer_messages(parts: Sequence[ReadPart]) -> Iterator[decode_pb2.StreamAnswersResponse]:
-    """The messages of a batch; a beat when it has no part."""
+    """Encode a batch; a beat if it is empty."""
     if not parts:
         yield _READERS_BEAT
     message, room = decode_pb2.StreamAnswersResponse(), 2 * MAX_OUTPUT_BYTES
@@ -215,7 +277,7 @@ def _answer_messages(parts: Sequence[ReadPart]) -> Iterator[decode_pb2.StreamAns
 
 
 def _part_to_proto(read: ReadPart, message: decode_pb2.AnswerPart) -> int:
-    """Fills in the message. Returns about how many bytes it has: a part has MAX_OUTPUT_BYTES at most."""
+    """Fill in the message. Returns its approximate size in bytes; a part has at most MAX_OUTPUT_BYTES."""
     part, response = read.part, message.response
     message.request_id = read.request_id
     message.session = read.session

@@ -1,12 +1,12 @@
-"""The spans of one request at decode, written from what its life does."""
+"""Spans of a request at decode, derived from the actions of its life."""
 
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.telemetry.tracing import Spans
 from services.decode.lifecycle import (
     Action,
     AnswerReserve,
+    BareAction,
     CountLanding,
-    CountPreemption,
     DecodeOutcome,
     NoteEnd,
 )
@@ -18,25 +18,25 @@ _FAILURES = (
     DecodeOutcome.ROUTER_GONE,
     DecodeOutcome.FAILED,
 )
-"""Of the others it is not a failure that they ended: the answer may be complete, or go on elsewhere."""
+"""Outcomes that fail a span. After others the answer is complete, or continues elsewhere."""
 
 
 class DecodeSpans:
-    """`decode.room` is its wait for room, `decode.admission` that for a seat in the batch; `kv.landing`; `decode`."""
+    """`decode.room`: wait for room; `decode.admission`: wait for a seat in the batch; `kv.landing`; `decode`."""
 
     def __init__(self, spans: Spans, came_s: float) -> None:
-        """came_s: time.monotonic() of its coming."""
+        """came_s: time.monotonic() of the request's arrival."""
         self.spans = spans
         self._phase = "decode.room"
-        """What it is in."""
+        """Name of the open span."""
         self._since_s = came_s
 
     def adopted(self, now_s: float) -> None:
-        """Its KV is here already: the engine has prefilled it."""
+        """Skip to decoding: the engine has prefilled the request."""
         self._phase, self._since_s = "decode", now_s
 
     def note(self, action: Action, now_s: float) -> None:
-        """The life does this now."""
+        """Write the spans that end with an action."""
         write = self.spans.write
         match action:
             case AnswerReserve(Ticket()):
@@ -45,10 +45,10 @@ class DecodeSpans:
             case CountLanding(kv_bytes, landing_s):
                 write("kv.landing", now_s - landing_s, now_s, bytes=kv_bytes)
                 self._phase, self._since_s = "decode", now_s
-            case CountPreemption():
+            case BareAction.COUNT_PREEMPTION:
                 write("decode.preempted", now_s, now_s)
             case NoteEnd(times=None) as end:
-                # In the middle of a phase.
+                # A span is open.
                 error = (end.reason or end.outcome.value) if end.outcome in _FAILURES else None
                 write(self._phase, self._since_s, now_s, error, outcome=end.outcome.value)
             case NoteEnd(times=times) as end:

@@ -17,7 +17,7 @@ COMMANDS: dict[str, type[PhasesConfig]] = {
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Run the service. Returns the exit status."""
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command not in COMMANDS:
         sys.exit(f"services.instance: the first argument is {command!r}; it must be {', '.join(COMMANDS)}")

@@ -10,19 +10,19 @@ from services.prefill.config import PromptConfig
 
 @dataclass(frozen=True, kw_only=True)
 class PhasesConfig(PromptConfig, BatchConfig):
-    """An instance can serve both phases, one after the other or together."""
+    """Settings of an instance that can serve both phases, in turn or together."""
 
     HELP_TITLE: ClassVar = "Phases"
 
     phases: tuple[Phase, ...] = BOTH_PHASES
-    """Those that it serves from its start. Not a flag: the command says."""
+    """Phases served from the start. Not a flag: set by the command."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig(PhasesConfig):
     """Computes prompts in chunks and pushes their KV cache to decode instances."""
 
-    # The memory for copies is resident from the start, and an instance that computes prompts has no use for it.
+    # The memory for copies is resident from the start, and useless for an instance that computes prompts.
     NOT_TAKEN = OF_COPIES
     phases: tuple[Phase, ...] = (Phase.PREFILL,)
 

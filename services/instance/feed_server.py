@@ -14,13 +14,11 @@ from kaveri.v1.feed_pb2_grpc import FeedServiceServicer
 from kaveri.wire.attempts import attached_to_proto, attachment_from_proto, check_router_id, ownership_from_proto
 from kaveri.wire.status import abort
 from services.decode.answer_log import GainedTokens
-from services.decode.attaching import Awaited
 from services.decode.holder import ReplicaHolder
 from services.decode.instance import DecodeInstance
-from services.decode.requests import DecodeRequest
-from services.decode.server import tokens_to_proto
-from services.decode.token_messages import messages_of
-from services.decode.token_streams import gained_of
+from services.decode.owners import Awaited
+from services.decode.requests import DecodeRequest, gained_of
+from services.decode.server import messages_of, tokens_to_proto
 from services.prefill.requests import PrefillRequest, PromptNews
 from services.prefill.role import PrefillRole
 from services.prefill.server import reports_of

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from kaveri.hosting.served_phases import ServedPhases
 from kaveri.hosting.service_host import new_incarnation
 from kaveri.hosting.store import open_store
 from kaveri.kv.replicas.store import ReplicaStore
-from kaveri.policy.prompt_queue import PromptQueue
+from kaveri.policy.prompt_queue import PromptQueue, prompt_fits
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
 from kaveri.v1.feed_pb2_grpc import add_FeedServiceServicer_to_server
@@ -31,15 +32,14 @@ from services.decode.instance import DecodeInstance
 from services.decode.metrics import DecodeMetrics
 from services.decode.replicated import open_replicas, with_replicas
 from services.instance import feed_server
-from services.instance.adoption import Adoption
 from services.instance.config import PhasesConfig
 from services.instance.hand_over import HereOrElsewhere
-from services.instance.room import PromptRoom
 from services.prefill import server as prefill_server
 from services.prefill.decode_placer import DecodePlacer
 from services.prefill.forecaster import LengthForecaster
 from services.prefill.metrics import PrefillMetrics
-from services.prefill.requests import PrefillRequest
+from services.prefill.predictors import Predictors
+from services.prefill.requests import PrefillRequest, RoomReserved
 from services.prefill.role import PrefillRole
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 async def serve(config: PhasesConfig, stopping: asyncio.Event) -> int:
-    """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
+    """Serve until `stopping`, then drain. Returns the exit status. Raises ConfigError."""
     async with open_store(config, stopping, ViewSource.BROADCASTS) as store:
         if store is None:
             return 0
@@ -62,10 +62,9 @@ async def serve(config: PhasesConfig, stopping: asyncio.Event) -> int:
 
 
 async def _load_tokenizer(config: PhasesConfig) -> "ModelTokenizer | None":
-    """For answers that callers read here. None: they cannot, and read them at routers.
+    """Load the tokenizer of answers that callers read here; None: they read them at routers.
 
-    Not when the first of them comes: to load a large vocabulary holds the interpreter for longer than an instance may
-    be silent.
+    At the start, as loading a large vocabulary holds the interpreter for longer than an instance may be silent.
     """
     if not (config.reads_directly and Phase.DECODE in config.phases):
         return None
@@ -90,10 +89,10 @@ def instance_host(
     replicas: ReplicaStore | None = None,
     tokenizer: "ModelTokenizer | None" = None,
 ) -> EngineHost:
-    """An instance around `engine`, which it owns from now on. rng: for its choices of peers.
+    """Build an instance around `engine`, which it owns from now on. rng: for its choices of peers.
 
-    replicas: where it holds copies of other instances' requests; None: it neither holds copies nor has any.
-    tokenizer: for answers that callers read here; None: they cannot.
+    replicas: memory for copies of other instances' requests; None: no replication. tokenizer: for answers that callers
+    read here; None: they cannot.
     """
     incarnation, serials = new_incarnation(), itertools.count(1)
     register_engine_metrics(engine, registry, config.model_name)
@@ -126,17 +125,18 @@ def instance_host(
     def decodes_here() -> bool:
         return phases.is_ordered(Phase.DECODE)
 
-    adoption = Adoption(config.instance_id, incarnation, decode, engine.info.runs_ahead)
+    predictors = Predictors(store, config.model_name, config.predictor_address, rng)
+    own = RoomReserved(config.instance_id, incarnation)
     prefill = PrefillRole(
         engine,
         PromptQueue[PrefillRequest](
             config.prefill_policy, config.chunk_tokens, config.max_queue, config.prefill_sched_batch
         ),
-        HereOrElsewhere(adoption, decode_placer, decodes_here),
-        LengthForecaster.configured(config, store, metrics, rng),
+        HereOrElsewhere(own, decode, engine.info.runs_ahead, decode_placer, decodes_here),
+        LengthForecaster(predictors, config.prediction, config.prediction_budget_s, metrics),
         metrics,
         orphan_grace_s=config.orphan_grace_s,
-        has_room=PromptRoom(engine, decode, decodes_here).has_room,
+        has_room=partial(_has_room, engine, decode, decodes_here),
         serials=serials,
         feeds=feeds,
     )
@@ -154,3 +154,25 @@ def instance_host(
         add_DecodeServiceServicer_to_server(decode_server.DecodeServer(decode, incarnation, holder, prefills), server)
 
     return EngineHost(config, engine, store, phases, names, register, incarnation)
+
+
+def _has_room(
+    engine: BuiltEngine,
+    decode: DecodeInstance,
+    decodes_here: Callable[[], bool],
+    request: PrefillRequest,
+    computing: Collection[PrefillRequest],
+) -> bool:
+    """True if a prompt fits next to the blocks that the admission policy keeps for answers."""
+    # Without running and new answers, the engine alone decides.
+    if decode.is_idle and not decodes_here():
+        return True
+    first = next(iter(computing), None)
+    kept_blocks = decode.kept_blocks((first.engine_request, first.predicted_length) if first is not None else None)
+    return prompt_fits(
+        request.token_count,
+        (other.token_count for other in computing),
+        kept_blocks,
+        engine.stats().free_blocks,
+        engine.info.layout.block_tokens,
+    )

@@ -1,4 +1,4 @@
-"""Gives the engine the queue's prompts as it comes to need them."""
+"""Submits queued prompts to the engine as late as possible."""
 
 import asyncio
 from collections.abc import Callable, Collection
@@ -10,26 +10,24 @@ from kaveri.policy.waits import PROMPT_BLOCKS_RETRY_S as _BLOCKS_RETRY_S
 from services.prefill.requests import HandOverFailed, PrefillRequest
 
 HasRoom = Callable[[PrefillRequest, Collection[PrefillRequest]], bool]
-"""Whether a prompt may be submitted beside those that are being computed, the earliest submitted first."""
+"""True if a prompt may be submitted next to the prompts under way, the earliest first."""
 
 
 class EngineFeed:
     """Submits prompts to one engine. For one event loop."""
 
-    def __init__(
-        self, engine: PrefillEngine, queue: PromptQueue[PrefillRequest], has_room: HasRoom | None = None
-    ) -> None:
-        """has_room: asked before a prompt is submitted, where not all free blocks are for prompts."""
+    def __init__(self, engine: PrefillEngine, queue: PromptQueue[PrefillRequest], has_room: HasRoom) -> None:
+        """has_room: asked before each submission, where answers need free blocks too."""
         self._engine = engine
         self._queue = queue
         self._has_room = has_room
         self._retry: asyncio.TimerHandle | None = None
 
     def submit(self) -> None:
-        """Gives the engine what it needs now. Requests that it says can never fit fail within."""
+        """Submit the prompts that the engine needs now. Prompts that can never fit fail within."""
         while (request := self._queue.next()) is not None:
             try:
-                if self._has_room is not None and not self._has_room(request, self._queue.computing):
+                if not self._has_room(request, self._queue.computing):
                     self._submit_later()
                     return
                 self._engine.prefill(request.engine_request)

@@ -1,16 +1,10 @@
-"""Asks predictors how long answers will be.
-
-Predictions only ever improve a decision. Whatever happens to a question, its request goes on: with the length or
-without it.
-"""
+"""Asks predictors for the lengths of answers. A request never fails for lack of a prediction."""
 
 import asyncio
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kaveri.cluster.store import ClusterStore
 from kaveri.domain.length import TokenRange
 from kaveri.errors import KaveriError, Unavailable
 from kaveri.policy.prediction import (
@@ -23,20 +17,19 @@ from kaveri.policy.prediction import (
     is_slip,
 )
 from kaveri.telemetry.logs import get_logger
-from services.prefill.config import PromptConfig
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.predictors import Predictors
 
 _MAX_CALL_PROMPTS = 64
 _MAX_CALL_TOKENS = 2**18
-"""Of one call, except for a single longer prompt: well within the size limit of a message."""
+"""Limits of a call, except for a single longer prompt: well within the size limit of a message."""
 _LATE_IN_A_ROW = 8
-"""Parallel: so many calls in a row that are answered after all their requests were placed are logged."""
+"""Consecutive calls answered after the placement of all their requests that are logged."""
 
 
 @dataclass(eq=False, slots=True)
 class Question:
-    """One prompt, asked about in one call with others."""
+    """A prompt within a call."""
 
     prompt: Sequence[int]
     answered: Callable[[TokenRange | None], None]
@@ -50,7 +43,7 @@ class _Call:
     asked_s: float
     questions: list[Question] = field(default_factory=list)
     open: set[Question] = field(default_factory=set)
-    """Those whose answer is still wanted."""
+    """Questions that still wait for their answers."""
     task: asyncio.Task[None] | None = None
 
     def has_room(self, prompt: Sequence[int]) -> bool:
@@ -59,10 +52,10 @@ class _Call:
 
 
 class LengthForecaster:
-    """The questions of one prefill instance. For one event loop; run() must be running when ask() is called."""
+    """Questions of one prefill instance. For one event loop; run() must be running when ask() is called."""
 
     def __init__(self, predictors: Predictors, mode: PredictionMode, budget_s: float, metrics: PrefillMetrics) -> None:
-        """budget_s: how long a request waits for its answer where the mode is sequential."""
+        """budget_s: limit on a request's wait for its answer in sequential mode."""
         self._mode = mode
         self._predictors = predictors
         self._timeout_s = answer_within_s(mode, budget_s)
@@ -70,25 +63,17 @@ class LengthForecaster:
         self._unsent: dict[str, _Call] = {}
         """By the predictor's name."""
         self._watched: dict[str, _Call] = {}
-        """By the predictor's name: calls that go on only to show whether it works."""
+        """By the predictor's name: calls whose outcome alone is of interest, for its health."""
         self._late_in_a_row = 0
         self._tasks = asyncio.TaskGroup()
 
-    @classmethod
-    def configured(
-        cls, config: PromptConfig, store: ClusterStore, metrics: PrefillMetrics, rng: random.Random
-    ) -> "LengthForecaster":
-        """As the settings say."""
-        predictors = Predictors(store, config.model_name, config.predictor_address, rng)
-        return cls(predictors, config.prediction, config.prediction_budget_s, metrics)
-
     @property
     def comes_first(self) -> bool:
-        """Whether a request waits for its answer before it is queued."""
+        """True if a request waits for its answer before it is queued."""
         return self._mode.comes_first
 
     async def run(self) -> None:
-        """Works until cancelled; questions live no longer than this."""
+        """Work until cancelled; questions live no longer than this."""
         try:
             async with self._tasks:
                 await self._predictors.run()
@@ -96,7 +81,7 @@ class LengthForecaster:
             await self._predictors.close()
 
     def ask(self, prompt: Sequence[int], answered: Callable[[TokenRange | None], None]) -> Question | None:
-        """Asks about a prompt, token ids of the served model. None: predictions are off, or no predictor can be asked.
+        """Ask about a prompt, token ids of the served model. None: predictions are off, or no predictor can be asked.
 
         answered() is called once, later, with the length of the whole answer or, without a prediction, None; unless
         decided() or drop() is called first.
@@ -124,15 +109,15 @@ class LengthForecaster:
         return question
 
     def decided(self, question: Question, outcome: PredictionOutcome) -> None:
-        """The request is placed now, with its answer or (LATE) without. A later answer is not used."""
+        """Close the question of a request that is placed now, with its answer or (LATE) without."""
         self._count(outcome)
         call, task = question.call, _close(question)
-        # One such call per predictor goes on, because only its end shows whether the predictor works.
+        # One such call per predictor continues, because its outcome shows whether the predictor works.
         if task is not None and self._watched.setdefault(call.predictor.name, call) is not call:
             task.cancel()
 
     def drop(self, question: Question) -> None:
-        """The request has ended: its answer is not wanted."""
+        """Close the question of a request that has ended."""
         if (task := _close(question)) is not None:
             task.cancel()
 
@@ -180,7 +165,7 @@ class LengthForecaster:
         self._answer(call, [None] * len(call.questions))
 
     def _answer(self, call: _Call, lengths: Sequence[TokenRange | None]) -> None:
-        """Answers the open questions, in the order in which they were asked."""
+        """Answer the open questions, in the order in which they were asked."""
         for question, length in zip(call.questions, lengths, strict=True):
             # One answer may end other requests of the call.
             if question in call.open:
@@ -191,7 +176,7 @@ class LengthForecaster:
                     get_logger().exception("prediction_not_taken", predictor=call.predictor.name)
 
     def _finish(self, call: _Call) -> None:
-        """The call has ended, with or without an answer."""
+        """Clean up after a call."""
         call.health.outstanding_prompts -= len(call.questions)
         if self._watched.get(call.predictor.name) is call:
             del self._watched[call.predictor.name]
@@ -206,14 +191,14 @@ class LengthForecaster:
             self._late_in_a_row = 0
 
     def _came_late(self) -> None:
-        """An answer came that no request waited for: the predictor works, but is too slow."""
+        """Count an answer that no request waited for: the predictor works, but is too slow."""
         self._late_in_a_row += 1
         if self._late_in_a_row == _LATE_IN_A_ROW:
             get_logger().warning("predictions_late", in_a_row=_LATE_IN_A_ROW)
 
 
 def _close(question: Question) -> asyncio.Task[None] | None:
-    """Closes a question that may be open. Returns the task of its call when that has no open question left."""
+    """Close a question. Returns the task of its call if no open question is left in it."""
     call = question.call
     if question not in call.open:
         return None

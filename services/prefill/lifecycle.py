@@ -1,12 +1,12 @@
-"""The life of one request at prefill: its states, and what each event does to them. Pure: no clock, no I/O.
+"""A request's life at prefill: states, events and actions. Pure: no clock, no I/O.
 
 ::
 
     AwaitingLength ── Queued ── ComputingPrompt ── Placing ⇄ Pushing ── EndedAtPrefill
 
-A request is AwaitingLength only when the queue needs its length. Every state may become EndedAtPrefill. The search for
-room at decode, and the push, may begin before the prompt is computed: Placing and Pushing say how far it is. The
-service performs the actions in their order, after it has stored the new state.
+A request is AwaitingLength only if the queue needs its length. Every state may become EndedAtPrefill. The search for
+room at decode, and the push, may begin before the prompt is computed. The service performs the actions in order, after
+it has stored the new state.
 """
 
 import enum
@@ -38,18 +38,18 @@ from services.prefill.requests import (
 )
 
 NO_TRANSPORT = "none"
-"""The transport of a hand-over that moves nothing."""
+"""Transport of a hand-over without a push."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What does not change during a life."""
+    """Constants of a life."""
 
     arrived_s: float
     token_count: int
     """Tokens to compute."""
     generated_count: int
-    """Tokens that earlier attempts have generated."""
+    """Tokens that earlier attempts generated."""
     most_tokens: int
     """The longest answer that may be generated, earlier attempts included."""
     place_search: PlaceSearch
@@ -57,19 +57,19 @@ class Terms:
     """The shortest answer, earlier attempts included: min_tokens."""
 
 
-# What is known of the answer's length before a place is looked for.
+# Knowledge of the answer's length before the search for a place.
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """No prediction is awaited. None: the length is unknown."""
+    """No prediction is pending. None: the length is unknown."""
 
     length: TokenRange | None
 
 
 @dataclass(frozen=True, slots=True)
 class LengthPending:
-    """A predictor has been asked and has not answered."""
+    """A prediction is pending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Predicted:
 Forecast = Known | LengthPending | Predicted
 
 
-# How far the prompt is computed.
+# Progress of the prompt.
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class PromptComputed:
 
 @dataclass(frozen=True, slots=True)
 class AwaitingLength:
-    """Has a place in the queue, and waits for its length before it stands in line."""
+    """Counts in the queue, and waits for its length before it joins the line."""
 
     terms: Terms
 
@@ -120,7 +120,7 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class ComputingPrompt:
-    """Is being computed. No place has been looked for."""
+    """Is being computed, before the search for a place."""
 
     terms: Terms
     compute: FirstChunkBegun
@@ -129,7 +129,7 @@ class ComputingPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """Looks for a place at decode."""
+    """Searches for a place at decode."""
 
     terms: Terms
     compute: FirstChunkBegun | PromptComputed
@@ -137,7 +137,7 @@ class Placing:
 
 @dataclass(frozen=True, slots=True)
 class Pushing:
-    """Has a place; its KV is on the way there."""
+    """Pushes its KV to its place."""
 
     terms: Terms
     compute: FirstChunkBegun | PromptComputed
@@ -145,23 +145,23 @@ class Pushing:
 
 
 class PrefillOutcome(enum.StrEnum):
-    """How a life ended."""
+    """How a request ended."""
 
     HANDED_OVER = "handed_over"
     FINISHED = "finished"
-    """With its first token."""
+    """The first token is the last one."""
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     REFUSED = "refused"
     """Replaced by a newer attempt or by another router's request."""
     GIVEN_BACK = "given_back"
-    """To its router, because the instance drains and had not begun it."""
+    """The instance drains, and had not begun it."""
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class EndedAtPrefill:
-    """No event follows."""
+    """The end of a life."""
 
     outcome: PrefillOutcome
 
@@ -175,21 +175,21 @@ State = Alive | EndedAtPrefill
 
 @dataclass(frozen=True, slots=True)
 class LengthAnswered:
-    """The question about the length has ended; None: without a prediction."""
+    """The predictor has answered; None: without a prediction."""
 
     length: TokenRange | None
 
 
 @dataclass(frozen=True, slots=True)
 class EndRequested:
-    """The request must end now. `error` is for its router."""
+    """The request must end now. error: for its router."""
 
     outcome: PrefillOutcome
     error: KaveriError | None = None
 
 
 EngineReport = PrefillStarted | PrefillProgress | PromptLogprobs | FirstToken | KvPushed | KvPushFailed | RequestFailed
-"""The engine's events that concern this side of a request."""
+"""Engine events of the prefill side."""
 Event = EngineReport | LengthAnswered | RoomReserved | Adopted | HandOverFailed | EndRequested
 
 
@@ -200,11 +200,11 @@ class Do(enum.Enum):
     """Actions without data."""
 
     ENQUEUE = enum.auto()
-    """Put the held request in line."""
+    """Move the held request into the line."""
     LEAVE_QUEUE = enum.auto()
-    """Take the request out of the queue, or out of what it counts as being computed."""
+    """Remove the request from the queue and its count of prompts under way."""
     DROP_QUESTION = enum.auto()
-    """The answer about the length is not wanted any more."""
+    """Ignore the predictor's answer."""
     ABORT_IN_ENGINE = enum.auto()
 
 
@@ -214,52 +214,52 @@ class Advance:
 
     computed_tokens: int
     new_tokens: int
-    """Since the last time."""
+    """Tokens since the last Advance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Tell the router."""
+    """Send the router a report."""
 
     progress: Progress
 
 
 @dataclass(frozen=True, slots=True)
 class CountPrediction:
-    """The use that was made of the prediction. LATE: a later answer is not wanted."""
+    """Count the use of a prediction. LATE: ignore a later answer."""
 
     outcome: PredictionOutcome
 
 
 @dataclass(frozen=True, slots=True)
 class FindPlace:
-    """The hand-over begins."""
+    """Begin the hand-over."""
 
     length: TokenRange | None
 
 
 @dataclass(frozen=True, slots=True)
 class FindAnotherPlace:
-    """The hand-over continues after a failed push."""
+    """Continue the hand-over after a failed push."""
 
     failure: KvPushFailed
 
 
 @dataclass(frozen=True, slots=True)
 class EndHandOver:
-    """The hand-over that has begun is over; with a place given back unless decode has the request."""
+    """End the hand-over; give the place back unless decode has the request."""
 
     handed_over: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """The last action: nothing more is kept or told."""
+    """The last action: end the log, count and log the end."""
 
     outcome: PrefillOutcome
     error: KaveriError | None
     seconds: float
-    """Of the whole life."""
+    """Duration of the life."""
 
 
 Action = Do | Advance | Tell | CountPrediction | FindPlace | FindAnotherPlace | EndHandOver | Close
@@ -267,7 +267,7 @@ Step = tuple[State, tuple[Action, ...]]
 
 
 def step(state: State, event: Event, now_s: float) -> Step:
-    """What the event makes of the state, and what is to be done about it. Illegal pairs raise AssertionError."""
+    """The next state and the actions. Illegal pairs raise AssertionError."""
     assert not isinstance(state, EndedAtPrefill), f"{event} in {state}"
     terms = state.terms
     match event:
@@ -327,7 +327,7 @@ def _first_token(
 
 
 def _search_if_due(state: ComputingPrompt | Placing | Pushing, *actions: Action) -> Step:
-    """Begins to look for a place at decode, if it is time and it has not begun."""
+    """Begin the search for a place if it is due."""
     if not isinstance(state, ComputingPrompt):
         return state, actions
     match state.terms.place_search:
@@ -342,7 +342,7 @@ def _search_if_due(state: ComputingPrompt | Placing | Pushing, *actions: Action)
 
 
 def _search(terms: Terms, compute: FirstChunkBegun | PromptComputed, forecast: Forecast, *actions: Action) -> Step:
-    """Looks for a place with the length that is known now. An answer that comes later is not used."""
+    """Search for a place with the present forecast."""
     length = None
     match forecast:
         case Known():
@@ -359,7 +359,7 @@ def _search(terms: Terms, compute: FirstChunkBegun | PromptComputed, forecast: F
 def _end(
     state: Alive, outcome: PrefillOutcome, now_s: float, *actions: Action, error: KaveriError | None = None
 ) -> Step:
-    """Ends the life and gives back what its state holds, and nothing else."""
+    """End the life and release exactly what its state holds."""
     ends = list(actions)
     match state:
         case AwaitingLength() | Queued(forecast=LengthPending()) | ComputingPrompt(forecast=LengthPending()):

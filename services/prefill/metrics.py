@@ -8,7 +8,7 @@ from kaveri.telemetry.metrics import LATENCY_BUCKETS_S
 
 
 class PrefillMetrics:
-    """One set per process; tests that host several instances give each a registry of its own."""
+    """One set per registry."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         counter = partial(Counter, registry=registry)

@@ -1,19 +1,35 @@
-"""The predictors that may be asked: those in the cluster, or the one that an operator names."""
+"""Chooses and calls predictors: those in the cluster, or the one in the settings. Refuses impossible answers."""
 
 import asyncio
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+from grpc import aio
+
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.length import TokenRange
+from kaveri.errors import KaveriError
 from kaveri.policy.prediction import PredictorHealth, PredictorStatus, choose_predictor
+from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
-from services.prefill.predictor_peers import PredictorPeers
+from kaveri.v1 import predictor_pb2
+from kaveri.v1.predictor_pb2_grpc import LengthPredictorServiceStub
+from kaveri.wire.status import error_of
+
+_LONGEST_ANSWER_TOKENS = 2**24
+"""Longer than any model's context."""
+_PROBABILITY_SLACK = 0.01
+"""Sums of float32 are not exact."""
+
+
+class UnusableAnswer(KaveriError):
+    """A predictor's answer is not a possible prediction."""
 
 
 class Predictors:
-    """Chooses one to ask, and remembers how each answered. For one event loop."""
+    """Chooses predictors, asks them, and tracks their health. For one event loop."""
 
     def __init__(self, store: ClusterStore, model: str, address: str, rng: random.Random) -> None:
         """model: its name in the cluster. address: the predictor to ask, "host:port"; empty: any that is ready."""
@@ -21,24 +37,24 @@ class Predictors:
         self._model = model
         self._address = address
         self._rng = rng
-        self._peers = PredictorPeers(model)
+        self._channels = Channels()
         self._health: dict[str, PredictorHealth] = {}
         self._addresses: set[str] = set()
         self._address_gone = asyncio.Event()
 
     async def run(self) -> None:
-        """Closes channels that are not needed any more, until cancelled."""
+        """Close unused channels until cancelled."""
         while True:
             await self._address_gone.wait()
             self._address_gone.clear()
-            await self._peers.channels.retain(self._addresses)
+            await self._channels.retain(self._addresses)
 
     async def close(self) -> None:
-        """Closes every channel; calls on them end."""
-        await self._peers.channels.close()
+        """Close every channel; calls on them end."""
+        await self._channels.close()
 
     def choose(self, now_s: float) -> tuple[PredictorStatus, PredictorHealth] | None:
-        """A predictor to ask now; None when there is none, or all rest."""
+        """Choose a predictor; None if there is none, or all rest."""
         known = self._known()
         present = {status.name for status in known}
         for name in [name for name in self._health if name not in present]:
@@ -60,8 +76,20 @@ class Predictors:
     async def predict(
         self, predictor: PredictorStatus, prompts: Sequence[Sequence[int]], timeout_s: float
     ) -> list[TokenRange]:
-        """See PredictorPeers.predict."""
-        return await self._peers.predict(predictor.address, prompts, timeout_s)
+        """Predict the length of each prompt's whole answer. prompts: token ids of the served model.
+
+        Raises the error that the predictor answers, Unavailable or DeadlineExceeded without an answer, UnusableAnswer.
+        Cancellation ends the call at the predictor too.
+        """
+        message = predictor_pb2.PredictRequest(
+            model=self._model, prompts=[predictor_pb2.PromptTokens(token_ids=prompt) for prompt in prompts]
+        )
+        with self._channels.calling(LengthPredictorServiceStub, predictor.address) as stub:
+            try:
+                response = await stub.Predict(message, timeout=timeout_s)
+            except aio.AioRpcError as error:
+                raise error_of(error, peer=predictor.address) from error
+        return read_predictions(response, len(prompts))
 
     def _known(self) -> list[PredictorStatus]:
         if self._address:
@@ -75,3 +103,25 @@ class Predictors:
             )
             for status in self._store.view().ready_predictors(self._model)
         ]
+
+
+def read_predictions(response: predictor_pb2.PredictResponse, prompt_count: int) -> list[TokenRange]:
+    """The predicted ranges, in the order of the prompts. Raises UnusableAnswer."""
+    if len(response.predictions) != prompt_count:
+        raise UnusableAnswer(f"{len(response.predictions)} predictions for {prompt_count} prompts")
+    return [_read(prediction, response.granularity) for prediction in response.predictions]
+
+
+def _read(prediction: predictor_pb2.LengthPrediction, granularity: int) -> TokenRange:
+    low, high, bucket = prediction.length.low, prediction.length.high, prediction.bucket
+    if not low < high <= _LONGEST_ANSWER_TOKENS:
+        raise UnusableAnswer(f"[{low}, {high}) is no range of tokens")
+    if not granularity or low != granularity * bucket:
+        raise UnusableAnswer(f"bucket {bucket} of {granularity} tokens does not begin at {low}")
+    probabilities = prediction.probabilities
+    if bucket >= len(probabilities):
+        raise UnusableAnswer(f"bucket {bucket} of {len(probabilities)}")
+    total = sum(probabilities)
+    if not (math.isfinite(total) and min(probabilities) >= 0 and abs(total - 1) <= _PROBABILITY_SLACK):
+        raise UnusableAnswer(f"probabilities that sum to {total:g}")
+    return TokenRange(low, high)

@@ -1,12 +1,13 @@
-"""One request on its way through a prefill instance, and what its router hears of it. No I/O."""
+"""A request at a prefill instance, the log of its router, and the seam to what decodes it. No I/O."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kaveri.domain.length import TokenRange
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import FinishReason, Logprobs
-from kaveri.engine.contract import EngineKey, EngineRequest
+from kaveri.engine.contract import EngineKey, EngineRequest, KvPushFailed
 from kaveri.errors import KaveriError
 
 
@@ -27,7 +28,7 @@ class RoomReserved:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenDrawn:
-    """The prompt is computed. With `finish` nothing follows."""
+    """The prompt is computed. With `finish` it is the last report."""
 
     token_id: int
     logprobs: Logprobs | None
@@ -37,7 +38,7 @@ class FirstTokenDrawn:
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """The decode instance owns the request now. Nothing follows."""
+    """Decode has taken the request over. The last report."""
 
     kv_bytes: int
     kv_transfer_s: float
@@ -47,7 +48,7 @@ class HandedOver:
 
 @dataclass(frozen=True, slots=True)
 class PromptScored:
-    """What the model thinks of the prompt's tokens from position `first` on."""
+    """Log-probabilities of the prompt's tokens from position `first` on."""
 
     first: int
     entries: tuple[Logprobs, ...]
@@ -58,7 +59,7 @@ Progress = Started | RoomReserved | PromptScored | FirstTokenDrawn | HandedOver
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """The engine that computed the request decodes it too; nothing is pushed."""
+    """The engine that computed the prompt decodes it too, without a push."""
 
     placed: RoomReserved
 
@@ -71,50 +72,50 @@ class HandOverFailed:
 
 
 HandOverReport = RoomReserved | Adopted | HandOverFailed
-"""What a hand-over reports about a request. RoomReserved: room is reserved and the push has begun."""
+"""Reports of a hand-over. RoomReserved: room is reserved and the push has begun."""
 
 
 _Kind = type[Progress] | int
-"""Of parts of a prompt, which stand beside one another: the first position."""
+"""Key of an entry; for the parts of a prompt's report, the first position."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptNews:
-    """What a router has not been sent of one request."""
+    """Unsent reports of one request."""
 
     request_id: str
     owner: Owner
     progress: tuple[Progress, ...] = ()
     ended: bool = False
     error: KaveriError | None = None
-    """Why it has ended. None: as the progress says."""
+    """Cause of the end; None: see the progress."""
 
 
 class ReportLog:
-    """What has happened to one request: at most one entry per kind, the latest, and all parts of the report on the
-    prompt, whose size the router has limited."""
+    """Reports on one request: the latest of each kind, and all parts of the prompt's log-probabilities, whose size the
+    router limits."""
 
     def __init__(self) -> None:
         self._told: dict[_Kind, Progress] = {}
         self._unsent: dict[_Kind, Progress] = {}
         self.ended = False
         self.error: KaveriError | None = None
-        """Why it has ended; None: it goes on, or its last entry says."""
+        """Cause of the end; None: not ended, or see the last entry."""
         self._end_is_unsent = False
 
     def put(self, progress: Progress) -> None:
-        """Adds an entry; a second placement replaces one that was not sent."""
+        """Add an entry; a second placement replaces an unsent one."""
         kind: _Kind = progress.first if isinstance(progress, PromptScored) else type(progress)
         self._told[kind] = self._unsent[kind] = progress
 
     def end(self, error: KaveriError | None) -> None:
-        """Nothing follows."""
+        """End the log."""
         self.ended = self._end_is_unsent = True
         self.error = error
 
     @property
     def first_token(self) -> FirstTokenDrawn | None:
-        """The token that prefill drew, once it has."""
+        """The token that prefill drew, if it has."""
         told = self._told.get(FirstTokenDrawn)
         return told if isinstance(told, FirstTokenDrawn) else None
 
@@ -123,15 +124,15 @@ class ReportLog:
         return bool(self._unsent) or self._end_is_unsent
 
     def forget_report(self) -> None:
-        """Leaves the report on the prompt out of what is repeated. What is unsent is still sent."""
+        """Do not repeat the prompt's log-probabilities. Unsent parts are still sent."""
         self._told = {kind: told for kind, told in self._told.items() if not isinstance(told, PromptScored)}
 
     def repeat(self) -> None:
-        """Has everything sent again, for another stream or another router."""
+        """Mark everything as unsent, for another stream or another router."""
         self._unsent, self._end_is_unsent = dict(self._told), self.ended
 
     def take(self, request_id: str, owner: Owner) -> PromptNews:
-        """Returns what is unsent, in the order in which it happened; it counts as sent."""
+        """Take unsent reports, in order; they count as sent from now on."""
         news = PromptNews(request_id, owner, tuple(self._unsent.values()), self._end_is_unsent, self.error)
         self._unsent, self._end_is_unsent = {}, False
         return news
@@ -139,7 +140,7 @@ class ReportLog:
 
 @dataclass(eq=False, slots=True)
 class PrefillRequest:
-    """One attempt of one request: what is asked, and where its router and its hand-over reach its owner.
+    """One attempt of a request, with the log of its reports.
 
     deadline_s is time.monotonic()'s: uvloop's own clock counts in milliseconds.
     """
@@ -148,22 +149,22 @@ class PrefillRequest:
     engine_request: EngineRequest
     deadline_s: float
     report: Callable[["PrefillRequest", HandOverReport], None]
-    """How the hand-over tells the owner of the request what has happened. The owner may end the request within."""
+    """Called by the hand-over. May end the request within."""
     predicted_length: TokenRange | None = None
-    """Tokens of the whole answer, earlier attempts included. None: unknown. Final once a place is looked for."""
+    """Length of the whole answer, earlier attempts included. None: unknown. Fixed when a place is searched for."""
     silent_decode_ids: frozenset[str] = frozenset()
-    """Decode instances that its router hears nothing from."""
+    """Decode instances that do not answer its router."""
     traceparent: str = ""
-    """Of the span that what happens here is below. Empty: it is not traced."""
+    """The parent span. Empty: not traced."""
     reservation_count: int = 0
-    """Reserve calls so far, at any instance."""
+    """Number of Reserve calls, at all instances."""
     placed_at_first_token: bool = False
-    """Whether a place is looked for only when the first token is drawn."""
+    """The search for a place begins at its first token."""
     log: ReportLog = field(default_factory=ReportLog)
 
     @property
     def key(self) -> EngineKey:
-        """What the engine knows it by. Its serial is new: no event of an earlier request is taken for this one's."""
+        """Its key in the engine. The serial is unique, so events of an earlier request are told apart."""
         return self.engine_request.key
 
     @property
@@ -176,20 +177,33 @@ class PrefillRequest:
 
     @property
     def router_id(self) -> str:
-        """Where its reports go."""
+        """The router that gets its reports."""
         return self.ownership.router_id
-
-    @property
-    def can_be_attached(self) -> bool:
-        """Whether its client can re-attach."""
-        return bool(self.ownership.secret)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt alone."""
-        return self.token_count - self.engine_request.generated_count
 
     @property
     def token_count(self) -> int:
         """Tokens to compute: the prompt and what earlier attempts generated."""
         return len(self.engine_request.token_ids)
+
+
+class HandOver(Protocol):
+    """Moves computed requests to a decode instance, or to the decode side of the same engine.
+
+    Calls request.report() with RoomReserved when a push has begun, Adopted, or HandOverFailed.
+    """
+
+    @property
+    def at_first_token(self) -> bool:
+        """True if requests are placed at their first token, not before."""
+
+    async def run(self) -> None:
+        """Work until cancelled. begin() is called within."""
+
+    def begin(self, request: PrefillRequest) -> None:
+        """Search for a place, before or after the prompt is computed; with at_first_token, after the first token."""
+
+    def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:
+        """Search for another place after a failed push."""
+
+    def end(self, request: PrefillRequest, handed_over: bool) -> None:
+        """End the hand-over of a request."""

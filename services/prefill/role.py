@@ -1,7 +1,6 @@
-"""The prefill side of one instance: takes events to the lives of its requests, and performs the actions."""
+"""The prefill side of an instance: applies events to the lives of its requests, and performs the actions."""
 
 import asyncio
-import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ from kaveri.timeouts import STRAGGLER_S
 from kaveri.wire.attempts import wrong_secret
 from services.prefill.engine_feed import EngineFeed, HasRoom
 from services.prefill.forecaster import LengthForecaster, Question
-from services.prefill.hand_over import HandOver
 from services.prefill.lifecycle import (
     NO_TRANSPORT,
     Action,
@@ -63,6 +61,7 @@ from services.prefill.metrics import PrefillMetrics
 from services.prefill.requests import (
     FirstTokenDrawn,
     HandedOver,
+    HandOver,
     HandOverFailed,
     PrefillRequest,
     Progress,
@@ -72,7 +71,7 @@ from services.prefill.requests import (
 from services.prefill.spans import PrefillSpans
 
 LONGEST_REQUEST_S = 86_400.0
-"""Time given to a request whose RPC has no deadline."""
+"""Limit on the time of a request."""
 
 
 @dataclass(eq=False, slots=True)
@@ -80,10 +79,10 @@ class _Life:
     request: PrefillRequest
     state: State
     question: Question | None
-    """About its length."""
+    """The pending question about its length."""
     deadline: asyncio.TimerHandle
     spans: PrefillSpans | None = None
-    """None: it is not traced."""
+    """Spans of a traced request."""
 
 
 class PrefillRole:
@@ -97,29 +96,28 @@ class PrefillRole:
         forecaster: LengthForecaster,
         metrics: PrefillMetrics,
         orphan_grace_s: float,
-        has_room: HasRoom | None = None,
-        serials: Iterator[int] | None = None,
-        feeds: RouterFeeds | None = None,
+        has_room: HasRoom,
+        serials: Iterator[int],
+        feeds: RouterFeeds,
     ) -> None:
-        """hand_over: takes the requests on from here. orphan_grace_s: how long requests go on without a router, and
-        are known after their end, so that their clients can attach them again. has_room: see EngineFeed. serials:
-        numbers that no one else gives to requests of this engine; None: from 1. feeds: those of the instance's other
-        phase; None: it has no other phase."""
+        """orphan_grace_s: seconds that requests continue without a router, and are known after their end, so that
+        clients can attach them. has_room: see EngineFeed. serials: unique numbers for requests of this engine. feeds:
+        shared with the instance's other phase."""
         self._engine = engine
         self._queue = queue
         self._feed = EngineFeed(engine, queue, has_room)
         self._hand_over = hand_over
         self._forecaster = forecaster
         self._metrics = metrics
-        self._serials = itertools.count(1) if serials is None else serials
+        self._serials = serials
         self._lives: dict[str, _Life] = {}
         """By request id."""
-        self.feeds = RouterFeeds(orphan_grace_s) if feeds is None else feeds
-        self.feeds.join(self._router_gone, self._unsent_of)
+        self.feeds = feeds
+        feeds.join(self._router_gone, self._unsent_of)
         self._kept: ExpiringMap[str, PrefillRequest] = ExpiringMap(orphan_grace_s, max_bytes=MAX_ANSWER_BYTES)
-        """Ended, by hand-over, with their first token or by a fault."""
+        """Requests after their end, unless cancelled or replaced."""
         self._aborted: ExpiringMap[str, Ownership] = ExpiringMap(STRAGGLER_S)
-        """Owners whose Abort has come without their request; by request id."""
+        """Owners whose Abort came before their request; by request id."""
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -138,16 +136,16 @@ class PrefillRole:
         token_ids: tuple[int, ...],
         generated_count: int,
         params: ResolvedParams,
-        timeout_s: float | None,
+        timeout_s: float,
         silent_decode_ids: frozenset[str] = frozenset(),
         traceparent: str = "",
         suspect_until: int = 0,
     ) -> PrefillRequest:
-        """Queues one attempt; its log goes to its router. The same request of an older owner is ended, and so is
-        another request with the same id. To the same owner everything is reported again.
+        """Queue an attempt. The same request of an older owner is ended, and so is another request with the same id. To
+        the same owner everything is reported again.
 
-        timeout_s: what is left of the request's time; None: no deadline. silent_decode_ids: instances that it is placed
-        on only when there is no other. traceparent: see SubmitRequest. suspect_until: see EngineRequest.
+        timeout_s: time left to the request. silent_decode_ids: instances to place it on only if there is no other.
+        traceparent: see SubmitRequest. suspect_until: see EngineRequest.
 
         Raises Unavailable (draining), StaleAttempt (also: it was aborted), RequestAlreadyExists (a later session is
         known), NoCapacity (queue full) and InvalidArgument (does not fit this engine).
@@ -165,7 +163,7 @@ class PrefillRole:
             raise NoCapacity("prefill", retry_after_s=QUEUE_FULL_RETRY_S, reason=reason)
         key = EngineKey(request_id, next(self._serials))
         sent = EngineRequest(key, token_ids, generated_count, params, suspect_until, self._hand_over.at_first_token)
-        timeout_s = LONGEST_REQUEST_S if timeout_s is None else min(timeout_s, LONGEST_REQUEST_S)
+        timeout_s = min(timeout_s, LONGEST_REQUEST_S)
         now_s = time.monotonic()
         room = self._engine.info.max_model_len - (len(token_ids) - generated_count)
         deadline_s, length = now_s + timeout_s, known_length(params, max(1, room))
@@ -179,8 +177,8 @@ class PrefillRole:
         return any(life.request.router_id == router_id for life in self._lives.values())
 
     def repeat(self, router_id: str, owners: Mapping[str, Owner]) -> list[PromptNews]:
-        """Has everything reported again about a router's requests, by request id. Returns errors for those that are not
-        here for it."""
+        """Report everything again about a router's requests, by request id. Returns errors for requests that it does
+        not own here."""
         unknown: list[PromptNews] = []
         for request_id, owner in owners.items():
             request = self._find(request_id)
@@ -192,8 +190,8 @@ class PrefillRole:
         return unknown
 
     def attach(self, attachment: Attachment) -> Attached:
-        """Makes another router, or a later session, the owner of a request that is here or kept here; everything is
-        reported to it again. The former router hears RequestAlreadyExists.
+        """Make another router, or a later session, the owner of a request that is here or kept here; everything is
+        reported to it again. The former router gets RequestAlreadyExists.
 
         Raises RequestNotFound, InvalidArgument (another secret, prompt or answer, or a session that does not grow),
         StaleAttempt and RequestAlreadyExists (a newer owner is known). Nothing changes then.
@@ -203,7 +201,7 @@ class PrefillRole:
         life, request = self._lives.get(request_id), self._find(request_id)
         if request is None or request.log.error is not None:
             raise RequestNotFound(request_id)
-        if not request.can_be_attached or not ownership.is_same_request(request.ownership):
+        if not request.ownership.secret or not ownership.is_same_request(request.ownership):
             if life is None:
                 # Another request had this id before.
                 raise RequestNotFound(request_id)
@@ -213,7 +211,7 @@ class PrefillRole:
             raise InvalidArgument("session", owner.session, f"above {request.owner.session}, the present one")
         attached = _attached(request, attachment)
         if not is_its_router:
-            # A later session that wants the report has the prompt computed again.
+            # A later session that wants log-probabilities has the prompt computed again.
             request.log.forget_report()
             self.feeds.discard(request.router_id, request)
             replaced = PromptNews(request_id, request.owner, ended=True, error=RequestAlreadyExists(request_id))
@@ -225,11 +223,11 @@ class PrefillRole:
         return attached
 
     def cancel(self, request: PrefillRequest) -> None:
-        """Its router does not wait any more: frees all that the request holds, here and at decode. Idempotent."""
+        """End the request and free its blocks, here and at decode. Idempotent."""
         self._happened(request, EndRequested(PrefillOutcome.CANCELLED))
 
     def abort(self, request_id: str, ownership: Ownership) -> None:
-        """Ends the request, unless it is another one or belongs to a newer owner. One that comes later is refused."""
+        """End the request, unless it is another one or belongs to a newer owner. If it arrives later, it is refused."""
         life = self._lives.get(request_id)
         if life is None:
             # It may have overtaken the request.
@@ -240,8 +238,8 @@ class PrefillRole:
             self.cancel(life.request)
 
     def give_back(self, request_id: str, ownership: Ownership) -> None:
-        """While the instance drains, ends a request of this owner that its engine has not been given; the router
-        places it elsewhere. Others are ignored."""
+        """While the instance drains, end a request of this owner that its engine does not have; the router places it
+        elsewhere. Others are ignored."""
         life = self._lives.get(request_id)
         if not self._draining or life is None:
             return
@@ -251,7 +249,7 @@ class PrefillRole:
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
         for event in events:
-            # The others are decode's, or the host's. An aborted request may still have events.
+            # Aborted requests may still have events.
             if isinstance(event, EngineReport):
                 life = self._lives.get(event.key.request_id)
                 if life is not None and life.request.key == event.key:
@@ -316,8 +314,8 @@ class PrefillRole:
         return sum(life.request.router_id in missing for life in list(self._lives.values()))
 
     def _replace(self, request_id: str, ownership: Ownership) -> None:
-        """Ends the request that has this id. Raises StaleAttempt or RequestAlreadyExists when that has the same owner
-        or a newer one, also when it has been handed over already: an older owner would have it computed again."""
+        """End a former request with this id. Raises StaleAttempt or RequestAlreadyExists if that has the same owner or
+        a newer one, even after its hand-over: an older owner would have it computed again."""
         now_s = time.monotonic()
         kept = self._kept.get(request_id, now_s)
         for former_owner in (kept.ownership if kept is not None else None, self._aborted.get(request_id, now_s)):
@@ -345,7 +343,7 @@ class PrefillRole:
             arrived_s=now_s,
             token_count=request.token_count,
             generated_count=sent.generated_count,
-            most_tokens=min(sent.params.max_tokens, info.max_model_len - request.prompt_tokens),
+            most_tokens=min(sent.params.max_tokens, info.max_model_len - sent.prompt_tokens),
             least_tokens=sent.params.min_tokens,
             place_search=place_search(request.token_count, self._queue.chunk_tokens, more, at_first_token),
         )
@@ -353,13 +351,14 @@ class PrefillRole:
         question = None
         if more and request.predicted_length is None:
             question = self._forecaster.ask(
-                sent.token_ids[: request.prompt_tokens],
+                sent.token_ids[: sent.prompt_tokens],
                 lambda length: self._happened(request, LengthAnswered(length)),
             )
         forecast = LengthPending() if question is not None else Known(request.predicted_length)
         waits = question is not None and self._forecaster.comes_first
         state = AwaitingLength(terms) if waits else Queued(terms, forecast)
-        deadline = asyncio.get_running_loop().call_later(timeout_s, self._expire, request)
+        expired = EndRequested(PrefillOutcome.DEADLINE, DeadlineExceeded())
+        deadline = asyncio.get_running_loop().call_later(timeout_s, self._happened, request, expired)
         spans = spans_below(request.traceparent)
         traced = PrefillSpans(spans, now_s) if spans is not None else None
         self._lives[request.request_id] = _Life(request, state, question, deadline, traced)
@@ -368,11 +367,8 @@ class PrefillRole:
         if not waits:
             self._enqueue(request)
 
-    def _expire(self, request: PrefillRequest) -> None:
-        self._happened(request, EndRequested(PrefillOutcome.DEADLINE, DeadlineExceeded()))
-
     def _happened(self, request: PrefillRequest, event: Event) -> None:
-        """The only way in which a request's state changes. Ended requests are ignored."""
+        """Apply an event to a request; ignored after its end."""
         life = self._lives.get(request.request_id)
         if life is None or life.request is not request:
             return
@@ -441,7 +437,7 @@ class PrefillRole:
         else:
             self.feeds.add(request.router_id, request)
         if close.outcome not in (PrefillOutcome.CANCELLED, PrefillOutcome.REFUSED):
-            # A report would take the place of many other requests.
+            # Log-probabilities of a prompt would take the memory of many other requests.
             request.log.forget_report()
             first = request.log.first_token
             logprobs = [first.logprobs] if first is not None and first.logprobs is not None else []
@@ -461,7 +457,7 @@ class PrefillRole:
         )
         if not self._lives:
             self._idle.set()
-        # Others may wait for its blocks, or for its share of the engine's work. Not from within submit().
+        # Others may wait for its blocks, or its share of the engine. Later, as this may run within submit().
         asyncio.get_running_loop().call_soon(self._feed.submit)
 
 
@@ -470,9 +466,9 @@ def _draining() -> Unavailable:
 
 
 def _attached(request: PrefillRequest, attachment: Attachment) -> Attached:
-    """What the new owner must know. Raises RequestNotFound and InvalidArgument."""
+    """The new owner's answer. Raises RequestNotFound and InvalidArgument."""
     sent, first = request.engine_request, request.log.first_token
-    prompt, generated = sent.token_ids[: request.prompt_tokens], sent.token_ids[request.prompt_tokens :]
+    prompt, generated = sent.token_ids[: sent.prompt_tokens], sent.token_ids[sent.prompt_tokens :]
     # Once the first token is drawn, decode may have drawn any number of others.
     known = generated if first is None else (*generated, first.token_id)
     check_received(attachment, prompt, known, is_all=first is None)

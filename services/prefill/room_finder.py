@@ -1,10 +1,11 @@
-"""Finds room on decode instances for computed prompts: asks where kaveri.policy.room_search says, waits, gives back."""
+"""Reserves room on decode instances for prompts: asks where kaveri.policy.room_search says, waits, gives back."""
 
 import asyncio
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from grpc import StatusCode, aio
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.owner import Owner
@@ -20,49 +21,67 @@ from kaveri.errors import (
     StaleAttempt,
     Unavailable,
 )
-from kaveri.policy.placement import HeavyThresholds
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.room_search import Ask, Hopeless, NoInstance, RoomSearch, Seeker, StopWaiting
 from kaveri.policy.waits import NO_DECODE_INSTANCE_S as _NO_INSTANCE_S
 from kaveri.policy.waits import ROOM_LOOK_S as _LONGEST_WAIT_S
 from kaveri.policy.waits import ROOM_PATIENCE_S as _PATIENCE_S
 from kaveri.policy.waits import ROOM_REST_WHEN_FAILED_S as _REST_WHEN_FAILED_S
+from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
-from services.prefill.decode_peers import DecodePeers, Reservation
+from kaveri.timeouts import CALL_TIMEOUT_S
+from kaveri.v1 import decode_pb2, feed_pb2
+from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from kaveri.v1.feed_pb2_grpc import FeedServiceStub
+from kaveri.wire.messages import layout_to_proto, length_to_proto, params_to_proto, ticket_from_proto
+from kaveri.wire.status import error_of
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.requests import PrefillRequest
 
 _VIEW_TIMEOUT_S = 1.0
+_ABORT_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Room that a decode instance has reserved."""
+
+    target: ViewedInstance
+    ticket: Ticket
+    incarnation: int
+    """The life that granted it: not always the one that the view named."""
 
 
 @dataclass(eq=False, slots=True)
 class _ReserveCall:
-    """A Reserve call under way."""
+    """A pending Reserve call."""
 
     target: ViewedInstance
     owner: Owner
-    """In whose name it asks."""
+    """The owner of the request at that time."""
     waits: bool
     patient_until_s: float
-    answer: asyncio.Task[Reservation | Exception]
+    answer: asyncio.Task[Room | Exception]
 
 
 @dataclass(eq=False, slots=True)
 class RoomSeeker:
-    """One request that looks for room."""
+    """A request that searches for room."""
 
     request: PrefillRequest
     heavy: bool
     unfit: dict[str, KaveriError] = field(default_factory=dict)
-    """By instance id: why that one can never take it."""
+    """Instances that can never take it, with the cause; by id."""
     questions: dict[str, _ReserveCall] = field(default_factory=dict)
-    """By instance id. At most one waits in line, and at most one other is open beside it."""
+    """By instance id. At most one waits in line, and at most one other is pending."""
 
     def seeker(self) -> Seeker[EngineKey]:
-        """What the policy has to know."""
+        """The request as the policy sees it."""
         waits_at = next((name for name, question in self.questions.items() if question.waits), None)
         length = self.request.predicted_length
-        predicted_tokens = 0 if length is None else self.request.prompt_tokens + length.low
+        predicted_tokens = 0 if length is None else self.request.engine_request.prompt_tokens + length.low
         return Seeker(
             self.request.key,
             self.request.token_count,
@@ -74,65 +93,53 @@ class RoomSeeker:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Room that a decode instance has reserved."""
-
-    target: ViewedInstance
-    reservation: Reservation
-
-
 class RoomFinder:
-    """The search of all requests of one prefill instance. For one event loop."""
+    """Searches of one prefill instance. For one event loop."""
 
     def __init__(
         self,
         store: ClusterStore,
         search: RoomSearch[EngineKey],
-        peers: DecodePeers,
+        layout: KvLayout,
+        own_id: str,
         metrics: PrefillMetrics,
-        thresholds: HeavyThresholds,
     ) -> None:
-        """peers: owned from now on."""
+        """layout: of the pool that is pushed from. own_id: the instance that asks."""
         self._store = store
         self._search = search
-        self._peers = peers
+        self._layout = layout_to_proto(layout)
+        self._own_id = own_id
+        self._channels = Channels()
         self._metrics = metrics
-        self._thresholds = thresholds
         self._changed: asyncio.Future[None] | None = None
         self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
-        """Follows the view until cancelled. The other methods are called while this runs."""
+        """Follow the view until cancelled. The other methods are called while this runs."""
         try:
             async with self._tasks:
                 while True:
                     view = await self._store.wait_for_change(_VIEW_TIMEOUT_S)
                     if self._changed is not None:
-                        # Those that wait wake in the order in which they began to wait.
+                        # Waiters wake in the order in which they began to wait.
                         self._changed.set_result(None)
                         self._changed = None
                     self._search.retain(view)
-                    await self._peers.channels.retain(view.addresses())
+                    await self._channels.retain(view.addresses())
         finally:
-            await self._peers.channels.close()
-
-    def seek(self, request: PrefillRequest, unfit: Mapping[str, KaveriError]) -> RoomSeeker:
-        """Begins a search; find() goes on with it and give_up() ends it. unfit: instances that cannot take it."""
-        is_heavy = self._thresholds.is_heavy(request.predicted_length, request.prompt_tokens)
-        return RoomSeeker(request, is_heavy, dict(unfit))
+            await self._channels.close()
 
     async def find(self, seeking: RoomSeeker) -> Room:
-        """Waits for room, and holds no other place or room for the request when it returns.
+        """Wait for room. No other room or place in line is held after it.
 
-        Raises StaleAttempt and RequestAlreadyExists, InvalidArgument and LayoutMismatch when no instance can ever take
-        the request, Unavailable when there is none, and DeadlineExceeded. When this call fails or is
-        cancelled, the caller must call give_up().
+        Raises StaleAttempt and RequestAlreadyExists, InvalidArgument and LayoutMismatch if no instance can ever take
+        the request, Unavailable if there is none, and DeadlineExceeded. If this call fails or is cancelled, the caller
+        must call give_up().
         """
         none_since_s: float | None = None
         while True:
             now_s = time.monotonic()
-            # Its caller may end it later than that: until then it would ask on, without a pause.
+            # Its caller may end it later, and it would ask without a pause until then.
             if now_s >= seeking.request.deadline_s:
                 raise DeadlineExceeded
             wake_s = now_s + _LONGEST_WAIT_S
@@ -166,18 +173,18 @@ class RoomFinder:
                 return room
 
     def give_up(self, seeking: RoomSeeker) -> None:
-        """Ends the search: no place in line is kept, and room that was granted meanwhile is given back. Idempotent."""
+        """End the search: give up places in line, and room that was granted meanwhile. Idempotent."""
         for instance_id in list(seeking.questions):
             self._drop(seeking, instance_id)
 
     def give_back(self, request: PrefillRequest, target: ViewedInstance) -> None:
-        """The request does not want the room that it has, or may have, at `target`."""
+        """Give back room that the request has, or may have, at `target`."""
         self._search.forget(request.key, target.record.instance_id)
-        # Not part of the caller's task: it must be sent although that one is cancelled.
-        self._tasks.create_task(self._peers.abort(target, request, request.reservation_count))
+        # A task of its own: it must be sent even if the caller is cancelled.
+        self._tasks.create_task(self._abort(target, request, request.reservation_count))
 
     def failed_there(self, request: PrefillRequest, target: ViewedInstance, outcome: str, reason: str) -> None:
-        """Room at `target` was of no use: no request asks there for a while."""
+        """Count and log a failure at `target`, and let it rest for all requests."""
         self._metrics.placements.labels(outcome).inc()
         self._search.rest(target.record.instance_id, time.monotonic() + _REST_WHEN_FAILED_S)
         get_logger().warning(
@@ -192,22 +199,82 @@ class RoomFinder:
     def _ask(self, seeking: RoomSeeker, ask: Ask, now_s: float) -> None:
         request = seeking.request
         patience_s = _PATIENCE_S if ask.shows_room else 0.0
-        # An instance that is not waited at answers soon, or fails.
+        # A call without a wait is answered soon, or fails.
         patient_until_s = now_s + patience_s if ask.waits else request.deadline_s
         request.reservation_count += 1
         answer = self._tasks.create_task(self._answer(request, ask, request.reservation_count))
         instance_id = ask.target.record.instance_id
         seeking.questions[instance_id] = _ReserveCall(ask.target, request.owner, ask.waits, patient_until_s, answer)
 
-    async def _answer(self, request: PrefillRequest, ask: Ask, reservation: int) -> Reservation | Exception:
+    async def _answer(self, request: PrefillRequest, ask: Ask, reservation: int) -> Room | Exception:
         try:
-            timeout_s = request.deadline_s - time.monotonic()
-            return await self._peers.reserve(ask.target, request, reservation, timeout_s, ask.waits)
+            return await self._reserve(request, ask, reservation)
         except Exception as error:  # Raised where the placement is: a task that fails would end all others.
             return error
 
+    async def _reserve(self, request: PrefillRequest, ask: Ask, reservation: int) -> Room:
+        """Ask for room. reservation: the number of this call among the request's.
+
+        Raises what the instance answers, or Unavailable or DeadlineExceeded when it does not. A frozen instance is
+        found by the channel's keep-alive. Cancelled, or without an answer, the room may have been granted nevertheless.
+        """
+        timeout_s = request.deadline_s - time.monotonic()
+        predicted = request.predicted_length
+        message = decode_pb2.ReserveRequest(
+            request_id=request.request_id,
+            attempt=request.owner.attempt,
+            session=request.owner.session,
+            router_id=request.ownership.router_id,
+            secret=request.ownership.secret,
+            token_ids=request.engine_request.token_ids,
+            generated_count=request.engine_request.generated_count,
+            params=params_to_proto(request.engine_request.params),
+            timeout_s=timeout_s,
+            layout=self._layout,
+            predicted_length=length_to_proto(predicted) if predicted is not None else None,
+            wait=ask.waits,
+            reservation=reservation,
+            traceparent=request.traceparent,
+            prefill_instance_id=self._own_id,
+            suspect_until=request.engine_request.suspect_until,
+        )
+        answer_s = timeout_s if ask.waits else min(timeout_s, CALL_TIMEOUT_S)
+        with self._channels.calling(DecodeServiceStub, ask.target.record.address) as stub:
+            try:
+                response = await stub.Reserve(message, timeout=answer_s)
+            except aio.AioRpcError as error:
+                if error.code() is StatusCode.DEADLINE_EXCEEDED and answer_s < timeout_s:
+                    # The request has time left: it is this instance that does not answer.
+                    reason = f"the decode instance gave no answer within {answer_s} s"
+                    raise Unavailable(reason) from error
+                raise error_of(error) from error
+        return Room(ask.target, ticket_from_proto(response.ticket), response.incarnation)
+
+    async def _abort(self, target: ViewedInstance, request: PrefillRequest, reservation: int) -> None:
+        """End the request at `target`, up to that reservation: a later one stays, however late this arrives. An
+        unreachable instance frees the room when the reservation expires."""
+        attempt = decode_pb2.AttemptId(
+            request_id=request.request_id,
+            session=request.owner.session,
+            attempt=request.owner.attempt,
+            router_id=request.ownership.router_id,
+            secret=request.ownership.secret,
+            reservation=reservation,
+        )
+        with self._channels.calling(FeedServiceStub, target.record.address) as stub:
+            try:
+                await stub.Abort(feed_pb2.AbortRequest(attempts=[attempt]), timeout=_ABORT_TIMEOUT_S)
+            except aio.AioRpcError as error:
+                get_logger().warning(
+                    "abort_failed",
+                    request_id=request.request_id,
+                    attempt=request.owner.attempt,
+                    decode_instance_id=target.record.instance_id,
+                    reason=str(error_of(error)),
+                )
+
     async def _wait(self, seeking: RoomSeeker, timeout_s: float) -> None:
-        """Until a question is answered or the view changes."""
+        """Wait for an answer or a change of the view."""
         if self._changed is None:
             self._changed = asyncio.get_running_loop().create_future()
         awaited: list[asyncio.Future[Any]] = [self._changed]
@@ -220,13 +287,13 @@ class RoomFinder:
             if not question.answer.done():
                 continue
             match question.answer.result():
-                case Reservation() as reservation:
+                case Room() as room:
                     del seeking.questions[instance_id]
                     self.give_up(seeking)
                     self._metrics.placements.labels("reserved").inc()
-                    return Room(question.target, reservation)
+                    return room
                 case StaleAttempt() | RequestAlreadyExists() if question.owner < request.owner:
-                    # It knew the owner that has attached the request since. That one may ask it.
+                    # It knew the new owner, who has attached the request since and may ask it.
                     self._forget(seeking, instance_id)
                 case StaleAttempt() | RequestAlreadyExists() as error:
                     raise error
@@ -250,7 +317,7 @@ class RoomFinder:
         self._search.forget(seeking.request.key, instance_id)
 
     def _drop(self, seeking: RoomSeeker, instance_id: str) -> None:
-        """Gives up a question, and the room that its answer may have brought."""
+        """Cancel a call, and give back the room that it may have got."""
         question = seeking.questions.pop(instance_id)
         question.answer.cancel()
         self.give_back(seeking.request, question.target)

@@ -1,4 +1,4 @@
-"""The spans of one request at prefill, written from what its life does."""
+"""Spans of a request at prefill, derived from the actions of its life."""
 
 from kaveri.telemetry.tracing import Spans
 from services.prefill.lifecycle import NO_TRANSPORT, Action, Advance, Close, FindAnotherPlace, FindPlace, Tell
@@ -10,13 +10,13 @@ class PrefillSpans:
     search for room at decode; `kv.push`."""
 
     def __init__(self, spans: Spans, arrived_s: float) -> None:
-        """arrived_s: time.monotonic() of its arrival here."""
+        """arrived_s: time.monotonic() of the request's arrival."""
         self.spans = spans
         self._chunk_began_s = arrived_s
         self._search_began_s = arrived_s
 
     def note(self, action: Action, now_s: float) -> None:
-        """The life does this now."""
+        """Write the spans that end with an action."""
         write = self.spans.write
         match action:
             case Tell(Started(queue_s)):

@@ -247,7 +247,12 @@ class RouterStub:
         gained = self.tokens[request_id, attempt]
         start = min(gained)
         assert sorted(gained) == list(range(start, start + len(gained))), "a gap in the answer"
-        return [first.token_id, *(gained[index] for index in sorted(gained))]
+        return [first.token_id, *self.drawn(request_id, attempt)]
+
+    def drawn(self, request_id: str, attempt: int = 1) -> list[int]:
+        """The tokens of one attempt that decode has sent so far."""
+        gained = self.tokens[request_id, attempt]
+        return [gained[index] for index in sorted(gained)]
 
     async def close(self) -> None:
         for stream in self._streams.values():

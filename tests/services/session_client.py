@@ -1,7 +1,6 @@
 """A client of several sessions whose calls are made by hand, and the real routers that serve it."""
 
 import asyncio
-import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +18,6 @@ from services.router.service import Router, router_host
 GRACE_S = 5.0
 SECRET = b"0123456789abcdef"
 WAIT_S = 30.0
-
-
-def prompt(seed: int, token_count: int = 40) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, 1000) for _ in range(token_count)]
 
 
 @dataclass

@@ -11,7 +11,8 @@ from kaveri.v1 import prefill_pb2
 from services.prefill.server import PrefillServer
 from tests.services.breakable_link import breakable_link
 from tests.services.conftest import eventually
-from tests.services.session_client import GRACE_S, SECRET, WAIT_S, SessionClient, SessionRouters, computed, prompt
+from tests.services.prompts import prompt
+from tests.services.session_client import GRACE_S, SECRET, WAIT_S, SessionClient, SessionRouters, computed
 
 
 @pytest.mark.parametrize("phase", ["queued", "computed", "waiting for room"])

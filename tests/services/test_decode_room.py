@@ -1,7 +1,6 @@
 """A decode instance at its limits: seats that come free, the whole pool, blocks that are not worth waiting for."""
 
 import asyncio
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -10,17 +9,13 @@ import pytest
 from grpc import aio
 
 from kaveri.policy.decode_room import MAX_OVERTAKES
+from tests.services.prompts import prompt
 
 BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
 POOL_BLOCKS = 12
 POOL_TOKENS = POOL_BLOCKS * 16
 SMALL_POOL = {"max_model_len": POOL_TOKENS, "kv_cache_memory": POOL_BLOCKS * BLOCK_BYTES}
 SOON_S = 60.0
-
-
-def prompt(seed: int, token_count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, 1000) for _ in range(token_count)]
 
 
 @pytest.fixture(autouse=True)

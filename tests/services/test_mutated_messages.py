@@ -27,7 +27,8 @@ from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.messages import layout_to_proto, params_to_proto
 from kaveri.wire.replicas import offer_to_proto, resumption_to_proto
 from tests.services.mutations import Mutator
-from tests.services.session_client import SECRET, SessionClient, SessionRouters, prompt
+from tests.services.prompts import prompt
+from tests.services.session_client import SECRET, SessionClient, SessionRouters
 
 MESSAGES = 4_000
 TOGETHER = 16

@@ -16,7 +16,8 @@ from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from tests.services.mutations import Mutator
-from tests.services.session_client import WAIT_S, SessionRouters, prompt
+from tests.services.prompts import prompt
+from tests.services.session_client import WAIT_S, SessionRouters
 
 MESSAGES = 1_500
 TOGETHER = 16

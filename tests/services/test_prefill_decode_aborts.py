@@ -1,19 +1,28 @@
 """Who may end a request at a decode instance, and who hears of it: no router waits for what has ended."""
 
-import random
 from typing import Any
 
 import grpc
 import pytest
-from grpc import aio
 
 from kaveri.domain.owner import Owner
 from kaveri.engine.contract import KvPushed
+from tests.services.prompts import prompt
+from tests.services.refusals import refuses
 
 
-def prompt(seed: int, token_count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, 1000) for _ in range(token_count)]
+@pytest.fixture
+def begin(cluster: Any, by_hand: Any) -> Any:
+    async def begin(max_tokens: int = 400, attempt: int = 1) -> Any:
+        """Start a request that decodes. Returns its prefill and decode instances, its router and its call."""
+        prefill, decode = await cluster.prefill(), await cluster.decode(fake_step_s=0.01)
+        router = await cluster.router()
+        call = router.prefill(prefill, "a", prompt(5, 60), max_tokens=max_tokens, attempt=attempt)
+        await call.ended()
+        await by_hand.eventually(lambda: ("a", attempt) in router.tokens, "it decodes")
+        return prefill, decode, router, call
+
+    return begin
 
 
 async def test_a_router_hears_when_prefill_gives_up_what_runs_already(cluster: Any, by_hand: Any) -> None:
@@ -41,24 +50,18 @@ async def test_what_prefill_gives_up_before_it_has_landed_is_no_news_to_the_rout
     assert ("reserved", 1) not in router.last
 
 
-async def test_a_router_hears_nothing_of_what_it_aborts_itself(cluster: Any, by_hand: Any) -> None:
-    prefill, decode = await cluster.prefill(), await cluster.decode(fake_step_s=0.01)
-    router = await cluster.router()
-    call = router.prefill(prefill, "a", prompt(5, 60), max_tokens=400)
-    await call.ended()
-    await by_hand.eventually(lambda: ("a", 1) in router.tokens, "it decodes")
+async def test_a_router_hears_nothing_of_what_it_aborts_itself(cluster: Any, by_hand: Any, begin: Any) -> None:
+    prefill, decode, router, _ = await begin()
     await by_hand.abort(decode, "a")
     again = router.prefill(prefill, "a", prompt(6, 60), max_tokens=10, attempt=2)
     assert len(await router.answer(again, "a", 2)) == 10
     assert ("a", 1) not in router.last
 
 
-async def test_a_router_hears_when_room_is_asked_for_again_for_what_runs_already(cluster: Any, by_hand: Any) -> None:
-    prefill, decode = await cluster.prefill(), await cluster.decode(fake_step_s=0.01)
-    router = await cluster.router()
-    call = router.prefill(prefill, "a", prompt(5, 60), max_tokens=400)
-    await call.ended()
-    await by_hand.eventually(lambda: ("a", 1) in router.tokens, "it decodes")
+async def test_a_router_hears_when_room_is_asked_for_again_for_what_runs_already(
+    cluster: Any, by_hand: Any, begin: Any
+) -> None:
+    _, decode, router, _ = await begin()
     await by_hand.reserve(decode, "a", 61)
     await by_hand.eventually(lambda: router.finished("a"), "the router hears of it")
     assert router.last["a", 1].error
@@ -69,14 +72,10 @@ async def test_a_router_hears_when_room_is_asked_for_again_for_what_runs_already
 
 @pytest.mark.parametrize("newer", [Owner(0, 2), Owner(1, 1)])
 async def test_a_router_hears_when_its_request_is_lost_to_a_newer_owner_elsewhere(
-    cluster: Any, by_hand: Any, newer: Owner
+    cluster: Any, by_hand: Any, begin: Any, newer: Owner
 ) -> None:
     """It would wait for tokens without end if it were the newest owner after all."""
-    prefill, decode = await cluster.prefill(), await cluster.decode(fake_step_s=0.01)
-    router = await cluster.router()
-    call = router.prefill(prefill, "a", prompt(5, 60), max_tokens=400)
-    await call.ended()
-    await by_hand.eventually(lambda: ("a", 1) in router.tokens, "it decodes")
+    _, decode, router, _ = await begin()
     (request,) = decode.service.landed()
     decode.service.lose(request, request.owner.stale("a", newer))
     await by_hand.eventually(lambda: router.finished("a"), "the router hears of it")
@@ -88,13 +87,9 @@ async def test_a_router_hears_when_its_request_is_lost_to_a_newer_owner_elsewher
 
 @pytest.mark.parametrize(("attempt", "router_id"), [(1, "router-0"), (9, "router-1")])
 async def test_an_abort_of_an_older_attempt_or_of_another_routers_request_ends_nothing(
-    cluster: Any, by_hand: Any, attempt: int, router_id: str
+    cluster: Any, by_hand: Any, begin: Any, attempt: int, router_id: str
 ) -> None:
-    prefill, decode = await cluster.prefill(), await cluster.decode(fake_step_s=0.01)
-    router = await cluster.router()
-    call = router.prefill(prefill, "a", prompt(5, 60), max_tokens=40, attempt=2)
-    await call.ended()
-    await by_hand.eventually(lambda: ("a", 2) in router.tokens, "it decodes")
+    _, decode, router, call = await begin(max_tokens=40, attempt=2)
     await by_hand.abort(decode, "a", attempt, router_id)
     assert len(await router.answer(call, "a", 2)) == 40
 
@@ -119,7 +114,6 @@ async def test_a_request_that_another_router_begins_ends_the_former_at_prefill_t
     first = former.prefill(prefill, "a", prompt(5, 300), max_tokens=20, attempt=7)
     await by_hand.eventually(lambda: first.seen("started"), "it is computed")
     second = later.prefill(prefill, "a", prompt(6, 60), max_tokens=20)
-    with pytest.raises(aio.AioRpcError) as ended_early:
+    with refuses(grpc.StatusCode.ALREADY_EXISTS):
         await first.ended()
-    assert ended_early.value.code() is grpc.StatusCode.ALREADY_EXISTS
     assert await later.answer(second, "a") == cluster.expected(prompt(6, 60), 20)

@@ -1,20 +1,15 @@
 """What names requests, attempts and lives between prefill, decode and routers; and how a slow router is served."""
 
-import random
 from typing import Any
 
 import grpc
 import pytest
-from grpc import aio
 
 from kaveri.v1 import decode_pb2, prefill_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
-
-
-def prompt(seed: int, token_count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, 1000) for _ in range(token_count)]
+from tests.services.prompts import prompt
+from tests.services.refusals import refuses
 
 
 @pytest.mark.parametrize(
@@ -40,10 +35,8 @@ async def test_names_beyond_their_limits_are_refused_at_both_roles(cluster: Any,
         ),
     ]
     for call in calls:
-        with pytest.raises(aio.AioRpcError) as refused:
+        with refuses(grpc.StatusCode.INVALID_ARGUMENT, field):
             await call
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert field in (refused.value.details() or "")
 
 
 async def test_a_placement_names_the_life_that_reserved_room(cluster: Any, by_hand: Any) -> None:
@@ -59,7 +52,7 @@ async def test_a_placement_names_the_life_that_reserved_room(cluster: Any, by_ha
 async def test_a_slow_router_gets_a_long_answer_in_several_messages(
     cluster: Any, by_hand: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.decode.token_messages.MAX_TOKENS_BYTES", 600)
+    monkeypatch.setattr("services.decode.server._MAX_TOKENS_BYTES", 600)
     prefill = await cluster.prefill()
     router = await cluster.router()
     decode = await cluster.decode(orphan_grace_s=60.0)

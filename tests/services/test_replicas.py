@@ -4,7 +4,6 @@ Mostly the former owner is left running, as one that was frozen and wakes.
 """
 
 import contextlib
-import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +16,15 @@ from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import ReplicaOffer, Resumption
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.domain.view import ReplicaCounts
+from kaveri.feeds.expiring import ExpiringMap
 from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.messages import layout_to_proto
 from kaveri.wire.replicas import offer_to_proto, resumption_to_proto
 from services.decode import replicator
-from services.decode.requests import KnownAttempts
+from tests.services.conftest import eventually
+from tests.services.prompts import prompt
+from tests.services.refusals import refuses
 
 ROUTER = "router-0"
 REPLICATED = {
@@ -32,11 +34,6 @@ REPLICATED = {
     "fake_step_s": 0.01,
     "orphan_grace_s": 1.0,
 }
-
-
-def prompt(seed: int, token_count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, 1000) for _ in range(token_count)]
 
 
 @dataclass
@@ -53,8 +50,7 @@ class Owned:
     @property
     def answer(self) -> list[int]:
         """The tokens that the router has."""
-        gained = self.router.tokens["a", 1]
-        return [self.first, *(gained[index] for index in sorted(gained))]
+        return [self.first, *self.router.drawn("a")]
 
     @property
     def replica(self) -> decode_pb2.Replica:
@@ -78,6 +74,12 @@ class Owned:
         for name, value in fields.items():
             setattr(message, name, value)
         return message
+
+    async def rest(self) -> list[int]:
+        """The tokens that the holder draws, once it has finished."""
+        await eventually(lambda: self.router.finished("a", 2), "it ends at the holder")
+        tokens: list[int] = self.router.drawn("a", 2)
+        return tokens
 
     async def resume(self, message: decode_pb2.ResumeRequest) -> decode_pb2.ResumeResponse:
         response: decode_pb2.ResumeResponse = await DecodeServiceStub(self.holder.channel).Resume(message, timeout=30)
@@ -134,10 +136,8 @@ async def test_a_request_goes_on_at_the_holder_of_its_copy_with_the_same_tokens(
     assert counts_of(owned.holder).resumed == 1
     assert resumed.held_tokens % owned.holder.engine.info.layout.block_tokens == 0
     await by_hand.abort(owned.owner, "a")
-    await by_hand.eventually(lambda: owned.router.finished("a", 2), "it ends at the holder")
-    gained = owned.router.tokens["a", 2]
-    assert min(gained) == generated_count
-    assert [gained[index] for index in sorted(gained)] == owned.expected[generated_count:]
+    assert await owned.rest() == owned.expected[generated_count:]
+    assert min(owned.router.tokens["a", 2]) == generated_count
     timing = owned.router.last["a", 2].timing
     assert timing.held_tokens == resumed.held_tokens
     assert timing.recomputed_tokens == len(message.token_ids) - resumed.held_tokens
@@ -173,9 +173,7 @@ async def test_a_router_with_fewer_tokens_than_the_copy_resumes_from_its_own(
     resumed = await owned.resume(owned.message(token_count=4))
     assert resumed.held_tokens == 48, "whole blocks of the 54 tokens that the router has"
     await by_hand.abort(owned.owner, "a")
-    await by_hand.eventually(lambda: owned.router.finished("a", 2), "it ends at the holder")
-    gained = owned.router.tokens["a", 2]
-    assert [gained[index] for index in sorted(gained)] == owned.expected[4:]
+    assert await owned.rest() == owned.expected[4:]
 
 
 async def test_what_a_former_owner_goes_on_to_draw_changes_nothing_at_the_holder(
@@ -208,9 +206,8 @@ async def test_a_resume_by_any_other_is_refused_and_disturbs_nothing(
     cluster: Any, by_hand: Any, begin: Any, fields: dict[str, Any], status: grpc.StatusCode
 ) -> None:
     owned = await begin(max_tokens=120)
-    with pytest.raises(aio.AioRpcError) as caught:
+    with refuses(status):
         await owned.resume(owned.message(**fields))
-    assert caught.value.code() is status
     await by_hand.eventually(lambda: owned.router.finished("a"), "it ends at its owner")
     assert owned.answer == owned.expected
     assert owned.owner.metric("kaveri_replica_losses_total") == 0
@@ -224,10 +221,8 @@ async def test_a_resume_with_another_prompt_is_refused_and_the_copy_stays_for_th
     message = owned.message()
     wrong = decode_pb2.ResumeRequest.FromString(message.SerializeToString())
     wrong.token_ids[3] += 1
-    with pytest.raises(aio.AioRpcError) as caught:
+    with refuses(grpc.StatusCode.INVALID_ARGUMENT, "token_ids[3]"):
         await owned.resume(wrong)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "token_ids[3]" in (caught.value.details() or "")
     assert (await owned.resume(message)).held_tokens >= 48
     await by_hand.abort(owned.owner, "a")
     await by_hand.abort(owned.holder, "a", 2)
@@ -248,9 +243,8 @@ async def test_a_resume_without_room_in_the_engine_is_refused_and_may_be_asked_f
     for number in range(2):
         with contextlib.suppress(aio.AioRpcError):
             await by_hand.reserve(owned.holder, f"small-{number}", 240, router_id="router-1")
-    with pytest.raises(aio.AioRpcError) as caught:
+    with refuses(grpc.StatusCode.RESOURCE_EXHAUSTED):
         await owned.resume(message)
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     for name in (*others, "small-0", "small-1"):
         await by_hand.abort(owned.holder, name, router_id="router-1")
     await by_hand.eventually(owned.holder.free, "there is room")
@@ -277,9 +271,7 @@ async def test_the_copy_of_a_complete_answer_ends_it_again_for_a_router_that_lac
     resumed = await owned.resume(message)
     recomputed_tokens = len(message.token_ids) - resumed.held_tokens
     assert recomputed_tokens <= 2 * owned.holder.engine.info.layout.block_tokens
-    await by_hand.eventually(lambda: owned.router.finished("a", 2), "it ends at the holder")
-    gained = owned.router.tokens["a", 2]
-    assert [gained[index] for index in sorted(gained)] == owned.expected[110:]
+    assert await owned.rest() == owned.expected[110:]
     await nothing_is_held(cluster, by_hand)
 
 
@@ -331,9 +323,8 @@ async def test_nothing_resumes_a_lost_request_for_longer_than_the_grace(cluster:
     owned.owner.host._service.break_off("it is killed")
     dropped = lambda: owned.holder.metric("kaveri_replica_drops_total", cause="orphaned") == 1  # noqa: E731
     await by_hand.eventually(dropped, "the copy is dropped")
-    with pytest.raises(aio.AioRpcError) as caught:
+    with refuses(grpc.StatusCode.NOT_FOUND):
         await owned.resume(owned.message())
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 async def test_a_holder_that_drains_is_replaced(cluster: Any, by_hand: Any, begin: Any) -> None:
@@ -352,9 +343,8 @@ async def test_a_draining_holder_takes_no_copy_and_resumes_from_those_it_has(
     message = owned.message()
     owned.holder.service.drain()
     assert (await owned.resume(message)).held_tokens
-    with pytest.raises(aio.AioRpcError) as caught:
+    with refuses(grpc.StatusCode.UNAVAILABLE):
         await DecodeServiceStub(owned.holder.channel).OpenReplica(offer(owned.holder, "b"), timeout=60)
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     for decode in (owned.owner, owned.holder):
         await by_hand.abort(decode, "a", attempt=message.attempt)
 
@@ -379,9 +369,7 @@ async def test_a_draining_owner_lets_its_request_go_and_the_holder_computes_noth
     message.replica_tokens = end.replica.token_count
     resumed = await owned.resume(message)
     assert resumed.held_tokens == len(message.token_ids) - 1
-    await by_hand.eventually(lambda: owned.router.finished("a", 2), "it ends at the holder")
-    gained = owned.router.tokens["a", 2]
-    assert [gained[index] for index in sorted(gained)] == owned.expected[message.generated_count :]
+    assert await owned.rest() == owned.expected[message.generated_count :]
     await cluster.all_free()
     await nothing_is_held(cluster, by_hand)
 
@@ -462,8 +450,7 @@ async def test_a_draining_owner_lets_the_next_request_go_when_the_one_before_goe
     await by_hand.eventually(second_could_go, "the copy of the second is nearly whole")
     owner.service._replicator._move_some()
     assert len(let_go) == 1
-    drawn = router.tokens[first, 1]
-    gained = (answers[first], *(drawn[index] for index in sorted(drawn)))
+    gained = (answers[first], *router.drawn(first))
     resumption = Resumption(
         first,
         Ownership(Owner(0, 2), ROUTER),
@@ -500,10 +487,8 @@ async def test_a_holder_refuses_what_it_cannot_hold_by_name(cluster: Any) -> Non
     off = await cluster.decode("decode-0")
     assert await refusal(off, offer(off, "a")) is grpc.StatusCode.FAILED_PRECONDITION
     resumption = Resumption("a", Ownership(Owner(0, 1), ROUTER), (1, 2), 1, ResolvedParams(), 1.0, None, 1)
-    with pytest.raises(aio.AioRpcError) as caught:
+    with refuses(grpc.StatusCode.FAILED_PRECONDITION, "replicas are off"):
         await DecodeServiceStub(off.channel).Resume(resumption_to_proto(resumption), timeout=60)
-    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert "replicas are off" in (caught.value.details() or "")
     holder = await cluster.decode("decode-1", **REPLICATED)
     stub = DecodeServiceStub(holder.channel)
     other = offer(holder, "a")
@@ -512,7 +497,7 @@ async def test_a_holder_refuses_what_it_cannot_hold_by_name(cluster: Any) -> Non
     assert await refusal(holder, other) is grpc.StatusCode.FAILED_PRECONDITION
     await stub.OpenReplica(offer(holder, "a", attempt=2), timeout=60)
     # Seconds later it remembers the owner by the copy alone.
-    holder.service._instance.owners._attempts = KnownAttempts(60.0, 1)
+    holder.service._instance.owners._newest = ExpiringMap(60.0, max_count=1)
     assert await refusal(holder, offer(holder, "a", attempt=1)) is grpc.StatusCode.ABORTED
     assert await refusal(holder, offer(holder, "a", router_id="router-1")) is grpc.StatusCode.UNAVAILABLE
     assert await refusal(holder, offer(holder, "b", token_count=10**6)) is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -557,8 +542,7 @@ async def test_colocated_instances_hold_one_anothers_copies(cluster: Any, by_han
     call = router.prefill(one, "a", token_ids, 200)
     await by_hand.eventually(lambda: ("a", 1) in router.replicas, "a copy is held")
     assert router.replicas["a", 1].holder_id == "colocated-1"
-    gained = router.tokens["a", 1]
-    answer = [call.get("first_token").token_id, *(gained[index] for index in sorted(gained))]
+    answer = [call.get("first_token").token_id, *router.drawn("a")]
     params = ResolvedParams(max_tokens=200, seed=0)
     resumption = Resumption(
         "a",
@@ -573,6 +557,5 @@ async def test_colocated_instances_hold_one_anothers_copies(cluster: Any, by_han
     await DecodeServiceStub(other.channel).Resume(resumption_to_proto(resumption), timeout=30)
     await by_hand.abort(one, "a")
     await by_hand.eventually(lambda: router.finished("a", 2), "it ends at the holder")
-    gained = router.tokens["a", 2]
-    assert [gained[index] for index in sorted(gained)] == cluster.expected(token_ids, 200)[len(answer) :]
+    assert router.drawn("a", 2) == cluster.expected(token_ids, 200)[len(answer) :]
     await nothing_is_held(cluster, by_hand)

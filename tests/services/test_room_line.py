@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import random
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from typing import Any
@@ -14,15 +13,11 @@ from grpc import aio
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.errors import NoCapacity
 from kaveri.policy.decode_room import MAX_OVERTAKES
-from services.prefill.decode_peers import DecodePeers
+from tests.services.prompts import prompt
+from tests.services.refusals import refuses
 
 BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
 TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}
-
-
-def prompt(seed: int, token_count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, 1000) for _ in range(token_count)]
 
 
 async def is_refused(by_hand: Any, decode: Any, request_id: str, token_count: int) -> bool:
@@ -199,9 +194,8 @@ async def test_nothing_is_kept_for_a_request_that_wants_no_room_any_more(
         assert await waiters.code("large") is grpc.StatusCode.DEADLINE_EXCEEDED
     else:
         waiters.calls["large"].cancel()
-        with pytest.raises(aio.AioRpcError) as over:
+        with refuses(grpc.StatusCode.DEADLINE_EXCEEDED):
             await by_hand.reserve(decode, "large", 127, wait=True, rpc_timeout_s=1.0)
-        assert over.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await by_hand.eventually(lambda: in_line(decode) == 0, "it waits no more")
     assert decode.load().free_blocks == 7
     assert not await is_refused(by_hand, decode, "small", 1)
@@ -237,9 +231,8 @@ async def test_a_newer_attempt_takes_the_place_in_line_over_and_the_older_ones_c
     older = waiters.calls.pop("a")
     newer = asyncio.create_task(by_hand.reserve(decode, "a", 100, attempt=2, wait=True))
     waiters.calls["a"] = newer
-    with pytest.raises(aio.AioRpcError) as stale:
+    with refuses(grpc.StatusCode.ABORTED):
         await older
-    assert stale.value.code() is grpc.StatusCode.ABORTED
     assert in_line(decode) == 2
     await by_hand.abort(decode, "taken")
     assert await waiters.code("a") is grpc.StatusCode.OK
@@ -281,9 +274,8 @@ async def test_a_full_line_refuses_the_next_request(
     await by_hand.reserve(decode, "taken", 79)
     for name in ("a", "b"):
         await waiters.begin(decode, name, 127)
-    with pytest.raises(aio.AioRpcError) as full:
+    with refuses(grpc.StatusCode.RESOURCE_EXHAUSTED):
         await by_hand.reserve(decode, "c", 127, wait=True)
-    assert full.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert not await is_refused(by_hand, decode, "small", 1), "it does not have to wait"
     assert in_line(decode) == 2
     for request_id in ("taken", "small", "a", "b"):
@@ -325,41 +317,6 @@ async def test_requests_wait_spread_over_the_instances_and_go_where_room_appears
         assert call.get("placed").decode_instance_id == "decode-0"
     await by_hand.eventually(lambda: in_line(decodes[1]) == 0, "it gives its place up")
     await by_hand.abort(decodes[1], "taken")
-    await cluster.all_free()
-
-
-async def test_the_prompt_of_a_waiting_request_travels_once(
-    cluster: Any, by_hand: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-    reserve = DecodePeers.reserve
-
-    def counted(self: Any, target: Any, request: Any, *args: Any) -> Any:
-        asked.append(request.request_id)
-        return reserve(self, target, request, *args)
-
-    monkeypatch.setattr(DecodePeers, "reserve", counted)
-    prefill, decode = await cluster.prefill(**TIGHT), await small_decode(cluster)
-    router = await cluster.router()
-    await by_hand.reserve(decode, "taken", 79)
-    call = router.prefill(prefill, "waits", prompt(5, 127), max_tokens=10, ignore_eos=True)
-    await by_hand.eventually(lambda: in_line(decode) == 1, "it waits")
-    await overtake(by_hand, decode, MAX_OVERTAKES)
-    await by_hand.abort(decode, "taken")
-    assert await router.answer(call, "waits") == cluster.expected(prompt(5, 127), 10)
-    assert asked == ["waits"]
-    await cluster.all_free()
-
-
-async def test_a_request_that_ends_while_it_waits_gives_its_place_up(cluster: Any, by_hand: Any) -> None:
-    prefill, decode = await cluster.prefill(**TIGHT), await small_decode(cluster)
-    router = await cluster.router()
-    await by_hand.reserve(decode, "taken", 79)
-    first = router.prefill(prefill, "first", prompt(3, 120), max_tokens=10)
-    await by_hand.eventually(lambda: in_line(decode) == 1, "it waits")
-    await first.cancel()
-    await by_hand.eventually(lambda: in_line(decode) == 0, "it does not wait any more")
-    await by_hand.abort(decode, "taken")
     await cluster.all_free()
 
 
@@ -434,9 +391,8 @@ async def test_a_late_abort_of_room_that_was_given_back_leaves_a_newer_reservati
     await by_hand.reserve(decode, "a", 100, reservation=3, wait=True)
     held_blocks = decode.held_blocks
     await by_hand.abort(decode, "a", by_router=False, reservation=2)
-    with pytest.raises(aio.AioRpcError) as late:
+    with refuses(grpc.StatusCode.ABORTED):
         await by_hand.reserve(decode, "a", 100, reservation=2)
-    assert late.value.code() is grpc.StatusCode.ABORTED
     assert decode.load().running_requests + decode.load().waiting_requests == 1
     assert decode.held_blocks == held_blocks
     await by_hand.abort(decode, "a", by_router=False, reservation=3)

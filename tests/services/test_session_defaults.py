@@ -13,7 +13,8 @@ from kaveri.client.async_client import AsyncClient
 from kaveri.domain.sampling import ResolvedParams, SamplingParams
 from services.prefill.role import PrefillRole
 from tests.services.conftest import eventually
-from tests.services.session_client import GRACE_S, SessionClient, SessionRouters, computed, prompt
+from tests.services.prompts import prompt
+from tests.services.session_client import GRACE_S, SessionClient, SessionRouters, computed
 
 FIRST = {"temperature": 0.5, "top_p": 0.75, "top_k": 20, "max_new_tokens": 60}
 SECOND = {"temperature": 1.25, "top_p": 0.5, "max_new_tokens": 6}

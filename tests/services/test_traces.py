@@ -14,7 +14,8 @@ from kaveri import AsyncClient, SamplingParams
 from kaveri.errors import Unavailable
 from kaveri.telemetry.tracing import use_provider
 from tests.services.conftest import eventually
-from tests.services.session_client import SessionClient, SessionRouters, computed, prompt
+from tests.services.prompts import prompt
+from tests.services.session_client import SessionClient, SessionRouters, computed
 
 WITHIN_S = 0.001
 

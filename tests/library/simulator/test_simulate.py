@@ -33,7 +33,7 @@ from kaveri.workload.requests import (
     plan_requests,
 )
 from kaveri.workload.summary import Slo
-from services.instance import room
+from services.instance import service
 from services.prefill import decode_placer
 from services.router import request_placer
 
@@ -158,7 +158,7 @@ def test_prompts_wait_for_what_the_admission_policy_keeps_for_answers(monkeypatc
         poisson(40, 20.0),
     )
     assert max(asked) > 0
-    assert room.prompt_fits is prompt_fits, "the services' own function"
+    assert service.prompt_fits is prompt_fits, "the services' own function"
 
 
 def test_a_closed_loop_has_no_more_requests_at_once_than_asked_for() -> None:

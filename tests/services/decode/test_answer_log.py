@@ -1,25 +1,20 @@
 """What a router is sent of a request's copy."""
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Owner
 from kaveri.domain.replica import ReplicaLocation
-from kaveri.domain.sampling import FinishReason, ResolvedParams
-from kaveri.engine.contract import EngineKey, EngineRequest, TokenStep
-from kaveri.policy.growth import BatchMember
+from kaveri.domain.sampling import FinishReason
+from kaveri.engine.contract import EngineKey, TokenStep
 from services.decode.answer_log import AnswerLog, End
 from services.decode.lifecycle import Ready, Running, State
-from services.decode.metrics import DecodeMetrics
-from services.decode.owners import RequestOwners
-from services.decode.requests import DecodeRequest
-from services.decode.token_streams import gained_of
+from tests.services.decode.built import built_owners, built_request, gain, next_batch
 
 OWNER = Owner(0, 1)
 
 
 def test_news_of_a_copy_are_sent_once_and_again_to_a_router_that_attaches() -> None:
-    log = AnswerLog.after(0)
+    log = AnswerLog.drawn_here(1)
     assert log.take("r", OWNER).replica is None
     log.note_replica(ReplicaLocation("d1", 1, 16))
     log.note_replica(ReplicaLocation("d1", 1, 32))
@@ -60,13 +55,10 @@ def test_a_resumed_request_draws_its_next_token_here() -> None:
 
 @pytest.mark.parametrize(("state", "has_message"), [(Running(0.0), False), (Ready(0.0), True)])
 async def test_news_of_a_copy_needs_a_message_only_while_no_tokens_come(state: State, has_message: bool) -> None:
-    owners = RequestOwners(10.0, lambda name: None, DecodeMetrics(CollectorRegistry()))
-    engine_request = EngineRequest(EngineKey("r", 1), (1,) * 10, 0, ResolvedParams())
-    request = DecodeRequest(engine_request, Ownership(OWNER, "router"), 0.0, 60.0, BatchMember(10), state)
+    owners, request = built_owners(), built_request(state=state)
     feed = owners.feeds.open("router")
-    owners.tell_replica(request, ReplicaLocation("d1", 1, 16))
+    owners.announce_replica(request, ReplicaLocation("d1", 1, 16))
     assert (request in feed) is has_message
-    owners.streams.gain(request, TokenStep(request.key, 1, 7, None, None), None)
-    (news,) = await feed.take()
-    gained = gained_of(news)  # type: ignore[arg-type]
+    gain(owners, request, 1)
+    (gained,) = await next_batch(feed)
     assert gained.replica == ReplicaLocation("d1", 1, 16)

@@ -4,24 +4,25 @@ import asyncio
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 from transformers import AutoTokenizer
 
 from kaveri.domain.owner import Owner, Ownership
-from kaveri.domain.sampling import FinishReason, ResolvedParams
-from kaveri.engine.contract import EngineKey, EngineRequest, TokenStep
+from kaveri.domain.sampling import FinishReason
+from kaveri.engine.contract import TokenStep
 from kaveri.errors import InvalidArgument, RequestNotFound, Unavailable, Unsupported
 from kaveri.feeds.feed import RouterFeeds
 from kaveri.models import KAVERI_TINY, resolve_model
-from kaveri.policy.growth import BatchMember
 from kaveri.text.answer import Answer
 from kaveri.text.tokenizer import ModelTokenizer
 from services.decode.answer_log import READ_HERE_TOKENS
-from services.decode.answer_readers import AnswerAsked, AnswerReaders, CallerStream, ReadPart
-from services.decode.lifecycle import InLine, RequestTimes
+from services.decode.answer_readers import AnswerAsked, CallerStream, ReadPart
+from services.decode.lifecycle import RequestTimes
+from services.decode.metrics import DecodeMetrics
+from services.decode.owners import RequestOwners
 from services.decode.requests import DecodeRequest
-from services.decode.token_streams import TokenStreams, gained_of
+from tests.services.decode.built import WAIT_S, built_request, next_batch
 
-WAIT_S = 60.0
 READER = "reader-of-the-test"
 SECRET = b"s" * 16
 ROUTER = "router"
@@ -39,23 +40,16 @@ class AnswerReadHere:
 
     def __init__(self, tokenizer: ModelTokenizer | None, **params: Any) -> None:
         self.params = params
-        self.requests: dict[str, DecodeRequest] = {}
+        self.metrics = DecodeMetrics(CollectorRegistry())
+        self.owners = RequestOwners(10.0, lambda name: None, self.metrics, tokenizer, RouterFeeds(10.0))
+        self.readers = self.owners.readers
+        self.router = self.owners.feeds.open(ROUTER)
         self.request = self.add("a")
-        feeds = RouterFeeds(10.0)
-        self.streams = TokenStreams(feeds, lambda name: None, lambda name: [])
-        self.router = feeds.open(ROUTER)
-        self.read_tokens = 0
-        self.readers = AnswerReaders(self.requests.get, self.streams.note_reader, tokenizer, self._count)
 
     def add(self, request_id: str) -> DecodeRequest:
-        engine_request = EngineRequest(EngineKey(request_id, 1), (70,) * 10, 0, ResolvedParams(**self.params))
-        ownership = Ownership(Owner(2, 1), ROUTER, SECRET)
-        request = DecodeRequest(engine_request, ownership, 0.0, 60.0, BatchMember(10), InLine(stays=False))
-        self.requests[request_id] = request
+        request = built_request(request_id, Ownership(Owner(2, 1), ROUTER, SECRET), **self.params)
+        self.owners.requests.add(request)
         return request
-
-    def _count(self, tokens: int) -> None:
-        self.read_tokens += tokens
 
     async def ask(self, **changes: Any) -> None:
         asked = AnswerAsked(READER, "a", 2, SECRET, [FIRST], 1)._replace(**changes)
@@ -64,14 +58,13 @@ class AnswerReadHere:
     def draw(self, index: int, finish: FinishReason | None = None, request: DecodeRequest | None = None) -> None:
         times = RequestTimes(0.1, 0.2, 0) if finish is not None else None
         request = request or self.request
-        self.streams.gain(request, TokenStep(request.key, index, FIRST + index % 100, None, finish), times)
+        self.owners.gain(request, TokenStep(request.key, index, FIRST + index % 100, None, finish), times)
 
     async def parts(self, stream: CallerStream) -> list[ReadPart]:
-        return self.readers.take(stream, await asyncio.wait_for(stream.next_batch(0.01), WAIT_S))
+        return await asyncio.wait_for(self.readers.next_parts(stream, 0.01), WAIT_S)
 
     async def routers(self) -> list[Any]:
-        news = await asyncio.wait_for(self.router.take(0.01), WAIT_S)
-        return [gained_of(each) for each in news]  # type: ignore[arg-type]
+        return await next_batch(self.router, 0.01)
 
 
 async def test_the_caller_gets_each_token_and_the_router_some_at_a_time(tokenizer: ModelTokenizer) -> None:
@@ -105,7 +98,7 @@ async def test_a_token_that_ends_the_answer_as_stop_comes_from_the_router_alone(
     (gained,) = await reading.routers()
     assert gained.token_ids == [FIRST + 1, FIRST + 2]
     assert gained.end.finish is FinishReason.STOP
-    assert reading.read_tokens == 1
+    assert reading.metrics.read_tokens._value.get() == 1
 
 
 async def test_the_router_sends_the_answer_again_when_the_callers_stream_ends(tokenizer: ModelTokenizer) -> None:

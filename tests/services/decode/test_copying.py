@@ -16,6 +16,7 @@ from services.decode.copying import (
     Alone,
     AskHolder,
     AwaitResumed,
+    BareEvent,
     BeginCopy,
     CloseCopy,
     Copied,
@@ -28,9 +29,7 @@ from services.decode.copying import (
     Holder,
     HolderChosen,
     LetGoInEngine,
-    MoveAsked,
     MoveDone,
-    MoveFailed,
     Opening,
     RequestEnded,
     TellRouterOfCopy,
@@ -72,7 +71,7 @@ def test_the_life_that_granted_the_room_is_the_holder_not_the_one_of_the_view() 
 
 def test_a_request_is_moved_once_the_engine_has_let_it_go() -> None:
     copied = (HolderChosen(ONE), CopyRoomGranted(TICKET, 1), CopyGrew(16))
-    _, done = after(*copied, MoveAsked(), CopyGrew(32), MoveDone(37))
+    _, done = after(*copied, BareEvent.MOVE_ASKED, CopyGrew(32), MoveDone(37))
     assert done[-4:] == [
         LetGoInEngine(),
         TellRouterOfCopy(ReplicaLocation("d1", 1, 32)),
@@ -80,27 +79,27 @@ def test_a_request_is_moved_once_the_engine_has_let_it_go() -> None:
         AwaitResumed(ONE),
     ]
     for ended in (RequestEnded(), RequestEnded(is_given_up=True)):
-        _, done = after(*copied, MoveAsked(), MoveDone(37), ended)
+        _, done = after(*copied, BareEvent.MOVE_ASKED, MoveDone(37), ended)
         assert not any(isinstance(action, CloseCopy) for action in done), "the request goes on from that copy"
 
 
 def test_a_request_that_could_not_be_let_go_keeps_its_copy_or_looks_for_another() -> None:
-    copied = (HolderChosen(ONE), CopyRoomGranted(TICKET, 1), CopyGrew(16), MoveAsked())
-    copy, _ = after(*copied, MoveFailed())
+    copied = (HolderChosen(ONE), CopyRoomGranted(TICKET, 1), CopyGrew(16), BareEvent.MOVE_ASKED)
+    copy, _ = after(*copied, BareEvent.MOVE_FAILED)
     assert copy == Copied(ONE, 0, 16)
-    copy, _ = after(*copied, LOST, MoveFailed())
+    copy, _ = after(*copied, LOST, BareEvent.MOVE_FAILED)
     assert isinstance(copy, Alone)
     assert copy.former == ONE
 
 
 def test_a_request_that_is_given_up_while_it_is_let_go_leaves_no_copy() -> None:
-    moving = (HolderChosen(ONE), CopyRoomGranted(TICKET, 1), MoveAsked())
+    moving = (HolderChosen(ONE), CopyRoomGranted(TICKET, 1), BareEvent.MOVE_ASKED)
     _, done = after(*moving, RequestEnded(is_given_up=True), MoveDone(37))
     assert done[-1] == CloseCopy(ONE)
 
 
 def test_a_request_that_ends_by_its_last_token_while_it_is_let_go_leaves_its_copy_for_a_moment() -> None:
-    moving = (HolderChosen(ONE), CopyRoomGranted(TICKET, 1), MoveAsked())
+    moving = (HolderChosen(ONE), CopyRoomGranted(TICKET, 1), BareEvent.MOVE_ASKED)
     copy, done = after(*moving, RequestEnded(), MoveDone(37))
     assert done[-1] == LetGoInEngine(), "the router may need it if this instance dies before the end has arrived"
     assert copy == Alone()

@@ -117,7 +117,7 @@ def test_the_complete_copy_of_an_earlier_request_makes_room_for_one_that_uses_it
     """The earlier one had had a later session. The new owner was refused as if that were its own, and ended the
     request."""
     holder.open(offer(1, session=1, attempt=2))
-    holder._take(holder._held["r"], holding.OwnerGaveUp())
+    holder._take(holder._held["r"], holding.BareEvent.OWNER_GAVE_UP)
     again = Ownership(Owner(0, 1), "router-9", b"the secret of another request")
     holder.open(replace(offer(1), ownership=again))
     assert store.keys == {ReplicaKey("r", 0, 1)}

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.timeouts import COMPLETE_COPY_S
 from services.decode.holding import (
+    BareEvent,
     BeingResumed,
-    BlockMissed,
     Complete,
     Drop,
     Freed,
@@ -20,13 +20,11 @@ from services.decode.holding import (
     Looked,
     NoteOrphan,
     Orphan,
-    OwnerGaveUp,
     OwnerLost,
     ResumeBegun,
     ResumeFailed,
     ResumeLanded,
     Seal,
-    TellLeft,
     Unwanted,
     step,
 )
@@ -49,11 +47,11 @@ def test_the_copy_of_a_lost_owner_waits_for_a_router_and_is_dropped_after_the_gr
     orphan, done = after(LOST)
     assert (orphan, done) == (Orphan(GRACE_S), [NoteOrphan("it was killed")])
     assert step(orphan, Looked(), GRACE_S - 0.1, GRACE_S) == (orphan, ())
-    assert step(orphan, Looked(), GRACE_S, GRACE_S) == (Freed(), (TellLeft(), Drop("orphaned")))
+    assert step(orphan, Looked(), GRACE_S, GRACE_S) == (Freed(), (Drop("orphaned"),))
 
 
 def test_the_copy_of_a_complete_answer_is_kept_for_a_moment_while_there_is_memory() -> None:
-    complete, _ = after(OwnerGaveUp())
+    complete, _ = after(BareEvent.OWNER_GAVE_UP)
     assert complete == Complete(COMPLETE_COPY_S)
     assert step(complete, Looked(), COMPLETE_COPY_S - 0.1, GRACE_S) == (complete, ())
     assert step(complete, Looked(is_memory_scarce=True), 0.0, GRACE_S)[0] == Freed()
@@ -62,16 +60,16 @@ def test_the_copy_of_a_complete_answer_is_kept_for_a_moment_while_there_is_memor
 
 def test_a_copy_that_grows_is_dropped_only_when_it_is_unused_or_its_request_is_over() -> None:
     assert after(Looked(is_memory_scarce=True)) == (Growing(), [])
-    assert after(Looked(is_unused=True)) == (Freed(), [TellLeft(), Drop("unused")])
-    assert after(Looked(is_expired=True)) == (Freed(), [TellLeft(), Drop("deadline")])
+    assert after(Looked(is_unused=True)) == (Freed(), [Drop("unused")])
+    assert after(Looked(is_expired=True)) == (Freed(), [Drop("deadline")])
 
 
 def test_a_copy_without_room_for_its_next_block_is_shut_and_kept() -> None:
-    assert after(BlockMissed()) == (Orphan(GRACE_S), [Seal()])
+    assert after(BareEvent.BLOCK_MISSED) == (Orphan(GRACE_S), [Seal()])
 
 
 def test_a_holder_that_drains_keeps_what_a_router_may_ask_for_no_longer_than_its_grace() -> None:
-    assert after(HolderDrains(0)) == (Freed(), [TellLeft(), Drop("draining")])
+    assert after(HolderDrains(0)) == (Freed(), [Drop("draining")])
     assert after(HolderDrains(16)) == (Orphan(GRACE_S), [Seal()])
     orphan, _ = after(LOST)
     assert step(orphan, HolderDrains(16), 0.0, 1.0) == (Orphan(1.0), ())
@@ -84,7 +82,10 @@ def test_a_copy_that_is_resumed_goes_when_its_request_has_landed(begun: Holding)
     resuming, done = step(begun, ResumeBegun(OWNER), 0.0, GRACE_S)
     assert (resuming, done) == (BeingResumed(OWNER), ())
     assert step(resuming, Looked(is_expired=True, is_memory_scarce=True), 99.0, GRACE_S) == (resuming, ())
-    assert step(resuming, ResumeLanded(OWNER), 0.0, GRACE_S) == (Freed(), (TellLeft(), Drop("resumed")))
+    assert step(resuming, ResumeLanded(OWNER), 0.0, GRACE_S) == (
+        Freed(),
+        (Drop("resumed"),),
+    )
 
 
 def test_a_resume_that_fails_leaves_the_copy_for_another_one() -> None:
@@ -96,14 +97,14 @@ def test_a_newer_owner_that_resumes_is_not_disturbed_by_the_end_of_an_older_resu
     assert after(ResumeBegun(OWNER), ResumeBegun(NEWER), late) == (BeingResumed(NEWER), [])
 
 
-@pytest.mark.parametrize("late", [LOST, OwnerGaveUp(), BlockMissed()])
+@pytest.mark.parametrize("late", [LOST, BareEvent.OWNER_GAVE_UP, BareEvent.BLOCK_MISSED])
 def test_the_former_owner_changes_nothing_once_the_copy_is_resumed(late: HoldingEvent) -> None:
     assert after(ResumeBegun(OWNER), late) == (BeingResumed(OWNER), [])
 
 
 RESUMES = [ResumeBegun, ResumeFailed, ResumeLanded]
 EVENTS = st.one_of(
-    st.sampled_from([LOST, OwnerGaveUp(), BlockMissed(), Unwanted("closed")]),
+    st.sampled_from([LOST, BareEvent.OWNER_GAVE_UP, BareEvent.BLOCK_MISSED, Unwanted("closed")]),
     st.builds(HolderDrains, st.sampled_from([0, 16])),
     st.builds(Looked, st.booleans(), st.booleans(), st.booleans()),
     st.builds(lambda kind, owner: kind(owner), st.sampled_from(RESUMES), st.sampled_from([OWNER, NEWER])),

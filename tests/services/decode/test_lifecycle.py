@@ -21,23 +21,18 @@ from kaveri.kv.transfer.ticket import Ticket
 from services.decode import lifecycle
 from services.decode.lifecycle import (
     AbortAsked,
-    AbortInEngine,
     Action,
-    AdoptedHere,
     AnswerReserve,
-    BlocksLost,
+    BareAction,
+    BareEvent,
     Broken,
-    CallEnded,
     DecodeOutcome,
     Drew,
-    DropTokens,
     Event,
     InLine,
-    KeepPlace,
     KeepTokens,
     KvLanded,
     KvNotLanded,
-    LeaveLine,
     NoteEnd,
     Ready,
     Released,
@@ -45,15 +40,11 @@ from services.decode.lifecycle import (
     Reserving,
     Rival,
     RivalCame,
-    RoomAsked,
     RoomGranted,
     RoomRefused,
-    RouterLost,
     Running,
-    SeatTaken,
     State,
     TellRouter,
-    TimeOver,
     TurnedAway,
     step,
 )
@@ -62,49 +53,52 @@ TICKET = Ticket(b"0" * 16, b"1" * 16, 1, (), (0,), 1, 9.0, KvLayout("fingerprint
 FULL = NoCapacity("decode", 0.1)
 STATES: tuple[State, ...] = (InLine(True), Reserving(True, 0.0), Reserved(0.0), Ready(0.0), Running(0.0))
 ENDS: tuple[Event, ...] = (
-    CallEnded(),
+    BareEvent.CALL_ENDED,
     AbortAsked(by_router=True),
     AbortAsked(by_router=False),
     *(RivalCame(rival, RequestAlreadyExists("a")) for rival in Rival),
-    TimeOver(),
-    RouterLost(),
+    BareEvent.TIME_OVER,
+    BareEvent.ROUTER_LOST,
     Broken(Unavailable("broken")),
 )
 EVENTS: tuple[Event, ...] = (
-    RoomAsked(),
+    BareEvent.ROOM_ASKED,
     RoomGranted(TICKET),
     RoomRefused(FULL),
     RoomRefused(EngineError("stopped")),
     TurnedAway(FULL),
-    AdoptedHere(),
+    BareEvent.ADOPTED,
     KvLanded(1),
     KvNotLanded("expired"),
-    SeatTaken(),
+    BareEvent.SEAT_TAKEN,
     Drew(is_last=False),
     Drew(is_last=True),
-    BlocksLost(),
+    BareEvent.BLOCKS_LOST,
     *ENDS,
 )
-POSSIBLE = {
-    RoomAsked: {InLine},
+POSSIBLE: dict[BareEvent | type[Event], set[type[State]]] = {
+    BareEvent.ROOM_ASKED: {InLine},
     TurnedAway: {InLine},
     RoomGranted: {Reserving},
     RoomRefused: {Reserving},
-    AdoptedHere: {Reserving},
+    BareEvent.ADOPTED: {Reserving},
     KvLanded: {Reserved},
     KvNotLanded: {Reserving, Reserved},
-    SeatTaken: {Ready},
-    BlocksLost: {Ready, Running},
+    BareEvent.SEAT_TAKEN: {Ready},
+    BareEvent.BLOCKS_LOST: {Ready, Running},
     Drew: {Running},
 }
+
+
+def possible_states(event: Event) -> set[type[State]]:
+    return POSSIBLE.get(event if isinstance(event, BareEvent) else type(event), {type(each) for each in STATES})
 
 
 @pytest.mark.parametrize(
     ("state", "event"), list(itertools.product((*STATES, Released(DecodeOutcome.FINISHED)), EVENTS)), ids=repr
 )
 def test_an_impossible_event_is_an_assertion_that_names_both(state: State, event: Event) -> None:
-    anywhere = {type(each) for each in STATES}
-    if type(state) in POSSIBLE.get(type(event), anywhere):
+    if type(state) in possible_states(event):
         step(state, event, 1.0)
         return
     with pytest.raises(AssertionError) as impossible:
@@ -124,14 +118,14 @@ def test_a_router_hears_of_an_end_only_when_it_may_wait_for_tokens_in_vain(state
     asked = not isinstance(state, InLine)
     assert (told(state, AbortAsked(by_router=False)) is not None) == landed
     assert told(state, AbortAsked(by_router=True)) is None
-    assert told(state, CallEnded()) is None
-    assert told(state, TimeOver()) is None
+    assert told(state, BareEvent.CALL_ENDED) is None
+    assert told(state, BareEvent.TIME_OVER) is None
     assert (told(state, RivalCame(Rival.SAME_OWNER, FULL)) is not None) == landed
     assert told(state, RivalCame(Rival.NEWER_OWNER, FULL)) is None
     replaced = told(state, RivalCame(Rival.OTHER_REQUEST, FULL))
     assert (replaced is not None and replaced.replaced) == asked
     assert (told(state, Broken(Unavailable("broken"))) is not None) == asked
-    assert (told(state, RouterLost()) is not None) == asked
+    assert (told(state, BareEvent.ROUTER_LOST) is not None) == asked
 
 
 @pytest.mark.parametrize("error", [EngineError("request 'r': it raised"), EngineBroke("it raised", 4)])
@@ -156,12 +150,17 @@ def test_a_refusal_of_the_engine_answers_the_call(error: Exception, outcome: Dec
 
 
 def test_a_request_that_stays_goes_back_to_its_place_when_the_engine_has_no_room() -> None:
-    assert step(Reserving(True, 0.0), RoomRefused(FULL), 1.0) == (InLine(stays=True), (KeepPlace(),))
+    assert step(Reserving(True, 0.0), RoomRefused(FULL), 1.0) == (InLine(stays=True), (BareAction.KEEP_PLACE,))
 
 
 def test_a_finished_request_says_where_its_time_went() -> None:
     state: State = Ready(landed_s=1.0)
-    for event, now_s in ((BlocksLost(), 2.0), (SeatTaken(), 3.0), (Drew(False), 4.0), (Drew(False), 5.0)):
+    for event, now_s in (
+        (BareEvent.BLOCKS_LOST, 2.0),
+        (BareEvent.SEAT_TAKEN, 3.0),
+        (Drew(False), 4.0),
+        (Drew(False), 5.0),
+    ):
         state, _ = step(state, event, now_s)
     state, (report,) = step(state, Drew(True), 7.0)
     assert state == Released(DecodeOutcome.FINISHED)
@@ -170,7 +169,7 @@ def test_a_finished_request_says_where_its_time_went() -> None:
 
 
 def test_a_preempted_request_holds_blocks_again_when_it_draws() -> None:
-    state, _ = step(Running(0.0), BlocksLost(), 1.0)
+    state, _ = step(Running(0.0), BareEvent.BLOCKS_LOST, 1.0)
     assert isinstance(state, Running)
     assert not state.holds_blocks
     state, _ = step(state, Drew(False), 2.0)
@@ -195,13 +194,12 @@ class DecodeLife(RuleBasedStateMachine):
     @rule(data=st.data(), later_s=st.floats(0, 10))
     def happens(self, data: st.DataObject, later_s: float) -> None:
         """Some possible event."""
-        anywhere = {type(each) for each in STATES}
-        possible = [event for event in EVENTS if type(self.state) in POSSIBLE.get(type(event), anywhere)]
+        possible = [event for event in EVENTS if type(self.state) in possible_states(event)]
         event = data.draw(st.sampled_from(possible))
         self.now_s += later_s
-        if isinstance(event, RoomAsked):
+        if event is BareEvent.ROOM_ASKED:
             self.in_engine = True
-        if isinstance(event, AdoptedHere):
+        if event is BareEvent.ADOPTED:
             # It has no call and no place.
             self.in_line, self.adopted = False, True
         if isinstance(event, Broken) and isinstance(self.state, Ready | Running):
@@ -218,15 +216,15 @@ class DecodeLife(RuleBasedStateMachine):
         match action:
             case AnswerReserve(result):
                 self.answers.append(result)
-            case LeaveLine():
+            case BareAction.LEAVE_LINE:
                 self.in_line = False
-            case KeepPlace():
+            case BareAction.KEEP_PLACE:
                 assert self.in_line
-            case AbortInEngine():
+            case BareAction.ABORT_IN_ENGINE:
                 self.in_engine = False
             case NoteEnd():
                 self.reports.append(action)
-            case DropTokens() | KeepTokens() | TellRouter():
+            case BareAction.DROP_TOKENS | KeepTokens() | TellRouter():
                 assert not isinstance(self.state, InLine)
 
     @rule()
@@ -255,7 +253,7 @@ TestLife.settings = settings(max_examples=200, stateful_step_count=30, deadline=
 def test_only_what_has_not_landed_is_aborted_when_its_engine_breaks(state: State) -> None:
     # An abort would have the holder drop the copy from which a landed request can go on.
     _, actions = step(state, Broken(Unavailable("broken")), 1.0)
-    assert (AbortInEngine() in actions) == isinstance(state, Reserving | Reserved)
+    assert (BareAction.ABORT_IN_ENGINE in actions) == isinstance(state, Reserving | Reserved)
 
 
 def test_a_stale_call_is_answered_with_the_rivals_error() -> None:

@@ -1,22 +1,16 @@
 """Former owners and strangers change nothing of a request, and are told so."""
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from kaveri.domain.attachment import Attachment
 from kaveri.domain.owner import Owner, Ownership
-from kaveri.domain.sampling import ResolvedParams
-from kaveri.engine.contract import EngineKey, EngineRequest, TokenStep
 from kaveri.errors import RequestAlreadyExists, RequestNotFound
-from kaveri.policy.growth import BatchMember
-from services.decode.attaching import Awaited
+from kaveri.feeds.expiring import ExpiringMap
 from services.decode.lifecycle import InLine, Running, State
-from services.decode.metrics import DecodeMetrics
-from services.decode.owners import RequestOwners
-from services.decode.requests import DecodeRequest, KnownAttempts, ResumedHere
-from services.decode.token_streams import gained_of
+from services.decode.owners import Awaited, RequestOwners
+from services.decode.requests import DecodeRequest, ResumedHere
+from tests.services.decode.built import PROMPT, built_owners, built_request, next_batch, token
 
-PROMPT = tuple(range(1, 11))
 SECRET = b"s" * 16
 FORMER = Ownership(Owner(0, 2), "router-0", SECRET)
 PRESENT = Ownership(Owner(1, 1), "router-1", SECRET)
@@ -25,18 +19,17 @@ PRESENT = Ownership(Owner(1, 1), "router-1", SECRET)
 @pytest.fixture
 def owners() -> RequestOwners:
     """It remembers no owner of what is not here."""
-    made = RequestOwners(10.0, lambda name: None, DecodeMetrics(CollectorRegistry()))
-    made._attempts = KnownAttempts(0.0, 0)
+    made = built_owners()
+    made._newest = ExpiringMap(0.0, max_count=0)
     return made
 
 
 def add(owners: RequestOwners, state: State | None = None) -> DecodeRequest:
     """A request of the present owner that has drawn five tokens behind prefill's, and sent them."""
-    engine_request = EngineRequest(EngineKey("r", 1), PROMPT, 0, ResolvedParams(max_tokens=20))
-    request = DecodeRequest(engine_request, PRESENT, 0.0, 60.0, BatchMember(10), state or Running(0.0))
+    request = built_request("r", PRESENT, state or Running(0.0), max_tokens=20)
     owners.requests.add(request)
     for index in range(1, 6):
-        request.log.gain(TokenStep(request.key, index, 100 + index, None, None), None)
+        request.log.gain(token(request, index), None)
     request.log.take("r", request.owner)
     return request
 
@@ -55,8 +48,7 @@ async def test_a_stream_that_is_opened_again_gets_no_request_that_belongs_to_ano
 async def test_a_stream_that_is_opened_again_goes_on_where_its_router_is(owners: RequestOwners) -> None:
     add(owners)
     assert owners.repeat("router-1", [Awaited("r", PRESENT.owner, 3)]) == []
-    (news,) = await owners.feeds.open("router-1").take()
-    gained = gained_of(news)  # type: ignore[arg-type]
+    (gained,) = await next_batch(owners.feeds.open("router-1"))
     assert (gained.index, gained.token_ids) == (3, [103, 104, 105])
 
 

@@ -17,7 +17,7 @@ from kaveri.policy.replication import CopyRules, ReplicationMode
 from services.decode.copying import Copied, Holder, Moving
 from services.decode.lifecycle import DecodeOutcome, Ready, Released, Running
 from services.decode.replica_metrics import ReplicaMetrics
-from services.decode.replicator import ReplicationSettings, Replicator, _Owned
+from services.decode.replicator import Replicator, _Owned
 from services.decode.requests import DecodeRequest
 
 KEY = EngineKey("r", 1)
@@ -45,7 +45,6 @@ class Bench:
         self.instance = EmptyInstance()
         self.closed: list[Holder] = []
         store = SimpleNamespace(view=lambda: ClusterView({}))
-        settings = ReplicationSettings(ReplicationMode.SPREAD, CopyRules())
         engine: Any = SimpleNamespace(info=SimpleNamespace(layout=SimpleNamespace(block_tokens=4)))
         registry = ReplicaMetrics(CollectorRegistry())
         self.replicator = Replicator(
@@ -53,7 +52,8 @@ class Bench:
             self.instance,  # type: ignore[arg-type]
             store,  # type: ignore[arg-type]
             SimpleNamespace(),  # type: ignore[arg-type]
-            settings,
+            ReplicationMode.SPREAD,
+            CopyRules(),
             random.Random(1),
             registry,
         )

@@ -8,8 +8,7 @@ from kaveri.rpc.server import MAX_MESSAGE_BYTES
 from kaveri.v1 import feed_pb2
 from services.decode.answer_log import GOING_ON, End, GainedTokens
 from services.decode.lifecycle import RequestTimes
-from services.decode.server import tokens_to_proto
-from services.decode.token_messages import messages_of
+from services.decode.server import messages_of, tokens_to_proto
 
 LARGE_ID = 2**31 - 1
 LOGPROBS = Logprobs(-1234.5678, tuple((LARGE_ID, -1234.5678) for _ in range(20)))
@@ -30,6 +29,7 @@ def sizes(messages: list[list[GainedTokens]]) -> list[int]:
 def test_one_step_of_some_requests_is_one_message() -> None:
     batch = [gained(str(number), 1) for number in range(32)]
     assert list(messages_of(batch)) == [batch]
+    assert list(messages_of([])) == []
 
 
 @pytest.mark.parametrize(("requests", "tokens"), [(256, 1), (256, 32), (256, 1_900), (1, 131_072)])
@@ -41,10 +41,6 @@ def test_what_a_router_takes_in_at_once_is_bounded_for_any_number_of_requests_an
     assert max(len(message) for message in messages) <= 64
     assert max(sum(len(entry.token_ids) for entry in message) for message in messages) <= 2_000
     assert sum(len(entry.token_ids) for message in messages for entry in message) == requests * tokens
-
-
-def test_nothing_is_no_message() -> None:
-    assert list(messages_of([])) == []
 
 
 def test_many_entries_go_in_messages_far_below_the_limit() -> None:

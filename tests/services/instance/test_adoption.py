@@ -1,6 +1,8 @@
 """The hand-over to the decode side of the same instance, without an engine."""
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -8,8 +10,8 @@ from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.feeds.feed import RouterFeed
-from services.instance.adoption import Adoption
-from services.prefill.requests import FirstTokenDrawn, PrefillRequest
+from services.instance.hand_over import HereOrElsewhere
+from services.prefill.requests import FirstTokenDrawn, PrefillRequest, RoomReserved
 
 
 class Turns:
@@ -17,12 +19,14 @@ class Turns:
 
     def __init__(self, runs_ahead: bool = False) -> None:
         self.happened: list[str] = []
-        self.adoption = Adoption("colocated-0", 1, self, runs_ahead)  # type: ignore[arg-type]
+        placer: Any = SimpleNamespace(end=lambda *_: None)
+        own = RoomReserved("colocated-0", 1)
+        self.hand_over = HereOrElsewhere(own, self, runs_ahead, placer, lambda: True)  # type: ignore[arg-type]
         sent = EngineRequest(EngineKey("a", 1), (1, 2), 0, ResolvedParams(max_tokens=2, seed=0))
         ownership = Ownership(Owner(0, 1), "router")
         self.reported = asyncio.Event()
         self.feed = RouterFeed("router", ())
-        self.request = PrefillRequest(ownership, sent, 1.0, self.report)
+        self.request = PrefillRequest(ownership, sent, 1.0, self.report, placed_at_first_token=True)
 
     def report(self, _: PrefillRequest, report: object) -> None:
         self.happened.append(type(report).__name__)
@@ -38,7 +42,7 @@ class Turns:
     def draw(self) -> None:
         self.request.log.put(FirstTokenDrawn(7, None, None, 0.1))
         self.feed.add(self.request)
-        self.adoption.begin(self.request)
+        self.hand_over.begin(self.request)
 
     async def pass_by(self) -> None:
         for _ in range(4):
@@ -58,7 +62,7 @@ async def test_a_first_token_is_read_before_its_request_is_adopted() -> None:
 async def test_an_engine_that_runs_ahead_decodes_while_the_first_token_goes_to_its_client() -> None:
     turns = Turns(runs_ahead=True)
     # Longer than this machine may stand still.
-    turns.adoption._delay_s = 1.0
+    turns.hand_over._delay_s = 1.0
     turns.draw()
     await turns.pass_by()
     assert turns.happened == []
@@ -70,8 +74,8 @@ async def test_an_engine_that_runs_ahead_decodes_while_the_first_token_goes_to_i
 async def test_a_request_that_ends_behind_its_first_token_is_not_adopted(runs_ahead: bool) -> None:
     turns = Turns(runs_ahead)
     turns.draw()
-    turns.adoption.end(turns.request)
-    assert not turns.adoption._begun
+    turns.hand_over.end(turns.request, False)
+    assert not turns.hand_over._adopting
     later = Turns(runs_ahead)
     later.draw()
     await asyncio.wait_for(later.reported.wait(), 60)

@@ -6,21 +6,17 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc import aio
 
 from kaveri.domain.view import InstanceState
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
+from tests.services.prompts import prompt
+from tests.services.refusals import refuses
 
 BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
 TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}
 LONG = 400
 SLOW = {"fake_step_s": 0.01}
-
-
-def prompt(seed: int, token_count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, 1000) for _ in range(token_count)]
 
 
 async def test_a_request_is_answered_by_one_instance_and_nothing_is_pushed(cluster: Any) -> None:
@@ -36,15 +32,6 @@ async def test_a_request_is_answered_by_one_instance_and_nothing_is_pushed(clust
     handed_over = call.get("handed_over")
     assert (handed_over.kv_bytes, handed_over.kv_transport) == (0, "none")
     assert router.last["a", 1].timing.decode_s > 0
-    await cluster.all_free()
-
-
-async def test_an_answer_of_one_token_ends_in_prefill(cluster: Any) -> None:
-    instance = await cluster.colocated()
-    router = await cluster.router()
-    call = router.prefill(instance, "a", prompt(1, 50), max_tokens=1)
-    assert await router.answer(call, "a") == cluster.expected(prompt(1, 50), 1)
-    assert not call.seen("placed")
     await cluster.all_free()
 
 
@@ -92,15 +79,6 @@ async def test_answers_go_on_while_a_long_prompt_is_computed(cluster: Any, by_ha
     await cluster.all_free()
 
 
-async def test_two_routers_get_their_own_tokens(cluster: Any) -> None:
-    instance = await cluster.colocated()
-    routers = [await cluster.router(f"router-{number}") for number in range(2)]
-    calls = [router.prefill(instance, router.router_id, prompt(9, 30), 30) for router in routers]
-    for router, call in zip(routers, calls, strict=True):
-        assert await router.answer(call, router.router_id) == cluster.expected(prompt(9, 30), 30)
-        assert set(router.tokens) == {(router.router_id, 1)}
-
-
 async def test_cancel_in_the_queue_and_while_a_prompt_is_computed(cluster: Any, by_hand: Any) -> None:
     instance = await cluster.colocated(chunk_tokens=16, fake_step_s=0.05)
     router = await cluster.router()
@@ -137,28 +115,6 @@ async def test_an_abort_ends_a_request_in_any_phase(cluster: Any, by_hand: Any, 
     await cluster.all_free()
 
 
-async def test_a_deadline_ends_a_request_in_its_decode_phase(cluster: Any, by_hand: Any) -> None:
-    instance = await cluster.colocated(**SLOW)
-    router = await cluster.router()
-    router.prefill(instance, "a", prompt(1, 20), max_tokens=400, timeout_s=2.0)
-    await by_hand.eventually(lambda: ("a", 1) in router.tokens, "it decodes")
-    await by_hand.eventually(lambda: instance.load().running_requests == 0, "its time is over")
-    assert not router.finished("a")
-    await cluster.all_free()
-
-
-async def test_a_router_whose_stream_ends_loses_its_requests_and_no_other_does(cluster: Any, by_hand: Any) -> None:
-    instance = await cluster.colocated(**SLOW)
-    leaving, staying = await cluster.router("leaving"), await cluster.router("staying")
-    for router in (leaving, staying):
-        router.prefill(instance, router.router_id, prompt(1, 20), max_tokens=100)
-        await by_hand.eventually(lambda router=router: (router.router_id, 1) in router.tokens, "it decodes")
-    leaving.unsubscribe(instance)
-    await by_hand.eventually(lambda: instance.load().running_requests == 1, "one is left")
-    await by_hand.eventually(lambda: staying.finished("staying"), "the other one finishes")
-    await cluster.all_free()
-
-
 async def test_a_newer_attempt_takes_the_place_of_one_that_decodes_and_an_older_one_is_refused(
     cluster: Any, by_hand: Any
 ) -> None:
@@ -171,9 +127,8 @@ async def test_a_newer_attempt_takes_the_place_of_one_that_decodes_and_an_older_
     newer = router.prefill(instance, "a", token_ids + answer[:3], max_tokens=60, attempt=2, generated_count=3)
     await newer.ended()
     older = router.prefill(instance, "a", token_ids, max_tokens=60, attempt=1)
-    with pytest.raises(aio.AioRpcError) as refused:
+    with refuses(grpc.StatusCode.ABORTED):
         await older.ended()
-    assert refused.value.code() is grpc.StatusCode.ABORTED
     assert await router.answer(newer, "a", attempt=2) == answer[3:]
     assert not router.finished("a", attempt=1)
     await cluster.all_free()
@@ -181,9 +136,8 @@ async def test_a_newer_attempt_takes_the_place_of_one_that_decodes_and_an_older_
 
 async def test_nobody_can_reserve_room_for_a_push(cluster: Any, by_hand: Any) -> None:
     instance = await cluster.colocated()
-    with pytest.raises(aio.AioRpcError) as refused:
+    with refuses(grpc.StatusCode.UNAVAILABLE):
         await by_hand.reserve(instance, "a", 10)
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     assert instance.free()
 
 
@@ -197,9 +151,8 @@ async def test_draining_finishes_both_phases_and_takes_nothing_new(cluster: Any,
     instance.stopping.set()
     await by_hand.eventually(lambda: instance.load().state is InstanceState.DRAINING, "it drains")
     late = router.prefill(instance, "late", prompt(3, 20), max_tokens=5)
-    with pytest.raises(aio.AioRpcError) as refused:
+    with refuses(grpc.StatusCode.UNAVAILABLE):
         await late.ended()
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     assert await router.answer(decoding, "decoding") == cluster.expected(prompt(1, 20), 100)
     assert await router.answer(computing, "computing") == cluster.expected(prompt(2, 300), 30)
     assert await instance.stop() == 0

@@ -2,12 +2,10 @@
 
 import asyncio
 import contextlib
-import random
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-import pytest
 
 from kaveri.client.async_client import AsyncClient
 from kaveri.domain.sampling import SamplingParams
@@ -15,17 +13,14 @@ from kaveri.domain.view import ClusterView, Phase
 from kaveri.text.tokenizer import ModelTokenizer
 from services.router.config import RouterConfig
 from services.router.service import Router, router_host
+from tests.services.prompts import prompt
+from tests.services.refusals import refuses
 
 MODEL = "kaveri-tiny"
 PREFILL, DECODE, BOTH = (Phase.PREFILL,), (Phase.DECODE,), (Phase.PREFILL, Phase.DECODE)
 WAIT_S = 60.0
 SLOW = {"fake_step_s": 0.002}
 ANSWER_TOKENS = 60
-
-
-def prompt(seed: int, token_count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, 1000) for _ in range(token_count)]
 
 
 @contextlib.asynccontextmanager
@@ -202,14 +197,12 @@ async def test_an_instance_that_has_stopped_a_phase_refuses_its_requests_until_i
     view = (await cluster.store()).view
     await by_hand.eventually(lambda: "prefill-0" in view().instances, "it has registered")
     assert view().instances["prefill-0"].record.phases == BOTH
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
+    with refuses(grpc.StatusCode.UNAVAILABLE):
         await by_hand.reserve(instance, "a", 20)
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     assert await instance.host.switch((), 2)
     assert instance.load().phases == ()
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
+    with refuses(grpc.StatusCode.UNAVAILABLE):
         await router.prefill(instance, "b", prompt(1, 50), max_tokens=3).ended()
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     assert not await instance.host.switch(DECODE, 1)
     assert await instance.host.switch(PREFILL, 3)
     answer = router.prefill(instance, "c", prompt(1, 50), max_tokens=3)

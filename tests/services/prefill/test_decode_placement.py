@@ -26,7 +26,7 @@ from kaveri.errors import (
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy import retry
 from kaveri.policy.placement import DecodePlacementPolicy
-from services.prefill import decode_peers, room_finder
+from services.prefill import room_finder
 from services.prefill.decode_placer import DecodePlacer
 from services.prefill.requests import HandOverFailed, HandOverReport, PrefillRequest, RoomReserved
 from tests.services.prefill.scripted import MODEL, ScriptedDecodePeer, ScriptedEngine, eventually, new_metrics, params
@@ -187,7 +187,7 @@ async def test_an_instance_that_does_not_answer_is_left_for_another_and_gets_an_
 async def test_an_instance_that_is_asked_beside_the_line_must_answer_within_a_time(
     world: PlacementWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_peers, "CALL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(room_finder, "CALL_TIMEOUT_S", 0.2)
     first = await world.decode(free_blocks=1)
     first.full = True
     world.begin("a")
@@ -209,7 +209,7 @@ async def test_a_request_whose_deadline_passes_while_two_instances_are_silent_fa
     async def never(*_: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(decode_peers.DecodePeers, "reserve", never)
+    monkeypatch.setattr(room_finder.RoomFinder, "_reserve", never)
     for _ in range(2):
         await world.decode()
     world.begin("a", timeout_s=0.3)
@@ -463,7 +463,7 @@ async def test_channels_to_instances_that_left_are_closed_once_no_call_is_under_
     first.may_answer.clear()
     request = world.begin("a")
     await eventually(lambda: first.asked == ["a"])
-    channels = world.decode_placer._finder._peers.channels
+    channels = world.decode_placer._finder._channels
     await channels.retain(())
     assert len(channels._peers) == 1, "a call is under way"
     first.may_answer.set()

@@ -8,7 +8,6 @@ from typing import Any
 import grpc
 import pytest
 import structlog
-from grpc import aio
 from prometheus_client import CollectorRegistry
 
 from kaveri.domain.length import TokenRange
@@ -17,6 +16,8 @@ from kaveri.v1 import predictor_pb2
 from services.prefill.forecaster import LengthForecaster, Question
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.predictors import Predictors
+from tests.services.prompts import prompt
+from tests.services.refusals import refuses
 
 MODES = ["parallel", "sequential"]
 PATIENT = {"prediction_budget_s": 20.0}
@@ -24,11 +25,6 @@ CHUNKS = {"chunk_tokens": 16, "fake_step_s": 0.05}
 """A prompt of 60 tokens takes four steps."""
 
 NewPredictor = Callable[..., Awaitable[Any]]
-
-
-def prompt(seed: int, token_count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, 1000) for _ in range(token_count)]
 
 
 def outcome(prefill: Any, name: str) -> float:
@@ -41,6 +37,13 @@ def said() -> Iterator[Callable[[], list[str]]]:
     """What the log says about predictors, so far."""
     with structlog.testing.capture_logs() as entries:
         yield lambda: [entry["event"] for entry in entries if entry["event"].startswith("predict")]
+
+
+async def serve(cluster: Any, **settings: Any) -> tuple[Any, Any]:
+    """Start a prefill instance with these settings, a decode instance and a router."""
+    prefill = await cluster.prefill(**settings)
+    await cluster.decode()
+    return prefill, await cluster.router()
 
 
 async def ask(
@@ -76,9 +79,7 @@ async def test_a_prompt_of_one_chunk_is_placed_within_it_once_the_prediction_is_
 ) -> None:
     predictor = await new_predictor()
     predictor.answer = predictor.hold(predictor.bucket(3))
-    prefill = await cluster.prefill(fake_step_s=3.0)
-    await cluster.decode()
-    router = await cluster.router()
+    prefill, router = await serve(cluster, fake_step_s=3.0)
     call = router.prefill(prefill, "a", prompt(1, 60), max_tokens=5)
     await by_hand.eventually(lambda: call.seen("started") and predictor.calls, "the chunk has begun")
     assert not call.seen("placed")
@@ -109,9 +110,7 @@ async def test_in_sequence_a_request_is_queued_when_its_prediction_is_there(
 ) -> None:
     predictor = await new_predictor()
     predictor.answer = predictor.hold(predictor.bucket(3))
-    prefill = await cluster.prefill(prediction=PredictionMode.SEQUENTIAL, **PATIENT)
-    await cluster.decode()
-    router = await cluster.router()
+    prefill, router = await serve(cluster, prediction=PredictionMode.SEQUENTIAL, **PATIENT)
     call = router.prefill(prefill, "a", prompt(1, 60), max_tokens=5)
     await by_hand.eventually(lambda: bool(predictor.calls), "the predictor is asked")
     assert prefill.load().queued_prefill_tokens == 60
@@ -128,9 +127,7 @@ async def test_in_sequence_a_request_goes_on_when_the_budget_is_over(
 ) -> None:
     predictor = await new_predictor()
     predictor.answer = predictor.hold(predictor.bucket(3))
-    prefill = await cluster.prefill(prediction=PredictionMode.SEQUENTIAL, prediction_budget_s=0.05)
-    await cluster.decode()
-    router = await cluster.router()
+    prefill, router = await serve(cluster, prediction=PredictionMode.SEQUENTIAL, prediction_budget_s=0.05)
     number = 0
     # Until it has been late three times, with a rest after each.
     while outcome(prefill, "late") < 3:
@@ -141,37 +138,16 @@ async def test_in_sequence_a_request_goes_on_when_the_budget_is_over(
     assert said() == ["predictor_failing"]
 
 
-def no_predictions(_: Any) -> predictor_pb2.PredictResponse:
-    return predictor_pb2.PredictResponse(granularity=100)
-
-
-def empty_range(predicted: Any) -> predictor_pb2.PredictResponse:
-    one = predicted(3)
-    one.length.high = one.length.low
-    return predictor_pb2.PredictResponse(predictions=[one], granularity=100)
-
-
-def no_number(predicted: Any) -> predictor_pb2.PredictResponse:
-    one = predicted(3)
-    one.probabilities[3] = float("nan")
-    return predictor_pb2.PredictResponse(predictions=[one], granularity=100)
-
-
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("garbage", [no_predictions, empty_range, no_number])
 async def test_garbage_is_not_used_and_said_once(
     cluster: Any,
     new_predictor: NewPredictor,
-    predicted: Any,
     said: Callable[[], list[str]],
-    garbage: Callable[[Any], predictor_pb2.PredictResponse],
     mode: str,
 ) -> None:
     predictor = await new_predictor()
-    predictor.answer = predictor.always(garbage(predicted))
-    prefill = await cluster.prefill(prediction=PredictionMode(mode), **CHUNKS, **PATIENT)
-    await cluster.decode()
-    router = await cluster.router()
+    predictor.answer = predictor.always(predictor_pb2.PredictResponse(granularity=100))
+    prefill, router = await serve(cluster, prediction=PredictionMode(mode), **CHUNKS, **PATIENT)
     for number in range(6):
         await ask(cluster, router, prefill, f"r{number}", seed=number)
     assert outcome(prefill, "failed") + outcome(prefill, "late") >= 1
@@ -190,9 +166,7 @@ async def test_a_predictor_for_another_model_is_said_once_and_rests(
     cluster: Any, new_predictor: NewPredictor, said: Callable[[], list[str]], mode: str
 ) -> None:
     predictor = await new_predictor(model="other")
-    prefill = await cluster.prefill(prediction=PredictionMode(mode), **CHUNKS, **PATIENT)
-    await cluster.decode()
-    router = await cluster.router()
+    prefill, router = await serve(cluster, prediction=PredictionMode(mode), **CHUNKS, **PATIENT)
     for number in range(6):
         await ask(cluster, router, prefill, f"r{number}")
     assert outcome(prefill, "failed") + outcome(prefill, "late") == len(predictor.calls)
@@ -205,9 +179,7 @@ async def test_a_dead_predictor_holds_no_request_up_and_is_used_again_when_it_is
     cluster: Any, new_predictor: NewPredictor, said: Callable[[], list[str]], mode: str
 ) -> None:
     predictor = await new_predictor()
-    prefill = await cluster.prefill(prediction=PredictionMode(mode), **CHUNKS, **PATIENT)
-    await cluster.decode()
-    router = await cluster.router()
+    prefill, router = await serve(cluster, prediction=PredictionMode(mode), **CHUNKS, **PATIENT)
     number = 0
     while not outcome(prefill, "used"):
         await ask(cluster, router, prefill, f"first-{number}", seed=number)
@@ -232,9 +204,7 @@ async def test_a_predictor_that_hangs_is_noticed_although_no_request_waits_for_i
 ) -> None:
     predictor = await new_predictor()
     predictor.answer = predictor.hold(predictor.bucket(3))
-    prefill = await cluster.prefill()
-    await cluster.decode()
-    router = await cluster.router()
+    prefill, router = await serve(cluster)
     number = 0
     while not said():
         await ask(cluster, router, prefill, f"r{number}")
@@ -251,9 +221,7 @@ async def test_one_predictor_of_several_may_be_dead(
 ) -> None:
     predictors = [await new_predictor(f"predictor-{number}") for number in range(3)]
     await predictors[1].die()
-    prefill = await cluster.prefill(prediction=PredictionMode.SEQUENTIAL, **PATIENT)
-    await cluster.decode()
-    router = await cluster.router()
+    prefill, router = await serve(cluster, prediction=PredictionMode.SEQUENTIAL, **PATIENT)
     for number in range(30):
         await ask(cluster, router, prefill, f"r{number}", tokens=20)
     assert outcome(prefill, "failed") >= 1
@@ -266,9 +234,7 @@ async def test_one_predictor_of_several_may_be_dead(
 
 async def test_what_is_settled_or_needs_no_decode_is_not_asked_about(cluster: Any, new_predictor: NewPredictor) -> None:
     predictor = await new_predictor()
-    prefill = await cluster.prefill(prediction=PredictionMode.SEQUENTIAL, **PATIENT)
-    await cluster.decode()
-    router = await cluster.router()
+    prefill, router = await serve(cluster, prediction=PredictionMode.SEQUENTIAL, **PATIENT)
     call = router.prefill(prefill, "settled", prompt(1, 20), max_tokens=9, ignore_eos=True)
     await router.answer(call, "settled")
     await ask(cluster, router, prefill, "one token", max_tokens=1)
@@ -300,9 +266,7 @@ async def test_without_a_predictor_of_its_model_a_request_goes_on(
 async def test_the_predictor_that_an_operator_names_is_the_one_asked(cluster: Any, new_predictor: NewPredictor) -> None:
     other, named = await new_predictor("other"), await new_predictor("named", registered=False)
     settings = {"predictor_address": named.address, "prediction": PredictionMode.SEQUENTIAL, **PATIENT}
-    prefill = await cluster.prefill(**settings)
-    await cluster.decode()
-    router = await cluster.router()
+    prefill, router = await serve(cluster, **settings)
     for number in range(5):
         await ask(cluster, router, prefill, f"r{number}")
     assert (len(named.calls), len(other.calls)) == (5, 0)
@@ -312,9 +276,7 @@ async def test_the_predictor_that_an_operator_names_is_the_one_asked(cluster: An
 async def test_a_later_attempt_is_asked_about_by_its_prompt_alone(cluster: Any, new_predictor: NewPredictor) -> None:
     predictor = await new_predictor()
     predictor.answer = predictor.bucket(1)
-    prefill = await cluster.prefill(prediction=PredictionMode.SEQUENTIAL, **PATIENT)
-    await cluster.decode()
-    router = await cluster.router()
+    prefill, router = await serve(cluster, prediction=PredictionMode.SEQUENTIAL, **PATIENT)
     token_ids = prompt(2, 30)
     whole = cluster.expected(token_ids, 210)
     for name, generated in (("within", 150), ("outlived", 205)):
@@ -345,15 +307,12 @@ async def test_held_requests_count_for_the_queues_limit_and_leave_it_when_cancel
 ) -> None:
     predictor = await new_predictor()
     predictor.answer = predictor.hold(predictor.bucket(3))
-    prefill = await cluster.prefill(max_queue=2, prediction=PredictionMode.SEQUENTIAL, **PATIENT)
-    await cluster.decode()
-    router = await cluster.router()
+    prefill, router = await serve(cluster, max_queue=2, prediction=PredictionMode.SEQUENTIAL, **PATIENT)
     held = [router.prefill(prefill, f"held-{number}", prompt(number, 40), max_tokens=5) for number in range(2)]
     await by_hand.eventually(lambda: prefill.load().waiting_requests == 2, "both are held")
     refused = router.prefill(prefill, "refused", prompt(5, 40), max_tokens=5)
-    with pytest.raises(aio.AioRpcError) as full:
+    with refuses(grpc.StatusCode.RESOURCE_EXHAUSTED):
         await refused.ended()
-    assert full.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     await by_hand.eventually(lambda: len(predictor.prompts) == 2, "the predictor is asked about both")
     for call in held:
         await call.cancel()
@@ -368,9 +327,7 @@ async def test_a_draining_instance_finishes_what_waits_for_its_prediction(
 ) -> None:
     predictor = await new_predictor()
     predictor.answer = predictor.hold(predictor.bucket(3))
-    prefill = await cluster.prefill(prediction=PredictionMode.SEQUENTIAL, drain_timeout_s=20.0, **PATIENT)
-    await cluster.decode()
-    router = await cluster.router()
+    prefill, router = await serve(cluster, prediction=PredictionMode.SEQUENTIAL, drain_timeout_s=20.0, **PATIENT)
     call = router.prefill(prefill, "a", prompt(1, 20), max_tokens=5)
     await by_hand.eventually(lambda: bool(predictor.calls), "it is held")
     prefill.stopping.set()

@@ -7,7 +7,7 @@ import pytest
 
 from kaveri.domain.length import TokenRange
 from kaveri.v1 import predictor_pb2
-from services.prefill.predictor_peers import UnusableAnswer, read_predictions
+from services.prefill.predictors import UnusableAnswer, read_predictions
 
 Predicted = Callable[..., predictor_pb2.LengthPrediction]
 

@@ -1,10 +1,11 @@
 """The prefill role between its routers and its engine: what goes in, what each end frees, and what routers hear."""
 
 import asyncio
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -30,9 +31,11 @@ from kaveri.errors import (
     StaleAttempt,
     Unavailable,
 )
+from kaveri.feeds.feed import RouterFeeds
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.prompt_queue import PromptQueue
 from services.prefill import role
+from services.prefill.engine_feed import HasRoom
 from services.prefill.requests import (
     Adopted,
     FirstTokenDrawn,
@@ -63,7 +66,9 @@ ORPHAN_GRACE_S = 0.2
 class RoleWorld:
     """One instance and what it talks to. The engine takes two chunks of work ahead: 32 tokens."""
 
-    def __init__(self, max_queue: int = 100, at_first_token: bool = False, has_room: Any = None, **engine: int) -> None:
+    def __init__(
+        self, max_queue: int = 100, at_first_token: bool = False, has_room: HasRoom = lambda *_: True, **engine: int
+    ) -> None:
         self.engine = ScriptedEngine(**engine)
         self.hand_over = ScriptedHandOver(at_first_token)
         self.metrics = new_metrics()
@@ -75,6 +80,8 @@ class RoleWorld:
             self.metrics,
             ORPHAN_GRACE_S,
             has_room,
+            itertools.count(1),
+            RouterFeeds(ORPHAN_GRACE_S),
         )
 
     def accept(self, request_id: str, token_count: int = 20, attempt: int = 1, **fields: Any) -> PrefillRequest:
@@ -109,24 +116,43 @@ async def told(request: PrefillRequest) -> list[Any]:
     return list(news.progress)
 
 
-ENDS: dict[str, Callable[[RoleWorld, PrefillRequest], None]] = {
-    "cancelled": lambda world, request: world.role.cancel(request),
-    "aborted by its router": lambda world, request: world.abort(request.request_id, 1, "router"),
-    "failed": lambda world, request: request.report(request, HandOverFailed(Unavailable("no place"))),
-    "given up by the engine": lambda world, request: world.role.handle([RequestFailed(request.key, "broken")]),
-    "replaced by a newer attempt": lambda world, request: world.accept(request.request_id, 1, attempt=2) and None,
-    "finished with its first token": lambda world, request: world.compute(request, FinishReason.STOP),
-    "handed over": lambda world, request: world.hand_over_to_decode(request),
+class End(NamedTuple):
+    """A way in which a prompt ends."""
+
+    happens: Callable[[RoleWorld, PrefillRequest], object]
+    outcome: str
+    by_engine: bool = False
+    """The engine has freed its blocks."""
+    handed_over: bool = False
+
+
+ENDS = {
+    "cancelled": End(lambda world, request: world.role.cancel(request), "cancelled"),
+    "aborted by its router": End(lambda world, request: world.abort(request.request_id, 1, "router"), "cancelled"),
+    "failed": End(lambda _, request: request.report(request, HandOverFailed(Unavailable("no place"))), "failed"),
+    "given up by the engine": End(
+        lambda world, request: world.role.handle([RequestFailed(request.key, "broken")]), "failed"
+    ),
+    "replaced by a newer attempt": End(
+        lambda world, request: world.accept(request.request_id, 1, attempt=2), "refused"
+    ),
+    "finished with its first token": End(
+        lambda world, request: world.compute(request, FinishReason.STOP), "finished", by_engine=True
+    ),
+    "handed over": End(
+        lambda world, request: world.hand_over_to_decode(request), "handed_over", by_engine=True, handed_over=True
+    ),
 }
+each_end = pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 
 
-@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
-async def test_however_a_prompt_ends_the_next_one_is_let_in(end: Callable[[RoleWorld, PrefillRequest], None]) -> None:
+@each_end
+async def test_however_a_prompt_ends_the_next_one_is_let_in(end: End) -> None:
     world = RoleWorld()
     first = world.accept("first", 40)
     world.accept("next", 40)
     assert world.engine.submitted_ids == ["first"]
-    end(world, first)
+    end.happens(world, first)
     await eventually(lambda: world.engine.submitted_ids[-1] == "next", 5.0)
 
 
@@ -170,61 +196,37 @@ async def test_blocks_that_come_free_without_an_event_let_the_next_one_in() -> N
     await eventually(lambda: world.engine.submitted_ids == ["first", "second"], 5.0)
 
 
-@pytest.mark.parametrize(
-    ("how", "outcome", "keeps"),
-    [
-        ("cancelled", "cancelled", False),
-        ("aborted by its router", "cancelled", False),
-        ("failed", "failed", False),
-        ("given up by the engine", "failed", False),
-        ("replaced by a newer attempt", "refused", False),
-        ("finished with its first token", "finished", True),
-        ("handed over", "handed_over", True),
-    ],
-)
-async def test_an_end_frees_what_the_engine_holds_unless_the_engine_has_freed_it(
-    how: str, outcome: str, keeps: bool
-) -> None:
+@each_end
+async def test_an_end_frees_what_the_engine_holds_unless_the_engine_has_freed_it(end: End) -> None:
     world = RoleWorld()
     request = world.accept("a")
-    ENDS[how](world, request)
-    assert world.count(outcome) == 1
-    assert world.engine.aborted == ([] if keeps else [request.key])
+    end.happens(world, request)
+    assert world.count(end.outcome) == 1
+    assert world.engine.aborted == ([] if end.by_engine else [request.key])
     # Once is enough: nothing is freed or counted twice.
     world.role.cancel(request)
     request.report(request, HandOverFailed(Unavailable("again")))
-    assert world.engine.aborted == ([] if keeps else [request.key])
+    assert world.engine.aborted == ([] if end.by_engine else [request.key])
     assert sum(world.count(name) for name in ("cancelled", "failed", "refused", "finished", "handed_over")) == 1
 
 
-@pytest.mark.parametrize(
-    ("how", "handed_over"),
-    [
-        ("cancelled", False),
-        ("aborted by its router", False),
-        ("failed", False),
-        ("given up by the engine", False),
-        ("replaced by a newer attempt", False),
-        ("finished with its first token", False),
-        ("handed over", True),
-    ],
-)
-async def test_a_hand_over_that_has_begun_ends_once_with_the_request(how: str, handed_over: bool) -> None:
+@each_end
+async def test_a_hand_over_that_has_begun_ends_once_with_the_request(end: End) -> None:
     world = RoleWorld()
     request = world.accept("a", 10)
-    if how not in ("finished with its first token", "handed over"):
+    if not end.by_engine:
         world.role.handle([PrefillStarted(request.key)])
-    ENDS[how](world, request)
+    end.happens(world, request)
     world.role.cancel(request)
     assert world.hand_over.begun == ["a"]
-    assert world.hand_over.ended == [("a", handed_over)]
+    assert world.hand_over.ended == [("a", end.handed_over)]
 
 
 @pytest.mark.parametrize("how", ["cancelled", "finished with its first token"])
 async def test_a_hand_over_that_has_not_begun_does_not_end(how: str) -> None:
     world = RoleWorld(at_first_token=True)
     request = world.accept("a", 10)
-    ENDS[how](world, request)
+    ENDS[how].happens(world, request)
     assert world.hand_over.begun == world.hand_over.ended == []
 
 
@@ -237,12 +239,10 @@ async def test_a_request_ends_at_its_deadline_and_its_router_hears_why() -> None
     assert world.count("deadline") == 1
 
 
-async def test_a_request_without_a_deadline_gets_the_longest_one() -> None:
-    world = RoleWorld()
+async def test_the_time_of_a_request_has_a_limit() -> None:
     now_s = time.monotonic()
-    for name, timeout_s in (("none", None), ("huge", 1e12)):
-        request = world.accept(name, timeout_s=timeout_s)
-        assert now_s + LONGEST_REQUEST_S <= request.deadline_s < now_s + LONGEST_REQUEST_S + 60
+    request = RoleWorld().accept("a", timeout_s=1e12)
+    assert now_s + LONGEST_REQUEST_S <= request.deadline_s < now_s + LONGEST_REQUEST_S + 60
 
 
 async def test_older_and_equal_attempts_are_refused_and_leave_the_newer_one_alone() -> None:
@@ -498,6 +498,22 @@ async def test_an_engine_that_has_stopped_keeps_its_requests_until_it_says_so() 
     world.accept("a")
     assert world.role.load().waiting_requests == 1
     assert world.role.load().queued_prefill_tokens == 20
+
+
+async def test_a_question_for_room_shows_what_is_being_computed_and_nothing_else() -> None:
+    seen: list[list[str]] = []
+
+    def has_room(_: PrefillRequest, computing: Collection[PrefillRequest]) -> bool:
+        seen.append([request.request_id for request in computing])
+        return True
+
+    world = RoleWorld(has_room=has_room)
+    first, second, _ = [world.accept(name, 8) for name in ("first", "second", "third")]
+    assert seen == [[], ["first"], ["first", "second"]]
+    world.compute(first)
+    world.role.cancel(second)
+    world.accept("fourth", 8)
+    assert seen[3:] == [["third"]]
 
 
 async def test_a_prompt_waits_for_room_that_answers_leave_it() -> None:

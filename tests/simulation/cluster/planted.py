@@ -233,7 +233,7 @@ def reservation_never_expires() -> Iterator[None]:
 
     def make(original: Any) -> Any:
         def reserve(self: Any, *args: Any, **named: Any) -> Any:
-            self._reservation_ttl_s = 86_400.0
+            self._engine_room._reservation_ttl_s = 86_400.0
             return original(self, *args, **named)
 
         return reserve

@@ -1,0 +1,55 @@
+"""Requests and their owners at a decode instance that has no engine."""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.sampling import FinishReason, ResolvedParams
+from kaveri.engine.contract import EngineKey, EngineRequest, TokenStep
+from kaveri.feeds.feed import RouterFeed, RouterFeeds
+from kaveri.policy.growth import BatchMember
+from services.decode.answer_log import GainedTokens
+from services.decode.lifecycle import InLine, RequestTimes, State
+from services.decode.metrics import DecodeMetrics
+from services.decode.owners import RequestOwners
+from services.decode.requests import DecodeRequest, gained_of
+
+WAIT_S = 60.0
+PROMPT = tuple(range(1, 11))
+SERIALS = itertools.count(1)
+ROUTERS = Ownership(Owner(0, 1), "router")
+
+
+def built_request(
+    request_id: str = "r", ownership: Ownership = ROUTERS, state: State | None = None, **params: Any
+) -> DecodeRequest:
+    engine_request = EngineRequest(EngineKey(request_id, next(SERIALS)), PROMPT, 0, ResolvedParams(**params))
+    return DecodeRequest(engine_request, ownership, 0.0, 60.0, BatchMember(10), state or InLine(stays=False))
+
+
+def built_owners(
+    *requests: DecodeRequest, grace_s: float = 10.0, gone: Callable[[str], None] = lambda name: None
+) -> RequestOwners:
+    owners = RequestOwners(grace_s, gone, DecodeMetrics(CollectorRegistry()), None, RouterFeeds(grace_s))
+    for request in requests:
+        owners.requests.add(request)
+    return owners
+
+
+def token(request: DecodeRequest, index: int, finish: FinishReason | None = None) -> TokenStep:
+    return TokenStep(request.key, index, 100 + index, None, finish)
+
+
+def gain(owners: RequestOwners, request: DecodeRequest, index: int, finish: FinishReason | None = None) -> None:
+    times = RequestTimes(0.1, 0.2, 0) if finish is not None else None
+    owners.gain(request, token(request, index, finish), times)
+
+
+async def next_batch(feed: RouterFeed, beat_s: float = 2 * WAIT_S) -> list[GainedTokens]:
+    """The next message to the feed's router."""
+    news = await asyncio.wait_for(feed.take(beat_s), WAIT_S)
+    return [gained_of(each) for each in news]  # type: ignore[arg-type]
