@@ -134,6 +134,31 @@ class EngineRecorder:
             self.finished[key] = finish
 
 
+class EventLog:
+    """Records the events of a replica store or of one side of KV transfers, and waits for them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.events: list[object] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, event: object) -> None:
+        """Record an event."""
+        with self._changed:
+            self.events.append(event)
+            self._changed.notify_all()
+
+    def of(self, kind: type[EventT], is_wanted: Callable[[EventT], bool] = lambda _: True) -> list[EventT]:
+        """Return the events of this kind that match."""
+        return [event for event in tuple(self.events) if isinstance(event, kind) and is_wanted(event)]
+
+    def wait_for(self, kind: type[EventT], is_wanted: Callable[[EventT], bool] = lambda _: True) -> EventT:
+        """Wait for the first of these events. Raises AssertionError after SOON_S."""
+        with self._changed:
+            arrived = self._changed.wait_for(lambda: self.of(kind, is_wanted), SOON_S)
+        assert arrived, f"no {kind.__name__} after {SOON_S} s; the last events: {self.events[-5:]}"
+        return self.of(kind, is_wanted)[0]
+
+
 def wait_until_free(*engines: Engine, within_s: float = SOON_S) -> None:
     """Wait until every block of these engines is free, then check their integrity."""
     give_up_at_s = time.monotonic() + within_s

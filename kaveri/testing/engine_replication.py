@@ -42,8 +42,7 @@ from kaveri.testing.engine_conformance import (
     running_pair,
     when_there_is_room,
 )
-from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
-from kaveri.testing.replica_conformance import Heard
+from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, EventLog, wait_until_free
 
 _STORE_BLOCKS = 200
 
@@ -60,8 +59,8 @@ class ReplicaHoldingEngine:
 
     def __init__(self, store: ReplicaStore) -> None:
         self.store = store
-        self.heard = Heard()
-        store.start(self.heard)
+        self.log = EventLog()
+        store.start(self.log)
 
     def replicate(self, engine: DecodeEngine, request: EngineRequest) -> None:
         """Make the engine copy the request's KV to this holder."""
@@ -71,7 +70,7 @@ class ReplicaHoldingEngine:
 
     def wait_for(self, kind: type[ReplicaEvent], key: EngineKey) -> ReplicaEvent:
         """Wait for the first event of this kind of a request's replica."""
-        return self.heard.wait_for(kind, lambda event: event.key == replica_key(key))
+        return self.log.wait_for(kind, lambda event: event.key == replica_key(key))
 
     def watermark(self, key: EngineKey) -> int:
         """Watermark of a request's replica."""
@@ -226,7 +225,7 @@ class ReplicationConformance:
                 wait_until_grown(pair.decoded, request.key, 60 // block_tokens * block_tokens)
             pair.decoded.wait_for(ReplicaEnded, request.key)
             second.replicate(pair.decode, request)
-            second.heard.wait_for(ReplicaGrew, lambda event: event.token_count == 60 // block_tokens * block_tokens)
+            second.log.wait_for(ReplicaGrew, lambda event: event.token_count == 60 // block_tokens * block_tokens)
             pair.decode.admit(request.key)
             pair.decoded.wait_for_finish(request.key)
             assert pair.answer(request) == harness.answer(request.token_ids, 60)

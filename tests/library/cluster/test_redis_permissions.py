@@ -23,10 +23,10 @@ from kaveri.local.process import ChildProcess
 from kaveri.local.redis_server import find_redis_server
 from kaveri.security.api_keys import USAGE_COMMANDS, ApiKey, KeyLimits, usage_prefix
 from kaveri.security.key_usage import KeyUsage
-from kaveri.testing.store_conformance import DECODE, REQUEST, StoreConformance, has, view_that
 from services.router.config import RouterConfig
 from tests.support.certificates import Authority
 from tests.support.redis_fixture import TestRedis, free_port, run_redis
+from tests.support.store_conformance import DECODE, REQUEST, StoreConformance, has, view_that
 
 WITHIN_S = 60.0
 _NEEDS = store_needs("kaveri:default:0")

@@ -20,7 +20,9 @@ from kaveri.cluster.store import HeartbeatAnswer, ViewSource
 from kaveri.domain.view import InstanceLoad, InstanceStatus, LoadBroadcast
 from kaveri.errors import ConfigError
 from kaveri.local.redis_server import bundled_server, find_redis_server
-from kaveri.testing.store_conformance import (
+from kaveri.wire.messages import status_to_proto
+from tests.support.redis_fixture import TestRedis, free_port, run_redis
+from tests.support.store_conformance import (
     DECODE,
     PREDICTOR,
     REQUEST,
@@ -31,8 +33,6 @@ from kaveri.testing.store_conformance import (
     shows,
     view_that,
 )
-from kaveri.wire.messages import status_to_proto
-from tests.support.redis_fixture import TestRedis, free_port, run_redis
 
 
 def _binaries() -> list[str]:
