@@ -14,8 +14,8 @@ ALL = (HitKind.KILLED, HitKind.FROZEN, HitKind.CUT_OFF, HitKind.LINK_CUT)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("engine", "faults", "kinds"),
-    [("fake", 20, ALL)],
-    ids=lambda value: value if isinstance(value, str) else None,
+    [("fake", 20, ALL), ("kaveri-tiny", 6, (HitKind.KILLED, HitKind.FROZEN))],
+    ids=["fake", "kaveri-tiny"],
 )
 async def test_answers_are_exact_and_nothing_is_left_while_processes_die(
     engine: str, faults: int, kinds: tuple[HitKind, ...]
