@@ -4,8 +4,6 @@ import asyncio
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +26,7 @@ from kaveri.v1 import decode_pb2, inference_pb2, sampling_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.support.certificates import Authority
+from tests.support.command import run_kaveri
 from tests.support.local_cluster import LocalCluster, run_cluster
 from tests.support.metrics_pages import read_page, sum_of
 from tests.support.redis_fixture import free_port
@@ -194,5 +193,6 @@ def _readings(cluster: LocalCluster) -> int:
 
 def _command(files: TlsFiles, *arguments: str) -> str:
     flags = ("--tls-cert", files.certificate, "--tls-key", files.key, "--tls-ca", files.authority)
-    command = [sys.executable, "-P", "-c", "from kaveri.cli.main import main; main()", *arguments, *flags]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_WITHIN_S).stdout
+    ended = run_kaveri(*arguments, *flags)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
