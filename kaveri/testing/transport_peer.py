@@ -1,10 +1,10 @@
-"""One side of KV transfers, here or in a process of its own: something to kill, stop and wake.
+"""One side of KV transfers, in this process or in a process of its own that a test can kill, stop and wake.
 
     python -m kaveri.testing.transport_peer FACTORY DESCRIPTOR
 
-is a nursery, which a PeerNursery starts: a process that has imported what the transport needs, and forks a peer for
-each socket that arrives over DESCRIPTOR. FACTORY is "module:callable", which makes the Transport. Processes talk in
-pickled messages, one per packet; each ends when its socket does.
+runs a nursery, which a PeerNursery starts: a process that has imported the transport, and forks a peer for each socket
+that arrives over DESCRIPTOR. FACTORY is "module:callable", which makes the Transport. Processes exchange pickled
+messages, one per packet; each ends when its socket does.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from kaveri.kv.transports.socket import SocketTransport
 from kaveri.telemetry.logs import configure_logs
 
 WAIT_S = 60.0
-"""Deadline of every wait; a loaded machine is slow, but a hang never ends."""
+"""Deadline of every wait, far above what a loaded machine needs."""
 _PATIENCE_S = 60.0
 """Deadline of waits that may include connections to dead and stopped processes."""
 _PACKET_BYTES = 1 << 18
@@ -60,8 +60,8 @@ def load_transport(factory: str) -> Transport:
 
 
 def load_patient_transport(factory: str) -> Transport:
-    """Do the same, with as long a connect timeout as a busy machine may need: a push that fails then has another
-    reason, since stopped processes are woken or killed."""
+    """Call "module:callable", and give the transport a connect timeout that a busy machine does not exceed, so that a
+    push that fails has another reason."""
     transport = load_transport(factory)
     connecting = transport.inner if isinstance(transport, EmulatedTransport) else transport
     # Other transports keep their own timeouts.
@@ -79,8 +79,10 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT
 
 
 class Recorder:
-    """Records the ends of one side's transfers, in `doubled` those of transfers that had ended already, and the steps
-    of open transfers. on_event: called with the ends."""
+    """Records the ends of one side's transfers and the steps of open ones; `doubled` holds events after an end.
+
+    on_event: called with each end.
+    """
 
     def __init__(self, on_event: Callable[[Event], None] = lambda _: None) -> None:
         self._changed = threading.Condition()
@@ -232,7 +234,7 @@ class PeerProcess:
         return self._answer()[0]
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """See Side.tell; does not wait for it."""
+        """Call a method that returns nothing, without waiting for it."""
         self._send(method, *arguments, is_asked=False)
 
     def wait(self, ticket: Ticket) -> Event:
@@ -283,7 +285,7 @@ class PeerProcess:
         if self._held is not None:
             self._held.append((method, arguments, is_asked))
             return
-        # Broken: a command for a process that has been killed.
+        # The process may have been killed.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             _send(self._channel, (method, arguments, is_asked))
 

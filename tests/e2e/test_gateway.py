@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 import urllib.request
 from pathlib import Path
@@ -17,7 +16,8 @@ import pytest
 from kaveri import AsyncClient, SamplingParams
 from kaveri.extras import install_command
 from tests.e2e.test_exactness import VOCAB_SIZE, make_prompts
-from tests.e2e.test_up import _KAVERI, _run, _up, until
+from tests.e2e.test_up import _up, until
+from tests.support.command import run_kaveri
 from tests.support.local_cluster import run_cluster
 from tests.support.tiny_models import make_tiny_model
 
@@ -38,10 +38,10 @@ def test_up_starts_a_gateway_that_status_shows_and_that_is_started_again(tmp_pat
         url = found[1]
         body = {"prompt": "hello", "max_tokens": 3}
         assert _post(f"{url}/v1/completions", body)["usage"]["completion_tokens"] == 3
-        shown = json.loads(_run("status", "--target", up.target, "--json").stdout)["instances"]
+        shown = json.loads(run_kaveri("status", "--target", up.target, "--json").stdout)["instances"]
         roles = {one["record"]["instance_id"]: one["record"]["role"] for one in shown}
         assert roles["gateway-0"] == "gateway"
-        drained = _run("drain", "gateway-0", "--target", up.target)
+        drained = run_kaveri("drain", "gateway-0", "--target", up.target)
         assert drained.returncode == 1
         assert "SIGTERM" in drained.stderr
         up.child_of("gateway").kill()
@@ -125,9 +125,8 @@ def test_without_the_extra_the_gateway_says_what_to_install(tmp_path: Path) -> N
     hidden = tmp_path / "uvicorn"
     hidden.mkdir()
     (hidden / "__init__.py").write_text("raise ModuleNotFoundError('hidden', name='uvicorn')")
-    command = [_KAVERI, "gateway", "--routers", "127.0.0.1:1", "--port", "0"]
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    ended = run_kaveri("gateway", "--routers", "127.0.0.1:1", "--port", "0", PYTHONPATH=path)
     assert ended.returncode == 2
     last = ended.stderr.splitlines()[-1]
     assert last == f"kaveri gateway: gateway: uvicorn is not installed: {install_command('gateway')}"
