@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -81,12 +82,12 @@ def until(condition: Callable[[], bool], complaint: str, within_s: float = 30.0)
 
 
 @contextlib.contextmanager
-def _up(directory: Path, *flags: str) -> Iterator[_Up]:
+def _up(directory: Path, *flags: str, python: str = sys.executable) -> Iterator[_Up]:
     stderr_path = directory / "up.stderr"
     # Its temporary files go where they are removed even when it was killed; a short path, for the sockets among them.
     with tempfile.TemporaryDirectory(prefix="up-") as temporary, stderr_path.open("w") as stderr:
         environment = os.environ | {"TMPDIR": temporary}
-        command = [*PROGRAM, "up", *flags]
+        command = [python, *PROGRAM[1:], "up", *flags]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
         up = _Up(process, stderr_path)
         try:
