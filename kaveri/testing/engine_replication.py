@@ -234,10 +234,7 @@ class ReplicationConformance:
 
     def test_preempted_requests_keep_their_replicas(self, harness: ReplicationHarness) -> None:
         _, blocks = longest_blocks(harness)
-        with (
-            running_pair(harness, decode_blocks=blocks, admit=False) as pair,
-            open_holder(harness, pair) as holder,
-        ):
+        with running_pair(harness, decode_blocks=blocks, admit=False) as pair, open_holder(harness, pair) as holder:
             layout = pair.decode.info.layout
             length = max(1, MAX_MODEL_LEN // 4 - layout.block_tokens)
             requests = [make_request(pair.prefill, f"r{i}", length, MAX_MODEL_LEN // 2) for i in range(5)]

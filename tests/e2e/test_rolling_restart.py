@@ -61,12 +61,7 @@ class SteadyLoad:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster() -> AsyncIterator[LocalCluster]:
     async with run_cluster(
-        router_count=2,
-        prefill_count=2,
-        decode_count=2,
-        drain_timeout_s=30.0,
-        prefill_flags=STEP,
-        decode_flags=STEP,
+        router_count=2, prefill_count=2, decode_count=2, drain_timeout_s=30.0, prefill_flags=STEP, decode_flags=STEP
     ) as cluster:
         yield cluster
 

@@ -84,14 +84,7 @@ async def test_one_trace_over_gateway_router_prefill_and_decode(receiver: SpanRe
     assert by_service == {
         "kaveri-gateway": {"POST /v1/completions"},
         "kaveri-router": {"generate", "tokenize", "place", "attempt"},
-        "kaveri-prefill": {
-            "prefill.queue",
-            "prefill.chunk",
-            "prefill",
-            "prefill.place",
-            "kv.push",
-            "prefill.request",
-        },
+        "kaveri-prefill": {"prefill.queue", "prefill.chunk", "prefill", "prefill.place", "kv.push", "prefill.request"},
         "kaveri-decode": {"decode.room", "kv.landing", "decode.admission", "decode"},
     }
     ids = {span.span_id: span.name for _, span in spans}

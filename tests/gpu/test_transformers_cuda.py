@@ -54,12 +54,7 @@ class TestStepwiseOnCuda(
     ) -> TransformersHarness:
         here, there = request.param
         return TransformersHarness(
-            model_folder,
-            tmp_path,
-            reference,
-            device="cuda",
-            prefill_block_tokens=here,
-            decode_block_tokens=there,
+            model_folder, tmp_path, reference, device="cuda", prefill_block_tokens=here, decode_block_tokens=there
         )
 
 

@@ -232,11 +232,7 @@ async def test_garbage_among_the_broadcasts_is_ignored(garbage: bytes) -> None:
 
 
 async def test_a_bug_in_the_watch_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with (
-        run_redis(unix_socket=True) as redis,
-        RedisStore(redis.url) as instance,
-        RedisStore(redis.url) as router,
-    ):
+    async with run_redis(unix_socket=True) as redis, RedisStore(redis.url) as instance, RedisStore(redis.url) as router:
         take_in = router._take_in
 
         def breaks_once(event: bytes) -> None:
