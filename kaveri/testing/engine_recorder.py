@@ -159,22 +159,22 @@ class EventLog:
         return self.of(kind, is_wanted)[0]
 
 
-def wait_until_free(*engines: Engine, within_s: float = SOON_S) -> None:
+def wait_until_free(*engines: Engine) -> None:
     """Wait until every block of these engines is free, then check their integrity."""
-    give_up_at_s = time.monotonic() + within_s
+    give_up_at_s = time.monotonic() + SOON_S
     for engine in engines:
         while engine.stats().free_blocks < engine.info.total_blocks:
             engine.check_integrity()
-            assert time.monotonic() < give_up_at_s, f"blocks are held after {within_s} s: {engine.stats()}"
+            assert time.monotonic() < give_up_at_s, f"blocks are held after {SOON_S} s: {engine.stats()}"
             threading.Event().wait(0.002)
         engine.check_integrity()
         stats = engine.stats()
         assert (stats.running_requests, stats.waiting_requests, stats.context_tokens) == (0, 0, 0), stats
 
 
-def wait_until_idle(*engines: Engine, within_s: float = SOON_S) -> None:
+def wait_until_idle(*engines: Engine) -> None:
     """Wait until no engine has anything to do."""
-    give_up_at_s = time.monotonic() + within_s
+    give_up_at_s = time.monotonic() + SOON_S
     while any(engine.stats().is_busy for engine in engines):
         assert time.monotonic() < give_up_at_s, [engine.stats() for engine in engines]
         time.sleep(0.005)

@@ -184,10 +184,6 @@ class RandomRun:
         assert not left_threads, f"threads are left: {left_threads}"
         assert not left_descriptors, f"descriptors are left: {left_descriptors}"
 
-    def __str__(self) -> str:
-        endings = ", ".join(transfer.ending for transfer in self._transfers)
-        return f"seed {self._seed}: {self._where}, {self._fault}: {endings}"
-
     def _draw_transfers(self) -> list[_Transfer]:
         chance = self._chance
         free = chance.sample(range(self._block_count), self._block_count)

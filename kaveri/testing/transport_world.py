@@ -19,7 +19,6 @@ from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferRele
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.testing.transport_peer import (
-    WAIT_S,
     Event,
     PeerNursery,
     Recorder,
@@ -119,15 +118,15 @@ class TransportWorld:
         self.expect(ticket, source_blocks)
         self.check_target()
 
-    def require_released(self, ticket: Ticket, timeout_s: float = WAIT_S) -> str:
+    def require_released(self, ticket: Ticket) -> str:
         """Wait until the blocks are given back; return the reason."""
-        event = self.landed.wait(ticket, timeout_s)
+        event = self.landed.wait(ticket)
         assert isinstance(event, TransferReleased), event
         return event.reason
 
-    def require_failed(self, ticket: Ticket, timeout_s: float = WAIT_S) -> str:
+    def require_failed(self, ticket: Ticket) -> str:
         """Wait until the sender gives the source blocks back; return the reason."""
-        event = self.pushed.wait(ticket, timeout_s)
+        event = self.pushed.wait(ticket)
         assert isinstance(event, PushFailed), event
         return event.reason
 
