@@ -35,7 +35,7 @@ from kaveri.domain.view import InstanceState
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
-from kaveri.testing.tcp_relay import TcpRelay
+from tests.support.tcp_relay import TcpRelay
 
 LATENCY_MODEL = "opt-13b-a100-tp1"
 REQUESTS = 32

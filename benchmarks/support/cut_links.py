@@ -7,7 +7,7 @@ which can be opened once the port is known.
 import contextlib
 from collections.abc import AsyncIterator, Iterable
 
-from kaveri.testing.tcp_relay import TcpRelay
+from tests.support.tcp_relay import TcpRelay
 
 ADVERTISED_HOST = "127.0.0.2"
 

@@ -185,7 +185,7 @@ def once_per_view(
 ) -> Callable[Concatenate["ClusterView", ParamsT], ValueT]:
     """Decorate a function of a view that is computed once per view and arguments; see ClusterView.derive()."""
 
-    def derived(view: "ClusterView", *args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ValueT:
+    def derived(view: "ClusterView", /, *args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ValueT:
         key = (compute, args, *kwargs.items()) if kwargs else (compute, args)
         try:
             return cast(ValueT, view._derived[key])

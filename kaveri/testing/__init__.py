@@ -1,1 +1,1 @@
-"""Tools for tests of Kaveri and of plug-ins: conformance suites, a local cluster, fault injection."""
+"""Conformance suites for engines and KV transports, also those of plug-ins."""

@@ -1,7 +1,7 @@
 """Requirements on every engine. Subclass EngineConformance in a test module and provide the `harness` fixture.
 
-It holds an engine to kaveri/engine/contract.py: tokens, order of events, blocks, limits. It does not verify speed, the
-overlap of pushes and computation, nor peers that die or break the protocol (kv has a suite for that).
+Checks an engine against kaveri/engine/contract.py: tokens, order of events, blocks, limits. Not verified: speed, the
+overlap of pushes and computation, and peers that die or break the protocol, which the suite for transports covers.
 """
 
 import random
@@ -46,7 +46,7 @@ MAX_MODEL_LEN = 128
 CHUNK_TOKENS = 16
 _ABUNDANT_BLOCKS = 400
 _EOS_PROMPTS = 300
-"""Most prompts tried to find an answer that contains an end-of-sequence id."""
+"""Prompts tried until an answer contains an end-of-sequence id."""
 
 
 class EngineHarness(Protocol):
@@ -149,6 +149,13 @@ def running_pair(
         yield pair
 
 
+def longest_blocks(harness: EngineHarness) -> tuple[int, int]:
+    """Return the blocks that one longest request takes at the prefill and at the decode engine."""
+    with running_pair(harness) as pair:
+        prefill, decode = (engine.info.layout.block_count(MAX_MODEL_LEN) for engine in (pair.prefill, pair.decode))
+    return prefill, decode
+
+
 def _abort_when_finished(decode: DecodeEngine, event: EngineEvent) -> None:
     if isinstance(event, FirstToken) and event.finish is not None:
         decode.abort(event.key)
@@ -183,16 +190,15 @@ class TwoSidedEngine(PrefillEngine, DecodeEngine, Protocol):
     """An engine that plays both sides."""
 
 
-class _Adopting:
-    """Keeps requests on the engine that has prefilled them."""
+def adopting(engine: TwoSidedEngine) -> Callable[[EngineEvent], None]:
+    """Return a listener that keeps requests on the engine that has prefilled them."""
 
-    def __init__(self, engine: TwoSidedEngine) -> None:
-        self._engine = engine
-
-    def __call__(self, event: EngineEvent) -> None:
+    def adopt(event: EngineEvent) -> None:
         if isinstance(event, FirstToken) and event.finish is None:
-            self._engine.adopt(event.key)
-            self._engine.admit(event.key)
+            engine.adopt(event.key)
+            engine.admit(event.key)
+
+    return adopt
 
 
 class EngineConformance:
@@ -408,8 +414,7 @@ class EngineConformance:
         )
         with ExitStack() as stack:
             stack.callback(engine.close)
-            adopting = _Adopting(engine)
-            recorder = EngineRecorder(on_event=adopting)
+            recorder = EngineRecorder(on_event=adopting(engine))
             engine.start(recorder)
             requests = [
                 replace(make_request(engine, f"r{length}-{stays}", length, 20), stays=stays)
@@ -469,14 +474,13 @@ class EngineConformance:
     def test_adoption_is_the_way_out_where_prompts_hold_the_blocks_that_answers_need(
         self, harness: EngineHarness
     ) -> None:
-        with running_pair(harness) as probe:
-            blocks = probe.decode.info.layout.block_count(MAX_MODEL_LEN)
+        _, blocks = longest_blocks(harness)
         engine = harness.decode_engine(
             max_model_len=MAX_MODEL_LEN, total_blocks=blocks, chunk_tokens=CHUNK_TOKENS, max_batch=4
         )
         with ExitStack() as stack:
             stack.callback(engine.close)
-            recorder = EngineRecorder(on_event=_Adopting(engine))
+            recorder = EngineRecorder(on_event=adopting(engine))
             engine.start(recorder)
             requests = [make_request(engine, f"r{i}", MAX_MODEL_LEN // 3, MAX_MODEL_LEN // 2) for i in range(5)]
             requests = [replace(request, stays=number % 2 > 0) for number, request in enumerate(requests)]
@@ -567,8 +571,7 @@ class EngineConformance:
     # Memory.
 
     def test_preempted_requests_lose_no_token(self, harness: EngineHarness) -> None:
-        with running_pair(harness) as probe:
-            blocks = probe.decode.info.layout.block_count(MAX_MODEL_LEN)
+        _, blocks = longest_blocks(harness)
         with running_pair(harness, decode_blocks=blocks, admit=False) as pair:
             layout = pair.decode.info.layout
             # Each prompt takes a quarter of the pool at most, each answer two more.
@@ -611,9 +614,7 @@ class EngineConformance:
             pair.prefilled.wait_for(KvPushFailed, request.key)
 
     def test_full_pools_refuse_and_say_so(self, harness: EngineHarness) -> None:
-        with running_pair(harness) as probe:
-            prefill_blocks = probe.prefill.info.layout.block_count(MAX_MODEL_LEN)
-            blocks = probe.decode.info.layout.block_count(MAX_MODEL_LEN)
+        prefill_blocks, blocks = longest_blocks(harness)
         with running_pair(harness, prefill_blocks=prefill_blocks, decode_blocks=blocks) as pair:
             big = make_request(pair.prefill, "big", MAX_MODEL_LEN - 10, 5)
             small = make_request(pair.prefill, "small", MAX_MODEL_LEN // 2, 5)
@@ -632,9 +633,7 @@ class EngineConformance:
             assert pair.answer(small) == harness.answer(small.token_ids, 5)
 
     def test_one_request_may_take_the_whole_pool_on_either_side(self, harness: EngineHarness) -> None:
-        with running_pair(harness) as probe:
-            prefill_blocks = probe.prefill.info.layout.block_count(MAX_MODEL_LEN)
-            blocks = probe.decode.info.layout.block_count(MAX_MODEL_LEN)
+        prefill_blocks, blocks = longest_blocks(harness)
         with running_pair(harness, prefill_blocks=prefill_blocks, decode_blocks=blocks) as pair:
             # Its prompt takes every block; its answer takes every block, one after the other; and all of it is prompt.
             for name, prompt_tokens in (("prompt", MAX_MODEL_LEN - 2), ("answer", 1), ("longest", MAX_MODEL_LEN - 1)):
@@ -749,10 +748,9 @@ class EngineConformance:
     ) -> None:
         print(f"seed {seed}")
         rng = random.Random(seed)
-        with running_pair(harness) as probe:
-            prefill_blocks = 2 * probe.prefill.info.layout.block_count(MAX_MODEL_LEN)
-            blocks = probe.decode.info.layout.block_count(MAX_MODEL_LEN) + rng.randrange(6)
-        with running_pair(harness, prefill_blocks=prefill_blocks, decode_blocks=blocks, max_batch=4) as pair:
+        prefill_blocks, blocks = longest_blocks(harness)
+        sizes = {"prefill_blocks": 2 * prefill_blocks, "decode_blocks": blocks + rng.randrange(6)}
+        with running_pair(harness, **sizes, max_batch=4) as pair:
             kept: list[EngineRequest] = []
             for i in range(24):
                 request = make_request(pair.prefill, f"r{i}", rng.randrange(1, 70), rng.randrange(1, 50), seed)

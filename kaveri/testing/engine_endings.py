@@ -11,13 +11,7 @@ import pytest
 
 from kaveri.domain.sampling import FinishReason
 from kaveri.engine.contract import EngineKey, EngineRequest
-from kaveri.testing.engine_conformance import (
-    EngineHarness,
-    Pair,
-    make_request,
-    request_that_draws,
-    running_pair,
-)
+from kaveri.testing.engine_conformance import EngineHarness, Pair, make_request, request_that_draws, running_pair
 from kaveri.testing.engine_recorder import wait_until_free
 from kaveri.testing.engine_resumption import drawn_so_far, resume
 

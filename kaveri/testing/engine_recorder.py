@@ -134,22 +134,47 @@ class EngineRecorder:
             self.finished[key] = finish
 
 
-def wait_until_free(*engines: Engine, within_s: float = SOON_S) -> None:
+class EventLog:
+    """Records the events of a replica store or of one side of KV transfers, and waits for them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.events: list[object] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, event: object) -> None:
+        """Record an event."""
+        with self._changed:
+            self.events.append(event)
+            self._changed.notify_all()
+
+    def of(self, kind: type[EventT], is_wanted: Callable[[EventT], bool] = lambda _: True) -> list[EventT]:
+        """Return the events of this kind that match."""
+        return [event for event in tuple(self.events) if isinstance(event, kind) and is_wanted(event)]
+
+    def wait_for(self, kind: type[EventT], is_wanted: Callable[[EventT], bool] = lambda _: True) -> EventT:
+        """Wait for the first of these events. Raises AssertionError after SOON_S."""
+        with self._changed:
+            arrived = self._changed.wait_for(lambda: self.of(kind, is_wanted), SOON_S)
+        assert arrived, f"no {kind.__name__} after {SOON_S} s; the last events: {self.events[-5:]}"
+        return self.of(kind, is_wanted)[0]
+
+
+def wait_until_free(*engines: Engine) -> None:
     """Wait until every block of these engines is free, then check their integrity."""
-    give_up_at_s = time.monotonic() + within_s
+    give_up_at_s = time.monotonic() + SOON_S
     for engine in engines:
         while engine.stats().free_blocks < engine.info.total_blocks:
             engine.check_integrity()
-            assert time.monotonic() < give_up_at_s, f"blocks are held after {within_s} s: {engine.stats()}"
+            assert time.monotonic() < give_up_at_s, f"blocks are held after {SOON_S} s: {engine.stats()}"
             threading.Event().wait(0.002)
         engine.check_integrity()
         stats = engine.stats()
         assert (stats.running_requests, stats.waiting_requests, stats.context_tokens) == (0, 0, 0), stats
 
 
-def wait_until_idle(*engines: Engine, within_s: float = SOON_S) -> None:
+def wait_until_idle(*engines: Engine) -> None:
     """Wait until no engine has anything to do."""
-    give_up_at_s = time.monotonic() + within_s
+    give_up_at_s = time.monotonic() + SOON_S
     while any(engine.stats().is_busy for engine in engines):
         assert time.monotonic() < give_up_at_s, [engine.stats() for engine in engines]
         time.sleep(0.005)

@@ -20,7 +20,7 @@ from kaveri.engine.contract import (
     StepTokens,
 )
 from kaveri.kv.replicas.store import ReplicaOrphaned
-from kaveri.testing.engine_conformance import MAX_MODEL_LEN, Pair, make_request, running_pair
+from kaveri.testing.engine_conformance import MAX_MODEL_LEN, Pair, longest_blocks, make_request, running_pair
 from kaveri.testing.engine_recorder import SOON_S, wait_until_free
 from kaveri.testing.engine_replication import (
     ReplicaHoldingEngine,
@@ -32,13 +32,6 @@ from kaveri.testing.engine_replication import (
 
 _TRIES = 5
 """A request may finish before it is released."""
-
-
-def _begin(pair: Pair, holder: ReplicaHoldingEngine, request: EngineRequest) -> None:
-    """Bring the request to the decode engine, and begin its replica."""
-    pair.hand_over(request)
-    pair.decoded.wait_for(Landed, request.key)
-    holder.replicate(pair.decode, request)
 
 
 def _drawn(pair: Pair, key: EngineKey) -> list[int]:
@@ -90,7 +83,7 @@ class ReleaseConformance:
             open_holder(harness, target) as holder,
         ):
             for request in requests:
-                _begin(pair, holder, request)
+                holder.begin(pair, request)
             if moment != "landed":
                 for request in requests:
                     pair.decode.admit(request.key)
@@ -122,7 +115,7 @@ class ReleaseConformance:
         with running_pair(harness, admit=False) as pair, open_holder(harness, pair) as holder:
             requests = [make_request(pair.prefill, f"r{i}", 30 + i, 60) for i in range(4)]
             for request in requests:
-                _begin(pair, holder, request)
+                holder.begin(pair, request)
                 pair.decode.admit(request.key)
             pair.decoded.wait_for_tokens(requests[0].key, 2)
             pair.decode.release(requests[0].key, SOON_S)
@@ -157,8 +150,7 @@ class ReleaseConformance:
                     pair.decoded.wait_for(Landed, each.key)
                 # The rival has a block, so that one of this request is always missing.
                 full.replicate(pair.decode, rival)
-                ticket = full.store.open(replica_key(request.key), pair.decode.info.layout, block_tokens - 1, 60.0)
-                pair.decode.replicate(request.key, ticket)
+                full.replicate(pair.decode, request, block_tokens - 1)
                 wait_until_grown(pair.decoded, request.key, block_tokens)
                 pair.decode.release(request.key, 0.5)
                 pair.decode.release(request.key, SOON_S)
@@ -187,10 +179,7 @@ class ReleaseConformance:
             for number in range(_TRIES):
                 request = make_request(pair.prefill, f"r{number}", 2 * block_tokens + 1, 60)
                 with open_holder(harness, pair, block_count=1) as full:
-                    pair.hand_over(request)
-                    pair.decoded.wait_for(Landed, request.key)
-                    ticket = full.store.open(replica_key(request.key), pair.decode.info.layout, block_tokens - 1, 60.0)
-                    pair.decode.replicate(request.key, ticket)
+                    full.begin(pair, request, block_tokens - 1)
                     pair.decode.admit(request.key)
                     _wait_until_released(pair, request.key)
                 assert pair.answer(request) == harness.answer(request.token_ids, 60)
@@ -204,10 +193,7 @@ class ReleaseConformance:
         with running_pair(harness, admit=False) as pair, open_holder(harness, pair, block_count=1) as full:
             block_tokens = pair.decode.info.layout.block_tokens
             request = make_request(pair.prefill, "r", 2 * block_tokens + 1, 60)
-            pair.hand_over(request)
-            pair.decoded.wait_for(Landed, request.key)
-            ticket = full.store.open(replica_key(request.key), pair.decode.info.layout, block_tokens - 1, 60.0)
-            pair.decode.replicate(request.key, ticket)
+            full.begin(pair, request, block_tokens - 1)
             wait_until_grown(pair.decoded, request.key, block_tokens)
             pair.decode.release(request.key, SOON_S)
             pair.decode.abort(request.key)
@@ -219,8 +205,7 @@ class ReleaseConformance:
     def test_requests_released_while_blocks_are_short_are_neither_lost_nor_doubled(
         self, harness: ReplicationHarness
     ) -> None:
-        with running_pair(harness) as probe:
-            blocks = probe.decode.info.layout.block_count(MAX_MODEL_LEN)
+        _, blocks = longest_blocks(harness)
         with (
             running_pair(harness) as target,
             running_pair(harness, decode_blocks=blocks) as pair,
@@ -229,7 +214,7 @@ class ReleaseConformance:
             length = max(1, MAX_MODEL_LEN // 4 - pair.decode.info.layout.block_tokens)
             requests = [make_request(pair.prefill, f"r{i}", length, MAX_MODEL_LEN // 2) for i in range(4)]
             for request in requests:
-                _begin(pair, holder, request)
+                holder.begin(pair, request)
             for request in requests:
                 pair.decode.release(request.key, SOON_S)
             for request in requests:

@@ -38,12 +38,12 @@ from kaveri.testing.engine_conformance import (
     MAX_MODEL_LEN,
     EngineHarness,
     Pair,
+    longest_blocks,
     make_request,
     running_pair,
     when_there_is_room,
 )
-from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
-from kaveri.testing.replica_conformance import Heard
+from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, EventLog, wait_until_free
 
 _STORE_BLOCKS = 200
 
@@ -60,18 +60,24 @@ class ReplicaHoldingEngine:
 
     def __init__(self, store: ReplicaStore) -> None:
         self.store = store
-        self.heard = Heard()
-        store.start(self.heard)
+        self.log = EventLog()
+        store.start(self.log)
 
-    def replicate(self, engine: DecodeEngine, request: EngineRequest) -> None:
-        """Make the engine copy the request's KV to this holder."""
-        key = replica_key(request.key)
-        tokens = len(request.token_ids)
-        engine.replicate(request.key, self.store.open(key, engine.info.layout, tokens, 60.0))
+    def replicate(self, engine: DecodeEngine, request: EngineRequest, token_count: int | None = None) -> None:
+        """Make the engine copy the request's KV to this holder, which takes blocks for token_count at first (None: for
+        all of its tokens)."""
+        tokens = len(request.token_ids) if token_count is None else token_count
+        engine.replicate(request.key, self.store.open(replica_key(request.key), engine.info.layout, tokens, 60.0))
+
+    def begin(self, pair: Pair, request: EngineRequest, token_count: int | None = None) -> None:
+        """Bring the request to the decode engine, and begin its replica."""
+        pair.hand_over(request)
+        pair.decoded.wait_for(Landed, request.key)
+        self.replicate(pair.decode, request, token_count)
 
     def wait_for(self, kind: type[ReplicaEvent], key: EngineKey) -> ReplicaEvent:
         """Wait for the first event of this kind of a request's replica."""
-        return self.heard.wait_for(kind, lambda event: event.key == replica_key(key))
+        return self.log.wait_for(kind, lambda event: event.key == replica_key(key))
 
     def watermark(self, key: EngineKey) -> int:
         """Watermark of a request's replica."""
@@ -154,9 +160,7 @@ class ReplicationConformance:
             open_holder(harness, survivor) as holder,
         ):
             for request in requests:
-                pair.hand_over(request)
-                pair.decoded.wait_for(Landed, request.key)
-                holder.replicate(pair.decode, request)
+                holder.begin(pair, request)
             for request in requests:
                 wait_until_grown(pair.decoded, request.key, len(request.token_ids) // block_tokens * block_tokens)
             if moment != "landed":
@@ -185,9 +189,7 @@ class ReplicationConformance:
             block_tokens = pair.decode.info.layout.block_tokens
             # With the token that prefill draws it fills three blocks, but that token's KV is not there yet.
             request = make_request(pair.prefill, "r", 3 * block_tokens - 1, block_tokens)
-            pair.hand_over(request)
-            pair.decoded.wait_for(Landed, request.key)
-            holder.replicate(pair.decode, request)
+            holder.begin(pair, request)
             wait_until_grown(pair.decoded, request.key, 2 * block_tokens)
             pair.decode.admit(request.key)
             pair.decoded.wait_for_finish(request.key)
@@ -200,9 +202,7 @@ class ReplicationConformance:
     def test_replica_is_dropped_when_its_request_ends(self, harness: ReplicationHarness, end: str) -> None:
         with running_pair(harness, admit=False) as pair, open_holder(harness, pair) as holder:
             request = make_request(pair.prefill, "r", 60, 40)
-            pair.hand_over(request)
-            pair.decoded.wait_for(Landed, request.key)
-            holder.replicate(pair.decode, request)
+            holder.begin(pair, request)
             holder.wait_for(ReplicaGrew, request.key)
             if end == "abort":
                 pair.decode.abort(request.key)
@@ -226,19 +226,15 @@ class ReplicationConformance:
                 wait_until_grown(pair.decoded, request.key, 60 // block_tokens * block_tokens)
             pair.decoded.wait_for(ReplicaEnded, request.key)
             second.replicate(pair.decode, request)
-            second.heard.wait_for(ReplicaGrew, lambda event: event.token_count == 60 // block_tokens * block_tokens)
+            second.log.wait_for(ReplicaGrew, lambda event: event.token_count == 60 // block_tokens * block_tokens)
             pair.decode.admit(request.key)
             pair.decoded.wait_for_finish(request.key)
             assert pair.answer(request) == harness.answer(request.token_ids, 60)
             wait_until_free(pair.prefill, pair.decode)
 
     def test_preempted_requests_keep_their_replicas(self, harness: ReplicationHarness) -> None:
-        with running_pair(harness) as probe:
-            blocks = probe.decode.info.layout.block_count(MAX_MODEL_LEN)
-        with (
-            running_pair(harness, decode_blocks=blocks, admit=False) as pair,
-            open_holder(harness, pair) as holder,
-        ):
+        _, blocks = longest_blocks(harness)
+        with running_pair(harness, decode_blocks=blocks, admit=False) as pair, open_holder(harness, pair) as holder:
             layout = pair.decode.info.layout
             length = max(1, MAX_MODEL_LEN // 4 - layout.block_tokens)
             requests = [make_request(pair.prefill, f"r{i}", length, MAX_MODEL_LEN // 2) for i in range(5)]
@@ -257,9 +253,7 @@ class ReplicationConformance:
             layout = pair.decode.info.layout
             with open_holder(harness, pair, block_count=2) as holder:
                 request = make_request(pair.prefill, "r", layout.block_tokens + 1, 90)
-                pair.hand_over(request)
-                pair.decoded.wait_for(Landed, request.key)
-                holder.replicate(pair.decode, request)
+                holder.begin(pair, request)
                 holder.wait_for(ReplicaGrew, request.key)
                 pair.decode.admit(request.key)
                 assert pair.answer(request) == harness.answer(request.token_ids, 90)

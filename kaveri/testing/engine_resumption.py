@@ -18,6 +18,7 @@ from kaveri.testing.engine_conformance import (
     MAX_MODEL_LEN,
     EngineHarness,
     Pair,
+    longest_blocks,
     make_request,
     running_pair,
     when_there_is_room,
@@ -130,8 +131,7 @@ class ResumptionConformance:
             wait_until_free(pair.prefill, pair.decode)
 
     def test_resumed_requests_and_their_neighbours_survive_preemption(self, harness: EngineHarness) -> None:
-        with running_pair(harness) as probe:
-            blocks = probe.decode.info.layout.block_count(MAX_MODEL_LEN)
+        _, blocks = longest_blocks(harness)
         with running_pair(harness, decode_blocks=blocks) as pair:
             block_tokens = pair.decode.info.layout.block_tokens
             length = max(block_tokens + 1, MAX_MODEL_LEN // 4 - block_tokens)

@@ -59,14 +59,11 @@ class TransportConformance(RefusalTests, DeathTests, MarkTests):
 
     def test_more_regions_than_one_system_call_takes_land(self, tmp_path: Path, nothing_left: None) -> None:
         block_count = 5000
-        world = TransportWorld(self.factory, self.address(tmp_path), SMALL_LAYOUT, block_count)
-        try:
+        source = list(range(0, block_count, 2)) + list(range(1, block_count, 2))
+        with self.open_world(tmp_path, SMALL_LAYOUT, block_count) as world:
             ticket = world.grant(block_count)
-            source = list(range(0, block_count, 2)) + list(range(1, block_count, 2))
             world.push(ticket, source)
             world.require_landed(ticket, source)
-        finally:
-            world.close()
 
     def test_chunks_layers_and_transfers_may_interleave(self, world: TransportWorld) -> None:
         tickets = [world.grant(6), world.grant(5)]

@@ -11,8 +11,7 @@ from kaveri.kv.transfer.receiver import CREDIT_BYTES, TransferLanded, TransferRe
 from kaveri.kv.transfer.sender import PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.transport_peer import PeerNursery, PeerProcess, load_transport, wait_until
-from kaveri.testing.transport_suite import TransportSuite
-from kaveri.testing.transport_world import PEER_BLOCKS, PEER_LAYOUT, TransportWorld
+from kaveri.testing.transport_world import PEER_BLOCKS, PEER_LAYOUT, TransportSuite, TransportWorld
 
 
 class DeathTests(TransportSuite):

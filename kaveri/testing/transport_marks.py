@@ -12,44 +12,23 @@ import pytest
 from kaveri.errors import InvalidArgument, LayoutMismatch
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.digest import Digest, xxh3
+from kaveri.kv.transfer.digest import xxh3
 from kaveri.kv.transfer.receiver import TransferLanded, TransferMarked, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushExtended, PushMarked
 from kaveri.kv.transfer.ticket import Ticket
-from kaveri.testing.transport_peer import PeerNursery, load_transport, wait_until
-from kaveri.testing.transport_runs import OneByteWrong
-from kaveri.testing.transport_suite import TransportSuite
-from kaveri.testing.transport_world import PEER_BLOCKS, PEER_LAYOUT, SMALL_LAYOUT, TransportWorld
+from kaveri.testing.transport_peer import PeerNursery, PeerProcess, load_transport, wait_until
+from kaveri.testing.transport_runs import FlippedByte
+from kaveri.testing.transport_world import PEER_BLOCKS, PEER_LAYOUT, SMALL_LAYOUT, TransportSuite, TransportWorld
 
 _SOURCE = [40, 3, 4, 5, 63, 0, 1, 22]
 """Source blocks, in the order of the request."""
-
-
-class WrongLater:
-    """A digest that is right for the first `right_bytes`, and sees a flipped byte after them."""
-
-    def __init__(self, right_bytes: int) -> None:
-        self._right_bytes = right_bytes
-        self._digest: Digest = xxh3()
-
-    def update(self, data: memoryview, /) -> None:
-        """Add bytes."""
-        seen = bytearray(data)
-        if len(seen) > self._right_bytes:
-            seen[-1] ^= 1
-        self._right_bytes -= len(seen)
-        self._digest.update(memoryview(seen))
-
-    def intdigest(self) -> int:
-        """Digest of the bytes as seen."""
-        return self._digest.intdigest()
 
 
 class MarkTests(TransportSuite):
     """Transfers that are marked and extended, and that are kept up to their last mark."""
 
     def test_a_mark_is_verified_and_reported_to_both_sides(self, world: TransportWorld) -> None:
-        ticket = world.grant_open(3, _SOURCE[:3])
+        ticket = world.grant(3, source_blocks=_SOURCE[:3])
         world.sender.open(ticket)
         self._write(world, ticket, 0, 1)
         world.sender.mark(ticket.transfer_id, 1, b"the first")
@@ -66,7 +45,7 @@ class MarkTests(TransportSuite):
         assert told == [step.block_count for step in world.pushed.steps[ticket.transfer_id]] == [1, 2, 3]
 
     def test_an_open_push_grows_and_ends_with_fewer_blocks_than_it_was_granted(self, world: TransportWorld) -> None:
-        ticket = world.grant_open(1, _SOURCE)
+        ticket = world.grant(1, source_blocks=_SOURCE)
         # Before the sender has opened it.
         world.extend(ticket, 2)
         world.sender.open(ticket)
@@ -93,10 +72,9 @@ class MarkTests(TransportSuite):
 
     def test_an_extension_of_more_blocks_than_a_frame_takes_arrives(self, tmp_path: Path, nothing_left: None) -> None:
         block_count = 2500
-        world = TransportWorld(self.factory, self.address(tmp_path), SMALL_LAYOUT, block_count)
-        try:
-            source = list(range(block_count))
-            ticket = world.grant_open(1, source)
+        source = list(range(block_count))
+        with self.open_world(tmp_path, SMALL_LAYOUT, block_count) as world:
+            ticket = world.grant(1, source_blocks=source)
             world.sender.open(ticket)
             world.extend(ticket, block_count - 1)
             world.pushed.wait_for_step(PushExtended(ticket.transfer_id, block_count))
@@ -106,8 +84,6 @@ class MarkTests(TransportSuite):
             world.sender.abort(ticket.transfer_id)
             world.require_released(ticket)
             assert world.kept_counts[ticket.transfer_id] == block_count
-        finally:
-            world.close()
 
     @pytest.mark.parametrize(
         "how",
@@ -116,13 +92,13 @@ class MarkTests(TransportSuite):
     def test_what_was_marked_survives_the_end_of_its_push(self, world: TransportWorld, how: str) -> None:
         # Layer by layer, so that all of the first two blocks is before any of the third.
         right_bytes = 2 * SMALL_LAYOUT.layer_count * SMALL_LAYOUT.block_bytes
-        digest: Any = partial(WrongLater, right_bytes) if how == "wrong digest" else xxh3
+        digest: Any = partial(FlippedByte, right_bytes) if how == "wrong digest" else xxh3
         with contextlib.closing(world.start_sender(digest)) as sender:
             # Connected before the ticket's time begins.
             plain = world.grant(1)
             world.push(plain, [9], sender)
             world.require_landed(plain, [9])
-            ticket = world.grant_open(4, _SOURCE, expires_in_s=1.5 if how == "expired" else 60.0)
+            ticket = world.grant(4, 1.5 if how == "expired" else 60.0, source_blocks=_SOURCE)
             sender.open(ticket)
             self._write(world, ticket, 0, 2, sender)
             sender.mark(ticket.transfer_id, 2, b"two")
@@ -155,14 +131,9 @@ class MarkTests(TransportSuite):
         self, large_world: TransportWorld, nursery: PeerNursery
     ) -> None:
         world, source = large_world, list(range(PEER_BLOCKS // 2))
-        ticket = world.grant_open(len(source), source)
+        ticket = world.grant(len(source), source_blocks=source)
         with nursery.start() as peer:
-            peer.start_sender(PEER_LAYOUT, PEER_BLOCKS, 0)
-            peer.tell("open", ticket)
-            for start in range(0, len(source), 8):
-                for layer in range(PEER_LAYOUT.layer_count):
-                    peer.tell("write", ticket.transfer_id, layer, start, source[start : start + 8])
-                peer.tell("mark", ticket.transfer_id, start + 8, b"")
+            self._push_marked(peer, ticket, source)
             world.landed.wait_for_step(TransferMarked(ticket.transfer_id, 16, b""))
             peer.signal(signal.SIGKILL)
             event = world.landed.wait(ticket)
@@ -175,14 +146,9 @@ class MarkTests(TransportSuite):
         self, large_world: TransportWorld, nursery: PeerNursery
     ) -> None:
         world, source = large_world, list(range(PEER_BLOCKS // 2))
-        ticket = world.grant_open(len(source), source)
+        ticket = world.grant(len(source), source_blocks=source)
         with nursery.start() as peer:
-            peer.start_sender(PEER_LAYOUT, PEER_BLOCKS, 0)
-            peer.tell("open", ticket)
-            for start in range(0, len(source), 8):
-                for layer in range(PEER_LAYOUT.layer_count):
-                    peer.tell("write", ticket.transfer_id, layer, start, source[start : start + 8])
-                peer.tell("mark", ticket.transfer_id, start + 8, b"")
+            self._push_marked(peer, ticket, source)
             world.landed.wait_for_step(TransferMarked(ticket.transfer_id, 8, b""))
             peer.signal(signal.SIGSTOP)
             world.receiver.revoke(ticket.transfer_id)
@@ -194,8 +160,8 @@ class MarkTests(TransportSuite):
         # check_integrity of the fixture detects late writes.
 
     def test_a_wrong_digest_is_found_at_the_first_mark(self, world: TransportWorld) -> None:
-        ticket = world.grant_open(2, _SOURCE)
-        with contextlib.closing(world.start_sender(digest=OneByteWrong)) as sender:
+        ticket = world.grant(2, source_blocks=_SOURCE)
+        with contextlib.closing(world.start_sender(digest=FlippedByte)) as sender:
             sender.open(ticket)
             self._write(world, ticket, 0, 2, sender)
             sender.mark(ticket.transfer_id, 1, b"")
@@ -209,7 +175,7 @@ class MarkTests(TransportSuite):
     def test_a_mark_that_goes_back_or_is_ahead_of_its_blocks_ends_its_transfer_only(
         self, world: TransportWorld, told: int
     ) -> None:
-        ticket = world.grant_open(5, _SOURCE)
+        ticket = world.grant(5, source_blocks=_SOURCE)
         lying = _Lying(load_transport(self.factory), {3: told})
         with contextlib.closing(KvSender(world.source, world.pushed, transports=[lying])) as sender:
             sender.open(ticket)
@@ -226,7 +192,7 @@ class MarkTests(TransportSuite):
             world.require_landed(plain, [7, 9])
 
     def test_a_sender_is_not_let_to_mark_back_or_ahead_of_what_it_has_queued(self, world: TransportWorld) -> None:
-        ticket = world.grant_open(3, _SOURCE)
+        ticket = world.grant(3, source_blocks=_SOURCE)
         world.sender.open(ticket)
         world.sender.write(ticket.transfer_id, 0, 0, _SOURCE[:2])
         for layer in range(1, SMALL_LAYOUT.layer_count):
@@ -246,7 +212,7 @@ class MarkTests(TransportSuite):
 
     def test_the_time_limit_of_an_open_transfer_counts_from_its_last_mark(self, world: TransportWorld) -> None:
         world.require_works()
-        ticket = world.grant_open(8, _SOURCE, expires_in_s=2.0)
+        ticket = world.grant(8, 2.0, source_blocks=_SOURCE)
         world.sender.open(ticket)
         for index in range(8):
             # Longer than the limit in all.
@@ -260,7 +226,7 @@ class MarkTests(TransportSuite):
 
     def test_blocks_of_another_size_are_refused_to_open_pushes(self, world: TransportWorld) -> None:
         layout = KvLayout("conformance", 3, block_tokens=8, kv_head_count=2, head_dim=5, dtype="float32")
-        ticket = world.grant_open(2, _SOURCE)
+        ticket = world.grant(2, source_blocks=_SOURCE)
         with (
             contextlib.closing(
                 KvSender(KvPool(layout, 4), world.pushed, transports=[load_transport(self.factory)])
@@ -272,7 +238,7 @@ class MarkTests(TransportSuite):
         world.require_released(ticket)
 
     def test_open_and_ordinary_pushes_share_a_connection_and_its_credit(self, world: TransportWorld) -> None:
-        ticket = world.grant_open(8, _SOURCE)
+        ticket = world.grant(8, source_blocks=_SOURCE)
         world.sender.open(ticket)
         for index in range(8):
             self._write(world, ticket, index, index + 1)
@@ -284,6 +250,16 @@ class MarkTests(TransportSuite):
         world.sender.abort(ticket.transfer_id)
         world.require_released(ticket)
         world.require_works()
+
+    @staticmethod
+    def _push_marked(peer: PeerProcess, ticket: Ticket, source: list[int]) -> None:
+        """Push source blocks from another process, with a mark after every 8."""
+        peer.start_sender(PEER_LAYOUT, PEER_BLOCKS, 0)
+        peer.tell("open", ticket)
+        for start in range(0, len(source), 8):
+            for layer in range(PEER_LAYOUT.layer_count):
+                peer.tell("write", ticket.transfer_id, layer, start, source[start : start + 8])
+            peer.tell("mark", ticket.transfer_id, start + 8, b"")
 
     @staticmethod
     def _write(world: TransportWorld, ticket: Ticket, start: int, end: int, sender: KvSender | None = None) -> None:

@@ -1,10 +1,10 @@
-"""One side of KV transfers, here or in a process of its own: something to kill, stop and wake.
+"""One side of KV transfers, in this process or in a process of its own that a test can kill, stop and wake.
 
     python -m kaveri.testing.transport_peer FACTORY DESCRIPTOR
 
-is a nursery, which a PeerNursery starts: a process that has imported what the transport needs, and forks a peer for
-each socket that arrives over DESCRIPTOR. FACTORY is "module:callable", which makes the Transport. Processes talk in
-pickled messages, one per packet; each ends when its socket does.
+runs a nursery, which a PeerNursery starts: a process that has imported the transport, and forks a peer for each socket
+that arrives over DESCRIPTOR. FACTORY is "module:callable", which makes the Transport. Processes exchange pickled
+messages, one per packet; each ends when its socket does.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ import numpy as np
 
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.digest import DigestFactory, Digests, xxh3
+from kaveri.kv.transfer.digest import Digests
 from kaveri.kv.transfer.gathering import TransferStep
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
@@ -39,9 +39,7 @@ from kaveri.kv.transports.socket import SocketTransport
 from kaveri.telemetry.logs import configure_logs
 
 WAIT_S = 60.0
-"""Deadline of every wait; a loaded machine is slow, but a hang never ends."""
-_PATIENCE_S = 60.0
-"""Deadline of waits that may include connections to dead and stopped processes."""
+"""Deadline of every wait, far above what a loaded machine needs."""
 _PACKET_BYTES = 1 << 18
 
 Event = PushAccepted | PushFailed | TransferLanded | TransferReleased
@@ -60,27 +58,29 @@ def load_transport(factory: str) -> Transport:
 
 
 def load_patient_transport(factory: str) -> Transport:
-    """Do the same, with as long a connect timeout as a busy machine may need: a push that fails then has another
-    reason, since stopped processes are woken or killed."""
+    """Call "module:callable", and give the transport a connect timeout that a busy machine does not exceed, so that a
+    push that fails has another reason."""
     transport = load_transport(factory)
     connecting = transport.inner if isinstance(transport, EmulatedTransport) else transport
     # Other transports keep their own timeouts.
     if isinstance(connecting, SocketTransport):
-        connecting.connect_timeout_s = _PATIENCE_S
+        connecting.connect_timeout_s = WAIT_S
     return transport
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
+def wait_until(condition: Callable[[], bool], what: str) -> None:
     """Wait for a condition; fail the test after the deadline."""
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + WAIT_S
     while not condition():
-        assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s:g} s"
+        assert time.monotonic() < deadline_s, f"{what}: not within {WAIT_S:g} s"
         time.sleep(0.002)
 
 
 class Recorder:
-    """Records the ends of one side's transfers, in `doubled` those of transfers that had ended already, and the steps
-    of open transfers. on_event: called with the ends."""
+    """Records the ends of one side's transfers and the steps of open ones; `doubled` holds events after an end.
+
+    on_event: called with each end.
+    """
 
     def __init__(self, on_event: Callable[[Event], None] = lambda _: None) -> None:
         self._changed = threading.Condition()
@@ -104,19 +104,19 @@ class Recorder:
             self.events[event.transfer_id] = event
             self._changed.notify_all()
 
-    def wait(self, ticket: Ticket, timeout_s: float = WAIT_S) -> Event:
+    def wait(self, ticket: Ticket) -> Event:
         """Wait for the event of this transfer."""
         with self._changed:
-            arrived = self._changed.wait_for(lambda: ticket.transfer_id in self.events, timeout_s)
-            assert arrived, f"no event of the transfer within {timeout_s:g} s"
+            arrived = self._changed.wait_for(lambda: ticket.transfer_id in self.events, WAIT_S)
+            assert arrived, f"no event of the transfer within {WAIT_S:g} s"
             return self.events[ticket.transfer_id]
 
-    def wait_for_step(self, step: TransferStep, timeout_s: float = WAIT_S) -> None:
+    def wait_for_step(self, step: TransferStep) -> None:
         """Wait until an open transfer has reported this step."""
         with self._changed:
-            told = self._changed.wait_for(lambda: step in self.steps.get(step.transfer_id, ()), timeout_s)
+            told = self._changed.wait_for(lambda: step in self.steps.get(step.transfer_id, ()), WAIT_S)
             seen = self.steps.get(step.transfer_id), self.events.get(step.transfer_id)
-            assert told, f"no {step} within {timeout_s:g} s, but {seen}"
+            assert told, f"no {step} within {WAIT_S:g} s, but {seen}"
 
 
 class Side:
@@ -129,12 +129,12 @@ class Side:
         self._descriptors: set[tuple[str, str]] = set()
         self.recorder = Recorder(on_event)
 
-    def start_sender(self, layout: KvLayout, block_count: int, seed: int, digest: DigestFactory = xxh3) -> KvPool:
+    def start_sender(self, layout: KvLayout, block_count: int, seed: int) -> KvPool:
         """Start a sender. Returns its pool, filled by fill_pool()."""
         self._begin()
         pool = KvPool(layout, block_count)
         fill_pool(pool, seed)
-        self._side = KvSender(pool, self.recorder, transports=[load_patient_transport(self._factory)], digest=digest)
+        self._side = KvSender(pool, self.recorder, transports=[load_patient_transport(self._factory)])
         return pool
 
     def start_receiver(
@@ -167,7 +167,7 @@ class Side:
 
     def wait(self, ticket: Ticket) -> Event:
         """Wait for the event of this transfer."""
-        return self.recorder.wait(ticket, _PATIENCE_S)
+        return self.recorder.wait(ticket)
 
     def end(self) -> list[str]:
         """Close it. Returns leftovers."""
@@ -232,7 +232,7 @@ class PeerProcess:
         return self._answer()[0]
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """See Side.tell; does not wait for it."""
+        """Call a method that returns nothing, without waiting for it."""
         self._send(method, *arguments, is_asked=False)
 
     def wait(self, ticket: Ticket) -> Event:
@@ -250,7 +250,7 @@ class PeerProcess:
         signal.pidfd_send_signal(self._process, number)
         if number == signal.SIGKILL:
             # Readable once the last of its threads has ended. Its socket ends earlier, when others may still be open.
-            assert select.select([self._process], [], [], _PATIENCE_S)[0], "a killed process does not end"
+            assert select.select([self._process], [], [], WAIT_S)[0], "a killed process does not end"
             with contextlib.suppress(EOFError):
                 while True:
                     self._hear()
@@ -283,7 +283,7 @@ class PeerProcess:
         if self._held is not None:
             self._held.append((method, arguments, is_asked))
             return
-        # Broken: a command for a process that has been killed.
+        # The process may have been killed.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             _send(self._channel, (method, arguments, is_asked))
 
@@ -342,7 +342,7 @@ def open_descriptors() -> set[tuple[str, str]]:
 
 def _channels() -> tuple[socket.socket, socket.socket]:
     pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pair[0].settimeout(_PATIENCE_S)
+    pair[0].settimeout(WAIT_S)
     return pair
 
 

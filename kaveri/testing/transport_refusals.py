@@ -10,9 +10,8 @@ from kaveri.kv.transfer.receiver import TransferLanded
 from kaveri.kv.transfer.sender import KvSender, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.testing.transport_peer import Recorder, load_transport, wait_until
-from kaveri.testing.transport_runs import OneByteWrong
-from kaveri.testing.transport_suite import TransportSuite
-from kaveri.testing.transport_world import SMALL_LAYOUT, TransportWorld
+from kaveri.testing.transport_runs import FlippedByte
+from kaveri.testing.transport_world import SMALL_LAYOUT, TransportSuite, TransportWorld
 
 
 class RefusalTests(TransportSuite):
@@ -116,7 +115,7 @@ class RefusalTests(TransportSuite):
 
     def test_a_flipped_byte_is_found_and_the_next_transfer_lands(self, world: TransportWorld) -> None:
         ticket = world.grant(4)
-        with contextlib.closing(world.start_sender(digest=OneByteWrong)) as sender:
+        with contextlib.closing(world.start_sender(digest=FlippedByte)) as sender:
             world.push(ticket, [1, 2, 3, 4], sender)
             assert "digest" in world.require_failed(ticket)
         assert "digest" in world.require_released(ticket)

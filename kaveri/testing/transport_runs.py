@@ -40,11 +40,11 @@ from kaveri.testing.transport_peer import (
 )
 
 FREED = 0xEE
-"""Written into blocks that were given back. No other writes may follow."""
+"""Content of released target blocks. Nothing else may be written to them."""
 _READ_MARK = 0xDD
-"""Written into source blocks that were given back. It must not arrive anywhere."""
+"""Content of released source blocks. It must not arrive anywhere."""
 _POOL_BYTES = 4 << 20
-"""Size limit of one pool: a moment of every link's time."""
+"""Size limit of one pool; every link moves it in milliseconds."""
 _DELAY_S = 0.004
 """Longest pause between two steps, and before a signal: about the time of such a transfer."""
 
@@ -55,20 +55,23 @@ _EITHER = ("abort late", "revoke late")
 _FAULTS = ("kill", "kill", "stop", "stop and kill", "none")
 
 
-class OneByteWrong:
-    """A digest that sees its first byte flipped: to the receiver, a byte flipped in transit."""
+class FlippedByte:
+    """A digest of wrong bytes: to the receiver, a byte flipped in transit after the first right_bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, right_bytes: int = 0) -> None:
+        self._right_bytes = right_bytes
         self._digest: Digest = xxh3()
 
     def update(self, data: memoryview, /) -> None:
-        """Add bytes, the first one flipped."""
-        flipped = bytearray(data)
-        flipped[0] ^= 1
-        self._digest.update(memoryview(flipped))
+        """Add bytes; the last one is flipped once right_bytes were added."""
+        seen = bytearray(data)
+        if len(seen) > self._right_bytes:
+            seen[-1] ^= 1
+        self._right_bytes -= len(seen)
+        self._digest.update(memoryview(seen))
 
     def intdigest(self) -> int:
-        """Digest of other bytes."""
+        """Digest of the bytes as seen."""
         return self._digest.intdigest()
 
 
@@ -86,7 +89,7 @@ class _Transfer:
 
 @dataclass
 class _RunAccount:
-    """The expected content of the receiver's pool. Used by the listener of transfer ends, under the lock."""
+    """Expected content of the receiver's pool. The listener of transfer ends uses it, under the lock."""
 
     memory: npt.NDArray[np.uint8]
     reference: npt.NDArray[np.uint8]
@@ -181,10 +184,6 @@ class RandomRun:
         assert not left_threads, f"threads are left: {left_threads}"
         assert not left_descriptors, f"descriptors are left: {left_descriptors}"
 
-    def __str__(self) -> str:
-        endings = ", ".join(transfer.ending for transfer in self._transfers)
-        return f"seed {self._seed}: {self._where}, {self._fault}: {endings}"
-
     def _draw_transfers(self) -> list[_Transfer]:
         chance = self._chance
         free = chance.sample(range(self._block_count), self._block_count)
@@ -251,7 +250,7 @@ class RandomRun:
             # A second one, whose digests are wrong.
             self._wrong = Recorder(self._scribble)
             self._wrong_sender = KvSender(
-                self._source, self._wrong, transports=[load_patient_transport(self._factory)], digest=OneByteWrong
+                self._source, self._wrong, transports=[load_patient_transport(self._factory)], digest=FlippedByte
             )
             stack.callback(self._wrong_sender.close)
 

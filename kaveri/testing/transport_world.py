@@ -1,8 +1,15 @@
-"""A sender and a receiver over one transport, and the expected content of the receiver's pool."""
+"""A sender and a receiver over one transport, and the fixtures of the suite in transport_conformance.py."""
 
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
+import pytest
 
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.blocks import BlockAllocator
@@ -11,7 +18,14 @@ from kaveri.kv.transfer.digest import DigestFactory, Digests, xxh3
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
-from kaveri.testing.transport_peer import WAIT_S, Event, Recorder, fill_pool, load_transport
+from kaveri.testing.transport_peer import (
+    Event,
+    PeerNursery,
+    Recorder,
+    fill_pool,
+    load_transport,
+    open_descriptors,
+)
 from kaveri.testing.transport_runs import FREED
 
 SMALL_LAYOUT = KvLayout("conformance", 3, block_tokens=4, kv_head_count=2, head_dim=5, dtype="float32")
@@ -19,14 +33,15 @@ SMALL_LAYOUT = KvLayout("conformance", 3, block_tokens=4, kv_head_count=2, head_
 PEER_LAYOUT = KvLayout("conformance", 4, block_tokens=16, kv_head_count=4, head_dim=32, dtype="float32")
 """16 KiB blocks."""
 PEER_BLOCKS = 512
+_END_WITHIN_S = 20.0
 
 
 class TransportWorld:
-    """A sender and a receiver over one transport, with the account of the receiver's blocks.
+    """A sender and a receiver over one transport, and the expected content of the receiver's blocks.
 
     The receiver's pool must equal `expected` whenever idle: granted blocks change by a landing only, blocks of released
-    transfers are filled with FREED at once and stay so, and all others never change. Of an open transfer, what was
-    marked is compared with its source when it is released.
+    transfers are filled with FREED at once and stay so, and all others never change. When an open transfer is released,
+    its marked blocks are compared with their source.
     """
 
     def __init__(self, factory: str, address: str, layout: KvLayout, block_count: int) -> None:
@@ -60,25 +75,19 @@ class TransportWorld:
         transports = [load_transport(self.factory)]
         return KvSender(self.source, self.pushed, transports=transports, digest=digest, idle_s=idle_s)
 
-    def grant(self, block_count: int, expires_in_s: float = 60.0) -> Ticket:
-        """Take blocks and lease them to a transfer."""
-        owner = object()
-        blocks = self.allocator.allocate(owner, block_count)
-        token_count = block_count * self.target.layout.block_tokens
-        ticket = self.receiver.grant(blocks, token_count, expires_in_s)
-        self.allocator.move(owner, ticket.transfer_id)
-        self.tickets[ticket.transfer_id] = ticket
-        return ticket
+    def grant(self, block_count: int, expires_in_s: float = 60.0, *, source_blocks: list[int] | None = None) -> Ticket:
+        """Take blocks and lease them to a transfer.
 
-    def grant_open(self, block_count: int, source_blocks: list[int], expires_in_s: float = 60.0) -> Ticket:
-        """Lease blocks to an open transfer, for the first block_count of these source blocks."""
-        owner = object()
+        source_blocks: makes it an open transfer, of these source blocks in order.
+        """
+        owner, is_open = object(), source_blocks is not None
         blocks = self.allocator.allocate(owner, block_count)
-        token_count = len(source_blocks) * self.target.layout.block_tokens
-        ticket = self.receiver.grant(blocks, token_count, expires_in_s, is_open=True)
+        tokens = (block_count if source_blocks is None else len(source_blocks)) * self.target.layout.block_tokens
+        ticket = self.receiver.grant(blocks, tokens, expires_in_s, is_open=is_open)
         self.allocator.move(owner, ticket.transfer_id)
         self.tickets[ticket.transfer_id] = ticket
-        self.sources[ticket.transfer_id] = source_blocks
+        if source_blocks is not None:
+            self.sources[ticket.transfer_id] = source_blocks
         return ticket
 
     def extend(self, ticket: Ticket, block_count: int) -> None:
@@ -109,15 +118,15 @@ class TransportWorld:
         self.expect(ticket, source_blocks)
         self.check_target()
 
-    def require_released(self, ticket: Ticket, timeout_s: float = WAIT_S) -> str:
+    def require_released(self, ticket: Ticket) -> str:
         """Wait until the blocks are given back; return the reason."""
-        event = self.landed.wait(ticket, timeout_s)
+        event = self.landed.wait(ticket)
         assert isinstance(event, TransferReleased), event
         return event.reason
 
-    def require_failed(self, ticket: Ticket, timeout_s: float = WAIT_S) -> str:
+    def require_failed(self, ticket: Ticket) -> str:
         """Wait until the sender gives the source blocks back; return the reason."""
-        event = self.pushed.wait(ticket, timeout_s)
+        event = self.pushed.wait(ticket)
         assert isinstance(event, PushFailed), event
         return event.reason
 
@@ -161,3 +170,61 @@ class TransportWorld:
         kept, sent = blocks[: max(marks, default=0)], self.sources[transfer_id]
         assert (self.target.memory[:, kept] == self.source.memory[:, sent[: len(kept)]]).all(), "marked and wrong"
         self.kept_counts[transfer_id] = len(kept)
+
+
+class TransportSuite:
+    """Fixtures and helpers of the suite in transport_conformance.py."""
+
+    factory: ClassVar[str]
+
+    def address(self, directory: Path) -> str:
+        """Address where a receiver may listen."""
+        raise NotImplementedError
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def nursery(cls) -> Iterator[PeerNursery]:
+        """Nursery for processes of the tests."""
+        with PeerNursery(cls.factory) as nursery:
+            yield nursery
+
+    @pytest.fixture
+    def nothing_left(self, nursery: PeerNursery) -> Iterator[None]:
+        # Once for the process: what the transport starts for good.
+        load_transport(self.factory)
+        threads, descriptors = set(threading.enumerate()), open_descriptors()
+        yield
+        # One that waited for a process that has just been ended may take a moment.
+        until_s = time.monotonic() + _END_WITHIN_S
+        while (left := set(threading.enumerate()) - threads) and time.monotonic() < until_s:
+            next(iter(left)).join(0.1)
+        assert not left, f"threads are left: {left}"
+        # Others of this process may close theirs meanwhile, so only new ones count.
+        assert not (new := open_descriptors() - descriptors), f"descriptors are left: {new}"
+
+    @contextmanager
+    def open_world(self, folder: Path, layout: KvLayout, block_count: int) -> Iterator[TransportWorld]:
+        """Open a world of pools of this many blocks, check its integrity, and close it."""
+        world = TransportWorld(self.factory, self.address(folder), layout, block_count)
+        try:
+            yield world
+            world.check_integrity()
+        finally:
+            world.close()
+
+    @pytest.fixture
+    def world(self, tmp_path: Path, nothing_left: None) -> Iterator[TransportWorld]:
+        with self.open_world(tmp_path, SMALL_LAYOUT, 64) as world:
+            yield world
+
+    @pytest.fixture
+    def large_world(self, tmp_path: Path, nothing_left: None) -> Iterator[TransportWorld]:
+        """World whose source pool equals that of a sender in another process."""
+        with self.open_world(tmp_path, PEER_LAYOUT, PEER_BLOCKS) as world:
+            yield world
+
+    @staticmethod
+    def _arrived(world: TransportWorld, ticket: Ticket, layer: int, source: list[int]) -> bool:
+        """Return True if the bytes of these first blocks of a layer are in the target pool."""
+        blocks = list(ticket.block_ids[: len(source)])
+        return bool((world.target.memory[layer, blocks] == world.source.memory[layer, source]).all())

@@ -2,21 +2,15 @@
 
 import asyncio
 import os
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from kaveri.telemetry.metrics import serve_metrics
+from tests.support.redis_fixture import free_port
 
 READY_FILE = Path(__file__).resolve().parents[2] / "deploy" / "docker" / "ready.py"
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 async def _exit_status(port: int) -> int:
@@ -30,10 +24,10 @@ async def _exit_status(port: int) -> int:
 
 @pytest.mark.parametrize(("is_ready", "status"), [(True, 0), (False, 1)])
 async def test_its_status_is_that_of_readyz(is_ready: bool, status: int) -> None:
-    port = _free_port()
+    port = free_port()
     async with serve_metrics("127.0.0.1", port, lambda: is_ready, registry=None):
         assert await _exit_status(port) == status
 
 
 async def test_it_fails_where_nothing_listens() -> None:
-    assert await _exit_status(_free_port()) == 1
+    assert await _exit_status(free_port()) == 1

@@ -1,7 +1,5 @@
 """What an import drags in, asked of a fresh interpreter."""
 
-import ast
-import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -54,25 +52,6 @@ def test_the_router_needs_the_package_of_the_fields_grpc_with_its_flag_alone() -
 def test_the_check_would_see_torch() -> None:
     pytest.importorskip("torch")
     assert "torch" in _loaded_by("import torch")
-
-
-def test_no_files_import_one_another_in_a_circle() -> None:
-    """Imports for type checkers only count too."""
-    modules = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-        for folder in ("kaveri", "services")
-        for path in (ROOT / folder).rglob("*.py")
-        if "_pb2" not in path.name
-    }
-    graph: dict[str, set[str]] = {}
-    for module, path in modules.items():
-        graph[module] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module is not None:
-                named = {f"{node.module}.{name.name}" for name in node.names}
-                graph[module] |= (named & modules.keys()) or ({node.module} & modules.keys())
-    assert len(graph) > 200
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
 
 
 def test_a_gateway_without_a_keys_file_does_not_need_the_package_that_counts() -> None:

@@ -8,7 +8,6 @@ import pytest_asyncio
 
 from kaveri import AsyncClient, Chunk, SamplingParams
 from kaveri.domain.view import ClusterView
-from kaveri.errors import DeadlineExceeded
 from tests.support.endless_client import start_endless_client
 from tests.support.local_cluster import LocalCluster, run_cluster
 
@@ -79,59 +78,6 @@ async def test_cancel_in_each_phase_frees_every_block_and_ends_the_stream(cluste
             assert chunks[-1].finish_reason == "cancelled", phase
             await all_free(cluster)
         assert not await client.cancel("decoding"), "a request that has ended is not found"
-
-
-@pytest.mark.timeout(180)
-async def test_leaving_the_stream_cancels_everywhere(cluster: LocalCluster) -> None:
-    async with AsyncClient(cluster.target) as client:
-        async with client.stream(prompt_token_ids=PROMPT, params=LONG) as stream:
-            async for chunk in stream:
-                if chunk.index > 3:
-                    break
-        await all_free(cluster)
-
-
-@pytest.mark.timeout(180)
-async def test_requests_that_wait_in_queues_are_cancelled_too() -> None:
-    # One request fits into the decode pool, so the others wait on the prefill side, and behind them in its queue.
-    pool = ("--kv-cache-memory", str(180 * 2 * 2 * 16 * 2 * 8 * 4), "--max-model-len", "2700")
-    async with (
-        run_cluster(prefill_flags=(*SLOW, *pool), decode_flags=(*SLOW, *pool)) as cluster,
-        AsyncClient(cluster.target) as client,
-    ):
-        long_prompt = tuple(range(1, 999)) + tuple(range(1, 702))
-        params = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
-
-        async def ask(request_id: str) -> str | None:
-            answer = await client.generate(prompt_token_ids=long_prompt, params=params, request_id=request_id)
-            return answer.finish_reason
-
-        first = asyncio.create_task(ask("decoding"))
-        await cluster.wait_for_view(running("decode-0"), within_s=60)
-        waits_for_room = asyncio.create_task(ask("waits for room"))
-        await cluster.wait_for_view(
-            lambda view: (
-                view.instances["prefill-0"].load.free_blocks < 100
-                and view.instances["prefill-0"].load.queued_prefill_tokens == 0
-            ),
-            within_s=60,
-        )
-        queued = asyncio.create_task(ask("queued"))
-        await cluster.wait_for_view(
-            lambda view: view.instances["prefill-0"].load.queued_prefill_tokens >= len(long_prompt), within_s=60
-        )
-        for request_id in ("queued", "waits for room", "decoding"):
-            assert await client.cancel(request_id), request_id
-        assert [await task for task in (queued, waits_for_room, first)] == ["cancelled"] * 3
-        await all_free(cluster)
-
-
-@pytest.mark.timeout(180)
-async def test_a_deadline_ends_the_request_everywhere(cluster: LocalCluster) -> None:
-    async with AsyncClient(cluster.target) as client:
-        with pytest.raises(DeadlineExceeded):
-            await read_all(client, "late", timeout_s=1.5)
-        await all_free(cluster)
 
 
 @pytest.mark.timeout(180)

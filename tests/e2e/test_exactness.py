@@ -15,6 +15,8 @@ from tests.support.tiny_models import make_tiny_model
 
 VOCAB_SIZE = 320
 MAX_TOKENS = 24
+SPLIT = {"prefill_count": 2, "decode_count": 2, "colocated_count": 0}
+COLOCATED = {"prefill_count": 0, "decode_count": 0, "colocated_count": 2}
 GROWING_TOKENS = 100
 """Enough to outgrow a small pool while decoding."""
 # Off the block (16) and chunk (512) sizes and on them, from one token to two chunks.
@@ -45,28 +47,33 @@ async def ask_all(
     )
 
 
-def preemptions(cluster: LocalCluster) -> int:
-    """How often a decode instance preempted a request, from the logs."""
-    texts = [cluster.log_text(f"decode-{number}") for number in range(2)]
+def preemptions(cluster: LocalCluster, role: str) -> int:
+    """Preemptions at the two decoding instances, from their logs."""
+    texts = [cluster.log_text(f"{role}-{number}") for number in range(2)]
     return sum(int(count) for text in texts for count in re.findall(r'"preemptions": (\d+)', text))
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("architecture", "kv_cache_blocks", "max_tokens"),
+    ("architecture", "kv_cache_blocks", "max_tokens", "counts"),
     # 68 blocks hold one longest request and little else: requests wait on the prefill side and are preempted on decode.
-    [("llama", 68, GROWING_TOKENS), ("qwen2", 400, MAX_TOKENS), ("opt", 400, MAX_TOKENS)],
+    [
+        ("llama", 68, GROWING_TOKENS, SPLIT),
+        ("llama", 68, GROWING_TOKENS, COLOCATED),
+        ("qwen2", 400, MAX_TOKENS, SPLIT),
+        ("opt", 400, MAX_TOKENS, SPLIT),
+    ],
 )
 async def test_greedy_answers_equal_generate_with_all_requests_in_flight(
-    device: str, tmp_path: Path, architecture: str, kv_cache_blocks: int, max_tokens: int
+    device: str, tmp_path: Path, architecture: str, kv_cache_blocks: int, max_tokens: int, counts: dict[str, int]
 ) -> None:
     folder = make_tiny_model(tmp_path, architecture, vocab_size=VOCAB_SIZE, max_positions=1024, tokenizer=True)
     prompts = make_prompts(seed=1)
     expected = reference(folder, device, prompts, max_tokens)
     head_count = 4 if architecture == "opt" else 2
     block_bytes = 3 * 2 * 16 * head_count * 16 * 4
-    settings = {"engine": "transformers", "device": device, "dtype": "float32", "prefill_count": 2, "decode_count": 2}
+    settings = {"engine": "transformers", "device": device, "dtype": "float32", **counts}
     async with (
         run_cluster(model=str(folder), kv_cache_memory=str(kv_cache_blocks * block_bytes), **settings) as cluster,
         AsyncClient(cluster.target) as client,
@@ -77,11 +84,15 @@ async def test_greedy_answers_equal_generate_with_all_requests_in_flight(
             assert answer.token_ids == tokens, f"prompt of {length} tokens"
             assert answer.finish_reason == "length"
             assert answer.usage.prompt_tokens == length
+            if counts is COLOCATED:
+                timing = answer.timing.server
+                assert timing.prefill_instance_id == timing.decode_instance_id
+                assert (timing.kv_bytes, timing.kv_transport) == (0, "none")
         served = {answer.timing.server.prefill_instance_id for answer in answers}
         served |= {answer.timing.server.decode_instance_id for answer in answers}
-        assert served == {"prefill-0", "prefill-1", "decode-0", "decode-1"}
+        assert served == set(cluster.stack.instance_ids) - {"router-0"}
         if kv_cache_blocks < 100:
-            assert preemptions(cluster) > 0
+            assert preemptions(cluster, "colocated" if counts is COLOCATED else "decode") > 0
         await cluster.wait_for_view(
             lambda view: all(status.load.free_blocks == status.load.total_blocks for status in view.instances.values())
         )
@@ -98,7 +109,7 @@ async def test_sampled_answers_with_one_seed_are_equal_however_they_were_placed_
         SamplingParams(max_tokens=MAX_TOKENS, temperature=0.7 + 0.05 * number, top_p=0.9, top_k=50, seed=number)
         for number in range(len(prompts))
     ]
-    settings = {"engine": "transformers", "device": device, "dtype": "float32", "prefill_count": 2, "decode_count": 2}
+    settings = {"engine": "transformers", "device": device, "dtype": "float32", **SPLIT}
     async with (
         run_cluster(model=str(folder), kv_cache_memory="16MiB", **settings) as cluster,
         AsyncClient(cluster.target) as client,

@@ -1,19 +1,17 @@
 """examples/plugin in an environment of its own: it passes the public suites, and `kaveri up` runs on it."""
 
-import contextlib
-import os
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kaveri import Client, SamplingParams
+from tests.e2e.test_up import _up
+from tests.support.command import PROGRAM
 from tests.support.metrics_pages import read_page
 from tests.support.redis_fixture import free_port
 
@@ -64,10 +62,6 @@ def python(folder: Path) -> str:
     return str(home / "bin" / "python")
 
 
-def _kaveri(python: str, *arguments: str) -> list[str]:
-    return [python, "-c", "from kaveri.cli.main import main; main()", *arguments]
-
-
 @pytest.mark.timeout(400)
 def test_the_example_passes_the_public_suites(python: str, folder: Path) -> None:
     flags = ("-q", "-p", "no:cacheprovider", "-o", "asyncio_default_fixture_loop_scope=function")
@@ -79,31 +73,9 @@ def test_the_example_passes_the_public_suites(python: str, folder: Path) -> None
 
 
 def test_the_list_names_what_the_example_brings(python: str) -> None:
-    rows = [line.split() for line in _run(*_kaveri(python, "plugins")).splitlines()]
+    rows = [line.split() for line in _run(python, *PROGRAM[1:], "plugins").splitlines()]
     for kind, name in (("engine", "example"), ("transport", "counted"), ("--decode-placement", "most-room")):
         assert [kind, name, "kaveri-example", "0.1.0", "ok"] in rows
-
-
-@contextlib.contextmanager
-def _cluster(python: str, logs: Path, *flags: str) -> Iterator[str]:
-    """Its target."""
-    with tempfile.TemporaryDirectory(prefix="up-") as temporary, (logs / "up.stderr").open("w+") as stderr:
-        command = _kaveri(python, "up", "--log-dir", str(logs / "logs"), "--gateways", "0", *flags)
-        environment = os.environ | {"TMPDIR": temporary}
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            stderr.seek(0)
-            assert line.startswith("kaveri is ready at "), line + stderr.read()
-            yield line.split()[-1]
-        finally:
-            process.terminate()
-            try:
-                process.wait(timeout=30)
-            finally:
-                process.kill()
-                process.communicate(timeout=10)
 
 
 @pytest.mark.timeout(180)
@@ -114,13 +86,16 @@ def test_kaveri_up_serves_with_the_example_by_flag_and_a_policy_that_raises_fail
     metrics_port = free_port()
     names = ("--engine", "example", "--kv-transports", "counted", "--prefill.decode-placement", "most-room")
     flags = ("--port", "0", "--metrics-port", str(metrics_port), "--router.placement-policy", "broken_policy:Broken")
-    with _cluster(python, tmp_path, "--prefill", "1", *names, *flags) as target, Client(target) as client:
+    flags += ("--log-dir", str(tmp_path / "logs"), "--gateways", "0", "--prefill", "1", *names)
+    with _up(tmp_path, *flags, python=python) as up:
+        up.wait_until_ready()
         params = SamplingParams(max_tokens=12, ignore_eos=True)
-        for _ in range(3):
-            answer = client.generate(prompt_token_ids=_PROMPT, params=params)
-            assert str(_PROMPT + list(answer.token_ids)) == expected.strip()
-            assert answer.timing.server is not None
-            assert answer.timing.server.kv_transport == "counted"
+        with Client(up.target) as client:
+            for _ in range(3):
+                answer = client.generate(prompt_token_ids=_PROMPT, params=params)
+                assert str(_PROMPT + list(answer.token_ids)) == expected.strip()
+                assert answer.timing.server is not None
+                assert answer.timing.server.kv_transport == "counted"
         scraped = read_page(f"127.0.0.1:{metrics_port}")
     assert 'kaveri_policy_faults_total{policy="placement_policy"} 3.0' in scraped
     logs = (tmp_path / "logs" / "router-0.log").read_text()

@@ -8,14 +8,12 @@ import pytest
 from tests.kill_matrix.matrix import MatrixOptions, run_matrix
 from tests.kill_matrix.plan import HitKind
 
-ALL = (HitKind.KILLED, HitKind.FROZEN, HitKind.CUT_OFF, HitKind.LINK_CUT)
-
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("engine", "faults", "kinds"),
-    [("fake", 20, ALL)],
-    ids=lambda value: value if isinstance(value, str) else None,
+    [("fake", 25, tuple(HitKind)), ("kaveri-tiny", 6, (HitKind.KILLED, HitKind.FROZEN))],
+    ids=["fake", "kaveri-tiny"],
 )
 async def test_answers_are_exact_and_nothing_is_left_while_processes_die(
     engine: str, faults: int, kinds: tuple[HitKind, ...]

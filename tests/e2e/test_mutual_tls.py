@@ -1,11 +1,8 @@
-"""A whole cluster that speaks mutual TLS: every port, requests, and certificates that are replaced under load."""
+"""A whole cluster that speaks mutual TLS: every port, and requests."""
 
 import asyncio
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +25,8 @@ from kaveri.v1 import decode_pb2, inference_pb2, sampling_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.support.certificates import Authority
-from tests.support.local_cluster import LocalCluster, run_cluster
+from tests.support.command import run_kaveri
+from tests.support.local_cluster import run_cluster
 from tests.support.metrics_pages import read_page, sum_of
 from tests.support.redis_fixture import free_port
 
@@ -141,34 +139,6 @@ async def test_answers_are_read_at_decode_with_a_certificate_and_with_an_api_key
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_certificates_replaced_under_load_fail_no_request(authority: Authority, files: TlsFiles) -> None:
-    params = SamplingParams(max_tokens=4, ignore_eos=True)
-    async with run_cluster(**_flags(files)) as cluster, AsyncClient(cluster.target, tls=files) as client:
-        answered = 0
-        stop = asyncio.Event()
-
-        async def ask() -> None:
-            nonlocal answered
-            while not stop.is_set():
-                # One on a connection that lasts, one with a handshake of its own.
-                await client.generate("hello", params=params, timeout_s=_WITHIN_S)
-                async with AsyncClient(cluster.target, tls=files) as fresh:
-                    await fresh.generate("hello", params=params, timeout_s=_WITHIN_S)
-                answered += 2
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(3):
-                group.create_task(ask())
-            for turn in range(1, 4):
-                before = answered
-                _replace(files, authority.certify(f"renewed-{turn}"))
-                async with asyncio.timeout(_WITHIN_S):
-                    # Handshakes make the router look at its files.
-                    while answered < before + 20 or _readings(cluster) < turn:  # noqa: ASYNC110
-                        await asyncio.sleep(0.05)
-            stop.set()
-
-
 async def _status(channel: aio.Channel) -> grpc.StatusCode:
     async with channel:
         try:
@@ -183,16 +153,8 @@ def _without_certificate(address: str, files: TlsFiles) -> aio.Channel:
     return aio.secure_channel(address, credentials, options=(("grpc.ssl_target_name_override", files.name),))
 
 
-def _replace(files: TlsFiles, renewed: TlsFiles) -> None:
-    os.replace(renewed.certificate, files.certificate)
-    os.replace(renewed.key, files.key)
-
-
-def _readings(cluster: LocalCluster) -> int:
-    return cluster.log_text("router-0").count("tls_files_read")
-
-
 def _command(files: TlsFiles, *arguments: str) -> str:
     flags = ("--tls-cert", files.certificate, "--tls-key", files.key, "--tls-ca", files.authority)
-    command = [sys.executable, "-P", "-c", "from kaveri.cli.main import main; main()", *arguments, *flags]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_WITHIN_S).stdout
+    ended = run_kaveri(*arguments, *flags)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout

@@ -2,14 +2,13 @@
 
 import asyncio
 import json
-import sys
+import subprocess
 
 import pytest
 
+from tests.support.command import run_kaveri
 from tests.support.local_cluster import run_cluster
 
-KAVERI = (sys.executable, "-c", "from kaveri.cli.main import main; main()")
-WITHIN_S = 120.0
 PLAN = (
     *("--profile", "opt-13b-a100", "--prefill-tp-pp", "1,1", "--decode-tp-pp", "1,1", "--requests", "50"),
     # Small batches: the search simulates as many requests as the instances bear in some seconds.
@@ -32,30 +31,23 @@ LOAD = (
 )
 
 
-async def kaveri(*words: str) -> tuple[int, str, str]:
-    """Exit status, stdout, stderr."""
-    process = await asyncio.create_subprocess_exec(
-        *KAVERI, *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    async with asyncio.timeout(WITHIN_S):
-        printed, complaints = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, printed.decode(), complaints.decode()
+async def kaveri(*words: str) -> "subprocess.CompletedProcess[str]":
+    return await asyncio.to_thread(run_kaveri, *words)
 
 
 async def test_a_cluster_is_planned_again_by_what_all_its_routers_were_asked_for() -> None:
     async with run_cluster(router_count=2, decode_count=2) as cluster:
         first, second = cluster.stack.targets
         too_early = await kaveri("plan", *PLAN, *DRAWN, "--from-cluster", first)
-        assert too_early[0] != 0
-        assert "--from-cluster: has seen 0 requests that arrived" in too_early[2]
+        assert too_early.returncode != 0
+        assert "--from-cluster: has seen 0 requests that arrived" in too_early.stderr
         for target, count in ((first, "14"), (second, "16")):
-            status, _, complaints = await kaveri("bench", "--target", target, "--requests", count, *LOAD)
-            assert status == 0, complaints
-        status, printed, complaints = await kaveri("plan", *PLAN, *DRAWN, "--from-cluster", first, "--json")
+            ended = await kaveri("bench", "--target", target, "--requests", count, "--json", *LOAD)
+            assert ended.returncode == 0, ended.stderr
+        planned = await kaveri("plan", *PLAN, *DRAWN, "--from-cluster", first, "--json")
         recorded = await kaveri("plan", *PLAN, "--recorded", "--from-cluster", second, "--json")
-    assert status == 0, complaints
-    found = json.loads(printed)
+    assert planned.returncode == 0, planned.stderr
+    found = json.loads(planned.stdout)
     observed, running = found["observed"], found["running"]
     # `kaveri bench` sends nothing but its workload.
     assert {name: observed[name] for name in ("routers", "arrivals", "answers", "cut_short", "running")} == {
@@ -71,6 +63,6 @@ async def test_a_cluster_is_planned_again_by_what_all_its_routers_were_asked_for
     assert (found["gpus"], found["advice"]) == (2, "change")
     assert "2 GPUs are enough, and 3 run" in found["reason"]
     assert running["attainment"]["low"] >= 0.9
-    assert recorded[0] == 0, recorded[2]
+    assert recorded.returncode == 0, recorded.stderr
     # From the first arrival to the last.
-    assert json.loads(recorded[1])["rate_per_s"] > found["rate_per_s"]
+    assert json.loads(recorded.stdout)["rate_per_s"] > found["rate_per_s"]

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 import urllib.request
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -49,14 +48,6 @@ async def receiver(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SpanReceive
     server.stop(None).wait()
 
 
-async def _kaveri(*arguments: str) -> str:
-    command = (sys.executable, "-c", "from kaveri.cli.main import main; main()", *arguments)
-    ran = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    out, _ = await asyncio.wait_for(ran.communicate(), _WITHIN_S)
-    assert ran.returncode == 0
-    return out.decode()
-
-
 def _trace_id(cluster: LocalCluster) -> str:
     """Of the request `by-name`, by its router's log."""
     (line,) = [line for line in cluster.log_text("router-0").splitlines() if "by-name" in line and "trace_id" in line]
@@ -80,7 +71,8 @@ async def test_one_trace_over_gateway_router_prefill_and_decode(receiver: SpanRe
                     await asyncio.sleep(0.05)
         async with AsyncClient(cluster.target, timeout_s=_WITHIN_S) as client:
             await client.generate("Count", params=SamplingParams(max_tokens=8, ignore_eos=True), request_id="by-name")
-        shown = await _kaveri("trace", "by-name", "--target", cluster.target)
+        status, shown, _ = await cluster.command("trace", "by-name")
+        assert status == 0
         for text in ("by-name: length, ", "attempt 1 to prefill-0", f"trace {_trace_id(cluster)}", "decode-0"):
             assert text in shown
     # The processes have ended, and have sent what they had.
@@ -92,14 +84,7 @@ async def test_one_trace_over_gateway_router_prefill_and_decode(receiver: SpanRe
     assert by_service == {
         "kaveri-gateway": {"POST /v1/completions"},
         "kaveri-router": {"generate", "tokenize", "place", "attempt"},
-        "kaveri-prefill": {
-            "prefill.queue",
-            "prefill.chunk",
-            "prefill",
-            "prefill.place",
-            "kv.push",
-            "prefill.request",
-        },
+        "kaveri-prefill": {"prefill.queue", "prefill.chunk", "prefill", "prefill.place", "kv.push", "prefill.request"},
         "kaveri-decode": {"decode.room", "kv.landing", "decode.admission", "decode"},
     }
     ids = {span.span_id: span.name for _, span in spans}

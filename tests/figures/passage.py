@@ -19,7 +19,7 @@ from kaveri.cluster.redis_store import RedisStore
 from kaveri.domain.view import InstanceRecord, Role
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
-from kaveri.testing.store_conformance import beating
+from tests.support.store_conformance import beating
 
 _HOOK = Path(__file__).parent / "hook"
 _IDLE_S = 3.0

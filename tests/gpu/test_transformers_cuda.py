@@ -1,8 +1,8 @@
 """On a CUDA device the transformers engine does what every engine must, and draws what the host draws.
 
 That its tokens are those of `generate` on the same device, and that clusters of real processes answer exactly there,
-is tested beside the CPU: tests/library/engine/test_transformers_exactness.py, tests/e2e/test_exactness.py and
-tests/e2e/test_decode_failover.py run on each of tests/support/devices.py.
+is tested beside the CPU: tests/library/engine/test_transformers_exactness.py and tests/e2e/test_exactness.py run on
+every device in tests/support/devices.py.
 """
 
 import random
@@ -54,12 +54,7 @@ class TestStepwiseOnCuda(
     ) -> TransformersHarness:
         here, there = request.param
         return TransformersHarness(
-            model_folder,
-            tmp_path,
-            reference,
-            device="cuda",
-            prefill_block_tokens=here,
-            decode_block_tokens=there,
+            model_folder, tmp_path, reference, device="cuda", prefill_block_tokens=here, decode_block_tokens=there
         )
 
 

@@ -15,7 +15,7 @@ from unittest import mock
 from kaveri.config.services import ServiceKind
 from kaveri.local import stack as local_stack
 from kaveri.local.config import StackConfig, service_command, service_environment
-from kaveri.testing.tcp_relay import Connect, RelayedConnection
+from tests.support.tcp_relay import Connect, RelayedConnection
 
 REDIS = "redis"
 CLIENT = "client"

@@ -7,14 +7,7 @@ from typing import Any
 
 import pytest
 
-from kaveri.addresses import (
-    bind_socket,
-    host_text,
-    is_address,
-    is_all_addresses,
-    join_address,
-    split_address,
-)
+from kaveri.addresses import bind_socket, host_text, is_address, is_all_addresses, join_address, split_address
 
 
 @pytest.mark.parametrize(
@@ -52,12 +45,7 @@ def test_an_ipv6_host_stands_in_brackets_in_an_address() -> None:
 
 @pytest.mark.parametrize(
     ("host", "families"),
-    [
-        ("::", ["127.0.0.1", "::1"]),
-        ("::1", ["::1"]),
-        ("[::1]", ["::1"]),
-        ("0.0.0.0", ["127.0.0.1"]),
-    ],
+    [("::", ["127.0.0.1", "::1"]), ("::1", ["::1"]), ("[::1]", ["::1"]), ("0.0.0.0", ["127.0.0.1"])],
 )
 def test_all_addresses_of_ipv6_take_ipv4_too_and_one_address_does_not(host: str, families: list[str]) -> None:
     reached = []

@@ -27,10 +27,7 @@ class _Distribution:
     ("noted", "command"),
     [
         (None, "pip install 'kaveri[gateway]'"),
-        (
-            {"url": "file:///my%20source", "dir_info": {"editable": True}},
-            "pip install -e '/my source[gateway]'",
-        ),
+        ({"url": "file:///my%20source", "dir_info": {"editable": True}}, "pip install -e '/my source[gateway]'"),
         ({"url": "file:///src/kaveri", "dir_info": {}}, "pip install '/src/kaveri[gateway]'"),
         (
             {"url": "file:///w/kaveri-0.1.0-py3-none-any.whl", "archive_info": {}},

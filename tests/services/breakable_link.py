@@ -3,8 +3,8 @@
 import contextlib
 from collections.abc import AsyncIterator
 
-from kaveri.testing.tcp_relay import TcpRelay
 from services.router.service import Router
+from tests.support.tcp_relay import TcpRelay
 
 
 @contextlib.asynccontextmanager

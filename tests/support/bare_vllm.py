@@ -19,10 +19,7 @@ _MOST_S = 300.0
 
 
 def bare_vllm_answers(
-    model: Path | str,
-    prompts: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
-    **engine_args: Any,
+    model: Path | str, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **engine_args: Any
 ) -> list[tuple[int, ...]]:
     """The answers, all prompts in flight at once. Takes seconds, most of them to start vLLM.
 

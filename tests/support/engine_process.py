@@ -16,14 +16,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kaveri.engine.contract import (
-    EngineEvent,
-    EngineInfo,
-    EngineKey,
-    EngineListener,
-    EngineRequest,
-    EngineStats,
-)
+from kaveri.engine.contract import EngineEvent, EngineInfo, EngineKey, EngineListener, EngineRequest, EngineStats
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.ticket import Ticket

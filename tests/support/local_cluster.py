@@ -13,9 +13,9 @@ from typing import Any
 from kaveri.domain.view import ClusterView
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
+from tests.support.command import run_kaveri
 
 _POLL_S = 0.1
-_COMMAND_S = 60.0
 _SHOWN_LINES = 20
 _DEFAULTS: dict[str, Any] = {
     "engine": "fake",
@@ -73,17 +73,8 @@ class LocalCluster:
     async def command(self, *arguments: str) -> tuple[int, str, str]:
         """Runs `kaveri ARGUMENTS --target` with these routers. Returns its exit status, and what it printed on stdout
         and stderr."""
-        program = (sys.executable, "-c", "from kaveri.cli.main import main; main()")
-        process = await asyncio.create_subprocess_exec(
-            *program,
-            *arguments,
-            "--target",
-            ",".join(self.stack.targets),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        output, errors = await asyncio.wait_for(process.communicate(), _COMMAND_S)
-        return process.returncode or 0, output.decode(), errors.decode()
+        ended = await asyncio.to_thread(run_kaveri, *arguments, "--target", ",".join(self.stack.targets))
+        return ended.returncode, ended.stdout, ended.stderr
 
     async def wait_for_view(self, condition: Callable[[ClusterView], bool], within_s: float = 60.0) -> ClusterView:
         """The first view that meets the condition. AssertionError, with the last view, after `within_s` seconds."""

@@ -23,11 +23,7 @@ class PlainTransformers:
         """The likeliest tokens behind a prompt; fewer where the model ends its answer."""
         prompt = torch.tensor([list(token_ids)], device=self._model.device)
         output = self._model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=token_count,
-            do_sample=False,
-            pad_token_id=0,
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=token_count, do_sample=False, pad_token_id=0
         )
         answer: list[int] = output[0, len(token_ids) :].tolist()
         return answer

@@ -5,8 +5,10 @@ import random
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+
+from redis.asyncio import Redis
 
 from kaveri.local.process import ChildProcess
 from kaveri.local.redis_server import RedisServer
@@ -49,6 +51,13 @@ async def run_redis(binary: str | None = None, *, unix_socket: bool = False) -> 
             await redis.kill()
     finally:
         shutil.rmtree(directory)
+
+
+async def allow(redis: TestRedis, rules: Sequence[str], user: str = "limited") -> str:
+    """Make a user who has these permissions and no others. Returns the URL."""
+    async with Redis.from_url(redis.url) as client:
+        await client.execute_command("ACL", "SETUSER", user, "reset", "resetchannels", "on", ">word", *rules)
+    return redis.url.replace("redis://", f"redis://{user}:word@")
 
 
 def free_port() -> int:

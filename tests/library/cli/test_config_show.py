@@ -1,27 +1,24 @@
 """`kaveri config show`: the settings that a service would have, and where each comes from."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-COMMAND = [sys.executable, "-c", "from kaveri.cli.main import main; main()", "config", "show"]
-
-
-def show(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    variables = os.environ | environment
-    return subprocess.run(
-        [*COMMAND, *arguments], check=False, capture_output=True, text=True, timeout=60, env=variables
-    )
+from tests.support.command import run_kaveri
 
 
 def test_it_shows_every_setting_its_value_and_its_origin_without_secrets(tmp_path: Path) -> None:
     path = tmp_path / "kaveri.toml"
     path.write_text("dtype = 'float32'\nmax_requests = 9\n[decode]\nmax_batch = 8\n")
     flags = ("--config", str(path), "--kv-port", "7")
-    shown = show("decode", *flags, KAVERI_REDIS_URL="redis://:hunter2@redis:6379/0", KAVERI_ROUTER_SERVICE_HOST="::1")
+    shown = run_kaveri(
+        "config",
+        "show",
+        "decode",
+        *flags,
+        KAVERI_REDIS_URL="redis://:hunter2@redis:6379/0",
+        KAVERI_ROUTER_SERVICE_HOST="::1",
+    )
     assert shown.returncode == 0, shown.stderr
     rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in shown.stdout.splitlines()}
     assert " ".join(rows["dtype"].split()) == f"float32 {path} dtype"
@@ -36,7 +33,7 @@ def test_it_shows_every_setting_its_value_and_its_origin_without_secrets(tmp_pat
 
 @pytest.mark.parametrize("role", ["router", "prefill", "decode", "colocated", "predictor"])
 def test_it_knows_every_service(role: str) -> None:
-    shown = show(role)
+    shown = run_kaveri("config", "show", role)
     assert shown.returncode == 0, shown.stderr
     assert len(shown.stdout.splitlines()) > 15
 
@@ -50,7 +47,7 @@ def test_it_knows_every_service(role: str) -> None:
     ],
 )
 def test_what_is_wrong_is_one_line(arguments: list[str], line: str) -> None:
-    shown = show(*arguments)
+    shown = run_kaveri("config", "show", *arguments)
     assert (shown.returncode, shown.stdout) == (2, "")
     (told,) = shown.stderr.splitlines()
     assert told.startswith(line)

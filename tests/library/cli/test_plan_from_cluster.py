@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
@@ -15,9 +14,8 @@ from kaveri.errors import ConfigError
 from kaveri.rpc.server import RpcServer
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc
 from kaveri.wire.messages import status_to_proto
+from tests.support.command import run_kaveri
 
-KAVERI = (sys.executable, "-c", "from kaveri.cli.main import main; main()")
-WITHIN_S = 120.0
 COUNT = 40
 
 
@@ -86,19 +84,15 @@ async def test_a_router_whose_own_lease_has_run_out_is_passed_over_and_named_whe
 async def test_an_overloaded_cluster_without_a_plan_is_shown_to_miss_all_the_same() -> None:
     async with scripted_router("router-0") as (service, address):
         service.instances = running(address, 3)
-        process = await asyncio.create_subprocess_exec(
-            *(*KAVERI, "plan", "--from-cluster", address, "--profile", "opt-13b-a100", "--requests", "50"),
+        ended = await asyncio.to_thread(
+            run_kaveri,
+            *("plan", "--from-cluster", address, "--profile", "opt-13b-a100", "--requests", "50"),
             *("--rate", "4", "--prefill-tp-pp", "1,1", "--decode-tp-pp", "1,1", "--json"),
             # An instance answers at most 4 requests in 1,000 steps.
             *("--slo-ttft-s", "1", "--slo-tpot-s", "0.05", "--max-batch", "4"),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
         )
-        async with asyncio.timeout(WITHIN_S):
-            printed, complaints = await process.communicate()
-    *found, error = complaints.decode().splitlines()
-    assert process.returncode == 2, complaints
-    assert printed == b""
+    *found, error = ended.stderr.splitlines()
+    assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
     assert "what runs: 3 prefill x TP 1 and 3 decode x TP 1, 6 GPUs" in "\n".join(found)
     assert found[-1] == "what runs misses 90%; there is no plan to compare it with"
     # Twice what runs may be used.

@@ -33,10 +33,7 @@ def _run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     ],
 )
 def test_a_wrong_flag_is_one_line(
-    arguments: list[str],
-    words: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _run(arguments, monkeypatch) == 2
     shown = capsys.readouterr()

@@ -14,7 +14,7 @@ _RECORD = InstanceRecord(
 )
 
 
-class _MembershipClock:
+class MembershipClock:
     def __init__(self) -> None:
         self.now_s = 1000.0
 
@@ -22,14 +22,14 @@ class _MembershipClock:
         return self.now_s
 
 
-def _membership() -> tuple[_MembershipClock, Membership]:
-    clock = _MembershipClock()
+def _membership() -> tuple[MembershipClock, Membership]:
+    clock = MembershipClock()
     membership = Membership(clock)
     membership.learn(_RECORD, InstanceLoad(5))
     return clock, membership
 
 
-def _tick(clock: _MembershipClock, membership: Membership, duration_s: float) -> None:
+def _tick(clock: MembershipClock, membership: Membership, duration_s: float) -> None:
     for _ in range(round(duration_s / 0.1)):
         clock.now_s += 0.1
         membership.tick()

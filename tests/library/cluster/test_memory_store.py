@@ -4,7 +4,7 @@ import pytest
 
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.cluster.store import ViewSource
-from kaveri.testing.store_conformance import StoreConformance
+from tests.support.store_conformance import StoreConformance
 
 
 class _MemoryStores:

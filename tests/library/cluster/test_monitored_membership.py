@@ -1,28 +1,19 @@
 """A follower believes the newest leader, loses no instance without a leader, and counts heartbeats as they arrive."""
 
+from dataclasses import replace
+
 from kaveri.cluster.membership import MAX_TICK_S
 from kaveri.cluster.monitored_membership import MonitoredMembership
 from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast, Phase, Role
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.timeouts import BROADCAST_LOST_AFTER_S
+from tests.library.cluster.test_membership import MembershipClock
 
 _DECODE = InstanceRecord(
     "decode-0", 1, Role.ENGINE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=1.0, phases=(Phase.DECODE,)
 )
-_OTHER = InstanceRecord(
-    "decode-1", 1, Role.ENGINE, "127.0.0.1:2", "kaveri-tiny", lease_ttl_s=1.0, phases=(Phase.DECODE,)
-)
-_PREFILL = InstanceRecord(
-    "prefill-0", 1, Role.ENGINE, "127.0.0.1:3", "kaveri-tiny", lease_ttl_s=1.0, phases=(Phase.PREFILL,)
-)
-
-
-class _MonitoredClock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
+_OTHER = replace(_DECODE, instance_id="decode-1", address="127.0.0.1:2")
+_PREFILL = replace(_DECODE, instance_id="prefill-0", address="127.0.0.1:3", phases=(Phase.PREFILL,))
 
 
 def _broadcast(token: int, number: int, *names: InstanceRecord, heartbeat: int = 1) -> LoadBroadcast:
@@ -35,7 +26,7 @@ def _ids(membership: MonitoredMembership) -> set[str]:
 
 
 def test_older_token_and_older_broadcast_of_the_same_token_are_ignored() -> None:
-    membership = MonitoredMembership(_MonitoredClock())
+    membership = MonitoredMembership(MembershipClock())
     assert membership.take_in(_broadcast(7, 5, _DECODE))
     assert not membership.take_in(_broadcast(6, 99, _OTHER))
     assert not membership.take_in(_broadcast(7, 5, _OTHER))
@@ -47,20 +38,18 @@ def test_older_token_and_older_broadcast_of_the_same_token_are_ignored() -> None
 
 
 def test_whom_its_leader_stops_naming_leaves_at_once_but_not_in_a_new_life() -> None:
-    membership = MonitoredMembership(_MonitoredClock())
+    membership = MonitoredMembership(MembershipClock())
     membership.take_in(_broadcast(1, 1, _DECODE, _OTHER))
     membership.take_in(_broadcast(1, 2, _OTHER))
     assert _ids(membership) == {"decode-1"}
-    reborn = InstanceRecord(
-        "decode-0", 2, Role.ENGINE, "127.0.0.1:9", "kaveri-tiny", lease_ttl_s=1.0, phases=(Phase.DECODE,)
-    )
+    reborn = replace(_DECODE, incarnation=2, address="127.0.0.1:9")
     membership.take_in(_broadcast(1, 3, _DECODE, _OTHER))
     membership.take_in(_broadcast(1, 4, reborn, _OTHER))
     assert membership.view().instances["decode-0"].record == reborn
 
 
 def test_whom_only_the_former_leader_named_stays_for_one_lease() -> None:
-    clock = _MonitoredClock()
+    clock = MembershipClock()
     membership = MonitoredMembership(clock)
     membership.take_in(_broadcast(1, 1, _DECODE, _OTHER))
     heard_s = 0.0
@@ -73,7 +62,7 @@ def test_whom_only_the_former_leader_named_stays_for_one_lease() -> None:
 
 
 def test_nobody_is_lost_while_nobody_leads_however_long_that_is() -> None:
-    clock = _MonitoredClock()
+    clock = MembershipClock()
     membership = MonitoredMembership(clock)
     assert membership.is_silent()
     membership.take_in(_broadcast(1, 1, _DECODE))
@@ -89,11 +78,9 @@ def test_nobody_is_lost_while_nobody_leads_however_long_that_is() -> None:
 
 
 def test_lease_shorter_than_the_time_between_two_broadcasts_does_not_end_in_between() -> None:
-    clock = _MonitoredClock()
+    clock = MembershipClock()
     membership = MonitoredMembership(clock)
-    brief = InstanceRecord(
-        "decode-0", 1, Role.ENGINE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=MAX_TICK_S / 2, phases=(Phase.DECODE,)
-    )
+    brief = replace(_DECODE, lease_ttl_s=MAX_TICK_S / 2)
     for number in range(1, 5):
         assert membership.take_in(_broadcast(1, number, brief, heartbeat=10 * number))
         assert membership.view().instances["decode-0"].load.sequence_number == 10 + number - 1, "it was lost meanwhile"
@@ -101,7 +88,7 @@ def test_lease_shorter_than_the_time_between_two_broadcasts_does_not_end_in_betw
 
 
 def test_a_store_that_was_away_makes_the_leader_unheard_and_ends_nobody() -> None:
-    clock = _MonitoredClock()
+    clock = MembershipClock()
     membership = MonitoredMembership(clock)
     membership.take_in(_broadcast(1, 1, _DECODE))
     membership.store_lost()
@@ -113,7 +100,7 @@ def test_a_store_that_was_away_makes_the_leader_unheard_and_ends_nobody() -> Non
 
 
 def test_instances_that_prefill_does_not_choose_among_are_no_members() -> None:
-    membership = MonitoredMembership(_MonitoredClock())
+    membership = MonitoredMembership(MembershipClock())
     membership.learn(_PREFILL, InstanceLoad(1))
     membership.learn(_DECODE, InstanceLoad(1))
     membership.take_in(_broadcast(1, 1, _PREFILL, _DECODE))
@@ -123,7 +110,7 @@ def test_instances_that_prefill_does_not_choose_among_are_no_members() -> None:
 def test_work_sent_between_two_broadcasts_counts_until_one_shows_it() -> None:
     # decode-0 beats five times between two broadcasts. The work is sent when it has made its seventh heartbeat, and the
     # last that was heard is its fifth: the next broadcast shows the tenth, or, sent a moment before, the seventh.
-    membership = MonitoredMembership(_MonitoredClock())
+    membership = MonitoredMembership(MembershipClock())
     sent: UnconfirmedWork[str] = UnconfirmedWork()
     membership.take_in(_broadcast(1, 1, _DECODE, heartbeat=5))
     sent.add("request", membership.view().instances["decode-0"], 7)

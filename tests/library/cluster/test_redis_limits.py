@@ -19,9 +19,9 @@ from kaveri.cluster.redis_store import RedisStore
 from kaveri.cluster.store import HeartbeatAnswer, ViewSource
 from kaveri.domain.view import InstanceLoad
 from kaveri.errors import ConfigError
-from kaveri.testing.store_conformance import DECODE, REQUEST, ROUTER, beating, has, lead, shows, view_that
 from tests.library.cluster.slow_proxy import slow_proxy
 from tests.support.redis_fixture import run_redis
+from tests.support.store_conformance import DECODE, REQUEST, ROUTER, beating, has, lead, shows, view_that
 
 _LEASE_S = 0.5
 _ROUND_TRIP_S = 0.6

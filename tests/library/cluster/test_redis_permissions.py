@@ -5,7 +5,7 @@ import contextlib
 import re
 import shutil
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from redis.asyncio import Redis
 
 from kaveri.cluster.redis_permissions import RedisNeeds, store_needs
 from kaveri.cluster.redis_store import RedisStore
-from kaveri.cluster.store import ViewSource
 from kaveri.domain.view import InstanceLoad
 from kaveri.errors import ConfigError
 from kaveri.hosting.store import open_store
@@ -23,60 +22,14 @@ from kaveri.local.process import ChildProcess
 from kaveri.local.redis_server import find_redis_server
 from kaveri.security.api_keys import USAGE_COMMANDS, ApiKey, KeyLimits, usage_prefix
 from kaveri.security.key_usage import KeyUsage
-from kaveri.testing.store_conformance import DECODE, REQUEST, StoreConformance, has, view_that
 from services.router.config import RouterConfig
 from tests.support.certificates import Authority
-from tests.support.redis_fixture import TestRedis, free_port, run_redis
+from tests.support.redis_fixture import allow, free_port, run_redis
+from tests.support.store_conformance import DECODE, REQUEST, has, view_that
 
 WITHIN_S = 60.0
 _NEEDS = store_needs("kaveri:default:0")
 _USAGE = RedisNeeds(frozenset(USAGE_COMMANDS), (f"{usage_prefix('default')}:*",))
-
-
-async def _allow(redis: TestRedis, rules: Sequence[str], user: str = "limited") -> str:
-    """Makes a user who has these permissions and no others. Returns the URL."""
-    async with Redis.from_url(redis.url) as client:
-        await client.execute_command("ACL", "SETUSER", user, "reset", "on", ">word", *rules)
-    return redis.url.replace("redis://", f"redis://{user}:word@")
-
-
-class _LimitedStores:
-    """A cluster of stores whose user has the listed permissions alone."""
-
-    def __init__(self, redis: TestRedis, url: str) -> None:
-        self._redis = redis
-        self._url = url
-
-    def open_store(self, follow: ViewSource = ViewSource.HEARTBEATS) -> RedisStore:
-        return RedisStore(self._url, follow=follow)
-
-    async def take_away(self) -> None:
-        await self._redis.kill()
-
-    async def bring_back_empty(self) -> None:
-        await self._redis.restart()
-        await _allow(self._redis, _CONFORMANCE_RULES)
-
-    async def refuse_heartbeats(self) -> None:
-        await self._set_memory(1)
-
-    async def take_heartbeats(self) -> None:
-        await self._set_memory(0)
-
-    async def _set_memory(self, most_bytes: int) -> None:
-        async with Redis.from_url(self._redis.url) as client:
-            await client.config_set("maxmemory", most_bytes)
-
-
-_CONFORMANCE_RULES = (*_NEEDS.rules(), "+scan", "+mget")
-"""requests(), which no service calls, reads the names of all keys."""
-
-
-class TestRedisStoreWithTheListedPermissionsAlone(StoreConformance):
-    @pytest.fixture
-    async def cluster(self) -> AsyncIterator[_LimitedStores]:
-        async with run_redis() as redis:
-            yield _LimitedStores(redis, await _allow(redis, _CONFORMANCE_RULES))
 
 
 def test_the_docs_list_all_of_them() -> None:
@@ -90,7 +43,7 @@ async def test_each_permission_that_is_missing_is_named_at_start_and_once() -> N
     assert {"+eval", "+hincrby", "+publish", "~kaveri:default:0:request:*", "&kaveri:default:0:events"} <= set(rules)
     async with run_redis() as redis:
         for missing in rules:
-            url = await _allow(redis, [rule for rule in rules if rule != missing])
+            url = await allow(redis, [rule for rule in rules if rule != missing])
             with structlog.testing.capture_logs() as logged, pytest.raises(ConfigError) as refused:
                 async with RedisStore(url):
                     pass
@@ -98,17 +51,17 @@ async def test_each_permission_that_is_missing_is_named_at_start_and_once() -> N
             named = str(refused.value).partition("lacks ")[2].partition(" (")[0].split()
             assert named == [missing]
             assert logged == []
-        async with RedisStore(await _allow(redis, rules)):
+        async with RedisStore(await allow(redis, rules)):
             pass
 
 
 async def test_the_permissions_of_a_fresh_user_of_redis_7_lack_the_channels() -> None:
     async with run_redis() as redis:
-        url = await _allow(redis, ["+@all", "-@dangerous", "~kaveri:*"])
+        url = await allow(redis, ["+@all", "-@dangerous", "~kaveri:*"])
         with pytest.raises(ConfigError, match="its user lacks &kaveri:default:0:events &kaveri:default:0:loads "):
             async with RedisStore(url):
                 pass
-        async with RedisStore(await _allow(redis, ["+@all", "-@dangerous", "~kaveri:*", "&kaveri:*"])):
+        async with RedisStore(await allow(redis, ["+@all", "-@dangerous", "~kaveri:*", "&kaveri:*"])):
             pass
 
 
@@ -131,7 +84,7 @@ async def test_what_counting_api_keys_needs_is_asked_for_by_services_that_count(
     async with run_redis() as redis:
         for missing in _USAGE.keys:
             rules = [rule for rule in (_NEEDS | _USAGE).rules() if rule != f"~{missing}"]
-            config = RouterConfig(redis_url=await _allow(redis, rules), keys_file=str(keys_file))
+            config = RouterConfig(redis_url=await allow(redis, rules), keys_file=str(keys_file))
             with pytest.raises(ConfigError, match="its user lacks ~kaveri:default:limits"):
                 async with open_store(config, asyncio.Event()):
                     pass
@@ -142,7 +95,7 @@ async def test_what_counting_api_keys_needs_is_asked_for_by_services_that_count(
 async def test_api_keys_are_counted_with_the_listed_permissions_alone() -> None:
     key = ApiKey("alice", b"", KeyLimits(requests_per_s=1000, tokens_per_min=100))
     async with run_redis() as redis:
-        usage = KeyUsage(await _allow(redis, _USAGE.rules()), "default")
+        usage = KeyUsage(await allow(redis, _USAGE.rules()), "default")
         with structlog.testing.capture_logs() as logged:
             await usage.take_request(key)
             await usage.add_tokens(key, 100)
@@ -273,10 +226,10 @@ async def test_channels_that_are_taken_away_are_said_once_and_come_back() -> Non
     async with (
         run_redis() as redis,
         Redis.from_url(redis.url) as client,
-        RedisStore(await _allow(redis, rules)) as store,
+        RedisStore(await allow(redis, rules)) as store,
     ):
         with structlog.testing.capture_logs() as logged:
-            await _allow(redis, [rule for rule in rules if not rule.startswith("&")])
+            await allow(redis, [rule for rule in rules if not rule.startswith("&")])
             await view_that(store, lambda view: not view.store_connected)
             async with asyncio.timeout(WITHIN_S):
                 while await _rejected(client, "subscribe") < 10:  # noqa: ASYNC110 - Redis does not tell of it
@@ -284,15 +237,15 @@ async def test_channels_that_are_taken_away_are_said_once_and_come_back() -> Non
             assert [line["event"] for line in logged if line["event"] != "redis_lost"] == []
             assert 1 <= len(logged) <= 2, "closed, then refused"
             assert "channel" in logged[-1]["error"]
-            await _allow(redis, rules)
+            await allow(redis, rules)
             await view_that(store, lambda view: view.store_connected)
         assert [line["event"] for line in logged].count("redis_returned") == 1
 
 
 async def test_keys_that_are_taken_away_are_said_once_whatever_is_asked() -> None:
     rules = _NEEDS.rules()
-    async with run_redis() as redis, RedisStore(await _allow(redis, rules)) as store:
-        await _allow(redis, [rule for rule in rules if "request" not in rule])
+    async with run_redis() as redis, RedisStore(await allow(redis, rules)) as store:
+        await allow(redis, [rule for rule in rules if "request" not in rule])
         with structlog.testing.capture_logs() as logged:
             for number in range(100):
                 assert await store.claim_request(replace(REQUEST, request_id=f"r{number}"), 60.0) is None

@@ -1,4 +1,4 @@
-"""The Redis store does what every store must, on every Redis found here, and what only Redis can get wrong."""
+"""The Redis store on every Redis found here, with the listed permissions alone; and what only Redis can get wrong."""
 
 import asyncio
 import math
@@ -15,12 +15,15 @@ from redis.asyncio import Redis
 
 from kaveri.cluster import monitored_membership
 from kaveri.cluster.heartbeat import Heartbeat
+from kaveri.cluster.redis_permissions import store_needs
 from kaveri.cluster.redis_store import RedisStore
 from kaveri.cluster.store import HeartbeatAnswer, ViewSource
 from kaveri.domain.view import WIRE, InstanceLoad, InstanceStatus, LoadBroadcast
 from kaveri.errors import ConfigError
 from kaveri.local.redis_server import bundled_server, find_redis_server
-from kaveri.testing.store_conformance import (
+from kaveri.wire.messages import broadcast_to_proto, status_to_proto
+from tests.support.redis_fixture import TestRedis, allow, free_port, run_redis
+from tests.support.store_conformance import (
     DECODE,
     PREDICTOR,
     REQUEST,
@@ -31,8 +34,6 @@ from kaveri.testing.store_conformance import (
     shows,
     view_that,
 )
-from kaveri.wire.messages import broadcast_to_proto, status_to_proto
-from tests.support.redis_fixture import TestRedis, free_port, run_redis
 
 
 def _binaries() -> list[str]:
@@ -46,18 +47,26 @@ _EVENTS = f"{_NAMES}:events"
 _LOADS = f"{_NAMES}:loads"
 
 
+_RULES = (*store_needs(_NAMES).rules(), "+scan", "+mget")
+"""What docs/operations.md lists, and what requests() needs, which no service calls: it reads the names of all keys."""
+
+
 class _RedisStores:
-    def __init__(self, redis: TestRedis) -> None:
+    """Stores whose Redis user has the listed permissions alone."""
+
+    def __init__(self, redis: TestRedis, url: str) -> None:
         self._redis = redis
+        self._url = url
 
     def open_store(self, follow: ViewSource = ViewSource.HEARTBEATS) -> RedisStore:
-        return RedisStore(self._redis.url, follow=follow)
+        return RedisStore(self._url, follow=follow)
 
     async def take_away(self) -> None:
         await self._redis.kill()
 
     async def bring_back_empty(self) -> None:
         await self._redis.restart()
+        await allow(self._redis, _RULES)
 
     async def refuse_heartbeats(self) -> None:
         await self._set_memory(1)
@@ -74,7 +83,7 @@ class TestRedisStore(StoreConformance):
     @pytest.fixture(params=_binaries())
     async def cluster(self, request: pytest.FixtureRequest) -> AsyncIterator[_RedisStores]:
         async with run_redis(request.param) as redis:
-            yield _RedisStores(redis)
+            yield _RedisStores(redis, await allow(redis, _RULES))
 
 
 async def test_frozen_redis_counts_as_away_and_expires_nobody() -> None:
@@ -239,11 +248,7 @@ async def test_broadcasts_of_a_leader_of_another_wire_number_are_ignored() -> No
 
 
 async def test_a_bug_in_the_watch_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with (
-        run_redis(unix_socket=True) as redis,
-        RedisStore(redis.url) as instance,
-        RedisStore(redis.url) as router,
-    ):
+    async with run_redis(unix_socket=True) as redis, RedisStore(redis.url) as instance, RedisStore(redis.url) as router:
         take_in = router._take_in
 
         def breaks_once(event: bytes) -> None:

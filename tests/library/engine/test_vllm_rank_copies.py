@@ -15,15 +15,16 @@ from kaveri.errors import EngineError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.host import HostReplicas
 from kaveri.kv.replicas.notes import token_note
-from kaveri.kv.replicas.store import ReplicaDropped, ReplicaGrew, ReplicaOrphaned
+from kaveri.kv.replicas.store import ReplicaDropped, ReplicaGrew, ReplicaKey, ReplicaOrphaned
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.push import PushFailed, PushMarked
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports import make_transports
-from kaveri.testing.replica_conformance import Heard, key_of
+from kaveri.testing.engine_recorder import EventLog
 
 _LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=4, head_dim=8, dtype="float32", order="H-e", tensor_ranks=2)
 _BLOCKS = 6
+_KEY = ReplicaKey("r", 0, 1)
 
 
 class _RankCopiesBench:
@@ -34,17 +35,17 @@ class _RankCopiesBench:
         self.ranks = [RankPlane(_LAYOUT, pool) for pool in self.pools]
         self.plane = DataPlane(self.ranks, RankSetup((), None, 1, copy_slots=4), _unexpected, _unexpected)
         stack.callback(self.plane.close)
-        self.pushed = Heard()
+        self.pushed = EventLog()
         self.copies = RankCopies(self.plane)
         self.sender = self.copies.start(self.pushed)
         listen = [KvEndpoint("unix", str(folder / "replicas.sock"))]
         self.store = HostReplicas(_LAYOUT, 2**20, listen=listen, transports=make_transports(), epoch=1)
         stack.callback(self.store.close)
-        self.held = Heard()
+        self.held = EventLog()
         self.store.start(self.held)
 
     def open(self) -> Ticket:
-        ticket = self.store.open(key_of("r"), _LAYOUT, 8, 60.0)
+        ticket = self.store.open(_KEY, _LAYOUT, 8, 60.0)
         self.sender.open(ticket)
         return ticket
 
@@ -66,7 +67,7 @@ def test_every_rank_copies_its_heads_and_the_mark_counts_when_all_have_made_it(b
         bench.sender.write_layers(ticket.transfer_id, range(_LAYOUT.layer_count), index, (slot,))
     bench.sender.mark(ticket.transfer_id, 2, token_note(range(8)))
     grew = bench.held.wait_for(ReplicaGrew)
-    assert (grew.token_count, bench.store.token_ids(key_of("r"))) == (8, tuple(range(8)))
+    assert (grew.token_count, bench.store.token_ids(_KEY)) == (8, tuple(range(8)))
     assert bench.pushed.wait_for(PushMarked) == PushMarked(ticket.transfer_id, 2)
     assert len(bench.pushed.of(PushMarked)) == 1
     bench.sender.abort(ticket.transfer_id)
@@ -99,7 +100,7 @@ def test_copy_that_fails_in_one_rank_is_kept_by_its_holder_as_far_as_it_was_mark
     bench.held.wait_for(ReplicaOrphaned)
     bench.pushed.wait_for(PushFailed)
     assert AbortCopy(ticket.transfer_id, keep_marked=True) in calls
-    assert bench.store.token_ids(key_of("r")) == tuple(range(4))
+    assert bench.store.token_ids(_KEY) == tuple(range(4))
 
 
 def test_rank_that_copies_nothing_is_not_waited_for_without_end(

@@ -89,28 +89,23 @@ async def test_a_caller_without_a_certificate_is_refused(files: TlsFiles) -> Non
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_caller_of_another_authority_is_refused(files: TlsFiles, tmp_path: Path) -> None:
+async def test_a_caller_of_another_authority_or_with_an_expired_certificate_is_refused(
+    authority: Authority, files: TlsFiles, tmp_path: Path
+) -> None:
     (others := tmp_path / "others").mkdir()
-    foreign = Authority(others, "others").certify("foreign")
     # It trusts the server, so that only the server can refuse it.
-    foreign = TlsFiles(foreign.certificate, foreign.key, files.authority, files.name)
+    foreign = replace(Authority(others, "others").certify("foreign"), authority=files.authority, name=files.name)
     async with _serving(files) as address:
-        with pytest.raises(Unavailable):
-            await _ask(address, RpcTls(foreign))
+        for refused in (foreign, authority.certify("expired", days=-1)):
+            with pytest.raises(Unavailable):
+                await _ask(address, RpcTls(refused))
 
 
 async def test_a_caller_of_another_cluster_is_refused_by_name(authority: Authority, files: TlsFiles) -> None:
-    other = authority.certify("other", dns="other-cluster")
-    other = TlsFiles(other.certificate, other.key, other.authority, files.name)
+    other = replace(authority.certify("other", dns="other-cluster"), name=files.name)
     async with _serving(files) as address:
         with pytest.raises(Unauthenticated, match="does not carry the name of this cluster, kaveri"):
             await _ask(address, RpcTls(other))
-
-
-async def test_an_expired_certificate_is_refused(authority: Authority, files: TlsFiles) -> None:
-    async with _serving(files) as address:
-        with pytest.raises(Unavailable):
-            await _ask(address, RpcTls(authority.certify("expired", days=-1)))
 
 
 async def test_a_server_of_another_cluster_or_authority_gets_no_call(
@@ -125,8 +120,7 @@ async def test_a_server_of_another_cluster_or_authority_gets_no_call(
 
 
 async def test_reflection_and_streams_are_refused_by_name_too(authority: Authority, files: TlsFiles) -> None:
-    other = authority.certify("other", dns="other-cluster")
-    other = TlsFiles(other.certificate, other.key, other.authority, files.name)
+    other = replace(authority.certify("other", dns="other-cluster"), name=files.name)
     async with _serving(files) as address, open_channel(address, RpcTls(other)) as channel:
         watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=WITHIN_S)
         with pytest.raises(aio.AioRpcError) as refused:
@@ -227,8 +221,7 @@ async def test_a_client_that_is_refused_raises_a_kaveri_error(authority: Authori
         async with AsyncClient(address, timeout_s=WITHIN_S) as plain:
             with pytest.raises(KaveriError):
                 await plain.list_models()
-        other = authority.certify("other", dns="other-cluster")
-        stranger = TlsFiles(other.certificate, other.key, other.authority, files.name)
+        stranger = replace(authority.certify("other", dns="other-cluster"), name=files.name)
         async with AsyncClient(address, timeout_s=WITHIN_S, tls=stranger) as client:
             with pytest.raises(KaveriError):
                 await client.list_models()

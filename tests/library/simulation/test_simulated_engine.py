@@ -4,18 +4,13 @@ import asyncio
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
-from kaveri.engine.contract import EngineInfo, EngineKey, EngineListener, EngineRequest, EngineStats
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.replicas import Replicas
-from kaveri.kv.replicas.store import ReplicaKey, ReplicaListener, ReplicaUsage
-from kaveri.kv.transfer.flow import KvFlow
-from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.engine_conformance import EngineConformance
 from kaveri.testing.engine_endings import EndingConformance
 from kaveri.testing.engine_release import ReleaseConformance
@@ -57,107 +52,18 @@ class _LoopThread:
         self.loop.close()
 
 
-class _EngineOnThread:
-    """A simulated engine that any thread may call."""
+class _OnThread:
+    """A simulated engine or replica store that any thread may call."""
 
-    def __init__(self, thread: _LoopThread, make: Callable[[], SimulatedEngine]) -> None:
+    def __init__(self, thread: _LoopThread, make: Callable[[], object]) -> None:
         self._thread = thread
-        self._engine = thread.call(make)
+        self._target = thread.call(make)
 
-    @property
-    def info(self) -> EngineInfo:
-        return self._engine.info
-
-    def start(self, listener: EngineListener) -> None:
-        self._thread.call(lambda: self._engine.start(listener))
-
-    def close(self) -> None:
-        self._thread.call(self._engine.close)
-
-    def stats(self) -> EngineStats:
-        return self._thread.call(self._engine.stats)
-
-    def kv_flow(self) -> KvFlow:
-        return self._thread.call(self._engine.kv_flow)
-
-    def abort(self, key: EngineKey) -> None:
-        self._thread.call(lambda: self._engine.abort(key))
-
-    def check_integrity(self) -> None:
-        self._thread.call(self._engine.check_integrity)
-
-    def prefill(self, request: EngineRequest) -> None:
-        self._thread.call(lambda: self._engine.prefill(request))
-
-    def push_to(self, key: EngineKey, ticket: Ticket) -> None:
-        self._thread.call(lambda: self._engine.push_to(key, ticket))
-
-    def reserve(
-        self,
-        request: EngineRequest,
-        expires_in_s: float,
-        source: KvLayout | None = None,
-        held_tokens: int | None = None,
-    ) -> "Future[Ticket]":
-        return self._thread.call(lambda: self._engine.reserve(request, expires_in_s, source, held_tokens))
-
-    def adopt(self, key: EngineKey) -> None:
-        self._thread.call(lambda: self._engine.adopt(key))
-
-    def admit(self, key: EngineKey) -> None:
-        self._thread.call(lambda: self._engine.admit(key))
-
-    def replicate(self, key: EngineKey, ticket: Ticket) -> None:
-        self._thread.call(lambda: self._engine.replicate(key, ticket))
-
-    def release(self, key: EngineKey, timeout_s: float) -> None:
-        self._thread.call(lambda: self._engine.release(key, timeout_s))
-
-
-class _ReplicasOnThread:
-    """A replica store over simulated transfers that any thread may call."""
-
-    def __init__(self, thread: _LoopThread, layout: KvLayout, block_count: int) -> None:
-        self._thread = thread
-        self._store = thread.call(lambda: _simulated_replicas(thread, layout, block_count))
-        self.layout = layout
-        self.endpoints = self._store.endpoints
-
-    def start(self, listener: ReplicaListener) -> None:
-        self._thread.call(lambda: self._store.start(listener))
-
-    def open(self, key: ReplicaKey, layout: KvLayout, token_count: int, expires_in_s: float) -> Ticket:
-        return self._thread.call(lambda: self._store.open(key, layout, token_count, expires_in_s))
-
-    def watermark(self, key: ReplicaKey) -> int:
-        return self._thread.call(lambda: self._store.watermark(key))
-
-    def token_ids(self, key: ReplicaKey) -> tuple[int, ...]:
-        return self._thread.call(lambda: self._store.token_ids(key))
-
-    def is_starved(self, key: ReplicaKey) -> bool:
-        return self._thread.call(lambda: self._store.is_starved(key))
-
-    def seal(self, key: ReplicaKey) -> None:
-        self._thread.call(lambda: self._store.seal(key))
-
-    def push(self, key: ReplicaKey, ticket: Ticket) -> "Future[None]":
-        return self._thread.call(lambda: self._store.push(key, ticket))
-
-    def drop(self, key: ReplicaKey) -> None:
-        self._thread.call(lambda: self._store.drop(key))
-
-    def usage(self) -> ReplicaUsage:
-        return self._thread.call(self._store.usage)
-
-    def flow(self) -> KvFlow:
-        return self._thread.call(self._store.flow)
-
-    def close(self) -> None:
-        self._thread.call(self._store.close)
-
-    def check_integrity(self) -> None:
-        self._thread.call(self._store.check_integrity)
+    def __getattr__(self, name: str) -> Any:
+        member = getattr(self._target, name)
+        if not callable(member):
+            return member
+        return lambda *arguments, **named: self._thread.call(lambda: member(*arguments, **named))
 
 
 def _simulated_replicas(thread: _LoopThread, layout: KvLayout, block_count: int) -> Replicas:
@@ -182,11 +88,11 @@ class _SimulatedHarness:
         self._thread = thread
         self._block_tokens = block_tokens
 
-    def _engine(self, max_model_len: int, total_blocks: int, chunk_tokens: int, max_batch: int) -> _EngineOnThread:
+    def _engine(self, max_model_len: int, total_blocks: int, chunk_tokens: int, max_batch: int) -> _OnThread:
         model = FakeModel(
             max_model_len=max_model_len, layer_count=1, block_tokens=self._block_tokens, eos_probability=_EOS
         )
-        return _EngineOnThread(
+        return _OnThread(
             self._thread,
             lambda: SimulatedEngine(
                 model,
@@ -199,16 +105,14 @@ class _SimulatedHarness:
             ),
         )
 
-    def prefill_engine(self, *, max_model_len: int, total_blocks: int, chunk_tokens: int) -> _EngineOnThread:
+    def prefill_engine(self, *, max_model_len: int, total_blocks: int, chunk_tokens: int) -> _OnThread:
         return self._engine(max_model_len, total_blocks, chunk_tokens, 8)
 
-    def decode_engine(
-        self, *, max_model_len: int, total_blocks: int, chunk_tokens: int, max_batch: int
-    ) -> _EngineOnThread:
+    def decode_engine(self, *, max_model_len: int, total_blocks: int, chunk_tokens: int, max_batch: int) -> _OnThread:
         return self._engine(max_model_len, total_blocks, chunk_tokens, max_batch)
 
-    def replica_store(self, layout: KvLayout, block_count: int) -> _ReplicasOnThread:
-        return _ReplicasOnThread(self._thread, layout, block_count)
+    def replica_store(self, layout: KvLayout, block_count: int) -> _OnThread:
+        return _OnThread(self._thread, lambda: _simulated_replicas(self._thread, layout, block_count))
 
     def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
         return FakeModel(eos_probability=_EOS).answer(token_ids, 0, token_count)

@@ -75,11 +75,7 @@ async def test_an_open_push_is_marked_extended_and_ended_with_a_part_full_block(
     pair.sender.finish(_NAME, b"note")
     await _until(lambda: len(pair.pushed) == 4)
     kv_bytes = 4 * _MODEL.layout.block_bytes
-    assert pair.pushed[1:] == [
-        PushMarked(_NAME, 2),
-        PushMarked(_NAME, 3),
-        PushAccepted(_NAME, kv_bytes, "simulated"),
-    ]
+    assert pair.pushed[1:] == [PushMarked(_NAME, 2), PushMarked(_NAME, 3), PushAccepted(_NAME, kv_bytes, "simulated")]
     assert pair.landed == [
         TransferMarked(_NAME, 2, b"two"),
         TransferMarked(_NAME, 3, b"three"),

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from kaveri.cluster.store import ViewSource
-from kaveri.testing.store_conformance import StoreConformance
 from tests.simulation.cluster.entropy import DrawnIds, replaced_world
 from tests.simulation.cluster.loop import SimulatedLoop, SimulatedProcess
 from tests.simulation.cluster.network import LinkQuality, Network
 from tests.simulation.cluster.store import SimulatedStore, SimulatedStoreServer
 from tests.simulation.cluster.trace import Trace
+from tests.support.store_conformance import StoreConformance
 
 _QUICK = LinkQuality(delay_s=0.0005, jitter_s=0.001)
 

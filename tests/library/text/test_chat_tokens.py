@@ -86,9 +86,7 @@ async def test_content_without_control_tokens_gives_the_ids_of_transformers(
     assert await encoded(tokenizer, turns) == by_transformers(plain, turns), seed
 
 
-async def test_control_tokens_in_content_are_plain_text(
-    family: tuple[PreTrainedTokenizerFast, ModelTokenizer],
-) -> None:
+async def test_control_tokens_in_content_are_plain_text(family: tuple[PreTrainedTokenizerFast, ModelTokenizer]) -> None:
     plain, tokenizer = family
     special = special_ids(plain)
     names = [plain.convert_ids_to_tokens(number) for number in sorted(special)]
@@ -134,9 +132,7 @@ async def test_a_role_that_the_template_takes_is_taken(tokenizer: ModelTokenizer
     assert await encoded(tokenizer, [(role, "hi")])
 
 
-async def test_control_tokens_in_a_role_are_plain_text(
-    family: tuple[PreTrainedTokenizerFast, ModelTokenizer],
-) -> None:
+async def test_control_tokens_in_a_role_are_plain_text(family: tuple[PreTrainedTokenizerFast, ModelTokenizer]) -> None:
     plain, tokenizer = family
     special = special_ids(plain)
     if "only user and assistant" in plain.chat_template:

@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -13,15 +13,14 @@ from kaveri.text.tokenizer import ModelTokenizer
 from tests.support.tiny_tokenizers import FAMILIES
 
 
-def run(tokenizer: ModelTokenizer, token_ids: list[int], stop: tuple[str, ...] = ()) -> tuple[str, bool]:
-    detokenizer = Detokenizer(tokenizer.backend, stop)
-    pieces = []
+def read(detokenizer: Detokenizer, token_ids: Iterable[int]) -> str:
+    """The text of these tokens, up to the first stop text."""
+    text = ""
     for token_id in token_ids:
-        pieces.append(detokenizer.push(token_id))
+        text += detokenizer.push(token_id)
         if detokenizer.stopped:
             break
-    pieces.append(detokenizer.flush())
-    return "".join(pieces), detokenizer.stopped
+    return text + detokenizer.flush()
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -30,7 +29,7 @@ def test_pieces_joined_are_the_whole_text_for_random_tokens(tokenizer: ModelToke
     # Byte tokens alone make broken UTF-8, at the end too; the whole vocabulary brings special tokens.
     highest = rng.choice([260, tokenizer.vocab_size])
     token_ids = [rng.randrange(highest) for _ in range(rng.randrange(1, 60))]
-    assert run(tokenizer, token_ids)[0] == tokenizer.backend.decode(token_ids, skip_special_tokens=True), seed
+    assert read(Detokenizer(tokenizer.backend), token_ids) == decoded(tokenizer, token_ids), seed
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -72,7 +71,8 @@ def test_the_text_is_cut_before_the_first_stop_text(tokenizer: ModelTokenizer, s
     ends = [(text.find(entry) + len(entry), text.find(entry)) for entry in stop if entry in text]
     expected = text[: min(ends)[1]] if ends else text
     token_ids = tokenizer.backend.encode(text, add_special_tokens=False).ids
-    assert run(tokenizer, token_ids, stop) == (expected, bool(ends)), seed
+    detokenizer = Detokenizer(tokenizer.backend, stop)
+    assert (read(detokenizer, token_ids), detokenizer.stopped) == (expected, bool(ends)), seed
 
 
 def test_a_possible_beginning_of_a_stop_text_is_held_back_until_it_is_decided(tokenizer: ModelTokenizer) -> None:
@@ -89,13 +89,7 @@ def family(request: pytest.FixtureRequest) -> Iterator[ModelTokenizer]:
 
 
 def joined(tokenizer: ModelTokenizer, prompt: list[int], answer: list[int], stop: tuple[str, ...] = ()) -> str:
-    detokenizer = tokenizer.detokenizer(prompt, stop)
-    pieces = []
-    for token_id in answer:
-        pieces.append(detokenizer.push(token_id))
-        if detokenizer.stopped:
-            break
-    return "".join(pieces) + detokenizer.flush()
+    return read(tokenizer.detokenizer(prompt, stop), answer)
 
 
 def decoded(tokenizer: ModelTokenizer, token_ids: list[int]) -> str:
@@ -306,9 +300,4 @@ def test_special_tokens_are_part_of_the_text_where_they_are_shown(family: ModelT
     stop = expected[start : start + rng.randrange(1, 30)]
     for stops, end in (((), len(expected)), ((stop,), expected.index(stop))):
         detokenizer = family.detokenizer(prompt, stops, skip_special_tokens=False)
-        text = ""
-        for token_id in answer:
-            text += detokenizer.push(token_id)
-            if detokenizer.stopped:
-                break
-        assert text + detokenizer.flush() == expected[:end], seed
+        assert read(detokenizer, answer) == expected[:end], seed

@@ -50,19 +50,11 @@ def test_open_tickets_replica_room_and_failure_domains_survive_the_wire() -> Non
         assert status_from_proto(status_to_proto(status)) == status
 
 
+BOTH = [("request_id", ""), ("router_id", ""), ("attempt", 0), ("session", 70_000), ("secret", b"short")]
+
+
 @pytest.mark.parametrize(
-    ("field", "wrong"),
-    [
-        ("request_id", ""),
-        ("router_id", ""),
-        ("attempt", 0),
-        ("session", 70_000),
-        ("secret", b"short"),
-        ("owner_id", ""),
-        ("token_count", 0),
-        ("timeout_s", 0.0),
-        ("timeout_s", float("nan")),
-    ],
+    ("field", "wrong"), [*BOTH, ("owner_id", ""), ("token_count", 0), ("timeout_s", 0.0), ("timeout_s", float("nan"))]
 )
 def test_an_offer_with_a_wrong_field_is_refused_by_its_name(field: str, wrong: object) -> None:
     message = offer_to_proto(OFFER)
@@ -72,18 +64,7 @@ def test_an_offer_with_a_wrong_field_is_refused_by_its_name(field: str, wrong: o
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize(
-    ("field", "wrong"),
-    [
-        ("request_id", ""),
-        ("router_id", ""),
-        ("attempt", 0),
-        ("session", 70_000),
-        ("secret", b"short"),
-        ("generated_count", 4),
-        ("timeout_s", -1.0),
-    ],
-)
+@pytest.mark.parametrize(("field", "wrong"), [*BOTH, ("generated_count", 4), ("timeout_s", -1.0)])
 def test_a_resume_with_a_wrong_field_is_refused_by_its_name(field: str, wrong: object) -> None:
     message = resumption_to_proto(RESUMPTION)
     setattr(message, field, wrong)

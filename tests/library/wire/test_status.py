@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf import any_pb2
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
@@ -78,6 +79,25 @@ async def call(service: EchoService, **options: Any) -> aio.AioRpcError:
     return caught.value
 
 
+async def arrived_as(code: grpc.StatusCode, message: str, details: bytes | None = None, **known: str) -> KaveriError:
+    """The error that a stranger's status with these details becomes."""
+    metadata = () if details is None else ((DETAILS_KEY, details),)
+    service = EchoService()
+    service.on_abort = lambda context: context.abort(code, message, trailing_metadata=metadata)
+    return error_of(await call(service), **known)
+
+
+def packed(detail: Message) -> bytes:
+    """A google.rpc.Status with this detail."""
+    wrapped = any_pb2.Any()
+    wrapped.Pack(detail)
+    return status_pb2.Status(details=[wrapped]).SerializeToString()
+
+
+def info(error: str, domain: str = "kaveri", **facts: str) -> bytes:
+    return packed(error_details_pb2.ErrorInfo(reason=error, domain=domain, metadata=facts))
+
+
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
 async def test_an_error_arrives_as_itself_with_its_data(error: KaveriError) -> None:
     service = EchoService()
@@ -143,9 +163,7 @@ async def test_details_can_be_read_in_any_language() -> None:
 async def test_a_strangers_status_becomes_the_nearest_error(
     code: grpc.StatusCode, message: str, kind: type[KaveriError]
 ) -> None:
-    service = EchoService()
-    service.on_abort = lambda context: context.abort(code, message)
-    arrived = error_of(await call(service), peer="somewhere:1", request_id="request-1")
+    arrived = await arrived_as(code, message, peer="somewhere:1", request_id="request-1")
     assert type(arrived) is kind
     if kind is RequestCancelled:
         assert vars(arrived)["request_id"] == "request-1"
@@ -155,93 +173,49 @@ async def test_a_strangers_status_becomes_the_nearest_error(
         assert message in str(arrived)
 
 
-async def test_a_strangers_retry_delay_is_kept() -> None:
-    retry, packed = error_details_pb2.RetryInfo(), any_pb2.Any()
-    retry.retry_delay.FromMilliseconds(750)
-    packed.Pack(retry)
-    details = status_pb2.Status(code=8, message="slow down", details=[packed]).SerializeToString()
-    service = EchoService()
-    service.on_abort = lambda context: context.abort(
-        grpc.StatusCode.RESOURCE_EXHAUSTED, "slow down", trailing_metadata=((DETAILS_KEY, details),)
-    )
-    arrived = error_of(await call(service))
-    assert isinstance(arrived, NoCapacity)
-    assert arrived.retry_after_s == 0.75
-
-
-@pytest.mark.parametrize(("seconds", "taken_s"), [(10**11, 86_400.0), (-5, 0.0)])
-async def test_a_strangers_retry_delay_is_at_most_a_day(seconds: int, taken_s: float) -> None:
-    retry, packed = error_details_pb2.RetryInfo(), any_pb2.Any()
-    retry.retry_delay.FromSeconds(seconds)
-    packed.Pack(retry)
-    details = status_pb2.Status(code=14, message="away", details=[packed]).SerializeToString()
-    service = EchoService()
-    service.on_abort = lambda context: context.abort(
-        grpc.StatusCode.UNAVAILABLE, "away", trailing_metadata=((DETAILS_KEY, details),)
-    )
-    arrived = error_of(await call(service))
-    assert isinstance(arrived, Unavailable)
-    assert arrived.retry_after_s == taken_s
+@pytest.mark.parametrize(
+    ("code", "kind", "milliseconds", "taken_s"),
+    [
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, NoCapacity, 750, 0.75),
+        (grpc.StatusCode.UNAVAILABLE, Unavailable, 10**14, 86_400.0),
+        (grpc.StatusCode.UNAVAILABLE, Unavailable, -5000, 0.0),
+    ],
+)
+async def test_a_strangers_retry_delay_is_kept_and_is_at_most_a_day(
+    code: grpc.StatusCode, kind: type[KaveriError], milliseconds: int, taken_s: float
+) -> None:
+    retry = error_details_pb2.RetryInfo()
+    retry.retry_delay.FromMilliseconds(milliseconds)
+    arrived = await arrived_as(code, "slow down", packed(retry))
+    assert isinstance(arrived, kind)
+    assert vars(arrived)["retry_after_s"] == taken_s
 
 
 @pytest.mark.parametrize(("named", "taken_s"), [("inf", 86_400.0), ("-inf", 0.0), ("1e300", 86_400.0), ("nan", 1.0)])
 async def test_a_retry_delay_of_ours_is_a_number_of_seconds_up_to_a_day(named: str, taken_s: float) -> None:
-    packed = any_pb2.Any()
-    facts = {"role": "decode", "retry_after_s": named, "reason": "full"}
-    packed.Pack(error_details_pb2.ErrorInfo(reason="NoCapacity", domain="kaveri", metadata=facts))
-    details = status_pb2.Status(details=[packed]).SerializeToString()
-    service = EchoService()
-    service.on_abort = lambda context: context.abort(
-        grpc.StatusCode.RESOURCE_EXHAUSTED, "full", trailing_metadata=((DETAILS_KEY, details),)
-    )
-    arrived = error_of(await call(service))
+    details = info("NoCapacity", role="decode", retry_after_s=named, reason="full")
+    arrived = await arrived_as(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", details)
     assert isinstance(arrived, NoCapacity)
     assert arrived.retry_after_s == taken_s
 
 
-@pytest.mark.parametrize("garbage", [b"", b"\xff" * 40, b"\x08\x03"])
-async def test_garbage_details_are_ignored(garbage: bytes) -> None:
-    service = EchoService()
-    service.on_abort = lambda context: context.abort(
-        grpc.StatusCode.UNAVAILABLE, "gone", trailing_metadata=((DETAILS_KEY, garbage),)
-    )
-    assert isinstance(error_of(await call(service)), Unavailable)
+@pytest.mark.parametrize(
+    "details",
+    [
+        *(b"", b"\xff" * 40, b"\x08\x03"),
+        info("RequestAlreadyExists", domain="example.com", request_id="request-9"),
+        info("SomethingNew"),
+    ],
+    ids=["empty", "garbage", "half a status", "of another system", "of a newer version"],
+)
+async def test_details_that_name_no_error_of_ours_are_ignored(details: bytes) -> None:
+    assert type(await arrived_as(grpc.StatusCode.UNAVAILABLE, "gone", details)) is Unavailable
 
 
-async def test_an_error_of_another_system_is_none_of_ours_whatever_its_name() -> None:
-    facts = {"request_id": "request-9"}
-    packed = any_pb2.Any()
-    packed.Pack(error_details_pb2.ErrorInfo(reason="RequestAlreadyExists", domain="example.com", metadata=facts))
-    details = status_pb2.Status(details=[packed]).SerializeToString()
-    service = EchoService()
-    service.on_abort = lambda context: context.abort(
-        grpc.StatusCode.UNAVAILABLE, "gone", trailing_metadata=((DETAILS_KEY, details),)
-    )
-    assert type(error_of(await call(service))) is Unavailable
-
-
-async def test_an_error_of_a_newer_version_becomes_the_nearest() -> None:
-    info = error_details_pb2.ErrorInfo(reason="SomethingNew", domain="kaveri")
-    packed = any_pb2.Any()
-    packed.Pack(info)
-    details = status_pb2.Status(details=[packed]).SerializeToString()
-    service = EchoService()
-    service.on_abort = lambda context: context.abort(
-        grpc.StatusCode.UNAVAILABLE, "new", trailing_metadata=((DETAILS_KEY, details),)
-    )
-    assert isinstance(error_of(await call(service)), Unavailable)
-
-
-@pytest.mark.parametrize("metadata", [{}, {"role": "router", "retry_after_s": "soon"}])
-async def test_facts_that_are_missing_or_unreadable_do_not_raise_something_else(metadata: dict[str, str]) -> None:
-    packed = any_pb2.Any()
-    packed.Pack(error_details_pb2.ErrorInfo(reason="NoCapacity", domain="kaveri", metadata=metadata))
-    details = status_pb2.Status(details=[packed]).SerializeToString()
-    service = EchoService()
-    service.on_abort = lambda context: context.abort(
-        grpc.StatusCode.RESOURCE_EXHAUSTED, "full", trailing_metadata=((DETAILS_KEY, details),)
-    )
-    assert isinstance(error_of(await call(service)), NoCapacity)
+@pytest.mark.parametrize("facts", [{}, {"role": "router", "retry_after_s": "soon"}])
+async def test_facts_that_are_missing_or_unreadable_do_not_raise_something_else(facts: dict[str, str]) -> None:
+    details = info("NoCapacity", **facts)
+    assert isinstance(await arrived_as(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", details), NoCapacity)
 
 
 async def test_the_callers_deadline_becomes_deadline_exceeded() -> None:

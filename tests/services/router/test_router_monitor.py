@@ -17,13 +17,13 @@ from kaveri.cluster.monitored_membership import MonitoredMembership
 from kaveri.cluster.redis_store import RedisStore
 from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, LoadBroadcast, Phase, Role
 from kaveri.engine.stepwise.fake import FakeModel
-from kaveri.testing.store_conformance import DECODE, PREDICTOR, PREFILL, lead
 from kaveri.v1 import cluster_pb2
 from services.router import metrics, monitor
 from services.router.monitor import Monitor
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import eventually
 from tests.support.local_cluster import LocalCluster, run_cluster
+from tests.support.store_conformance import DECODE, PREDICTOR, PREFILL, lead
 
 _ROUTERS = ("router-0", "router-1")
 _PROMPT = tuple(range(1, 60))

@@ -140,6 +140,28 @@ async def beating(store: ClusterStore, record: InstanceRecord) -> AsyncIterator[
         await asyncio.gather(running, return_exceptions=True)
 
 
+async def _lose(cluster: ClusterUnderTest, *stores: ClusterStore) -> None:
+    """Make the state unreachable, and wait until these stores know."""
+    await cluster.take_away()
+    for store in stores:
+        await view_that(store, lambda view: not view.store_connected)
+
+
+async def _regain_empty(cluster: ClusterUnderTest, *stores: ClusterStore) -> None:
+    """Make the state reachable again and empty, and wait until these stores know."""
+    await cluster.bring_back_empty()
+    for store in stores:
+        await view_that(store, lambda view: view.store_connected)
+
+
+async def _views_during(store: ClusterStore, duration_s: float) -> list[ClusterView]:
+    """Return the views of this long, at least 20 a second."""
+    until_s, seen = time.monotonic() + duration_s, []
+    while time.monotonic() < until_s:
+        seen.append(await store.wait_for_change(0.05))
+    return seen
+
+
 async def _no_requests_in(store: ClusterStore) -> None:
     async with asyncio.timeout(_SOON_S):
         while await store.requests():  # noqa: ASYNC110 - the table has no waiting of its own
@@ -193,10 +215,8 @@ class StoreConformance:
             heartbeat = Heartbeat(instance, DECODE, InstanceLoad, interval_s=0.05)
             running = asyncio.create_task(heartbeat.run())
             await view_that(router, has("decode-0"))
-            until_s = time.monotonic() + 3 * _LEASE_TTL_S
-            while time.monotonic() < until_s:
-                # Most of these heartbeats renew the lease and change nothing.
-                assert has("decode-0")(await router.wait_for_change(0.05))
+            # Most of these heartbeats renew the lease and change nothing.
+            assert all(map(has("decode-0"), await _views_during(router, 3 * _LEASE_TTL_S)))
             heartbeat.stop()
             await running
             await view_that(router, has())
@@ -353,9 +373,7 @@ class StoreConformance:
         async with cluster.open_store() as instance, cluster.open_store() as router:
             await instance.heartbeat(DECODE, InstanceLoad(1))
             await view_that(router, has("decode-0"))
-            await cluster.take_away()
-            for store in (instance, router):
-                await view_that(store, lambda view: not view.store_connected)
+            await _lose(cluster, instance, router)
             gone_at_s = time.monotonic()
             while time.monotonic() - gone_at_s < 2 * _LEASE_TTL_S:
                 await instance.heartbeat(DECODE, InstanceLoad(2))
@@ -385,13 +403,10 @@ class StoreConformance:
             heartbeat = Heartbeat(instance, living, InstanceLoad)
             running = asyncio.create_task(heartbeat.run())
             await view_that(router, has("decode-0", "prefill-0"))
-            await cluster.take_away()
-            await view_that(router, lambda view: not view.store_connected)
+            await _lose(cluster, router)
             await cluster.bring_back_empty()
             seen = [await view_that(router, lambda view: view.store_connected)]
-            back_at_s = time.monotonic()
-            while time.monotonic() - back_at_s < 2 * living.lease_ttl_s:
-                seen.append(await router.wait_for_change(0.1))
+            seen += await _views_during(router, 2 * living.lease_ttl_s)
             assert all("decode-0" in view.instances for view in seen), "the living instance left the view"
             assert has("decode-0")(seen[-1])
             assert seen[-1].instances["decode-0"].heartbeat_age_s < living.lease_ttl_s
@@ -405,12 +420,8 @@ class StoreConformance:
             old_life, new_life, router = [await stack.enter_async_context(cluster.open_store()) for _ in range(3)]
             await old_life.heartbeat(old, InstanceLoad())
             await new_life.heartbeat(new, InstanceLoad())
-            await cluster.take_away()
-            for store in (old_life, new_life, router):
-                await view_that(store, lambda view: not view.store_connected)
-            await cluster.bring_back_empty()
-            for store in (old_life, new_life, router):
-                await view_that(store, lambda view: view.store_connected)
+            await _lose(cluster, old_life, new_life, router)
+            await _regain_empty(cluster, old_life, new_life, router)
             await old_life.heartbeat(old, InstanceLoad(10))
             await new_life.heartbeat(new, InstanceLoad(10))
             await old_life.heartbeat(old, InstanceLoad(11))
@@ -428,12 +439,8 @@ class StoreConformance:
             for number in range(5):
                 await old_life.heartbeat(replace(PREFILL, instance_id=f"prefill-{number}"), InstanceLoad())
             await old_life.heartbeat(old, InstanceLoad())
-            await cluster.take_away()
-            for store in (old_life, router):
-                await view_that(store, lambda view: not view.store_connected)
-            await cluster.bring_back_empty()
-            for store in (old_life, router):
-                await view_that(store, lambda view: view.store_connected)
+            await _lose(cluster, old_life, router)
+            await _regain_empty(cluster, old_life, router)
             new_life = await stack.enter_async_context(cluster.open_store())
             await new_life.heartbeat(new, InstanceLoad(1))
             # The old incarnation was frozen all the time.
@@ -449,17 +456,13 @@ class StoreConformance:
                 await view_that(router, has("decode-0", "router-0"))
                 await cluster.refuse_heartbeats()
                 seen.append(await view_that(router, lambda view: not view.store_connected))
-                refused_at_s = time.monotonic()
-                while time.monotonic() - refused_at_s < 3 * _LEASE_TTL_S:
-                    seen.append(await router.wait_for_change(0.05))
+                seen += await _views_during(router, 3 * _LEASE_TTL_S)
                 assert not any(view.store_connected for view in seen)
                 assert await router.claim_request(REQUEST, 60.0) is None
                 assert await router.campaign("one", 60.0) is None
                 await cluster.take_heartbeats()
                 seen.append(await view_that(router, lambda view: view.store_connected))
-                back_at_s = time.monotonic()
-                while time.monotonic() - back_at_s < 2 * _LEASE_TTL_S:
-                    seen.append(await router.wait_for_change(0.05))
+                seen += await _views_during(router, 2 * _LEASE_TTL_S)
                 assert all(has("decode-0", "router-0")(view) for view in seen)
                 assert await router.requests() == (), "what was granted meanwhile is entered nowhere"
             await view_that(router, has("router-0"))
@@ -472,9 +475,7 @@ class StoreConformance:
                 await view_that(router, has("decode-0", "router-0"))
                 await cluster.refuse_heartbeats()
                 await view_that(router, lambda view: not view.store_connected)
-            refused_at_s = time.monotonic()
-            while time.monotonic() - refused_at_s < 2 * _LEASE_TTL_S:
-                assert has("decode-0", "router-0")(await router.wait_for_change(0.05))
+            assert all(map(has("decode-0", "router-0"), await _views_during(router, 2 * _LEASE_TTL_S)))
             await cluster.take_heartbeats()
             view = await view_that(router, has("router-0"))
             assert view.store_connected
@@ -635,16 +636,12 @@ class StoreConformance:
             tokens = [await lead(leader, "one")]
             assert await leader.broadcast(LoadBroadcast("one", tokens[0], 1, (named(DECODE, 1),)))
             await view_that(prefill, has("decode-0"))
-            await cluster.take_away()
-            for store in (leader, prefill):
-                await view_that(store, lambda view: not view.store_connected)
+            await _lose(cluster, leader, prefill)
             assert await leader.campaign("one", 60.0) is None
             assert not await leader.broadcast(LoadBroadcast("one", tokens[0], 2, ()))
             await leader.resign("one")
             assert has("decode-0")(prefill.view())
-            await cluster.bring_back_empty()
-            for store in (leader, prefill):
-                await view_that(store, lambda view: view.store_connected)
+            await _regain_empty(cluster, leader, prefill)
             tokens.append(await lead(leader, "other"))
             assert tokens[1] > tokens[0]
             assert not await leader.broadcast(LoadBroadcast("one", tokens[0], 3, (named(PREDICTOR, 1),)))
@@ -663,10 +660,8 @@ class StoreConformance:
                 token = await lead(former, "former")
                 assert await former.broadcast(LoadBroadcast("former", token, 1, (named(DECODE, 1),)))
                 await view_that(prefill, has("decode-0"))
-            await cluster.take_away()
-            await view_that(prefill, lambda view: not view.store_connected)
-            await cluster.bring_back_empty()
-            await view_that(prefill, lambda view: view.store_connected)
+            await _lose(cluster, prefill)
+            await _regain_empty(cluster, prefill)
             async with cluster.open_store() as leader, beating(prefill, PREFILL):
                 number = 0
                 async with asyncio.timeout(_SOON_S):
