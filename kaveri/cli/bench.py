@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     from kaveri.client.answer import ModelInfo
     from kaveri.client.async_client import AsyncClient
-    from kaveri.loadgen.busy import Phases
     from kaveri.loadgen.driver import LoadRun, LoadTarget, RequestSettings
     from kaveri.loadgen.report import Slo
     from kaveri.workload.goodput import GoodputSearch
     from kaveri.workload.prompts import RequestPrompt
+    from kaveri.workload.resource_time import Phases
 
 _WARM_UP_CONCURRENCY = 4
 _WARM_UP_SEED = 2**32
@@ -137,8 +137,8 @@ def bench(
     """
     options.check_positive(slo_ttft_s=slo_ttft_s, slo_tpot_s=slo_tpot_s, timeout_s=timeout_s)
     schedule = _schedule(rate, burstiness, concurrency, speed, seed, trace)
-    from kaveri.loadgen.plot import check_plot
     from kaveri.loadgen.report import Slo
+    from kaveri.profiling.output import check_plot
 
     slo = Slo(slo_ttft_s, slo_tpot_s)
     if find_goodput:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Phase, Role
+from kaveri.domain.view import Phase, Role
 from kaveri.engine.contract import Engine, EngineEvent, EngineStopped
 from kaveri.hosting.config import InstanceConfig
 from kaveri.hosting.engine_watch import LOOK_EVERY_S, EngineWatch
@@ -22,8 +22,8 @@ from kaveri.hosting.trial import Trial
 from kaveri.telemetry.logs import get_logger
 
 
-class EngineHost:
-    """Serves phases with one engine. Owns the engine and a ServiceHost."""
+class EngineHost(ServiceHost):
+    """Serves phases with one engine, which it owns."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class EngineHost:
         register: Callable[[aio.Server], None],
         incarnation: int,
     ) -> None:
-        """The arguments after `engine` are ServiceHost's."""
+        """incarnation: see new_incarnation(). The other arguments after `engine` are ServiceHost's."""
         info = engine.info
         record = replace(
             service_record(config, Role.ENGINE, config.model_name, incarnation),
@@ -49,42 +49,10 @@ class EngineHost:
         self._engine = engine
         self._stuck_after_s = config.stuck_after_s
         self._phases = phases
-        self._service = ServiceHost(config, store, record, phases, service_names, register)
-        phases.on_change = self._service.beat_now
+        super().__init__(config, store, record, phases, service_names, register)
+        phases.on_change = self.beat_now
         self._trial: Trial | None = None
         """Receives the engine's events until the engine has proved that it can run its model."""
-
-    @property
-    def address(self) -> str:
-        """Address for other processes; empty before it listens."""
-        return self._service.address
-
-    @property
-    def record(self) -> InstanceRecord:
-        """Record of this incarnation."""
-        return self._service.record
-
-    @property
-    def started(self) -> asyncio.Event:
-        """Set once requests are accepted."""
-        return self._service.started
-
-    @property
-    def state(self) -> InstanceState:
-        """State for the heartbeats."""
-        return self._service.state
-
-    def load(self) -> InstanceLoad:
-        """Load for the next heartbeat."""
-        return self._service.load()
-
-    async def drain(self) -> bool:
-        """See ServiceHost.drain."""
-        return await self._service.drain()
-
-    async def undrain(self) -> bool:
-        """See ServiceHost.undrain."""
-        return await self._service.undrain()
 
     async def switch(self, phases: Sequence[Phase], order: int) -> bool:
         """Serve exactly these phases; see ServedPhases.switch."""
@@ -104,7 +72,7 @@ class EngineHost:
                 return 0
             watching = asyncio.create_task(self._watch_engine(), name="engine watch")
             try:
-                return await self._service.serve(stopping)
+                return await super().serve(stopping)
             finally:
                 watching.cancel()
         finally:
@@ -130,7 +98,7 @@ class EngineHost:
             stats = self._engine.stats()
             stuck_s = watch.look(stats, time.monotonic())
             if stuck_s is not None:
-                self._service.break_off(f"the engine is stuck: no step for {stuck_s:.1f} s")
+                self.break_off(f"the engine is stuck: no step for {stuck_s:.1f} s")
                 get_logger().error("engine_stuck", stuck_s=stuck_s, limit_s=watch.limit_s(stats))
                 return
 
@@ -140,14 +108,14 @@ class EngineHost:
                 self._trial.handle(events)
             else:
                 self._phases.handle(events)
-                self._service.work_count += 1
+                self.work_count += 1
         except Exception as error:
             # The lost events are unknown, and a request without them would wait forever.
-            self._service.break_off(f"the instance lost its engine's events: {error!r}")
+            self.break_off(f"the instance lost its engine's events: {error!r}")
             get_logger().exception("engine_events_lost", error=repr(error))
         # By contract the last event of an engine.
         if events and isinstance(last := events[-1], EngineStopped):
-            self._service.break_off(f"the engine stopped: {last.reason}")
+            self.break_off(f"the engine stopped: {last.reason}")
             get_logger().error("engine_stopped", reason=last.reason)
 
 
