@@ -55,17 +55,13 @@ def bench(
             show_default=WorkloadClass.MIXED.value,
         ),
     ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Lengths and times from a trace: Azure 2023 CSV or Mooncake JSON lines.")
-    ] = None,
+    trace: options.Trace = None,
     prompts: Annotated[
         Path | None,
         typer.Option(help="Your own prompts, a text per line or .jsonl; answers end by themselves or at --max-output."),
     ] = None,
     requests: Annotated[int, typer.Option(help="Requests to send; the first ones of a file.", min=1)] = 100,
-    rate: Annotated[
-        float | None, typer.Option(help="Open loop: requests per second. With --trace: replaces its times.")
-    ] = None,
+    rate: options.Rate = None,
     burstiness: Annotated[
         float | None,
         typer.Option(
@@ -75,9 +71,7 @@ def bench(
     speed: Annotated[
         float | None, typer.Option(help="Plays a trace's times so many times as fast.", show_default="1.0")
     ] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(help="Closed loop: so many requests at once, without a schedule.", min=1)
-    ] = None,
+    concurrency: options.Concurrency = None,
     max_in_flight: Annotated[int, typer.Option(help="Open loop: with so many at once the next waits.", min=1)] = 1024,
     max_prompt: Annotated[
         int | None, typer.Option(help="Longest heavy prompt, in tokens.", min=1, show_default=str(_MAX_PROMPT))
@@ -98,8 +92,8 @@ def bench(
     ] = False,
     warm_up: Annotated[int, typer.Option(help="Requests sent before, which do not count.", min=0)] = 4,
     repeats: Annotated[int, typer.Option(help="Runs of the same workload with other prompts.", min=1)] = 1,
-    slo_ttft_s: Annotated[float | None, typer.Option(help="Seconds to the first token that count as met.")] = None,
-    slo_tpot_s: Annotated[float | None, typer.Option(help="Seconds per further token that count as met.")] = None,
+    slo_ttft_s: options.SloTtftS = None,
+    slo_tpot_s: options.SloTpotS = None,
     find_goodput: Annotated[
         bool,
         typer.Option(

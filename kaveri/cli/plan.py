@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kaveri.cli.options import speaks_tls
+from kaveri.cli import options
 from kaveri.cli.plan_pipeline import pipeline
 from kaveri.cli.planned_lengths import read_fitting, read_lengths
+from kaveri.config.commands import command_group
 from kaveri.errors import ConfigError
 from kaveri.policy.replication import ReplicationMode
 
@@ -22,14 +23,7 @@ if TYPE_CHECKING:
     from kaveri.planner.replan import Replan
     from kaveri.planner.running_cluster import RunningCluster
 
-plan_app = typer.Typer(
-    help="Plan a cluster: instances, parallelism and cost, by simulation.",
-    no_args_is_help=True,
-    invoke_without_command=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+plan_app = command_group("Plan a cluster: instances, parallelism and cost, by simulation.", invoke_without_command=True)
 plan_app.command()(pipeline)
 _DEFAULT_GPUS = 8
 _DEFAULT_LAST_S = 600.0
@@ -44,7 +38,7 @@ class ObservedNow:
 
 
 @plan_app.callback()
-@speaks_tls
+@options.speaks_tls
 def plan(
     context: typer.Context,
     profile: Annotated[
@@ -121,10 +115,8 @@ def plan(
     ] = None,
     max_batch: Annotated[int, typer.Option(help="Requests that an instance decodes at once.")] = 256,
     requests: Annotated[int, typer.Option(help="Requests of each simulation, at least; more at high rates.")] = 1000,
-    overheads: Annotated[
-        Path | None, typer.Option(help="TOML file of what the services take: hop_s, prefill_step_s and others.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of lengths, arrivals and policies.", min=0, max=2**32 - 1)] = 0,
+    overheads: options.Overheads = None,
+    seed: options.PolicySeed = 0,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, for `kaveri up --plan`.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all that was found as JSON.")] = False,
 ) -> None:

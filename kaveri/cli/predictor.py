@@ -8,15 +8,10 @@ from typing import NoReturn
 import typer
 
 from kaveri.cli.services import PASS_ON, ServiceCommand, launcher
+from kaveri.config.commands import command_group
 from kaveri.config.services import ServiceKind
 
-predictor_app = typer.Typer(
-    help="Make, judge and serve a length predictor for a served model.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+predictor_app = command_group("Make, judge and serve a length predictor for a served model.")
 
 
 def _launcher(step: str, help_text: str) -> Callable[[typer.Context], NoReturn]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from kaveri.config.commands import run_commands
+from kaveri.config.commands import command_group, run_commands
 from kaveri.errors import ConfigError
 from kaveri.extras import require_modules
 
@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 
     from kaveri.predictor.evaluate import Evaluation
 
-app = typer.Typer(
-    help="Train and evaluate a length predictor.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+app = command_group("Train and evaluate a length predictor.")
 
 
 def main() -> NoReturn:
