@@ -331,8 +331,13 @@ def _report(
         show_report(Console(highlight=False, soft_wrap=True), report)
     show_warnings(Console(stderr=True, highlight=False, soft_wrap=True), report)
     if settings.plot is not None:
+        from kaveri.loadgen.plot import draw_runs
+
         try:
-            _draw(bench.runs, settings, f"{info.name} at {settings.place}", settings.plot)
+            named = [(f"run {number}", run) for number, (_, run) in enumerate(bench.runs, 1)]
+            if search is not None:
+                named = [(f"{rate:.3g} requests/s", run) for rate, run in bench.runs]
+            draw_runs(named, settings.slo, f"{info.name} at {settings.place}", settings.plot)
         except OSError as error:
             raise not_written("--plot", settings.plot, error) from error
     failed = sum(
@@ -435,13 +440,3 @@ def _goodput(
         "failed_at_per_s": offered_per_s[failed.rate_per_s] if failed is not None else None,
         "kept_schedule": all(run["client"]["kept_schedule"] for run in runs),
     }
-
-
-def _draw(runs: "Sequence[tuple[float | None, LoadRun]]", settings: _BenchSettings, title: str, path: Path) -> None:
-    from kaveri.loadgen.plot import draw_runs
-
-    searched = settings.attainment is not None
-    labelled = [
-        (f"{rate:.3g} requests/s" if searched else f"run {number}", run) for number, (rate, run) in enumerate(runs, 1)
-    ]
-    draw_runs(labelled, settings.slo, title, path)

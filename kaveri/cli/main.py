@@ -10,7 +10,7 @@ import kaveri
 from kaveri.cli.options import speaks_tls
 from kaveri.cli.services import PASS_ON, ServiceCommand, launcher
 from kaveri.config.commands import run_commands
-from kaveri.config.services import ServiceKind
+from kaveri.config.services import ServiceKind, program_of
 
 _UP_EPILOG = (
     "Any flag of a service is passed on, see `kaveri decode --help`: --engine fake to all services that have it, "
@@ -55,7 +55,7 @@ class _ServiceEntry(ListedCommand):
         self._role = role
 
     def _find(self) -> Any:
-        return launcher(self._role, self.help or "")
+        return launcher(program_of(self._role), self.help or "")
 
 
 _COMMANDS = (

@@ -1,6 +1,7 @@
 """python -m kaveri.predictor: the steps of `kaveri predictor`, in their own process because two need torch."""
 
 import asyncio
+import dataclasses
 import enum
 import json
 import sys
@@ -178,7 +179,7 @@ def evaluate(
         )
     if json_path is not None:
         try:
-            json_path.write_text(json.dumps(evaluation.as_json(), indent=1) + "\n")
+            json_path.write_text(json.dumps(dataclasses.asdict(evaluation), indent=1) + "\n")
         except OSError as error:
             raise ConfigError("--json", f"{json_path} cannot be written: {error.strerror}") from error
     if plot_path is not None:
