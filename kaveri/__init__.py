@@ -1,12 +1,11 @@
-"""Kaveri serves large language models with prefill and decode on separate instances. This is its Python SDK.
+"""Python SDK of Kaveri, which serves large language models with prefill and decode on separate instances.
 
     from kaveri import Client, SamplingParams
 
     with Client("127.0.0.1:50051") as client:
         print(client.generate("Count from 1 to 9.", params=SamplingParams(temperature=0)).text)
 
-Importing it loads nothing: a name is imported from its module when it is first used, which loads gRPC, and neither a
-service nor torch nor transformers.
+Names are imported on first use, which loads gRPC, but neither services nor torch nor transformers.
 """
 
 import os

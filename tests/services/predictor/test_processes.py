@@ -100,47 +100,29 @@ async def test_a_real_classifier_is_served_and_sigterm_ends_it_with_0(
     await processes.eventually(lambda: processes.status("predictor") is None, "it has left")
 
 
-def missing(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
-
-
 def corrupt_weights(folder: Path) -> None:
     weights = folder / "model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
-def corrupt_manifest(folder: Path) -> None:
-    (folder / "kaveri_predictor.json").write_text("{")
-
-
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("model", "damage", "says"),
     [
-        (missing, "no length predictor"),
-        (corrupt_weights, "corrupt"),
-        (corrupt_manifest, "corrupt"),
+        ("fake", corrupt_weights, "corrupt"),
+        ("another-model", lambda folder: None, "was made for model 'another-model'"),
     ],
 )
-async def test_a_damaged_bundle_is_one_line_and_exit_status_2(
-    processes: PredictorProcesses, bundle_of: Callable[..., Path], damage: Callable[[Path], None], says: str
+async def test_an_unusable_bundle_is_one_line_and_exit_status_2(
+    processes: PredictorProcesses,
+    bundle_of: Callable[..., Path],
+    model: str,
+    damage: Callable[[Path], object],
+    says: str,
 ) -> None:
-    folder = bundle_of(1)
+    folder = bundle_of(1, model=model)
     damage(folder)
-    await expect_one_line(processes.start("predictor", "--predictor", str(folder)), says)
-
-
-async def test_a_bundle_made_for_another_model_is_one_line_and_exit_status_2(
-    processes: PredictorProcesses, bundle_of: Callable[..., Path]
-) -> None:
-    folder = bundle_of(1, model="another-model")
-    await expect_one_line(
-        processes.start("predictor", "--predictor", str(folder)), "was made for model 'another-model'"
-    )
-
-
-async def expect_one_line(child: ChildProcess, says: str) -> None:
+    child = processes.start("predictor", "--predictor", str(folder))
     async with asyncio.timeout(DEADLINE_S):
         assert await child.wait() == 2
     lines = [line for line in child.log_path.read_text().splitlines() if not line.startswith("{")]
