@@ -13,11 +13,6 @@ _KeysFile = Annotated[
 key_app = command_group("Make and revoke API keys of gateways and of routers' public ports.")
 
 
-@key_app.callback()
-def _key() -> None:
-    """Make and revoke API keys of gateways and of routers' public ports."""
-
-
 @key_app.command()
 def new(
     name: Annotated[str, typer.Argument(help="Who gets it: up to 64 letters, digits, '_' and '-'. Logs show it.")],

@@ -16,7 +16,6 @@ from kaveri.errors import ConfigError
 from kaveri.policy.replication import ReplicationMode
 
 if TYPE_CHECKING:
-    from kaveri.planner.expected_load import ExpectedLoad
     from kaveri.planner.model_shape import ModelShape
     from kaveri.planner.observed_workload import ObservedWorkload
     from kaveri.planner.plan import ClusterPlan, PlanQuestion
@@ -155,7 +154,8 @@ def plan(
         seen, too_long = now.workload, now.workload.too_long_count
         demand = seen.recorded_demand(rate, seed) if recorded else seen.demand(rate, burstiness)
     elif recorded and trace is not None:
-        demand, too_long = _recorded(trace, rate, shape.max_model_len)
+        fitting, too_long = read_fitting(trace, shape.max_model_len)
+        demand = ExpectedLoad.as_recorded(fitting.lengths, fitting.times_s, rate)
     else:
         drawn, too_long = read_lengths(trace, lengths, shape.max_model_len)
         demand = ExpectedLoad(
@@ -185,14 +185,6 @@ def plan(
     else:
         both = _compare(question, now)
         _report(both.plan, out, as_json, too_long, both)
-
-
-def _recorded(trace: Path, rate: float | None, longest: int) -> "tuple[ExpectedLoad, int]":
-    """Read the workload of a trace as recorded, and the number of requests left out because they are too long."""
-    from kaveri.planner.expected_load import ExpectedLoad
-
-    fitting, too_long = read_fitting(trace, longest)
-    return ExpectedLoad.as_recorded(fitting.lengths, fitting.times_s, rate), too_long
 
 
 def _compare(question: "PlanQuestion", now: ObservedNow) -> "Replan":

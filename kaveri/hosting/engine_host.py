@@ -66,7 +66,12 @@ class EngineHost(ServiceHost):
         """
         loop = asyncio.get_running_loop()
         self._trial = Trial(self._engine, Phase.DECODE in self._phases.can_serve)
-        self._engine.start(lambda events: _forward(loop, self._handle, events))
+
+        def forward(events: Sequence[EngineEvent]) -> None:
+            """Pass events from the engine's thread to the loop."""
+            loop.call_soon_threadsafe(self._handle, events)
+
+        self._engine.start(forward)
         try:
             if not await self._engine_works(stopping):
                 return 0
@@ -117,10 +122,3 @@ class EngineHost(ServiceHost):
         if events and isinstance(last := events[-1], EngineStopped):
             self.break_off(f"the engine stopped: {last.reason}")
             get_logger().error("engine_stopped", reason=last.reason)
-
-
-def _forward(
-    loop: asyncio.AbstractEventLoop, handle: Callable[[Sequence[EngineEvent]], None], events: Sequence[EngineEvent]
-) -> None:
-    """Pass events from the engine's thread to the loop."""
-    loop.call_soon_threadsafe(handle, events)
