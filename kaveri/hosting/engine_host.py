@@ -12,14 +12,19 @@ from dataclasses import replace
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
+from kaveri.domain.running_clock import RunningClock
 from kaveri.domain.view import Phase, Role
-from kaveri.engine.contract import Engine, EngineEvent, EngineStopped
+from kaveri.engine.contract import Engine, EngineEvent, EngineStats, EngineStopped
 from kaveri.hosting.config import InstanceConfig
-from kaveri.hosting.engine_watch import LOOK_EVERY_S, EngineWatch
 from kaveri.hosting.served_phases import ServedPhases
 from kaveri.hosting.service_host import ServiceHost, first_of, service_record
 from kaveri.hosting.trial import Trial
 from kaveri.telemetry.logs import get_logger
+
+LOOK_EVERY_S = 0.25
+_USUAL_STEPS = 20
+_FIRST_STEP_S = 300.0
+"""Limit of an engine's first step, which may compile kernels or read weights for minutes."""
 
 
 class EngineHost(ServiceHost):
@@ -122,3 +127,34 @@ class EngineHost(ServiceHost):
         if events and isinstance(last := events[-1], EngineStopped):
             self.break_off(f"the engine stopped: {last.reason}")
             get_logger().error("engine_stopped", reason=last.reason)
+
+
+class EngineWatch:
+    """Detects a stuck engine: it is alive, has work, and makes no step. Checked every LOOK_EVERY_S. Pure."""
+
+    def __init__(self, stuck_after_s: float, now_s: float) -> None:
+        """stuck_after_s: min time before an engine counts as stuck, however short its steps are."""
+        self._stuck_after_s = stuck_after_s
+        # A process that is stopped as a whole is not a stuck engine.
+        self._clock = RunningClock(now_s, 2 * LOOK_EVERY_S)
+        self._turn_count = 0
+        self._since_s: float | None = None
+        """First sight of the current turn, on the clock; None if the engine was idle."""
+
+    def limit_s(self, stats: EngineStats) -> float:
+        """Max duration of a step now, in seconds."""
+        # The longest step, not the mean: a prompt's chunk takes many times a token's step.
+        usual_s = stats.longest_step_s
+        return max(self._stuck_after_s, _USUAL_STEPS * usual_s if usual_s > 0 else _FIRST_STEP_S)
+
+    def look(self, stats: EngineStats, now_s: float) -> float | None:
+        """Seconds for which the engine has been stuck; None if it is not."""
+        self._clock.tick(now_s)
+        at_s = self._clock.elapsed_s
+        if not stats.is_busy:
+            self._since_s = None
+            return None
+        if self._since_s is None or stats.turn_count != self._turn_count:
+            self._since_s, self._turn_count = at_s, stats.turn_count
+        busy_s = at_s - self._since_s
+        return busy_s if busy_s > self.limit_s(stats) else None
