@@ -139,7 +139,7 @@ class Traffic:
         self._feeds = FeedServiceStub(prefill), FeedServiceStub(decode)
         self._metrics = f"127.0.0.1:{metrics_port}"
         self._rng = random.Random(1)
-        self._first: dict[str, int] = {}
+        self._first: dict[str, asyncio.Future[int]] = {}
         self._tokens: dict[str, dict[int, int]] = {}
         self._ended: dict[str, asyncio.Event] = {}
         self.answered = 0
@@ -152,8 +152,8 @@ class Traffic:
         stream: Any = stub.Follow(feed_pb2.FollowRequest(router_id="router"))
         async for message in stream:
             for report in message.reports:
-                if report.HasField("first_token"):
-                    self._first[report.request_id] = report.first_token.token_id
+                if report.HasField("first_token") and not (first := self._first[report.request_id]).done():
+                    first.set_result(report.first_token.token_id)
                 assert not report.ended.error, report.ended.error
             for gained in message.requests:
                 tokens = self._tokens.setdefault(gained.request_id, {})
@@ -171,6 +171,7 @@ class Traffic:
     async def request(self, request_id: str) -> None:
         prompt = [self._rng.randrange(1, 1000) for _ in range(120)]
         self._ended[request_id] = asyncio.Event()
+        self._first[request_id] = asyncio.get_running_loop().create_future()
         message = prefill_pb2.SubmitRequest(
             request_id=request_id,
             attempt=1,
@@ -185,9 +186,9 @@ class Traffic:
         await asyncio.wait((ended, self.following), timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
         assert ended.done(), f"{request_id} was not answered"
         tokens = self._tokens.pop(request_id)
-        assert [self._first.pop(request_id), *(tokens[index] for index in sorted(tokens))] == FakeModel().answer(
-            prompt, 0, 6
-        )
+        # Reported on the other stream, which may be behind.
+        first = await asyncio.wait_for(self._first[request_id], DEADLINE_S)
+        assert [first, *(tokens[index] for index in sorted(tokens))] == FakeModel().answer(prompt, 0, 6)
 
     async def predictions(self, outcome: str) -> float:
         name = f'kaveri_predictions_total{{outcome="{outcome}"}} '
