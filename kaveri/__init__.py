@@ -1,12 +1,11 @@
-"""Kaveri serves large language models with prefill and decode on separate instances. This is its Python SDK.
+"""Python SDK of Kaveri, which serves large language models with prefill and decode on separate instances.
 
     from kaveri import Client, SamplingParams
 
     with Client("127.0.0.1:50051") as client:
         print(client.generate("Count from 1 to 9.", params=SamplingParams(temperature=0)).text)
 
-Importing it loads nothing: a name is imported from its module when it is first used, which loads gRPC, and neither a
-service nor torch nor transformers.
+Names are imported on first use, which loads gRPC, but neither services nor torch nor transformers.
 """
 
 import os
@@ -74,26 +73,18 @@ __all__ = [
     "Usage",
 ]
 
+_ANSWERS = ("Chunk", "Completion", "ModelInfo", "PromptToken", "ServerTiming", "Timing", "Usage")
 _MODULES = {
     **dict.fromkeys(__all__, "kaveri.errors"),
-    "Chunk": "kaveri.client.answer",
-    "Completion": "kaveri.client.answer",
-    "ModelInfo": "kaveri.client.answer",
-    "PromptToken": "kaveri.client.answer",
-    "ServerTiming": "kaveri.client.answer",
-    "Timing": "kaveri.client.answer",
-    "Usage": "kaveri.client.answer",
+    **dict.fromkeys(_ANSWERS, "kaveri.client.answer"),
+    **dict.fromkeys(("Client", "Stream"), "kaveri.client.sync_client"),
+    **dict.fromkeys(("FinishReason", "Logprobs", "SamplingParams"), "kaveri.domain.sampling"),
     "AsyncClient": "kaveri.client.async_client",
     "AsyncStream": "kaveri.client.async_stream",
     "Message": "kaveri.client.request",
-    "Client": "kaveri.client.sync_client",
-    "Stream": "kaveri.client.sync_client",
-    "FinishReason": "kaveri.domain.sampling",
-    "Logprobs": "kaveri.domain.sampling",
-    "SamplingParams": "kaveri.domain.sampling",
     "TlsFiles": "kaveri.security.tls_files",
 }
-"""Name to the module that defines it: those of no other one are errors."""
+"""Name to the module that defines it; names not listed are errors."""
 
 
 def __getattr__(name: str) -> Any:

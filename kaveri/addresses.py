@@ -1,6 +1,6 @@
-"""Hosts, and addresses "host:port": read, written and listened on in one way everywhere.
+"""Hosts and "host:port" addresses: parsing, formatting and binding.
 
-A host stands without brackets, in an address an IPv6 host stands within them: "::1" and "[::1]:50051".
+An IPv6 host has brackets in an address only: "::1" and "[::1]:50051".
 """
 
 import errno
@@ -14,12 +14,12 @@ _ADDRESS = re.compile(r"(?P<host>[^\s:/\[\],]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-
 
 
 def bare_host(host: str) -> str:
-    """A host without the brackets that an IPv6 address may have."""
+    """Strip the brackets of an IPv6 host."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def host_text(text: str) -> str:
-    """For `setting`: a host name or an address, in brackets or not, or none. Raises ValueError."""
+    """Parser for `setting`: a host name, an IP address, with or without brackets, or nothing. Raises ValueError."""
     host = bare_host(text)
     if ":" in host or host != text:
         try:
@@ -30,7 +30,7 @@ def host_text(text: str) -> str:
 
 
 def is_all_addresses(host: str) -> bool:
-    """Whether a host to listen on is not the address of a peer: "0.0.0.0" and "::"."""
+    """Return True for a wildcard host, "0.0.0.0" or "::", which peers cannot connect to."""
     try:
         return ipaddress.ip_address(bare_host(host)).is_unspecified
     except ValueError:
@@ -38,13 +38,13 @@ def is_all_addresses(host: str) -> bool:
 
 
 def join_address(host: str, port: int | str) -> str:
-    """ "host:port", an IPv6 host in brackets."""
+    """Format "host:port", an IPv6 host in brackets."""
     host = bare_host(host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host, without brackets, and port. Raises ValueError."""
+    """Split into a host without brackets and a port. Raises ValueError."""
     host, separator, port = address.rpartition(":")
     if not separator:
         raise ValueError("write HOST:PORT")
@@ -52,21 +52,21 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_address(text: str) -> bool:
-    """Whether it is a "host:port" that can be connected to, an IPv6 host in brackets."""
+    """Return True for a "host:port" to connect to, an IPv6 host in brackets."""
     match = _ADDRESS.fullmatch(text) if len(text) <= _MAX_CHARACTERS else None
     return match is not None and 0 < int(match["port"]) <= _MAX_PORT
 
 
 def address_text(text: str) -> str:
-    """For `setting`: an address, or none. Raises ValueError."""
+    """Parser for `setting`: an address or an empty text. Raises ValueError."""
     if text and not is_address(text):
         raise ValueError(f"is {text!r:.140}; write HOST:PORT, an IPv6 host in brackets")
     return text
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A TCP socket that is bound and does not listen yet. "::" takes IPv4 too, and is "0.0.0.0" where the kernel has no
-    IPv6. Raises OSError, and OverflowError for what is no port."""
+    """Bind a TCP socket, without listening. "::" accepts IPv4 too, and falls back to "0.0.0.0" if the kernel has no
+    IPv6. Raises OSError, and OverflowError for an invalid port."""
     host = bare_host(host)
     family, kind, protocol, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     try:
@@ -79,7 +79,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6 and is_all_addresses(host):
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        # Here, since getaddrinfo() takes port 65536 for 0.
+        # getaddrinfo() would take port 65536 for 0.
         bound.bind((address[0], port, *address[2:]))
     except BaseException:
         bound.close()

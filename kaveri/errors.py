@@ -66,7 +66,7 @@ class RequestAlreadyExists(KaveriError):
 
 
 class RequestNotFound(KaveriError):
-    """No such request is here, or not in a way that it could be attached."""
+    """No such request is here, or it cannot be attached."""
 
     def __init__(self, request_id: str, reason: str = "unknown") -> None:
         super().__init__(f"request {request_id!r} is not here: {reason}")
@@ -97,14 +97,14 @@ class EngineBroke(Unavailable):
     """The instance's engine has raised an exception in a step, and ends. The request goes on elsewhere."""
 
     def __init__(self, reason: str, suspect_until: int = 0) -> None:
-        """suspect_until: the request was in that step, and is a suspect until its answer has so many tokens. 0: it was
-        not, or another request was at fault."""
+        """suspect_until: the request was in that step, and stays suspect until its answer has this many tokens. 0: it
+        was not, or another request was at fault."""
         super().__init__(reason)
         self.suspect_until = suspect_until
 
 
 class Unauthenticated(KaveriError):
-    """The caller shows no key, or no certificate, that is good here."""
+    """The caller has no valid key or certificate."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -130,7 +130,7 @@ class DeadlineExceeded(KaveriError):
 
 
 class RequestCancelled(KaveriError):
-    """The request was cancelled, but not by the caller that sees this error."""
+    """The request was cancelled by another caller."""
 
     def __init__(self, request_id: str) -> None:
         super().__init__(f"request {request_id!r} was cancelled")
@@ -138,7 +138,7 @@ class RequestCancelled(KaveriError):
 
 
 class SlowReader(KaveriError):
-    """A client did not take a response of its answer in time; the request has ended."""
+    """A client did not read its answer in time; the request has ended."""
 
     def __init__(self, limit_s: float) -> None:
         super().__init__(f"the client read nothing of its answer for {limit_s:g} s; the request has ended")
@@ -202,8 +202,7 @@ def _restored(kind: type[KaveriError], args: tuple[object, ...]) -> KaveriError:
 
 
 def _shown(value: object) -> str:
-    """The beginning of repr(value), with an ellipsis for the rest. A huge text or sequence costs no more than a small
-    one."""
+    """Shorten repr(value). Cost does not grow with the size of the value."""
     cut = value
     if type(value) in (str, bytes, list, tuple):
         cut = cast(Sequence[object], value)[:_SHOWN_CHARACTERS]

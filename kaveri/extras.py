@@ -11,10 +11,7 @@ from kaveri.errors import ConfigError
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra, from wherever this Kaveri came: an index, a checkout or a wheel.
-
-    Reads what pip noted of its source (PEP 610).
-    """
+    """Command that installs an extra from this installation's source: an index, a checkout or a wheel (PEP 610)."""
     try:
         noted = importlib.metadata.distribution("kaveri").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
@@ -30,22 +27,22 @@ def install_command(extra: str) -> str:
 
 
 def lacks(modules: str, extra: str) -> str:
-    """The reason why something cannot be done here. modules: names of those that are missing."""
+    """Error text for missing modules: how to install them."""
     return f"{modules} is not installed: {install_command(extra)}"
 
 
 def require_modules(field: str, extra: str, *modules: str) -> None:
-    """Raises ConfigError, about `field`, when one of the extra's modules cannot be found."""
+    """Raise ConfigError, naming `field`, if one of the extra's modules is not installed."""
     if missing := missing_modules(*modules):
         raise ConfigError(field, lacks(", ".join(missing), extra))
 
 
 def missing_modules(*names: str) -> list[str]:
-    """The modules that cannot be imported here because their package is not installed."""
+    """Return the modules that are not installed."""
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 def hide_torch() -> None:
-    """Keep transformers from importing torch. A process that only tokenizes saves seconds and a quarter of a GiB."""
+    """Keep transformers from importing torch, which saves a tokenizing process seconds and 256 MiB."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # Python: there is no such module.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

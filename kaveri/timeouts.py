@@ -1,7 +1,4 @@
-"""Times of the serving path that depend on one another, in seconds; check_order() says how.
-
-Times that no other depends on stand where they are used.
-"""
+"""Interdependent times of the serving path, in seconds; check_order() asserts their order."""
 
 TICK_S = 0.05
 """Interval at which silent peers are looked for."""
@@ -19,7 +16,7 @@ REOPEN_GRACE_S = 0.25
 """How long an instance that went silent may take to answer a new stream, counted while this process runs. Then its
 requests go on elsewhere."""
 CONNECT_GRACE_S = 2.0
-"""How long a request may be placed on an instance without an open stream. Then the attempt is lost."""
+"""Max time of an attempt on an instance without an open stream; then the attempt is lost."""
 CALL_TIMEOUT_S = 2.0
 """Deadline of unary calls that wait for nothing at the peer."""
 ATTACH_SOON_S = 0.5
@@ -30,7 +27,7 @@ received."""
 STRAGGLER_S = 5.0
 """How long an instance refuses calls of attempts that are over. Not much longer: clients may use request ids again."""
 ATTEMPT_REMEMBERED_S = 60.0
-"""How long a router goes on counting the attempts of a request id that is used again."""
+"""How long a router remembers the attempt number of a request id."""
 LEASE_S = 2.0
 """Default lease of an instance. A process that is busy, or has little CPU, renews it in time."""
 LEADER_LEASE_S = 2.0

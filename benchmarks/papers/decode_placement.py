@@ -16,10 +16,11 @@ from benchmarks.support.bursts import LATENCY_MODEL, PAPER, send, timed_stack
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient
 from kaveri.domain.view import Phase
-from kaveri.loadgen.busy import busy_spans, covered_s
+from kaveri.loadgen.columns import columns_of
 from kaveri.loadgen.driver import LoadRun
 from kaveri.policy.placement import DecodePlacementPolicy
 from kaveri.workload.requests import HEAVY_OUTPUT_TOKENS, PlannedRequest, WorkloadClass, draw_lengths
+from kaveri.workload.resource_time import busy_spans, covered_s
 
 POLICIES = (DecodePlacementPolicy.HEAVY_LIGHT, DecodePlacementPolicy.RANDOM, DecodePlacementPolicy.IMBALANCE)
 REQUESTS_PER_INSTANCE = 32
@@ -67,13 +68,13 @@ def summed_up(run: LoadRun) -> PlacedRequest:
         counts[record.server.decode_instance_id] = counts.get(record.server.decode_instance_id, 0) + 1
     spans = {
         instance_id: phases[Phase.DECODE]
-        for instance_id, phases in busy_spans(run.records).items()
+        for instance_id, phases in busy_spans(columns_of(run)).items()
         if Phase.DECODE in phases
     }
-    ends_s = {instance_id: max(end_s for _, end_s in of_one) for instance_id, of_one in spans.items()}
+    ends_s = {instance_id: float(of_one[:, 1].max()) for instance_id, of_one in spans.items()}
     slowest = max(ends_s, key=ends_s.__getitem__)
     return PlacedRequest(
-        total_s=ends_s[slowest] - min(begin_s for of_one in spans.values() for begin_s, _ in of_one),
+        total_s=ends_s[slowest] - min(float(of_one[:, 0].min()) for of_one in spans.values()),
         slowest_busy_s=covered_s(spans[slowest]),
         slowest_heavy=heavy.get(slowest, 0),
         slowest_light=light.get(slowest, 0),

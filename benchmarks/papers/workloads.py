@@ -23,12 +23,13 @@ from typing import Any
 from benchmarks.support.bursts import LATENCY_MODEL, PAPER, send, timed_stack
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient
-from kaveri.loadgen.busy import Phases, resource_times
+from kaveri.loadgen.columns import columns_of
 from kaveri.loadgen.driver import LoadRun
 from kaveri.loadgen.report import Slo, summarize
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
 from kaveri.workload.requests import PlannedRequest, WorkloadClass, draw_lengths, gamma_arrivals, plan_requests
+from kaveri.workload.resource_time import Phases, resource_times
 
 DISAGGREGATED, COLOCATED, HALF = "disaggregated", "colocated", "half as many, whole prompts"
 WHOLE_PROMPTS = ("--chunk-tokens", "16384")
@@ -132,7 +133,7 @@ async def compare(
 
 
 def _figures(runs: Sequence[LoadRun], phases: dict[str, Phases]) -> dict[str, list[float]]:
-    """Resource time: the sum over instances of the time in which each had work (kaveri.loadgen.busy)."""
+    """Resource time: the sum over instances of the time in which each had work (kaveri.workload.resource_time)."""
     summaries = [summarize(each, Slo(), phases) for each in runs]
     figures = {
         "mean TTFT": [summary["ttft_s"]["mean"] for summary in summaries],
@@ -144,7 +145,7 @@ def _figures(runs: Sequence[LoadRun], phases: dict[str, Phases]) -> dict[str, li
         "makespan": [each.duration_s for each in runs],
         "throughput": [summary["requests_per_s"] for summary in summaries],
     }
-    times = [resource_times(each, phases) for each in runs]
+    times = [resource_times(columns_of(each), phases) for each in runs]
     for key in sorted(set(phases.values())):
         figures[f"resource time of {'+'.join(key)}"] = [of_run[key].busy_s for of_run in times]
     figures["resource time"] = [sum(each.busy_s for each in of_run.values()) for of_run in times]

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     from kaveri.client.answer import ModelInfo
     from kaveri.client.async_client import AsyncClient
-    from kaveri.loadgen.busy import Phases
     from kaveri.loadgen.driver import LoadRun, LoadTarget, RequestSettings
     from kaveri.loadgen.report import Slo
     from kaveri.workload.goodput import GoodputSearch
     from kaveri.workload.prompts import RequestPrompt
+    from kaveri.workload.resource_time import Phases
 
 _WARM_UP_CONCURRENCY = 4
 _WARM_UP_SEED = 2**32
@@ -55,17 +55,13 @@ def bench(
             show_default=WorkloadClass.MIXED.value,
         ),
     ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Lengths and times from a trace: Azure 2023 CSV or Mooncake JSON lines.")
-    ] = None,
+    trace: options.Trace = None,
     prompts: Annotated[
         Path | None,
         typer.Option(help="Your own prompts, a text per line or .jsonl; answers end by themselves or at --max-output."),
     ] = None,
     requests: Annotated[int, typer.Option(help="Requests to send; the first ones of a file.", min=1)] = 100,
-    rate: Annotated[
-        float | None, typer.Option(help="Open loop: requests per second. With --trace: replaces its times.")
-    ] = None,
+    rate: options.Rate = None,
     burstiness: Annotated[
         float | None,
         typer.Option(
@@ -75,9 +71,7 @@ def bench(
     speed: Annotated[
         float | None, typer.Option(help="Plays a trace's times so many times as fast.", show_default="1.0")
     ] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(help="Closed loop: so many requests at once, without a schedule.", min=1)
-    ] = None,
+    concurrency: options.Concurrency = None,
     max_in_flight: Annotated[int, typer.Option(help="Open loop: with so many at once the next waits.", min=1)] = 1024,
     max_prompt: Annotated[
         int | None, typer.Option(help="Longest heavy prompt, in tokens.", min=1, show_default=str(_MAX_PROMPT))
@@ -98,8 +92,8 @@ def bench(
     ] = False,
     warm_up: Annotated[int, typer.Option(help="Requests sent before, which do not count.", min=0)] = 4,
     repeats: Annotated[int, typer.Option(help="Runs of the same workload with other prompts.", min=1)] = 1,
-    slo_ttft_s: Annotated[float | None, typer.Option(help="Seconds to the first token that count as met.")] = None,
-    slo_tpot_s: Annotated[float | None, typer.Option(help="Seconds per further token that count as met.")] = None,
+    slo_ttft_s: options.SloTtftS = None,
+    slo_tpot_s: options.SloTpotS = None,
     find_goodput: Annotated[
         bool,
         typer.Option(
@@ -137,8 +131,8 @@ def bench(
     """
     options.check_positive(slo_ttft_s=slo_ttft_s, slo_tpot_s=slo_tpot_s, timeout_s=timeout_s)
     schedule = _schedule(rate, burstiness, concurrency, speed, seed, trace)
-    from kaveri.loadgen.plot import check_plot
     from kaveri.loadgen.report import Slo
+    from kaveri.profiling.output import check_plot
 
     slo = Slo(slo_ttft_s, slo_tpot_s)
     if find_goodput:
@@ -337,8 +331,13 @@ def _report(
         show_report(Console(highlight=False, soft_wrap=True), report)
     show_warnings(Console(stderr=True, highlight=False, soft_wrap=True), report)
     if settings.plot is not None:
+        from kaveri.loadgen.plot import draw_runs
+
         try:
-            _draw(bench.runs, settings, f"{info.name} at {settings.place}", settings.plot)
+            named = [(f"run {number}", run) for number, (_, run) in enumerate(bench.runs, 1)]
+            if search is not None:
+                named = [(f"{rate:.3g} requests/s", run) for rate, run in bench.runs]
+            draw_runs(named, settings.slo, f"{info.name} at {settings.place}", settings.plot)
         except OSError as error:
             raise not_written("--plot", settings.plot, error) from error
     failed = sum(
@@ -441,13 +440,3 @@ def _goodput(
         "failed_at_per_s": offered_per_s[failed.rate_per_s] if failed is not None else None,
         "kept_schedule": all(run["client"]["kept_schedule"] for run in runs),
     }
-
-
-def _draw(runs: "Sequence[tuple[float | None, LoadRun]]", settings: _BenchSettings, title: str, path: Path) -> None:
-    from kaveri.loadgen.plot import draw_runs
-
-    searched = settings.attainment is not None
-    labelled = [
-        (f"{rate:.3g} requests/s" if searched else f"run {number}", run) for number, (rate, run) in enumerate(runs, 1)
-    ]
-    draw_runs(labelled, settings.slo, title, path)

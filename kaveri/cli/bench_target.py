@@ -5,27 +5,46 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from kaveri.cli import options
+from grpc import aio
+
+from kaveri.cli.options import targets_of
+from kaveri.cli.routers import cluster_view
 from kaveri.client.answer import ModelInfo
 from kaveri.client.async_client import AsyncClient
+from kaveri.domain.view import phases_now
 from kaveri.errors import ConfigError
 from kaveri.extras import require_modules
 from kaveri.loadgen.driver import LoadTarget
-from kaveri.loadgen.fleet import engine_phases
+from kaveri.rpc.server import open_channel
 
 if TYPE_CHECKING:
-    from kaveri.loadgen.busy import Phases
+    from kaveri.workload.resource_time import Phases
+
+_TIMEOUT_S = 5.0
 
 
 async def reach_routers(
     target: str, model: str | None, timeout_s: float, resources: contextlib.AsyncExitStack
 ) -> "tuple[AsyncClient | LoadTarget, ModelInfo, dict[str, Phases]]":
     """Return a client of the routers, their model, and the phases of its instances. Raises ConfigError."""
-    client = await resources.enter_async_context(AsyncClient(options.targets_of(target), timeout_s=timeout_s))
+    client = await resources.enter_async_context(AsyncClient(targets_of(target), timeout_s=timeout_s))
     for info in await client.list_models():
         if model in (None, info.name):
             return client, info, await engine_phases(client.target, info.name)
     raise ConfigError("--model", f"{model!r} is not served at {target}")
+
+
+async def engine_phases(target: str, model: str) -> "dict[str, Phases]":
+    """Return the phases of a model's engine instances, by instance id; empty if the router shows them to admins only.
+    Raises InvalidArgument for a key that cannot be one."""
+    async with open_channel(target) as channel:
+        try:
+            view = await cluster_view(channel, _TIMEOUT_S)
+        except aio.AioRpcError:
+            return {}
+    return {
+        name: phases_now(one) for name, one in view.instances.items() if one.record.phases and one.record.model == model
+    }
 
 
 async def reach_endpoint(

@@ -6,17 +6,12 @@ from typing import Annotated
 import typer
 
 from kaveri.cli.services import PASS_ON
+from kaveri.config.commands import command_group
 from kaveri.config.settings import read_settings
 from kaveri.config.sources import SERVICE_LINKS_ADVICE, nearest
 from kaveri.errors import ConfigError
 
-config_app = typer.Typer(
-    help="Look at settings.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+config_app = command_group("Look at settings.")
 
 
 @config_app.callback()

@@ -15,10 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from kaveri.cli.kill_demo import show_kills
-from kaveri.client.answer import Chunk
+from kaveri.cli.kill_demo import Reading, show_kills
 from kaveri.client.async_client import AsyncClient
-from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import KaveriError
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
@@ -32,20 +30,10 @@ _PLAIN_WIDTH = 120
 
 
 @dataclass
-class _Ask:
+class _Ask(Reading):
     """One prompt and the state of its answer."""
 
-    prompt: str
-    expected: str
-    text: str = ""
-    last: Chunk | None = None
-    """The chunk that ended the answer."""
     error: KaveriError | None = None
-
-    @property
-    def is_right(self) -> bool:
-        """True if the answer has ended, and is the expected one."""
-        return self.last is not None and self.text.strip() == self.expected
 
     @property
     def mark(self) -> str:
@@ -83,7 +71,10 @@ def main() -> int:
 
 
 async def _demo(console: Console) -> int:
-    asks = _load_asks()
+    prompts = _load_prompts()
+    # Evenly over the file, which goes from one family of prompts to the next.
+    asks = [_Ask(*prompt) for prompt in prompts[:: max(1, len(prompts) // _PROMPT_COUNT)][:_PROMPT_COUNT]]
+    longest = dict(sorted(prompts, key=lambda prompt: len(prompt[1]))[-_KILLED_COUNT:])
     progress = _DemoProgress(console)
     # The bundled model's answers are short; by default only longer contexts are worth a copy.
     settings = {"replication": "spread", "replica_min_tokens": 16, "replica_memory": "32MiB"}
@@ -96,23 +87,15 @@ async def _demo(console: Console) -> int:
         right = sum(ask.is_right for ask in asks)
         answered = sum(ask.last is not None for ask in asks)
         console.print(f"{answered} of {len(asks)} requests answered, {right} as expected.")
-        survived = await show_kills(stack, _load_longest(), console)
+        survived = await show_kills(stack, longest, console)
     progress("everything is stopped")
     return 0 if answered == len(asks) and survived else 1
 
 
-def _load_asks() -> list[_Ask]:
+def _load_prompts() -> list[tuple[str, str]]:
+    """Load the bundled prompts with the expected answers."""
     entries = json.loads(Path(resolve_model(KAVERI_TINY), "demo_prompts.json").read_text())
-    # Evenly over the file, which goes from one family of prompts to the next.
-    step = max(1, len(entries) // _PROMPT_COUNT)
-    return [_Ask(entry["prompt"], entry["expected"].strip()) for entry in entries[::step][:_PROMPT_COUNT]]
-
-
-def _load_longest() -> dict[str, str]:
-    """Load the prompts with the longest answers."""
-    entries = json.loads(Path(resolve_model(KAVERI_TINY), "demo_prompts.json").read_text())
-    longest = sorted(entries, key=lambda entry: len(entry["expected"]))[-_KILLED_COUNT:]
-    return {entry["prompt"]: entry["expected"].strip() for entry in longest}
+    return [(entry["prompt"], entry["expected"].strip()) for entry in entries]
 
 
 async def _ask_all(client: AsyncClient, asks: list[_Ask], console: Console) -> None:
@@ -132,11 +115,7 @@ async def _ask_all(client: AsyncClient, asks: list[_Ask], console: Console) -> N
 
 async def _ask(client: AsyncClient, ask: _Ask) -> None:
     try:
-        async with client.stream(ask.prompt, params=SamplingParams(temperature=0)) as stream:
-            async for chunk in stream:
-                ask.text += chunk.text
-                if chunk.finish_reason is not None:
-                    ask.last = chunk
+        await ask.read(client)
     except KaveriError as error:
         ask.error = error
 

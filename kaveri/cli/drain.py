@@ -1,7 +1,8 @@
-"""kaveri drain and kaveri undrain: take an instance out of service, and back, while it lives."""
+"""kaveri drain and kaveri undrain: take a running instance out of service, and back."""
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated, Any
+import time
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -9,7 +10,7 @@ from kaveri.cli import options
 from kaveri.client.defaults import DEFAULT_TARGET
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from kaveri.v1 import cluster_pb2
 
 _TIMEOUT_S = 10.0
 _LOOK_EVERY_S = 0.25
@@ -29,31 +30,27 @@ def drain(
     takes requests again after `kaveri undrain`, or when it is started again. SIGTERM does the same, and then ends it.
     A router with a keys file asks for a certificate, or for an admin key in KAVERI_API_KEY.
     """
-    asyncio.run(_drain(instance, options.targets_of(target), wait, timeout_s))
+    asyncio.run(_drain(instance, target, wait, timeout_s))
 
 
 def undrain(instance: Instance, target: options.Target = DEFAULT_TARGET) -> None:
     """Let a drained instance take requests again."""
-    changed = asyncio.run(_undrain(instance, options.targets_of(target)))
-    print(f"{instance} takes requests again" if changed else f"{instance} does not drain")
+    answer = asyncio.run(_ask(instance, target, undo=True))
+    print(f"{instance} takes requests again" if answer.changed else f"{instance} does not drain")
 
 
-async def _drain(instance: str, targets: "Sequence[str]", wait: bool, timeout_s: float) -> None:
-    import time
-
+async def _drain(instance: str, target: str, wait: bool, timeout_s: float) -> None:
     from kaveri.errors import DeadlineExceeded, InvalidArgument
-    from kaveri.v1 import cluster_pb2
 
     until_s = time.monotonic() + timeout_s
-    request = cluster_pb2.DrainRequest(instance_id=instance)
-    answer = await _ask(targets, request)
+    answer = await _ask(instance, target)
     print(f"{instance} {'drains' if answer.changed else 'drains already'}: {_left(answer.requests)}", flush=True)
     while wait and answer.requests:
         if time.monotonic() >= until_s:
             raise DeadlineExceeded(f"the drain of {instance}, with {_left(answer.requests)},")
         await asyncio.sleep(_LOOK_EVERY_S)
         try:
-            answer = await _ask(targets, request)
+            answer = await _ask(instance, target)
         except InvalidArgument:
             print(f"{instance} has left the cluster")
             return
@@ -61,36 +58,17 @@ async def _drain(instance: str, targets: "Sequence[str]", wait: bool, timeout_s:
         print(f"{instance} is drained")
 
 
-async def _undrain(instance: str, targets: "Sequence[str]") -> bool:
-    from kaveri.v1 import cluster_pb2
-
-    answer = await _ask(targets, cluster_pb2.DrainRequest(instance_id=instance, undo=True))
-    return bool(answer.changed)
-
-
-async def _ask(targets: "Sequence[str]", request: Any) -> Any:
+async def _ask(instance: str, target: str, undo: bool = False) -> "cluster_pb2.DrainResponse":
     """Return the answer of the first reachable router. Raises KaveriError."""
-    from grpc import aio
-
-    from kaveri.client.api_key import find_api_key, key_metadata
-    from kaveri.client.targets import check_targets
-    from kaveri.errors import KaveriError
-    from kaveri.rpc.server import open_channel
+    from kaveri.cli.routers import call_options, first_answer, open_channels
+    from kaveri.v1 import cluster_pb2
     from kaveri.v1.cluster_pb2_grpc import DrainServiceStub
-    from kaveri.wire.status import error_of, is_answer
 
-    failure: KaveriError | None = None
-    for target in check_targets(targets):
-        async with open_channel(target) as channel:
-            try:
-                metadata = key_metadata(find_api_key(None))
-                return await DrainServiceStub(channel).Drain(request, timeout=_TIMEOUT_S, metadata=metadata)
-            except aio.AioRpcError as error:
-                failure = failure or error_of(error, peer=target)
-                if is_answer(error):
-                    raise error_of(error, peer=target) from error
-    assert failure is not None
-    raise failure
+    request = cluster_pb2.DrainRequest(instance_id=instance, undo=undo)
+    async with open_channels(target) as channels:
+        return await first_answer(
+            channels, lambda _, channel: DrainServiceStub(channel).Drain(request, **call_options(_TIMEOUT_S))
+        )
 
 
 def _left(requests: int) -> str:

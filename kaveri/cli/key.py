@@ -5,22 +5,12 @@ from typing import Annotated
 import typer
 
 from kaveri.cli import options
+from kaveri.config.commands import command_group
 
 _KeysFile = Annotated[
     str, typer.Option(help="File of the keys' hashes; a new key makes it.", envvar="KAVERI_KEYS_FILE")
 ]
-key_app = typer.Typer(
-    help="Make and revoke API keys of gateways and of routers' public ports.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-
-
-@key_app.callback()
-def _key() -> None:
-    """Make and revoke API keys of gateways and of routers' public ports."""
+key_app = command_group("Make and revoke API keys of gateways and of routers' public ports.")
 
 
 @key_app.command()

@@ -9,7 +9,7 @@ from functools import partial
 
 from rich.console import Console
 
-from kaveri.client.answer import ServerTiming
+from kaveri.client.answer import Chunk
 from kaveri.client.async_client import AsyncClient
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import ClusterView
@@ -22,8 +22,8 @@ _WAIT_S = 30.0
 
 
 @dataclass
-class _Reading:
-    """An answer that is being read."""
+class Reading:
+    """A prompt and the answer read so far."""
 
     prompt: str
     expected: str
@@ -31,10 +31,11 @@ class _Reading:
     token_count: int = 0
     last_s: float = 0.0
     longest_pause_s: float = 0.0
-    timing: ServerTiming | None = None
-    """Set once it has ended."""
+    last: Chunk | None = None
+    """The chunk that ended the answer."""
 
-    async def read(self, client: AsyncClient, grew: Callable[[], None]) -> None:
+    async def read(self, client: AsyncClient, on_chunk: Callable[[], object] = lambda: None) -> None:
+        """Read the answer to its end. Raises KaveriError."""
         async with client.stream(self.prompt, params=SamplingParams(temperature=0)) as stream:
             async for chunk in stream:
                 now_s = time.monotonic()
@@ -43,24 +44,26 @@ class _Reading:
                 self.last_s = now_s
                 self.text += chunk.text
                 self.token_count += len(chunk.token_ids)
-                if chunk.timing is not None:
-                    self.timing = chunk.timing.server
-                grew()
+                if chunk.finish_reason is not None:
+                    self.last = chunk
+                on_chunk()
 
     @property
     def is_right(self) -> bool:
-        """True if it is the expected one."""
-        return self.text.strip() == self.expected
+        """True if the answer has ended and is the expected one."""
+        return self.last is not None and self.text.strip() == self.expected
 
     @property
     def recovery(self) -> str:
-        """Description of its recovery."""
-        assert self.timing is not None, "it has not ended"
-        if self.timing.resumes:
-            return f"resumed from the copy of its KV, {self.timing.recomputed_tokens} tokens computed again"
-        if self.timing.reattaches:
+        """Description of the answer's recovery, once it has ended."""
+        assert self.last is not None
+        assert self.last.timing is not None
+        timing = self.last.timing.server
+        if timing.resumes:
+            return f"resumed from the copy of its KV, {timing.recomputed_tokens} tokens computed again"
+        if timing.reattaches:
             return "re-attached through the other router, nothing computed again"
-        return "computed again elsewhere" if self.timing.attempts > 1 else "undisturbed"
+        return "computed again elsewhere" if timing.attempts > 1 else "undisturbed"
 
 
 async def show_kills(stack: LocalStack, expected: Mapping[str, str], console: Console) -> bool:
@@ -83,9 +86,9 @@ async def show_kills(stack: LocalStack, expected: Mapping[str, str], console: Co
 
 async def _read_all(
     client: AsyncClient, expected: Mapping[str, str], disturb: Callable[[], Awaitable[None]]
-) -> list[_Reading]:
+) -> list[Reading]:
     """Read an answer to each prompt, all at once. disturb: awaited when every answer has some tokens."""
-    readings = [_Reading(prompt, answer) for prompt, answer in expected.items()]
+    readings = [Reading(prompt, answer) for prompt, answer in expected.items()]
     have_some = asyncio.Event()
 
     def grew() -> None:

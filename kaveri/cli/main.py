@@ -1,7 +1,6 @@
 """The console script `kaveri`: its commands, and the format of their errors."""
 
 import importlib
-from collections.abc import Callable
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -11,7 +10,7 @@ import kaveri
 from kaveri.cli.options import speaks_tls
 from kaveri.cli.services import PASS_ON, ServiceCommand, launcher
 from kaveri.config.commands import run_commands
-from kaveri.config.services import ServiceKind
+from kaveri.config.services import ServiceKind, program_of
 
 _UP_EPILOG = (
     "Any flag of a service is passed on, see `kaveri decode --help`: --engine fake to all services that have it, "
@@ -27,7 +26,7 @@ class ListedCommand(TyperCommand):
     def __init__(self, name: str, summary: str, target: str, *, tls: bool = False, **settings: Any) -> None:
         """target: MODULE:NAME within kaveri.cli, of a function or of a Typer with commands of its own.
 
-        tls: whether it takes the flags of TLS. settings: of Typer's `command`.
+        tls: add the flags of TLS. settings: of Typer's `command`.
         """
         super().__init__(name, help=summary)
         self._target, self._tls, self._settings = target, tls, settings
@@ -36,7 +35,9 @@ class ListedCommand(TyperCommand):
         """Import the command and build it."""
         app = self._find()
         if not isinstance(app, typer.Typer):
-            app = _app_of(self.name, speaks_tls(app) if self._tls else app, self._settings)
+            function = speaks_tls(app) if self._tls else app
+            app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+            app.command(self.name, **self._settings)(function)
         command = typer.main.get_command(app)
         command.name = self.name
         return command
@@ -54,13 +55,7 @@ class _ServiceEntry(ListedCommand):
         self._role = role
 
     def _find(self) -> Any:
-        return launcher(self._role, self.help or "")
-
-
-def _app_of(name: str | None, function: Callable[..., Any], settings: dict[str, Any]) -> typer.Typer:
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(name, **settings)(function)
-    return app
+        return launcher(program_of(self._role), self.help or "")
 
 
 _COMMANDS = (

@@ -4,6 +4,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -28,6 +29,19 @@ TopK = Annotated[
 Seed = Annotated[int | None, typer.Option(help="Makes draws repeatable. Unset: random.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer. May be given several times.")]
 KeyLimit = Annotated[int, typer.Option(help="Limit of this key. 0: none.")]
+SloTtftS = Annotated[float | None, typer.Option(help="Seconds to the first token that count as met.")]
+SloTpotS = Annotated[float | None, typer.Option(help="Seconds per further token that count as met.")]
+Trace = Annotated[
+    Path | None, typer.Option(help="Lengths and times from a trace: Azure 2023 CSV or Mooncake JSON lines.")
+]
+Rate = Annotated[float | None, typer.Option(help="Open loop: requests per second. With --trace: replaces its times.")]
+Concurrency = Annotated[
+    int | None, typer.Option(help="Closed loop: so many requests at once, without a schedule.", min=1)
+]
+Overheads = Annotated[
+    Path | None, typer.Option(help="TOML file of what the services take: hop_s, prefill_step_s and others.")
+]
+PolicySeed = Annotated[int, typer.Option(help="Of lengths, arrivals and policies.", min=0, max=2**32 - 1)]
 TimeoutS = Annotated[float, typer.Option(help="Seconds until the request is given up.")]
 
 

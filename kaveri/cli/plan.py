@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kaveri.cli.options import speaks_tls
+from kaveri.cli import options
 from kaveri.cli.plan_pipeline import pipeline
 from kaveri.cli.planned_lengths import read_fitting, read_lengths
+from kaveri.config.commands import command_group
 from kaveri.errors import ConfigError
 from kaveri.policy.replication import ReplicationMode
 
 if TYPE_CHECKING:
-    from kaveri.planner.expected_load import ExpectedLoad
     from kaveri.planner.model_shape import ModelShape
     from kaveri.planner.observed_workload import ObservedWorkload
     from kaveri.planner.plan import ClusterPlan
@@ -23,14 +23,7 @@ if TYPE_CHECKING:
     from kaveri.planner.replan import Replan
     from kaveri.planner.running_cluster import RunningCluster
 
-plan_app = typer.Typer(
-    help="Plan a cluster: instances, parallelism and cost, by simulation.",
-    no_args_is_help=True,
-    invoke_without_command=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+plan_app = command_group("Plan a cluster: instances, parallelism and cost, by simulation.", invoke_without_command=True)
 plan_app.command()(pipeline)
 _DEFAULT_GPUS = 8
 _DEFAULT_LAST_S = 600.0
@@ -45,7 +38,7 @@ class ObservedNow:
 
 
 @plan_app.callback()
-@speaks_tls
+@options.speaks_tls
 def plan(
     context: typer.Context,
     profile: Annotated[
@@ -122,10 +115,8 @@ def plan(
     ] = None,
     max_batch: Annotated[int, typer.Option(help="Requests that an instance decodes at once.")] = 256,
     requests: Annotated[int, typer.Option(help="Requests of each simulation, at least; more at high rates.")] = 1000,
-    overheads: Annotated[
-        Path | None, typer.Option(help="TOML file of what the services take: hop_s, prefill_step_s and others.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of lengths, arrivals and policies.", min=0, max=2**32 - 1)] = 0,
+    overheads: options.Overheads = None,
+    seed: options.PolicySeed = 0,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, for `kaveri up --plan`.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all that was found as JSON.")] = False,
 ) -> None:
@@ -164,7 +155,8 @@ def plan(
         seen, too_long = now.workload, now.workload.too_long_count
         demand = seen.recorded_demand(rate, seed) if recorded else seen.demand(rate, burstiness)
     elif recorded and trace is not None:
-        demand, too_long = _recorded(trace, rate, shape.max_model_len)
+        fitting, too_long = read_fitting(trace, shape.max_model_len)
+        demand = ExpectedLoad.as_recorded(fitting.lengths, fitting.times_s, rate)
     else:
         drawn, too_long = read_lengths(trace, lengths, shape.max_model_len)
         demand = ExpectedLoad(
@@ -194,14 +186,6 @@ def plan(
     else:
         both = _compare(question, now)
         _report(both.plan, out, as_json, too_long, both)
-
-
-def _recorded(trace: Path, rate: float | None, longest: int) -> "tuple[ExpectedLoad, int]":
-    """Read the workload of a trace as recorded, and the number of requests left out because they are too long."""
-    from kaveri.planner.expected_load import ExpectedLoad
-
-    fitting, too_long = read_fitting(trace, longest)
-    return ExpectedLoad.as_recorded(fitting.lengths, fitting.times_s, rate), too_long
 
 
 def _compare(question: "PlanQuestion", now: ObservedNow) -> "Replan":

@@ -1,31 +1,10 @@
-"""kaveri predictor label | train | evaluate | serve: become that step's process. Knows nothing about their flags."""
-
-import os
-import sys
-from collections.abc import Callable
-from typing import NoReturn
-
-import typer
+"""kaveri predictor label, train, evaluate and serve: become that step's process. They do not know its flags."""
 
 from kaveri.cli.services import PASS_ON, ServiceCommand, launcher
-from kaveri.config.services import ServiceKind
+from kaveri.config.commands import command_group
+from kaveri.config.services import ServiceKind, program_of
 
-predictor_app = typer.Typer(
-    help="Make, judge and serve a length predictor for a served model.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-
-
-def _launcher(step: str, help_text: str) -> Callable[[typer.Context], NoReturn]:
-    def launch(context: typer.Context) -> NoReturn:
-        # A process of its own, since the command line must not import torch.
-        os.execv(sys.executable, [sys.executable, "-P", "-m", "kaveri.predictor", step, *context.args])
-
-    launch.__doc__ = help_text
-    return launch
+predictor_app = command_group("Make, judge and serve a length predictor for a served model.")
 
 
 for _step, _help in (
@@ -33,7 +12,10 @@ for _step, _help in (
     ("train", "Fine-tune a sequence classifier on labels and save it as a predictor."),
     ("evaluate", "Measure a predictor's accuracy, calibration and latency on labels."),
 ):
-    predictor_app.command(_step, context_settings=PASS_ON, add_help_option=False)(_launcher(_step, _help))
+    predictor_app.command(_step, context_settings=PASS_ON, add_help_option=False)(
+        # A process of its own, since the command line must not import torch.
+        launcher(("-P", "-m", "kaveri.predictor", _step), _help)
+    )
 predictor_app.command("serve", cls=ServiceCommand, context_settings=PASS_ON, add_help_option=False)(
-    launcher(ServiceKind.PREDICTOR, "Run one predictor; `kaveri predictor serve --help` lists its flags.")
+    launcher(program_of(ServiceKind.PREDICTOR), "Run one predictor; `kaveri predictor serve --help` lists its flags.")
 )

@@ -1,15 +1,14 @@
-"""kaveri router | prefill | decode | colocated: become that service's process. Knows nothing about their flags."""
+"""Commands that become a service's process, such as kaveri router. They do not know its flags."""
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperCommand
 
-from kaveri.config.services import ServiceKind, program_of
 from kaveri.config.settings import taken_names
 from kaveri.config.sources import CONFIG_FLAG, flag_of
 from kaveri.programs import settings_types
@@ -18,11 +17,14 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Context settings with which every flag, known or not, ends up in `context.args`."""
 
 
-def launcher(role: ServiceKind, help_text: str) -> Callable[[typer.Context], NoReturn]:
-    """Return a command that replaces this process with the role's service and passes all its flags on."""
+def launcher(arguments: Sequence[str], help_text: str) -> Callable[[typer.Context], NoReturn]:
+    """Return a command that replaces this process with another Python program and passes all its flags on.
+
+    arguments: of the interpreter, such as program_of(role).
+    """
 
     def launch(context: typer.Context) -> NoReturn:
-        os.execv(sys.executable, [sys.executable, *program_of(role), *context.args])
+        os.execv(sys.executable, [sys.executable, *arguments, *context.args])
 
     launch.__doc__ = help_text
     return launch

@@ -30,19 +30,13 @@ def simulate(
     workload: Annotated[
         WorkloadClass, typer.Option(help="Light or heavy (L, H) in prefill and decode (P, D).")
     ] = WorkloadClass.MIXED,
-    trace: Annotated[
-        Path | None, typer.Option(help="Lengths and times from a trace: Azure 2023 CSV or Mooncake JSON lines.")
-    ] = None,
+    trace: options.Trace = None,
     requests: Annotated[int, typer.Option(help="Requests to send; the first ones of a trace.", min=1)] = 1000,
-    rate: Annotated[
-        float | None, typer.Option(help="Open loop: requests per second. With --trace: replaces its times.")
-    ] = None,
+    rate: options.Rate = None,
     burstiness: Annotated[
         float, typer.Option(help="--rate: squared coefficient of variation of the gaps; 1: Poisson.")
     ] = 1.0,
-    concurrency: Annotated[
-        int | None, typer.Option(help="Closed loop: so many requests at once, without a schedule.", min=1)
-    ] = None,
+    concurrency: options.Concurrency = None,
     max_prompt: Annotated[int, typer.Option(help="Longest heavy prompt, in tokens.", min=1)] = 1024,
     max_output: Annotated[int, typer.Option(help="Longest heavy answer, in tokens.", min=1)] = 512,
     natural_length: Annotated[
@@ -51,11 +45,9 @@ def simulate(
     repeats: Annotated[
         int, typer.Option(help="Runs of the same workload with other draws of the policies.", min=1)
     ] = 1,
-    slo_ttft_s: Annotated[float | None, typer.Option(help="Seconds to the first token that count as met.")] = None,
-    slo_tpot_s: Annotated[float | None, typer.Option(help="Seconds per further token that count as met.")] = None,
-    overheads: Annotated[
-        Path | None, typer.Option(help="TOML file of what the services take: hop_s, prefill_step_s and others.")
-    ] = None,
+    slo_ttft_s: options.SloTtftS = None,
+    slo_tpot_s: options.SloTpotS = None,
+    overheads: options.Overheads = None,
     layers: Annotated[int, typer.Option(help="The model's: KV is pushed layer by layer. Timed engine: 2.", min=1)] = 2,
     fail: Annotated[
         list[str] | None, typer.Option(help="An instance that dies, such as decode-1@30s. May be given several times.")
@@ -67,7 +59,7 @@ def simulate(
     compare: Annotated[
         Path | None, typer.Option(help="File of `kaveri bench --json`: its requests, and the differences from it.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of lengths, arrivals and policies.", min=0, max=2**32 - 1)] = 0,
+    seed: options.PolicySeed = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the JSON object of `kaveri bench --json`, and no table.")
     ] = False,

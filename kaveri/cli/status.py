@@ -10,12 +10,9 @@ from kaveri.cli import options
 from kaveri.client.defaults import DEFAULT_TARGET
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from rich.table import Table
 
     from kaveri.domain.view import ClusterView, InstanceLoad
-    from kaveri.v1 import cluster_pb2_grpc
 
 _INTERVAL_S = 0.5
 _TIMEOUT_S = 5.0
@@ -40,25 +37,19 @@ def status(
 
 
 async def _show(target: str, as_json: bool, watch: bool) -> None:
-    from contextlib import AsyncExitStack, nullcontext
+    from contextlib import nullcontext
 
     from rich.console import Console
     from rich.live import Live
 
-    from kaveri.client.targets import check_targets
-    from kaveri.rpc.server import open_channel
-    from kaveri.v1 import cluster_pb2_grpc
+    from kaveri.cli.routers import cluster_view, first_answer, open_channels
 
     console = Console(highlight=False)
     if not console.is_terminal:
         # Piped output has no terminal width: print the whole table.
         console.width = _PIPE_WIDTH
-    async with AsyncExitStack() as channels:
-        stubs = {
-            one: cluster_pb2_grpc.ClusterServiceStub(await channels.enter_async_context(open_channel(one)))
-            for one in check_targets(options.targets_of(target))
-        }
-        view = await _view(stubs)
+    async with open_channels(target) as channels:
+        view = await first_answer(channels, lambda _, channel: cluster_view(channel, _TIMEOUT_S))
         with Live(console=console, auto_refresh=False) if watch and not as_json else nullcontext() as live:
             while True:
                 if as_json:
@@ -70,37 +61,7 @@ async def _show(target: str, as_json: bool, watch: bool) -> None:
                 if not watch:
                     return
                 await asyncio.sleep(_INTERVAL_S)
-                view = await _view(stubs)
-
-
-async def _view(stubs: "Mapping[str, cluster_pb2_grpc.ClusterServiceAsyncStub]") -> "ClusterView":
-    """Return the view of the first router that answers. Raises KaveriError when none does."""
-    from grpc import aio
-
-    from kaveri.client.api_key import find_api_key, key_metadata
-    from kaveri.domain.view import ClusterView
-    from kaveri.errors import KaveriError
-    from kaveri.v1 import cluster_pb2
-    from kaveri.wire.messages import status_from_proto
-    from kaveri.wire.status import error_of
-
-    failure: KaveriError | None = None
-    metadata = key_metadata(find_api_key(None))
-    for target, stub in stubs.items():
-        try:
-            answer = await stub.GetClusterView(
-                cluster_pb2.GetClusterViewRequest(), timeout=_TIMEOUT_S, metadata=metadata
-            )
-        except aio.AioRpcError as error:
-            failure = failure or error_of(error, peer=target)
-            continue
-        shown, incompatible = (
-            {one.record.instance_id: one for one in map(status_from_proto, statuses)}
-            for statuses in (answer.instances, answer.incompatible)
-        )
-        return ClusterView(shown, answer.store_connected, incompatible)
-    assert failure is not None
-    raise failure
+                view = await first_answer(channels, lambda _, channel: cluster_view(channel, _TIMEOUT_S))
 
 
 def _of_copies(load: "InstanceLoad") -> tuple[str, ...]:

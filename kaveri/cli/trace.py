@@ -3,7 +3,7 @@
 import asyncio
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -111,7 +111,7 @@ async def _find(request_id: str, target: str) -> "cluster_pb2.GetRequestAccountR
     """Return the account of the latest session. Raises KaveriError when no router that answers knows the request."""
     from grpc import aio
 
-    from kaveri.client.api_key import find_api_key, key_metadata
+    from kaveri.cli.routers import call_options
     from kaveri.client.targets import check_targets
     from kaveri.errors import KaveriError, RequestNotFound
     from kaveri.rpc.server import open_channel
@@ -119,24 +119,23 @@ async def _find(request_id: str, target: str) -> "cluster_pb2.GetRequestAccountR
     from kaveri.wire.status import error_of
 
     failure: KaveriError | None = None
-    given: dict[str, Any] = {"timeout": _TIMEOUT_S, "metadata": key_metadata(find_api_key(None))}
     found: list[cluster_pb2.GetRequestAccountResponse] = []
-    asked: dict[str, None] = {}
+    asked: set[str] = set()
     targets = list(check_targets(options.targets_of(target)))
     while targets:
         one = targets.pop(0)
         if one in asked:
             continue
-        asked[one] = None
+        asked.add(one)
         async with open_channel(one) as channel:
             stub = cluster_pb2_grpc.ClusterServiceStub(channel)
             try:
-                view = await stub.GetClusterView(cluster_pb2.GetClusterViewRequest(), **given)
+                view = await stub.GetClusterView(cluster_pb2.GetClusterViewRequest(), **call_options(_TIMEOUT_S))
                 targets += [
                     each.record.address for each in view.instances if each.record.role == cluster_pb2.ROLE_ROUTER
                 ]
                 request = cluster_pb2.GetRequestAccountRequest(request_id=request_id)
-                found.append(await stub.GetRequestAccount(request, **given))
+                found.append(await stub.GetRequestAccount(request, **call_options(_TIMEOUT_S)))
             except aio.AioRpcError as error:
                 raised = error_of(error, peer=one)
                 if not isinstance(raised, RequestNotFound):

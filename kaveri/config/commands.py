@@ -1,7 +1,7 @@
-"""Runs a program's commands: every failure becomes one line on stderr and an exit status."""
+"""Groups and runs a program's commands: every failure becomes one line on stderr and an exit status."""
 
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 from typer.exceptions import TyperException
@@ -10,8 +10,20 @@ from kaveri.config.output import quiet_output
 from kaveri.errors import ConfigError, KaveriError
 
 
+def command_group(help: str, **settings: Any) -> typer.Typer:
+    """A group of commands; without arguments it prints its help. settings: of typer.Typer."""
+    return typer.Typer(
+        help=help,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        **settings,
+    )
+
+
 def run_commands(app: typer.Typer, program: str) -> NoReturn:
-    """Runs the command line and exits: 0, 1 for a KaveriError, 2 for wrong flags or settings, 130 for Ctrl-C.
+    """Run the command line and exit: 0, 1 for a KaveriError, 2 for wrong flags or settings, 130 for Ctrl-C.
 
     141 when the reader of stdout is gone; see quiet_output.
     """

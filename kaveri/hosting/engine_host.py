@@ -12,18 +12,23 @@ from dataclasses import replace
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Phase, Role
-from kaveri.engine.contract import Engine, EngineEvent, EngineStopped
+from kaveri.domain.running_clock import RunningClock
+from kaveri.domain.view import Phase, Role
+from kaveri.engine.contract import Engine, EngineEvent, EngineStats, EngineStopped
 from kaveri.hosting.config import InstanceConfig
-from kaveri.hosting.engine_watch import LOOK_EVERY_S, EngineWatch
 from kaveri.hosting.served_phases import ServedPhases
 from kaveri.hosting.service_host import ServiceHost, first_of, service_record
 from kaveri.hosting.trial import Trial
 from kaveri.telemetry.logs import get_logger
 
+LOOK_EVERY_S = 0.25
+_USUAL_STEPS = 20
+_FIRST_STEP_S = 300.0
+"""Limit of an engine's first step, which may compile kernels or read weights for minutes."""
 
-class EngineHost:
-    """Serves phases with one engine. Owns the engine and a ServiceHost."""
+
+class EngineHost(ServiceHost):
+    """Serves phases with one engine, which it owns."""
 
     def __init__(
         self,
@@ -35,7 +40,7 @@ class EngineHost:
         register: Callable[[aio.Server], None],
         incarnation: int,
     ) -> None:
-        """The arguments after `engine` are ServiceHost's."""
+        """incarnation: see new_incarnation(). The other arguments after `engine` are ServiceHost's."""
         info = engine.info
         record = replace(
             service_record(config, Role.ENGINE, config.model_name, incarnation),
@@ -49,42 +54,10 @@ class EngineHost:
         self._engine = engine
         self._stuck_after_s = config.stuck_after_s
         self._phases = phases
-        self._service = ServiceHost(config, store, record, phases, service_names, register)
-        phases.on_change = self._service.beat_now
+        super().__init__(config, store, record, phases, service_names, register)
+        phases.on_change = self.beat_now
         self._trial: Trial | None = None
         """Receives the engine's events until the engine has proved that it can run its model."""
-
-    @property
-    def address(self) -> str:
-        """Address for other processes; empty before it listens."""
-        return self._service.address
-
-    @property
-    def record(self) -> InstanceRecord:
-        """Record of this incarnation."""
-        return self._service.record
-
-    @property
-    def started(self) -> asyncio.Event:
-        """Set once requests are accepted."""
-        return self._service.started
-
-    @property
-    def state(self) -> InstanceState:
-        """State for the heartbeats."""
-        return self._service.state
-
-    def load(self) -> InstanceLoad:
-        """Load for the next heartbeat."""
-        return self._service.load()
-
-    async def drain(self) -> bool:
-        """See ServiceHost.drain."""
-        return await self._service.drain()
-
-    async def undrain(self) -> bool:
-        """See ServiceHost.undrain."""
-        return await self._service.undrain()
 
     async def switch(self, phases: Sequence[Phase], order: int) -> bool:
         """Serve exactly these phases; see ServedPhases.switch."""
@@ -98,13 +71,18 @@ class EngineHost:
         """
         loop = asyncio.get_running_loop()
         self._trial = Trial(self._engine, Phase.DECODE in self._phases.can_serve)
-        self._engine.start(lambda events: _forward(loop, self._handle, events))
+
+        def forward(events: Sequence[EngineEvent]) -> None:
+            """Pass events from the engine's thread to the loop."""
+            loop.call_soon_threadsafe(self._handle, events)
+
+        self._engine.start(forward)
         try:
             if not await self._engine_works(stopping):
                 return 0
             watching = asyncio.create_task(self._watch_engine(), name="engine watch")
             try:
-                return await self._service.serve(stopping)
+                return await super().serve(stopping)
             finally:
                 watching.cancel()
         finally:
@@ -130,7 +108,7 @@ class EngineHost:
             stats = self._engine.stats()
             stuck_s = watch.look(stats, time.monotonic())
             if stuck_s is not None:
-                self._service.break_off(f"the engine is stuck: no step for {stuck_s:.1f} s")
+                self.break_off(f"the engine is stuck: no step for {stuck_s:.1f} s")
                 get_logger().error("engine_stuck", stuck_s=stuck_s, limit_s=watch.limit_s(stats))
                 return
 
@@ -140,19 +118,43 @@ class EngineHost:
                 self._trial.handle(events)
             else:
                 self._phases.handle(events)
-                self._service.note_work()
+                self.note_work()
         except Exception as error:
             # The lost events are unknown, and a request without them would wait forever.
-            self._service.break_off(f"the instance lost its engine's events: {error!r}")
+            self.break_off(f"the instance lost its engine's events: {error!r}")
             get_logger().exception("engine_events_lost", error=repr(error))
         # By contract the last event of an engine.
         if events and isinstance(last := events[-1], EngineStopped):
-            self._service.break_off(f"the engine stopped: {last.reason}")
+            self.break_off(f"the engine stopped: {last.reason}")
             get_logger().error("engine_stopped", reason=last.reason)
 
 
-def _forward(
-    loop: asyncio.AbstractEventLoop, handle: Callable[[Sequence[EngineEvent]], None], events: Sequence[EngineEvent]
-) -> None:
-    """Pass events from the engine's thread to the loop."""
-    loop.call_soon_threadsafe(handle, events)
+class EngineWatch:
+    """Detects a stuck engine: it is alive, has work, and makes no step. Checked every LOOK_EVERY_S. Pure."""
+
+    def __init__(self, stuck_after_s: float, now_s: float) -> None:
+        """stuck_after_s: min time before an engine counts as stuck, however short its steps are."""
+        self._stuck_after_s = stuck_after_s
+        # A process that is stopped as a whole is not a stuck engine.
+        self._clock = RunningClock(now_s, 2 * LOOK_EVERY_S)
+        self._turn_count = 0
+        self._since_s: float | None = None
+        """First sight of the current turn, on the clock; None if the engine was idle."""
+
+    def limit_s(self, stats: EngineStats) -> float:
+        """Max duration of a step now, in seconds."""
+        # The longest step, not the mean: a prompt's chunk takes many times a token's step.
+        usual_s = stats.longest_step_s
+        return max(self._stuck_after_s, _USUAL_STEPS * usual_s if usual_s > 0 else _FIRST_STEP_S)
+
+    def look(self, stats: EngineStats, now_s: float) -> float | None:
+        """Seconds for which the engine has been stuck; None if it is not."""
+        self._clock.tick(now_s)
+        at_s = self._clock.elapsed_s
+        if not stats.is_busy:
+            self._since_s = None
+            return None
+        if self._since_s is None or stats.turn_count != self._turn_count:
+            self._since_s, self._turn_count = at_s, stats.turn_count
+        busy_s = at_s - self._since_s
+        return busy_s if busy_s > self.limit_s(stats) else None

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from kaveri.domain.view import InstanceLoad, Phase
 from kaveri.engine.contract import Engine
-from kaveri.hosting.kv_metrics import ReceivingMetrics, SendingMetrics
+from kaveri.hosting.kv_metrics import KvMetrics
 
 BUILD_INFO = Gauge(
     "kaveri_build_info", "1, with the version of this process and what it serves.", ["version", "role", "model"]
@@ -53,5 +53,4 @@ def register_engine_metrics(engine: Engine, registry: CollectorRegistry, model: 
         "kaveri_kv_usage_ratio", "Share of the KV pool's blocks that is held, 0 to 1.", ["model"], registry=registry
     )
     usage.labels(model).set_function(lambda: 1 - engine.stats().free_blocks / total)
-    registry.register(SendingMetrics(engine.kv_flow))
-    registry.register(ReceivingMetrics(engine.kv_flow))
+    registry.register(KvMetrics(engine.kv_flow))

@@ -42,7 +42,7 @@ class ServedPhases:
                 service.drain()
         self._order = FIRST_ORDER
         self._stopping = False
-        self.on_change: Callable[[], object] = _ignore
+        self.on_change: Callable[[], object] = lambda: None
         """Called when the phases in the load change."""
         self.on_loads: Callable[[Mapping[Phase, InstanceLoad], Collection[Phase]], object] = lambda _, __: None
         """Called whenever load() is: with the load of each served phase, and the phases that accept requests."""
@@ -103,12 +103,7 @@ class ServedPhases:
         # Without a phase it still has an engine, whose blocks every phase reports.
         loads = {phase: self._services[phase].load() for phase in served or tuple(self._services)[:1]}
         self.on_loads(loads, () if self._stopping else self._ordered)
-        return replace(
-            _combined(loads),
-            phases=served,
-            ending_phases=ending,
-            phase_order=self._order,
-        )
+        return replace(_combined(loads), phases=served, ending_phases=ending, phase_order=self._order)
 
     def drain(self) -> None:
         self._stopping = True
@@ -143,7 +138,3 @@ def _combined(loads: Mapping[Phase, InstanceLoad]) -> InstanceLoad:
         queued_prefill_tokens=prefill.queued_prefill_tokens,
         queue_room=prefill.queue_room,
     )
-
-
-def _ignore() -> None:
-    pass

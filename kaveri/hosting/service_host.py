@@ -15,7 +15,6 @@ from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Role
 from kaveri.errors import Unavailable
 from kaveri.hosting import drain_server
 from kaveri.hosting.metrics import BUILD_INFO
-from kaveri.hosting.server_pair import ProcessServer, ServerPair
 from kaveri.rpc.process import ServiceConfig
 from kaveri.rpc.server import RpcServer
 from kaveri.security.callers import Callers
@@ -30,6 +29,26 @@ _STOP_GRACE_S = 1.0
 """Seconds for the last messages to leave once nothing is in flight."""
 _LAST_WORD_S = 0.1
 """Seconds for the errors of a failed service to arrive."""
+
+
+class ProcessServer(Protocol):
+    """A server of a process. RpcServer is one."""
+
+    @property
+    def port(self) -> int:
+        """Listening port, known after start()."""
+
+    async def start(self) -> None:
+        """Bind the address. Raises ConfigError."""
+
+    async def ready(self) -> None:
+        """Accept requests."""
+
+    async def drain(self) -> None:
+        """Report that no requests are accepted, until ready(). Those in flight continue."""
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse requests, give those in flight `grace_s` seconds, then end them. Idempotent."""
 
 
 class HostedService(Protocol):
@@ -104,8 +123,8 @@ class ServiceHost:
         self._stopping = False
         """True once a signal or a failure has begun the shutdown."""
         self._operators = operators
-        inner = server or self._rpc_server(service_names, register)
-        self._server: ProcessServer = inner if public is None else ServerPair(inner, public)
+        self._server = server or self._rpc_server(service_names, register)
+        self._servers = (self._server,) if public is None else (self._server, public)
         self._broken: asyncio.Future[str] | None = None
         self._heartbeat: Heartbeat | None = None
 
@@ -122,7 +141,8 @@ class ServiceHost:
         BUILD_INFO.labels(self.record.version, self.record.role, self.record.model).set(1)
         self._broken = self._broken or asyncio.get_running_loop().create_future()
         try:
-            await self._server.start()
+            for server in self._servers:
+                await server.start()
             self.record = replace(self.record, address=self._config.advertised_address(self._server.port))
             interval_s = self._config.heartbeat_interval_s
             heartbeat = Heartbeat(self._store, self.record, self.load, interval_s)
@@ -131,7 +151,7 @@ class ServiceHost:
                 working = tasks.create_task(self._hosted.run())
                 beating = tasks.create_task(heartbeat.run())
                 try:
-                    await self._server.ready()
+                    await self._accept()
                     self.started.set()
                     get_logger().info(
                         "service_started",
@@ -142,7 +162,7 @@ class ServiceHost:
                     )
                     _log_posture(self._config)
                     status = await self._until_stopped(stopping, heartbeat)
-                    await self._server.stop(_STOP_GRACE_S)
+                    await self._stop_servers(_STOP_GRACE_S)
                     if status:
                         # Send callers the reason before they see this instance leave.
                         await asyncio.sleep(_LAST_WORD_S)
@@ -153,10 +173,10 @@ class ServiceHost:
                     heartbeat.stop()
                     beating.cancel()
                     # Calls end first: they use resources of the work.
-                    await self._server.stop(0)
+                    await self._stop_servers(0)
                     working.cancel()
         finally:
-            await self._server.stop(0)
+            await self._stop_servers(0)
 
     async def drain(self) -> bool:
         """Refuse new requests until undrain(). Returns False if it was draining already."""
@@ -166,7 +186,7 @@ class ServiceHost:
         self._hosted.drain()
         self.beat_now()
         get_logger().info("drain_started")
-        await self._server.drain()
+        await self._report_draining()
         return True
 
     async def undrain(self) -> bool:
@@ -180,7 +200,7 @@ class ServiceHost:
         self._hosted.undrain()
         self.beat_now()
         get_logger().info("drain_ended")
-        await self._server.ready()
+        await self._accept()
         return True
 
     def break_off(self, reason: str) -> None:
@@ -200,13 +220,24 @@ class ServiceHost:
         if self._heartbeat is not None:
             self._heartbeat.note_work()
 
-    def _rpc_server(self, service_names: Sequence[str], register: Callable[[aio.Server], None] | None) -> RpcServer:
+    def _rpc_server(self, service_names: Sequence[str], register: Callable[[aio.Server], None] | None) -> ProcessServer:
         server = RpcServer(self._config.host, self._config.port, (*service_names, drain_server.SERVICE_NAME))
         if register is not None:
             server.add(register)
         drains = drain_server.DrainServer(self, self._store, self._operators)
         server.add(lambda added_to: add_DrainServiceServicer_to_server(drains, added_to))
         return server
+
+    async def _accept(self) -> None:
+        for server in self._servers:
+            await server.ready()
+
+    async def _report_draining(self) -> None:
+        for server in reversed(self._servers):
+            await server.drain()
+
+    async def _stop_servers(self, grace_s: float) -> None:
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
 
     def load(self) -> InstanceLoad:
         """Load for the next heartbeat."""
@@ -221,7 +252,7 @@ class ServiceHost:
         self._hosted.drain()
         if not broken.done():
             heartbeat.beat_now()
-            await self._server.drain()
+            await self._report_draining()
             await first_of(self._hosted.wait_idle(), asyncio.wait((broken,)), timeout_s=self._config.drain_timeout_s)
         self._hosted.fail_all(broken.result() if broken.done() else "the instance is stopping")
         return BROKEN_STATUS if broken.done() else 0

@@ -1,16 +1,16 @@
-"""Turns the records of a run into columns, which kaveri.workload sums up."""
+"""Converts the records of a run to the columns that kaveri.workload summarizes."""
 
 import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kaveri.loadgen.driver import LoadRun, RequestRecord
+from kaveri.loadgen.driver import LoadRun
 from kaveri.workload.run_columns import SERVER_LOSSES, SERVER_PHASES, Floats, RunColumns, Whole
 
 
 def columns_of(run: LoadRun) -> RunColumns:
-    """The run as columns."""
+    """Convert a run."""
     records = run.records
     error_names = tuple(dict.fromkeys(record.error for record in records if record.error is not None))
     codes = {name: code for code, name in enumerate(error_names, 1)}
@@ -44,11 +44,6 @@ def columns_of(run: LoadRun) -> RunColumns:
         gaps_s=_floats(gap_s for record in records if record.error is None for gap_s in record.gaps_s),
         loop_delays_s=_floats(run.loop_delays_s),
     )
-
-
-def columns_of_records(records: Iterable[RequestRecord]) -> RunColumns:
-    """Convert records alone, without the length of the run."""
-    return columns_of(LoadRun(tuple(records), 0.0, ()))
 
 
 def _floats(values: Iterable[float]) -> Floats:

@@ -44,7 +44,7 @@ class RequestRecord:
 
     @property
     def lengths(self) -> RequestLengths:
-        """The real lengths, or the planned ones if it was not answered."""
+        """Actual lengths, or the planned ones if it was not answered."""
         if self.prompt_tokens is None:
             return self.planned.lengths
         return RequestLengths(self.prompt_tokens, self.received_tokens)
@@ -97,7 +97,7 @@ async def run_open(
     max_in_flight: int,
     on_end: Callable[[RequestRecord], None],
 ) -> LoadRun:
-    """Sends each request at its planned time, independent of earlier requests.
+    """Send each request at its planned time, independent of earlier requests.
 
     max_in_flight: at this limit the next request is sent late, which its record shows. Cancellation cancels all
     requests.
@@ -130,7 +130,7 @@ async def run_closed(
     concurrency: int,
     on_end: Callable[[RequestRecord], None],
 ) -> LoadRun:
-    """Keeps `concurrency` requests in flight until all are answered. Cancellation cancels all requests."""
+    """Keep `concurrency` requests in flight until all are answered. Cancellation cancels all requests."""
     clock = _Clock()
     records = [RequestRecord(planned, 0.0) for planned in requests]
 
@@ -164,7 +164,7 @@ class RequestSettings:
     parameters."""
 
     def prompt(self, planned: PlannedRequest) -> RequestPrompt:
-        """The request's own prompt, or random token ids that depend on seed and number only."""
+        """Return the request's own prompt, or random token ids that depend on seed and number only."""
         if planned.prompt is not None:
             return planned.prompt
         rng = np.random.default_rng((self.seed, planned.number))

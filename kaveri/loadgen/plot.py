@@ -4,30 +4,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kaveri.errors import ConfigError
-from kaveri.extras import require_modules
 from kaveri.loadgen.driver import LoadRun, RequestRecord
 from kaveri.loadgen.report import Slo, jct_s, tpot_s, ttft_s
-from kaveri.profiling.output import check_output
+from kaveri.profiling.output import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_FORMATS = (".svg", ".png", ".pdf")
 _WAIT_COLOUR, _ANSWER_COLOUR, _FAILED_COLOUR = "#c96f3b", "#2a7f9e", "#b02a2a"
 
 
-def check_plot(path: Path) -> None:
-    """Raises ConfigError when draw_runs() could not write there. Call it before the runs."""
-    if path.suffix not in _FORMATS:
-        raise ConfigError("--plot", f"is {str(path)!r}; it must end in {', '.join(_FORMATS)}")
-    check_output("--plot", path)
-    require_modules("--plot", "predictor", "matplotlib")
-
-
 def draw_runs(runs: Sequence[tuple[str, LoadRun]], slo: Slo, title: str, path: Path) -> None:
-    """Writes a figure: the cumulative distributions of TTFT, TPOT and JCT with a curve per run, and the timeline of the
-    last run. Dashed lines are the SLOs. The path's suffix sets the format. Raises OSError."""
+    """Draw the cumulative distributions of TTFT, TPOT and JCT with a curve per run, and the timeline of the last run.
+    Dashed lines are the SLOs. Raises OSError."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 8), layout="constrained")
@@ -37,8 +26,7 @@ def draw_runs(runs: Sequence[tuple[str, LoadRun]], slo: Slo, title: str, path: P
     for column, (name, measure, limit_s) in enumerate(measures):
         _distribution(figure.add_subplot(grid[0, column]), name, measure, limit_s, runs)
     _timeline(figure.add_subplot(grid[1, :]), *runs[-1])
-    # No date in the file, so the same runs always give the same bytes.
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    save_figure(figure, path)
 
 
 def _distribution(

@@ -12,7 +12,7 @@ _COLUMNS = ("mean", "p50", "p90", "p99", "max")
 
 
 def show_report(console: Console, report: Mapping[str, Any]) -> None:
-    """Prints latencies, rates, SLO attainment and resource time of one run, or the median, smallest and largest values
+    """Print latencies, rates, SLO attainment and resource time of one run, or the median, smallest and largest values
     of several; then the result of a goodput search."""
     figures, count = report["over_runs"], len(report["runs"])
     if report["goodput"] is None:
@@ -51,7 +51,7 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
 
 
 def show_warnings(console: Console, report: Mapping[str, Any]) -> None:
-    """Prints problems: failed requests, requests not sent, an interruption, a client that was too slow."""
+    """Print problems: failed requests, requests not sent, an interruption, a client that was too slow."""
     for number, run in enumerate(report["runs"]):
         where = f"run {number + 1}: " if len(report["runs"]) > 1 else ""
         for name, count in run["errors"].items():

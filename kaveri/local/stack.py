@@ -46,7 +46,7 @@ class LocalStack:
     drains and stops everything in order. For one event loop, on a long-lived thread.
     """
 
-    def __init__(self, config: StackConfig, report: Callable[[str], None] | None = None) -> None:
+    def __init__(self, config: StackConfig, report: Callable[[str], None] = lambda _: None) -> None:
         """report: receives a line of text for users at each event."""
         self.config = config
         self.targets: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class LocalStack:
         self.redis_url = config.redis_url
         self.log_dir = Path()
         """Folder with one log per child."""
-        self._report = report or _say_nothing
+        self._report = report
         self._started = False
         self._supervisors: dict[str, Supervisor] = {}
         self._roles = {name: role for role in ROLES for name in config.instance_ids(role)}
@@ -298,7 +298,3 @@ class LocalStack:
         lives = {status.record.instance_id: status.record.incarnation for status in shown.instances}
         here = self.view().instances
         return all(name in here and lives.get(name) == here[name].record.incarnation for name in self.instance_ids)
-
-
-def _say_nothing(line: str) -> None:
-    """Discard a report."""

@@ -1,4 +1,4 @@
-"""Owns the models bundled with Kaveri: maps their names to the folders that hold their files."""
+"""Models bundled with Kaveri."""
 
 from pathlib import Path
 
@@ -8,14 +8,11 @@ _FOLDERS = {KAVERI_TINY: "kaveri_tiny"}
 
 
 def resolve_model(name: str) -> str:
-    """The folder of a bundled model's files; any other name (a path, a hub id) comes back unchanged."""
-    folder = _FOLDERS.get(name)
-    if folder is None:
-        return name
-    return str(Path(__file__).parent / folder)
+    """Return the folder of a bundled model; any other name (a path, a hub id) unchanged."""
+    return str(Path(__file__).parent / _FOLDERS[name]) if name in _FOLDERS else name
 
 
 def bundled_predictor(model: str) -> str | None:
-    """The folder of the length predictor that is bundled with a model; None when there is none."""
+    """Return the folder of a model's bundled length predictor; None if it has none."""
     folder = Path(resolve_model(model)) / "predictor"
     return str(folder) if model in _FOLDERS and (folder / "kaveri_predictor.json").is_file() else None

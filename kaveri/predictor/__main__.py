@@ -1,6 +1,7 @@
 """python -m kaveri.predictor: the steps of `kaveri predictor`, in their own process because two need torch."""
 
 import asyncio
+import dataclasses
 import enum
 import json
 import sys
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from kaveri.config.commands import run_commands
+from kaveri.config.commands import command_group, run_commands
 from kaveri.errors import ConfigError
 from kaveri.extras import require_modules
 
@@ -18,13 +19,7 @@ if TYPE_CHECKING:
 
     from kaveri.predictor.evaluate import Evaluation
 
-app = typer.Typer(
-    help="Train and evaluate a length predictor.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+app = command_group("Train and evaluate a length predictor.")
 
 
 def main() -> NoReturn:
@@ -184,7 +179,7 @@ def evaluate(
         )
     if json_path is not None:
         try:
-            json_path.write_text(json.dumps(evaluation.as_json(), indent=1) + "\n")
+            json_path.write_text(json.dumps(dataclasses.asdict(evaluation), indent=1) + "\n")
         except OSError as error:
             raise ConfigError("--json", f"{json_path} cannot be written: {error.strerror}") from error
     if plot_path is not None:

@@ -5,10 +5,9 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from kaveri.errors import ConfigError
-from kaveri.extras import lacks
+from kaveri.extras import require_modules
 from kaveri.predictor.accuracy import Accuracy, measure_accuracy
 from kaveri.predictor.bundle import LengthPredictor
 from kaveri.predictor.labels import Label, load_tokenizer, token_ids_of
@@ -46,10 +45,6 @@ class Evaluation:
     truncated: int
     """Prompts that the predictor truncated."""
     latencies: tuple[BatchLatency, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return dataclasses.asdict(self)
 
 
 def evaluate(
@@ -127,14 +122,11 @@ def plot(evaluation: Evaluation, path: Path) -> None:
 
     The file's suffix sets the format. Raises ConfigError("--plot") without matplotlib, or when it cannot be written.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError("--plot", lacks("matplotlib", "predictor")) from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    require_modules("--plot", "predictor", "matplotlib")
+    from matplotlib.figure import Figure
 
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4))
+    figure = Figure(figsize=(13, 4))
+    left, middle, right = figure.subplots(1, 3)
     places = range(len(evaluation.accuracies))
     for shift, (name, color) in zip(
         (-0.27, 0.0, 0.27), (("majority", "#bbbbbb"), ("accuracy", "#2a7f9e"), ("within_one", "#8cc5d8")), strict=True
@@ -176,5 +168,3 @@ def plot(evaluation: Evaluation, path: Path) -> None:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     except (OSError, ValueError) as error:
         raise ConfigError("--plot", f"{path} cannot be written: {error}") from error
-    finally:
-        plt.close(figure)

@@ -4,30 +4,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kaveri.errors import ConfigError
-from kaveri.extras import require_modules
 from kaveri.latency.fit import predict_decode_s, predict_prefill_s
 from kaveri.latency.profile import Profile, StepTimes
 from kaveri.latency.saturation import throughput_curve
-from kaveri.profiling.output import check_output
+from kaveri.profiling.output import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_SUFFIXES = (".svg", ".png", ".pdf")
-
-
-def check_plot(path: Path) -> None:
-    """Raises ConfigError when a plot cannot be written there. Called before measuring."""
-    if path.suffix not in _SUFFIXES:
-        raise ConfigError("--plot", f"is {path}; it must end in {', '.join(_SUFFIXES)}")
-    check_output("--plot", path)
-    require_modules("--plot", "predictor", "matplotlib")
-
 
 def draw_profile(profile: Profile, path: Path) -> None:
-    """Draw a profile. The format follows the file's suffix. Raises OSError."""
-    # Not at the top: matplotlib is optional, and slow to import.
+    """Draw a profile. Raises OSError."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4.2))
@@ -51,8 +38,7 @@ def draw_profile(profile: Profile, path: Path) -> None:
         f"{profile.engine.model}, {profile.engine.engine} engine, {profile.engine.dtype}: {profile.machine}"
     )
     figure.tight_layout()
-    # No date in the file, so the same profile always gives the same bytes.
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    save_figure(figure, path)
 
 
 def _draw_curve(axes: "Axes", profile: Profile) -> None:

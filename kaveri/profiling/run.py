@@ -21,9 +21,9 @@ from kaveri.latency.profile import FitError, Profile, ProfiledEngine, write_prof
 from kaveri.latency.saturation import find_saturation, throughput_curve
 from kaveri.profiling.config import ProfileConfig
 from kaveri.profiling.measure import measure_steps
-from kaveri.profiling.output import check_output, not_written
+from kaveri.profiling.output import check_output, check_plot, not_written
 from kaveri.profiling.plan import StepLimits, plan_steps
-from kaveri.profiling.plot import check_plot, draw_profile
+from kaveri.profiling.plot import draw_profile
 
 _ROUNDS, _QUICK_ROUNDS = 9, 3
 _POOR_FIT = 0.15

@@ -36,10 +36,8 @@ class KeysFile:
         """Reads the file. Raises ConfigError."""
         self._path = path
         text = _read(path)
-        self._seen: str | ConfigError = text
-        """Result of the last read: the text, or the error."""
-        self._settled: str | ConfigError = text
-        """Last result confirmed by two consecutive reads."""
+        self._seen = self._settled = (text, "")
+        """Results, as of _try_read(), of the last read, and of the last one confirmed by two consecutive reads."""
         self._keys = _by_digest(parse_keys(text, path))
         self._failure = ""
         """Reason why the file is rejected; empty if it is in use."""
@@ -69,18 +67,20 @@ class KeysFile:
         """Read the file, and apply content confirmed by two reads."""
         # On a thread, as the disk may be slow.
         found = await asyncio.to_thread(_try_read, self._path)
-        is_same, self._seen = _is_same(found, self._seen), found
-        if is_same and not _is_same(found, self._settled):
+        is_same, self._seen = found == self._seen, found
+        if is_same and found != self._settled:
             self._settled = found
+            text, failure = found
             try:
-                await self._take(found)
+                if not failure:
+                    await self._use(text)
             except ConfigError as error:
-                self._refuse(str(error))
+                failure = str(error)
+            if failure:
+                self._refuse(failure)
 
-    async def _take(self, found: str | ConfigError) -> None:
-        if isinstance(found, ConfigError):
-            raise found
-        keys = _by_digest(await asyncio.to_thread(parse_keys, found, self._path))
+    async def _use(self, text: str) -> None:
+        keys = _by_digest(await asyncio.to_thread(parse_keys, text, self._path))
         if self._keys and not keys:
             advice = "to revoke the last one run `kaveri key revoke NAME`"
             raise ConfigError("--keys-file", f"{self._path} has lost all of its keys; {advice}")
@@ -132,19 +132,16 @@ def _read(path: str) -> str:
         raise ConfigError("--keys-file", f"cannot read {path}: {_reason(error)}") from error
 
 
-def _try_read(path: str) -> str | ConfigError:
+def _try_read(path: str) -> tuple[str, str]:
+    """Return the text and an empty reason, or an empty text and the reason for the failure."""
     try:
-        return _read(path)
+        return _read(path), ""
     except ConfigError as error:
-        return error
+        return "", str(error)
 
 
 def _reason(error: OSError | UnicodeDecodeError) -> str:
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
-
-
-def _is_same(one: str | ConfigError, other: str | ConfigError) -> bool:
-    return type(one) is type(other) and str(one) == str(other)
 
 
 def _by_digest(keys: tuple[ApiKey, ...]) -> dict[bytes, ApiKey]:

@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import json
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
+import weakref
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -19,7 +20,6 @@ from prometheus_client.exposition import choose_encoder
 
 from kaveri.addresses import bind_socket, join_address
 from kaveri.errors import ConfigError
-from kaveri.telemetry.discovery import discovered
 from kaveri.telemetry.logs import get_logger
 
 LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -42,6 +42,17 @@ RESPONSE_TIMEOUT_S = 10.0
 _PLAIN_TEXT = "text/plain; charset=utf-8"
 
 _Response = tuple[HTTPStatus, str, bytes]
+TargetGroups = Sequence[dict[str, Any]]
+"""Prometheus' HTTP service discovery format: {"targets": ["host:port"], "labels": {...}}."""
+
+_find_targets: weakref.WeakMethod[Callable[[], TargetGroups]] | None = None
+
+
+def set_discovery(find: Callable[[], TargetGroups]) -> None:
+    """Set the source of /sd in this process. find: a method, called on the event loop for each request while its object
+    lives."""
+    global _find_targets  # noqa: PLW0603 - of the process, as metrics are
+    _find_targets = weakref.WeakMethod(find)
 
 
 @contextlib.asynccontextmanager
@@ -171,8 +182,8 @@ class _Site:
                 # One at a time and on a thread: many concurrent scrapes must not delay requests.
                 async with self._rendering:
                     return HTTPStatus.OK, content_type, await asyncio.to_thread(encode, self._registry)
-            case "/sd" if self._registry is not None and (groups := discovered()) is not None:
-                return HTTPStatus.OK, "application/json", json.dumps(groups).encode()
+            case "/sd" if self._registry is not None and _find_targets is not None and (find := _find_targets()):
+                return HTTPStatus.OK, "application/json", json.dumps(find()).encode()
             case "/livez":
                 return HTTPStatus.OK, _PLAIN_TEXT, b"ok\n"
             case "/readyz":

@@ -6,6 +6,7 @@ from typing import Any
 
 from grpc import aio
 
+from kaveri.domain.view import InstanceLoad
 from kaveri.errors import DeadlineExceeded, InvalidArgument, KaveriError, ModelNotFound, Unavailable
 from kaveri.predictor.bundle import cut_prompt
 from kaveri.v1 import predictor_pb2
@@ -22,7 +23,7 @@ _LONGEST_CALL_S = 30.0
 
 
 class PredictorServer(LengthPredictorServiceServicer):
-    """Validates calls and passes their prompts to one batcher."""
+    """Validates calls and passes their prompts to one batcher. Also the HostedService of a predictor."""
 
     def __init__(
         self,
@@ -40,13 +41,26 @@ class PredictorServer(LengthPredictorServiceServicer):
         self._metrics = metrics
         self._draining = False
 
+    async def run(self) -> None:
+        await self._batcher.run()
+
+    def load(self) -> InstanceLoad:
+        """Current load; its requests are prompts."""
+        return InstanceLoad(
+            waiting_requests=self._batcher.waiting_count, running_requests=self._batcher.computing_count
+        )
+
     def drain(self) -> None:
-        """Refuses new calls from now on."""
         self._draining = True
 
     def undrain(self) -> None:
-        """Takes calls again."""
         self._draining = False
+
+    async def wait_idle(self) -> None:
+        await self._batcher.wait_idle()
+
+    def fail_all(self, reason: str) -> None:
+        """Do nothing: the end of the gRPC server cancels the remaining calls."""
 
     async def Predict(  # noqa: N802
         self, request: predictor_pb2.PredictRequest, context: aio.ServicerContext[Any, Any]

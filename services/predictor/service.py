@@ -7,7 +7,7 @@ from functools import partial
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from kaveri.cluster.store import ClusterStore, ViewSource
-from kaveri.domain.view import InstanceLoad, Role
+from kaveri.domain.view import Role
 from kaveri.errors import ConfigError
 from kaveri.hosting.service_host import ServiceHost, new_incarnation, service_record
 from kaveri.hosting.store import open_store
@@ -35,36 +35,6 @@ async def serve(config: PredictorConfig, stopping: asyncio.Event) -> int:
         worker.close()
 
 
-class PredictorService:
-    """The HostedService of a predictor."""
-
-    def __init__(self, servicer: PredictorServer, batcher: PredictionBatcher) -> None:
-        self._servicer = servicer
-        self._batcher = batcher
-
-    async def run(self) -> None:
-        await self._batcher.run()
-
-    def load(self) -> InstanceLoad:
-        """Its requests are prompts."""
-        return InstanceLoad(
-            waiting_requests=self._batcher.waiting_count,
-            running_requests=self._batcher.computing_count,
-        )
-
-    def drain(self) -> None:
-        self._servicer.drain()
-
-    def undrain(self) -> None:
-        self._servicer.undrain()
-
-    async def wait_idle(self) -> None:
-        await self._batcher.wait_idle()
-
-    def fail_all(self, reason: str) -> None:
-        """The end of the server cancels the calls that are left."""
-
-
 def predictor_host(
     config: PredictorConfig,
     model: LengthModel,
@@ -83,7 +53,7 @@ def predictor_host(
         config,
         store,
         replace(record, engine=f"predictor {model.version}"),
-        PredictorService(servicer, batcher),
+        servicer,
         [SERVICE_NAME],
         partial(add_LengthPredictorServiceServicer_to_server, servicer),
     )

@@ -25,8 +25,8 @@ from kaveri.rpc.server import RpcServer
 from kaveri.rpc.tls import RpcTls, process_tls
 from kaveri.security.callers import make_callers
 from kaveri.security.settings import PUBLIC_PREFIX
-from kaveri.telemetry.discovery import set_discovery
 from kaveri.telemetry.logs import get_logger
+from kaveri.telemetry.metrics import set_discovery
 from kaveri.text.generation_config import SamplingDefaults, read_sampling_defaults
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc

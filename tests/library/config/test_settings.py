@@ -39,13 +39,6 @@ def parse(*arguments: str, **environment: str) -> Settings:
     return parse_config(Settings, "kaveri test", arguments, environment)
 
 
-def test_flags_win_over_environment_over_defaults() -> None:
-    assert parse("--model", "m").chunk_tokens == 512
-    assert parse("--model", "m", KAVERI_CHUNK_TOKENS="64").chunk_tokens == 64
-    assert parse("--model", "m", "--chunk-tokens", "32", KAVERI_CHUNK_TOKENS="64").chunk_tokens == 32
-    assert parse(KAVERI_MODEL="from the environment").model == "from the environment"
-
-
 def test_values_get_the_fields_type() -> None:
     settings = parse("--model", "m", "--lease-ttl-s", "0.5", "--log-dir", "/logs", "--memory-bytes", "2MiB")
     assert (settings.lease_ttl_s, settings.log_dir, settings.memory_bytes) == (0.5, "/logs", 2 * 2**20)

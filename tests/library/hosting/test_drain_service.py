@@ -23,36 +23,28 @@ from kaveri.security.keys_file import add_key
 from kaveri.v1 import cluster_pb2
 from kaveri.v1.cluster_pb2_grpc import DrainServiceStub
 from kaveri.wire.status import error_of
+from tests.library.hosting.idle_service import IdleService
 
 SOON_S = 60.0
 
 
-class Work:
-    """Stands for a process: notes each call."""
+class Work(IdleService):
+    """A process with three requests, until it is told that it is idle."""
 
     def __init__(self) -> None:
-        self.calls: list[str] = []
+        super().__init__()
         self.drained = asyncio.Event()
         self.idle = asyncio.Event()
-
-    async def run(self) -> None:
-        await asyncio.Event().wait()
 
     def load(self) -> InstanceLoad:
         return InstanceLoad(waiting_requests=1, running_requests=2)
 
     def drain(self) -> None:
-        self.calls.append("drain")
+        super().drain()
         self.drained.set()
-
-    def undrain(self) -> None:
-        self.calls.append("undrain")
 
     async def wait_idle(self) -> None:
         await self.idle.wait()
-
-    def fail_all(self, reason: str) -> None:
-        pass
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """When an engine counts as stuck, and when it is only idle, slow, or stopped with its whole process."""
 
 from kaveri.engine.contract import EngineStats
-from kaveri.hosting.engine_watch import LOOK_EVERY_S, EngineWatch
+from kaveri.hosting.engine_host import LOOK_EVERY_S, EngineWatch
 
 
 class WatchedEngine:

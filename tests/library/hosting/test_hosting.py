@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.domain.sampling import ResolvedParams
-from kaveri.domain.view import InstanceLoad, Phase
+from kaveri.domain.view import Phase
 from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.stepwise.fake import FakeRunner
@@ -15,59 +15,42 @@ from kaveri.hosting.config import InstanceConfig
 from kaveri.hosting.engine_host import EngineHost
 from kaveri.hosting.served_phases import ServedPhases
 from kaveri.hosting.service_host import BROKEN_STATUS
+from tests.library.hosting.idle_service import IdleService
 
 SOON_S = 60.0
 
 
-class BrokenRole:
-    """A role with an error in it: it cannot take a single event."""
-
-    def __init__(self) -> None:
-        self.failed_with = ""
-
-    def handle(self, events: Sequence[EngineEvent]) -> None:
-        raise LookupError(f"cannot take {len(events)} events")
-
-    def load(self) -> InstanceLoad:
-        return InstanceLoad()
-
-    is_idle = True
-
-    def undrain(self) -> None:
-        pass
-
-    def drain(self) -> None:
-        pass
+class BusyService(IdleService):
+    """Never becomes idle."""
 
     async def wait_idle(self) -> None:
         await asyncio.Event().wait()
 
-    def fail_all(self, reason: str) -> None:
-        self.failed_with = reason
 
-    async def run(self) -> None:
-        pass
+class BrokenService(BusyService):
+    """Cannot take a single event."""
+
+    def handle(self, events: Sequence[EngineEvent]) -> None:
+        raise LookupError(f"cannot take {len(events)} events")
+
+
+def host_of(
+    engine: StepwiseEngine, service: IdleService, store: MemoryStore, stuck_after_s: float = 30.0
+) -> EngineHost:
+    config = InstanceConfig(instance_id="prefill-0", engine="fake", stuck_after_s=stuck_after_s)
+    phases = ServedPhases({Phase.PREFILL: service}, [Phase.PREFILL])
+    return EngineHost(config, engine, store, phases, ["kaveri.v1.PrefillService"], lambda _: None, incarnation=1)
 
 
 async def test_instance_whose_role_loses_an_event_fails_its_requests_and_leaves() -> None:
-    role = BrokenRole()
-    engine = StepwiseEngine(FakeRunner(), 1024)
-    config = InstanceConfig(instance_id="prefill-0", engine="fake")
+    service, engine = BrokenService(), StepwiseEngine(FakeRunner(), 1024)
     async with MemoryStore(MemoryCluster()) as store:
-        host = EngineHost(
-            config,
-            engine,
-            store,
-            ServedPhases({Phase.PREFILL: role}, [Phase.PREFILL]),
-            ["kaveri.v1.PrefillService"],
-            lambda _: None,
-            incarnation=1,
-        )
+        host = host_of(engine, service, store)
         serving = asyncio.create_task(host.serve(asyncio.Event()))
         await asyncio.wait_for(host.started.wait(), SOON_S)
         engine.prefill(EngineRequest(EngineKey("a", 1), (1, 2, 3), 0, ResolvedParams(max_tokens=1, seed=0)))
         assert await asyncio.wait_for(serving, SOON_S) == BROKEN_STATUS
-        assert "LookupError" in role.failed_with
+        assert "LookupError" in service.failed_with
         assert "prefill-0" not in store.view().instances
 
 
@@ -84,28 +67,12 @@ class StuckRunner(FakeRunner):
         return super().run(batch, on_layer)
 
 
-class CountingRole(BrokenRole):
-    """A role that takes every event."""
-
-    def handle(self, events: Sequence[EngineEvent]) -> None:
-        pass
-
-
 async def test_instance_whose_engine_makes_no_step_any_more_fails_its_requests_and_leaves() -> None:
-    role, runner = CountingRole(), StuckRunner()
+    service, runner = BusyService(), StuckRunner()
     engine = StepwiseEngine(runner, 1024)
-    config = InstanceConfig(instance_id="prefill-0", engine="fake", stuck_after_s=0.5)
     params = ResolvedParams(max_tokens=1, seed=0)
     async with MemoryStore(MemoryCluster()) as store:
-        host = EngineHost(
-            config,
-            engine,
-            store,
-            ServedPhases({Phase.PREFILL: role}, [Phase.PREFILL]),
-            ["kaveri.v1.PrefillService"],
-            lambda _: None,
-            incarnation=1,
-        )
+        host = host_of(engine, service, store, stuck_after_s=0.5)
         serving = asyncio.create_task(host.serve(asyncio.Event()))
         try:
             await asyncio.wait_for(host.started.wait(), SOON_S)
@@ -114,5 +81,5 @@ async def test_instance_whose_engine_makes_no_step_any_more_fails_its_requests_a
             assert await asyncio.wait_for(serving, SOON_S) == BROKEN_STATUS
         finally:
             runner.go_on.set()
-        assert "the engine is stuck" in role.failed_with
+        assert "the engine is stuck" in service.failed_with
         assert "prefill-0" not in store.view().instances

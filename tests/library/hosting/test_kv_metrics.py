@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry
 
-from kaveri.hosting.kv_metrics import ReceivingMetrics, SendingMetrics
+from kaveri.hosting.kv_metrics import KvMetrics
 from kaveri.kv.transfer.flow import KvFlow, PeerFlow, ReceiverFlow, SenderFlow
 
 
@@ -22,7 +22,7 @@ def peer(address: str, queued_bytes: int, *, is_waiting: bool = False) -> PeerFl
 def test_each_receiver_has_its_own_sample_also_after_a_restart_at_its_address() -> None:
     peers = [peer("a:1", 100, is_waiting=True), peer("b:1", 7), peer("a:1", 20)]
     registry = CollectorRegistry()
-    registry.register(SendingMetrics(lambda: KvFlow(sending=SenderFlow(tuple(peers), 3, 0.5))))
+    registry.register(KvMetrics(lambda: KvFlow(sending=SenderFlow(tuple(peers), 3, 0.5))))
 
     def value(name: str, address: str) -> object:
         return registry.get_sample_value(f"kaveri_kv_{name}", {"peer": address, "transport": "tcp"})
@@ -48,7 +48,7 @@ def test_a_receiver_tells_its_credit_and_its_quarantine() -> None:
         quarantined_block_count=4,
     )
     registry = CollectorRegistry()
-    registry.register(ReceivingMetrics(lambda: KvFlow(receiving=flow)))
+    registry.register(KvMetrics(lambda: KvFlow(receiving=flow)))
     assert registry.get_sample_value("kaveri_kv_senders") == 2
     assert registry.get_sample_value("kaveri_kv_credit_window_bytes") == 32
     assert registry.get_sample_value("kaveri_kv_credit_held_bytes") == 50

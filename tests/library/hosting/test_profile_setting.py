@@ -34,7 +34,6 @@ def logs_of_building(config: PrefillConfig) -> list[str]:
 def test_the_profile_says_how_long_chunks_are(tmp_path: Path) -> None:
     config = prefill_config("--profile", written(tmp_path))
     assert config.chunk_tokens == 96
-    assert config.chunk_tokens == 96
     assert "chunk_size_profiled" in logs_of_building(config)
 
 

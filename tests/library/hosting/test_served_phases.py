@@ -1,39 +1,30 @@
 """Which orders an instance with one phase takes, and what its load says. tests/services/instance switches real ones."""
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from kaveri.domain.view import InstanceLoad, Phase
-from kaveri.engine.contract import EngineEvent
 from kaveri.errors import InvalidArgument
 from kaveri.hosting.metrics import PhaseMetrics
 from kaveri.hosting.served_phases import FIRST_ORDER, ServedPhases
+from tests.library.hosting.idle_service import IdleService
 
 
-class OneRequest:
+class OneRequest(IdleService):
     """A phase that has one request until it is ended by hand."""
 
     def __init__(self) -> None:
-        self.drained = False
+        super().__init__()
         self.idle = asyncio.Event()
 
-    def handle(self, events: Sequence[EngineEvent]) -> None:
-        """It has no engine."""
-
-    async def run(self) -> None:
-        """Nothing in the background."""
+    @property
+    def drained(self) -> bool:
+        return self.calls[-1:] == ["drain"]
 
     def load(self) -> InstanceLoad:
         return InstanceLoad(running_requests=1 - self.is_idle, total_blocks=8)
-
-    def drain(self) -> None:
-        self.drained = True
-
-    def undrain(self) -> None:
-        self.drained = False
 
     @property
     def is_idle(self) -> bool:
@@ -41,9 +32,6 @@ class OneRequest:
 
     async def wait_idle(self) -> None:
         await self.idle.wait()
-
-    def fail_all(self, reason: str) -> None:
-        self.idle.set()
 
 
 async def test_a_phase_that_the_instance_cannot_serve_is_refused_and_changes_nothing() -> None:

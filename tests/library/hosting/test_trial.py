@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
-from kaveri.domain.view import BOTH_PHASES, InstanceLoad, Phase
-from kaveri.engine.contract import EngineEvent, EngineStopped
+from kaveri.domain.view import BOTH_PHASES, Phase
+from kaveri.engine.contract import EngineStopped
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
 from kaveri.engine.stepwise.runner import Drawn, LayerListener, NoToken, SequenceSlice
@@ -21,41 +21,12 @@ from kaveri.hosting.served_phases import ServedPhases
 from kaveri.hosting.service_host import BROKEN_STATUS
 from kaveri.hosting.trial import Trial
 from kaveri.kv.transfer.ticket import KvEndpoint
+from tests.library.hosting.idle_service import IdleService
 
 SOON_S = 60.0
 
 
 PREFILL, DECODE = (Phase.PREFILL,), (Phase.DECODE,)
-
-
-class _Role:
-    """Keeps the events that it hears."""
-
-    def __init__(self) -> None:
-        self.events: list[EngineEvent] = []
-
-    def handle(self, events: Sequence[EngineEvent]) -> None:
-        self.events += events
-
-    def load(self) -> InstanceLoad:
-        return InstanceLoad()
-
-    is_idle = True
-
-    def undrain(self) -> None:
-        pass
-
-    def drain(self) -> None:
-        pass
-
-    async def wait_idle(self) -> None:
-        pass
-
-    def fail_all(self, reason: str) -> None:
-        pass
-
-    async def run(self) -> None:
-        await asyncio.Event().wait()
 
 
 class _Runner(FakeRunner):
@@ -86,21 +57,14 @@ class _Incapable(_Runner):
         return [NoToken("not a number") if failed else each for each, failed in zip(drawn, fails, strict=True)]
 
 
-def _host(store: MemoryStore, phases: tuple[Phase, ...], engine: StepwiseEngine, hosted: _Role) -> EngineHost:
+def _host(store: MemoryStore, phases: tuple[Phase, ...], engine: StepwiseEngine, hosted: IdleService) -> EngineHost:
     config = InstanceConfig(instance_id="a", engine="fake")
-    return EngineHost(
-        config,
-        engine,
-        store,
-        ServedPhases(dict.fromkeys(phases, hosted), phases),
-        ["kaveri.v1.X"],
-        lambda _: None,
-        incarnation=1,
-    )
+    served = ServedPhases(dict.fromkeys(phases, hosted), phases)
+    return EngineHost(config, engine, store, served, ["kaveri.v1.X"], lambda _: None, incarnation=1)
 
 
 @asynccontextmanager
-async def _serving(phases: tuple[Phase, ...], engine: StepwiseEngine, hosted: _Role) -> AsyncIterator[EngineHost]:
+async def _serving(phases: tuple[Phase, ...], engine: StepwiseEngine, hosted: IdleService) -> AsyncIterator[EngineHost]:
     stopping = asyncio.Event()
     async with MemoryStore(MemoryCluster()) as store:
         host = _host(store, phases, engine, hosted)
@@ -122,7 +86,7 @@ async def _serving(phases: tuple[Phase, ...], engine: StepwiseEngine, hosted: _R
 async def test_engine_computes_a_chunk_and_where_it_decodes_a_decode_step_and_keeps_nothing(
     phases: tuple[Phase, ...], slices: list[tuple[int, int]], tmp_path: Path
 ) -> None:
-    runner, hosted = _Runner(), _Role()
+    runner, hosted = _Runner(), IdleService()
     listen = [KvEndpoint("unix", str(tmp_path / "kv.sock"))] if phases == DECODE else []
     engine = StepwiseEngine(runner, 300, listen=listen)
     async with _serving(phases, engine, hosted):
@@ -145,7 +109,7 @@ async def test_engine_that_cannot_run_its_model_never_registers(
     failure = None if kind is None else kind(reason)
     engine = StepwiseEngine(_Incapable(phases, failure), 300)
     async with MemoryStore(MemoryCluster()) as store:
-        host = _host(store, phases, engine, _Role())
+        host = _host(store, phases, engine, IdleService())
         with pytest.raises(ConfigError, match="cannot run this model") as raised:
             await asyncio.wait_for(host.serve(asyncio.Event()), SOON_S)
         assert raised.value.field == "engine"
@@ -162,7 +126,7 @@ async def test_smallest_engines_pass(
     phases: tuple[Phase, ...], max_model_len: int, total_blocks: int, block_tokens: int
 ) -> None:
     runner = _Runner(FakeModel(max_model_len=max_model_len, block_tokens=block_tokens, vocab_size=2))
-    async with _serving(phases, StepwiseEngine(runner, total_blocks), _Role()):
+    async with _serving(phases, StepwiseEngine(runner, total_blocks), IdleService()):
         assert runner.steps
 
 
@@ -177,7 +141,7 @@ async def test_stopping_during_the_trial_ends_the_instance() -> None:
 
     stopping = asyncio.Event()
     async with MemoryStore(MemoryCluster()) as store:
-        host = _host(store, PREFILL, StepwiseEngine(SlowRunner(), 300), _Role())
+        host = _host(store, PREFILL, StepwiseEngine(SlowRunner(), 300), IdleService())
         serving = asyncio.create_task(host.serve(stopping))
         assert await asyncio.to_thread(begun.wait, SOON_S)
         stopping.set()
@@ -200,7 +164,7 @@ async def test_engine_that_stops_right_behind_its_trial_breaks_its_instance(monk
     engine = StepwiseEngine(_Runner(), 300)
     run = Trial.run
     async with MemoryStore(MemoryCluster()) as store:
-        host = _host(store, PREFILL, engine, _Role())
+        host = _host(store, PREFILL, engine, IdleService())
 
         async def run_and_stop(trial: Trial) -> None:
             await run(trial)

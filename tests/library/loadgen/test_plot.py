@@ -7,8 +7,9 @@ import pytest
 
 from kaveri.errors import ConfigError
 from kaveri.loadgen.driver import LoadRun, RequestRecord
-from kaveri.loadgen.plot import check_plot, draw_runs
+from kaveri.loadgen.plot import draw_runs
 from kaveri.loadgen.report import Slo
+from kaveri.profiling.output import check_plot
 from kaveri.workload.requests import PlannedRequest, RequestLengths
 
 ANSWERED = RequestRecord(PlannedRequest(0, 0.0, RequestLengths(5, 4)), 0.0, 0.0, 0.2, 0.8, 4, [0.2] * 3)

@@ -1,13 +1,17 @@
-"""How long instances were at work in a run."""
+"""Resource time of the instances in a run."""
 
+from collections.abc import Mapping
+
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kaveri.client.answer import ServerTiming
 from kaveri.domain.view import Phase
-from kaveri.loadgen.busy import ResourceTime, covered_s, resource_times
+from kaveri.loadgen.columns import columns_of
 from kaveri.loadgen.driver import LoadRun, RequestRecord
 from kaveri.workload.requests import PlannedRequest, RequestLengths
+from kaveri.workload.resource_time import Phases, ResourceTime, covered_s, resource_times
 
 
 def answered(
@@ -47,8 +51,14 @@ RECORDS = (
 )
 
 
+def times_of(
+    records: tuple[RequestRecord, ...], duration_s: float, phases: Mapping[str, Phases]
+) -> dict[Phases, ResourceTime]:
+    return resource_times(columns_of(LoadRun(records, duration_s, ())), phases)
+
+
 def test_overlapping_requests_count_once_and_the_instances_of_a_phase_add_up() -> None:
-    times = resource_times(LoadRun(RECORDS, 10.0, ()), {})
+    times = times_of(RECORDS, 10.0, {})
     assert times == {
         PREFILL: ResourceTime(instances=2, busy_s=1.5 + 2.0, held_s=20.0),
         DECODE: ResourceTime(instances=2, busy_s=3.0 + 1.0, held_s=20.0),
@@ -57,23 +67,23 @@ def test_overlapping_requests_count_once_and_the_instances_of_a_phase_add_up() -
 
 def test_an_instance_that_had_nothing_to_do_is_held_all_the_same() -> None:
     phases = {"p0": PREFILL, "p1": PREFILL, "d0": DECODE, "d1": DECODE, "d2": DECODE}
-    times = resource_times(LoadRun(RECORDS, 10.0, ()), phases)
+    times = times_of(RECORDS, 10.0, phases)
     assert times[DECODE] == ResourceTime(instances=3, busy_s=4.0, held_s=30.0)
 
 
 def test_an_instance_of_both_phases_is_busy_with_either_and_counts_once() -> None:
     both = (answered(2.0, 4.0, ("c0", 0.0, 1.0), ("c0", 0.0, 2.5)),)  # [1, 2] and [1.5, 4]
     for phases in ({}, {"c0": tuple(Phase)}):
-        times = resource_times(LoadRun(both, 5.0, ()), phases)
+        times = times_of(both, 5.0, phases)
         assert times == {tuple(Phase): ResourceTime(instances=1, busy_s=3.0, held_s=5.0)}
 
 
 def test_failed_requests_are_left_out() -> None:
     lost = (answered(2.0, 4.0, ("p0", 0.0, 1.0), ("d0", 0.0, 2.0), error="Unavailable"),)
-    assert resource_times(LoadRun(lost, 5.0, ()), {"d0": DECODE}) == {DECODE: ResourceTime(1, 0.0, 5.0)}
+    assert times_of(lost, 5.0, {"d0": DECODE}) == {DECODE: ResourceTime(1, 0.0, 5.0)}
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair)))))
 def test_the_covered_time_is_that_of_all_seconds_within_any_span(spans: list[tuple[int, int]]) -> None:
     seconds = {second for begin, end in spans for second in range(begin, end)}
-    assert covered_s(spans) == len(seconds)
+    assert covered_s(np.array(spans, dtype=np.float64).reshape(-1, 2)) == len(seconds)

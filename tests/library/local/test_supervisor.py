@@ -28,6 +28,9 @@ class _Lives:
         self.pids.append(child.pid)
         return child
 
+    def supervise(self, *, restart: bool) -> Supervisor:
+        return Supervisor("child", self.launch, self.launch(), self.lines.append, restart=restart)
+
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(30):
             while not condition():  # noqa: ASYNC110 - any condition at all
@@ -36,7 +39,7 @@ class _Lives:
 
 async def test_child_that_keeps_dying_comes_back_with_longer_and_longer_pauses(tmp_path: Path) -> None:
     lives = _Lives(["sh", "-c", "exit 7"], tmp_path / "child.log")
-    supervisor = Supervisor("child", lives.launch, lives.launch(), lives.lines.append, restart=True)
+    supervisor = lives.supervise(restart=True)
     await lives.until(lambda: len(lives.started_at_s) == 4)
     await supervisor.kill_for_good()
     pauses = [later - earlier for earlier, later in zip(lives.started_at_s, lives.started_at_s[1:], strict=False)]
@@ -52,7 +55,7 @@ async def test_pauses_have_a_longest_one_and_a_steady_life_makes_them_short_agai
     monkeypatch.setattr(supervisor_module, "_BACKOFF_MIN_S", 0.01)
     monkeypatch.setattr(supervisor_module, "_BACKOFF_MAX_S", 0.03)
     lives = _Lives(["sh", "-c", "exit 7"], tmp_path / "child.log")
-    supervisor = Supervisor("child", lives.launch, lives.launch(), lives.lines.append, restart=True)
+    supervisor = lives.supervise(restart=True)
     await lives.until(lambda: len(lives.lines) >= 5)
     said = [line.rpartition(" in ")[2] for line in lives.lines]
     assert said[:5] == ["0.01 s", "0.02 s", "0.03 s", "0.03 s", "0.03 s"]
@@ -66,7 +69,7 @@ async def test_pauses_have_a_longest_one_and_a_steady_life_makes_them_short_agai
 
 async def test_killed_child_is_replaced_and_the_replacement_can_be_stopped(tmp_path: Path) -> None:
     lives = _Lives(["sleep", "600"], tmp_path / "child.log")
-    supervisor = Supervisor("child", lives.launch, lives.launch(), lives.lines.append, restart=True)
+    supervisor = lives.supervise(restart=True)
     await supervisor.process.kill()
     await lives.until(lambda: len(lives.pids) == 2)
     assert lives.lines == ["child was ended by SIGKILL; starting it again in 0.25 s"]
@@ -94,7 +97,7 @@ async def test_child_that_could_not_be_started_again_is_tried_once_more(tmp_path
 
 async def test_child_told_to_end_during_the_pause_does_not_come_back(tmp_path: Path) -> None:
     lives = _Lives(["sh", "-c", "exit 1"], tmp_path / "child.log")
-    supervisor = Supervisor("child", lives.launch, lives.launch(), lives.lines.append, restart=True)
+    supervisor = lives.supervise(restart=True)
     await lives.until(lambda: len(lives.lines) == 2)
     count = len(lives.pids)
     await supervisor.stop(grace_s=20.0)
@@ -104,7 +107,7 @@ async def test_child_told_to_end_during_the_pause_does_not_come_back(tmp_path: P
 
 async def test_child_that_is_not_to_be_restarted_stays_dead_until_asked(tmp_path: Path) -> None:
     lives = _Lives(["sleep", "600"], tmp_path / "child.log")
-    supervisor = Supervisor("child", lives.launch, lives.launch(), lives.lines.append, restart=False)
+    supervisor = lives.supervise(restart=False)
     await supervisor.process.kill()
     await lives.until(supervisor._watching.done)
     assert len(lives.pids) == 1

@@ -98,14 +98,21 @@ def write_prompts(path: Path, prompts: list[str]) -> Path:
     return path
 
 
+def label_all(
+    folder: Path, target: str, prompts: list[str], *flags: object
+) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Run the command on these prompts. Returns it and its file of labels."""
+    out = folder / "new" / "labels.jsonl"
+    return label("--prompts", write_prompts(folder / "p.txt", prompts), "--target", target, "--out", out, *flags), out
+
+
 def labels_in(path: Path) -> dict[str, int]:
     return {line["prompt"]: line["output_tokens"] for line in map(json.loads, path.read_text().splitlines())}
 
 
 def test_every_prompt_gets_its_label(service: AnsweringDouble, target: str, tmp_path: Path) -> None:
     prompts = ["a" * length for length in range(1, 21)]
-    out = tmp_path / "new" / "labels.jsonl"
-    ended = label("--prompts", write_prompts(tmp_path / "p.txt", prompts), "--target", target, "--out", out)
+    ended, out = label_all(tmp_path, target, prompts)
     assert ended.returncode == 0, ended.stderr
     assert "20 labelled, 0 labelled before, 0 refused" in ended.stderr
     assert labels_in(out) == {prompt: len(prompt) for prompt in prompts}
@@ -157,8 +164,7 @@ def test_ctrl_c_keeps_the_labels_and_cancels_the_rest(service: AnsweringDouble, 
 
 
 def test_no_more_prompts_are_in_flight_than_asked_for(service: AnsweringDouble, target: str, tmp_path: Path) -> None:
-    prompts = write_prompts(tmp_path / "p.txt", ["a" * length for length in range(1, 21)])
-    ended = label("--prompts", prompts, "--target", target, "--out", tmp_path / "l.jsonl", "--concurrency", 3)
+    ended, _ = label_all(tmp_path, target, ["a" * length for length in range(1, 21)], "--concurrency", 3)
     assert ended.returncode == 0, ended.stderr
     assert service.most_running == 3
 
@@ -167,26 +173,23 @@ def test_a_refused_prompt_is_named_and_a_busy_cluster_waited_for(
     service: AnsweringDouble, target: str, tmp_path: Path
 ) -> None:
     service.refused, service.busy = {"bb"}, {"ccc"}
-    out = tmp_path / "labels.jsonl"
-    ended = label("--prompts", write_prompts(tmp_path / "p.txt", ["a", "bb", "ccc"]), "--target", target, "--out", out)
+    ended, out = label_all(tmp_path, target, ["a", "bb", "ccc"])
     assert ended.returncode == 0, ended.stderr
     assert "refused: line 2: prompt is 'bb'; it must be liked" in " ".join(ended.stderr.split())
     assert labels_in(out) == {"a": 1, "ccc": 3}
 
 
 def test_a_prompt_that_stands_twice_is_asked_once(service: AnsweringDouble, target: str, tmp_path: Path) -> None:
-    out = tmp_path / "labels.jsonl"
-    ended = label("--prompts", write_prompts(tmp_path / "p.txt", ["a", "bb", "a"]), "--target", target, "--out", out)
+    ended, _ = label_all(tmp_path, target, ["a", "bb", "a"])
     assert ended.returncode == 0, ended.stderr
     assert service.asked() == {"a": 1, "bb": 1}
 
 
 def test_labels_of_another_model_are_not_added_to(target: str, tmp_path: Path) -> None:
-    out = tmp_path / "labels.jsonl"
-    prompts = write_prompts(tmp_path / "p.txt", ["a"])
-    assert label("--prompts", prompts, "--target", target, "--out", out).returncode == 0
+    ended, out = label_all(tmp_path, target, ["a"])
+    assert ended.returncode == 0
     out.write_text(out.read_text().replace("alphabet", "other"))
-    ended = label("--prompts", prompts, "--target", target, "--out", out)
+    ended, _ = label_all(tmp_path, target, ["a"])
     assert ended.returncode == 2
     assert "holds labels of model 'other', not of 'alphabet'" in ended.stderr
 
@@ -202,15 +205,13 @@ def test_a_malformed_file_costs_no_request(service: AnsweringDouble, target: str
 
 
 def test_a_cluster_that_is_not_there_is_an_error_in_one_line(tmp_path: Path) -> None:
-    prompts = write_prompts(tmp_path / "p.txt", ["a"])
-    ended = label("--prompts", prompts, "--target", "127.0.0.1:1", "--out", tmp_path / "l.jsonl")
+    ended, _ = label_all(tmp_path, "127.0.0.1:1", ["a"])
     assert ended.returncode == 1
     assert "127.0.0.1:1" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
 def test_the_model_has_to_be_served(target: str, tmp_path: Path) -> None:
-    prompts = write_prompts(tmp_path / "p.txt", ["a"])
-    ended = label("--prompts", prompts, "--target", target, "--out", tmp_path / "l.jsonl", "--model", "other")
+    ended, _ = label_all(tmp_path, target, ["a"], "--model", "other")
     assert ended.returncode == 2
     assert "'other' is not served" in ended.stderr

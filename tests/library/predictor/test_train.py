@@ -1,5 +1,6 @@
 """kaveri predictor train: a predictor out of few labels, gone on with after its death, of any base."""
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -58,7 +59,7 @@ def test_it_learns_which_prompts_have_long_answers(trained: Path, labels_path: P
     assert evaluation.accuracies[0].majority == 0.5
     assert [latency.batch_size for latency in evaluation.latencies] == [1, 2, 4, 8, 16, 32]
     assert all(latency.p50_s > 0 for latency in evaluation.latencies)
-    assert json.loads(json.dumps(evaluation.as_json()))["version"] == predictor.version
+    assert json.loads(json.dumps(dataclasses.asdict(evaluation)))["version"] == predictor.version
 
 
 def test_a_finished_training_is_not_done_again(trained: Path, labels_path: Path) -> None:

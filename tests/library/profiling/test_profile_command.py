@@ -140,14 +140,6 @@ def test_when_the_profile_cannot_be_written_after_all_its_findings_are_not_lost(
     assert "kaveri profile: --out: /dev/full cannot be written: No space left" in printed.err
 
 
-def test_a_plot_without_matplotlib_is_refused_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["--out", str(tmp_path / "p.json"), "--plot", str(tmp_path / "p.svg")]) == 2
-    assert "matplotlib is not installed: pip install " in capsys.readouterr().err
-
-
 def test_the_command_becomes_the_measuring_process(monkeypatch: pytest.MonkeyPatch) -> None:
     class Replaced(Exception):
         pass

@@ -106,11 +106,6 @@ async def eventually(condition: Callable[[], bool], what: str, deadline_s: float
 
 
 @pytest.fixture
-def wait_until() -> Callable[..., Any]:
-    return eventually
-
-
-@pytest.fixture
 def model() -> LastTokenModel:
     return LastTokenModel()
 

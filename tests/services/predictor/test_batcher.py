@@ -1,7 +1,7 @@
 """The predictor's queue: what is computed together, what is refused, what is never computed."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from kaveri.errors import NoCapacity, Unavailable
 from services.predictor.batcher import PredictionBatcher, choose_batch
 from services.predictor.metrics import PredictorMetrics
 from services.predictor.worker import WorkerThread
+from tests.services.predictor.conftest import eventually
 
 LONG = 10
 
@@ -36,11 +37,11 @@ def ask(batcher: PredictionBatcher, *prompts: list[int]) -> "asyncio.Task[list[l
     return asyncio.create_task(batcher.predict(prompts))
 
 
-async def hold_up(batcher: PredictionBatcher, model: Any, wait_until: Callable[..., Any]) -> "asyncio.Task[Any]":
+async def hold_up(batcher: PredictionBatcher, model: Any) -> "asyncio.Task[Any]":
     """One prompt that is being computed until the model is freed."""
     model.free.clear()
     first = ask(batcher, [0])
-    await wait_until(lambda: len(model.batches) == 1, "the first batch is computed")
+    await eventually(lambda: len(model.batches) == 1, "the first batch is computed")
     return first
 
 
@@ -69,12 +70,10 @@ def test_whoever_waits_is_in_the_batch_of_his_place_at_the_latest(lengths: list[
         assert next(turn for turn, batch in enumerate(batches) if number in batch) <= number
 
 
-async def test_prompts_that_wait_at_the_same_time_are_computed_together(
-    batcher: PredictionBatcher, model: Any, wait_until: Callable[..., Any]
-) -> None:
-    first = await hold_up(batcher, model, wait_until)
+async def test_prompts_that_wait_at_the_same_time_are_computed_together(batcher: PredictionBatcher, model: Any) -> None:
+    first = await hold_up(batcher, model)
     calls = [ask(batcher, [1], [2]), ask(batcher, [3]), ask(batcher, [4], [5], [6])]
-    await wait_until(lambda: batcher.waiting_count == 6, "all wait")
+    await eventually(lambda: batcher.waiting_count == 6, "all wait")
     assert batcher.computing_count == 1
     model.free.set()
     rows = [row for answers in await asyncio.gather(first, *calls) for row in answers]
@@ -82,26 +81,22 @@ async def test_prompts_that_wait_at_the_same_time_are_computed_together(
     assert model.batches == [[(0,)], [(1,), (2,), (3,), (4,)], [(5,), (6,)]]
 
 
-async def test_a_long_prompt_is_computed_alone(
-    batcher: PredictionBatcher, model: Any, wait_until: Callable[..., Any]
-) -> None:
-    first = await hold_up(batcher, model, wait_until)
+async def test_a_long_prompt_is_computed_alone(batcher: PredictionBatcher, model: Any) -> None:
+    first = await hold_up(batcher, model)
     long = [1] * (LONG + 1)
     call = ask(batcher, [1], long, [2])
-    await wait_until(lambda: batcher.waiting_count == 3, "all wait")
+    await eventually(lambda: batcher.waiting_count == 3, "all wait")
     model.free.set()
     await asyncio.gather(first, call)
     assert model.batches[1:] == [[(1,), (2,)], [tuple(long)]]
 
 
-async def test_what_was_cancelled_before_its_batch_is_never_computed(
-    batcher: PredictionBatcher, model: Any, wait_until: Callable[..., Any]
-) -> None:
-    first = await hold_up(batcher, model, wait_until)
+async def test_what_was_cancelled_before_its_batch_is_never_computed(batcher: PredictionBatcher, model: Any) -> None:
+    first = await hold_up(batcher, model)
     gone, stays = ask(batcher, [1], [2]), ask(batcher, [3])
-    await wait_until(lambda: batcher.waiting_count == 3, "all wait")
+    await eventually(lambda: batcher.waiting_count == 3, "all wait")
     gone.cancel()
-    await wait_until(lambda: batcher.waiting_count == 1, "the cancelled ones have left")
+    await eventually(lambda: batcher.waiting_count == 1, "the cancelled ones have left")
     model.free.set()
     await asyncio.gather(first, stays)
     assert model.batches == [[(0,)], [(3,)]]
@@ -109,23 +104,21 @@ async def test_what_was_cancelled_before_its_batch_is_never_computed(
 
 
 async def test_what_was_cancelled_within_its_batch_leaves_the_others_their_answers(
-    batcher: PredictionBatcher, model: Any, wait_until: Callable[..., Any]
+    batcher: PredictionBatcher, model: Any
 ) -> None:
-    first = await hold_up(batcher, model, wait_until)
+    first = await hold_up(batcher, model)
     first.cancel()
     second = ask(batcher, [2])
-    await wait_until(lambda: batcher.waiting_count == 1, "it waits")
+    await eventually(lambda: batcher.waiting_count == 1, "it waits")
     model.free.set()
     assert bucket_of((await second)[0]) == 2
     assert first.cancelled()
 
 
-async def test_a_full_queue_refuses_a_call_as_a_whole(
-    batcher: PredictionBatcher, model: Any, wait_until: Callable[..., Any]
-) -> None:
-    first = await hold_up(batcher, model, wait_until)
+async def test_a_full_queue_refuses_a_call_as_a_whole(batcher: PredictionBatcher, model: Any) -> None:
+    first = await hold_up(batcher, model)
     full = ask(batcher, *([number] for number in range(7)))
-    await wait_until(lambda: batcher.waiting_count == 7, "they wait")
+    await eventually(lambda: batcher.waiting_count == 7, "they wait")
     with pytest.raises(NoCapacity, match="predictor"):
         await batcher.predict([[1], [2]])
     assert batcher.waiting_count == 7
@@ -160,13 +153,11 @@ async def test_a_batch_that_fails_takes_no_other_with_it(batcher: PredictionBatc
     assert bucket_of((await batcher.predict([[3]]))[0]) == 3
 
 
-async def test_who_waits_when_it_stops_is_told(
-    model: Any, worker: WorkerThread, wait_until: Callable[..., Any]
-) -> None:
+async def test_who_waits_when_it_stops_is_told(model: Any, worker: WorkerThread) -> None:
     batcher = PredictionBatcher(model, worker, 4, LONG, 8, PredictorMetrics(CollectorRegistry()))
     running = asyncio.create_task(batcher.run())
-    calls = [await hold_up(batcher, model, wait_until), ask(batcher, [1], [2])]
-    await wait_until(lambda: batcher.waiting_count == 2, "they wait")
+    calls = [await hold_up(batcher, model), ask(batcher, [1], [2])]
+    await eventually(lambda: batcher.waiting_count == 2, "they wait")
     running.cancel()
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [Unavailable, Unavailable]
@@ -174,13 +165,13 @@ async def test_who_waits_when_it_stops_is_told(
 
 
 async def test_it_is_idle_only_when_nothing_is_computed_and_nothing_waits(
-    batcher: PredictionBatcher, model: Any, wait_until: Callable[..., Any]
+    batcher: PredictionBatcher, model: Any
 ) -> None:
     await asyncio.wait_for(batcher.wait_idle(), 5)
-    first = await hold_up(batcher, model, wait_until)
+    first = await hold_up(batcher, model)
     idle = asyncio.create_task(batcher.wait_idle())
     second = ask(batcher, [1])
-    await wait_until(lambda: batcher.waiting_count == 1, "one waits")
+    await eventually(lambda: batcher.waiting_count == 1, "one waits")
     assert not idle.done()
     model.free.set()
     await asyncio.gather(first, second)

@@ -1,7 +1,6 @@
 """The predictor service over real gRPC and a real Redis, around a deterministic model."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -12,7 +11,7 @@ from kaveri.domain.view import InstanceState, Role
 from kaveri.errors import InvalidArgument, KaveriError, ModelNotFound, NoCapacity, Unavailable
 from kaveri.rpc.server import check_health
 from kaveri.wire.status import error_of
-from tests.services.predictor.conftest import DEADLINE_S, LastTokenModel, RunningPredictor
+from tests.services.predictor.conftest import DEADLINE_S, LastTokenModel, RunningPredictor, eventually
 
 
 async def refusal(call: "asyncio.Task[Any]") -> KaveriError:
@@ -33,10 +32,8 @@ async def test_a_call_answers_range_bucket_and_probabilities_of_each_prompt(pred
     assert predictor.metric("kaveri_predictor_batch_prompts_sum") == 3
 
 
-async def test_it_is_registered_as_a_predictor_of_its_model_and_healthy(
-    predictor: RunningPredictor, wait_until: Callable[..., Any]
-) -> None:
-    await wait_until(lambda: predictor.status() is not None, "it registers")
+async def test_it_is_registered_as_a_predictor_of_its_model_and_healthy(predictor: RunningPredictor) -> None:
+    await eventually(lambda: predictor.status() is not None, "it registers")
     status = predictor.status()
     assert status is not None
     assert (status.record.role, status.record.model) == (Role.PREDICTOR, "fake")
@@ -45,9 +42,7 @@ async def test_it_is_registered_as_a_predictor_of_its_model_and_healthy(
     assert await check_health(predictor.host.address, DEADLINE_S)
 
 
-async def test_its_heartbeats_tell_how_many_prompts_wait(
-    predictor: RunningPredictor, model: LastTokenModel, wait_until: Callable[..., Any]
-) -> None:
+async def test_its_heartbeats_tell_how_many_prompts_wait(predictor: RunningPredictor, model: LastTokenModel) -> None:
     model.free.clear()
     predictor.ask(*[[number] for number in range(6)])
 
@@ -55,7 +50,7 @@ async def test_its_heartbeats_tell_how_many_prompts_wait(
         status = predictor.status()
         return status is not None and (status.load.waiting_requests, status.load.running_requests) == (2, 4)
 
-    await wait_until(tells, "four are computed and two wait")
+    await eventually(tells, "four are computed and two wait")
 
 
 async def test_a_prompt_beyond_the_models_length_is_cut_and_counted(
@@ -92,14 +87,12 @@ async def test_another_models_prompts_are_refused(predictor: RunningPredictor) -
     assert (error.model, error.served) == ("other", ("fake",))
 
 
-async def test_a_full_queue_refuses_with_a_delay(
-    predictor: RunningPredictor, model: LastTokenModel, wait_until: Callable[..., Any]
-) -> None:
+async def test_a_full_queue_refuses_with_a_delay(predictor: RunningPredictor, model: LastTokenModel) -> None:
     model.free.clear()
     accepted = [predictor.ask(*[[1]] * 6)]
-    await wait_until(lambda: len(model.batches) == 1, "the first four are computed")
+    await eventually(lambda: len(model.batches) == 1, "the first four are computed")
     accepted.append(predictor.ask(*[[2]] * 6))
-    await wait_until(lambda: predictor.metric("kaveri_predictor_waiting_prompts") == 8, "four are computed, eight wait")
+    await eventually(lambda: predictor.metric("kaveri_predictor_waiting_prompts") == 8, "four are computed, eight wait")
     error = await refusal(predictor.ask([3]))
     assert isinstance(error, NoCapacity)
     assert error.retry_after_s > 0
@@ -109,18 +102,18 @@ async def test_a_full_queue_refuses_with_a_delay(
 
 
 async def test_calls_that_nobody_waits_for_any_more_are_not_computed(
-    predictor: RunningPredictor, model: LastTokenModel, wait_until: Callable[..., Any]
+    predictor: RunningPredictor, model: LastTokenModel
 ) -> None:
     model.free.clear()
     first = predictor.ask([0])
-    await wait_until(lambda: len(model.batches) == 1, "the first is computed")
+    await eventually(lambda: len(model.batches) == 1, "the first is computed")
     cancelled, expired = predictor.ask([1], [2]), predictor.ask([3], timeout_s=4.0)
-    await wait_until(lambda: predictor.metric("kaveri_predictor_waiting_prompts") == 3, "they wait")
+    await eventually(lambda: predictor.metric("kaveri_predictor_waiting_prompts") == 3, "they wait")
     cancelled.cancel()
     with pytest.raises(aio.AioRpcError) as late:
         await expired
     assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    await wait_until(lambda: predictor.metric("kaveri_predictor_waiting_prompts") == 0, "both have left the queue")
+    await eventually(lambda: predictor.metric("kaveri_predictor_waiting_prompts") == 0, "both have left the queue")
     model.free.set()
     assert (await first).predictions[0].bucket == 0
     assert (await predictor.ask([4])).predictions[0].bucket == 4
@@ -129,24 +122,24 @@ async def test_calls_that_nobody_waits_for_any_more_are_not_computed(
 
 
 async def test_draining_it_answers_what_it_has_refuses_what_comes_and_leaves(
-    predictor: RunningPredictor, model: LastTokenModel, wait_until: Callable[..., Any]
+    predictor: RunningPredictor, model: LastTokenModel
 ) -> None:
-    await wait_until(lambda: predictor.status() is not None, "it registers")
+    await eventually(lambda: predictor.status() is not None, "it registers")
     model.free.clear()
     held = predictor.ask([2])
-    await wait_until(lambda: len(model.batches) == 1, "it is computed")
+    await eventually(lambda: len(model.batches) == 1, "it is computed")
     predictor.stopping.set()
 
     def drains() -> bool:
         status = predictor.status()
         return status is not None and status.load.state is InstanceState.DRAINING
 
-    await wait_until(drains, "the cluster sees that it drains")
+    await eventually(drains, "the cluster sees that it drains")
     assert isinstance(await refusal(predictor.ask([1])), Unavailable)
     model.free.set()
     assert (await held).predictions[0].bucket == 2
     await predictor.serving
-    await wait_until(lambda: predictor.status() is None, "it has left")
+    await eventually(lambda: predictor.status() is None, "it has left")
 
 
 async def test_a_model_that_fails_is_unavailable_and_the_service_goes_on(

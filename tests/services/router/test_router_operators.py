@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from grpc import aio
 
+from kaveri.cli.bench_target import engine_phases
 from kaveri.cli.observed_cluster import observe_cluster
 from kaveri.cli.status import _show
 from kaveri.cli.trace import _find
 from kaveri.client.api_key import VARIABLE, key_metadata
 from kaveri.errors import KaveriError, Unauthenticated
-from kaveri.loadgen.fleet import engine_phases
 from kaveri.rpc.server import open_channel
 from kaveri.rpc.tls import RpcTls, use_tls
 from kaveri.security.api_keys import KeyLimits
