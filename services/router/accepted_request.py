@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 
+from google.protobuf.message import DecodeError
+
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.domain.view import Phase
 from kaveri.errors import InvalidArgument
+from kaveri.v1 import inference_pb2
 from services.router.lifecycle_values import InstanceLife
 
 _MOST_AHEAD = 32
@@ -27,6 +30,37 @@ class OwnerHint:
         if phase is Phase.PREFILL:
             return self.decode is not None or self.prefill not in (None, life)
         return (self.decode or self.prefill) is not None and self.decode != life
+
+    def to_proto(self) -> inference_pb2.OwnerHint:
+        message = inference_pb2.OwnerHint(suspect_until=self.suspect_until)
+        if self.prefill is not None:
+            message.prefill_instance_id, message.prefill_incarnation = self.prefill
+        if self.decode is not None:
+            message.decode_instance_id, message.decode_incarnation = self.decode
+        if self.holder is not None:
+            message.holder_instance_id, message.holder_incarnation = self.holder
+        return message
+
+    @classmethod
+    def from_proto(cls, message: inference_pb2.OwnerHint) -> "OwnerHint":
+        return cls(
+            _life(message.prefill_instance_id, message.prefill_incarnation),
+            _life(message.decode_instance_id, message.decode_incarnation),
+            _life(message.holder_instance_id, message.holder_incarnation),
+            message.suspect_until,
+        )
+
+    @classmethod
+    def from_bytes(cls, value: bytes) -> "OwnerHint":
+        """A hint from the store; empty if it cannot be parsed."""
+        try:
+            return cls.from_proto(inference_pb2.OwnerHint.FromString(value))
+        except DecodeError:
+            return cls()
+
+
+def _life(instance_id: str, incarnation: int) -> InstanceLife | None:
+    return InstanceLife(instance_id, incarnation) if instance_id else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from kaveri.domain.view import ClusterView
 from kaveri.errors import InvalidArgument, RequestAlreadyExists
 from kaveri.wire.attempts import wrong_secret
 from services.router.accepted_request import OwnerHint
-from services.router.owner_hints import hint_to_proto
 
 _CLAIM_WAIT_S = 5.0
 """Longest wait for a sign of life from the router that holds a request id: more than the lease of most clusters."""
@@ -167,7 +166,8 @@ class RequestClaims:
             if holder is not None and holder.session > claim.session:
                 held()
         if hinted:
-            await self._store.update_requests([_with_hint(claim, owner) for claim, owner in hinted])
+            hints = [replace(claim, hint=owner.to_proto().SerializeToString()) for claim, owner in hinted]
+            await self._store.update_requests(hints)
         if ended and not await self._store.close_requests(ended):
             return False
         for claim in ended:
@@ -185,7 +185,3 @@ class RequestClaims:
         if status is None or status.record.incarnation != holder.router_incarnation:
             return False
         return time.monotonic() - status.heartbeat_age_s >= since_s
-
-
-def _with_hint(claim: RequestClaim, owner: OwnerHint) -> RequestClaim:
-    return replace(claim, hint=hint_to_proto(owner).SerializeToString())

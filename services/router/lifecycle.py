@@ -8,7 +8,7 @@
 
 An attempt is one placement of the request: on a prefill instance, or on the holder of its replica. step() returns the
 next state and the actions that the service has to carry out, in order. Text is not known here: the service appends
-tokens to the answer and reports TextStopped.
+tokens to the answer and reports Stopped at a stop text.
 
 Tokens of a decode instance that no placement has named yet are held until one names it. Tokens of an instance that the
 attempt has left are dropped. The tokens of two instances are never mixed: after the first token of one, a placement on
@@ -22,13 +22,18 @@ from dataclasses import replace
 
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import KaveriError, Unavailable
-from services.router.lifecycle_losses import Step, held_of, impossible, leaving, lost, lost_by_gap, withheld_by
-from services.router.lifecycle_resumes import (
+from services.router.lifecycle_losses import (
+    Step,
+    held_of,
+    impossible,
+    leaving,
+    lost,
+    lost_by_gap,
     replica_forgone,
     replica_named,
-    resume_accepted,
+    resume_answered,
     resume_asked,
-    resume_refused,
+    withheld_by,
 )
 from services.router.lifecycle_values import (
     Abort,
@@ -36,10 +41,7 @@ from services.router.lifecycle_values import (
     Append,
     Attempt,
     AwaitReport,
-    Cancelled,
-    CannotAnswer,
     CompleteAnswer,
-    DecodeLost,
     DecodeNamed,
     Decoding,
     Disown,
@@ -49,7 +51,6 @@ from services.router.lifecycle_values import (
     FirstTokenReported,
     Follow,
     GivenUp,
-    GraceOver,
     HandOverReported,
     HeldEvents,
     LeaveAttempt,
@@ -61,16 +62,15 @@ from services.router.lifecycle_values import (
     PrefillLeg,
     ReplicaForgone,
     ReplicaNamed,
-    ResumeAccepted,
+    ResumeAnswered,
     ResumeAsked,
-    ResumeRefused,
     Resuming,
     SeekingOwner,
     Sent,
     Sought,
     State,
+    Stopped,
     Superseded,
-    TextStopped,
     Tokens,
     TookOver,
     Unfollow,
@@ -105,28 +105,18 @@ def step(state: State, event: Event, now_s: float) -> Step:
             return _handed_over(state, event)
         case PrefillEnded():
             return _prefill_ended(state, event)
-        case DecodeLost():
-            return _place_lost(state, event)
         case ReplicaNamed():
             return replica_named(state, event)
         case ReplicaForgone():
             return replica_forgone(state, event)
         case ResumeAsked():
             return resume_asked(state, event)
-        case ResumeAccepted():
-            return resume_accepted(state)
-        case ResumeRefused():
-            return resume_refused(state, event)
-        case TextStopped():
-            return _text_stopped(state, event)
-        case GraceOver():
-            return _grace_over(state, event)
-        case Cancelled():
-            return _ended_early(state, FinishReason.CANCELLED)
+        case ResumeAnswered():
+            return resume_answered(state, event)
         case Superseded():
             return _superseded(state, event)
-        case CannotAnswer():
-            return _ended_early(state, event.error)
+        case Stopped():
+            return _stopped(state, event.outcome)
 
 
 def _tokens(state: State, event: Tokens, now_s: float) -> Step:
@@ -221,13 +211,13 @@ def _given_up(state: State, event: GivenUp) -> Step:
     match state:
         case Resuming(attempt, _, decode) | Decoding(attempt, _, decode):
             if event.attempt == attempt.number and event.source == decode:
-                return lost(state, event.error, decode_has_ended=True)
+                return lost(state, event.error, decode_has_ended=event.has_ended)
             return state, ()
         case Placed(attempt, _, decode):
             if event.attempt != attempt.number or event.source in state.left:
                 return state, ()
             if event.source == decode:
-                return lost(state, event.error, decode_has_ended=True)
+                return lost(state, event.error, decode_has_ended=event.has_ended)
             return _held(state, event)
         case SeekingOwner(attempt) | Prefilling(attempt):
             return _held(state, event) if event.attempt == attempt.number else (state, ())
@@ -398,37 +388,7 @@ def _without_hand_over(attempt: Attempt) -> KaveriError:
     return Unavailable(f"prefill instance {attempt.prefill.instance_id} ended without hand-over")
 
 
-def _place_lost(state: State, event: DecodeLost) -> Step:
-    match state:
-        case Placed() | Resuming() | Decoding():
-            return lost(state, event.error)
-        case _:
-            raise impossible(state, event)
-
-
-def _text_stopped(state: State, event: TextStopped) -> Step:
-    match state:
-        case Prefilling(attempt) | Placed(attempt) | Decoding(attempt):
-            return Ended(FinishReason.STOP, attempt), leaving(state)
-        case Lost(attempt):
-            # The attempt was lost behind the tokens that hold the stop text.
-            return Ended(FinishReason.STOP, attempt), state.withheld
-        case SeekingOwner(attempt):
-            # The client has the tokens that hold it, of an earlier session.
-            return Ended(FinishReason.STOP, attempt), (LeaveAttempt(), Abort(attempt.number, None))
-        case _:
-            raise impossible(state, event)
-
-
-def _grace_over(state: State, event: GraceOver) -> Step:
-    match state:
-        case Finishing(attempt, finish):
-            return Ended(finish, attempt), (LeaveAttempt(),)
-        case _:
-            raise impossible(state, event)
-
-
-def _ended_early(state: State, outcome: FinishReason | KaveriError) -> Step:
+def _stopped(state: State, outcome: FinishReason | KaveriError) -> Step:
     complete = (CompleteAnswer(),) if isinstance(outcome, FinishReason) else ()
     match state:
         case Ended():

@@ -1,4 +1,4 @@
-"""How an attempt of a request is lost or left. Pure, as lifecycle.py."""
+"""How an attempt of a request is lost or left, and how a holder of its replica resumes it. Pure, as lifecycle.py."""
 
 from dataclasses import replace
 
@@ -14,6 +14,7 @@ from services.router.lifecycle_values import (
     Disown,
     Ended,
     Event,
+    Follow,
     GivenUp,
     HeldEvents,
     LeaveAttempt,
@@ -21,10 +22,15 @@ from services.router.lifecycle_values import (
     Placed,
     Prefilling,
     PrefillLeg,
+    ReplicaForgone,
     ReplicaNamed,
+    ResumeAnswered,
+    ResumeAsked,
     Resuming,
+    SeekingOwner,
     State,
     Tokens,
+    Unplaced,
 )
 
 Step = tuple[State, tuple[Action, ...]]
@@ -115,3 +121,62 @@ def _held_tokens(event: Tokens | GivenUp | ReplicaNamed) -> int:
 def impossible(state: State, event: Event) -> AssertionError:
     """Of a pair that only a fault of the service brings about."""
     return AssertionError(f"{type(event).__name__} is impossible in {type(state).__name__}: {event}, {state}")
+
+
+def replica_named(state: State, event: ReplicaNamed) -> Step:
+    """The decode instance says where a replica is."""
+    match state:
+        case Placed(attempt, _, decode) if event.attempt == attempt.number and event.source == decode:
+            return replace(state, replica=event.replica), ()
+        case Decoding(attempt, _, decode) if event.attempt == attempt.number and event.source == decode:
+            return state._replace(replica=event.replica), ()
+        case SeekingOwner(attempt) | Prefilling(attempt) | Placed(attempt) if event.attempt == attempt.number:
+            if isinstance(state, Placed) and event.source in state.left:
+                return state, ()
+            # The last word of each instance.
+            events = tuple(former for former in state.held.events if not _is_replaced(former, event))
+            if sum(isinstance(former, ReplicaNamed) for former in events) >= attempt.most_tokens:
+                return state, ()
+            return replace(state, held=held_of((*events, event))), ()
+        case _:
+            return state, ()
+
+
+def _is_replaced(former: Tokens | GivenUp | ReplicaNamed, event: ReplicaNamed) -> bool:
+    return isinstance(former, ReplicaNamed) and former.source == event.source
+
+
+def replica_forgone(state: State, event: ReplicaForgone) -> Step:
+    """It is computed again."""
+    match state:
+        case Lost():
+            return replace(state, replica=None, withheld=()), state.withheld
+        case _:
+            raise impossible(state, event)
+
+
+def resume_asked(state: State, event: ResumeAsked) -> Step:
+    """The holder is asked."""
+    match state:
+        case Unplaced(next_index) | Lost(_, next_index):
+            attempt, holder = event.attempt, event.holder
+            assert attempt.first_index == next_index, (state, event)
+            now = Resuming(attempt, next_index, holder, withheld_by(state))
+            return now, (Follow(attempt.number, holder, is_there=False),)
+        case _:
+            raise impossible(state, event)
+
+
+def resume_answered(state: State, event: ResumeAnswered) -> Step:
+    """The holder has answered. Once its tokens have come its answer does not matter."""
+    match state:
+        case Resuming(attempt, next_index, decode):
+            if event.error is None:
+                now = Decoding(attempt, next_index, decode, PrefillLeg.COMPLETE)
+                return now, (*state.withheld, Follow(attempt.number, decode))
+            refused = Lost(attempt, next_index, event.error, Setback.REFUSED, decode, PrefillLeg.COMPLETE)
+            return refused, leaving(state) if event.may_have_begun else (LeaveAttempt(), *state.withheld)
+        case Decoding(attempt, _, decode):
+            return state, (Follow(attempt.number, decode),)
+        case _:
+            return state, ()

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason
+from kaveri.domain.view import InstanceRecord
 from kaveri.errors import KaveriError
 from kaveri.policy.retry import Setback
 
@@ -23,7 +24,17 @@ class InstanceLife(NamedTuple):
 
 
 NO_LIFE = InstanceLife("", 0)
-"""Of the prefill instance of a resumed attempt, and of one that is not known."""
+"""The prefill instance of a resumed attempt, or an unknown one."""
+
+
+def life_of(record: InstanceRecord) -> InstanceLife:
+    """The life that a record describes."""
+    return InstanceLife(record.instance_id, record.incarnation)
+
+
+def holder_of(replica: ReplicaLocation) -> InstanceLife:
+    """The life that holds a replica."""
+    return InstanceLife(replica.holder_id, replica.holder_incarnation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +102,9 @@ class GivenUp:
     attempt: int
     source: InstanceLife
     error: KaveriError
+    has_ended: bool = True
+    """True if the instance has ended the request itself. False: it may go on, for instance because it has no token
+    stream, left the cluster or restarted."""
 
 
 class ReplicaNamed(NamedTuple):
@@ -116,17 +130,13 @@ class ResumeAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class ResumeAccepted:
-    """The holder goes on with it."""
+class ResumeAnswered:
+    """The holder has accepted or refused the request, or does not answer."""
 
-
-@dataclass(frozen=True, slots=True)
-class ResumeRefused:
-    """The holder does not go on with it, or has not answered."""
-
-    error: KaveriError
-    may_have_begun: bool
-    """Whether it may go on with it all the same."""
+    error: KaveriError | None = None
+    """None: it goes on with the request."""
+    may_have_begun: bool = False
+    """True if the holder may go on with the request in spite of the error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,33 +195,11 @@ class HandOverReported:
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnded:
-    """The prefill stream is over."""
+    """Prefill reports nothing more, or its report is not waited for any longer."""
 
     error: KaveriError | None = None
     was_reached: bool = True
     """False: there was no connection, so the instance knows nothing of the request."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeLost:
-    """The decode instance has no token stream, does not have the request, left the cluster or restarted."""
-
-    error: KaveriError
-
-
-@dataclass(frozen=True, slots=True)
-class TextStopped:
-    """The text of the answer has met a stop text."""
-
-
-@dataclass(frozen=True, slots=True)
-class GraceOver:
-    """The time of AwaitReport is over."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cancelled:
-    """The request was cancelled by its id. Tokens produced so far are still delivered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +211,12 @@ class Superseded:
 
 
 @dataclass(frozen=True, slots=True)
-class CannotAnswer:
-    """The request cannot be answered: its deadline has passed, say."""
+class Stopped:
+    """The router ends the request, and has its instances end it."""
 
-    error: KaveriError
+    outcome: FinishReason | KaveriError
+    """CANCELLED by its id, STOP at a stop text: the tokens so far are still delivered; or an error, such as its
+    deadline."""
 
 
 Event = (
@@ -235,8 +225,7 @@ Event = (
     | ReplicaNamed
     | ReplicaForgone
     | ResumeAsked
-    | ResumeAccepted
-    | ResumeRefused
+    | ResumeAnswered
     | Sent
     | Sought
     | NotFound
@@ -245,12 +234,8 @@ Event = (
     | FirstTokenReported
     | HandOverReported
     | PrefillEnded
-    | DecodeLost
-    | TextStopped
-    | GraceOver
-    | Cancelled
     | Superseded
-    | CannotAnswer
+    | Stopped
 )
 
 
@@ -393,7 +378,7 @@ class CompleteAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """The attempt needs the token stream of this decode instance, and of no other: report DecodeLost when it cannot be
+    """The attempt needs the token stream of this decode instance, and of no other: report GivenUp when it cannot be
     had, or when the instance does not have the request."""
 
     attempt: int
@@ -409,7 +394,7 @@ class Unfollow:
 
 @dataclass(frozen=True, slots=True)
 class AwaitReport:
-    """Report GraceOver at `until_s`, unless the request ends earlier."""
+    """Report PrefillEnded at `until_s`, unless the request ends earlier."""
 
     until_s: float
 

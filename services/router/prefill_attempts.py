@@ -1,6 +1,11 @@
-"""Attempts at prefill instances: sends requests there, passes on what is reported, and aborts what is given up."""
+"""Attempts at prefill instances: sends requests there, passes on what is reported, and aborts what is given up.
+
+Instances that drain are asked to give back the prompts that they have not begun, once another instance takes requests:
+an instance does not know of others, the router does.
+"""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -8,13 +13,15 @@ from typing import Final
 from grpc import aio
 
 from kaveri.domain.owner import Owner
-from kaveri.domain.view import ClusterView, ViewedInstance
+from kaveri.domain.view import ClusterView, InstanceRecord, InstanceState, Phase, ViewedInstance
 from kaveri.errors import KaveriError, NoCapacity, RequestCancelled, Unavailable
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.rpc.channels import Channels
 from kaveri.timeouts import CALL_TIMEOUT_S
-from kaveri.v1 import prefill_pb2
+from kaveri.v1 import feed_pb2, prefill_pb2
+from kaveri.v1.feed_pb2_grpc import FeedServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
+from kaveri.wire.attempts import ownership_to_proto
 from kaveri.wire.messages import finish_from_proto, params_to_proto
 from kaveri.wire.status import error_from_bytes, error_of, is_answer, is_unsent
 from services.router.lifecycle_values import (
@@ -31,8 +38,13 @@ from services.router.lifecycle_values import (
 from services.router.requests import RequestEntry
 from services.router.subscriptions import PromptTie
 from services.router.token_feeds import TokenFeeds
-from services.router.waiting_prompts import WaitingPrompts
 
+_MOST_TRIES = 6
+"""Limit on the calls that ask an instance that drains to give prompts back."""
+_FIRST_PAUSE_S = 0.05
+"""Pause between the first two such calls. It doubles."""
+_MOST_AT_ONCE = 4096
+"""Max requests of one such call: less than half of the largest message, when every id is as long as it may be."""
 _MOST_SUBMITS = 4
 """Limit on Submit calls for one attempt, when connections break."""
 _SHORTEST_S = 1e-3
@@ -40,8 +52,12 @@ _IN_ORDER: Final = ("started", "placed", "prompt_logprobs", "first_token", "hand
 """Fields of a PrefillReport, in the order in which they are read."""
 
 
+_Attempt = tuple[RequestEntry, int]
+"""A request and the number of its attempt."""
+
+
 class PrefillAttempts:
-    """The attempts of one router at prefill instances. For one event loop."""
+    """The attempts of a router at prefill instances. Not thread-safe."""
 
     def __init__(
         self,
@@ -52,26 +68,53 @@ class PrefillAttempts:
         feeds: TokenFeeds,
         has_begun: Callable[[], object],
     ) -> None:
-        """stream_id: as of the placer. has_begun: called when an instance has begun a prompt, or has ended it: there
-        may be room."""
+        """stream_id: the placer's. has_begun: called when an instance has begun or ended a prompt, so that it may have
+        room."""
+        self._model = model
         self._stream_id = stream_id
         self._channels = channels
         self._feeds = feeds
         self._has_begun = has_begun
         self.unconfirmed: UnconfirmedWork[tuple[str, int]] = UnconfirmedWork()
         """Prompts that no heartbeat shows yet."""
-        self._waiting = WaitingPrompts(model, stream_id, channels)
         self._instances: Mapping[str, ViewedInstance] = {}
+        self._waiting: dict[_Attempt, InstanceRecord] = {}
+        """Attempts that their instance has not begun."""
+        self._asked: set[_Attempt] = set()
+        """Waiting attempts that a draining instance is asked to give back, or has answered about."""
+        self._asking: set[asyncio.Task[None]] = set()
 
     def update(self, view: ClusterView) -> None:
-        """Takes in a view."""
-        if view.instances is not self._instances:
-            self._instances = view.instances
-            self._waiting.update(view)
+        """Ask instances that drain for the prompts that wait there, if another instance takes requests."""
+        if view.instances is self._instances:
+            return
+        self._instances = view.instances
+        if not self._waiting or not view.ready(Phase.PREFILL, self._model):
+            return
+        due: dict[str, list[_Attempt]] = {}
+        for attempt, record in self._waiting.items():
+            status = view.instances.get(record.instance_id)
+            if (
+                status is None
+                or status.record.incarnation != record.incarnation
+                or status.load.state is not InstanceState.DRAINING
+            ):
+                # It may drain again.
+                self._asked.discard(attempt)
+            elif attempt not in self._asked:
+                self._asked.add(attempt)
+                due.setdefault(record.address, []).append(attempt)
+        for address, attempts in due.items():
+            for first in range(0, len(attempts), _MOST_AT_ONCE):
+                asking = self._ask(address, attempts[first : first + _MOST_AT_ONCE])
+                task = asyncio.create_task(asking, name=f"waiting prompts at {address}")
+                self._asking.add(task)
+                task.add_done_callback(self._asking.discard)
 
     async def close(self) -> None:
-        """Waits until no instance is asked to give prompts back."""
-        await self._waiting.close()
+        """Wait until no instance is asked to give prompts back."""
+        if self._asking:
+            await asyncio.wait(self._asking)
 
     def check_integrity(self) -> None:
         """Asserts, while no request is in flight, that nothing of ended ones is left."""
@@ -93,13 +136,13 @@ class PrefillAttempts:
             session=accepted.session,
             secret=accepted.secret,
             silent_decode_ids=sorted(self._feeds.silent_ids),
-            traceparent=entry.traceparent,
+            traceparent=entry.account.traceparent,
             suspect_until=attempt.suspect_until,
         )
         self.unconfirmed.add((entry.request_id, attempt.number), target, len(request.token_ids))
         now_s = time.monotonic()
-        if entry.timing.attempts == 1:
-            entry.timing.router_s = now_s - accepted.arrived_s
+        if entry.account.timing.attempts == 1:
+            entry.account.timing.router_s = now_s - accepted.arrived_s
         request.timeout_s = max(accepted.deadline_s - now_s, _SHORTEST_S)
         tie = self._feeds.expect_reports(entry, attempt.number, target.record)
         tie.was_sent = self._channels.is_connected(target.record.address)
@@ -143,7 +186,7 @@ class PrefillAttempts:
     async def read(self, entry: RequestEntry, attempt: Attempt, tie: PromptTie, over: asyncio.Future[None]) -> None:
         """Passes on what prefill reports, until its reports end or the attempt is over."""
         ended = PrefillEnded()
-        self._waiting.add(entry, attempt, tie.record)
+        self._waiting[entry, attempt.number] = tie.record
         try:
             ended = await self._read_reports(entry, attempt, tie, over)
         finally:
@@ -184,13 +227,34 @@ class PrefillAttempts:
                 error = NoCapacity("prefill", error.retry_after_s, error.reason)
             return PrefillEnded(error, was_reached=tie.was_sent or tie.is_there)
 
+    async def _ask(self, address: str, attempts: list[_Attempt]) -> None:
+        """Call until the instance has answered, or none of the attempts waits there."""
+        pause_s = _FIRST_PAUSE_S
+        for _ in range(_MOST_TRIES):
+            names = [
+                ownership_to_proto(entry.request_id, entry.ownership(number, self._stream_id))
+                for entry, number in attempts
+                if (entry, number) in self._asked
+            ]
+            if not names:
+                return
+            message = feed_pb2.AbortRequest(attempts=names, give_back=True)
+            with contextlib.suppress(aio.AioRpcError):
+                await self._channels.stub(FeedServiceStub, address).Abort(message, timeout=CALL_TIMEOUT_S)
+                return
+            await asyncio.sleep(pause_s)
+            pause_s *= 2
+        # The next view asks again.
+        self._asked.difference_update(attempts)
+
     def _confirm(self, entry: RequestEntry, attempt: Attempt) -> None:
-        self._waiting.remove(entry, attempt)
+        self._waiting.pop((entry, attempt.number), None)
+        self._asked.discard((entry, attempt.number))
         self.unconfirmed.remove((entry.request_id, attempt.number), attempt.prefill.instance_id)
         self._has_begun()
 
     def _take(self, entry: RequestEntry, attempt: Attempt, kind: str, report: prefill_pb2.PrefillReport) -> None:
-        timing, now_s = entry.timing, time.monotonic()
+        timing, now_s = entry.account.timing, time.monotonic()
         match kind:
             case "started":
                 self._confirm(entry, attempt)

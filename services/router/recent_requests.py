@@ -1,19 +1,24 @@
-"""How the requests of one router went: those in flight, and the last that have ended."""
+"""The requests of late: how each went, and the workload that they were."""
 
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kaveri.errors import RequestNotFound
 from kaveri.feeds.expiring import ExpiringMap
 from kaveri.v1 import cluster_pb2, inference_pb2
 from kaveri.wire.attempts import is_made_from
+from services.router.request_account import RequestTiming
 from services.router.request_table import RequestTable
-from services.router.request_timing import RequestTiming
 from services.router.requests import RequestEntry
 
 _MOST = 1024
 _MOST_OUTCOME_CHARACTERS = 500
+MOST_ARRIVALS = 4096
+"""Arrivals that are kept: 40 s of 100 requests per second."""
+MOST_ENDS = 4096
+"""Ends that are kept: with the arrivals, less than a MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +48,9 @@ class RequestSummary:
             accepted.arrived_s,
             answer.first_token_s,
             answer.last_token_s,
-            entry.timing,
-            entry.steps,
-            entry.trace.spans.trace_id if entry.trace is not None else "",
+            entry.account.timing,
+            entry.account.steps,
+            entry.account.span.trace_id if entry.account.span is not None else "",
             outcome[:_MOST_OUTCOME_CHARACTERS],
             ended_s,
         )
@@ -103,3 +108,57 @@ class RecentRequests:
         if request_id in ids:
             return request_id
         return next((each for each in reversed(ids) if is_made_from(each, request_id)), request_id)
+
+
+class RecentEnd(NamedTuple):
+    """A request that is over."""
+
+    ended_s: float
+    """time.monotonic()."""
+    prompt_tokens: int
+    answer_tokens: int
+    is_whole: bool
+    """False: it was cancelled, failed, or lost its client, and its answer would have been longer."""
+
+
+class RecentWorkload:
+    """The last arrivals and the last ends of requests. Not thread-safe.
+
+    A window, not a reservoir over the router's life: a plan is for the present load, as in DistServe's section 4.3
+    (arXiv 2401.09670), and the rate and the bursts are in the gaps between neighbours, which a random sample loses.
+
+    Arrivals and lengths are two windows, because the length of an answer is known at its end only. Of the last arrivals
+    only the short requests have ended: their lengths would be too short. The last ends have as many long requests as
+    come in a steady stream. While a stream has run for less time than its long answers take, lengths are too short all
+    the same; the requests that still run show it.
+    """
+
+    def __init__(self, started_s: float, most_arrivals: int = MOST_ARRIVALS, most_ends: int = MOST_ENDS) -> None:
+        """started_s: time.monotonic(); no request came before."""
+        self._since_s = started_s
+        self._most_arrivals = most_arrivals
+        self._arrivals: deque[float] = deque()
+        self._ends: deque[RecentEnd] = deque(maxlen=most_ends)
+
+    def note_arrival(self, arrived_s: float) -> None:
+        """A request was accepted. Not called again when its client re-attaches. Requests are not accepted in the order
+        in which they came."""
+        self._arrivals.append(arrived_s)
+        if len(self._arrivals) > self._most_arrivals:
+            self._since_s = max(self._since_s, self._arrivals.popleft())
+
+    def note_end(self, ended_s: float, prompt_tokens: int, answer_tokens: int, is_whole: bool) -> None:
+        """A request is over, as far as this router knows: it did not leave it to another one."""
+        self._ends.append(RecentEnd(ended_s, prompt_tokens, answer_tokens, is_whole))
+
+    def observed_s(self, now_s: float) -> float:
+        """All arrivals of so many seconds are in arrived_ago_s()."""
+        return now_s - self._since_s
+
+    def arrived_ago_s(self, now_s: float) -> list[float]:
+        """Seconds since each arrival, the first accepted first."""
+        return [now_s - arrived_s for arrived_s in self._arrivals]
+
+    def ends(self, is_whole: bool) -> list[RecentEnd]:
+        """Those with a whole answer, or the others, the oldest first."""
+        return [end for end in self._ends if end.is_whole is is_whole]

@@ -13,10 +13,8 @@ from kaveri.text.answer import AnswerPart
 from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.wire.messages import drawing_to_proto, finish_to_proto, name_tokens
 from services.router import metrics
-from services.router.direct_reading import DirectReading
 from services.router.lifecycle_values import Ended, InstanceLife
-from services.router.owner_hints import hint_to_proto
-from services.router.requests import Interrupted, RequestEntry
+from services.router.requests import DirectReading, Interrupted, RequestEntry
 
 ServicerContext = aio.ServicerContext[Any, Any]
 
@@ -25,9 +23,9 @@ async def write_answer(
     entry: RequestEntry,
     context: ServicerContext,
     slow_reader_s: float,
-    routers: Callable[[], list[str]] = list,
-    token_piece: Callable[[int], tuple[str, bytes]] | None = None,
-    address_of: Callable[[InstanceLife], str] = lambda decode: "",
+    routers: Callable[[], list[str]],
+    token_piece: Callable[[int], tuple[str, bytes]] | None,
+    address_of: Callable[[InstanceLife], str],
 ) -> None:
     """Writes the entry's output until it has ended. routers: addresses that the client may re-attach through.
     token_piece: names the tokens of reports; None: they are not named. address_of: where clients can read a decode
@@ -70,7 +68,7 @@ async def write_answer(
                 response.resolved_params.CopyFrom(drawing_to_proto(entry.accepted.params))
                 response.usage.prompt_tokens = len(entry.accepted.prompt_token_ids)
             if entry.owner_news is not None:
-                response.owner.CopyFrom(hint_to_proto(entry.owner_news))
+                response.owner.CopyFrom(entry.owner_news.to_proto())
                 entry.owner_news = None
             if entry.direct is not None:
                 response.first_character = part.first_character
@@ -140,7 +138,7 @@ def _complete(entry: RequestEntry, response: inference_pb2.GenerateResponse) -> 
     answer, accepted, finish = entry.answer, entry.accepted, entry.finish
     assert finish is not None
     token_count = len(answer.token_ids)
-    timing = entry.timing.known()
+    timing = entry.account.timing.known()
     if accepted.session:
         timing["reattaches"] = accepted.session
     if answer.first_token_s is not None:
@@ -163,5 +161,5 @@ def _complete(entry: RequestEntry, response: inference_pb2.GenerateResponse) -> 
         prompt_tokens=len(accepted.prompt_token_ids),
         completion_tokens=token_count,
         **timing,
-        **trace_fields(entry.trace),
+        **trace_fields(entry.account.span),
     )

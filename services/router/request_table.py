@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestAlreadyExists
 from kaveri.feeds.expiring import ExpiringMap
 from kaveri.wire.attempts import wrong_secret
-from services.router.owner_change import OwnerChange
+from services.router.request_account import OwnerChange
 from services.router.requests import Interrupted, RequestEntry
 
 SENT_AWAY_GRACE_S = 2.0
@@ -116,7 +116,7 @@ class RequestTable:
             raise NoCapacity("router", RETRY_AFTER_S, f"{self._max_requests} requests are in flight")
         slot = self._slots[request_id] = Slot(request_id, session, secret, task)
         if former is not None and former.entry is not None:
-            slot.owner_change, former.entry.owner_change = former.entry.owner_change, None
+            slot.owner_change, former.entry.account.owner_change = former.entry.account.owner_change, None
         elif returned is not None:
             slot.owner_change = returned.owner_change
         self._entries.pop(request_id, None)
@@ -125,7 +125,7 @@ class RequestTable:
 
     def enter(self, slot: Slot, entry: RequestEntry) -> None:
         """Fills a slot: tokens find the entry from now on, unless a later session has taken its slot."""
-        slot.entry, entry.owner_change = entry, slot.owner_change
+        slot.entry, entry.account.owner_change = entry, slot.owner_change
         if self._slots.get(slot.request_id) is slot:
             self._entries[slot.request_id] = entry
             if self._sends_away:
@@ -137,7 +137,7 @@ class RequestTable:
             del self._slots[slot.request_id]
             self._entries.pop(slot.request_id, None)
             if slot.entry is not None and isinstance(slot.entry.error, Interrupted):
-                kept = KeptPlace(slot.session, slot.secret, slot.entry.owner_change)
+                kept = KeptPlace(slot.session, slot.secret, slot.entry.account.owner_change)
                 self._returning.put(slot.request_id, kept, time.monotonic())
         if not self._slots:
             self._empty.set()

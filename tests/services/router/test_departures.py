@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Phase, Role
-from services.router import departures
-from services.router.departures import Departures
+from services.router import recovery
+from services.router.recovery import Departures
 from services.router.request_table import RequestTable
 
 
@@ -34,7 +34,7 @@ def test_only_an_instance_that_lets_no_request_go_for_three_seconds_is_helped(mo
     """Requests that it was letting go were moved from under it, and lost what their copies lacked."""
     clock = SimpleNamespace(now_s=0.0, let_go_s=0.0)
     feeds: Any = SimpleNamespace(let_go_s=lambda life: clock.let_go_s)
-    monkeypatch.setattr(departures, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    monkeypatch.setattr(recovery, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     looked: list[float] = []
     table: Any = SimpleNamespace(entries=lambda: looked.append(clock.now_s) or ())
     load = InstanceLoad(state=InstanceState.DRAINING)

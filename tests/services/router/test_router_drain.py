@@ -100,7 +100,7 @@ async def test_a_draining_prefill_instance_is_not_asked_for_what_it_has_begun_me
         draining.hold.clear()
         draining.release.set()
         assert tokens_of(await collect(call)) == answer(PROMPT, 20)
-        asking = router.router.placer._prefills._waiting._asking
+        asking = router.router.placer._prefills._asking
         await eventually(lambda: not asking)
         assert draining.lost_questions > 990
 

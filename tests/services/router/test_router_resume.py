@@ -18,7 +18,6 @@ from kaveri.v1 import decode_pb2, inference_pb2
 from services.router import request_placer, subscriptions, token_feeds
 from services.router.accepted_request import OwnerHint
 from services.router.lifecycle_values import Decoding, InstanceLife, Resuming, SeekingOwner
-from services.router.owner_hints import hint_to_proto
 from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
 from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, rest_of, tokens_of
 from tests.services.router.scripted_decode import ScriptedDecode
@@ -208,7 +207,7 @@ async def test_tokens_may_come_before_the_holders_answer(
         holder.may_answer.set()
         entry = router.router.table.get("one")
         assert entry is not None
-        await eventually(lambda: entry.timing.resumes == 1)
+        await eventually(lambda: entry.account.timing.resumes == 1)
         holder.may_step.set()
         responses = await collecting
     assert tokens_of(responses) == answer(PROMPT, 20)
@@ -321,7 +320,7 @@ async def test_the_next_life_of_a_hinted_owner_is_not_asked_for_what_the_holder_
         request.received.token_ids.extend(answer(PROMPT, 10))
         request.received.max_tokens = 20
         hint = OwnerHint(None, InstanceLife("decode-0", 1), InstanceLife("decode-1", holder.incarnation))
-        request.received.owner.CopyFrom(hint_to_proto(hint))
+        request.received.owner.CopyFrom(hint.to_proto())
         rest = await rest_of(router.stub.Generate(request, timeout=20))
     assert answer(PROMPT, 10) + tokens_of(rest) == answer(PROMPT, 20)
     assert (rest[-1].timing.resumes, owner.attached) == (1, [])
@@ -348,7 +347,7 @@ async def test_a_client_that_has_more_than_a_former_owner_is_placed_again(
         if "store" in hinted:
             # It was away when the request went on elsewhere.
             hint = OwnerHint(decode=InstanceLife("decode-0", former.incarnation))
-            stored = hint_to_proto(hint).SerializeToString()
+            stored = hint.to_proto().SerializeToString()
             claim = RequestClaim("one", "router-9", 1, secret_hash=sha256(SECRET).hexdigest(), hint=stored)
             cluster.cluster.put_request(claim, 60.0)
         if hinted != "none":

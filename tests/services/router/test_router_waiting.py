@@ -5,7 +5,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -16,6 +16,8 @@ from kaveri.errors import NoCapacity
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
 from services.router.config import RouterConfig
+from services.router.request_placer import PlacementLine
+from services.router.requests import RequestEntry
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import answer, ask, collect, eventually, tokens_of
 
@@ -255,3 +257,16 @@ def test_requests_wait_longer_for_instances_than_engines_take_to_start() -> None
     """Else they fail while all instances of a phase start again. Their own deadlines end them before."""
     config = RouterConfig()
     assert 60 < config.unavailable_after_s < config.default_timeout_s
+
+
+def test_a_request_in_line_that_must_rest_gives_its_place_to_the_next() -> None:
+    line, first, second = PlacementLine(), cast(RequestEntry, "first"), cast(RequestEntry, "second")
+    line.join(first)
+    line.join(second)
+    line.rest(first)
+    assert len(line) == 2
+    line.join(first)
+    assert list(line._line) == [second, first]
+    line.leave(first)
+    line.leave(second)
+    assert not len(line)

@@ -1,0 +1,381 @@
+"""What follows the loss of an instance or of a router.
+
+Holders have replicas resume requests whose decode instance is lost. TakeOver finds the instances that have a request
+of an earlier session. Departures moves requests off decode instances that drain.
+"""
+
+import asyncio
+import enum
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from grpc import aio
+
+from kaveri.cluster.store import ClusterStore
+from kaveri.domain.attachment import Attached
+from kaveri.domain.replica import ReplicaLocation, Resumption
+from kaveri.domain.view import ClusterView, InstanceRecord, InstanceState, Phase, ViewedInstance, phases_now
+from kaveri.errors import DeadlineExceeded, KaveriError, NoCapacity, RequestCancelled, RequestNotFound, Unavailable
+from kaveri.policy.recovery import is_worth_a_resume
+from kaveri.policy.unconfirmed import UnconfirmedWork
+from kaveri.rpc.channels import Channels
+from kaveri.telemetry.logs import get_logger
+from kaveri.timeouts import ATTACH_SOON_S, CALL_TIMEOUT_S
+from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from kaveri.wire.replicas import resumed_from_proto, resumption_to_proto
+from kaveri.wire.status import error_of, is_answer
+from services.router import metrics
+from services.router.accepted_request import OwnerHint
+from services.router.lifecycle_values import (
+    NO_LIFE,
+    Decoding,
+    GivenUp,
+    InstanceLife,
+    Lost,
+    Placed,
+    ResumeAnswered,
+    ResumeAsked,
+    Resuming,
+    Unplaced,
+    holder_of,
+    life_of,
+)
+from services.router.request_table import RequestTable
+from services.router.requests import RequestEntry
+from services.router.subscriptions import PromptTie
+
+if TYPE_CHECKING:
+    # The feeds ask Holders which requests may leave a silent instance.
+    from services.router.token_feeds import TokenFeeds
+
+_ASKED_TOGETHER = 16
+_MOST_ASKED = 256
+"""Instances of a phase that are asked for a request of which no hint holds."""
+_SEARCHES = 8
+"""Requests that are looked for at all instances at a time; others wait."""
+_OWNER_TIME_S = 3.0
+"""An instance that drains lets its requests go with all their KV. They are moved from here only when it has let none
+go for so long."""
+_MOST_LACKING_BLOCKS = 2
+"""Of a replica from which a request is moved. One that lacks more soon will not."""
+
+
+class Holders:
+    """Of one router."""
+
+    def __init__(self, store: ClusterStore, channels: Channels, stream_id: str, model: str) -> None:
+        """stream_id: the router_id of the decode protocol."""
+        self._store = store
+        self._channels = channels
+        self._stream_id = stream_id
+        self._model = model
+
+    def replica_of(self, entry: RequestEntry) -> ReplicaLocation | None:
+        """The replica from which the request should be resumed when its present instance is lost, if there is one."""
+        context_tokens = entry.context_tokens
+        match entry.state:
+            case Placed() | Decoding() | Lost():
+                replica = entry.state.replica
+            case Unplaced() if (holder := entry.accepted.received.owner.holder) is not None:
+                # A hint does not say how much it has.
+                replica = ReplicaLocation(*holder, context_tokens)
+            case _:
+                return None
+        if replica is None or not is_worth_a_resume(replica, context_tokens, self._store.view(), self._model):
+            return None
+        return replica
+
+    def does_not_wait(self, entry: RequestEntry) -> bool:
+        """Whether a request whose instance has gone silent, or cannot be reached, is to leave it at once: another one
+        has a replica, or the instance was only asked to resume it."""
+        return isinstance(entry.state, Resuming) or self.replica_of(entry) is not None
+
+    async def resume(self, entry: RequestEntry, number: int, replica: ReplicaLocation) -> None:
+        """Runs attempt `number` at the holder until it is over, or the holder has refused it.
+
+        replica: as replica_of() returned it just now."""
+        holder = holder_of(replica)
+        if entry.account.owner_change is None:
+            entry.note_loss("it was lost with the request's router", entry.accepted.received.owner.decode or NO_LIFE)
+        attempt = entry.attempt_at(number)
+        over = entry.begin(ResumeAsked(attempt, holder))
+        if over.done():
+            return
+        call = self._ask(entry, number, replica)
+        over.add_done_callback(lambda _: call.cancel())
+        held_tokens, answered = 0, ResumeAnswered()
+        try:
+            resumed = resumed_from_proto(await call)
+            held_tokens = resumed.held_tokens
+            if resumed.incarnation != holder.incarnation:
+                answered = ResumeAnswered(Unavailable(f"decode instance {holder.instance_id} has restarted"))
+        except aio.AioRpcError as rpc_error:
+            error = error_of(rpc_error)
+            if isinstance(error, DeadlineExceeded | RequestCancelled):
+                error = Unavailable(f"decode instance {holder.instance_id} does not answer")
+            answered = ResumeAnswered(error, may_have_begun=not is_answer(rpc_error))
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Not this task but the call was cancelled: the attempt is over, or the channel was closed.
+            gone = Unavailable(f"decode instance {holder.instance_id} has left the cluster")
+            answered = ResumeAnswered(gone, may_have_begun=True)
+        finally:
+            call.cancel()
+        if not over.done():
+            outcome = _outcome_of(answered.error)
+            metrics.RESUMES.labels(outcome=outcome).inc()
+            if answered.error is None:
+                entry.note_resumed(holder, attempt.first_index, held_tokens)
+            else:
+                get_logger().info(
+                    "resume_refused",
+                    request_id=entry.request_id,
+                    attempt=entry.attempt_number,
+                    decode_instance_id=holder.instance_id,
+                    outcome=outcome,
+                    error=str(answered.error),
+                )
+            entry.handle(answered, time.monotonic())
+        await over
+
+    def _ask(self, entry: RequestEntry, number: int, replica: ReplicaLocation) -> "aio.UnaryUnaryCall[Any, Any]":
+        left_s = entry.accepted.deadline_s - time.monotonic()
+        resumption = Resumption(
+            request_id=entry.request_id,
+            ownership=entry.ownership(number, self._stream_id),
+            token_ids=(*entry.accepted.prompt_token_ids, *entry.answer.token_ids),
+            generated_count=len(entry.answer.token_ids),
+            params=entry.accepted.params,
+            timeout_s=left_s,
+            predicted_length=None,
+            holder_incarnation=replica.holder_incarnation,
+            # That many is what stands for a hint.
+            replica_tokens=replica.token_count if replica.token_count < entry.context_tokens else 0,
+            traceparent=entry.account.traceparent,
+            suspect_until=entry.suspect_until,
+        )
+        address = self._store.view().instances[replica.holder_id].record.address
+        stub = self._channels.stub(DecodeServiceStub, address)
+        call: aio.UnaryUnaryCall[Any, Any] = stub.Resume(
+            resumption_to_proto(resumption), timeout=min(CALL_TIMEOUT_S, left_s)
+        )
+        return call
+
+
+def _outcome_of(error: KaveriError | None) -> str:
+    """The metric's label for a holder's answer."""
+    match error:
+        case None:
+            return "resumed"
+        case RequestNotFound():
+            return "not_found"
+        case NoCapacity():
+            return "no_room"
+        case Unavailable():
+            return "unavailable"
+        case _:
+            return "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Who has the request, and goes on for this router."""
+
+    attached: Attached
+    prefill: InstanceLife
+    decode: InstanceLife | None
+    """The decode instance, if the request is there already."""
+    tie: PromptTie | None
+    """Through which prefill reports, if the request is there."""
+
+
+class Missing(enum.Enum):
+    """Why a request was not found."""
+
+    NOWHERE = enum.auto()
+    """No instance that could be asked has it."""
+    OWNER_LOST = enum.auto()
+    """The hinted owner does not answer; the others were not asked."""
+
+
+class TakeOver:
+    """The search of one router. For one event loop."""
+
+    def __init__(self, store: ClusterStore, feeds: "TokenFeeds", stream_id: str) -> None:
+        self._store = store
+        self._feeds = feeds
+        self._stream_id = stream_id
+        self._searches = asyncio.Semaphore(_SEARCHES)
+
+    async def find(self, entry: RequestEntry, number: int, can_resume: bool = False) -> Found | Missing:
+        """Attaches the request as attempt `number`, where it is. can_resume: whether there is a holder that would go on
+        in place of an owner that does not answer.
+
+        Raises InvalidArgument, StaleAttempt and RequestAlreadyExists as the instance that has it.
+        """
+        hint = entry.accepted.received.owner
+        prefills, decodes = self._records(Phase.PREFILL), self._records(Phase.DECODE)
+        hinted_decodes = self._hinted(hint.decode, decodes)
+        hinted_prefills = self._hinted(hint.prefill, prefills)
+        # Where the KV has landed prefill has nothing more to say.
+        outcomes = await self._ask_decodes(entry, number, hinted_decodes, hint)
+        found = _first_of_owners(entry, hinted_decodes, Phase.DECODE, outcomes)
+        owner_is_silent = all(isinstance(outcome, Unavailable) for outcome in outcomes)
+        if can_resume and hint.decode is not None and owner_is_silent:
+            return Missing.OWNER_LOST
+        # What prefill keeps of a request whose owner is lost names that owner. Another one may have resumed it since.
+        owner_is_lost = hint.decode is not None and owner_is_silent
+        if not owner_is_lost:
+            found = found or await self._at_prefill(entry, number, hinted_prefills)
+        if found is not None:
+            return found
+        async with self._searches:
+            for some in self._batches(decodes, hinted_decodes):
+                outcomes = await self._ask_decodes(entry, number, some, OwnerHint())
+                found = found or _first_of_owners(entry, some, Phase.DECODE, outcomes)
+            if owner_is_lost:
+                found = found or await self._at_prefill(entry, number, hinted_prefills)
+            for some in self._batches(prefills, hinted_prefills):
+                found = found or await self._at_prefill(entry, number, some)
+            return found or Missing.NOWHERE
+
+    def _records(self, phase: Phase) -> list[InstanceRecord]:
+        instances = self._store.view().instances.values()
+        return [status.record for status in instances if phase in phases_now(status)]
+
+    def _hinted(self, life: InstanceLife | None, serving: list[InstanceRecord]) -> list[InstanceRecord]:
+        """The life that a hint names, if it is there. One that was switched to the other phase still has what it keeps
+        of the former one; a router without a token stream from there could not take it."""
+        status = self._store.view().instances.get(life.instance_id) if life is not None else None
+        if life is None or status is None or life_of(status.record) != life:
+            return []
+        return [status.record] if status.record in serving or self._feeds.is_connected(life) else []
+
+    def _batches(self, records: list[InstanceRecord], asked: list[InstanceRecord]) -> list[list[InstanceRecord]]:
+        """Those that are asked without a hint, together. One that is silent would let all others wait."""
+        silent = self._feeds.silent_ids
+        left = [record for record in records if record not in asked and record.instance_id not in silent]
+        left = left[:_MOST_ASKED]
+        return [left[first : first + _ASKED_TOGETHER] for first in range(0, len(left), _ASKED_TOGETHER)]
+
+    async def _ask_decodes(
+        self, entry: RequestEntry, number: int, records: Iterable[InstanceRecord], hint: OwnerHint
+    ) -> list[Found | BaseException]:
+        attachment = entry.attachment(number, self._stream_id, landed=True)
+        timeout_s = _timeout_s(entry)
+
+        async def ask(record: InstanceRecord) -> Found:
+            attached = await self._feeds.attach(record, attachment, timeout_s)
+            return Found(attached, hint.prefill or NO_LIFE, life_of(record), None)
+
+        return await asyncio.gather(*map(ask, records), return_exceptions=True)
+
+    async def _at_prefill(self, entry: RequestEntry, number: int, records: list[InstanceRecord]) -> Found | None:
+        attachment = entry.attachment(number, self._stream_id, at_prefill=True)
+
+        async def ask(record: InstanceRecord) -> Found:
+            # Reports may come before the answer.
+            tie = self._feeds.expect_reports(entry, number, record)
+            try:
+                attached = await self._feeds.attach(record, attachment, _timeout_s(entry))
+            except BaseException:
+                self._feeds.drop(tie)
+                raise
+            tie.is_there = True
+            return Found(attached, life_of(record), None, tie)
+
+        outcomes = await asyncio.gather(*map(ask, records), return_exceptions=True)
+        found = None
+        try:
+            found = _first_of_owners(entry, records, Phase.PREFILL, outcomes)
+        finally:
+            for outcome in outcomes:
+                if isinstance(outcome, Found) and outcome is not found and outcome.tie is not None:
+                    self._feeds.drop(outcome.tie)
+        return found
+
+
+def _timeout_s(entry: RequestEntry) -> float:
+    return CALL_TIMEOUT_S if entry.accepted.received.owner.holder is None else ATTACH_SOON_S
+
+
+def _first_of_owners(
+    entry: RequestEntry, records: list[InstanceRecord], phase: Phase, outcomes: list[Found | BaseException]
+) -> Found | None:
+    """The first that was found, if any. Raises the first refusal of an instance that has the request, unless it is
+    the refusal of a former owner."""
+    if found := next((outcome for outcome in outcomes if isinstance(outcome, Found)), None):
+        return found
+    for record, outcome in zip(records, outcomes, strict=True):
+        match outcome:
+            case RequestNotFound() | Unavailable():
+                get_logger().debug("attach_refused", request_id=entry.request_id, reason=str(outcome))
+            case BaseException() if not entry.accepted.received.excuses(outcome, life_of(record), phase):
+                raise outcome
+    return None
+
+
+class Departures:
+    """Of one router."""
+
+    def __init__(self, table: RequestTable, holders: Holders, feeds: "TokenFeeds") -> None:
+        self._table = table
+        self._holders = holders
+        self._feeds = feeds
+        self._unconfirmed: UnconfirmedWork[str] = UnconfirmedWork()
+        """Blocks of requests that were moved to holders and that no heartbeat shows yet."""
+        self._since_s: dict[InstanceLife, float] = {}
+        """time.monotonic() when each was first seen to drain."""
+
+    def update(self, view: ClusterView) -> None:
+        """Moves what can be moved now. Called with each view, also when only loads have changed."""
+        draining = view.derive("draining decode instances", _draining, view)
+        now_s = time.monotonic()
+        self._since_s = {life: self._since_s.get(life, now_s) for life in draining}
+        overdue = {
+            life
+            for life, since_s in self._since_s.items()
+            if now_s - max(since_s, self._feeds.let_go_s(life)) >= _OWNER_TIME_S
+        }
+        if not overdue:
+            return
+        self._unconfirmed.retain(view)
+        for entry in self._table.entries():
+            if isinstance(entry.state, Decoding) and entry.state.decode in overdue:
+                self._move(entry, entry.state.decode, view)
+
+    def _move(self, entry: RequestEntry, decode: InstanceLife, view: ClusterView) -> None:
+        replica = self._holders.replica_of(entry)
+        if replica is None or not self._feeds.is_connected(holder_of(replica)):
+            return
+        holder = view.instances[replica.holder_id]
+        if holder.load.state is not InstanceState.READY:
+            return
+        needed_blocks = self._needed_blocks(entry, replica, holder)
+        if needed_blocks is None or holder.load.free_blocks - self._unconfirmed.at(holder).amount < needed_blocks:
+            return
+        self._unconfirmed.add(entry.request_id, holder, needed_blocks)
+        cause = f"decode instance {decode.instance_id} drains"
+        entry.note_loss(cause, decode)
+        drained = NoCapacity("decode", 0.0, cause)
+        entry.handle(GivenUp(entry.attempt_number, decode, drained, has_ended=False), time.monotonic())
+
+    def _needed_blocks(self, entry: RequestEntry, replica: ReplicaLocation, holder: ViewedInstance) -> int | None:
+        """Of the request at the holder; None: the replica lacks too much."""
+        layout = holder.record.layout
+        context_tokens = entry.context_tokens
+        if layout is None or context_tokens - replica.token_count > _MOST_LACKING_BLOCKS * layout.block_tokens:
+            return None
+        return layout.block_count(context_tokens + 1)
+
+
+def _draining(view: ClusterView) -> frozenset[InstanceLife]:
+    return frozenset(
+        InstanceLife(instance_id, status.record.incarnation)
+        for instance_id, status in view.instances.items()
+        if status.load.state is InstanceState.DRAINING and Phase.DECODE in phases_now(status)
+    )
