@@ -1,4 +1,4 @@
-"""Checks a request's input against every limit and tokenizes it, before anything is spent on it."""
+"""Checks a request against every limit and tokenizes it, before anything is spent on it."""
 
 import asyncio
 import contextlib
@@ -33,8 +33,8 @@ class Conversation:
 
 
 Prompt = str | Sequence[int] | Conversation | None
-"""Text, token ids, a conversation, or nothing at all. Sequences may be those of the wire: they are of any length, and
-nothing is copied before their length is checked."""
+"""Text, token ids, a conversation, or nothing. Sequences may be those of the message, of any length; nothing is copied
+before their length is checked."""
 
 
 class Intake:
@@ -50,7 +50,7 @@ class Intake:
         self._turn = asyncio.Lock()
 
     def check_model(self, model: str) -> None:
-        """Raises ModelNotFound unless `model` is empty or the one served."""
+        """Raise ModelNotFound unless `model` is empty or the one served."""
         if model not in ("", self._model):
             raise ModelNotFound(model, (self._model,))
 
@@ -129,8 +129,8 @@ class Intake:
         )
 
     def _resolved(self, params: SamplingParams, room: int, resolved_tokens: int) -> ResolvedParams:
-        """The parameters with the model's defaults, max_tokens and seed. resolved_tokens: max_tokens as an earlier
-        session's router has resolved it; 0: there was none."""
+        """Fill in the model's defaults, max_tokens and seed. resolved_tokens: max_tokens as an earlier session's router
+        has resolved it; 0: there was none."""
         most_tokens = room
         if resolved_tokens:
             params = dataclasses.replace(params, max_tokens=min(resolved_tokens, params.max_tokens or resolved_tokens))
@@ -144,21 +144,20 @@ class Intake:
         )
 
     async def tokenize(self, prompt: Prompt, deadline_s: float) -> tuple[list[int], int]:
-        """The token ids of a text or a conversation, as accept() makes them, and the model's length. Raises as
-        accept()."""
+        """Token ids of a text or a conversation, and the model's length. Raises as accept()."""
         _check_given(prompt)
         limit = max_model_len(await self._placer.wait_for_instances(deadline_s), self._model)
         return await self._tokenize(prompt, limit - 1, deadline_s), limit
 
     async def detokenize(self, token_ids: Sequence[int], deadline_s: float) -> str:
-        """The text of token ids. There may be no more than the model is long. Raises as accept()."""
+        """Text of token ids, at most as many as the model's length. Raises as accept()."""
         limit = max_model_len(await self._placer.wait_for_instances(deadline_s), self._model)
         if len(token_ids) > limit:
             raise InvalidArgument("token_ids", f"{len(token_ids)} tokens", f"at most {limit} tokens")
         return await self._tokenizer.decode(token_ids, deadline_s)
 
     async def begin_answer(self, accepted: AcceptedRequest) -> Answer:
-        """The answer, behind what the client has of it. Raises InvalidArgument when it has less text."""
+        """Start the answer after the part that the client has. Raises InvalidArgument if that part has less text."""
         received, params = accepted.received, accepted.params
         detokenizer = self._tokenizer.detokenizer(
             accepted.prompt_token_ids,
@@ -167,7 +166,9 @@ class Intake:
             received.characters,
             skip_special_tokens=params.skip_special_tokens,
         )
-        answer = Answer(detokenizer, accepted.reported_prompt)
+        # The prompt's logprobs come before the first token, so a client with a token has them.
+        is_reported = params.prompt_logprobs is not None and not received.token_ids
+        answer = Answer(detokenizer, accepted.prompt_token_ids if is_reported else ())
         async with self._turn_of(len(received.token_ids)):
             await answer.go_on_after(received.token_ids, received.characters, params.stop_token_ids)
         if missing := answer.missing_characters:
@@ -223,7 +224,7 @@ def prompt_of(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeReq
 
 
 def _check_given(prompt: Prompt) -> None:
-    """Raises InvalidArgument when there is no prompt, or an empty one."""
+    """Raise InvalidArgument for a missing or empty prompt."""
     match prompt:
         case None:
             raise InvalidArgument("prompt", None, "given as text, token_ids or messages")

@@ -37,9 +37,8 @@ Step = tuple[State, tuple[Action, ...]]
 
 
 def lost_by_gap(state: Placed | Resuming | Decoding, event: Tokens) -> Step:
-    """Tokens are missing before those of the event."""
+    """Lose an attempt because tokens are missing before those of the event."""
     missing = f"tokens {state.next_index} to {event.first_index - 1} are missing"
-    # One that has ended by itself has nothing to abort.
     error = Unavailable(f"decode instance {state.decode.instance_id}: {missing}")
     return lost(state, error, decode_has_ended=event.finish is not None)
 
@@ -53,17 +52,24 @@ def lost(
 ) -> Step:
     """End an attempt that cannot go on. was_reached: True if the instance may know of it.
 
-    An answer that has all its tokens lacks nothing but its end: it is complete, whatever the error. No attempt follows.
+    An answer that has all its tokens is complete, whatever the error.
     """
-    decode, leg = (None, PrefillLeg.WORKING) if isinstance(state, Prefilling) else (state.decode, leg_of(state))
+    decode = None if isinstance(state, Prefilling) else state.decode
     replica = state.replica if isinstance(state, Placed | Decoding) else None
+    match state:
+        case Prefilling():
+            leg = PrefillLeg.WORKING
+        case Resuming():
+            leg = PrefillLeg.COMPLETE
+        case _:
+            leg = state.leg
     attempt = _with_suspicion(state.attempt, error)
     now = Lost(attempt, state.next_index, error, _setback(error, was_reached), decode, leg, replica)
     actions: tuple[Action, ...] = leaving(state)
     if decode_has_ended:
         actions = (LeaveAttempt(), *withheld_by(state))
     elif decode is None and isinstance(error, Unavailable) and was_reached:
-        # A prefill instance that dies takes the name of the decode instance with it.
+        # Only the prefill instance knows which decode instance has reserved room.
         actions = (LeaveAttempt(), Abort(state.attempt.number, None))
     if state.next_index >= attempt.most_tokens:
         return Ended(FinishReason.LENGTH, attempt), (CompleteAnswer(), *actions)
@@ -88,8 +94,8 @@ def _setback(error: KaveriError, was_reached: bool) -> Setback:
 
 
 def leaving(state: Prefilling | Placed | Resuming | Decoding) -> tuple[Action, ...]:
-    """Leaves an attempt that decode has not ended. Prefill itself aborts a reservation that it has not named, unless
-    it has handed the request over: then the instance that has it has sent something."""
+    """Actions that end an attempt which decode has not ended. Prefill aborts a reservation that it has not named unless
+    it has handed the request over; then the decode instance has sent something."""
     if isinstance(state, Prefilling):
         sources = dict.fromkeys(event.source for event in state.held.events)
         return LeaveAttempt(), *(Disown(state.attempt.number, source) for source in sources)
@@ -97,34 +103,23 @@ def leaving(state: Prefilling | Placed | Resuming | Decoding) -> tuple[Action, .
 
 
 def withheld_by(state: State) -> tuple[Abort, ...]:
-    """The aborts that wait until the holder of the replica has been asked."""
+    """Aborts that wait until the holder of the replica has answered."""
     return state.withheld if isinstance(state, Lost | Resuming) else ()
 
 
-def leg_of(state: Placed | Resuming | Decoding) -> PrefillLeg:
-    """How far prefill is. A resumed attempt needs nothing of it."""
-    return PrefillLeg.COMPLETE if isinstance(state, Resuming) else state.leg
-
-
 def held_of(events: tuple[Tokens | GivenUp | ReplicaNamed, ...]) -> HeldEvents:
-    """With the number of their tokens."""
-    return HeldEvents(events, sum(map(_held_tokens, events)))
-
-
-def _held_tokens(event: Tokens | GivenUp | ReplicaNamed) -> int:
-    """An error counts as a token. What is said of a copy takes no room from the tokens, which may be a whole answer."""
-    if isinstance(event, Tokens):
-        return len(event.token_ids)
-    return 1 if isinstance(event, GivenUp) else 0
+    """Held events with the number of their tokens. An error counts as one token, a replica's name as none."""
+    tokens = sum(len(event.token_ids) for event in events if isinstance(event, Tokens))
+    return HeldEvents(events, tokens + sum(isinstance(event, GivenUp) for event in events))
 
 
 def impossible(state: State, event: Event) -> AssertionError:
-    """Of a pair that only a fault of the service brings about."""
+    """Error for an event that the service must not report in this state."""
     return AssertionError(f"{type(event).__name__} is impossible in {type(state).__name__}: {event}, {state}")
 
 
 def replica_named(state: State, event: ReplicaNamed) -> Step:
-    """The decode instance says where a replica is."""
+    """Record where the replica is, or hold that until the placement is known."""
     match state:
         case Placed(attempt, _, decode) if event.attempt == attempt.number and event.source == decode:
             return replace(state, replica=event.replica), ()
@@ -133,8 +128,12 @@ def replica_named(state: State, event: ReplicaNamed) -> Step:
         case SeekingOwner(attempt) | Prefilling(attempt) | Placed(attempt) if event.attempt == attempt.number:
             if isinstance(state, Placed) and event.source in state.left:
                 return state, ()
-            # The last word of each instance.
-            events = tuple(former for former in state.held.events if not _is_replaced(former, event))
+            # Only the last event of each instance counts.
+            events = tuple(
+                former
+                for former in state.held.events
+                if not (isinstance(former, ReplicaNamed) and former.source == event.source)
+            )
             if sum(isinstance(former, ReplicaNamed) for former in events) >= attempt.most_tokens:
                 return state, ()
             return replace(state, held=held_of((*events, event))), ()
@@ -142,12 +141,8 @@ def replica_named(state: State, event: ReplicaNamed) -> Step:
             return state, ()
 
 
-def _is_replaced(former: Tokens | GivenUp | ReplicaNamed, event: ReplicaNamed) -> bool:
-    return isinstance(former, ReplicaNamed) and former.source == event.source
-
-
 def replica_forgone(state: State, event: ReplicaForgone) -> Step:
-    """It is computed again."""
+    """Release the former instance's Abort; the request is computed again."""
     match state:
         case Lost():
             return replace(state, replica=None, withheld=()), state.withheld
@@ -156,7 +151,7 @@ def replica_forgone(state: State, event: ReplicaForgone) -> Step:
 
 
 def resume_asked(state: State, event: ResumeAsked) -> Step:
-    """The holder is asked."""
+    """Wait for the holder's answer."""
     match state:
         case Unplaced(next_index) | Lost(_, next_index):
             attempt, holder = event.attempt, event.holder
@@ -168,7 +163,7 @@ def resume_asked(state: State, event: ResumeAsked) -> Step:
 
 
 def resume_answered(state: State, event: ResumeAnswered) -> Step:
-    """The holder has answered. Once its tokens have come its answer does not matter."""
+    """Apply the holder's answer. It does not matter once its tokens have come."""
     match state:
         case Resuming(attempt, next_index, decode):
             if event.error is None:

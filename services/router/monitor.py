@@ -1,9 +1,7 @@
-"""The cluster monitor: one router leads, and broadcasts the loads that prefill instances choose by.
+"""The cluster monitor of TetriInfer (arXiv 2401.11181, section 3.2): one router broadcasts the loads of all instances.
 
-TetriInfer's (arXiv 2401.11181, section 3.2): loads come in from every instance and go out in one message for all.
-Every router campaigns; the store fences routers that no longer lead. Between two leaders prefill instances use the
-last broadcast. What is broadcast, and when at once: kaveri/cluster/broadcasts.py. How it is received:
-kaveri/cluster/monitored_membership.py.
+Every router campaigns; the store fences routers that no longer lead. Without a leader prefill instances use the last
+broadcast. kaveri/cluster/broadcasts.py decides what is broadcast and when, monitored_membership.py receives it.
 """
 
 import asyncio
@@ -17,17 +15,17 @@ from kaveri.timeouts import LEADER_LEASE_S
 from services.router import metrics
 
 _CAMPAIGN_INTERVAL_S = LEADER_LEASE_S / 3
-"""Interval of campaigns: a leader may miss one, and a dead one is replaced within 2 s even on a busy machine. Also the
-interval of broadcasts while no instance reports a load."""
+"""Interval of campaigns: a leader may miss one, and a dead one is replaced within 2 s. Also the interval of broadcasts
+while no instance reports a load."""
 _MIN_PAUSE_S = 0.02
-"""Between two broadcasts, however fast instances come and go and blocks come free."""
+"""Min pause between two broadcasts."""
 
 
 class Monitor:
-    """One router's part in the monitor. For one event loop."""
+    """A router's part in the cluster monitor. Not thread-safe."""
 
     def __init__(self, store: ClusterStore, router_id: str, interval_s: float) -> None:
-        """router_id: of one life of the router. interval_s: between two broadcasts of loads without news."""
+        """router_id: unique across restarts. interval_s: interval of broadcasts without news."""
         self._store = store
         self._router_id = router_id
         self._interval_s = interval_s
@@ -41,14 +39,11 @@ class Monitor:
 
     @property
     def leading(self) -> bool:
-        """Whether this router leads, as far as it knows."""
+        """True while this router leads, as far as it knows."""
         return self._fencing_token is not None
 
     async def run(self) -> None:
-        """Campaigns, and broadcasts while leading, until stop(); then leaves the lead to others and returns.
-
-        Cancelled, it leaves the lead's lease to run out.
-        """
+        """Campaign, and broadcast while leading, until stop(); then resign. If cancelled, the lease runs out."""
         try:
             while not self._stopping:
                 self._due.clear()
@@ -62,21 +57,21 @@ class Monitor:
             self._set_token(None, "stopping")
 
     def update(self, view: ClusterView) -> None:
-        """Takes in a view; while leading, broadcasts news at once."""
+        """Broadcast news of the view at once, while leading."""
         if self.leading and is_news(self._told, view):
             self._due.set()
 
     def stop(self) -> None:
-        """Asks run() to resign and return."""
+        """Make run() resign and return."""
         self._stopping = True
         self._due.set()
 
     def go_on(self) -> None:
-        """run() may be called again, or goes on if it has not returned."""
+        """Undo stop(): run() goes on, or may be called again."""
         self._stopping = False
 
     async def _campaign(self) -> None:
-        # From before the call: the lease runs from when the store takes it, not from when its answer is here.
+        # Before the call: the lease starts when the store receives it.
         self._campaign_at_s = time.monotonic() + _CAMPAIGN_INTERVAL_S
         token = await self._store.campaign(self._router_id, LEADER_LEASE_S)
         self._set_token(token, "another leads, or the store is away")

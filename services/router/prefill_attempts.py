@@ -33,7 +33,6 @@ from services.router.lifecycle_values import (
     HandOverReported,
     InstanceLife,
     PrefillEnded,
-    State,
 )
 from services.router.requests import RequestEntry
 from services.router.subscriptions import PromptTie
@@ -49,7 +48,7 @@ _MOST_SUBMITS = 4
 """Limit on Submit calls for one attempt, when connections break."""
 _SHORTEST_S = 1e-3
 _IN_ORDER: Final = ("started", "placed", "prompt_logprobs", "first_token", "handed_over")
-"""Fields of a PrefillReport, in the order in which they are read."""
+"""Fields of a PrefillReport, in reading order."""
 
 
 _Attempt = tuple[RequestEntry, int]
@@ -76,7 +75,7 @@ class PrefillAttempts:
         self._feeds = feeds
         self._has_begun = has_begun
         self.unconfirmed: UnconfirmedWork[tuple[str, int]] = UnconfirmedWork()
-        """Prompts that no heartbeat shows yet."""
+        """Prompts not in any heartbeat yet."""
         self._instances: Mapping[str, ViewedInstance] = {}
         self._waiting: dict[_Attempt, InstanceRecord] = {}
         """Attempts that their instance has not begun."""
@@ -117,14 +116,14 @@ class PrefillAttempts:
             await asyncio.wait(self._asking)
 
     def check_integrity(self) -> None:
-        """Asserts, while no request is in flight, that nothing of ended ones is left."""
+        """Assert, while no request is in flight, that ended requests left nothing behind."""
         assert not len(self.unconfirmed), len(self.unconfirmed)
         assert not len(self._waiting), len(self._waiting)
 
     async def send(
         self, entry: RequestEntry, attempt: Attempt, target: ViewedInstance, over: asyncio.Future[None]
     ) -> None:
-        """Sends the request to prefill, and passes on what it reports until the reports or the attempt end."""
+        """Send the request to prefill, and pass its reports on until they or the attempt end."""
         accepted = entry.accepted
         request = prefill_pb2.SubmitRequest(
             request_id=entry.request_id,
@@ -154,8 +153,7 @@ class PrefillAttempts:
             await asyncio.wait((submitting,))
 
     async def _submit(self, request: prefill_pb2.SubmitRequest, tie: PromptTie) -> None:
-        """Calls until the instance has answered. A refusal ends the reports, and so does an instance that cannot be
-        reached."""
+        """Call until the instance has answered. A refusal, or an instance that cannot be reached, ends the reports."""
         stub, name = self._channels.stub(PrefillServiceStub, tie.record.address), tie.record.instance_id
         for _ in range(_MOST_SUBMITS):
             sent_s = time.monotonic()
@@ -184,7 +182,7 @@ class PrefillAttempts:
             tie.lose(Unavailable(f"prefill instance {name} does not answer"))
 
     async def read(self, entry: RequestEntry, attempt: Attempt, tie: PromptTie, over: asyncio.Future[None]) -> None:
-        """Passes on what prefill reports, until its reports end or the attempt is over."""
+        """Pass prefill's reports on until they end or the attempt is over."""
         ended = PrefillEnded()
         self._waiting[entry, attempt.number] = tie.record
         try:
@@ -206,7 +204,7 @@ class PrefillAttempts:
         try:
             while not over.done():
                 for report in await tie.take():
-                    # Whatever this says, and whether or not it is wanted.
+                    # Also if the attempt ends within the report.
                     tie.has_ended = tie.has_ended or report.HasField("ended")
                     for kind in _IN_ORDER:
                         if over.done():
@@ -223,7 +221,7 @@ class PrefillAttempts:
                 error = Unavailable(f"prefill instance gave the request up: {error}")
             waits = (entry, attempt.number) in self._waiting
             if waits and isinstance(error, Unavailable) and error.retry_after_s is not None:
-                # It drains, and has not begun the request: nothing is wrong with it.
+                # It drains and has not begun the request, so this is no fault.
                 error = NoCapacity("prefill", error.retry_after_s, error.reason)
             return PrefillEnded(error, was_reached=tie.was_sent or tie.is_there)
 
@@ -264,7 +262,10 @@ class PrefillAttempts:
             case "placed":
                 placed = report.placed
                 life = InstanceLife(placed.decode_instance_id, placed.decode_incarnation)
-                if not _has_begun_elsewhere(entry.state, life):
+                # Prefill names an instance other than the one that draws if it missed that its push was accepted. A
+                # later session must not look for the request there.
+                state = entry.state
+                if not (isinstance(state, Finishing) or (isinstance(state, Decoding) and state.decode != life)):
                     entry.note_owner(attempt.prefill, life)
                 entry.handle(DecodeNamed(life), now_s)
                 entry.note_holder()
@@ -283,9 +284,3 @@ class PrefillAttempts:
                 timing.kv_tail_s = report.handed_over.kv_tail_s
                 timing.kv_transport = report.handed_over.kv_transport
                 entry.handle(HandOverReported(), now_s)
-
-
-def _has_begun_elsewhere(state: State, named: InstanceLife) -> bool:
-    """Whether tokens have come of another instance than prefill names, as when it did not hear that its push was
-    accepted. A later session must not look for the request there."""
-    return isinstance(state, Finishing) or (isinstance(state, Decoding) and state.decode != named)

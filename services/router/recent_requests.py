@@ -1,4 +1,4 @@
-"""The requests of late: how each went, and the workload that they were."""
+"""Recent requests: the account of each, and the workload."""
 
 import time
 from collections import deque
@@ -16,14 +16,14 @@ from services.router.requests import RequestEntry
 _MOST = 1024
 _MOST_OUTCOME_CHARACTERS = 500
 MOST_ARRIVALS = 4096
-"""Arrivals that are kept: 40 s of 100 requests per second."""
+"""Max recorded arrivals: 40 s of 100 requests per second."""
 MOST_ENDS = 4096
-"""Ends that are kept: with the arrivals, less than a MiB."""
+"""Max recorded ends; with the arrivals, less than a MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSummary:
-    """What is kept of a request. Times are time.monotonic()'s."""
+    """Account of a request. Times are time.monotonic()'s."""
 
     session: int
     prompt_tokens: int
@@ -39,7 +39,7 @@ class RequestSummary:
 
     @classmethod
     def of(cls, entry: RequestEntry, outcome: str = "", ended_s: float | None = None) -> "RequestSummary":
-        """Of a request now. outcome: empty: it has not ended."""
+        """Summary of a request at present. outcome: empty: it has not ended."""
         accepted, answer = entry.accepted, entry.answer
         return cls(
             accepted.session,
@@ -75,17 +75,17 @@ class RequestSummary:
 
 
 class RecentRequests:
-    """For one event loop."""
+    """Accounts of the requests in flight and of the last that ended. Not thread-safe."""
 
     def __init__(self, instance_id: str, table: RequestTable) -> None:
-        """instance_id: of this router. table: the requests in flight."""
+        """instance_id: the router's. table: the requests in flight."""
         self._instance_id = instance_id
         self._table = table
         self._ended: ExpiringMap[str, RequestSummary] = ExpiringMap(max_count=_MOST)
-        """By request id."""
+        """Summaries by request id."""
 
     def add(self, entry: RequestEntry, outcome: str) -> None:
-        """The call of a request has ended."""
+        """Record a request whose call has ended."""
         known = self._ended.get(entry.request_id)
         if known is not None and known.arrived_s > entry.accepted.arrived_s:
             # The call of an early session may end after that of a later one.
@@ -93,9 +93,8 @@ class RecentRequests:
         self._ended.put(entry.request_id, RequestSummary.of(entry, outcome, time.monotonic()))
 
     def account_of(self, request_id: str) -> cluster_pb2.GetRequestAccountResponse:
-        """How the request went, or is going. A gateway adds to its client's id: the last such request counts.
-
-        Raises RequestNotFound."""
+        """Account of a request. A gateway extends its client's ids: the last such request counts. Raises
+        RequestNotFound."""
         request_id = self._known_as(request_id)
         entry = self._table.get(request_id)
         summary = RequestSummary.of(entry) if entry is not None else self._ended.get(request_id)
@@ -111,7 +110,7 @@ class RecentRequests:
 
 
 class RecentEnd(NamedTuple):
-    """A request that is over."""
+    """A request that has ended."""
 
     ended_s: float
     """time.monotonic()."""
@@ -141,24 +140,23 @@ class RecentWorkload:
         self._ends: deque[RecentEnd] = deque(maxlen=most_ends)
 
     def note_arrival(self, arrived_s: float) -> None:
-        """A request was accepted. Not called again when its client re-attaches. Requests are not accepted in the order
-        in which they came."""
+        """Record an accepted request, once over all its sessions. Arrivals may be out of order."""
         self._arrivals.append(arrived_s)
         if len(self._arrivals) > self._most_arrivals:
             self._since_s = max(self._since_s, self._arrivals.popleft())
 
     def note_end(self, ended_s: float, prompt_tokens: int, answer_tokens: int, is_whole: bool) -> None:
-        """A request is over, as far as this router knows: it did not leave it to another one."""
+        """Record the end of a request that was not left to another router."""
         self._ends.append(RecentEnd(ended_s, prompt_tokens, answer_tokens, is_whole))
 
     def observed_s(self, now_s: float) -> float:
-        """All arrivals of so many seconds are in arrived_ago_s()."""
+        """Length of the observation window in seconds."""
         return now_s - self._since_s
 
     def arrived_ago_s(self, now_s: float) -> list[float]:
-        """Seconds since each arrival, the first accepted first."""
+        """Seconds since each arrival in the window, in the order of acceptance."""
         return [now_s - arrived_s for arrived_s in self._arrivals]
 
     def ends(self, is_whole: bool) -> list[RecentEnd]:
-        """Those with a whole answer, or the others, the oldest first."""
+        """Ends with a whole answer, or the others, the oldest first."""
         return [end for end in self._ends if end.is_whole is is_whole]

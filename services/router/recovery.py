@@ -1,7 +1,7 @@
-"""What follows the loss of an instance or of a router.
+"""Recovery from the loss of an instance or of a router.
 
-Holders have replicas resume requests whose decode instance is lost. TakeOver finds the instances that have a request
-of an earlier session. Departures moves requests off decode instances that drain.
+Holders resume requests whose decode instance is lost. TakeOver finds the instances that have a request of an earlier
+session. Departures moves requests off decode instances that drain.
 """
 
 import asyncio
@@ -47,23 +47,25 @@ from services.router.requests import RequestEntry
 from services.router.subscriptions import PromptTie
 
 if TYPE_CHECKING:
-    # The feeds ask Holders which requests may leave a silent instance.
+    # TokenFeeds asks Holders which requests may leave a silent instance.
     from services.router.token_feeds import TokenFeeds
 
+_ATTACH_AGAIN_S = 0.05
+"""Pause before a prefill instance without a stream is asked once more for its reports."""
 _ASKED_TOGETHER = 16
 _MOST_ASKED = 256
-"""Instances of a phase that are asked for a request of which no hint holds."""
+"""Max instances of a phase that are asked without a hint."""
 _SEARCHES = 8
-"""Requests that are looked for at all instances at a time; others wait."""
+"""Max requests that are looked for at all instances at a time."""
 _OWNER_TIME_S = 3.0
-"""An instance that drains lets its requests go with all their KV. They are moved from here only when it has let none
-go for so long."""
+"""A draining instance lets requests go with all their KV. The router moves them only after it has let none go for this
+long."""
 _MOST_LACKING_BLOCKS = 2
-"""Of a replica from which a request is moved. One that lacks more soon will not."""
+"""Max blocks that the replica of a moved request lacks. Replicas that lack more catch up soon."""
 
 
 class Holders:
-    """Of one router."""
+    """Resumes requests at the holders of their replicas."""
 
     def __init__(self, store: ClusterStore, channels: Channels, stream_id: str, model: str) -> None:
         """stream_id: the router_id of the decode protocol."""
@@ -73,13 +75,13 @@ class Holders:
         self._model = model
 
     def replica_of(self, entry: RequestEntry) -> ReplicaLocation | None:
-        """The replica from which the request should be resumed when its present instance is lost, if there is one."""
+        """The replica to resume the request from if its present instance is lost, if there is one."""
         context_tokens = entry.context_tokens
         match entry.state:
             case Placed() | Decoding() | Lost():
                 replica = entry.state.replica
             case Unplaced() if (holder := entry.accepted.received.owner.holder) is not None:
-                # A hint does not say how much it has.
+                # A hint does not name the replica's size.
                 replica = ReplicaLocation(*holder, context_tokens)
             case _:
                 return None
@@ -88,14 +90,14 @@ class Holders:
         return replica
 
     def does_not_wait(self, entry: RequestEntry) -> bool:
-        """Whether a request whose instance has gone silent, or cannot be reached, is to leave it at once: another one
-        has a replica, or the instance was only asked to resume it."""
+        """True if a request leaves a silent or unreachable instance at once: another one has a replica, or the instance
+        was only asked to resume it."""
         return isinstance(entry.state, Resuming) or self.replica_of(entry) is not None
 
     async def resume(self, entry: RequestEntry, number: int, replica: ReplicaLocation) -> None:
-        """Runs attempt `number` at the holder until it is over, or the holder has refused it.
+        """Run attempt `number` at the holder until it is over, or refused by the holder.
 
-        replica: as replica_of() returned it just now."""
+        replica: just returned by replica_of()."""
         holder = holder_of(replica)
         if entry.account.owner_change is None:
             entry.note_loss("it was lost with the request's router", entry.accepted.received.owner.decode or NO_LIFE)
@@ -153,7 +155,7 @@ class Holders:
             timeout_s=left_s,
             predicted_length=None,
             holder_incarnation=replica.holder_incarnation,
-            # That many is what stands for a hint.
+            # From a hint, the size is unknown.
             replica_tokens=replica.token_count if replica.token_count < entry.context_tokens else 0,
             traceparent=entry.account.traceparent,
             suspect_until=entry.suspect_until,
@@ -183,27 +185,33 @@ def _outcome_of(error: KaveriError | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Who has the request, and goes on for this router."""
+    """The instance that has the request, and goes on for this router."""
 
     attached: Attached
     prefill: InstanceLife
     decode: InstanceLife | None
-    """The decode instance, if the request is there already."""
+    """The decode instance, if it has the request already."""
     tie: PromptTie | None
-    """Through which prefill reports, if the request is there."""
+    """Receives prefill's reports, if the prefill instance has the request."""
 
 
 class Missing(enum.Enum):
-    """Why a request was not found."""
+    """Reason why a request was not found."""
 
     NOWHERE = enum.auto()
-    """No instance that could be asked has it."""
+    """No instance that was asked has it."""
     OWNER_LOST = enum.auto()
-    """The hinted owner does not answer; the others were not asked."""
+    """The hinted owner does not answer; others were not asked."""
 
 
 class TakeOver:
-    """The search of one router. For one event loop."""
+    """Finds the instances that have a request from an earlier session, and attaches it to this router.
+
+    The hints of the cluster store and then of the client say where to look first. They name lives of instances, and
+    only lives in the view are asked. If no hint holds, all instances are asked: in batches, at most 256 per phase, and
+    for a few requests at a time. If a hint names the holder of a replica and the owner does not answer, the holder
+    resumes the request before others are asked.
+    """
 
     def __init__(self, store: ClusterStore, feeds: "TokenFeeds", stream_id: str) -> None:
         self._store = store
@@ -212,22 +220,22 @@ class TakeOver:
         self._searches = asyncio.Semaphore(_SEARCHES)
 
     async def find(self, entry: RequestEntry, number: int, can_resume: bool = False) -> Found | Missing:
-        """Attaches the request as attempt `number`, where it is. can_resume: whether there is a holder that would go on
-        in place of an owner that does not answer.
+        """Attach the request as attempt `number`, where it is. can_resume: True if a holder can replace an owner that
+        does not answer.
 
-        Raises InvalidArgument, StaleAttempt and RequestAlreadyExists as the instance that has it.
+        Raises InvalidArgument, StaleAttempt and RequestAlreadyExists like the instance that has it.
         """
         hint = entry.accepted.received.owner
         prefills, decodes = self._records(Phase.PREFILL), self._records(Phase.DECODE)
         hinted_decodes = self._hinted(hint.decode, decodes)
         hinted_prefills = self._hinted(hint.prefill, prefills)
-        # Where the KV has landed prefill has nothing more to say.
+        # Decode first: once the KV has landed, prefill has nothing to report.
         outcomes = await self._ask_decodes(entry, number, hinted_decodes, hint)
         found = _first_of_owners(entry, hinted_decodes, Phase.DECODE, outcomes)
         owner_is_silent = all(isinstance(outcome, Unavailable) for outcome in outcomes)
         if can_resume and hint.decode is not None and owner_is_silent:
             return Missing.OWNER_LOST
-        # What prefill keeps of a request whose owner is lost names that owner. Another one may have resumed it since.
+        # A prefill instance names the lost owner again, but another instance may have resumed the request since.
         owner_is_lost = hint.decode is not None and owner_is_silent
         if not owner_is_lost:
             found = found or await self._at_prefill(entry, number, hinted_prefills)
@@ -248,15 +256,15 @@ class TakeOver:
         return [status.record for status in instances if phase in phases_now(status)]
 
     def _hinted(self, life: InstanceLife | None, serving: list[InstanceRecord]) -> list[InstanceRecord]:
-        """The life that a hint names, if it is there. One that was switched to the other phase still has what it keeps
-        of the former one; a router without a token stream from there could not take it."""
+        """The life that a hint names, if the view has it. One that was switched to the other phase still has requests
+        of the former one, but is of no use without a stream."""
         status = self._store.view().instances.get(life.instance_id) if life is not None else None
         if life is None or status is None or life_of(status.record) != life:
             return []
         return [status.record] if status.record in serving or self._feeds.is_connected(life) else []
 
     def _batches(self, records: list[InstanceRecord], asked: list[InstanceRecord]) -> list[list[InstanceRecord]]:
-        """Those that are asked without a hint, together. One that is silent would let all others wait."""
+        """Batches of instances to ask without a hint. A silent one would make the others wait."""
         silent = self._feeds.silent_ids
         left = [record for record in records if record not in asked and record.instance_id not in silent]
         left = left[:_MOST_ASKED]
@@ -280,13 +288,19 @@ class TakeOver:
         async def ask(record: InstanceRecord) -> Found:
             # Reports may come before the answer.
             tie = self._feeds.expect_reports(entry, number, record)
+            until_s = time.monotonic() + CALL_TIMEOUT_S
             try:
-                attached = await self._feeds.attach(record, attachment, _timeout_s(entry))
+                while True:
+                    has_stream, sent_s = self._feeds.is_connected(tie.life), time.monotonic()
+                    attached = await self._feeds.attach(record, attachment, _timeout_s(entry))
+                    tie.is_there = True
+                    if (has_stream and not self._feeds.may_lack_reports(tie, sent_s)) or sent_s >= until_s:
+                        return Found(attached, tie.life, None, tie)
+                    # The reports may have gone over a former stream, and the next may be open without this request.
+                    await asyncio.sleep(_ATTACH_AGAIN_S)
             except BaseException:
                 self._feeds.drop(tie)
                 raise
-            tie.is_there = True
-            return Found(attached, life_of(record), None, tie)
 
         outcomes = await asyncio.gather(*map(ask, records), return_exceptions=True)
         found = None
@@ -320,19 +334,23 @@ def _first_of_owners(
 
 
 class Departures:
-    """Of one router."""
+    """Moves requests off decode instances that drain and do not let them go themselves for a while.
+
+    The holders of their replicas go on with them, as after a loss, and compute again what the replica lacks, two blocks
+    at most. A move does not use up an attempt. Requests without such a replica, or whose holder has no room, stay.
+    """
 
     def __init__(self, table: RequestTable, holders: Holders, feeds: "TokenFeeds") -> None:
         self._table = table
         self._holders = holders
         self._feeds = feeds
         self._unconfirmed: UnconfirmedWork[str] = UnconfirmedWork()
-        """Blocks of requests that were moved to holders and that no heartbeat shows yet."""
+        """Blocks of requests moved to holders, not in any heartbeat yet."""
         self._since_s: dict[InstanceLife, float] = {}
-        """time.monotonic() when each was first seen to drain."""
+        """time.monotonic() when the drain of each was first seen."""
 
     def update(self, view: ClusterView) -> None:
-        """Moves what can be moved now. Called with each view, also when only loads have changed."""
+        """Move the requests that can be moved now. Called with each view, also when only loads have changed."""
         draining = view.derive("draining decode instances", _draining, view)
         now_s = time.monotonic()
         self._since_s = {life: self._since_s.get(life, now_s) for life in draining}
@@ -365,7 +383,7 @@ class Departures:
         entry.handle(GivenUp(entry.attempt_number, decode, drained, has_ended=False), time.monotonic())
 
     def _needed_blocks(self, entry: RequestEntry, replica: ReplicaLocation, holder: ViewedInstance) -> int | None:
-        """Of the request at the holder; None: the replica lacks too much."""
+        """Number of blocks that the request needs at the holder; None: the replica lacks too much."""
         layout = holder.record.layout
         context_tokens = entry.context_tokens
         if layout is None or context_tokens - replica.token_count > _MOST_LACKING_BLOCKS * layout.block_tokens:

@@ -358,7 +358,8 @@ class RequestEntry:
                 self.account.timing.decode_s = action.decode_s
             case AwaitReport():
                 loop = asyncio.get_running_loop()
-                self._grace = loop.call_later(max(0.0, action.until_s - now_s), self._end_grace)
+                delay_s = max(0.0, action.until_s - now_s)
+                self._grace = loop.call_later(delay_s, lambda: self.handle(PrefillEnded(), time.monotonic()))
             case LeaveAttempt():
                 self.account.end_attempt(
                     now_s,
@@ -372,16 +373,13 @@ class RequestEntry:
             case _:
                 self._act(self, action)
 
-    def _end_grace(self) -> None:
-        self.handle(PrefillEnded(), time.monotonic())
-
-    def cancel(self) -> None:
-        """End the request with FINISH_REASON_CANCELLED; tokens so far are still delivered."""
-        self.handle(Stopped(FinishReason.CANCELLED), time.monotonic())
+    def stop(self, outcome: FinishReason | KaveriError) -> None:
+        """End the request, with an error or as CANCELLED; tokens so far are still delivered. No-op if it has ended."""
+        self.handle(Stopped(outcome), time.monotonic())
 
     def fail(self, error: KaveriError) -> None:
         """End the request with an error; no-op if it has ended."""
-        self.handle(Stopped(error), time.monotonic())
+        self.stop(error)
 
     def supersede(self) -> None:
         """End this session and leave its instances to a later one."""

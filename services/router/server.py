@@ -40,13 +40,13 @@ from services.router.request_table import RETRY_AFTER_S, RequestTable
 from services.router.requests import Interrupted, RequestEntry, SentAway
 
 _GONE_WITHIN_S = 1.0
-"""So long a call may live on after its client has gone, without its request."""
+"""How long to wait for gRPC to cancel a call whose client has disconnected."""
 _CANCELLED_REMEMBERED_S = 60.0
-"""Longer than any client waits before it re-attaches."""
+"""How long a Cancel between two sessions is remembered; longer than clients take to re-attach."""
 
 
 class RouterParts(Protocol):
-    """The parts of a router that serve a request."""
+    """Parts of a router that serve a request."""
 
     config: RouterConfig
     store: ClusterStore
@@ -66,19 +66,19 @@ class RouterParts(Protocol):
 
 @dataclass(slots=True)
 class GenerateProgress:
-    """How far one Generate has come."""
+    """Progress of one Generate call."""
 
     request_id: str
     key_name: str = ""
-    """Of the client's API key. Empty: it did not come through the public port."""
+    """Name of the client's API key; empty: it did not come through the public port."""
     entry: RequestEntry | None = None
     """None until its input was checked."""
     span: OpenSpan | None = None
-    """Of the whole call. None: it is not traced."""
+    """Span of the call; None: it is not traced."""
 
     @property
     def tokens(self) -> int:
-        """Of the prompt, and those that were generated since the call began."""
+        """Number of tokens of the prompt, and of those generated in this call."""
         if self.entry is None:
             return 0
         accepted = self.entry.accepted
@@ -86,7 +86,7 @@ class GenerateProgress:
         return len(accepted.prompt_token_ids) + generated
 
     def span_attributes(self) -> dict[str, object]:
-        """What its span says at its end."""
+        """Attributes of the span at its end."""
         if self.entry is None:
             return {}
         accepted, finish = self.entry.accepted, self.entry.finish
@@ -99,7 +99,7 @@ class GenerateProgress:
         }
 
     def log_fields(self) -> dict[str, object]:
-        # The id is the caller's, and may be of any length as long as it is not checked.
+        # An unchecked id may have any length.
         return {
             "request_id": self.request_id[:MAX_REQUEST_ID_BYTES],
             "attempt": self.entry.attempt_number if self.entry is not None else 0,
@@ -108,7 +108,7 @@ class GenerateProgress:
 
 @contextlib.contextmanager
 def _traced(progress: GenerateProgress, context: ServicerContext, arrived_s: float) -> Iterator[None]:
-    """Within it the call is traced, if calls are and the sampler takes it."""
+    """Trace the call while the context is open, if tracing is on and the sampler takes it."""
     if not is_tracing():
         yield
         return
@@ -128,18 +128,18 @@ def _traced(progress: GenerateProgress, context: ServicerContext, arrived_s: flo
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """The clients' service of one router."""
+    """InferenceService of a router."""
 
     def __init__(self, router: RouterParts) -> None:
         self._router = router
         self._unread_count = 0
-        """Calls whose client has not read yet that it was too slow. gRPC ends them when it does, or goes."""
+        """Calls whose client has not read its SlowReader error. gRPC ends them when it reads or disconnects."""
         config = router.config
         self._reattaches = RateLimit(config.max_reattaches_per_s, config.max_requests, time.monotonic())
         self._cancelled: ExpiringMap[tuple[str, str], bool] = ExpiringMap(_CANCELLED_REMEMBERED_S)
-        """Requests cancelled between two sessions, by (request id, hash of the secret)."""
+        """Requests cancelled between two sessions: (request id, hash of the secret)."""
 
-    # A coroutine that writes, not a generator: cancellation then always arrives inside it, so its clean-up always runs.
+    # A coroutine that writes, not a generator: cancellation always arrives inside it, so its cleanup always runs.
     async def Generate(  # type: ignore[override]  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: ServicerContext
     ) -> None:
@@ -148,7 +148,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def generate(
         self, request: inference_pb2.GenerateRequest, progress: GenerateProgress, context: ServicerContext
     ) -> None:
-        """Answers the request. progress: has its id; the rest is filled in."""
+        """Answer a request. progress: has its id; the rest is filled in."""
         arrived_s = time.monotonic()
         try:
             with self._noted(progress), _traced(progress, context, arrived_s), self._held(request, progress.key_name):
@@ -198,7 +198,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     @contextlib.contextmanager
     def _noted(self, progress: GenerateProgress) -> Iterator[None]:
-        """What becomes of the request within is remembered, once its input was checked."""
+        """Record the outcome of a validated request at the end of the context."""
         outcome = "its client has gone"
         try:
             yield
@@ -213,14 +213,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 self._note_end(progress.entry)
 
     def _note_end(self, entry: RequestEntry) -> None:
-        """For the workload. A session that is left to a later one is not the end of its request."""
+        """Record the end of a request for the workload, unless a later session goes on."""
         if not entry.is_superseded:
             is_whole = entry.finish in (FinishReason.STOP, FinishReason.LENGTH)
             lengths = len(entry.accepted.prompt_token_ids), len(entry.answer.token_ids)
             self._router.workload.note_end(time.monotonic(), *lengths, is_whole)
 
     async def abort_unread(self, context: ServicerContext, error: SlowReader) -> None:
-        """Ends the call of a client that did not read. gRPC waits for it; such calls are counted, and bounded."""
+        """End the call of a client that did not read. gRPC waits for it, so such calls are counted and limited."""
         self._unread_count += 1
         metrics.UNREAD.inc()
         try:
@@ -236,11 +236,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         slot = router.table.slot_of(request_id)
         found = slot is not None
         if slot is not None:
-            slot.cancel()
+            slot.stop(FinishReason.CANCELLED)
         else:
             claim = await router.store.find_request(request_id)
             if claim is not None:
-                # It may be between two sessions, and come here.
+                # Between two sessions: the next one may come here.
                 self._cancelled.put((request_id, claim.secret_hash), True, time.monotonic())
             if not request.forwarded:
                 found, without_it = await router.peers.cancel(request_id)
@@ -284,7 +284,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.DetokenizeResponse(text=text)
 
     def until_s(self, context: ServicerContext) -> float:
-        """The deadline of a call, on the monotonic clock."""
+        """Deadline of a call as a time.monotonic()."""
         remaining_s = context.time_remaining()
         limit_s = self._router.config.default_timeout_s
         return time.monotonic() + (limit_s if remaining_s is None else min(remaining_s, limit_s))
@@ -330,7 +330,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         claim = router.claims.claim_of(request_id, request.session, request.secret)
         if request.session and self._cancelled.get((request_id, claim.secret_hash), arrived_s):
             # Takes effect at the first await below.
-            slot.cancel()
+            slot.stop(FinishReason.CANCELLED)
         metrics.IN_FLIGHT.inc()
         accepted: AcceptedRequest | None = None
         try:
@@ -355,11 +355,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 router.workload.note_arrival(arrived_s)
             await self._answer(entry, context, names_tokens=request.token_texts, is_public=is_public)
         except asyncio.CancelledError:
-            if not slot.interrupted:
+            if slot.interruption is None:
                 raise
             task.uncancel()
-            if slot.error is not None:
-                raise slot.error from None
+            if isinstance(slot.interruption, KaveriError):
+                raise slot.interruption from None
             await self._answer_cancelled(request, request_id, accepted, accept, context)
         finally:
             if accepted is not None:

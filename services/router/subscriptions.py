@@ -1,4 +1,4 @@
-"""Subscriptions of a router: the stream from each instance, and the attempts that need it."""
+"""Subscriptions of a router: the stream of each instance, and the attempts that depend on it."""
 
 import asyncio
 import time
@@ -17,14 +17,14 @@ from services.router.requests import RequestEntry
 
 @dataclass(slots=True, eq=False)
 class Tie:
-    """An attempt that needs the stream of the decode instance that it was placed on."""
+    """Dependency of an attempt on the stream of its decode instance."""
 
     entry: RequestEntry
     attempt: Attempt
     life: InstanceLife
     is_there: bool
     needs_attach: bool = False
-    """Whether its tokens do not come on the stream by themselves."""
+    """True if its tokens come on the stream only after an attach."""
 
     at_prefill = False
 
@@ -42,7 +42,7 @@ class Tie:
 
 
 class PromptTie:
-    """An attempt that needs the stream of the prefill instance that it was sent to."""
+    """Dependency of an attempt on the stream of its prefill instance."""
 
     at_prefill = True
 
@@ -54,11 +54,11 @@ class PromptTie:
         self.record = record
         self.life = life_of(record)
         self.is_there = False
-        """Whether the instance is known to have the request."""
+        """True once the instance is known to have the request."""
         self.was_sent = True
-        """Whether the request may have left this process."""
+        """True if the request may have left this process."""
         self.has_ended = False
-        """Whether the request has ended there, or has never come there."""
+        """True if the request has ended there, or never arrived."""
         self._reports: list[prefill_pb2.PrefillReport] = []
         self._error: KaveriError | None = None
         self._changed = asyncio.Event()
@@ -69,22 +69,22 @@ class PromptTie:
         return self.is_there
 
     def report(self, report: prefill_pb2.PrefillReport) -> None:
-        """Something has happened there."""
+        """Add a report."""
         self.is_there = True
         self._reports.append(report)
         self._changed.set()
 
     def lose(self, error: KaveriError) -> None:
-        """No more reports come."""
+        """End the reports with an error."""
         self._error = self._error or error
         self._changed.set()
 
     def wake(self, _: object = None) -> None:
-        """Have take() return."""
+        """Make take() return."""
         self._changed.set()
 
     async def take(self) -> list[prefill_pb2.PrefillReport]:
-        """Returns what has come, or nothing when it was woken. Raises the error that has ended the reports."""
+        """Wait for reports and return them; none if woken. Raises the error that has ended the reports."""
         await self._changed.wait()
         reports, self._reports = self._reports, []
         if not reports and self._error is not None:
@@ -99,15 +99,15 @@ TieKey = tuple[RequestEntry, bool]
 
 
 def key_of(tie: AnyTie) -> TieKey:
-    """Key of a tie within its subscription: a request may have one in each phase."""
+    """Key of a tie in its subscription. A request may have one per phase."""
     return tie.entry, tie.at_prefill
 
 
 class Subscription:
-    """One instance as a router knows it: its record, once the view names it, its stream, the attempts that need it."""
+    """An instance's record, once the view names it, its stream, and the attempts that depend on it."""
 
     def __init__(self, instance_id: str, is_over: Callable[[InstanceLife], bool | None]) -> None:
-        """is_over: True for a life that the view has named, and names no more."""
+        """is_over: True for a life that the view has named, and names no longer."""
         self.instance_id = instance_id
         self._is_over = is_over
         self.record: InstanceRecord | None = None
@@ -119,11 +119,11 @@ class Subscription:
         # Ordered: they are lost in the order in which they were placed.
         self.ties: dict[TieKey, AnyTie] = {}
         self.call: aio.Call | None = None
-        """The stream, or the last one."""
+        """The present stream, or the last one."""
         self.let_go_s = 0.0
         """time.monotonic() when the instance last let a request go to another one."""
         self.fault = ""
-        """Why this router has broken off the stream; empty once there is another one."""
+        """Reason for breaking the stream off; empty once there is another one."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self, record: InstanceRecord, follow: Coroutine[None, None, None]) -> None:
@@ -133,14 +133,14 @@ class Subscription:
         self._task = asyncio.create_task(follow, name=f"news of {self.instance_id}")
 
     def hand_over(self, successor: "Subscription", incarnation: int) -> None:
-        """The attempts on the life that the view names from now on, where prefill has seen that first."""
+        """Move the attempts on the life that the view names from now on; prefill may have seen it first."""
         for tie in tuple(self.ties.values()):
             if tie.life.incarnation == incarnation:
                 del self.ties[key_of(tie)]
                 successor.tie(tie)
 
     def stop(self, reason: str) -> asyncio.Task[None] | None:
-        """Ends the stream and loses the attempts; returns the task that ends."""
+        """End the stream and lose the attempts. Returns the task that ends."""
         if self._task is not None:
             self._task.cancel()
         self.connected = False
@@ -150,13 +150,13 @@ class Subscription:
         return self._task
 
     def break_off(self, fault: str) -> None:
-        """Cancels the stream; its follower then treats it as broken."""
+        """Cancel the stream; its follower treats it as broken."""
         assert self.call is not None
         self.fault = fault
         self.call.cancel()
 
     def open(self) -> list[feed_pb2.FollowedRequest]:
-        """What a new stream has to go on with."""
+        """Requests that a new stream must continue."""
         named = [tie for tie in self.ties.values() if self.is_of_life(tie) and tie.is_named]
         for tie in named:
             if isinstance(tie, Tie):
@@ -173,7 +173,7 @@ class Subscription:
         ]
 
     def disconnect(self) -> None:
-        """The stream broke. The attempts wait for another one."""
+        """Have the attempts wait for another stream."""
         if self.connected:
             self.connected, self.broken_s = False, time.monotonic()
             for tie in self.ties.values():
@@ -195,12 +195,12 @@ class Subscription:
         asyncio.get_running_loop().call_later(CONNECT_GRACE_S, self._check_connection, tie)
 
     def is_of_life(self, tie: AnyTie) -> bool:
-        """Whether the attempt was placed on the life that the view names."""
+        """True if the attempt was placed on the life that the view names."""
         return self.record is not None and tie.life.incarnation == self.record.incarnation
 
     def _check_life(self, tie: AnyTie) -> None:
         if not self.is_of_life(tie):
-            # The tokens would come on no stream.
+            # No stream would carry its tokens.
             self.lose(tie, Unavailable(f"{self._name(tie)} has restarted since it took the request"))
 
     def _check_connection(self, tie: AnyTie) -> None:

@@ -16,32 +16,13 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.rpc.server import RpcServer, open_channel
 from kaveri.text.generation_config import read_sampling_defaults
 from kaveri.text.tokenizer import ModelTokenizer
-from kaveri.v1 import (
-    decode_pb2_grpc,
-    feed_pb2_grpc,
-    inference_pb2,
-    inference_pb2_grpc,
-    prefill_pb2,
-    prefill_pb2_grpc,
-)
+from kaveri.v1 import decode_pb2_grpc, feed_pb2_grpc, inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from services.router.config import RouterConfig
-from services.router.lifecycle_values import Placed
-from services.router.requests import RequestEntry
 from services.router.service import Router, router_host
-from tests.services.router.scripted_answers import (
-    MAX_MODEL_LEN,
-    MODEL,
-    ask,
-    eventually,
-)
+from tests.services.router.scripted_answers import MAX_MODEL_LEN, MODEL, ask, eventually
 from tests.services.router.scripted_decode import ScriptedDecode
 from tests.services.router.scripted_feed import ScriptedFeed
 from tests.services.router.scripted_prefill import ScriptedPrefill
-
-
-def holds_the_last_token(entry: RequestEntry) -> bool:
-    """Whether all tokens of decode have come to the router and wait there."""
-    return isinstance(entry.state, Placed) and any(getattr(held, "finish", None) for held in entry.state.held.events)
 
 
 @dataclass
@@ -226,6 +207,10 @@ class RouterUnderTest:
     @property
     def address(self) -> str:
         return self.host.address
+
+    def ask(self, *prompt: Any, timeout_s: float = 60.0, **fields: Any) -> Any:
+        """The call of a request as ask() makes it."""
+        return self.stub.Generate(ask(*prompt, **fields), timeout=timeout_s)
 
     async def drain(self) -> None:
         """Returns when the router has ended."""

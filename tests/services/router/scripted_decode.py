@@ -7,20 +7,10 @@ from typing import Any
 
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.errors import KaveriError, RequestNotFound
-from kaveri.v1 import (
-    decode_pb2,
-    decode_pb2_grpc,
-    feed_pb2,
-    prefill_pb2,
-    sampling_pb2,
-)
+from kaveri.v1 import decode_pb2, decode_pb2_grpc, feed_pb2, prefill_pb2, sampling_pb2
 from kaveri.wire.replicas import replica_to_proto
 from kaveri.wire.status import abort
-from tests.services.router.scripted_answers import (
-    VOCAB_FLOOR,
-    logprobs_at,
-    token_at,
-)
+from tests.services.router.scripted_answers import VOCAB_FLOOR, logprobs_at, token_at
 
 BEAT_S = 0.05
 BLOCK_TOKENS = 4

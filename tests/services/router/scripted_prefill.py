@@ -12,11 +12,7 @@ from kaveri.errors import KaveriError, RequestNotFound, Unavailable
 from kaveri.v1 import decode_pb2, feed_pb2, prefill_pb2, prefill_pb2_grpc, sampling_pb2
 from kaveri.wire.attempts import attached_to_proto
 from kaveri.wire.status import abort, error_to_bytes
-from tests.services.router.scripted_answers import (
-    logprobs_at,
-    prompt_logprobs_at,
-    token_at,
-)
+from tests.services.router.scripted_answers import logprobs_at, prompt_logprobs_at, token_at
 from tests.services.router.scripted_decode import BEAT_S, ScriptedDecode
 
 PROMPT_PART = 3
@@ -42,8 +38,6 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         """Steps before which every request waits for `release`: started, placed, prompt_logprobs, first_token,
         handed_over."""
         self.release = asyncio.Event()
-        self.decode_first = False
-        """Let decode begin before the first token is reported."""
         self.decode_has_begun = False
         """The test has let decode begin."""
         self.break_after_hold = False
@@ -195,8 +189,6 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
             if not decode.running.get(request.request_id):
                 decode.reserved[request.request_id, request.attempt] = request.params.max_tokens
             yield prefill_pb2.PrefillReport(placed=_placed(decode.instance_id, life))
-            if self.decode_first and not finish:
-                decode.start(request)
             if (
                 request.params.HasField("prompt_logprobs")
                 and not request.generated_count
@@ -216,7 +208,7 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
             yield prefill_pb2.PrefillReport(first_token=first)
             if finish:
                 return
-            if not self.decode_first and not self.decode_has_begun:
+            if not self.decode_has_begun:
                 decode.start(request)
             await self._before("handed_over")
             handed_over = prefill_pb2.PrefillHandedOver(kv_bytes=4096, kv_transfer_s=0.0625, kv_transport="tcp")

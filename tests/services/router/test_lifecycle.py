@@ -111,12 +111,6 @@ def test_tokens_that_overtake_a_second_placement_are_taken_and_those_of_the_plac
     assert state == Decoding(ATTEMPT, 4, OTHER, PrefillLeg.WORKING)
 
 
-def test_tokens_that_wait_for_the_first_token_are_dropped_when_the_attempt_moves() -> None:
-    state, actions = run(DecodeNamed(ONE), tokens(ONE, 1, 8), DecodeNamed(OTHER), FIRST, tokens(OTHER, 1, 80))
-    assert appended(actions) == [7, 80]
-    assert isinstance(state, Decoding)
-
-
 def test_what_a_former_instance_gives_up_is_nothing_to_an_attempt_that_has_moved() -> None:
     state, actions = run(
         DecodeNamed(ONE), DecodeNamed(OTHER), FIRST, tokens(ONE, 1, 80), GivenUp(1, ONE, GONE), tokens(OTHER, 1, 8)
@@ -138,13 +132,6 @@ def test_an_end_that_overtakes_its_placement_is_taken_with_the_placement() -> No
     assert isinstance(state, Lost)
     assert state.next_index == 2
     assert not any(isinstance(action, Abort | Follow) for action in actions), "decode has ended it by itself"
-
-
-def test_tokens_of_another_life_of_the_named_instance_are_not_taken() -> None:
-    former = ONE._replace(incarnation=10)
-    state, actions = run(tokens(former, 1, 80), DecodeNamed(ONE), FIRST, tokens(ONE, 1, 8))
-    assert appended(actions) == [7, 8]
-    assert isinstance(state, Decoding)
 
 
 def test_tokens_that_another_instance_draws_for_the_same_attempt_are_dropped_while_decode_draws() -> None:
@@ -226,7 +213,8 @@ def test_a_gap_between_the_first_token_and_those_of_decode_loses_the_attempt() -
 
 def test_tokens_of_a_former_attempt_are_disowned_unless_they_are_the_last() -> None:
     second = replace(ATTEMPT, number=2)
-    for state in (Prefilling(second, 0), Lost(second, 0, GONE, Setback.LOST, None, PrefillLeg.WORKING)):
+    lost = Lost(second, 0, GONE, Setback.LOST, None, PrefillLeg.WORKING)
+    for state in (Prefilling(second, 0), lost, Decoding(second, 2, ONE, PrefillLeg.COMPLETE)):
         after, actions = run(tokens(ONE, 1, 8), state=state)
         assert (after, actions) == (state, [Disown(1, ONE)])
         assert run(tokens(ONE, 1, 8, finish=FinishReason.LENGTH), state=state) == (state, [])
