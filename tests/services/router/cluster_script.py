@@ -125,6 +125,27 @@ class ScriptedCluster:
         """Every request that any prefill instance has got, an instance at a time."""
         return [request for prefill in self.prefills.values() for request in prefill.requests]
 
+    def pausing(self, at: int = 7) -> ScriptedDecode:
+        """decode-0, which pauses once, at this token."""
+        decode = self.decodes["decode-0"]
+        decode.pause_at = at
+        return decode
+
+    async def read_until_paused(self, call: Any) -> list[inference_pb2.GenerateResponse]:
+        """The first response of a call; returns when decode-0 pauses."""
+        responses = [await call.read()]
+        await eventually(lambda: self.decodes["decode-0"].is_paused)
+        return responses
+
+    def hold(self, step: str) -> None:
+        """Holds every prompt before this step, until let_all_go()."""
+        for prefill in self.prefills.values():
+            prefill.hold.add(step)
+
+    async def until_held(self) -> None:
+        """Returns when a prompt is held."""
+        await eventually(lambda: any(prefill.waiting_requests for prefill in self.prefills.values()))
+
     def let_all_go(self) -> None:
         """Ends every hold."""
         for prefill in self.prefills.values():

@@ -39,7 +39,7 @@ async def test_lost_attempts_are_steps_with_their_reason(cluster: ScriptedCluste
         prefill.break_after_hold = True
     async with cluster.router() as router:
         call = router.ask(request_id="b")
-        await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
+        await cluster.until_held()
         for prefill in cluster.prefills.values():
             if not prefill.waiting_requests:
                 prefill.hold.clear()
@@ -53,8 +53,7 @@ async def test_lost_attempts_are_steps_with_their_reason(cluster: ScriptedCluste
 
 
 async def test_a_request_in_flight_is_known_and_has_no_outcome(cluster: ScriptedCluster) -> None:
-    for prefill in cluster.prefills.values():
-        prefill.hold.add("first_token")
+    cluster.hold("first_token")
     async with cluster.router() as router:
         call = router.ask(request_id="c")
         await eventually(lambda: len(cluster.taken()) == 1)

@@ -37,8 +37,7 @@ async def bring_to(cluster: ScriptedCluster, phase: str) -> Callable[[], bool]:
     if step is None:
         decode.pause_at = 7
         return lambda: decode.is_paused
-    for prefill in cluster.prefills.values():
-        prefill.hold.add(step)
+    cluster.hold(step)
     if step == "handed_over":
         decode.may_step.clear()
         return lambda: bool(decode.running)
@@ -103,7 +102,7 @@ async def test_a_deadline_that_passes_ends_every_leg(cluster: ScriptedCluster, p
 
 
 async def test_a_client_whose_connection_vanishes_ends_every_leg(cluster: ScriptedCluster) -> None:
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     async with cluster.router() as router:
         channel = plain_channel(router.address, (("grpc.use_local_subchannel_pool", 1),))
         call = channel.unary_stream(
@@ -111,14 +110,13 @@ async def test_a_client_whose_connection_vanishes_ends_every_leg(cluster: Script
             request_serializer=inference_pb2.GenerateRequest.SerializeToString,
             response_deserializer=inference_pb2.GenerateResponse.FromString,
         )(ask(), timeout=60)
-        await call.read()
-        await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+        await cluster.read_until_paused(call)
         await channel.close()
         await all_legs_are_over(cluster, router)
 
 
 async def test_without_a_deadline_of_its_own_a_request_has_the_default_one(cluster: ScriptedCluster) -> None:
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     async with cluster.router(default_timeout_s=0.4) as router:
         await refused(collect(router.stub.Generate(ask())), grpc.StatusCode.DEADLINE_EXCEEDED)
         await all_legs_are_over(cluster, router)
@@ -145,7 +143,7 @@ async def test_cancel_reaches_a_request_that_waits_for_an_instance(tokenizer: Mo
 async def test_text_held_back_for_a_stop_text_is_delivered_on_cancel(
     cluster: ScriptedCluster, tokenizer: ModelTokenizer
 ) -> None:
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     text = tokenizer.backend.decode(answer(PROMPT, 7))
     async with cluster.router() as router:
         call = router.ask(request_id="held", stop=(text[-1] + "\x00 never",))
@@ -157,7 +155,7 @@ async def test_text_held_back_for_a_stop_text_is_delivered_on_cancel(
 
 
 async def test_a_full_router_refuses_with_a_delay_and_takes_again_when_there_is_room(cluster: ScriptedCluster) -> None:
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     async with cluster.router(max_requests=1) as router:
         call = router.ask()
         first = await call.read()
@@ -166,13 +164,13 @@ async def test_a_full_router_refuses_with_a_delay_and_takes_again_when_there_is_
         # Let go before it pauses, it would pause for good.
         await eventually(lambda: cluster.decodes["decode-0"].is_paused)
         cluster.let_all_go()
-        assert tokens_of([first, *await rest_of(call)]) == answer(PROMPT, 20)
+        await finish(call, [first])
         await eventually(lambda: len(router.router.table) == 0)
         await finish(router.ask())
 
 
 async def test_a_request_id_in_flight_is_refused_here_and_at_another_router(cluster: ScriptedCluster) -> None:
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     async with cluster.router() as router, cluster.router(instance_id="router-1") as other:
         call = router.ask(request_id="mine")
         await call.read()
@@ -208,29 +206,27 @@ async def test_attempts_of_an_id_that_is_used_again_go_on_counting(cluster: Scri
 
 
 async def test_a_draining_router_refuses_new_requests_and_finishes_those_in_flight(cluster: ScriptedCluster) -> None:
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     async with cluster.router(drain_timeout_s=10) as router:
         call = router.ask()
-        first = await call.read()
-        await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+        (first,) = await cluster.read_until_paused(call)
         draining = asyncio.create_task(router.drain())
         await eventually(lambda: router.router.draining)
         await refused(collect(router.ask()), grpc.StatusCode.UNAVAILABLE)
         assert not draining.done()
         cluster.let_all_go()
-        assert tokens_of([first, *await rest_of(call)]) == answer(PROMPT, 20)
+        await finish(call, [first])
         await draining
 
 
 async def test_at_the_end_of_a_drain_clients_get_unavailable_in_every_phase(cluster: ScriptedCluster) -> None:
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     async with cluster.router(drain_timeout_s=0.1) as router:
         decoding = router.ask()
         await decoding.read()
-        for prefill in cluster.prefills.values():
-            prefill.hold.add("started")
+        cluster.hold("started")
         queued = asyncio.create_task(collect(router.ask(request_id="queued")))
-        await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
+        await cluster.until_held()
         # No instance tells the limits of a request that comes now: it waits before it has an entry.
         for name in ("prefill-0", "prefill-1"):
             await cluster.leave(name)

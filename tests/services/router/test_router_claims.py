@@ -65,8 +65,7 @@ async def test_an_id_that_its_client_drew_from_the_secret_waits_for_no_claim(clu
 async def test_a_session_whose_id_a_later_one_has_claimed_elsewhere_ends(cluster: ScriptedCluster) -> None:
     """A router that stood still while it tokenized finds this out when it claims the id behind the placement."""
     later = replace(HELD, request_id=id_drawn_from(SECRET), session=1, secret_hash=hashlib.sha256(SECRET).hexdigest())
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    cluster.pausing()
     async with cluster.router() as router, MemoryStore(cluster.cluster) as other:
         beating = asyncio.create_task(Heartbeat(other, OTHER, InstanceLoad, 0.05).run())
         await eventually(lambda: OTHER.instance_id in router.router.store.view().instances)
@@ -110,11 +109,10 @@ async def test_the_request_id_of_a_router_that_lives_is_refused_at_its_next_hear
 async def test_the_ids_of_requests_that_ended_while_the_store_was_away_are_free_when_it_returns(
     cluster: ScriptedCluster,
 ) -> None:
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     async with cluster.router() as router, MemoryStore(cluster.cluster) as other:
         call = router.ask(request_id="mine")
-        await call.read()
-        await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+        await cluster.read_until_paused(call)
         cluster.cluster.take_away()
         cluster.let_all_go()
         await rest_of(call)
@@ -171,12 +169,10 @@ async def test_a_claim_that_this_router_has_left_behind_refuses_nothing(cluster:
 async def test_a_request_that_another_router_has_begun_ends_at_once_and_is_not_placed_again(
     cluster: ScriptedCluster,
 ) -> None:
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    decode = cluster.pausing()
     async with cluster.router() as router:
         call = router.ask(request_id="mine")
-        await call.read()
-        await eventually(lambda: decode.is_paused)
+        await cluster.read_until_paused(call)
         decode.fail_next, decode.replaced_next = "another router has begun it", True
         cluster.let_all_go()
         await refused(rest_of(call), grpc.StatusCode.ALREADY_EXISTS)
@@ -187,10 +183,9 @@ async def test_an_id_that_is_used_again_names_other_attempts(cluster: ScriptedCl
     # So that a token or an Abort of the former request, late as it may be, does not touch the new one.
     async with cluster.router() as router:
         for number in range(3):
-            cluster.decodes["decode-0"].pause_at = 7
+            cluster.pausing()
             call = router.ask((300 + number,), request_id="again")
-            await call.read()
-            await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+            await cluster.read_until_paused(call)
             call.cancel()
             await eventually(lambda: len(router.router.table) == 0)
             cluster.let_all_go()

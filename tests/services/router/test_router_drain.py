@@ -25,6 +25,7 @@ from tests.services.router.scripted_answers import (
     ask,
     collect,
     eventually,
+    finish,
     refused,
     rest_of,
     tokens_of,
@@ -52,11 +53,9 @@ async def moved(call: Any) -> list[inference_pb2.GenerateResponse]:
 async def test_clients_get_what_is_there_and_the_other_routers_and_nothing_is_aborted(
     cluster: ScriptedCluster, phase: str
 ) -> None:
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    decode = cluster.pausing()
     if phase == "queued":
-        for prefill in cluster.prefills.values():
-            prefill.hold.add("started")
+        cluster.hold("started")
     async with cluster.router(drain_timeout_s=10) as router, cluster.router(instance_id="router-1") as other:
         await eventually(lambda: router.router.peers.addresses(includes_own=False))
         call = router.stub.Generate(ask_attachable("mine"), timeout=60)
@@ -64,7 +63,7 @@ async def test_clients_get_what_is_there_and_the_other_routers_and_nothing_is_ab
             # Also those that the decode instance has sent must have come.
             await eventually(lambda: any(len(entry.answer.token_ids) == 7 for entry in router.router.table.entries()))
         else:
-            await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
+            await cluster.until_held()
         began_s = time.monotonic()
         draining = asyncio.create_task(router.drain())
         responses = await moved(call)
@@ -77,11 +76,10 @@ async def test_clients_get_what_is_there_and_the_other_routers_and_nothing_is_ab
 
 
 async def test_a_draining_prefill_instance_is_asked_until_it_has_answered(cluster: ScriptedCluster) -> None:
-    for prefill in cluster.prefills.values():
-        prefill.hold.add("started")
+    cluster.hold("started")
     async with cluster.router() as router:
         call = router.stub.Generate(ask(), timeout=20)
-        await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
+        await cluster.until_held()
         draining, other = sorted(cluster.prefills.values(), key=lambda prefill: -prefill.waiting_requests)[:2]
         other.hold.clear()
         draining.lost_questions = 3
@@ -95,11 +93,10 @@ async def test_a_draining_prefill_instance_is_asked_until_it_has_answered(cluste
 async def test_a_draining_prefill_instance_is_not_asked_for_what_it_has_begun_meanwhile(
     cluster: ScriptedCluster,
 ) -> None:
-    for prefill in cluster.prefills.values():
-        prefill.hold.add("started")
+    cluster.hold("started")
     async with cluster.router() as router:
         call = router.stub.Generate(ask(), timeout=20)
-        await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
+        await cluster.until_held()
         draining = max(cluster.prefills.values(), key=lambda prefill: prefill.waiting_requests)
         draining.lost_questions = 1000
         instance = cluster.instances[draining.instance_id]
@@ -114,8 +111,7 @@ async def test_a_draining_prefill_instance_is_not_asked_for_what_it_has_begun_me
 
 
 async def test_tokens_of_a_request_that_was_sent_away_do_not_abort_it(cluster: ScriptedCluster) -> None:
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    decode = cluster.pausing()
     async with cluster.router() as router, cluster.router(instance_id="router-1"):
         await eventually(lambda: router.router.peers.addresses(includes_own=False))
         call = router.stub.Generate(ask_attachable("mine"), timeout=60)
@@ -132,8 +128,7 @@ async def test_tokens_of_a_request_that_was_sent_away_do_not_abort_it(cluster: S
 async def test_tokens_of_a_session_do_not_abort_it_while_the_input_of_the_next_one_is_checked(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    decode = cluster.pausing()
     async with cluster.router() as router:
         former = router.stub.Generate(ask_attachable("mine"), timeout=60)
         await eventually(lambda: decode.is_paused)
@@ -164,8 +159,7 @@ async def test_tokens_of_a_session_do_not_abort_it_while_the_input_of_the_next_o
 
 
 async def test_a_single_router_waits_and_sends_clients_away_when_another_one_comes(cluster: ScriptedCluster) -> None:
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    decode = cluster.pausing()
     async with cluster.router(drain_timeout_s=30) as router:
         call = router.stub.Generate(ask_attachable("mine"), timeout=60)
         await eventually(lambda: decode.is_paused)
@@ -183,13 +177,11 @@ async def test_routers_that_drain_together_send_no_client_to_one_another(
 ) -> None:
     # Together: within more time than a busy machine needs for this test.
     monkeypatch.setattr(service, "_OTHERS_DRAIN_WITHIN_S", 20.0)
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    decode = cluster.pausing()
     async with cluster.router(drain_timeout_s=30) as router, cluster.router(instance_id="router-1") as other:
         await eventually(lambda: len(router.router.peers.addresses()) == len(other.router.peers.addresses()) == 2)
         call = router.stub.Generate(ask_attachable("mine"), timeout=60)
-        first = await call.read()
-        await eventually(lambda: decode.is_paused)
+        (first,) = await cluster.read_until_paused(call)
         began_s = time.monotonic()
         draining = [asyncio.create_task(router.drain())]
         # The other one says so a little later.
@@ -198,17 +190,15 @@ async def test_routers_that_drain_together_send_no_client_to_one_another(
         await draining[1]
         assert not draining[0].done()
         decode.may_step.set()
-        assert tokens_of([first, *await rest_of(call)]) == answer(PROMPT, 20)
+        await finish(call, [first])
         await draining[0]
 
 
 async def test_the_last_router_takes_requests_back_while_it_drains(cluster: ScriptedCluster) -> None:
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    decode = cluster.pausing()
     async with cluster.router(drain_timeout_s=30) as router:
         call = router.stub.Generate(ask_attachable("mine"), timeout=60)
-        first = await call.read()
-        await eventually(lambda: decode.is_paused)
+        (first,) = await cluster.read_until_paused(call)
         draining = asyncio.create_task(router.drain())
         await eventually(lambda: router.router.draining)
         again = ask_attachable("sent-away-by-another", session=1)
@@ -223,23 +213,20 @@ async def test_the_last_router_takes_requests_back_while_it_drains(cluster: Scri
 
 
 async def test_a_request_that_cannot_re_attach_is_finished(cluster: ScriptedCluster) -> None:
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    decode = cluster.pausing()
     async with cluster.router(drain_timeout_s=10) as router, cluster.router(instance_id="router-1"):
         await eventually(lambda: router.router.peers.addresses(includes_own=False))
         call = router.ask()
-        first = await call.read()
-        await eventually(lambda: decode.is_paused)
+        (first,) = await cluster.read_until_paused(call)
         draining = asyncio.create_task(router.drain())
         await eventually(lambda: router.router.draining)
         decode.may_step.set()
-        assert tokens_of([first, *await rest_of(call)]) == answer(PROMPT, 20)
+        await finish(call, [first])
         await draining
 
 
 async def test_at_the_end_of_its_time_a_single_router_leaves_requests_where_they_are(cluster: ScriptedCluster) -> None:
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    decode = cluster.pausing()
     async with cluster.router(drain_timeout_s=0.1) as router:
         call = router.stub.Generate(ask_attachable("mine"), timeout=60)
         await eventually(lambda: decode.is_paused)
@@ -280,8 +267,7 @@ async def test_a_draining_router_is_not_named_to_clients(cluster: ScriptedCluste
 
 
 async def test_the_last_router_serves_what_it_has_sent_away_when_the_other_one_dies(cluster: ScriptedCluster) -> None:
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    decode = cluster.pausing()
     async with cluster.router() as router:
         async with cluster.router(instance_id="router-1") as other:
             await eventually(lambda: router.router.peers.addresses(includes_own=False))

@@ -178,11 +178,10 @@ async def test_instances_that_only_beat_and_stalls_of_the_router_cost_no_attempt
 
 
 async def test_a_decode_instance_that_leaves_the_view_loses_its_requests_to_another(cluster: ScriptedCluster) -> None:
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     async with cluster.router() as router:
         call = router.ask()
-        responses = [await call.read()]
-        await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+        responses = await cluster.read_until_paused(call)
         # Its server goes on: only the lease ends.
         instance = cluster.instances.pop("decode-0")
         instance.task.cancel()
@@ -195,11 +194,10 @@ async def test_a_decode_instance_that_leaves_the_view_loses_its_requests_to_anot
 
 
 async def test_a_restarted_decode_instance_is_followed_in_its_new_life(cluster: ScriptedCluster) -> None:
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     async with cluster.router() as router:
         call = router.ask()
-        responses = [await call.read()]
-        await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+        responses = await cluster.read_until_paused(call)
         await cluster.kill("decode-0")
         await cluster.add_decode("decode-0")
         cluster.place_on = "decode-0"
@@ -216,14 +214,13 @@ async def test_a_gap_in_the_tokens_is_a_lost_attempt_and_not_a_hole_in_the_answe
 
 
 async def test_prefill_may_die_once_decode_has_taken_over(cluster: ScriptedCluster) -> None:
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     for prefill in cluster.prefills.values():
         prefill.hold.add("handed_over")
         prefill.break_after_hold = True
     async with cluster.router() as router:
         call = router.ask()
-        responses = [await call.read()]
-        await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+        responses = await cluster.read_until_paused(call)
         for prefill in cluster.prefills.values():
             prefill.release.set()
         await eventually(lambda: not any(prefill.open_requests for prefill in cluster.prefills.values()))
@@ -274,7 +271,7 @@ async def test_a_bug_fails_its_request_with_one_sentence_and_a_traceback_in_the_
 
 async def test_a_bad_answer_of_a_decode_instance_fails_its_own_request_only(cluster: ScriptedCluster) -> None:
     cluster.decodes["decode-0"].too_few_logprobs = "bad"
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     async with cluster.router() as router:
         good = router.ask()
         await good.read()
@@ -317,12 +314,11 @@ async def test_a_request_waits_for_an_instance_to_appear(tokenizer: ModelTokeniz
 
 
 async def test_losing_the_store_disturbs_neither_requests_in_flight_nor_new_ones(cluster: ScriptedCluster) -> None:
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     async with cluster.router() as router:
         await eventually(lambda: len(router.router.store.view().instances) == 5)
         call = router.ask()
-        responses = [await call.read()]
-        await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+        responses = await cluster.read_until_paused(call)
         cluster.cluster.take_away()
         cluster.let_all_go()
         responses += await rest_of(call)

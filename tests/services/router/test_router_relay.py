@@ -65,8 +65,7 @@ async def test_a_client_gets_the_metadata_of_its_call_once_its_prompt_has_begun(
 
 
 async def test_the_first_token_does_not_wait_for_the_hand_over(cluster: ScriptedCluster) -> None:
-    for prefill in cluster.prefills.values():
-        prefill.hold.add("handed_over")
+    cluster.hold("handed_over")
     for decode in cluster.decodes.values():
         decode.may_step.clear()
     async with cluster.router() as router:
@@ -116,8 +115,7 @@ async def test_an_answer_of_two_tokens_still_tells_of_its_kv_transfer(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.router.lifecycle.HAND_OVER_GRACE_S", 60.0)
-    for prefill in cluster.prefills.values():
-        prefill.hold.add("handed_over")
+    cluster.hold("handed_over")
     async with cluster.router() as router:
         call = router.ask(max_tokens=2, request_id="two")
         responses = [await call.read()]

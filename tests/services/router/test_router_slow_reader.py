@@ -100,7 +100,7 @@ async def test_a_client_that_reads_slowly_gets_its_whole_answer(cluster: Scripte
 
 async def test_an_answer_that_pauses_longer_than_the_limit_is_not_cut_off(cluster: ScriptedCluster) -> None:
     """Nothing is being written meanwhile: it is not the client that is slow."""
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     async with cluster.router(slow_reader_s=0.2) as router:
         collecting = asyncio.create_task(collect(router.ask()))
         await eventually(lambda: cluster.decodes["decode-0"].is_paused)

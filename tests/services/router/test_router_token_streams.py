@@ -55,7 +55,7 @@ async def test_a_request_that_was_placed_anew_does_not_wait_for_the_stream_of_an
     monkeypatch.setattr(subscriptions, "CONNECT_GRACE_S", 0.1)
     for prefill in cluster.prefills.values():
         prefill.placed_in_vain = "decode-gone"
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     async with cluster.router() as router:
         call, responses = await read_once_placed(cluster, router, "moved", "decode-0")
         # Set behind the router's own timer.
@@ -75,7 +75,7 @@ async def test_a_router_follows_instances_with_engines_alone(cluster: ScriptedCl
 
 
 async def test_a_token_stream_that_breaks_in_the_router_is_logged_and_opened_again(cluster: ScriptedCluster) -> None:
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     async with cluster.router() as router:
         relayed = router.router.feeds._relayed
 
@@ -85,8 +85,7 @@ async def test_a_token_stream_that_breaks_in_the_router_is_logged_and_opened_aga
 
         with structlog.testing.capture_logs() as entries:
             call = router.ask()
-            responses = [await call.read()]
-            await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+            responses = await cluster.read_until_paused(call)
             router.router.feeds._relayed = breaks_once
             cluster.let_all_go()
             responses += await rest_of(call)
@@ -109,7 +108,7 @@ async def test_a_placement_that_names_a_former_life_of_a_decode_instance_is_lost
         prefill.joins = joins
     async with cluster.router() as router:
         collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="moved"), timeout=20)))
-        await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
+        await cluster.until_held()
         await cluster.kill("decode-0")
         again = await cluster.add_decode("decode-0")
         await eventually(lambda: bool(again.subscribers))
@@ -197,8 +196,7 @@ async def test_the_aborts_of_many_requests_reach_an_instance_in_few_messages(clu
 async def test_a_request_that_decode_had_before_the_token_stream_stood_is_answered_whole(
     cluster: ScriptedCluster,
 ) -> None:
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    decode = cluster.pausing()
     decode.thawed.clear()
     async with cluster.router() as router:
         call, responses = await read_once_placed(cluster, router, "early", "decode-0")
@@ -213,8 +211,7 @@ async def test_a_request_that_decode_had_before_the_token_stream_stood_is_answer
 async def test_an_answer_to_attach_that_is_of_no_use_loses_the_attempt_and_not_the_request(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    decode = cluster.pausing()
     decode.thawed.clear()
     empty = feed_pb2.AttachResponse(incarnation=decode.incarnation)
     monkeypatch.setattr(decode, "_attached", lambda max_tokens: empty)
