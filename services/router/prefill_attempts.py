@@ -24,16 +24,8 @@ from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.attempts import ownership_to_proto
 from kaveri.wire.messages import finish_from_proto, params_to_proto
 from kaveri.wire.status import error_from_bytes, error_of, is_answer, is_unsent
-from services.router.lifecycle_values import (
-    Attempt,
-    DecodeNamed,
-    Decoding,
-    Finishing,
-    FirstTokenReported,
-    HandOverReported,
-    InstanceLife,
-    PrefillEnded,
-)
+from services.router import lifecycle_values as lives
+from services.router.lifecycle_values import InstanceLife
 from services.router.requests import RequestEntry
 from services.router.subscriptions import PromptTie
 from services.router.token_feeds import TokenFeeds
@@ -121,7 +113,7 @@ class PrefillAttempts:
         assert not len(self._waiting), len(self._waiting)
 
     async def send(
-        self, entry: RequestEntry, attempt: Attempt, target: ViewedInstance, over: asyncio.Future[None]
+        self, entry: RequestEntry, attempt: lives.Attempt, target: ViewedInstance, over: asyncio.Future[None]
     ) -> None:
         """Send the request to prefill, and pass its reports on until they or the attempt end."""
         accepted = entry.accepted
@@ -181,9 +173,11 @@ class PrefillAttempts:
         if not tie.is_there:
             tie.lose(Unavailable(f"prefill instance {name} does not answer"))
 
-    async def read(self, entry: RequestEntry, attempt: Attempt, tie: PromptTie, over: asyncio.Future[None]) -> None:
+    async def read(
+        self, entry: RequestEntry, attempt: lives.Attempt, tie: PromptTie, over: asyncio.Future[None]
+    ) -> None:
         """Pass prefill's reports on until they end or the attempt is over."""
-        ended = PrefillEnded()
+        ended = lives.PrefillEnded()
         self._waiting[entry, attempt.number] = tie.record
         try:
             ended = await self._read_reports(entry, attempt, tie, over)
@@ -198,8 +192,8 @@ class PrefillAttempts:
             entry.handle(ended, time.monotonic())
 
     async def _read_reports(
-        self, entry: RequestEntry, attempt: Attempt, tie: PromptTie, over: asyncio.Future[None]
-    ) -> PrefillEnded:
+        self, entry: RequestEntry, attempt: lives.Attempt, tie: PromptTie, over: asyncio.Future[None]
+    ) -> lives.PrefillEnded:
         over.add_done_callback(tie.wake)
         try:
             while not over.done():
@@ -215,7 +209,7 @@ class PrefillAttempts:
                         raise error_from_bytes(report.ended.error)
                 if tie.has_ended:
                     break
-            return PrefillEnded()
+            return lives.PrefillEnded()
         except KaveriError as error:
             if isinstance(error, RequestCancelled):
                 error = Unavailable(f"prefill instance gave the request up: {error}")
@@ -223,7 +217,7 @@ class PrefillAttempts:
             if waits and isinstance(error, Unavailable) and error.retry_after_s is not None:
                 # It drains and has not begun the request, so this is no fault.
                 error = NoCapacity("prefill", error.retry_after_s, error.reason)
-            return PrefillEnded(error, was_reached=tie.was_sent or tie.is_there)
+            return lives.PrefillEnded(error, was_reached=tie.was_sent or tie.is_there)
 
     async def _ask(self, address: str, attempts: list[_Attempt]) -> None:
         """Call until the instance has answered, or none of the attempts waits there."""
@@ -245,13 +239,13 @@ class PrefillAttempts:
         # The next view asks again.
         self._asked.difference_update(attempts)
 
-    def _confirm(self, entry: RequestEntry, attempt: Attempt) -> None:
+    def _confirm(self, entry: RequestEntry, attempt: lives.Attempt) -> None:
         self._waiting.pop((entry, attempt.number), None)
         self._asked.discard((entry, attempt.number))
         self.unconfirmed.remove((entry.request_id, attempt.number), attempt.prefill.instance_id)
         self._has_begun()
 
-    def _take(self, entry: RequestEntry, attempt: Attempt, kind: str, report: prefill_pb2.PrefillReport) -> None:
+    def _take(self, entry: RequestEntry, attempt: lives.Attempt, kind: str, report: prefill_pb2.PrefillReport) -> None:
         timing, now_s = entry.account.timing, time.monotonic()
         match kind:
             case "started":
@@ -265,9 +259,11 @@ class PrefillAttempts:
                 # Prefill names an instance other than the one that draws if it missed that its push was accepted. A
                 # later session must not look for the request there.
                 state = entry.state
-                if not (isinstance(state, Finishing) or (isinstance(state, Decoding) and state.decode != life)):
+                if not (
+                    isinstance(state, lives.Finishing) or (isinstance(state, lives.Decoding) and state.decode != life)
+                ):
                     entry.note_owner(attempt.prefill, life)
-                entry.handle(DecodeNamed(life), now_s)
+                entry.handle(lives.DecodeNamed(life), now_s)
                 entry.note_holder()
             case "prompt_logprobs":
                 entry.take_prompt_logprobs(report.prompt_logprobs.first, report.prompt_logprobs.logprobs)
@@ -276,11 +272,11 @@ class PrefillAttempts:
                 timing.prefill_s = first.prefill_s
                 logprobs = (first.logprobs,) if first.HasField("logprobs") else ()
                 entry.handle(
-                    FirstTokenReported((first.token_id,), logprobs, finish_from_proto(first.finish_reason)), now_s
+                    lives.FirstTokenReported((first.token_id,), logprobs, finish_from_proto(first.finish_reason)), now_s
                 )
             case "handed_over":
                 timing.kv_bytes = report.handed_over.kv_bytes
                 timing.kv_transfer_s = report.handed_over.kv_transfer_s
                 timing.kv_tail_s = report.handed_over.kv_tail_s
                 timing.kv_transport = report.handed_over.kv_transport
-                entry.handle(HandOverReported(), now_s)
+                entry.handle(lives.HandOverReported(), now_s)

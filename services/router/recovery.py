@@ -26,22 +26,10 @@ from kaveri.timeouts import ATTACH_SOON_S, CALL_TIMEOUT_S
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.replicas import resumed_from_proto, resumption_to_proto
 from kaveri.wire.status import error_of, is_answer
+from services.router import lifecycle_values as lives
 from services.router import metrics
 from services.router.accepted_request import OwnerHint
-from services.router.lifecycle_values import (
-    NO_LIFE,
-    Decoding,
-    GivenUp,
-    InstanceLife,
-    Lost,
-    Placed,
-    ResumeAnswered,
-    ResumeAsked,
-    Resuming,
-    Unplaced,
-    holder_of,
-    life_of,
-)
+from services.router.lifecycle_values import NO_LIFE, InstanceLife, holder_of, life_of
 from services.router.request_table import RequestTable
 from services.router.requests import RequestEntry
 from services.router.subscriptions import PromptTie
@@ -78,9 +66,9 @@ class Holders:
         """The replica to resume the request from if its present instance is lost, if there is one."""
         context_tokens = entry.context_tokens
         match entry.state:
-            case Placed() | Decoding() | Lost():
+            case lives.Placed() | lives.Decoding() | lives.Lost():
                 replica = entry.state.replica
-            case Unplaced() if (holder := entry.accepted.received.owner.holder) is not None:
+            case lives.Unplaced() if (holder := entry.accepted.received.owner.holder) is not None:
                 # A hint does not name the replica's size.
                 replica = ReplicaLocation(*holder, context_tokens)
             case _:
@@ -92,7 +80,7 @@ class Holders:
     def does_not_wait(self, entry: RequestEntry) -> bool:
         """True if a request leaves a silent or unreachable instance at once: another one has a replica, or the instance
         was only asked to resume it."""
-        return isinstance(entry.state, Resuming) or self.replica_of(entry) is not None
+        return isinstance(entry.state, lives.Resuming) or self.replica_of(entry) is not None
 
     async def resume(self, entry: RequestEntry, number: int, replica: ReplicaLocation) -> None:
         """Run attempt `number` at the holder until it is over, or refused by the holder.
@@ -102,29 +90,29 @@ class Holders:
         if entry.account.owner_change is None:
             entry.note_loss("it was lost with the request's router", entry.accepted.received.owner.decode or NO_LIFE)
         attempt = entry.attempt_at(number)
-        over = entry.begin(ResumeAsked(attempt, holder))
+        over = entry.begin(lives.ResumeAsked(attempt, holder))
         if over.done():
             return
         call = self._ask(entry, number, replica)
         over.add_done_callback(lambda _: call.cancel())
-        held_tokens, answered = 0, ResumeAnswered()
+        held_tokens, answered = 0, lives.ResumeAnswered()
         try:
             resumed = resumed_from_proto(await call)
             held_tokens = resumed.held_tokens
             if resumed.incarnation != holder.incarnation:
-                answered = ResumeAnswered(Unavailable(f"decode instance {holder.instance_id} has restarted"))
+                answered = lives.ResumeAnswered(Unavailable(f"decode instance {holder.instance_id} has restarted"))
         except aio.AioRpcError as rpc_error:
             error = error_of(rpc_error)
             if isinstance(error, DeadlineExceeded | RequestCancelled):
                 error = Unavailable(f"decode instance {holder.instance_id} does not answer")
-            answered = ResumeAnswered(error, may_have_begun=not is_answer(rpc_error))
+            answered = lives.ResumeAnswered(error, may_have_begun=not is_answer(rpc_error))
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             # Not this task but the call was cancelled: the attempt is over, or the channel was closed.
             gone = Unavailable(f"decode instance {holder.instance_id} has left the cluster")
-            answered = ResumeAnswered(gone, may_have_begun=True)
+            answered = lives.ResumeAnswered(gone, may_have_begun=True)
         finally:
             call.cancel()
         if not over.done():
@@ -363,7 +351,7 @@ class Departures:
             return
         self._unconfirmed.retain(view)
         for entry in self._table.entries():
-            if isinstance(entry.state, Decoding) and entry.state.decode in overdue:
+            if isinstance(entry.state, lives.Decoding) and entry.state.decode in overdue:
                 self._move(entry, entry.state.decode, view)
 
     def _move(self, entry: RequestEntry, decode: InstanceLife, view: ClusterView) -> None:
@@ -380,7 +368,7 @@ class Departures:
         cause = f"decode instance {decode.instance_id} drains"
         entry.note_loss(cause, decode)
         drained = NoCapacity("decode", 0.0, cause)
-        entry.handle(GivenUp(entry.attempt_number, decode, drained, has_ended=False), time.monotonic())
+        entry.handle(lives.GivenUp(entry.attempt_number, decode, drained, has_ended=False), time.monotonic())
 
     def _needed_blocks(self, entry: RequestEntry, replica: ReplicaLocation, holder: ViewedInstance) -> int | None:
         """Number of blocks that the request needs at the holder; None: the replica lacks too much."""

@@ -31,30 +31,9 @@ from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
 from kaveri.timeouts import ATTEMPT_REMEMBERED_S
 from kaveri.wire.attempts import MAX_ATTEMPT
+from services.router import lifecycle_values as lives
 from services.router import metrics
-from services.router.lifecycle_values import (
-    NO_LIFE,
-    Abort,
-    Action,
-    Decoding,
-    Disown,
-    Ended,
-    Follow,
-    InstanceLife,
-    LeaveAttempt,
-    Lost,
-    NotFound,
-    Placed,
-    ReplicaForgone,
-    Resuming,
-    Sent,
-    Sought,
-    TookOver,
-    Unfollow,
-    Unplaced,
-    holder_of,
-    life_of,
-)
+from services.router.lifecycle_values import NO_LIFE, InstanceLife, holder_of, life_of
 from services.router.prefill_attempts import PrefillAttempts
 from services.router.recovery import Found, Holders, Missing, TakeOver
 from services.router.requests import RequestEntry
@@ -172,17 +151,17 @@ class RequestPlacer:
         self._prefills.check_integrity()
         assert not len(self._line), len(self._line)
 
-    def act(self, entry: RequestEntry, action: Action) -> None:
+    def act(self, entry: RequestEntry, action: lives.Action) -> None:
         """Carry out an action that concerns instances."""
         match action:
-            case Follow(_, decode, is_there):
-                assert isinstance(entry.state, Placed | Resuming | Decoding), entry.state
+            case lives.Follow(_, decode, is_there):
+                assert isinstance(entry.state, lives.Placed | lives.Resuming | lives.Decoding), entry.state
                 self._feeds.follow(entry, entry.state.attempt, decode, is_there)
-            case Unfollow() | LeaveAttempt():
+            case lives.Unfollow() | lives.LeaveAttempt():
                 self._feeds.unfollow(entry)
-            case Abort(attempt, decode):
+            case lives.Abort(attempt, decode):
                 self._feeds.abort(entry.request_id, entry.ownership(attempt, self._stream_id), decode)
-            case Disown(attempt, source):
+            case lives.Disown(attempt, source):
                 owner = Owner(entry.accepted.session, attempt)
                 self._feeds.disown(entry.request_id, owner, source.instance_id)
             case _:
@@ -210,18 +189,18 @@ class RequestPlacer:
             can_resume = self._usable_replica(entry) is not None
             number += 1
             others_unasked = await self._take_over(entry, number, can_resume) is Missing.OWNER_LOST
-            if isinstance(entry.state, Ended):
+            if isinstance(entry.state, lives.Ended):
                 return
         while True:
             prefill: InstanceRecord | None = None
-            replica = None if hint_is_old and isinstance(entry.state, Unplaced) else self._usable_replica(entry)
+            replica = None if hint_is_old and isinstance(entry.state, lives.Unplaced) else self._usable_replica(entry)
             if replica is not None:
                 number += 1
                 self._numbers.put(entry.request_id, number, time.monotonic())
                 await self._holders.resume(entry, number, replica)
             else:
-                if isinstance(entry.state, Lost):
-                    entry.handle(ReplicaForgone(), time.monotonic())
+                if isinstance(entry.state, lives.Lost):
+                    entry.handle(lives.ReplicaForgone(), time.monotonic())
                 if (pause_s := retry.pause_until_s - time.monotonic()) > 0:
                     await asyncio.sleep(pause_s)
                 target = await self._choose(entry, retry)
@@ -233,10 +212,10 @@ class RequestPlacer:
                 prefill = target.record
                 await self._follow(entry, number, target)
             match entry.state:
-                case Lost() as lost:
+                case lives.Lost() as lost:
                     retry = self._after_loss(entry, lost, prefill, retry)
                 case state:
-                    assert isinstance(state, Ended), state
+                    assert isinstance(state, lives.Ended), state
                     return
             if isinstance(lost.error, StaleAttempt):
                 number = max(number, lost.error.newest_attempt)
@@ -247,7 +226,7 @@ class RequestPlacer:
                 others_unasked, hint_is_old = False, True
                 number += 1
                 await self._take_over(entry, number, can_resume=False)
-                if isinstance(entry.state, Ended):
+                if isinstance(entry.state, lives.Ended):
                     return
 
     def _usable_replica(self, entry: RequestEntry) -> ReplicaLocation | None:
@@ -258,7 +237,7 @@ class RequestPlacer:
         return replica
 
     def _after_loss(
-        self, entry: RequestEntry, lost: Lost, prefill: InstanceRecord | None, retry: RetryState
+        self, entry: RequestEntry, lost: lives.Lost, prefill: InstanceRecord | None, retry: RetryState
     ) -> RetryState:
         """Report a lost attempt and decide on the next one. Raises the attempt's error if there is none.
 
@@ -350,7 +329,7 @@ class RequestPlacer:
         if entry.account.owner_change is not None:
             entry.account.note_new_owner("recomputed", prefill, entry.attempt_number, 0, entry.context_tokens)
         # An instance of both phases decodes the request too, so an abort or a broken stream concerns it from now on.
-        over = entry.begin(Sent(attempt, prefill if Phase.DECODE in phases_now(target) else None))
+        over = entry.begin(lives.Sent(attempt, prefill if Phase.DECODE in phases_now(target) else None))
         await self._prefills.send(entry, attempt, target, over)
         await over
 
@@ -360,14 +339,14 @@ class RequestPlacer:
         The request has then ended or has to be placed again. Raises refusals that no other instance would reverse.
         """
         self._numbers.put(entry.request_id, number, time.monotonic())
-        over = entry.begin(Sought(entry.attempt_at(number)))
+        over = entry.begin(lives.Sought(entry.attempt_at(number)))
         try:
             found = await self._takeover.find(entry, number, can_resume)
         finally:
             if entry.ended and not entry.is_superseded:
                 # An instance may have given it to this router just before it ended.
                 self._feeds.abort(entry.request_id, entry.ownership(number, self._stream_id), None)
-        if isinstance(entry.state, Ended):
+        if isinstance(entry.state, lives.Ended):
             if isinstance(found, Found) and found.tie is not None:
                 self._feeds.drop(found.tie)
             return found
@@ -376,7 +355,7 @@ class RequestPlacer:
             entry.account.timing.attempts -= 1
             now_s = time.monotonic()
             entry.account.note_not_found(now_s)
-            entry.handle(NotFound(), now_s)
+            entry.handle(lives.NotFound(), now_s)
         else:
             # The owner has not changed, even if the holder of a replica was asked before.
             entry.account.owner_change = None
@@ -387,12 +366,12 @@ class RequestPlacer:
                 first_index=found.attached.first_index,
                 taken_over=found.decode is None,
             )
-            entry.handle(TookOver(attempt, found.attached.token_ids, found.decode), time.monotonic())
+            entry.handle(lives.TookOver(attempt, found.attached.token_ids, found.decode), time.monotonic())
             entry.note_holder()
             if found.tie is not None:
                 await self._prefills.read(entry, attempt, found.tie, over)
             await over
-        if isinstance(entry.state, Lost):
+        if isinstance(entry.state, lives.Lost):
             if isinstance(entry.state.error, _NON_RETRYABLE):
                 raise entry.state.error
             if entry.state.setback in (Setback.LOST, Setback.BROKEN):
