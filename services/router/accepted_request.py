@@ -70,7 +70,7 @@ class AlreadyReceived:
     token_ids: tuple[int, ...] = ()
     characters: int = 0
     owner: OwnerHint = OwnerHint()
-    """Where to look for the request first: the store's hint if there is one, else the client's."""
+    """Instances that are asked for the request first: the store's hint if there is one, else the client's."""
     told: OwnerHint = OwnerHint()
     """The client's hint. The store's may be older, if it was away."""
 

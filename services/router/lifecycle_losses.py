@@ -1,4 +1,4 @@
-"""How an attempt of a request is lost or left, and how a holder of its replica resumes it. Pure, as lifecycle.py."""
+"""Transitions that lose, leave or resume an attempt. Pure, as lifecycle.py."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""How one request goes at its router: where its time is spent, its steps, changes of its owner, and its spans."""
+"""Account of one request at its router: timing, steps, changes of its owner, and spans."""
 
 import time
 from collections import deque
@@ -16,7 +16,7 @@ _MOST_CAUSE_CHARACTERS = 300
 
 @dataclass(slots=True)
 class RequestTiming:
-    """What the router knows of inference.proto's Timing, for the last attempt where there were several."""
+    """Fields of inference.proto's Timing that the router knows; those of the last attempt if there were several."""
 
     attempts: int = 0
     prefill_instance_id: str = ""

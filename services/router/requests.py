@@ -76,7 +76,7 @@ class Interrupted(SentAway):
 
 
 class DirectReading:
-    """Which of a session's attempts the client may read, and which it reads, at a decode instance. No I/O.
+    """Attempts of a session that the client may read, or reads, at a decode instance. No I/O.
 
     The router follows such a request as any other. It tells the client once per attempt where the answer is drawn, and
     keeps tokens back while the decode instance says that the client reads there. Meanwhile the client may have tokens

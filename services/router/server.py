@@ -72,7 +72,7 @@ class GenerateProgress:
     key_name: str = ""
     """Name of the client's API key; empty: it did not come through the public port."""
     entry: RequestEntry | None = None
-    """None until its input was checked."""
+    """Set once its input was checked."""
     span: OpenSpan | None = None
     """Span of the call; None: it is not traced."""
 

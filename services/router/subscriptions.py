@@ -34,7 +34,7 @@ class Tie:
 
     @property
     def is_named(self) -> bool:
-        """Whether a new stream repeats what may be lost."""
+        """True if a new stream repeats what may be lost."""
         return self.is_there and not (self.needs_attach and self.attempt.taken_over)
 
     def lose(self, error: KaveriError) -> None:
@@ -65,7 +65,7 @@ class PromptTie:
 
     @property
     def is_named(self) -> bool:
-        """Whether a new stream repeats what may be lost."""
+        """True if a new stream repeats what may be lost."""
         return self.is_there
 
     def report(self, report: prefill_pb2.PrefillReport) -> None:
