@@ -15,17 +15,17 @@ from kaveri.timeouts import LEADER_LEASE_S
 from services.router import metrics
 
 _CAMPAIGN_INTERVAL_S = LEADER_LEASE_S / 3
-"""Interval of campaigns: a leader may miss one, and a dead one is replaced within 2 s. Also the interval of broadcasts
-while no instance reports a load."""
+"""Interval of campaigns: a leader may miss one, and a dead one is replaced within 2 s even on a busy machine. Also the
+interval of broadcasts while no instance reports a load."""
 _MIN_PAUSE_S = 0.02
-"""Min pause between two broadcasts."""
+"""Between two broadcasts, however fast instances come and go and blocks come free."""
 
 
 class Monitor:
-    """A router's part in the cluster monitor. Not thread-safe."""
+    """One router's part in the monitor. For one event loop."""
 
     def __init__(self, store: ClusterStore, router_id: str, interval_s: float) -> None:
-        """router_id: unique across restarts. interval_s: interval of broadcasts without news."""
+        """router_id: of one life of the router. interval_s: between two broadcasts of loads without news."""
         self._store = store
         self._router_id = router_id
         self._interval_s = interval_s
@@ -57,21 +57,21 @@ class Monitor:
             self._set_token(None, "stopping")
 
     def update(self, view: ClusterView) -> None:
-        """Broadcast news of the view at once, while leading."""
+        """Takes in a view; while leading, broadcasts news at once."""
         if self.leading and is_news(self._told, view):
             self._due.set()
 
     def stop(self) -> None:
-        """Make run() resign and return."""
+        """Asks run() to resign and return."""
         self._stopping = True
         self._due.set()
 
     def go_on(self) -> None:
-        """Undo stop(): run() goes on, or may be called again."""
+        """run() may be called again, or goes on if it has not returned."""
         self._stopping = False
 
     async def _campaign(self) -> None:
-        # Before the call: the lease starts when the store receives it.
+        # From before the call: the lease runs from when the store takes it, not from when its answer is here.
         self._campaign_at_s = time.monotonic() + _CAMPAIGN_INTERVAL_S
         token = await self._store.campaign(self._router_id, LEADER_LEASE_S)
         self._set_token(token, "another leads, or the store is away")

@@ -181,7 +181,7 @@ class RequestPlacer:
         retry, others_unasked, hint_is_old = RetryState(), False, False
         if entry.ended:
             return  # It was sent away, or its deadline has passed, before this task began.
-        if entry.accepted.session and entry.lacks_prompt_logprobs:
+        if entry.accepted.session and entry.answer.lacks_prompt:
             # Decode instances do not have them: it is placed again, from the beginning.
             self.abandon(entry.request_id, entry.accepted.session, entry.accepted.secret)
             number = max(number, 1)
@@ -231,7 +231,7 @@ class RequestPlacer:
 
     def _usable_replica(self, entry: RequestEntry) -> ReplicaLocation | None:
         """The replica to resume the request from, if there is one and its holder is connected."""
-        replica = None if entry.lacks_prompt_logprobs else self._holders.replica_of(entry)
+        replica = None if entry.answer.lacks_prompt else self._holders.replica_of(entry)
         if replica is None or not self._feeds.is_connected(holder_of(replica)):
             return None
         return replica

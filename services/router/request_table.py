@@ -72,15 +72,13 @@ class RequestTable:
         """Places of interrupted requests, kept until their clients re-attach."""
         self._empty = asyncio.Event()
         self._empty.set()
+        self.slot_of: Callable[[str], Slot | None] = self._slots.get
+        """The slot of a request id, or None."""
         self.get: Callable[[str], RequestEntry | None] = self._entries.get
         """The entry of a request id, or None."""
 
     def __len__(self) -> int:
         return len(self._slots)
-
-    def slot_of(self, request_id: str) -> Slot | None:
-        """The slot of a request in flight."""
-        return self._slots.get(request_id)
 
     def reserve(self, request_id: str, session: int, secret: bytes, task: asyncio.Task[object]) -> Slot:
         """Take a slot for the RPC that runs in `task`. A later session ends an earlier one, and takes its slot.

@@ -131,6 +131,7 @@ class RequestEntry:
     ) -> None:
         """act: carries out the actions that concern instances. hint_changed: called with the new owner of a request
         that its client may re-attach."""
+        self.request_id = accepted.request_id
         self.accepted = accepted
         self.answer = answer
         self.account = account
@@ -154,10 +155,6 @@ class RequestEntry:
         remaining_s = max(0.0, accepted.deadline_s - time.monotonic())
         self._deadline = asyncio.get_running_loop().call_later(remaining_s, self.fail, DeadlineExceeded())
         self._grace: asyncio.TimerHandle | None = None
-
-    @property
-    def request_id(self) -> str:
-        return self.accepted.request_id
 
     @property
     def attempt_number(self) -> int:
@@ -322,11 +319,6 @@ class RequestEntry:
         self.answer.append_prompt(first, entries)
         self.wake()
 
-    @property
-    def lacks_prompt_logprobs(self) -> bool:
-        """True while the request can go on only where its prompt is computed."""
-        return self.answer.lacks_prompt
-
     def _without_unreported_prompt(self, event: Event) -> Event:
         """The event, or the loss of its attempt if it is a token that comes before the prompt's logprobs. A decode
         instance that draws the first token has not computed the prompt, and some do not know prompt_logprobs."""
@@ -389,10 +381,6 @@ class RequestEntry:
         """End this session for one at another router; no-op if the client cannot re-attach."""
         if self.accepted.secret:
             self.handle(Superseded(SentAway()), time.monotonic())
-
-    def release(self) -> None:
-        """End the request after the client's RPC."""
-        self.fail(Unavailable("the request was released"))
 
     async def wait_for_output(self, *, or_begun: bool = False) -> None:
         """Return when there is output that the client does not read at the decode instance, or the request has ended.

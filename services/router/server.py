@@ -208,16 +208,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             outcome = str(error) or repr(error)
             raise
         finally:
-            if progress.entry is not None:
-                self._router.recent.add(progress.entry, outcome)
-                self._note_end(progress.entry)
-
-    def _note_end(self, entry: RequestEntry) -> None:
-        """Record the end of a request for the workload, unless a later session goes on."""
-        if not entry.is_superseded:
-            is_whole = entry.finish in (FinishReason.STOP, FinishReason.LENGTH)
-            lengths = len(entry.accepted.prompt_token_ids), len(entry.answer.token_ids)
-            self._router.workload.note_end(time.monotonic(), *lengths, is_whole)
+            if (entry := progress.entry) is not None:
+                self._router.recent.add(entry, outcome)
+                # Otherwise a later session goes on.
+                if not entry.is_superseded:
+                    is_whole = entry.finish in (FinishReason.STOP, FinishReason.LENGTH)
+                    lengths = len(entry.accepted.prompt_token_ids), len(entry.answer.token_ids)
+                    self._router.workload.note_end(time.monotonic(), *lengths, is_whole)
 
     async def abort_unread(self, context: ServicerContext, error: SlowReader) -> None:
         """End the call of a client that did not read. gRPC waits for it, so such calls are counted and limited."""
@@ -401,7 +398,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 router.placer.address_of,
             )
         finally:
-            entry.release()
+            entry.fail(Unavailable("the request was released"))
             placing.cancel()
 
     async def _answer_cancelled(
