@@ -74,12 +74,6 @@ class AlreadyReceived:
     told: OwnerHint = OwnerHint()
     """The client's hint. The store's may be older, if it was away."""
 
-    @property
-    def suspect_until(self) -> int:
-        """As in Attempt, bounded: the client's hint may be newer than the store's, but clients are not trusted."""
-        named = max(self.owner.suspect_until, self.told.suspect_until)
-        return min(named, len(self.token_ids) + _MOST_AHEAD)
-
     def excuses(self, refusal: BaseException, life: InstanceLife, phase: Phase) -> bool:
         """True if an instance refuses the client's tokens because it is a former owner. One that was cut off while the
         request went on elsewhere has fewer tokens than the client or, in low precision, others."""
@@ -112,6 +106,12 @@ class AcceptedRequest:
     """Tokens and text from earlier sessions."""
     direct: bool = False
     """True if the client may read the answer at decode instances."""
+
+    @property
+    def suspect_until(self) -> int:
+        """As in Attempt, bounded: the client's hint may be newer than the store's, but clients are not trusted."""
+        named = max(self.received.owner.suspect_until, self.received.told.suspect_until)
+        return min(named, len(self.received.token_ids) + _MOST_AHEAD)
 
     @property
     def most_tokens(self) -> int:

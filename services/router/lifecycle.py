@@ -186,7 +186,7 @@ def _taken(state: Placed | Decoding, event: Tokens, now_s: float) -> Step:
     if event.finish is None:
         return Decoding(state.attempt, state.next_index + max(0, added), state.decode, state.leg, state.replica), append
     complete = CompleteAnswer(event.decode_queue_s, event.decode_s)
-    if state.leg.is_open:
+    if state.leg in (PrefillLeg.WORKING, PrefillLeg.HANDED_OVER):
         wait = AwaitReport(now_s + HAND_OVER_GRACE_S)
         return Finishing(state.attempt, event.finish), (*append, complete, Unfollow(), wait)
     return Ended(event.finish, state.attempt), (*append, complete, LeaveAttempt())

@@ -65,11 +65,6 @@ class PrefillLeg(enum.Enum):
     BROKEN = enum.auto()
     """Prefill's reports ended before the hand-over."""
 
-    @property
-    def is_open(self) -> bool:
-        """True while prefill reports."""
-        return self in (PrefillLeg.WORKING, PrefillLeg.HANDED_OVER)
-
 
 # ---- events ----
 

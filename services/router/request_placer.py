@@ -33,9 +33,10 @@ from kaveri.timeouts import ATTEMPT_REMEMBERED_S
 from kaveri.wire.attempts import MAX_ATTEMPT
 from services.router import lifecycle_values as lives
 from services.router import metrics
+from services.router.holders import Holders
 from services.router.lifecycle_values import NO_LIFE, InstanceLife, holder_of, life_of
 from services.router.prefill_attempts import PrefillAttempts
-from services.router.recovery import Found, Holders, Missing, TakeOver
+from services.router.recovery import Found, Missing, TakeOver
 from services.router.requests import RequestEntry
 from services.router.token_feeds import TokenFeeds
 

@@ -135,7 +135,7 @@ class RequestEntry:
         self.accepted = accepted
         self.answer = answer
         self.account = account
-        self.state: State = Unplaced(len(answer.token_ids), accepted.received.suspect_until)
+        self.state: State = Unplaced(len(answer.token_ids), accepted.suspect_until)
         self.begun_s = 0.0
         """time.monotonic() when the present attempt began."""
         self.owner_news: OwnerHint | None = None

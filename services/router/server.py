@@ -372,8 +372,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         # The last router takes back what another one has just sent away.
         if router.draining and not (request.session and not router.peers.addresses(includes_own=False)):
             raise Unavailable("this router is draining", retry_after_s=0.0)
-        limit = router.config.max_requests
-        if self._unread_count >= limit:
+        if self._unread_count >= router.config.max_requests:
             reason = f"{self._unread_count} clients do not read the end of their answers"
             raise NoCapacity("router", RETRY_AFTER_S, reason)
         params = router.intake.check(request, request_id)

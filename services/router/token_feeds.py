@@ -36,8 +36,8 @@ from kaveri.wire.messages import fault_from_proto, finish_from_proto
 from kaveri.wire.replicas import replica_from_proto
 from kaveri.wire.status import error_of
 from services.router import metrics
+from services.router.holders import Holders
 from services.router.lifecycle_values import Attempt, Decoding, GivenUp, InstanceLife, Lost, ReplicaNamed, Tokens
-from services.router.recovery import Holders
 from services.router.request_table import RequestTable
 from services.router.requests import RequestEntry
 from services.router.subscriptions import PromptTie, Subscription, Tie, key_of

@@ -20,7 +20,7 @@ from kaveri.workload.requests import PlannedRequest, RequestLengths
 from kaveri.workload.run_columns import RunColumns
 from kaveri.workload.summary import Slo, summarize
 from services.decode import holder, replicator
-from services.router import recovery
+from services.router import holders
 from tests.library.simulator.test_failures import dying
 from tests.library.simulator.test_simulate import LATENCY, colocated_of, poisson, run_whole, spec_of
 
@@ -225,7 +225,7 @@ def test_services_and_simulator_ask_the_same_functions_about_copies(monkeypatch:
     assert copies.choose_holder is replicator.choose_holder is choose_holder  # type: ignore[attr-defined]
     assert copies.CopyRules is replicator.CopyRules  # type: ignore[attr-defined]
     assert held_copies.drop_first is holder.drop_first  # type: ignore[attr-defined]
-    assert router.is_worth_a_resume is recovery.is_worth_a_resume  # type: ignore[attr-defined]
+    assert router.is_worth_a_resume is holders.is_worth_a_resume  # type: ignore[attr-defined]
     spec = copied(spec_of())
     dies = with_deaths(spec, owner_of_lone(spec))
     assert losses(run_whole(dies, LONE).table.columns())[0] == 1

@@ -536,7 +536,7 @@ class AnyOrder(RuleBasedStateMachine):
             case Prefilling() | Finishing():
                 return True
             case Placed(_, _, _, leg) | Decoding(_, _, _, leg):
-                return leg.is_open
+                return leg in (PrefillLeg.WORKING, PrefillLeg.HANDED_OVER)
             case _:
                 return False
 
