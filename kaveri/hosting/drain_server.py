@@ -1,12 +1,12 @@
 """DrainService over gRPC: takes this process out of service and back. Routers forward calls to other processes."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import grpc
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import InstanceRecord, Role
+from kaveri.domain.view import InstanceLoad, InstanceRecord, Role
 from kaveri.errors import InvalidArgument, KaveriError, Unavailable
 from kaveri.rpc.public_port import authorization_of
 from kaveri.rpc.server import open_channel
@@ -15,17 +15,24 @@ from kaveri.v1 import cluster_pb2
 from kaveri.v1.cluster_pb2_grpc import DrainServiceServicer, DrainServiceStub
 from kaveri.wire.status import abort, error_of
 
-if TYPE_CHECKING:
-    from kaveri.hosting.service_host import ServiceHost
-
 SERVICE_NAME = cluster_pb2.DESCRIPTOR.services_by_name["DrainService"].full_name
 _PASS_ON_TIMEOUT_S = 5.0
+
+
+class Drainable(Protocol):
+    """A ServiceHost, as far as a drain needs it."""
+
+    record: InstanceRecord
+
+    async def drain(self) -> bool: ...
+    async def undrain(self) -> bool: ...
+    def load(self) -> InstanceLoad: ...
 
 
 class DrainServer(DrainServiceServicer):
     """DrainService of one process. Not thread-safe: for one event loop."""
 
-    def __init__(self, process: "ServiceHost", store: ClusterStore, operators: Callers | None = None) -> None:
+    def __init__(self, process: Drainable, store: ClusterStore, operators: Callers | None = None) -> None:
         """operators: only callers with an admin key are allowed; None: everyone that the port admits."""
         self._process = process
         self._store = store

@@ -749,8 +749,8 @@ class EngineConformance:
         print(f"seed {seed}")
         rng = random.Random(seed)
         prefill_blocks, blocks = longest_blocks(harness)
-        sizes = {"prefill_blocks": 2 * prefill_blocks, "decode_blocks": blocks + rng.randrange(6)}
-        with running_pair(harness, **sizes, max_batch=4) as pair:
+        decode_blocks = blocks + rng.randrange(6)
+        with running_pair(harness, prefill_blocks=2 * prefill_blocks, decode_blocks=decode_blocks, max_batch=4) as pair:
             kept: list[EngineRequest] = []
             for i in range(24):
                 request = make_request(pair.prefill, f"r{i}", rng.randrange(1, 70), rng.randrange(1, 50), seed)

@@ -10,7 +10,7 @@ from services.router.config import RouterConfig
 
 
 def main() -> int:
-    """Runs the router with the process's own arguments; returns the exit status."""
+    """Run the router with the process's arguments. Returns the exit status."""
     return run_service("router", RouterConfig, _serve, setting_sections)
 
 

@@ -1,4 +1,4 @@
-"""The router's gRPC service for operators: the view of the cluster, how single requests went, and what came of late."""
+"""The router's gRPC service for operators: the cluster's view, accounts of requests, and the recent workload."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,13 @@ from kaveri.security.callers import Callers
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc
 from kaveri.wire.messages import status_to_proto
 from kaveri.wire.status import abort
-from services.router.recent_requests import RecentRequests
-from services.router.recent_workload import RecentEnd, RecentWorkload
+from services.router.recent_requests import RecentEnd, RecentRequests, RecentWorkload
 from services.router.relay import ServicerContext
 from services.router.request_table import RequestTable
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
-    """Answers for one router."""
+    """ClusterService of a router."""
 
     def __init__(
         self,
@@ -29,8 +28,8 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         router_id: str,
         operators: Callers | None = None,
     ) -> None:
-        """router_id: the instance id of this router. operators: only those with an admin key may call; None: everyone
-        that the port lets in."""
+        """router_id: the router's instance id. operators: checks callers for an admin key; None: everyone on this port
+        may call."""
         self._store = store
         self._recent = recent
         self._workload = workload
@@ -77,7 +76,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         )
 
     async def _check(self, context: ServicerContext) -> None:
-        """Ends the call of one that is no operator."""
+        """End the call of a client that is no operator."""
         try:
             if self._operators is not None:
                 self._operators.check_admin(authorization_of(context.invocation_metadata()))

@@ -1,4 +1,4 @@
-"""The router's settings; read from flags and KAVERI_* variables by kaveri.rpc.process."""
+"""The router's settings, read from flags and KAVERI_* variables by kaveri.rpc.process."""
 
 import socket
 from dataclasses import dataclass
@@ -119,12 +119,12 @@ class RouterConfig(PublicSettings, ServiceConfig):
 
     @property
     def public_listen_host(self) -> str:
-        """Where the public port listens."""
+        """Address that the public port listens on."""
         return self.public_host or self.host
 
     @property
     def advertised_public_address(self) -> str:
-        """Where clients with API keys reach this router; empty: nowhere."""
+        """Address for clients with API keys; empty: there is none."""
         if not self.public_port:
             return ""
         host = self.public_host or self.reached_host

@@ -1,4 +1,4 @@
-"""The holders of replicas: whether one is to resume a request, and the attempt that it then makes."""
+"""Resumes requests whose decode instance is lost, at the holders of their replicas."""
 
 import asyncio
 import time
@@ -7,7 +7,7 @@ from typing import Any
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.replica import ReplicaLocation, Resumed, Resumption
+from kaveri.domain.replica import ReplicaLocation, Resumption
 from kaveri.errors import DeadlineExceeded, KaveriError, NoCapacity, RequestCancelled, RequestNotFound, Unavailable
 from kaveri.policy.replication import is_worth_a_resume
 from kaveri.rpc.channels import Channels
@@ -16,25 +16,14 @@ from kaveri.timeouts import CALL_TIMEOUT_S
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.replicas import resumed_from_proto, resumption_to_proto
 from kaveri.wire.status import error_of, is_answer
+from services.router import lifecycle_values as lives
 from services.router import metrics
-from services.router.lifecycle_values import (
-    NO_LIFE,
-    Attempt,
-    Decoding,
-    InstanceLife,
-    Lost,
-    Placed,
-    ResumeAccepted,
-    ResumeAsked,
-    ResumeRefused,
-    Resuming,
-    Unplaced,
-)
+from services.router.lifecycle_values import NO_LIFE, holder_of
 from services.router.requests import RequestEntry
 
 
 class Holders:
-    """Of one router."""
+    """Resumes requests at the holders of their replicas."""
 
     def __init__(self, store: ClusterStore, channels: Channels, stream_id: str, model: str) -> None:
         """stream_id: the router_id of the decode protocol."""
@@ -44,13 +33,13 @@ class Holders:
         self._model = model
 
     def replica_of(self, entry: RequestEntry) -> ReplicaLocation | None:
-        """The replica from which the request should be resumed when its present instance is lost, if there is one."""
-        context_tokens = len(entry.accepted.prompt_token_ids) + len(entry.answer.token_ids)
+        """The replica to resume the request from if its present instance is lost, if there is one."""
+        context_tokens = entry.context_tokens
         match entry.state:
-            case Placed() | Decoding() | Lost():
+            case lives.Placed() | lives.Decoding() | lives.Lost():
                 replica = entry.state.replica
-            case Unplaced() if (holder := entry.accepted.received.owner.holder) is not None:
-                # A hint does not say how much it has.
+            case lives.Unplaced() if (holder := entry.accepted.received.owner.holder) is not None:
+                # A hint does not name the replica's size.
                 replica = ReplicaLocation(*holder, context_tokens)
             case _:
                 return None
@@ -59,49 +48,62 @@ class Holders:
         return replica
 
     def does_not_wait(self, entry: RequestEntry) -> bool:
-        """Whether a request whose instance has gone silent, or cannot be reached, is to leave it at once: another one
-        has a replica, or the instance was only asked to resume it."""
-        return isinstance(entry.state, Resuming) or self.replica_of(entry) is not None
+        """True if a request leaves a silent or unreachable instance at once: another one has a replica, or the instance
+        was only asked to resume it."""
+        return isinstance(entry.state, lives.Resuming) or self.replica_of(entry) is not None
 
     async def resume(self, entry: RequestEntry, number: int, replica: ReplicaLocation) -> None:
-        """Runs attempt `number` at the holder until it is over, or the holder has refused it.
+        """Run attempt `number` at the holder until it is over, or refused by the holder.
 
-        replica: as replica_of() returned it just now."""
-        holder = InstanceLife(replica.holder_id, replica.holder_incarnation)
-        if entry.owner_change is None:
+        replica: just returned by replica_of()."""
+        holder = holder_of(replica)
+        if entry.account.owner_change is None:
             entry.note_loss("it was lost with the request's router", entry.accepted.received.owner.decode or NO_LIFE)
-        first_index = len(entry.answer.token_ids)
-        attempt = Attempt(number, NO_LIFE, first_index, entry.accepted.most_tokens, suspect_until=entry.suspect_until)
-        over = entry.begin(ResumeAsked(attempt, holder))
+        attempt = entry.attempt_at(number)
+        over = entry.begin(lives.ResumeAsked(attempt, holder))
         if over.done():
             return
         call = self._ask(entry, number, replica)
-
-        def stop_waiting(_: object) -> None:
-            call.cancel()
-
-        over.add_done_callback(stop_waiting)
-        answer: Resumed | ResumeRefused
+        over.add_done_callback(lambda _: call.cancel())
+        held_tokens, answered = 0, lives.ResumeAnswered()
         try:
-            answer = resumed_from_proto(await call)
+            resumed = resumed_from_proto(await call)
+            held_tokens = resumed.held_tokens
+            if resumed.incarnation != holder.incarnation:
+                answered = lives.ResumeAnswered(Unavailable(f"decode instance {holder.instance_id} has restarted"))
         except aio.AioRpcError as rpc_error:
-            answer = _refusal(rpc_error, holder.instance_id)
+            error = error_of(rpc_error)
+            if isinstance(error, DeadlineExceeded | RequestCancelled):
+                error = Unavailable(f"decode instance {holder.instance_id} does not answer")
+            answered = lives.ResumeAnswered(error, may_have_begun=not is_answer(rpc_error))
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             # Not this task but the call was cancelled: the attempt is over, or the channel was closed.
             gone = Unavailable(f"decode instance {holder.instance_id} has left the cluster")
-            answer = ResumeRefused(gone, may_have_begun=True)
+            answered = lives.ResumeAnswered(gone, may_have_begun=True)
         finally:
             call.cancel()
         if not over.done():
-            _take(entry, holder, first_index, answer)
+            outcome = _outcome_of(answered.error)
+            metrics.RESUMES.labels(outcome=outcome).inc()
+            if answered.error is None:
+                entry.note_resumed(holder, attempt.first_index, held_tokens)
+            else:
+                get_logger().info(
+                    "resume_refused",
+                    request_id=entry.request_id,
+                    attempt=entry.attempt_number,
+                    decode_instance_id=holder.instance_id,
+                    outcome=outcome,
+                    error=str(answered.error),
+                )
+            entry.handle(answered, time.monotonic())
         await over
 
     def _ask(self, entry: RequestEntry, number: int, replica: ReplicaLocation) -> "aio.UnaryUnaryCall[Any, Any]":
         left_s = entry.accepted.deadline_s - time.monotonic()
-        context_tokens = len(entry.accepted.prompt_token_ids) + len(entry.answer.token_ids)
         resumption = Resumption(
             request_id=entry.request_id,
             ownership=entry.ownership(number, self._stream_id),
@@ -111,9 +113,9 @@ class Holders:
             timeout_s=left_s,
             predicted_length=None,
             holder_incarnation=replica.holder_incarnation,
-            # That many is what stands for a hint.
-            replica_tokens=replica.token_count if replica.token_count < context_tokens else 0,
-            traceparent=entry.traceparent,
+            # From a hint, the size is unknown.
+            replica_tokens=replica.token_count if replica.token_count < entry.context_tokens else 0,
+            traceparent=entry.account.traceparent,
             suspect_until=entry.suspect_until,
         )
         address = self._store.view().instances[replica.holder_id].record.address
@@ -124,39 +126,11 @@ class Holders:
         return call
 
 
-def _take(entry: RequestEntry, holder: InstanceLife, first_index: int, answer: Resumed | ResumeRefused) -> None:
-    """Takes in the holder's answer."""
-    if isinstance(answer, Resumed) and answer.incarnation != holder.incarnation:
-        restarted = Unavailable(f"decode instance {holder.instance_id} has restarted")
-        answer = ResumeRefused(restarted, may_have_begun=False)
-    if isinstance(answer, ResumeRefused):
-        outcome = _outcome_of(answer.error)
-        metrics.RESUMES.labels(outcome=outcome).inc()
-        get_logger().info(
-            "resume_refused",
-            request_id=entry.request_id,
-            attempt=entry.attempt_number,
-            decode_instance_id=holder.instance_id,
-            outcome=outcome,
-            error=str(answer.error),
-        )
-        entry.handle(answer, time.monotonic())
-        return
-    metrics.RESUMES.labels(outcome="resumed").inc()
-    entry.note_resumed(holder, first_index, answer.held_tokens)
-    entry.handle(ResumeAccepted(), time.monotonic())
-
-
-def _refusal(rpc_error: aio.AioRpcError, holder_id: str) -> ResumeRefused:
-    error = error_of(rpc_error)
-    if isinstance(error, DeadlineExceeded | RequestCancelled):
-        error = Unavailable(f"decode instance {holder_id} does not answer")
-    return ResumeRefused(error, may_have_begun=not is_answer(rpc_error))
-
-
-def _outcome_of(error: KaveriError) -> str:
-    """How the metric names a refusal."""
+def _outcome_of(error: KaveriError | None) -> str:
+    """The metric's label for a holder's answer."""
     match error:
+        case None:
+            return "resumed"
         case RequestNotFound():
             return "not_found"
         case NoCapacity():

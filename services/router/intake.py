@@ -1,4 +1,4 @@
-"""Checks a request's input against every limit and tokenizes it, before anything is spent on it."""
+"""Checks a request against every limit and tokenizes it, before anything is spent on it."""
 
 import asyncio
 import contextlib
@@ -9,13 +9,14 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from kaveri.domain.sampling import ResolvedParams, SamplingParams, check_prompt_report, check_token_ids
-from kaveri.domain.view import ClusterView
 from kaveri.errors import InvalidArgument, ModelNotFound
-from kaveri.policy.placement import largest_prompt, max_model_len, missing_phases
+from kaveri.policy.placement import largest_prompt, max_model_len
 from kaveri.text.answer import Answer
 from kaveri.text.generation_config import SamplingDefaults
 from kaveri.text.tokenizer import ModelTokenizer, Turn
-from kaveri.wire.attempts import check_secret, check_session
+from kaveri.v1 import inference_pb2
+from kaveri.wire.attempts import check_request_id, check_secret, check_session
+from kaveri.wire.messages import params_from_proto
 from services.router.accepted_request import NOTHING_RECEIVED, AcceptedRequest, AlreadyReceived, OwnerHint
 from services.router.request_placer import RequestPlacer
 
@@ -32,42 +33,12 @@ class Conversation:
 
 
 Prompt = str | Sequence[int] | Conversation | None
-"""Text, token ids, a conversation, or nothing at all. Sequences may be those of the wire: they are of any length, and
-nothing is copied before their length is checked."""
-
-
-@dataclass(frozen=True, slots=True)
-class OfferedReceived:
-    """What the client says it has."""
-
-    token_ids: Sequence[int]
-    characters: int
-    max_tokens: int
-    """0: it does not know how many were resolved."""
-    owner: OwnerHint
-
-
-@dataclass(frozen=True, slots=True)
-class OfferedRequest:
-    """A request as received; only its sampling parameters are checked."""
-
-    model: str
-    """Empty: the only model served."""
-    request_id: str
-    prompt: Prompt
-    params: SamplingParams
-    arrived_s: float
-    """time.monotonic() at its arrival."""
-    timeout_s: float
-    session: int = 0
-    secret: bytes = b""
-    received: OfferedReceived | None = None
-    direct: bool = False
-    """Whether the client would read the answer at decode instances."""
+"""Text, token ids, a conversation, or nothing. Sequences may be those of the message, of any length; nothing is copied
+before their length is checked."""
 
 
 class Intake:
-    """Turns offered requests into accepted ones."""
+    """Turns requests as received into accepted ones."""
 
     def __init__(
         self, model: str, tokenizer: ModelTokenizer, placer: RequestPlacer, defaults: SamplingDefaults
@@ -79,19 +50,52 @@ class Intake:
         self._turn = asyncio.Lock()
 
     def check_model(self, model: str) -> None:
-        """Raises ModelNotFound unless `model` is empty or the one served."""
+        """Raise ModelNotFound unless `model` is empty or the one served."""
         if model not in ("", self._model):
             raise ModelNotFound(model, (self._model,))
 
-    async def accept(self, offered: OfferedRequest) -> AcceptedRequest:
-        """Raises InvalidArgument, naming field, value and limit; Unavailable when no instance tells the limits."""
-        params = offered.params
+    def check(self, request: inference_pb2.GenerateRequest, request_id: str) -> SamplingParams:
+        """Check everything but the tokens and the limits of instances. request_id: the router's name of the request.
+
+        Raises InvalidArgument and ModelNotFound.
+        """
+        self.check_model(request.model)
+        check_request_id(request_id)
+        params = params_from_proto(request.params) if request.HasField("params") else SamplingParams()
+        check_session(request.session)
+        check_secret(request.secret)
+        if not request.session and request.HasField("received"):
+            raise InvalidArgument("received", "set", "unset in session 0")
+        same_in_every_session = {
+            "request_id": bool(request.request_id),
+            "secret": bool(request.secret),
+            "params.seed": params.seed is not None,
+        }
+        for field, is_given in same_in_every_session.items():
+            if request.session and not is_given:
+                raise InvalidArgument(field, None, "set when session is above 0")
+        return params
+
+    async def accept(
+        self,
+        request: inference_pb2.GenerateRequest,
+        request_id: str,
+        params: SamplingParams,
+        arrived_s: float,
+        deadline_s: float,
+        *,
+        is_public: bool,
+    ) -> AcceptedRequest:
+        """Tokenize and resolve a request. params: as check() returned them. Times are time.monotonic()'s.
+
+        Raises InvalidArgument, naming field, value and limit; Unavailable when no instance tells the limits.
+        """
         check_token_ids("params.stop_token_ids", params.stop_token_ids, self._tokenizer.vocab_size)
-        _check_given(offered.prompt)
-        deadline_s = offered.arrived_s + offered.timeout_s
+        prompt = prompt_of(request)
+        _check_given(prompt)
         view = await self._placer.wait_for_instances(deadline_s)
         limit = max_model_len(view, self._model)
-        token_ids = await self._tokenize(offered.prompt, limit - 1, deadline_s)
+        token_ids = await self._tokenize(prompt, limit - 1, deadline_s)
         largest = largest_prompt(view, self._model)
         if largest is not None and len(token_ids) > largest:
             raise InvalidArgument(
@@ -103,25 +107,30 @@ class Intake:
             if tokens > room:
                 together = f"the prompt has {len(token_ids)} tokens, prompt and answer together at most {limit}"
                 raise InvalidArgument(f"params.{field}", tokens, f"at most {room}: {together}")
-        resolved_tokens = offered.received.max_tokens if offered.received is not None else 0
-        resolved = self._resolved(params, room, resolved_tokens)
+        resolved = self._resolved(params, room, request.received.max_tokens)
+        received = NOTHING_RECEIVED
+        if request.HasField("received"):
+            most_received = min(room, resolved.max_tokens or room)
+            received_ids = await self._checked("received.token_ids", request.received.token_ids, most_received)
+            owner = OwnerHint.from_proto(request.received.owner)
+            received = AlreadyReceived(tuple(received_ids), request.received.characters, owner, owner)
         return AcceptedRequest(
-            request_id=offered.request_id,
+            request_id=request_id,
             prompt_token_ids=tuple(token_ids),
             params=resolved,
             max_model_len=limit,
-            arrived_s=offered.arrived_s,
+            arrived_s=arrived_s,
             deadline_s=deadline_s,
-            session=offered.session,
-            secret=offered.secret,
-            # A caller shows the secret there.
-            direct=offered.direct and bool(offered.secret),
-            received=await self._received(offered.received, min(room, resolved.max_tokens or room)),
+            session=request.session,
+            secret=request.secret,
+            # Its reader shows the secret, and clients with API keys know the public port alone.
+            direct=request.direct and bool(request.secret) and not is_public,
+            received=received,
         )
 
     def _resolved(self, params: SamplingParams, room: int, resolved_tokens: int) -> ResolvedParams:
-        """The parameters with the model's defaults, max_tokens and seed. resolved_tokens: max_tokens as an earlier
-        session's router has resolved it; 0: there was none."""
+        """Fill in the model's defaults, max_tokens and seed. resolved_tokens: max_tokens as an earlier session's router
+        has resolved it; 0: there was none."""
         most_tokens = room
         if resolved_tokens:
             params = dataclasses.replace(params, max_tokens=min(resolved_tokens, params.max_tokens or resolved_tokens))
@@ -135,21 +144,20 @@ class Intake:
         )
 
     async def tokenize(self, prompt: Prompt, deadline_s: float) -> tuple[list[int], int]:
-        """The token ids of a text or a conversation, as accept() makes them, and the model's length. Raises as
-        accept()."""
+        """Token ids of a text or a conversation, and the model's length. Raises as accept()."""
         _check_given(prompt)
         limit = max_model_len(await self._placer.wait_for_instances(deadline_s), self._model)
         return await self._tokenize(prompt, limit - 1, deadline_s), limit
 
     async def detokenize(self, token_ids: Sequence[int], deadline_s: float) -> str:
-        """The text of token ids. There may be no more than the model is long. Raises as accept()."""
+        """Text of token ids, at most as many as the model's length. Raises as accept()."""
         limit = max_model_len(await self._placer.wait_for_instances(deadline_s), self._model)
         if len(token_ids) > limit:
             raise InvalidArgument("token_ids", f"{len(token_ids)} tokens", f"at most {limit} tokens")
         return await self._tokenizer.decode(token_ids, deadline_s)
 
     async def begin_answer(self, accepted: AcceptedRequest) -> Answer:
-        """The answer, behind what the client has of it. Raises InvalidArgument when it has less text."""
+        """Start the answer after the part that the client has. Raises InvalidArgument if that part has less text."""
         received, params = accepted.received, accepted.params
         detokenizer = self._tokenizer.detokenizer(
             accepted.prompt_token_ids,
@@ -158,19 +166,15 @@ class Intake:
             received.characters,
             skip_special_tokens=params.skip_special_tokens,
         )
-        answer = Answer(detokenizer, accepted.reported_prompt)
+        # The prompt's logprobs come before the first token, so a client with a token has them.
+        is_reported = params.prompt_logprobs is not None and not received.token_ids
+        answer = Answer(detokenizer, accepted.prompt_token_ids if is_reported else ())
         async with self._turn_of(len(received.token_ids)):
             await answer.go_on_after(received.token_ids, received.characters, params.stop_token_ids)
         if missing := answer.missing_characters:
             limit = f"at most {received.characters - missing}: the {len(received.token_ids)} tokens have no more"
             raise InvalidArgument("received.characters", received.characters, limit)
         return answer
-
-    async def _received(self, received: OfferedReceived | None, max_tokens: int) -> AlreadyReceived:
-        if received is None:
-            return NOTHING_RECEIVED
-        token_ids = await self._checked("received.token_ids", received.token_ids, max_tokens)
-        return AlreadyReceived(tuple(token_ids), received.characters, received.owner, received.owner)
 
     async def _tokenize(self, prompt: Prompt, max_tokens: int, deadline_s: float) -> list[int]:
         match prompt:
@@ -205,26 +209,22 @@ class Intake:
         return self._turn if token_count > _SLICE_TOKENS else contextlib.nullcontext()
 
 
-def check_sessions(offered: OfferedRequest, *, is_named: bool) -> None:
-    """Raises InvalidArgument when session or secret break their limits, and when a re-attach lacks what must be the
-    same in every session. is_named: whether the client has chosen the request id."""
-    check_session(offered.session)
-    check_secret(offered.secret)
-    if not offered.session:
-        if offered.received is not None:
-            raise InvalidArgument("received", "set", "unset in session 0")
-        return
-    for field, is_given in (
-        ("request_id", is_named),
-        ("secret", bool(offered.secret)),
-        ("params.seed", offered.params.seed is not None),
-    ):
-        if not is_given:
-            raise InvalidArgument(field, None, "set when session is above 0")
+def prompt_of(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> Prompt:
+    """The prompt of a request, in whichever form it is given."""
+    match request.WhichOneof("prompt"):
+        case "text":
+            return request.text
+        case "token_ids":
+            assert isinstance(request, inference_pb2.GenerateRequest)
+            return request.token_ids.ids
+        case "messages":
+            return Conversation(request.messages.messages)
+        case _:
+            return None
 
 
 def _check_given(prompt: Prompt) -> None:
-    """Raises InvalidArgument when there is no prompt, or an empty one."""
+    """Raise InvalidArgument for a missing or empty prompt."""
     match prompt:
         case None:
             raise InvalidArgument("prompt", None, "given as text, token_ids or messages")
@@ -237,8 +237,3 @@ def _check_given(prompt: Prompt) -> None:
         case _:
             if not prompt:
                 raise InvalidArgument("prompt.token_ids", [], "at least one token long")
-
-
-def is_ready(view: ClusterView, model: str) -> bool:
-    """Whether a request for `model` would be served now."""
-    return not missing_phases(view, model)

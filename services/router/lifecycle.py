@@ -1,4 +1,4 @@
-"""A request's life on the router, as a value. Pure: no clock, no waiting, no I/O, no protobuf.
+"""Transitions of a request's life on the router. Pure: no clock, no waiting, no I/O, no protobuf.
 
     Unplaced -> Prefilling -> Placed -> Decoding -> Finishing -> Ended
        ^            |           |          | ^
@@ -6,29 +6,33 @@
              |                               |
              +-----> Resuming ---------------+      where there is a replica
 
-An attempt is one placement of the request: on a prefill instance, or on the holder of its replica. step() returns the
-next state and the actions that the service has to carry out, in order. Text is not known here: the service appends
-tokens to the answer and reports TextStopped.
+An attempt is one placement of the request, on a prefill instance or on the holder of its replica. The service carries
+out the actions of step() in order. It alone knows the text, and reports Stopped at a stop text.
 
-Tokens of a decode instance that no placement has named yet are held until one names it. Tokens of an instance that the
-attempt has left are dropped. The tokens of two instances are never mixed: after the first token of one, a placement on
+Tokens of a decode instance that no placement has named are held until one names it. Tokens of an instance that the
+attempt has left are dropped. Tokens of two instances are never mixed: after the first token of one, a placement on
 another loses the attempt.
 
-A request that has a replica may be resumed by its holder when its decode instance is lost. The former instance gets
-its Abort only when the holder has answered: one that comes first makes it drop the replica.
+When the decode instance of a request with a replica is lost, the holder may resume the request. The former instance
+gets its Abort only after the holder has answered; an earlier one would make the holder drop the replica.
 """
 
 from dataclasses import replace
 
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import KaveriError, Unavailable
-from services.router.lifecycle_losses import Step, held_of, impossible, leaving, lost, lost_by_gap, withheld_by
-from services.router.lifecycle_resumes import (
+from services.router.lifecycle_losses import (
+    Step,
+    held_of,
+    impossible,
+    leaving,
+    lost,
+    lost_by_gap,
     replica_forgone,
     replica_named,
-    resume_accepted,
+    resume_answered,
     resume_asked,
-    resume_refused,
+    withheld_by,
 )
 from services.router.lifecycle_values import (
     Abort,
@@ -36,10 +40,7 @@ from services.router.lifecycle_values import (
     Append,
     Attempt,
     AwaitReport,
-    Cancelled,
-    CannotAnswer,
     CompleteAnswer,
-    DecodeLost,
     DecodeNamed,
     Decoding,
     Disown,
@@ -49,7 +50,6 @@ from services.router.lifecycle_values import (
     FirstTokenReported,
     Follow,
     GivenUp,
-    GraceOver,
     HandOverReported,
     HeldEvents,
     LeaveAttempt,
@@ -61,16 +61,15 @@ from services.router.lifecycle_values import (
     PrefillLeg,
     ReplicaForgone,
     ReplicaNamed,
-    ResumeAccepted,
+    ResumeAnswered,
     ResumeAsked,
-    ResumeRefused,
     Resuming,
     SeekingOwner,
     Sent,
     Sought,
     State,
+    Stopped,
     Superseded,
-    TextStopped,
     Tokens,
     TookOver,
     Unfollow,
@@ -78,12 +77,12 @@ from services.router.lifecycle_values import (
 )
 
 HAND_OVER_GRACE_S = 0.25
-"""An answer of two tokens can end before prefill reports its hand-over. Its timing waits this long for the report."""
+"""How long the timing of a complete answer waits for prefill's report of the hand-over."""
 
 
 def step(state: State, event: Event, now_s: float) -> Step:
-    """The next state, and what to do. Events of peers are taken in every state; an event of the service itself that is
-    impossible in `state` is an AssertionError that names both."""
+    """Return the next state and the actions. Events of peers are possible in every state. Raises AssertionError for an
+    event of the service itself that is impossible in `state`."""
     match event:
         case Tokens():
             return _tokens(state, event, now_s)
@@ -105,34 +104,24 @@ def step(state: State, event: Event, now_s: float) -> Step:
             return _handed_over(state, event)
         case PrefillEnded():
             return _prefill_ended(state, event)
-        case DecodeLost():
-            return _place_lost(state, event)
         case ReplicaNamed():
             return replica_named(state, event)
         case ReplicaForgone():
             return replica_forgone(state, event)
         case ResumeAsked():
             return resume_asked(state, event)
-        case ResumeAccepted():
-            return resume_accepted(state)
-        case ResumeRefused():
-            return resume_refused(state, event)
-        case TextStopped():
-            return _text_stopped(state, event)
-        case GraceOver():
-            return _grace_over(state, event)
-        case Cancelled():
-            return _ended_early(state, FinishReason.CANCELLED)
+        case ResumeAnswered():
+            return resume_answered(state, event)
         case Superseded():
             return _superseded(state, event)
-        case CannotAnswer():
-            return _ended_early(state, event.error)
+        case Stopped():
+            return _stopped(state, event.outcome)
 
 
 def _tokens(state: State, event: Tokens, now_s: float) -> Step:
     match state:
         case Placed(attempt) | Decoding(attempt) if _is_announcement(event):
-            # It has landed there, and waits for its turn.
+            # The request has landed there and waits for its turn.
             return _of_another_attempt(state, attempt, event)
         case Decoding(attempt, next_index, decode, _):
             if event.attempt != attempt.number:
@@ -152,7 +141,7 @@ def _tokens(state: State, event: Tokens, now_s: float) -> Step:
             if event.first_index <= next_index:
                 return _taken(state, event, now_s)
             if next_index == attempt.first_index:
-                # The first token comes by another road.
+                # The first token comes from prefill.
                 return _held(state, event)
             return lost_by_gap(state, event)
         case SeekingOwner(attempt) | Prefilling(attempt):
@@ -161,7 +150,7 @@ def _tokens(state: State, event: Tokens, now_s: float) -> Step:
             return _of_another_attempt(state, attempt, event)
         case Resuming(attempt, next_index, decode):
             if event.attempt != attempt.number or event.source != decode or _is_announcement(event):
-                # Of the former instance: it gets its Abort when the holder has answered.
+                # The former instance gets its Abort when the holder has answered.
                 return state, ()
             if event.first_index > next_index:
                 return lost_by_gap(state, event)
@@ -178,14 +167,14 @@ def _is_announcement(event: Tokens) -> bool:
 
 
 def _of_another_attempt(state: State, attempt: Attempt, event: Tokens) -> Step:
-    """Drops tokens. An instance that draws for an older attempt has not received an Abort for it yet."""
+    """Drop tokens of another attempt. An instance that draws for an older one has not received its Abort."""
     if event.attempt < attempt.number and event.finish is None:
         return state, (Disown(event.attempt, event.source),)
     return state, ()
 
 
 def _taken(state: Placed | Decoding, event: Tokens, now_s: float) -> Step:
-    """Appends tokens after the answer's last one; drops those that it has already."""
+    """Append the tokens that the answer lacks."""
     seen = state.next_index - event.first_index
     added = len(event.token_ids) - seen
     append: tuple[Action, ...] = ()
@@ -197,7 +186,7 @@ def _taken(state: Placed | Decoding, event: Tokens, now_s: float) -> Step:
     if event.finish is None:
         return Decoding(state.attempt, state.next_index + max(0, added), state.decode, state.leg, state.replica), append
     complete = CompleteAnswer(event.decode_queue_s, event.decode_s)
-    if state.leg.is_open:
+    if state.leg in (PrefillLeg.WORKING, PrefillLeg.HANDED_OVER):
         wait = AwaitReport(now_s + HAND_OVER_GRACE_S)
         return Finishing(state.attempt, event.finish), (*append, complete, Unfollow(), wait)
     return Ended(event.finish, state.attempt), (*append, complete, LeaveAttempt())
@@ -207,10 +196,10 @@ def _held(state: SeekingOwner | Prefilling | Placed, event: Tokens | GivenUp) ->
     own_count = len(event.token_ids) if isinstance(event, Tokens) else 1
     token_count = state.held.token_count + own_count
     if isinstance(state, SeekingOwner):
-        # Several that were asked may each send a whole answer.
+        # Each of the instances asked may send a whole answer.
         same = held_of(tuple(held for held in state.held.events if held.source == event.source))
         if same.token_count + own_count > state.attempt.most_tokens:
-            # A gap, once the instance is known.
+            # Becomes a gap once the instance is known.
             return state, ()
     elif token_count > state.attempt.most_tokens:
         return lost(state, Unavailable(f"decode instance {event.source.instance_id} sent tokens, and no placement"))
@@ -221,13 +210,13 @@ def _given_up(state: State, event: GivenUp) -> Step:
     match state:
         case Resuming(attempt, _, decode) | Decoding(attempt, _, decode):
             if event.attempt == attempt.number and event.source == decode:
-                return lost(state, event.error, decode_has_ended=True)
+                return lost(state, event.error, decode_has_ended=event.has_ended)
             return state, ()
         case Placed(attempt, _, decode):
             if event.attempt != attempt.number or event.source in state.left:
                 return state, ()
             if event.source == decode:
-                return lost(state, event.error, decode_has_ended=True)
+                return lost(state, event.error, decode_has_ended=event.has_ended)
             return _held(state, event)
         case SeekingOwner(attempt) | Prefilling(attempt):
             return _held(state, event) if event.attempt == attempt.number else (state, ())
@@ -260,7 +249,7 @@ def _not_found(state: State, event: NotFound) -> Step:
     match state:
         case SeekingOwner(attempt, next_index):
             if next_index >= attempt.most_tokens:
-                # The client has every token and no end: one that ends by a stop token comes with its end.
+                # The client has all tokens but no end; an answer that a stop token ends comes with its end.
                 return Ended(FinishReason.LENGTH, None), (CompleteAnswer(),)
             return Unplaced(next_index, attempt.suspect_until), ()
         case _:
@@ -287,7 +276,7 @@ def _took_over(state: State, event: TookOver, now_s: float) -> Step:
 
 
 def _superseded(state: State, event: Superseded) -> Step:
-    """Ends without an abort: the instances go on for the later session."""
+    """End without an abort: the instances go on for the later session."""
     match state:
         case Ended():
             return state, ()
@@ -315,13 +304,13 @@ def _place_named(state: State, event: DecodeNamed, now_s: float) -> Step:
                 return lost(state, Unavailable(f"it was placed on {where} after decode had begun elsewhere"))
             return state, (Follow(attempt.number, event.decode),)
         case Finishing(attempt, finish):
-            # Prefill has named a decode instance for a request that has its whole answer.
+            # The answer is already complete.
             return Ended(finish, attempt), (LeaveAttempt(), Abort(attempt.number, event.decode))
         case _:
             raise impossible(state, event)
     now, actions = _replayed(placed, (), now_s)
     if isinstance(now, Placed | Decoding):
-        # Last: the service may find at once that the decode instance is lost.
+        # Last, as the service may find at once that the decode instance is lost.
         actions = (*actions, Follow(attempt.number, event.decode))
     return now, actions
 
@@ -343,7 +332,7 @@ def _first_token(state: State, event: FirstTokenReported, now_s: float) -> Step:
 
 
 def _replayed(state: Placed, actions: tuple[Action, ...], now_s: float) -> Step:
-    """Takes in the held events of its decode instance."""
+    """Apply the held events of the decode instance."""
     own = [event for event in state.held.events if event.source == state.decode]
     if not own:
         return state, actions
@@ -376,7 +365,7 @@ def _prefill_ended(state: State, event: PrefillEnded) -> Step:
         case Decoding(_, _, _, leg):
             if event.error is None and leg is not PrefillLeg.HANDED_OVER:
                 return lost(state, _without_hand_over(state.attempt))
-            # Its end is no loss: decode needs nothing more of it, neither its token nor the name of the instance.
+            # No loss: decode has the KV, and the answer has prefill's token.
             ended = PrefillLeg.COMPLETE if leg is PrefillLeg.HANDED_OVER else PrefillLeg.BROKEN
             return state._replace(leg=ended), ()
         case Placed(attempt, next_index, _, leg):
@@ -398,37 +387,7 @@ def _without_hand_over(attempt: Attempt) -> KaveriError:
     return Unavailable(f"prefill instance {attempt.prefill.instance_id} ended without hand-over")
 
 
-def _place_lost(state: State, event: DecodeLost) -> Step:
-    match state:
-        case Placed() | Resuming() | Decoding():
-            return lost(state, event.error)
-        case _:
-            raise impossible(state, event)
-
-
-def _text_stopped(state: State, event: TextStopped) -> Step:
-    match state:
-        case Prefilling(attempt) | Placed(attempt) | Decoding(attempt):
-            return Ended(FinishReason.STOP, attempt), leaving(state)
-        case Lost(attempt):
-            # The attempt was lost behind the tokens that hold the stop text.
-            return Ended(FinishReason.STOP, attempt), state.withheld
-        case SeekingOwner(attempt):
-            # The client has the tokens that hold it, of an earlier session.
-            return Ended(FinishReason.STOP, attempt), (LeaveAttempt(), Abort(attempt.number, None))
-        case _:
-            raise impossible(state, event)
-
-
-def _grace_over(state: State, event: GraceOver) -> Step:
-    match state:
-        case Finishing(attempt, finish):
-            return Ended(finish, attempt), (LeaveAttempt(),)
-        case _:
-            raise impossible(state, event)
-
-
-def _ended_early(state: State, outcome: FinishReason | KaveriError) -> Step:
+def _stopped(state: State, outcome: FinishReason | KaveriError) -> Step:
     complete = (CompleteAnswer(),) if isinstance(outcome, FinishReason) else ()
     match state:
         case Ended():
@@ -440,7 +399,7 @@ def _ended_early(state: State, outcome: FinishReason | KaveriError) -> Step:
         case Lost(attempt):
             return Ended(outcome, attempt), (*complete, *state.withheld)
         case SeekingOwner(attempt):
-            # The instance that has it may have given it to this router already.
+            # An instance may have given the request to this router already.
             return Ended(outcome, attempt), (*complete, LeaveAttempt(), Abort(attempt.number, None))
         case Prefilling(attempt) | Placed(attempt) | Resuming(attempt) | Decoding(attempt):
             return Ended(outcome, attempt), (*complete, *leaving(state))

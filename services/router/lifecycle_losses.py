@@ -1,4 +1,4 @@
-"""How an attempt of a request is lost or left. Pure, as lifecycle.py."""
+"""Transitions that lose, leave or resume an attempt. Pure, as lifecycle.py."""
 
 from dataclasses import replace
 
@@ -14,6 +14,7 @@ from services.router.lifecycle_values import (
     Disown,
     Ended,
     Event,
+    Follow,
     GivenUp,
     HeldEvents,
     LeaveAttempt,
@@ -21,19 +22,23 @@ from services.router.lifecycle_values import (
     Placed,
     Prefilling,
     PrefillLeg,
+    ReplicaForgone,
     ReplicaNamed,
+    ResumeAnswered,
+    ResumeAsked,
     Resuming,
+    SeekingOwner,
     State,
     Tokens,
+    Unplaced,
 )
 
 Step = tuple[State, tuple[Action, ...]]
 
 
 def lost_by_gap(state: Placed | Resuming | Decoding, event: Tokens) -> Step:
-    """Tokens are missing before those of the event."""
+    """Lose an attempt because tokens are missing before those of the event."""
     missing = f"tokens {state.next_index} to {event.first_index - 1} are missing"
-    # One that has ended by itself has nothing to abort.
     error = Unavailable(f"decode instance {state.decode.instance_id}: {missing}")
     return lost(state, error, decode_has_ended=event.finish is not None)
 
@@ -47,17 +52,24 @@ def lost(
 ) -> Step:
     """End an attempt that cannot go on. was_reached: True if the instance may know of it.
 
-    An answer that has all its tokens lacks nothing but its end: it is complete, whatever the error. No attempt follows.
+    An answer that has all its tokens is complete, whatever the error.
     """
-    decode, leg = (None, PrefillLeg.WORKING) if isinstance(state, Prefilling) else (state.decode, leg_of(state))
+    decode = None if isinstance(state, Prefilling) else state.decode
     replica = state.replica if isinstance(state, Placed | Decoding) else None
+    match state:
+        case Prefilling():
+            leg = PrefillLeg.WORKING
+        case Resuming():
+            leg = PrefillLeg.COMPLETE
+        case _:
+            leg = state.leg
     attempt = _with_suspicion(state.attempt, error)
     now = Lost(attempt, state.next_index, error, _setback(error, was_reached), decode, leg, replica)
     actions: tuple[Action, ...] = leaving(state)
     if decode_has_ended:
         actions = (LeaveAttempt(), *withheld_by(state))
     elif decode is None and isinstance(error, Unavailable) and was_reached:
-        # A prefill instance that dies takes the name of the decode instance with it.
+        # Only the prefill instance knows which decode instance has reserved room.
         actions = (LeaveAttempt(), Abort(state.attempt.number, None))
     if state.next_index >= attempt.most_tokens:
         return Ended(FinishReason.LENGTH, attempt), (CompleteAnswer(), *actions)
@@ -82,8 +94,8 @@ def _setback(error: KaveriError, was_reached: bool) -> Setback:
 
 
 def leaving(state: Prefilling | Placed | Resuming | Decoding) -> tuple[Action, ...]:
-    """Leaves an attempt that decode has not ended. Prefill itself aborts a reservation that it has not named, unless
-    it has handed the request over: then the instance that has it has sent something."""
+    """Actions that end an attempt which decode has not ended. Prefill aborts a reservation that it has not named unless
+    it has handed the request over; then the decode instance has sent something."""
     if isinstance(state, Prefilling):
         sources = dict.fromkeys(event.source for event in state.held.events)
         return LeaveAttempt(), *(Disown(state.attempt.number, source) for source in sources)
@@ -91,27 +103,75 @@ def leaving(state: Prefilling | Placed | Resuming | Decoding) -> tuple[Action, .
 
 
 def withheld_by(state: State) -> tuple[Abort, ...]:
-    """The aborts that wait until the holder of the replica has been asked."""
+    """Aborts that wait until the holder of the replica has answered."""
     return state.withheld if isinstance(state, Lost | Resuming) else ()
 
 
-def leg_of(state: Placed | Resuming | Decoding) -> PrefillLeg:
-    """How far prefill is. A resumed attempt needs nothing of it."""
-    return PrefillLeg.COMPLETE if isinstance(state, Resuming) else state.leg
-
-
 def held_of(events: tuple[Tokens | GivenUp | ReplicaNamed, ...]) -> HeldEvents:
-    """With the number of their tokens."""
-    return HeldEvents(events, sum(map(_held_tokens, events)))
-
-
-def _held_tokens(event: Tokens | GivenUp | ReplicaNamed) -> int:
-    """An error counts as a token. What is said of a copy takes no room from the tokens, which may be a whole answer."""
-    if isinstance(event, Tokens):
-        return len(event.token_ids)
-    return 1 if isinstance(event, GivenUp) else 0
+    """Held events with the number of their tokens. An error counts as one token, a replica's name as none."""
+    tokens = sum(len(event.token_ids) for event in events if isinstance(event, Tokens))
+    return HeldEvents(events, tokens + sum(isinstance(event, GivenUp) for event in events))
 
 
 def impossible(state: State, event: Event) -> AssertionError:
-    """Of a pair that only a fault of the service brings about."""
+    """Error for an event that the service must not report in this state."""
     return AssertionError(f"{type(event).__name__} is impossible in {type(state).__name__}: {event}, {state}")
+
+
+def replica_named(state: State, event: ReplicaNamed) -> Step:
+    """Record where the replica is, or hold that until the placement is known."""
+    match state:
+        case Placed(attempt, _, decode) if event.attempt == attempt.number and event.source == decode:
+            return replace(state, replica=event.replica), ()
+        case Decoding(attempt, _, decode) if event.attempt == attempt.number and event.source == decode:
+            return state._replace(replica=event.replica), ()
+        case SeekingOwner(attempt) | Prefilling(attempt) | Placed(attempt) if event.attempt == attempt.number:
+            if isinstance(state, Placed) and event.source in state.left:
+                return state, ()
+            # Only the last event of each instance counts.
+            events = tuple(
+                former
+                for former in state.held.events
+                if not (isinstance(former, ReplicaNamed) and former.source == event.source)
+            )
+            if sum(isinstance(former, ReplicaNamed) for former in events) >= attempt.most_tokens:
+                return state, ()
+            return replace(state, held=held_of((*events, event))), ()
+        case _:
+            return state, ()
+
+
+def replica_forgone(state: State, event: ReplicaForgone) -> Step:
+    """Release the former instance's Abort; the request is computed again."""
+    match state:
+        case Lost():
+            return replace(state, replica=None, withheld=()), state.withheld
+        case _:
+            raise impossible(state, event)
+
+
+def resume_asked(state: State, event: ResumeAsked) -> Step:
+    """Wait for the holder's answer."""
+    match state:
+        case Unplaced(next_index) | Lost(_, next_index):
+            attempt, holder = event.attempt, event.holder
+            assert attempt.first_index == next_index, (state, event)
+            now = Resuming(attempt, next_index, holder, withheld_by(state))
+            return now, (Follow(attempt.number, holder, is_there=False),)
+        case _:
+            raise impossible(state, event)
+
+
+def resume_answered(state: State, event: ResumeAnswered) -> Step:
+    """Apply the holder's answer. It does not matter once its tokens have come."""
+    match state:
+        case Resuming(attempt, next_index, decode):
+            if event.error is None:
+                now = Decoding(attempt, next_index, decode, PrefillLeg.COMPLETE)
+                return now, (*state.withheld, Follow(attempt.number, decode))
+            refused = Lost(attempt, next_index, event.error, Setback.REFUSED, decode, PrefillLeg.COMPLETE)
+            return refused, leaving(state) if event.may_have_begun else (LeaveAttempt(), *state.withheld)
+        case Decoding(attempt, _, decode):
+            return state, (Follow(attempt.number, decode),)
+        case _:
+            return state, ()

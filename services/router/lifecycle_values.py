@@ -1,7 +1,7 @@
-"""The values of a request's life on the router: its states, what happens to it, and what is then to be done.
+"""States, events and actions of a request's life on the router; lifecycle.py has the transitions.
 
-lifecycle.py says how they follow from one another. Tokens, Decoding and Append are named tuples because one of each is
-made for every batch of tokens; all others are frozen dataclasses.
+Tokens, Decoding and Append are named tuples because one of each is made for every batch of tokens; all others are
+frozen dataclasses.
 """
 
 import enum
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason
+from kaveri.domain.view import InstanceRecord
 from kaveri.errors import KaveriError
 from kaveri.policy.retry import Setback
 
@@ -23,63 +24,63 @@ class InstanceLife(NamedTuple):
 
 
 NO_LIFE = InstanceLife("", 0)
-"""Of the prefill instance of a resumed attempt, and of one that is not known."""
+"""The prefill instance of a resumed attempt, or an unknown one."""
+
+
+def life_of(record: InstanceRecord) -> InstanceLife:
+    """The life that a record describes."""
+    return InstanceLife(record.instance_id, record.incarnation)
+
+
+def holder_of(replica: ReplicaLocation) -> InstanceLife:
+    """The life that holds a replica."""
+    return InstanceLife(replica.holder_id, replica.holder_incarnation)
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One placement of the request: on a prefill instance, or on the holder of its replica, where it is resumed."""
+    """A placement of the request on a prefill instance, or on the holder of its replica, which resumes it."""
 
     number: int
     prefill: InstanceLife
     first_index: int
-    """Index of the first token that this placement draws: prefill draws it, or the holder of the replica."""
+    """Index of the first token that this placement draws."""
     most_tokens: int
-    """Most tokens of the whole answer. At most this many tokens are held."""
+    """Max tokens of the whole answer, and of those held."""
     taken_over: bool = False
-    """It was begun in an earlier session: the decode instance sends its tokens elsewhere until it is attached."""
+    """True if it began in an earlier session: the decode instance sends its tokens elsewhere until it is attached."""
     suspect_until: int = 0
-    """The request is a suspect until its answer has so many tokens: an engine has raised in a step with it. 0: it is
-    no suspect. After a loss: as of the next attempt."""
+    """The request is a suspect until its answer has this many tokens, because an engine raised in a step with it. 0: it
+    is no suspect. After a loss: that of the next attempt."""
 
 
 class PrefillLeg(enum.Enum):
-    """How far the prefill instance has come with an attempt that has a decode instance."""
+    """Progress of the prefill instance with an attempt that has a decode instance."""
 
     WORKING = enum.auto()
     HANDED_OVER = enum.auto()
-    """Decode has accepted the KV. The stream is still open."""
+    """Decode has accepted the KV. Prefill reports on."""
     COMPLETE = enum.auto()
-    """The stream has ended after the hand-over."""
+    """Prefill's reports ended after the hand-over."""
     BROKEN = enum.auto()
-    """The stream has ended before the hand-over was reported."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the prefill stream is open."""
-        return self in (PrefillLeg.WORKING, PrefillLeg.HANDED_OVER)
-
-    @property
-    def has_handed_over(self) -> bool:
-        """Whether prefill has done its part."""
-        return self in (PrefillLeg.HANDED_OVER, PrefillLeg.COMPLETE)
+    """Prefill's reports ended before the hand-over."""
 
 
 # ---- events ----
 
 
 class Tokens(NamedTuple):
-    """Tokens that a decode instance drew, as one batch."""
+    """A batch of tokens from a decode instance."""
 
     attempt: int
     source: InstanceLife
     first_index: int
-    """Index of the first of them within the answer."""
+    """Index of the first one in the answer."""
     token_ids: Sequence[int]
     logprobs: Sequence[object] = ()
-    """One for each token, or none at all; not looked into."""
+    """One per token, or none; opaque here."""
     finish: FinishReason | None = None
-    """Set when decode has ended the request by itself."""
+    """Set if the instance has finished the request."""
     decode_queue_s: float = 0.0
     decode_s: float = 0.0
 
@@ -91,80 +92,79 @@ class GivenUp:
     attempt: int
     source: InstanceLife
     error: KaveriError
+    has_ended: bool = True
+    """True if the instance has ended the request itself. False: it may go on, for instance because it has no token
+    stream, left the cluster or restarted."""
 
 
 class ReplicaNamed(NamedTuple):
-    """The decode instance says where a replica of the request is, and how much of it."""
+    """The decode instance names the request's replica and its size."""
 
     attempt: int
     source: InstanceLife
     replica: ReplicaLocation | None
-    """None: there is none any more."""
+    """None: there is none anymore."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaForgone:
-    """The request is not resumed, though it has a replica."""
+    """The request will not be resumed from its replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeAsked:
-    """The holder of a replica is asked to go on with the request."""
+    """The holder of a replica is asked to resume the request."""
 
     attempt: Attempt
     holder: InstanceLife
 
 
 @dataclass(frozen=True, slots=True)
-class ResumeAccepted:
-    """The holder goes on with it."""
+class ResumeAnswered:
+    """The holder has accepted or refused the request, or does not answer."""
 
-
-@dataclass(frozen=True, slots=True)
-class ResumeRefused:
-    """The holder does not go on with it, or has not answered."""
-
-    error: KaveriError
-    may_have_begun: bool
-    """Whether it may go on with it all the same."""
+    error: KaveriError | None = None
+    """None: it goes on with the request."""
+    may_have_begun: bool = False
+    """True if the holder may go on with the request in spite of the error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The request goes to a prefill instance."""
+    """The request is sent to a prefill instance."""
 
     attempt: Attempt
     decode: InstanceLife | None = None
-    """The instance that will decode, where that is known already: one that does both phases."""
+    """The instance that will decode, if known: one that does both phases."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sought:
-    """The instances are asked which of them has the request from an earlier session."""
+    """Instances are asked for the request of an earlier session."""
 
     attempt: Attempt
-    """Its number is the one under which the instance will go on; the rest is not known yet."""
+    """Has the number under which the instance will go on; the rest is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class NotFound:
-    """None of them has it."""
+    """No instance has the request of an earlier session."""
 
 
 @dataclass(frozen=True, slots=True)
 class TookOver:
-    """An instance has the request from an earlier session, and goes on for this router."""
+    """An instance has the request of an earlier session, and goes on for this router."""
 
     attempt: Attempt
     missing: Sequence[int] = ()
-    """Tokens that earlier placements have drawn and the client lacks."""
+    """Tokens of earlier placements that the client lacks."""
     decode: InstanceLife | None = None
-    """The decode instance, which is attached already. None: prefill has it."""
+    """The decode instance, already attached. None: a prefill instance has the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeNamed:
-    """Prefill says which decode instance has reserved room."""
+    """Prefill names the decode instance that has reserved room."""
 
     decode: InstanceLife
 
@@ -185,48 +185,27 @@ class HandOverReported:
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnded:
-    """The prefill stream is over."""
+    """Prefill reports nothing more, or its report is not waited for any longer."""
 
     error: KaveriError | None = None
     was_reached: bool = True
-    """False: there was no connection, so the instance knows nothing of the request."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeLost:
-    """The decode instance has no token stream, does not have the request, left the cluster or restarted."""
-
-    error: KaveriError
-
-
-@dataclass(frozen=True, slots=True)
-class TextStopped:
-    """The text of the answer has met a stop text."""
-
-
-@dataclass(frozen=True, slots=True)
-class GraceOver:
-    """The time of AwaitReport is over."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cancelled:
-    """The request was cancelled by its id. Tokens produced so far are still delivered."""
+    """False: there was no connection, so the instance does not know the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Superseded:
-    """A later session of the request takes the attempt over. It has come to this router, or its client was sent to
-    another one."""
+    """A later session takes the request over, at this router or at another one."""
 
     error: KaveriError
 
 
 @dataclass(frozen=True, slots=True)
-class CannotAnswer:
-    """The request cannot be answered: its deadline has passed, say."""
+class Stopped:
+    """The router ends the request, and has its instances end it."""
 
-    error: KaveriError
+    outcome: FinishReason | KaveriError
+    """CANCELLED by its id, STOP at a stop text: the tokens so far are still delivered; or an error, such as its
+    deadline."""
 
 
 Event = (
@@ -235,8 +214,7 @@ Event = (
     | ReplicaNamed
     | ReplicaForgone
     | ResumeAsked
-    | ResumeAccepted
-    | ResumeRefused
+    | ResumeAnswered
     | Sent
     | Sought
     | NotFound
@@ -245,17 +223,13 @@ Event = (
     | FirstTokenReported
     | HandOverReported
     | PrefillEnded
-    | DecodeLost
-    | TextStopped
-    | GraceOver
-    | Cancelled
     | Superseded
-    | CannotAnswer
+    | Stopped
 )
 
 
 class HeldEvents(NamedTuple):
-    """Events of decode instances that cannot be taken yet, in the order in which they came."""
+    """Events of decode instances that wait for a placement or the first token, in the order of arrival."""
 
     events: tuple[Tokens | GivenUp | ReplicaNamed, ...] = ()
     token_count: int = 0
@@ -273,12 +247,12 @@ class Unplaced:
 
     next_index: int = 0
     suspect_until: int = 0
-    """As of Attempt."""
+    """As in Attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeekingOwner:
-    """The instances that may have the request are asked. One of them may send tokens before it has answered."""
+    """Instances are asked for the request of an earlier session. One may send tokens before it answers."""
 
     attempt: Attempt
     next_index: int
@@ -287,7 +261,7 @@ class SeekingOwner:
 
 @dataclass(frozen=True, slots=True)
 class Prefilling:
-    """A prefill instance has the request. It has not named a decode instance."""
+    """A prefill instance has the request, and has not named a decode instance."""
 
     attempt: Attempt
     next_index: int
@@ -296,21 +270,21 @@ class Prefilling:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A decode instance has reserved room. None of its tokens is part of the answer."""
+    """A decode instance has reserved room. The answer has none of its tokens."""
 
     attempt: Attempt
     next_index: int
     decode: InstanceLife
     leg: PrefillLeg = PrefillLeg.WORKING
     left: tuple[InstanceLife, ...] = ()
-    """Decode instances that this attempt was placed on before."""
+    """Earlier decode instances of this attempt."""
     held: HeldEvents = NOTHING_HELD
     replica: ReplicaLocation | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Resuming:
-    """The holder of the request's replica is asked to go on with it, without a prefill instance."""
+    """The holder of the replica is asked to resume the request, without a prefill instance."""
 
     attempt: Attempt
     next_index: int
@@ -321,7 +295,7 @@ class Resuming:
 
 
 class Decoding(NamedTuple):
-    """A decode instance draws the tokens, and the answer has some of them; or it has resumed the request."""
+    """A decode instance draws the tokens: the answer has some of them, or it has resumed the request."""
 
     attempt: Attempt
     next_index: int
@@ -332,7 +306,7 @@ class Decoding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Finishing:
-    """The answer is complete. Its timing waits for the end of the prefill stream."""
+    """The answer is complete. Its timing waits for prefill's report of the hand-over."""
 
     attempt: Attempt
     finish: FinishReason
@@ -340,7 +314,7 @@ class Finishing:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The attempt cannot go on. The request may be sent again."""
+    """The attempt cannot go on. The request may be placed again."""
 
     attempt: Attempt
     next_index: int
@@ -349,24 +323,24 @@ class Lost:
     decode: InstanceLife | None
     leg: PrefillLeg
     replica: ReplicaLocation | None = None
-    """Where the request may be resumed."""
+    """Replica to resume the request from."""
     withheld: tuple["Abort", ...] = ()
-    """For the former decode instance. It would tell the holder to drop the replica, so the holder is asked first."""
+    """Aborts for the former decode instance, which would have the holder drop the replica. Sent after its answer."""
 
     @property
     def is_prefills_fault(self) -> bool:
-        """Whether the prefill instance had not done its part, or was to decode as well."""
+        """True if the prefill instance had not handed over, or was the decode instance as well."""
         same = self.decode is not None and self.decode.instance_id == self.attempt.prefill.instance_id
-        return same or not self.leg.has_handed_over
+        return same or self.leg in (PrefillLeg.WORKING, PrefillLeg.BROKEN)
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Nothing is taken in any more."""
+    """All events are ignored."""
 
     outcome: FinishReason | KaveriError
     attempt: Attempt | None
-    """The last one; None: there was none."""
+    """The last attempt; None: there was none."""
 
 
 State = Unplaced | SeekingOwner | Prefilling | Placed | Resuming | Decoding | Finishing | Lost | Ended
@@ -376,7 +350,7 @@ State = Unplaced | SeekingOwner | Prefilling | Placed | Resuming | Decoding | Fi
 
 
 class Append(NamedTuple):
-    """Append tokens to the answer. They follow the last one."""
+    """Append tokens to the end of the answer."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[object]
@@ -385,7 +359,7 @@ class Append(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CompleteAnswer:
-    """No more tokens will come: release the text that is held back."""
+    """Release the text that is held back; no tokens follow."""
 
     decode_queue_s: float = 0.0
     decode_s: float = 0.0
@@ -393,44 +367,44 @@ class CompleteAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """The attempt needs the token stream of this decode instance, and of no other: report DecodeLost when it cannot be
-    had, or when the instance does not have the request."""
+    """Follow the stream of this decode instance, and of no other. Report GivenUp if there is none, or if the instance
+    does not have the request."""
 
     attempt: int
     decode: InstanceLife
     is_there: bool = True
-    """Whether the instance has reserved room, so that it knows the request."""
+    """True if the instance knows the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unfollow:
-    """The attempt does not depend on a token stream any more."""
+    """Stop following a stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitReport:
-    """Report GraceOver at `until_s`, unless the request ends earlier."""
+    """Report PrefillEnded at `until_s`, unless the request ends earlier."""
 
     until_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveAttempt:
-    """The attempt is over: stop reading its prefill stream, and unfollow."""
+    """End the attempt: stop reading prefill's reports, and unfollow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Tell decode instances to end an attempt."""
+    """Have decode instances end an attempt."""
 
     attempt: int
     decode: InstanceLife | None
-    """None: the instance is unknown, so all of them."""
+    """None: all of them, as the instance is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disown:
-    """A decode instance that no placement named has an attempt that has ended: tell it to end that attempt."""
+    """Have a decode instance that no placement named end an attempt."""
 
     attempt: int
     source: InstanceLife

@@ -1,7 +1,10 @@
-"""The router's Prometheus metrics."""
+"""The router's Prometheus metrics, and where Prometheus finds those of the whole cluster."""
+
+from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from kaveri.domain.view import ClusterView
 from kaveri.security.keys_file import KEYS_FILE_REFUSED  # noqa: F401 - one of these metrics
 from kaveri.telemetry.metrics import ANSWER_BUCKETS_S, LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
 
@@ -53,3 +56,22 @@ for _metric, _outcomes in _RARE:
     for _outcome in _outcomes:
         # There from the start: Prometheus does not count what a series begins with, and the first loss would be lost.
         _metric.labels(_outcome)
+
+
+def metrics_targets(view: ClusterView) -> list[dict[str, Any]]:
+    """A target group in the format of Prometheus' HTTP service discovery for each instance that serves metrics, this
+    router included."""
+    return [
+        {
+            "targets": [status.record.metrics_address],
+            "labels": {
+                "kaveri_instance_id": status.record.instance_id,
+                "kaveri_role": str(status.record.role),
+                "__meta_kaveri_phases": ",".join(status.record.phases),
+                "__meta_kaveri_model": status.record.model,
+                "__meta_kaveri_version": status.record.version,
+            },
+        }
+        for status in view.instances.values()
+        if status.record.metrics_address
+    ]

@@ -1,9 +1,7 @@
-"""The cluster monitor: one router leads, and broadcasts the loads by which prefill instances choose decode instances.
+"""The cluster monitor of TetriInfer (arXiv 2401.11181, section 3.2): one router broadcasts the loads of all instances.
 
-TetriInfer's (arXiv 2401.11181, section 3.2): loads come in from every instance and go out in one message for all.
-Every router campaigns; the store fences routers that no longer lead. Between two leaders prefill instances use the
-last broadcast. What is broadcast, and when at once: kaveri/cluster/broadcasts.py. How it is received:
-kaveri/cluster/monitored_membership.py.
+Every router campaigns; the store fences routers that no longer lead. Without a leader prefill instances use the last
+broadcast. kaveri/cluster/broadcasts.py decides what is broadcast and when, monitored_membership.py receives it.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The other routers of the cluster: where they are, and cancelling requests that they serve."""
+"""The other routers of the cluster: their addresses, and cancelling requests that they serve."""
 
 import asyncio
 import time
@@ -14,11 +14,11 @@ from kaveri.v1 import inference_pb2
 from kaveri.v1.inference_pb2_grpc import InferenceServiceStub
 
 _MOST_ADDRESSES = 16
-"""Named to clients: enough for any of them to go on."""
+"""Max addresses named to clients."""
 
 
 class RouterPeers:
-    """For one event loop. It calls over channels that others close."""
+    """The other routers. Not thread-safe; does not own its channels."""
 
     def __init__(self, store: ClusterStore, channels: Channels, instance_id: str, model: str) -> None:
         self._store = store
@@ -27,22 +27,22 @@ class RouterPeers:
         self._model = model
 
     def addresses(self, *, includes_own: bool = True, public: bool = False) -> list[str]:
-        """Of the routers that take requests for the model. public: of their ports for clients with API keys."""
+        """Addresses of routers that take requests for the model. public: those for clients with API keys."""
         routers = self._routers() if includes_own else self._others()
         records = (status.record for status in routers if self._takes_requests(status))
         found = (record.public_address if public else record.address for record in records)
         return list(dict.fromkeys(address for address in found if address))[:_MOST_ADDRESSES]
 
     def has_another(self, since_s: float) -> bool:
-        """Whether another router has said since then that it takes requests. since_s: time.monotonic()."""
+        """True if another router has reported since then that it takes requests. since_s: a time.monotonic()."""
         now_s = time.monotonic()
         return any(
             self._takes_requests(status) and now_s - status.heartbeat_age_s >= since_s for status in self._others()
         )
 
     async def cancel(self, request_id: str) -> tuple[bool, set[tuple[str, int]]]:
-        """Cancels a request on whichever other router it is. Returns whether one has it, and the lives of routers (id
-        and incarnation) that have answered that they do not."""
+        """Cancel a request at the other routers. Returns True if one has it, and the routers (id and incarnation) that
+        answered that they do not."""
         records = [status.record for status in self._others()]
         answers = await asyncio.gather(*(self._cancel_at(record.address, request_id) for record in records))
         answered = zip(records, answers, strict=True)
@@ -60,7 +60,7 @@ class RouterPeers:
         return status.record.model == self._model and status.load.state is InstanceState.READY
 
     async def _cancel_at(self, address: str, request_id: str) -> bool | None:
-        """None: it does not answer."""
+        """True if the router has the request; None: no answer."""
         message = inference_pb2.CancelRequest(request_id=request_id, forwarded=True)
         try:
             return (

@@ -1,6 +1,11 @@
-"""Attempts at prefill instances: sends requests there, passes on what is reported, and aborts what is given up."""
+"""Attempts at prefill instances: sends requests there, passes on what is reported, and aborts what is given up.
+
+Instances that drain are asked to give back the prompts that they have not begun, once another instance takes requests:
+an instance does not know of others, the router does.
+"""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -8,40 +13,42 @@ from typing import Final
 from grpc import aio
 
 from kaveri.domain.owner import Owner
-from kaveri.domain.view import ClusterView, ViewedInstance
+from kaveri.domain.view import ClusterView, InstanceRecord, InstanceState, Phase, ViewedInstance
 from kaveri.errors import KaveriError, NoCapacity, RequestCancelled, Unavailable
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.rpc.channels import Channels
 from kaveri.timeouts import CALL_TIMEOUT_S
-from kaveri.v1 import prefill_pb2
+from kaveri.v1 import feed_pb2, prefill_pb2
+from kaveri.v1.feed_pb2_grpc import FeedServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
+from kaveri.wire.attempts import ownership_to_proto
 from kaveri.wire.messages import finish_from_proto, params_to_proto
 from kaveri.wire.status import error_from_bytes, error_of, is_answer, is_unsent
-from services.router.lifecycle_values import (
-    Attempt,
-    DecodeNamed,
-    Decoding,
-    Finishing,
-    FirstTokenReported,
-    HandOverReported,
-    InstanceLife,
-    PrefillEnded,
-    State,
-)
+from services.router import lifecycle_values as lives
+from services.router.lifecycle_values import InstanceLife
 from services.router.requests import RequestEntry
 from services.router.subscriptions import PromptTie
 from services.router.token_feeds import TokenFeeds
-from services.router.waiting_prompts import WaitingPrompts
 
+_MOST_TRIES = 6
+"""Limit on the calls that ask an instance that drains to give prompts back."""
+_FIRST_PAUSE_S = 0.05
+"""Pause between the first two such calls. It doubles."""
+_MOST_AT_ONCE = 4096
+"""Max requests of one such call: less than half of the largest message, when every id is as long as it may be."""
 _MOST_SUBMITS = 4
 """Limit on Submit calls for one attempt, when connections break."""
 _SHORTEST_S = 1e-3
 _IN_ORDER: Final = ("started", "placed", "prompt_logprobs", "first_token", "handed_over")
-"""Fields of a PrefillReport, in the order in which they are read."""
+"""Fields of a PrefillReport, in reading order."""
+
+
+_Attempt = tuple[RequestEntry, int]
+"""A request and the number of its attempt."""
 
 
 class PrefillAttempts:
-    """The attempts of one router at prefill instances. For one event loop."""
+    """The attempts of a router at prefill instances. Not thread-safe."""
 
     def __init__(
         self,
@@ -52,36 +59,63 @@ class PrefillAttempts:
         feeds: TokenFeeds,
         has_begun: Callable[[], object],
     ) -> None:
-        """stream_id: as of the placer. has_begun: called when an instance has begun a prompt, or has ended it: there
-        may be room."""
+        """stream_id: the placer's. has_begun: called when an instance has begun or ended a prompt, so that it may have
+        room."""
+        self._model = model
         self._stream_id = stream_id
         self._channels = channels
         self._feeds = feeds
         self._has_begun = has_begun
         self.unconfirmed: UnconfirmedWork[tuple[str, int]] = UnconfirmedWork()
-        """Prompts that no heartbeat shows yet."""
-        self._waiting = WaitingPrompts(model, stream_id, channels)
+        """Prompts not in any heartbeat yet."""
         self._instances: Mapping[str, ViewedInstance] = {}
+        self._waiting: dict[_Attempt, InstanceRecord] = {}
+        """Attempts that their instance has not begun."""
+        self._asked: set[_Attempt] = set()
+        """Waiting attempts that a draining instance is asked to give back, or has answered about."""
+        self._asking: set[asyncio.Task[None]] = set()
 
     def update(self, view: ClusterView) -> None:
-        """Takes in a view."""
-        if view.instances is not self._instances:
-            self._instances = view.instances
-            self._waiting.update(view)
+        """Ask instances that drain for the prompts that wait there, if another instance takes requests."""
+        if view.instances is self._instances:
+            return
+        self._instances = view.instances
+        if not self._waiting or not view.ready(Phase.PREFILL, self._model):
+            return
+        due: dict[str, list[_Attempt]] = {}
+        for attempt, record in self._waiting.items():
+            status = view.instances.get(record.instance_id)
+            if (
+                status is None
+                or status.record.incarnation != record.incarnation
+                or status.load.state is not InstanceState.DRAINING
+            ):
+                # It may drain again.
+                self._asked.discard(attempt)
+            elif attempt not in self._asked:
+                self._asked.add(attempt)
+                due.setdefault(record.address, []).append(attempt)
+        for address, attempts in due.items():
+            for first in range(0, len(attempts), _MOST_AT_ONCE):
+                asking = self._ask(address, attempts[first : first + _MOST_AT_ONCE])
+                task = asyncio.create_task(asking, name=f"waiting prompts at {address}")
+                self._asking.add(task)
+                task.add_done_callback(self._asking.discard)
 
     async def close(self) -> None:
-        """Waits until no instance is asked to give prompts back."""
-        await self._waiting.close()
+        """Wait until no instance is asked to give prompts back."""
+        if self._asking:
+            await asyncio.wait(self._asking)
 
     def check_integrity(self) -> None:
-        """Asserts, while no request is in flight, that nothing of ended ones is left."""
+        """Assert, while no request is in flight, that ended requests left nothing behind."""
         assert not len(self.unconfirmed), len(self.unconfirmed)
         assert not len(self._waiting), len(self._waiting)
 
     async def send(
-        self, entry: RequestEntry, attempt: Attempt, target: ViewedInstance, over: asyncio.Future[None]
+        self, entry: RequestEntry, attempt: lives.Attempt, target: ViewedInstance, over: asyncio.Future[None]
     ) -> None:
-        """Sends the request to prefill, and passes on what it reports until the reports or the attempt end."""
+        """Send the request to prefill, and pass its reports on until they or the attempt end."""
         accepted = entry.accepted
         request = prefill_pb2.SubmitRequest(
             request_id=entry.request_id,
@@ -93,13 +127,13 @@ class PrefillAttempts:
             session=accepted.session,
             secret=accepted.secret,
             silent_decode_ids=sorted(self._feeds.silent_ids),
-            traceparent=entry.traceparent,
+            traceparent=entry.account.traceparent,
             suspect_until=attempt.suspect_until,
         )
         self.unconfirmed.add((entry.request_id, attempt.number), target, len(request.token_ids))
         now_s = time.monotonic()
-        if entry.timing.attempts == 1:
-            entry.timing.router_s = now_s - accepted.arrived_s
+        if entry.account.timing.attempts == 1:
+            entry.account.timing.router_s = now_s - accepted.arrived_s
         request.timeout_s = max(accepted.deadline_s - now_s, _SHORTEST_S)
         tie = self._feeds.expect_reports(entry, attempt.number, target.record)
         tie.was_sent = self._channels.is_connected(target.record.address)
@@ -111,8 +145,7 @@ class PrefillAttempts:
             await asyncio.wait((submitting,))
 
     async def _submit(self, request: prefill_pb2.SubmitRequest, tie: PromptTie) -> None:
-        """Calls until the instance has answered. A refusal ends the reports, and so does an instance that cannot be
-        reached."""
+        """Call until the instance has answered. A refusal, or an instance that cannot be reached, ends the reports."""
         stub, name = self._channels.stub(PrefillServiceStub, tie.record.address), tie.record.instance_id
         for _ in range(_MOST_SUBMITS):
             sent_s = time.monotonic()
@@ -140,10 +173,12 @@ class PrefillAttempts:
         if not tie.is_there:
             tie.lose(Unavailable(f"prefill instance {name} does not answer"))
 
-    async def read(self, entry: RequestEntry, attempt: Attempt, tie: PromptTie, over: asyncio.Future[None]) -> None:
-        """Passes on what prefill reports, until its reports end or the attempt is over."""
-        ended = PrefillEnded()
-        self._waiting.add(entry, attempt, tie.record)
+    async def read(
+        self, entry: RequestEntry, attempt: lives.Attempt, tie: PromptTie, over: asyncio.Future[None]
+    ) -> None:
+        """Pass prefill's reports on until they end or the attempt is over."""
+        ended = lives.PrefillEnded()
+        self._waiting[entry, attempt.number] = tie.record
         try:
             ended = await self._read_reports(entry, attempt, tie, over)
         finally:
@@ -157,13 +192,13 @@ class PrefillAttempts:
             entry.handle(ended, time.monotonic())
 
     async def _read_reports(
-        self, entry: RequestEntry, attempt: Attempt, tie: PromptTie, over: asyncio.Future[None]
-    ) -> PrefillEnded:
+        self, entry: RequestEntry, attempt: lives.Attempt, tie: PromptTie, over: asyncio.Future[None]
+    ) -> lives.PrefillEnded:
         over.add_done_callback(tie.wake)
         try:
             while not over.done():
                 for report in await tie.take():
-                    # Whatever this says, and whether or not it is wanted.
+                    # Also if the attempt ends within the report.
                     tie.has_ended = tie.has_ended or report.HasField("ended")
                     for kind in _IN_ORDER:
                         if over.done():
@@ -174,23 +209,44 @@ class PrefillAttempts:
                         raise error_from_bytes(report.ended.error)
                 if tie.has_ended:
                     break
-            return PrefillEnded()
+            return lives.PrefillEnded()
         except KaveriError as error:
             if isinstance(error, RequestCancelled):
                 error = Unavailable(f"prefill instance gave the request up: {error}")
             waits = (entry, attempt.number) in self._waiting
             if waits and isinstance(error, Unavailable) and error.retry_after_s is not None:
-                # It drains, and has not begun the request: nothing is wrong with it.
+                # It drains and has not begun the request, so this is no fault.
                 error = NoCapacity("prefill", error.retry_after_s, error.reason)
-            return PrefillEnded(error, was_reached=tie.was_sent or tie.is_there)
+            return lives.PrefillEnded(error, was_reached=tie.was_sent or tie.is_there)
 
-    def _confirm(self, entry: RequestEntry, attempt: Attempt) -> None:
-        self._waiting.remove(entry, attempt)
+    async def _ask(self, address: str, attempts: list[_Attempt]) -> None:
+        """Call until the instance has answered, or none of the attempts waits there."""
+        pause_s = _FIRST_PAUSE_S
+        for _ in range(_MOST_TRIES):
+            names = [
+                ownership_to_proto(entry.request_id, entry.ownership(number, self._stream_id))
+                for entry, number in attempts
+                if (entry, number) in self._asked
+            ]
+            if not names:
+                return
+            message = feed_pb2.AbortRequest(attempts=names, give_back=True)
+            with contextlib.suppress(aio.AioRpcError):
+                await self._channels.stub(FeedServiceStub, address).Abort(message, timeout=CALL_TIMEOUT_S)
+                return
+            await asyncio.sleep(pause_s)
+            pause_s *= 2
+        # The next view asks again.
+        self._asked.difference_update(attempts)
+
+    def _confirm(self, entry: RequestEntry, attempt: lives.Attempt) -> None:
+        self._waiting.pop((entry, attempt.number), None)
+        self._asked.discard((entry, attempt.number))
         self.unconfirmed.remove((entry.request_id, attempt.number), attempt.prefill.instance_id)
         self._has_begun()
 
-    def _take(self, entry: RequestEntry, attempt: Attempt, kind: str, report: prefill_pb2.PrefillReport) -> None:
-        timing, now_s = entry.timing, time.monotonic()
+    def _take(self, entry: RequestEntry, attempt: lives.Attempt, kind: str, report: prefill_pb2.PrefillReport) -> None:
+        timing, now_s = entry.account.timing, time.monotonic()
         match kind:
             case "started":
                 self._confirm(entry, attempt)
@@ -200,9 +256,14 @@ class PrefillAttempts:
             case "placed":
                 placed = report.placed
                 life = InstanceLife(placed.decode_instance_id, placed.decode_incarnation)
-                if not _has_begun_elsewhere(entry.state, life):
+                # Prefill names an instance other than the one that draws if it missed that its push was accepted. A
+                # later session must not look for the request there.
+                state = entry.state
+                if not (
+                    isinstance(state, lives.Finishing) or (isinstance(state, lives.Decoding) and state.decode != life)
+                ):
                     entry.note_owner(attempt.prefill, life)
-                entry.handle(DecodeNamed(life), now_s)
+                entry.handle(lives.DecodeNamed(life), now_s)
                 entry.note_holder()
             case "prompt_logprobs":
                 entry.take_prompt_logprobs(report.prompt_logprobs.first, report.prompt_logprobs.logprobs)
@@ -211,17 +272,11 @@ class PrefillAttempts:
                 timing.prefill_s = first.prefill_s
                 logprobs = (first.logprobs,) if first.HasField("logprobs") else ()
                 entry.handle(
-                    FirstTokenReported((first.token_id,), logprobs, finish_from_proto(first.finish_reason)), now_s
+                    lives.FirstTokenReported((first.token_id,), logprobs, finish_from_proto(first.finish_reason)), now_s
                 )
             case "handed_over":
                 timing.kv_bytes = report.handed_over.kv_bytes
                 timing.kv_transfer_s = report.handed_over.kv_transfer_s
                 timing.kv_tail_s = report.handed_over.kv_tail_s
                 timing.kv_transport = report.handed_over.kv_transport
-                entry.handle(HandOverReported(), now_s)
-
-
-def _has_begun_elsewhere(state: State, named: InstanceLife) -> bool:
-    """Whether tokens have come of another instance than prefill names, as when it did not hear that its push was
-    accepted. A later session must not look for the request there."""
-    return isinstance(state, Finishing) or (isinstance(state, Decoding) and state.decode != named)
+                entry.handle(lives.HandOverReported(), now_s)

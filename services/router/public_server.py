@@ -1,4 +1,4 @@
-"""The router's port for clients with API keys: asks for a key, holds it to its limits, and keeps its requests apart."""
+"""The router's port for clients with API keys: checks the key and its limits, and separates the requests of keys."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -16,8 +16,8 @@ from services.router.server import GenerateProgress, InferenceServicer, new_requ
 
 
 class PublicServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Passes on to the router's own service. The ids of a key's requests begin with the key's name, so that no key
-    names the requests of another one. Cancel and Beat are free: they cost little, and end what costs more."""
+    """InferenceService for clients with API keys. The ids of a key's requests begin with the key's name, so that no key
+    can name the requests of another one. Cancel and Beat are not limited."""
 
     def __init__(self, inner: InferenceServicer, callers: Callers) -> None:
         self.callers = callers
@@ -78,7 +78,7 @@ class PublicServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     @contextlib.asynccontextmanager
     async def _admitted(self, context: ServicerContext, request_id: str = "") -> AsyncIterator[Caller]:
-        """See Callers.admit(). Ends the call where that raises."""
+        """Callers.admit(); an error ends the call."""
         async with contextlib.AsyncExitStack() as stack:
             authorization = authorization_of(context.invocation_metadata())
             try:
@@ -90,10 +90,10 @@ class PublicServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 
 async def _named(key: ApiKey, request_id: str, context: ServicerContext) -> str:
-    """The id by which the router knows a request of the key. Ends the call when it is too long."""
+    """The router's id of a key's request. Ends the call if it is too long."""
     prefix = f"{key.name}/"
     if request_id.startswith(prefix):
-        # As responses name it.
+        # Responses name it so.
         return request_id
     limit_bytes = MAX_REQUEST_ID_BYTES - len(prefix)
     if len(request_id.encode()) > limit_bytes:

@@ -1,4 +1,4 @@
-"""Writes the answers of requests to their clients, domain -> proto, and reports how each has ended."""
+"""Writes answers to clients, domain -> proto, and reports how each request has ended."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +13,8 @@ from kaveri.text.answer import AnswerPart
 from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.wire.messages import drawing_to_proto, finish_to_proto, name_tokens
 from services.router import metrics
-from services.router.direct_reading import DirectReading
 from services.router.lifecycle_values import Ended, InstanceLife
-from services.router.owner_hints import hint_to_proto
-from services.router.requests import Interrupted, RequestEntry
+from services.router.requests import DirectReading, Interrupted, RequestEntry
 
 ServicerContext = aio.ServicerContext[Any, Any]
 
@@ -25,17 +23,17 @@ async def write_answer(
     entry: RequestEntry,
     context: ServicerContext,
     slow_reader_s: float,
-    routers: Callable[[], list[str]] = list,
-    token_piece: Callable[[int], tuple[str, bytes]] | None = None,
-    address_of: Callable[[InstanceLife], str] = lambda decode: "",
+    routers: Callable[[], list[str]],
+    token_piece: Callable[[int], tuple[str, bytes]] | None,
+    address_of: Callable[[InstanceLife], str],
 ) -> None:
-    """Writes the entry's output until it has ended. routers: addresses that the client may re-attach through.
-    token_piece: names the tokens of reports; None: they are not named. address_of: where clients can read a decode
-    instance's tokens themselves; empty: not now.
+    """Write the output of a request until it has ended. routers: addresses that the client may re-attach through.
+    token_piece: names the tokens of logprobs; None: they are not named. address_of: address where clients can read a
+    decode instance's tokens; empty: not now.
 
-    Raises the error that it ended with, and SlowReader when the client takes longer than `slow_reader_s` to read one
-    response. What such a client costs until then is that response and the tokens of its own answer. A client that is
-    sent away gets all output that is here first, and the addresses once more.
+    Raises the error of the request, and SlowReader if the client takes longer than `slow_reader_s` to read a response.
+    Such a client costs that response and the tokens of its answer. A client that is sent away first gets all output so
+    far, and the addresses once more.
     """
     answer = entry.answer
     is_first = True
@@ -70,11 +68,11 @@ async def write_answer(
                 response.resolved_params.CopyFrom(drawing_to_proto(entry.accepted.params))
                 response.usage.prompt_tokens = len(entry.accepted.prompt_token_ids)
             if entry.owner_news is not None:
-                response.owner.CopyFrom(hint_to_proto(entry.owner_news))
+                response.owner.CopyFrom(entry.owner_news.to_proto())
                 entry.owner_news = None
             if entry.direct is not None:
                 response.first_character = part.first_character
-                # The client gets the whole prompt report from the router before it reads at the decode instance.
+                # The prompt's logprobs come from the router alone, before the client reads elsewhere.
                 if not part.prompt_logprobs:
                     _offer(entry, entry.direct, response, address_of)
                 response.interrupted = ended and isinstance(error, Interrupted)
@@ -106,7 +104,7 @@ def _offer(
     response: inference_pb2.GenerateResponse,
     address_of: Callable[[InstanceLife], str],
 ) -> None:
-    """Says where the client can read the answer from now on, unless it knows."""
+    """Name the decode instance to the client, unless the client knows it."""
     decode = direct.offer(entry.state)
     if decode is not None and (address := address_of(decode)):
         response.tokens_at.address, response.tokens_at.incarnation = address, decode.incarnation
@@ -116,10 +114,10 @@ def _offer(
 async def write_cancelled(
     request_id: str, prompt_tokens: int, token_count: int, text: str, context: ServicerContext
 ) -> None:
-    """Writes the only response of a request that Cancel reached before this router had begun it.
+    """Write the only response of a request that was cancelled before this router had begun it.
 
-    token_count: what the client has of the answer, from earlier sessions. prompt_tokens: 0 where it has nothing. text:
-    what it lacks of the text of these tokens.
+    token_count: number of tokens that the client has from earlier sessions. prompt_tokens: 0 if it has none. text: the
+    part of these tokens' text that the client lacks.
     """
     outcome = FinishReason.CANCELLED
     metrics.REQUESTS.labels(outcome=outcome.value).inc()
@@ -136,11 +134,11 @@ async def write_cancelled(
 
 
 def _complete(entry: RequestEntry, response: inference_pb2.GenerateResponse) -> None:
-    """Fills in what the last response carries, and reports the request."""
+    """Complete the last response, and log and count the request."""
     answer, accepted, finish = entry.answer, entry.accepted, entry.finish
     assert finish is not None
     token_count = len(answer.token_ids)
-    timing = entry.timing.known()
+    timing = entry.account.timing.known()
     if accepted.session:
         timing["reattaches"] = accepted.session
     if answer.first_token_s is not None:
@@ -163,5 +161,5 @@ def _complete(entry: RequestEntry, response: inference_pb2.GenerateResponse) -> 
         prompt_tokens=len(accepted.prompt_token_ids),
         completion_tokens=token_count,
         **timing,
-        **trace_fields(entry.trace),
+        **trace_fields(entry.account.span),
     )

@@ -1,9 +1,10 @@
-"""Places requests on instances, follows each attempt to its end, and places requests again that lost theirs."""
+"""Places requests on instances, follows each attempt to its end, and places requests that lost theirs again."""
 
 import asyncio
 import random
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.owner import Owner, Ownership
@@ -30,33 +31,13 @@ from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
 from kaveri.timeouts import ATTEMPT_REMEMBERED_S
 from kaveri.wire.attempts import MAX_ATTEMPT
+from services.router import lifecycle_values as lives
 from services.router import metrics
 from services.router.holders import Holders
-from services.router.lifecycle_values import (
-    NO_LIFE,
-    Abort,
-    Action,
-    Attempt,
-    Decoding,
-    Disown,
-    Ended,
-    Follow,
-    InstanceLife,
-    LeaveAttempt,
-    Lost,
-    Placed,
-    ReplicaForgone,
-    Resuming,
-    Sent,
-    Sought,
-    TookOver,
-    Unfollow,
-    Unplaced,
-)
-from services.router.placement_line import PlacementLine
+from services.router.lifecycle_values import NO_LIFE, InstanceLife, holder_of, life_of
 from services.router.prefill_attempts import PrefillAttempts
+from services.router.recovery import Found, Missing, TakeOver
 from services.router.requests import RequestEntry
-from services.router.take_over import Found, Missing, TakeOver
 from services.router.token_feeds import TokenFeeds
 
 _ATTEMPTS_COUNT = 65_536
@@ -65,7 +46,7 @@ _NON_RETRYABLE = (InvalidArgument, LayoutMismatch, ModelNotFound, DeadlineExceed
 
 
 class RequestPlacer:
-    """Runs the attempts of every request of one router."""
+    """Runs the attempts of every request of a router."""
 
     def __init__(
         self,
@@ -81,7 +62,7 @@ class RequestPlacer:
         holders: Holders,
         rng: random.Random,
     ) -> None:
-        """stream_id: the router_id of the prefill and decode protocols: unique over the router's lives, and secret."""
+        """stream_id: the router_id of the prefill and decode protocols; unique across restarts, and secret."""
         self._model = model
         self._stream_id = stream_id
         self._policy = policy
@@ -92,11 +73,11 @@ class RequestPlacer:
         self._rng = rng
         self._turn = 0
         self._numbers: ExpiringMap[str, int] = ExpiringMap(ATTEMPT_REMEMBERED_S, max_count=_ATTEMPTS_COUNT)
-        """The last attempt of each request id. A client may use an id again at once: its attempts go on counting, so
-        that a late token, or a late Abort, of the former request does not touch the new one."""
+        """The last attempt of each request id. Numbers go on when a client uses an id again, so that late tokens and
+        aborts of the former request cannot match the new one."""
         self._takeover = TakeOver(store, feeds, stream_id)
         self._view_changed = asyncio.Event()
-        self._line: PlacementLine[RequestEntry] = PlacementLine()
+        self._line: PlacementLine = PlacementLine()
         self._instances: Mapping[str, ViewedInstance] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._prefills = PrefillAttempts(
@@ -119,10 +100,8 @@ class RequestPlacer:
             self._line.wake_first()
 
     async def wait_for_instances(self, deadline_s: float) -> ClusterView:
-        """The view, once its ready instances do both phases. Raises Unavailable after a while.
-
-        deadline_s: time.monotonic() of the request's deadline.
-        """
+        """Wait until ready instances do both phases. Raises Unavailable at the request's deadline, a time.monotonic(),
+        or after unavailable_after_s."""
         until_s = min(deadline_s, time.monotonic() + self._limits.unavailable_after_s)
         while True:
             view = self._store.view()
@@ -136,15 +115,15 @@ class RequestPlacer:
                 raise Unavailable(f"no {missing[0]} instance serves {self._model!r}", retry_after_s=1.0) from error
 
     def start(self, entry: RequestEntry) -> asyncio.Task[None]:
-        """run() as a task that this placer owns. Cancel it when the client's RPC is over."""
+        """Start run() as a task of this placer. Cancel it when the client's RPC is over."""
         task = asyncio.create_task(self.run(entry), name=f"request {entry.request_id}")
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
 
     async def run(self, entry: RequestEntry) -> None:
-        """Follows a request until it has ended; what goes wrong ends the entry with an error. Cancelled, it ends the
-        prefill stream; releasing the entry then aborts the request at decode."""
+        """Serve a request until it has ended; errors end the entry. If cancelled, it stops at prefill; releasing the
+        entry then aborts the request at decode."""
         try:
             await self._serve(entry)
         except KaveriError as error:
@@ -158,43 +137,43 @@ class RequestPlacer:
             entry.fail(InternalError(f"the router failed while it served request {entry.request_id!r}"))
         finally:
             if number := max(entry.attempt_number, self._numbers.get(entry.request_id, time.monotonic()) or 0):
-                # From the end on: late messages of a long answer must not touch a request that uses its id again.
+                # Kept after the end, so that late messages of a long answer cannot match a request that reuses its id.
                 self._numbers.put(entry.request_id, number, time.monotonic())
 
     async def close(self) -> None:
-        """Waits for the tasks of requests that have ended."""
+        """Wait for the tasks of requests that have ended."""
         if self._running:
             await asyncio.wait(self._running)
         await self._prefills.close()
 
     def check_integrity(self) -> None:
-        """Asserts, while no request is in flight, that nothing of ended ones is left."""
+        """Assert, while no request is in flight, that ended requests left nothing behind."""
         assert not self._running, self._running
         self._prefills.check_integrity()
         assert not len(self._line), len(self._line)
 
-    def act(self, entry: RequestEntry, action: Action) -> None:
-        """Carries out what a request's life asks of instances."""
+    def act(self, entry: RequestEntry, action: lives.Action) -> None:
+        """Carry out an action that concerns instances."""
         match action:
-            case Follow(_, decode, is_there):
-                assert isinstance(entry.state, Placed | Resuming | Decoding), entry.state
+            case lives.Follow(_, decode, is_there):
+                assert isinstance(entry.state, lives.Placed | lives.Resuming | lives.Decoding), entry.state
                 self._feeds.follow(entry, entry.state.attempt, decode, is_there)
-            case Unfollow() | LeaveAttempt():
+            case lives.Unfollow() | lives.LeaveAttempt():
                 self._feeds.unfollow(entry)
-            case Abort(attempt, decode):
+            case lives.Abort(attempt, decode):
                 self._feeds.abort(entry.request_id, entry.ownership(attempt, self._stream_id), decode)
-            case Disown(attempt, source):
+            case lives.Disown(attempt, source):
                 owner = Owner(entry.accepted.session, attempt)
                 self._feeds.disown(entry.request_id, owner, source.instance_id)
             case _:
                 raise AssertionError(f"{action} concerns no instance")
 
     def address_of(self, decode: InstanceLife) -> str:
-        """Where clients can read what this decode instance draws; empty: not now."""
+        """Address where clients can read this decode instance's tokens; empty: not now."""
         return self._feeds.address_of(decode)
 
     def abandon(self, request_id: str, session: int, secret: bytes) -> None:
-        """Ends what earlier sessions have at instances of a request that was cancelled before it was looked for."""
+        """Abort, at all instances, what earlier sessions have of a request that this router has not looked for."""
         ownership = Ownership(Owner(session, 1), self._stream_id, secret)
         self._feeds.abort(request_id, ownership, None)
 
@@ -203,7 +182,7 @@ class RequestPlacer:
         retry, others_unasked, hint_is_old = RetryState(), False, False
         if entry.ended:
             return  # It was sent away, or its deadline has passed, before this task began.
-        if entry.accepted.session and entry.lacks_prompt_logprobs:
+        if entry.accepted.session and entry.answer.lacks_prompt:
             # Decode instances do not have them: it is placed again, from the beginning.
             self.abandon(entry.request_id, entry.accepted.session, entry.accepted.secret)
             number = max(number, 1)
@@ -211,18 +190,18 @@ class RequestPlacer:
             can_resume = self._usable_replica(entry) is not None
             number += 1
             others_unasked = await self._take_over(entry, number, can_resume) is Missing.OWNER_LOST
-            if isinstance(entry.state, Ended):
+            if isinstance(entry.state, lives.Ended):
                 return
         while True:
             prefill: InstanceRecord | None = None
-            replica = None if hint_is_old and isinstance(entry.state, Unplaced) else self._usable_replica(entry)
+            replica = None if hint_is_old and isinstance(entry.state, lives.Unplaced) else self._usable_replica(entry)
             if replica is not None:
                 number += 1
                 self._numbers.put(entry.request_id, number, time.monotonic())
                 await self._holders.resume(entry, number, replica)
             else:
-                if isinstance(entry.state, Lost):
-                    entry.handle(ReplicaForgone(), time.monotonic())
+                if isinstance(entry.state, lives.Lost):
+                    entry.handle(lives.ReplicaForgone(), time.monotonic())
                 if (pause_s := retry.pause_until_s - time.monotonic()) > 0:
                     await asyncio.sleep(pause_s)
                 target = await self._choose(entry, retry)
@@ -234,10 +213,10 @@ class RequestPlacer:
                 prefill = target.record
                 await self._follow(entry, number, target)
             match entry.state:
-                case Lost() as lost:
+                case lives.Lost() as lost:
                     retry = self._after_loss(entry, lost, prefill, retry)
                 case state:
-                    assert isinstance(state, Ended), state
+                    assert isinstance(state, lives.Ended), state
                     return
             if isinstance(lost.error, StaleAttempt):
                 number = max(number, lost.error.newest_attempt)
@@ -248,24 +227,24 @@ class RequestPlacer:
                 others_unasked, hint_is_old = False, True
                 number += 1
                 await self._take_over(entry, number, can_resume=False)
-                if isinstance(entry.state, Ended):
+                if isinstance(entry.state, lives.Ended):
                     return
 
     def _usable_replica(self, entry: RequestEntry) -> ReplicaLocation | None:
-        """The replica from which the request is to go on, if there is one and its holder can be heard."""
-        replica = None if entry.lacks_prompt_logprobs else self._holders.replica_of(entry)
-        if replica is None or not self._feeds.is_connected(InstanceLife(replica.holder_id, replica.holder_incarnation)):
+        """The replica to resume the request from, if there is one and its holder is connected."""
+        replica = None if entry.answer.lacks_prompt else self._holders.replica_of(entry)
+        if replica is None or not self._feeds.is_connected(holder_of(replica)):
             return None
         return replica
 
     def _after_loss(
-        self, entry: RequestEntry, lost: Lost, prefill: InstanceRecord | None, retry: RetryState
+        self, entry: RequestEntry, lost: lives.Lost, prefill: InstanceRecord | None, retry: RetryState
     ) -> RetryState:
-        """What holds for the next attempt. Raises the error that has ended this one when there is to be none.
+        """Report a lost attempt and decide on the next one. Raises the attempt's error if there is none.
 
-        prefill: the instance that it was sent to; None: it was resumed."""
+        prefill: the instance that the attempt was sent to; None: it was resumed."""
         if lost.setback is Setback.REFUSED:
-            entry.timing.attempts -= 1
+            entry.account.timing.attempts -= 1
             if isinstance(lost.error, RequestAlreadyExists):
                 raise lost.error
             return retry
@@ -282,9 +261,9 @@ class RequestPlacer:
                 error=str(lost.error),
             )
         else:
-            entry.timing.attempts -= 1
+            entry.account.timing.attempts -= 1
             if lost.replica is None:
-                # Otherwise it leaves an instance that drains.
+                # With a replica, the request only leaves an instance that drains.
                 self._note_delay(entry, str(lost.error))
         if isinstance(lost.error, _NON_RETRYABLE):
             raise lost.error
@@ -302,15 +281,16 @@ class RequestPlacer:
         return after
 
     def _note_delay(self, entry: RequestEntry, reason: str) -> None:
-        """Logs why a request is not placed at once: one line a request, whatever else delays it."""
+        """Log why a request is not placed at once, once per request."""
         if not entry.delay_noted:
             entry.delay_noted = True
             get_logger().info("placement_delayed", request_id=entry.request_id, attempt=0, reason=reason)
 
     async def _choose(self, entry: RequestEntry, retry: RetryState) -> ViewedInstance:
-        """Waits until an instance takes the request: until a rest ends, room appears or the view changes.
+        """Wait until an instance takes the request: until a rest ends, room appears or the view changes.
 
-        Nothing may be awaited before the choice is entered as unconfirmed work, so that no two count on one place.
+        The caller must not await anything before it has entered the choice as unconfirmed work, or two requests could
+        take the same room.
         """
         try:
             while True:
@@ -344,55 +324,55 @@ class RequestPlacer:
             metrics.WAITING.set(len(self._line))
 
     async def _follow(self, entry: RequestEntry, number: int, target: ViewedInstance) -> None:
-        """Runs one attempt until it is over."""
-        record = target.record
-        prefill = InstanceLife(record.instance_id, record.incarnation)
-        first_index, most_tokens = len(entry.answer.token_ids), entry.accepted.most_tokens
-        attempt = Attempt(number, prefill, first_index, most_tokens, suspect_until=entry.suspect_until)
-        entry.note_recomputed(prefill)
-        # One that does both phases will decode the request too: an abort or a broken stream misses no moment.
-        over = entry.begin(Sent(attempt, prefill if Phase.DECODE in phases_now(target) else None))
+        """Run an attempt at a prefill instance until it is over."""
+        prefill = life_of(target.record)
+        attempt = entry.attempt_at(number, prefill)
+        if entry.account.owner_change is not None:
+            entry.account.note_new_owner("recomputed", prefill, entry.attempt_number, 0, entry.context_tokens)
+        # An instance of both phases decodes the request too, so an abort or a broken stream concerns it from now on.
+        over = entry.begin(lives.Sent(attempt, prefill if Phase.DECODE in phases_now(target) else None))
         await self._prefills.send(entry, attempt, target, over)
         await over
 
     async def _take_over(self, entry: RequestEntry, number: int, can_resume: bool) -> Found | Missing:
-        """Finds the instances that have the request from an earlier session, and follows it there to the attempt's end.
+        """Find the instances that have the request from an earlier session, and run the attempt there until it is over.
 
-        Returns what it has found, with a request that has ended, or that is to be placed again. Raises what an instance
-        refuses for good.
+        The request has then ended or has to be placed again. Raises refusals that no other instance would reverse.
         """
-        most_tokens = entry.accepted.most_tokens
         self._numbers.put(entry.request_id, number, time.monotonic())
-        first_index, suspect_until = len(entry.answer.token_ids), entry.suspect_until
-        over = entry.begin(Sought(Attempt(number, NO_LIFE, first_index, most_tokens, suspect_until=suspect_until)))
+        over = entry.begin(lives.Sought(entry.attempt_at(number)))
         try:
             found = await self._takeover.find(entry, number, can_resume)
         finally:
             if entry.ended and not entry.is_superseded:
-                # It was cancelled. Whether an instance has just given it to this router is not known.
+                # An instance may have given it to this router just before it ended.
                 self._feeds.abort(entry.request_id, entry.ownership(number, self._stream_id), None)
-        if isinstance(entry.state, Ended):
+        if isinstance(entry.state, lives.Ended):
             if isinstance(found, Found) and found.tie is not None:
                 self._feeds.drop(found.tie)
             return found
         _note_search(entry, found)
         if isinstance(found, Missing):
-            entry.timing.attempts -= 1
-            entry.note_not_found()
+            entry.account.timing.attempts -= 1
+            now_s = time.monotonic()
+            entry.account.note_not_found(now_s)
+            entry.handle(lives.NotFound(), now_s)
         else:
-            # It has no new owner after all, where the holder of a replica was asked before.
-            entry.owner_change = None
+            # The owner has not changed, even if the holder of a replica was asked before.
+            entry.account.owner_change = None
             entry.adopt(found.attached.params)
             entry.note_owner(found.prefill, found.decode)
-            first_index, most_tokens = found.attached.first_index, entry.accepted.most_tokens
-            is_at_prefill = found.decode is None
-            attempt = Attempt(number, found.prefill, first_index, most_tokens, is_at_prefill, suspect_until)
-            entry.handle(TookOver(attempt, found.attached.token_ids, found.decode), time.monotonic())
+            attempt = replace(
+                entry.attempt_at(number, found.prefill),
+                first_index=found.attached.first_index,
+                taken_over=found.decode is None,
+            )
+            entry.handle(lives.TookOver(attempt, found.attached.token_ids, found.decode), time.monotonic())
             entry.note_holder()
             if found.tie is not None:
                 await self._prefills.read(entry, attempt, found.tie, over)
             await over
-        if isinstance(entry.state, Lost):
+        if isinstance(entry.state, lives.Lost):
             if isinstance(entry.state.error, _NON_RETRYABLE):
                 raise entry.state.error
             if entry.state.setback in (Setback.LOST, Setback.BROKEN):
@@ -402,7 +382,7 @@ class RequestPlacer:
 
 
 def _note_search(entry: RequestEntry, found: Found | Missing) -> None:
-    """Logs and counts how the search for a request of an earlier session has ended."""
+    """Log and count the outcome of the search for a request of an earlier session."""
     match found:
         case Found(_, prefill, decode):
             outcome = "taken_over"
@@ -420,3 +400,66 @@ def _note_search(entry: RequestEntry, found: Found | Missing) -> None:
         prefill_instance_id=prefill.instance_id,
         decode_instance_id="" if decode is None else decode.instance_id,
     )
+
+
+class PlacementLine:
+    """The requests that no prefill instance takes now. Not thread-safe; bounded by the router's `max_requests`.
+
+    Those that wait for room stand in line. When room appears the first is woken, and it wakes the next once it has
+    found a place, so that not all of them look at every heartbeat. Those that an instance has failed rest outside the
+    line, until their time is over or an instance comes or goes.
+    """
+
+    def __init__(self) -> None:
+        self._line: dict[RequestEntry, asyncio.Future[None] | None] = {}
+        self._resting: dict[RequestEntry, asyncio.Future[None] | None] = {}
+
+    def __len__(self) -> int:
+        """Number of requests in line and outside it."""
+        return len(self._line) + len(self._resting)
+
+    def must_join(self, request: RequestEntry) -> bool:
+        """True if the request has not waited yet and others stand in line: it must not look for room before them."""
+        return bool(self._line) and request not in self._line and request not in self._resting
+
+    def join(self, request: RequestEntry) -> None:
+        """Take the last place in line, unless the request has one."""
+        self._resting.pop(request, None)
+        self._line.setdefault(request, None)
+
+    def rest(self, request: RequestEntry) -> None:
+        """Wait outside the line, and give up the place in it: an instance that failed the request has left the view
+        and come back."""
+        if request in self._line:
+            self.leave(request)
+        self._resting[request] = None
+
+    async def wait(self, request: RequestEntry, timeout_s: float) -> None:
+        """Wait until the request, which has joined or rests, is woken or the timeout is over."""
+        places = self._line if request in self._line else self._resting
+        woken = places[request] = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait((woken,), timeout=timeout_s)
+        finally:
+            places[request] = None
+
+    def wake_first(self) -> None:
+        """Wake the first waiter; no-op if it is awake."""
+        _wake(next(iter(self._line.values()), None))
+
+    def wake_all(self) -> None:
+        """Wake the first in line and all that rest: an instance came or went."""
+        self.wake_first()
+        for waiter in self._resting.values():
+            _wake(waiter)
+
+    def leave(self, request: RequestEntry) -> None:
+        """Remove a request that has found a place or ended, and wake the next. Idempotent."""
+        self._line.pop(request, None)
+        self._resting.pop(request, None)
+        self.wake_first()
+
+
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)

@@ -1,12 +1,11 @@
-"""The requests in flight on this router.
+"""One request in flight: its state, its answer, and the actions of its life.
 
-A request's state changes by lifecycle.step alone. An entry carries out the actions that step returns: it appends to the
+Its state changes by lifecycle.step alone. The entry carries out the actions that step returns: it appends to the
 answer, keeps the timers, wakes the client's RPC, and passes on to the placer what concerns instances.
 """
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,14 +21,13 @@ from kaveri.errors import (
 )
 from kaveri.text.answer import Answer
 from services.router.accepted_request import AcceptedRequest, OwnerHint
-from services.router.direct_reading import DirectReading
 from services.router.lifecycle import step
 from services.router.lifecycle_values import (
+    NO_LIFE,
     Action,
     Append,
+    Attempt,
     AwaitReport,
-    Cancelled,
-    CannotAnswer,
     CompleteAnswer,
     Decoding,
     Ended,
@@ -37,11 +35,9 @@ from services.router.lifecycle_values import (
     Finishing,
     FirstTokenReported,
     GivenUp,
-    GraceOver,
     InstanceLife,
     LeaveAttempt,
     Lost,
-    NotFound,
     Placed,
     PrefillEnded,
     Prefilling,
@@ -50,29 +46,28 @@ from services.router.lifecycle_values import (
     Sent,
     Sought,
     State,
+    Stopped,
     Superseded,
-    TextStopped,
     Tokens,
     Unplaced,
+    holder_of,
 )
-from services.router.owner_change import OwnerChange
-from services.router.request_timing import RequestTiming
-from services.router.request_trace import RequestTrace
+from services.router.request_account import RequestAccount
 
 _COMPLETE = (Finishing, Ended)
-_MOST_STEPS = 64
-_MOST_CAUSE_CHARACTERS = 300
+_LEAST_LEFT = 8
+"""An answer with fewer tokens to come is not worth a call to the decode instance."""
 
 
 class SentAway(Unavailable):
-    """The router drains, and the client is to re-attach through another one. The instances go on meanwhile."""
+    """The router drains, and the client should re-attach through another one. The instances go on meanwhile."""
 
     def __init__(self) -> None:
         super().__init__("this router is draining: the request goes on through another router", retry_after_s=0.0)
 
 
 class Interrupted(SentAway):
-    """A decode instance was lost while the client read there. The client re-attaches with the tokens that it has."""
+    """A decode instance was lost while the client read there. The client re-attaches with its tokens."""
 
     def __init__(self, cause: str) -> None:
         """cause: why it was lost."""
@@ -80,39 +75,78 @@ class Interrupted(SentAway):
         self.cause = cause
 
 
+class DirectReading:
+    """Attempts of a session that the client may read, or reads, at a decode instance. No I/O.
+
+    The router follows such a request as any other. It tells the client once per attempt where the answer is drawn, and
+    keeps tokens back while the decode instance says that the client reads there. Meanwhile the client may have tokens
+    that the router lacks, so a lost attempt is not placed again here, unless the instance has moved the request: other
+    tokens could be drawn in their place. The client re-attaches with what it has.
+    """
+
+    def __init__(self) -> None:
+        self._offered = 0
+        """Last attempt whose decode instance the client knows."""
+        self._read = 0
+        """Attempt that the client reads at its decode instance; 0: none."""
+
+    def offer(self, state: State) -> InstanceLife | None:
+        """The decode instance to name to the client, if any. It has sent a token, so prefill will not place the
+        attempt elsewhere."""
+        if not isinstance(state, Decoding):
+            return None
+        is_worth_it = state.attempt.most_tokens - state.next_index >= _LEAST_LEFT
+        return state.decode if is_worth_it and state.attempt.number > self._offered else None
+
+    def note_offered(self, attempt: int) -> None:
+        """Record that the client knows the attempt's decode instance. It may then have tokens that the router lacks."""
+        self._offered = attempt
+
+    def note_read(self, attempt: int, is_read: bool) -> None:
+        """Record whether the client reads at the attempt's decode instance."""
+        if is_read:
+            self._read = attempt
+        elif self._read == attempt:
+            self._read = 0
+
+    def is_read(self, attempt: int) -> bool:
+        """True if the client reads this attempt at its decode instance."""
+        return self._read == attempt
+
+    def may_be_ahead(self, attempt: int) -> bool:
+        """True if the client may have tokens of this attempt that the router lacks."""
+        return self._offered == attempt
+
+
 class RequestEntry:
-    """One request in flight. Lives on one event loop; every method is called there."""
+    """One session of a request. Not thread-safe."""
 
     def __init__(
         self,
         accepted: AcceptedRequest,
         answer: Answer,
+        account: RequestAccount,
         act: "Callable[[RequestEntry, Action], None]",
-        hint_changed: "Callable[[OwnerHint], object]" = lambda hint: None,
+        hint_changed: Callable[[OwnerHint], object],
     ) -> None:
-        """act: carries out the actions that concern instances. hint_changed: told who has a request that its client may
-        re-attach."""
+        """act: carries out the actions that concern instances. hint_changed: called with the new owner of a request
+        that its client may re-attach."""
+        self.request_id = accepted.request_id
         self.accepted = accepted
         self.answer = answer
-        self.timing = RequestTiming()
-        self.state: State = Unplaced(len(answer.token_ids), accepted.received.suspect_until)
+        self.account = account
+        self.state: State = Unplaced(len(answer.token_ids), accepted.suspect_until)
         self.begun_s = 0.0
-        """time.monotonic() when the present attempt began here."""
+        """time.monotonic() when the present attempt began."""
         self.owner_news: OwnerHint | None = None
-        """The owner, unless the client knows it."""
-        self.owner_change: OwnerChange | None = None
-        """Since an instance was lost, until the next token."""
-        self.steps: deque[tuple[float, str]] = deque(maxlen=_MOST_STEPS)
-        """What has happened to it, and when, as time.monotonic()."""
-        # The router keeps what a client reads at decode, and reports are large.
+        """The owner, if the client does not know it yet."""
+        # The router keeps all that a client reads at decode, and logprobs are large.
         is_offered = accepted.direct and accepted.params.logprobs is None
         self.direct = DirectReading() if is_offered else None
-        self.trace: RequestTrace | None = None
-        """None: it is not traced."""
         self.has_begun = False
-        """True once an instance has begun to compute the prompt."""
+        """True once an instance computes the prompt."""
         self.delay_noted = False
-        """Whether the log says already that the request could not be placed at once."""
+        """True once the log says that the request could not be placed at once."""
         self._hint = OwnerHint()
         self._act = act
         self._hint_changed = hint_changed
@@ -123,41 +157,36 @@ class RequestEntry:
         self._grace: asyncio.TimerHandle | None = None
 
     @property
-    def request_id(self) -> str:
-        """Its id."""
-        return self.accepted.request_id
-
-    @property
     def attempt_number(self) -> int:
-        """The number of the present attempt, or of the last one; 0 when there was none."""
+        """Number of the present attempt, or of the last one; 0: there was none."""
         attempt = None if isinstance(self.state, Unplaced) else self.state.attempt
         return 0 if attempt is None else attempt.number
 
     @property
     def suspect_until(self) -> int:
-        """As of the present attempt, or of the next one."""
+        """suspect_until of the present attempt, or of the next one."""
         if isinstance(self.state, Unplaced):
             return self.state.suspect_until
         return 0 if self.state.attempt is None else self.state.attempt.suspect_until
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is taken in any more."""
+        """True once all events are ignored."""
         return isinstance(self.state, Ended)
 
     @property
     def is_superseded(self) -> bool:
-        """Whether the request is left to a later session, at this router or at another one."""
+        """True if a later session has taken the request over, here or at another router."""
         return isinstance(self.error, RequestAlreadyExists | SentAway)
 
     @property
     def is_sent_away(self) -> bool:
-        """Whether its client is to re-attach through another router."""
+        """True if its client should re-attach through another router."""
         return isinstance(self.error, SentAway)
 
     @property
     def finish(self) -> FinishReason | None:
-        """How the answer is complete; None: it is not."""
+        """Finish reason of a complete answer."""
         match self.state:
             case Finishing(_, finish) | Ended(FinishReason() as finish):
                 stopped = self.answer.stopped and finish is not FinishReason.CANCELLED
@@ -167,7 +196,7 @@ class RequestEntry:
 
     @property
     def error(self) -> KaveriError | None:
-        """Why the request has failed."""
+        """Error of a failed request."""
         match self.state:
             case Ended(KaveriError() as error):
                 return error
@@ -175,98 +204,74 @@ class RequestEntry:
                 return None
 
     def adopt(self, resolved: SamplingParams) -> None:
-        """Takes the parameters that the request's first router has resolved."""
+        """Take the sampling parameters that the request's first router has resolved."""
         self.accepted = replace(self.accepted, params=replace(self.accepted.params, **resolved.chosen))
 
     def ownership(self, attempt: int, router_id: str) -> Ownership:
-        """Under which an attempt has the request."""
+        """Name of an attempt, as instances know it."""
         return Ownership(Owner(self.accepted.session, attempt), router_id, self.accepted.secret)
+
+    def attempt_at(self, number: int, prefill: InstanceLife = NO_LIFE) -> Attempt:
+        """An attempt that goes on after the tokens so far."""
+        count = len(self.answer.token_ids)
+        return Attempt(number, prefill, count, self.accepted.most_tokens, suspect_until=self.suspect_until)
 
     def attachment(
         self, attempt: int, router_id: str, *, landed: bool = False, at_prefill: bool = False, placed_by: str = ""
     ) -> Attachment:
-        """What an instance must see to give the request to this router, from the answer's next token on."""
+        """Message that makes this router the owner of the request, from the answer's next token on."""
         token_ids = (*self.accepted.prompt_token_ids, *self.answer.token_ids)
         ownership = self.ownership(attempt, router_id)
         count = len(self.answer.token_ids)
         return Attachment(self.request_id, ownership, token_ids, count, landed, at_prefill, placed_by)
 
-    @property
-    def traceparent(self) -> str:
-        """Of the present attempt, for the instances; empty: it is not traced."""
-        return "" if self.trace is None else self.trace.traceparent
-
     def begin(self, event: Sent | Sought | ResumeAsked) -> asyncio.Future[None]:
-        """Starts an attempt. Returns a future that is done when the request has ended, or the attempt is lost."""
+        """Start an attempt. The future is done when the request has ended or the attempt is lost."""
         over = self._attempt_over = asyncio.get_running_loop().create_future()
         self.begun_s = time.monotonic()
-        self.timing.attempts += 1
-        self.steps.append((self.begun_s, f"attempt {event.attempt.number} {_aim(event)}"))
-        if self.trace is not None:
-            self.trace.begin_attempt(event.attempt.number, self.begun_s)
+        self.account.begin_attempt(event.attempt.number, _aim(event), self.begun_s)
         if isinstance(event, Sent):
             self.note_owner(event.attempt.prefill, event.decode)
         self.handle(event, self.begun_s)
         return over
 
     def note_owner(self, prefill: InstanceLife | None, decode: InstanceLife | None) -> None:
-        """Remembers the instances of the attempt, for its timing, for the client, and for a later session. prefill:
-        None when the attempt needs none; the timing then keeps the last one."""
+        """Record the attempt's instances, for the timing, the client and a later session. prefill: None if the attempt
+        needs none; the timing keeps the last one."""
         self._note_hint(OwnerHint(prefill, decode))
         if prefill is not None:
-            self.timing.prefill_instance_id = prefill.instance_id
-        self.timing.decode_instance_id = decode.instance_id if decode is not None else ""
+            self.account.timing.prefill_instance_id = prefill.instance_id
+        self.account.timing.decode_instance_id = decode.instance_id if decode is not None else ""
 
     def note_replica(self, event: ReplicaNamed, now_s: float) -> None:
-        """Takes in where the request's replica is."""
+        """Record where the request's replica is."""
         self.handle(event, now_s)
         self.note_holder()
 
     def note_holder(self) -> None:
-        """Remembers the holder of the replica for a later session, which hears only of another one, not of growth."""
+        """Record a new holder of the replica for a later session."""
         if not isinstance(self.state, Placed | Decoding):
             return
         replica = self.state.replica
-        holder = None if replica is None else InstanceLife(replica.holder_id, replica.holder_incarnation)
+        holder = None if replica is None else holder_of(replica)
         if holder != self._hint.holder:
             self._note_hint(replace(self._hint, holder=holder))
 
     def note_loss(self, cause: str, former: InstanceLife) -> None:
-        """An instance was lost. The owner changes from now on, unless it is doing so already."""
-        shown = cause[:_MOST_CAUSE_CHARACTERS]
-        self.steps.append((time.monotonic(), f"lost {former.instance_id or 'its instance'}: {shown}"))
-        if self.owner_change is None:
-            since_s = self.answer.last_token_s or time.monotonic()
-            self.owner_change = OwnerChange(cause, former.instance_id, since_s)
-
-    def note_not_found(self) -> None:
-        """The attempt has sought it where its last session left it, in vain."""
-        now_s = time.monotonic()
-        self.steps.append((now_s, "not found there"))
-        if self.trace is not None:
-            self.trace.end_attempt(now_s, "not found")
-        self.handle(NotFound(), now_s)
+        """Record the loss of an instance."""
+        self.account.note_loss(cause, former, self.answer.last_token_s)
 
     def note_resumed(self, holder: InstanceLife, first_index: int, held_tokens: int) -> None:
-        """The holder of the replica goes on from token `first_index`, and has the KV of so many tokens."""
+        """Record that the replica's holder goes on from token `first_index` with the KV of `held_tokens` tokens."""
         self.note_owner(None, holder)
-        self.timing.resumes += 1
-        self.timing.held_tokens += held_tokens
-        self._note_gone_on("resumed", holder, first_index, held_tokens)
+        self.account.timing.resumes += 1
+        context_tokens = len(self.accepted.prompt_token_ids) + first_index
+        self.account.note_new_owner("resumed", holder, self.attempt_number, held_tokens, context_tokens)
 
-    def note_recomputed(self, prefill: InstanceLife) -> None:
-        """The request goes to a prefill instance: what it has so far is computed again if an instance was lost."""
-        if self.owner_change is not None:
-            self._note_gone_on("recomputed", prefill, len(self.answer.token_ids), 0)
-
-    def _note_gone_on(self, outcome: str, life: InstanceLife, first_index: int, held_tokens: int) -> None:
-        recomputed_tokens = max(0, len(self.accepted.prompt_token_ids) + first_index - held_tokens)
-        self.timing.recomputed_tokens += recomputed_tokens
-        if (change := self.owner_change) is not None:
-            change.outcome, change.instance_id = outcome, life.instance_id
-            change.held_tokens += held_tokens
-            change.recomputed_tokens += recomputed_tokens
-            self._end_owner_change()
+    @property
+    def context_tokens(self) -> int:
+        """Number of tokens of the prompt and the answer so far."""
+        return len(self.accepted.prompt_token_ids) + len(self.answer.token_ids)
 
     def _note_hint(self, hint: OwnerHint) -> None:
         hint = replace(hint, suspect_until=self.suspect_until)
@@ -278,51 +283,45 @@ class RequestEntry:
         self.wake()
 
     def handle(self, event: Event, now_s: float) -> None:
-        """Takes in what has happened. now_s: time.monotonic()."""
+        """Apply an event to the state, and carry out what follows. now_s: time.monotonic()."""
         event = self._without_unreported_prompt(event)
         self.state, actions = step(self.state, event, now_s)
         for action in actions:
             if type(action) is Append:
                 self.answer.append(action.token_ids, action.logprobs, action.finish, now_s)
-                if self.owner_change is not None:
-                    self.owner_change.until_s = self.owner_change.until_s or now_s
-                    self._end_owner_change()
+                if self.account.owner_change is not None:
+                    self.account.note_tokens(self.attempt_number, now_s)
             else:
                 self._carry_out(action, now_s)
         if self.answer.stopped and not isinstance(self.state, _COMPLETE):
-            self.handle(TextStopped(), now_s)
+            self.handle(Stopped(FinishReason.STOP), now_s)
         if isinstance(self.state, Lost) and self.suspect_until != self._hint.suspect_until:
-            # Before a later session is placed: it would end more instances.
+            # A later session without the suspicion would break more engines.
             self._note_hint(self._hint)
         if isinstance(self.state, Lost) and self._client_may_be_ahead(event):
             cause = str(self.state.error)
             self.note_loss(cause, self.state.decode or self.state.attempt.prefill)
             self.handle(Superseded(Interrupted(cause)), now_s)
         if isinstance(self.state, Finishing):
-            # A client that had a stop token, and not the end, would have more drawn behind it when this router and the
-            # decode instance die.
+            # If this router and the decode instance died now, a client with the stop token but no end would get more
+            # tokens.
             self.answer.withholds_last = self.state.finish is FinishReason.STOP
         if isinstance(self.state, Ended):
             self.answer.withholds_last = False
-            self._end_owner_change()
+            self.account.end_owner_change(self.attempt_number, has_ended=True)
             self._deadline.cancel()
             if self._grace is not None:
                 self._grace.cancel()
         self.wake()
 
     def take_prompt_logprobs(self, first: int, entries: Sequence[Any]) -> None:
-        """What prefill says of the prompt's tokens from position `first` on. A later attempt repeats it."""
+        """Append logprobs of the prompt's tokens from position `first` on. Later attempts repeat them."""
         self.answer.append_prompt(first, entries)
         self.wake()
 
-    @property
-    def lacks_prompt_logprobs(self) -> bool:
-        """Whether the request can only go on where its prompt is computed."""
-        return self.answer.lacks_prompt
-
     def _without_unreported_prompt(self, event: Event) -> Event:
-        """No token may come before the report: such an attempt is lost. A decode instance that draws the first token
-        has not computed the prompt, and instances from elsewhere may not know prompt_logprobs."""
+        """The event, or the loss of its attempt if it is a token that comes before the prompt's logprobs. A decode
+        instance that draws the first token has not computed the prompt, and some do not know prompt_logprobs."""
         if self.answer.lacks_prompt:
             match event:
                 case Tokens(first_index=0) if event.token_ids:
@@ -332,80 +331,56 @@ class RequestEntry:
         return event
 
     def _client_may_be_ahead(self, event: Event) -> bool:
-        """Whether the client may have tokens of the lost attempt that are not known here. A decode instance that moves
-        a request, or has given it to another owner, says so behind all its tokens."""
-        is_last_word = isinstance(event, GivenUp) and not isinstance(event.error, Unavailable)
+        """True if the client may have tokens of the lost attempt that the router lacks. A decode instance that moves
+        a request, or gives it to another owner, says so after all its tokens."""
+        is_last_word = isinstance(event, GivenUp) and event.has_ended and not isinstance(event.error, Unavailable)
         return self.direct is not None and not is_last_word and self.direct.may_be_ahead(self.attempt_number)
 
     def note_read_here(self, attempt: int, is_read: bool) -> None:
-        """The decode instance of an attempt says whether the client reads the answer there."""
+        """Record whether the client reads the answer at the attempt's decode instance."""
         if self.direct is not None:
             self.direct.note_read(attempt, is_read)
             self.wake()
-
-    def _end_owner_change(self) -> None:
-        """Once there are tokens again, and it is known how the request went on."""
-        change = self.owner_change
-        if change is None or not change.until_s or not (change.outcome or self.ended):
-            return
-        if not change.outcome:
-            # The answer of the holder comes too late.
-            change.outcome = "resumed"
-            self.timing.resumes += 1
-        self.owner_change = None
-        self.timing.stall_s += change.report(self.request_id, self.accepted.session, self.attempt_number)
 
     def _carry_out(self, action: Action, now_s: float) -> None:
         match action:
             case CompleteAnswer():
                 self.answer.flush()
-                self.timing.decode_queue_s, self.timing.decode_s = action.decode_queue_s, action.decode_s
+                self.account.timing.decode_queue_s = action.decode_queue_s
+                self.account.timing.decode_s = action.decode_s
             case AwaitReport():
                 loop = asyncio.get_running_loop()
-                self._grace = loop.call_later(max(0.0, action.until_s - now_s), self._end_grace)
+                delay_s = max(0.0, action.until_s - now_s)
+                self._grace = loop.call_later(delay_s, lambda: self.handle(PrefillEnded(), time.monotonic()))
             case LeaveAttempt():
-                if self.trace is not None:
-                    self._end_traced_attempt(now_s)
+                self.account.end_attempt(
+                    now_s,
+                    self.state.error if isinstance(self.state, Lost) else self.error,
+                    prefill_instance_id=self.account.timing.prefill_instance_id or None,
+                    decode_instance_id=self.account.timing.decode_instance_id or None,
+                )
                 if self._attempt_over is not None and not self._attempt_over.done():
                     self._attempt_over.set_result(None)
                 self._act(self, action)
             case _:
                 self._act(self, action)
 
-    def _end_traced_attempt(self, now_s: float) -> None:
-        assert self.trace is not None
-        error = self.state.error if isinstance(self.state, Lost) else self.error
-        timing = self.timing
-        self.trace.end_attempt(
-            now_s,
-            error,
-            prefill_instance_id=timing.prefill_instance_id or None,
-            decode_instance_id=timing.decode_instance_id or None,
-        )
-
-    def _end_grace(self) -> None:
-        self.handle(GraceOver(), time.monotonic())
-
-    def cancel(self) -> None:
-        """Ends the request with FINISH_REASON_CANCELLED; what it has produced is still delivered."""
-        self.handle(Cancelled(), time.monotonic())
+    def stop(self, outcome: FinishReason | KaveriError) -> None:
+        """End the request, with an error or as CANCELLED; tokens so far are still delivered. No-op if it has ended."""
+        self.handle(Stopped(outcome), time.monotonic())
 
     def fail(self, error: KaveriError) -> None:
-        """Ends the request with an error. Ignored when it has ended."""
-        self.handle(CannotAnswer(error), time.monotonic())
+        """End the request with an error; no-op if it has ended."""
+        self.stop(error)
 
     def supersede(self) -> None:
-        """Ends this session of the request, and leaves its instances to a later one."""
+        """End this session and leave its instances to a later one."""
         self.handle(Superseded(RequestAlreadyExists(self.request_id)), time.monotonic())
 
     def send_away(self) -> None:
-        """As supersede(): the later session will be at another router. Ignored when the client cannot re-attach."""
+        """End this session for one at another router; no-op if the client cannot re-attach."""
         if self.accepted.secret:
             self.handle(Superseded(SentAway()), time.monotonic())
-
-    def release(self) -> None:
-        """Ends the timers and the attempt; the client's RPC is over."""
-        self.fail(Unavailable("the request was released"))
 
     async def wait_for_output(self, *, or_begun: bool = False) -> None:
         """Return when there is output that the client does not read at the decode instance, or the request has ended.

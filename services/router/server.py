@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -17,46 +17,36 @@ from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.errors import InternalError, KaveriError, ModelNotFound, NoCapacity, SlowReader, Unavailable
 from kaveri.feeds.expiring import ExpiringMap
 from kaveri.policy.byte_budget import ByteBudget
-from kaveri.policy.placement import max_model_len
+from kaveri.policy.placement import max_model_len, missing_phases
 from kaveri.policy.rate_limit import RateLimit
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import OpenSpan, begin_span, error_in_span, is_tracing, traceparent_of
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, inference_pb2_grpc
-from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, check_request_id
-from kaveri.wire.messages import id_drawn_from, params_from_proto, params_to_proto
+from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES
+from kaveri.wire.messages import id_drawn_from, params_to_proto
 from kaveri.wire.status import abort, status_of
 from services.router import metrics
-from services.router.accepted_request import NOTHING_RECEIVED, AcceptedRequest
+from services.router.accepted_request import NOTHING_RECEIVED, AcceptedRequest, OwnerHint
 from services.router.claims import RequestClaims
 from services.router.config import RouterConfig
-from services.router.intake import (
-    Conversation,
-    Intake,
-    OfferedReceived,
-    OfferedRequest,
-    Prompt,
-    check_sessions,
-    is_ready,
-)
-from services.router.owner_hints import hint_from_bytes, hint_from_proto
+from services.router.intake import Intake, prompt_of
 from services.router.peers import RouterPeers
-from services.router.recent_requests import RecentRequests
-from services.router.recent_workload import RecentWorkload
+from services.router.recent_requests import RecentRequests, RecentWorkload
 from services.router.relay import ServicerContext, write_answer, write_cancelled
+from services.router.request_account import RequestAccount
 from services.router.request_placer import RequestPlacer
 from services.router.request_table import RETRY_AFTER_S, RequestTable
-from services.router.request_trace import RequestTrace
 from services.router.requests import Interrupted, RequestEntry, SentAway
 
 _GONE_WITHIN_S = 1.0
-"""So long a call may live on after its client has gone, without its request."""
+"""How long to wait for gRPC to cancel a call whose client has disconnected."""
 _CANCELLED_REMEMBERED_S = 60.0
-"""Longer than any client waits before it re-attaches."""
+"""How long a Cancel between two sessions is remembered; longer than clients take to re-attach."""
 
 
 class RouterParts(Protocol):
-    """The parts of a router that serve a request."""
+    """Parts of a router that serve a request."""
 
     config: RouterConfig
     store: ClusterStore
@@ -78,20 +68,19 @@ class RouterParts(Protocol):
 
 @dataclass(slots=True)
 class GenerateProgress:
-    """How far one Generate has come."""
+    """Progress of one Generate call."""
 
     request_id: str
     key_name: str = ""
-    """Of the client's API key. Empty: it did not come through the public port."""
-    accepted: AcceptedRequest | None = None
-    """None until its input was checked."""
+    """Name of the client's API key; empty: it did not come through the public port."""
     entry: RequestEntry | None = None
+    """Set once its input was checked."""
     span: OpenSpan | None = None
-    """Of the whole call. None: it is not traced."""
+    """Span of the call; None: it is not traced."""
 
     @property
     def tokens(self) -> int:
-        """Of the prompt, and those that were generated since the call began."""
+        """Number of tokens of the prompt, and of those generated in this call."""
         if self.entry is None:
             return 0
         accepted = self.entry.accepted
@@ -99,7 +88,7 @@ class GenerateProgress:
         return len(accepted.prompt_token_ids) + generated
 
     def span_attributes(self) -> dict[str, object]:
-        """What its span says at its end."""
+        """Attributes of the span at its end."""
         if self.entry is None:
             return {}
         accepted, finish = self.entry.accepted, self.entry.finish
@@ -107,12 +96,12 @@ class GenerateProgress:
             "session": accepted.session,
             "prompt_tokens": len(accepted.prompt_token_ids),
             "completion_tokens": len(self.entry.answer.token_ids),
-            "attempts": self.entry.timing.attempts,
+            "attempts": self.entry.account.timing.attempts,
             "finish_reason": finish.value if finish is not None else None,
         }
 
     def log_fields(self) -> dict[str, object]:
-        # The id is the caller's, and may be of any length as long as it is not checked.
+        # An unchecked id may have any length.
         return {
             "request_id": self.request_id[:MAX_REQUEST_ID_BYTES],
             "attempt": self.entry.attempt_number if self.entry is not None else 0,
@@ -121,7 +110,7 @@ class GenerateProgress:
 
 @contextlib.contextmanager
 def _traced(progress: GenerateProgress, context: ServicerContext, arrived_s: float) -> Iterator[None]:
-    """Within it the call is traced, if calls are and the sampler takes it."""
+    """Trace the call while the context is open, if tracing is on and the sampler takes it."""
     if not is_tracing():
         yield
         return
@@ -141,18 +130,18 @@ def _traced(progress: GenerateProgress, context: ServicerContext, arrived_s: flo
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """The clients' service of one router."""
+    """InferenceService of a router."""
 
     def __init__(self, router: RouterParts) -> None:
         self._router = router
         self._unread_count = 0
-        """Calls whose client has not read yet that it was too slow. gRPC ends them when it does, or goes."""
+        """Calls whose client has not read its SlowReader error. gRPC ends them when it reads or disconnects."""
         config = router.config
         self._reattaches = RateLimit(config.max_reattaches_per_s, config.max_requests, time.monotonic())
         self._cancelled: ExpiringMap[tuple[str, str], bool] = ExpiringMap(_CANCELLED_REMEMBERED_S)
-        """Requests cancelled between two sessions, by (request id, hash of the secret)."""
+        """Requests cancelled between two sessions: (request id, hash of the secret)."""
 
-    # A coroutine that writes, not a generator: cancellation then always arrives inside it, so its clean-up always runs.
+    # A coroutine that writes, not a generator: cancellation always arrives inside it, so its cleanup always runs.
     async def Generate(  # type: ignore[override]  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: ServicerContext
     ) -> None:
@@ -161,7 +150,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def generate(
         self, request: inference_pb2.GenerateRequest, progress: GenerateProgress, context: ServicerContext
     ) -> None:
-        """Answers the request. progress: has its id; the rest is filled in."""
+        """Answer a request. progress: has its id; the rest is filled in."""
         arrived_s = time.monotonic()
         try:
             with self._noted(progress), _traced(progress, context, arrived_s), self._held(request, progress.key_name):
@@ -211,7 +200,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     @contextlib.contextmanager
     def _noted(self, progress: GenerateProgress) -> Iterator[None]:
-        """What becomes of the request within is remembered, once its input was checked."""
+        """Record the outcome of a validated request at the end of the context."""
         outcome = "its client has gone"
         try:
             yield
@@ -221,19 +210,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             outcome = str(error) or repr(error)
             raise
         finally:
-            if progress.entry is not None:
-                self._router.recent.add(progress.entry, outcome)
-                self._note_end(progress.entry)
-
-    def _note_end(self, entry: RequestEntry) -> None:
-        """For the workload. A session that is left to a later one is not the end of its request."""
-        if not entry.is_superseded:
-            is_whole = entry.finish in (FinishReason.STOP, FinishReason.LENGTH)
-            lengths = len(entry.accepted.prompt_token_ids), len(entry.answer.token_ids)
-            self._router.workload.note_end(time.monotonic(), *lengths, is_whole)
+            if (entry := progress.entry) is not None:
+                self._router.recent.add(entry, outcome)
+                # Otherwise a later session goes on.
+                if not entry.is_superseded:
+                    is_whole = entry.finish in (FinishReason.STOP, FinishReason.LENGTH)
+                    lengths = len(entry.accepted.prompt_token_ids), len(entry.answer.token_ids)
+                    self._router.workload.note_end(time.monotonic(), *lengths, is_whole)
 
     async def abort_unread(self, context: ServicerContext, error: SlowReader) -> None:
-        """Ends the call of a client that did not read. gRPC waits for it; such calls are counted, and bounded."""
+        """End the call of a client that did not read. gRPC waits for it, so such calls are counted and limited."""
         self._unread_count += 1
         metrics.UNREAD.inc()
         try:
@@ -249,11 +235,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         slot = router.table.slot_of(request_id)
         found = slot is not None
         if slot is not None:
-            slot.cancel()
+            slot.stop(FinishReason.CANCELLED)
         else:
             claim = await router.store.find_request(request_id)
             if claim is not None:
-                # It may be between two sessions, and come here.
+                # Between two sessions: the next one may come here.
                 self._cancelled.put((request_id, claim.secret_hash), True, time.monotonic())
             if not request.forwarded:
                 found, without_it = await router.peers.cancel(request_id)
@@ -279,10 +265,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.TokenizeResponse:
         try:
             self._router.intake.check_model(request.model)
-            text = request.text if request.WhichOneof("prompt") == "text" else None
-            prompt = Conversation(request.messages.messages) if request.HasField("messages") else text
             with self._held(request, key_name):
-                token_ids, limit = await self._router.intake.tokenize(prompt, self.until_s(context))
+                token_ids, limit = await self._router.intake.tokenize(prompt_of(request), self.until_s(context))
         except KaveriError as error:
             await abort(context, error)
         return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=limit)
@@ -299,7 +283,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.DetokenizeResponse(text=text)
 
     def until_s(self, context: ServicerContext) -> float:
-        """The deadline of a call, on the monotonic clock."""
+        """Deadline of a call as a time.monotonic()."""
         remaining_s = context.time_remaining()
         limit_s = self._router.config.default_timeout_s
         return time.monotonic() + (limit_s if remaining_s is None else min(remaining_s, limit_s))
@@ -309,10 +293,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.BeatResponse:
         return inference_pb2.BeatResponse()
 
-    def _addresses(self, public: bool) -> list[str]:
-        """Of the routers that clients may re-attach through."""
-        return self._router.peers.addresses(includes_own=not self._router.draining, public=public)
-
     def _model(self) -> inference_pb2.Model:
         router = self._router
         view = router.store.view()
@@ -321,7 +301,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             max_model_len=max_model_len(view, router.config.model_name),
             vocab_size=router.tokenizer.vocab_size,
             has_chat_template=router.tokenizer.has_chat_template,
-            ready=is_ready(view, router.config.model_name) and not router.draining,
+            ready=not missing_phases(view, router.config.model_name) and not router.draining,
             default_params=params_to_proto(router.default_params),
         )
 
@@ -332,116 +312,113 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         context: ServicerContext,
         arrived_s: float,
     ) -> None:
+        """Take a request through its stages: admit, reserve a slot, tokenize, claim the id, place and relay."""
         router, request_id = self._router, progress.request_id
-        # The last router takes back what another one has just sent away.
-        if router.draining and not (request.session and not router.peers.addresses(includes_own=False)):
-            raise Unavailable("this router is draining", retry_after_s=0.0)
-        if self._unread_count >= router.config.max_requests:
-            raise NoCapacity(
-                "router", RETRY_AFTER_S, f"{self._unread_count} clients do not read the end of their answers"
-            )
-        offered = self._offered(request, progress, context, arrived_s)
+        params = self._admit(request, request_id)
+        remaining_s = context.time_remaining()
+        timeout_s = router.config.default_timeout_s if remaining_s is None else remaining_s
+        is_public = bool(progress.key_name)
+        accept = partial(
+            router.intake.accept, request, request_id, params, arrived_s, arrived_s + timeout_s, is_public=is_public
+        )
         task = asyncio.current_task()
         assert task is not None
         former = router.table.slot_of(request_id)
         was_accepted = former is not None and former.entry is not None
-        slot = router.table.reserve(request_id, offered.session, offered.secret, task)
-        claim = router.claims.claim_of(request_id, offered.session, offered.secret)
-        if offered.session and self._cancelled.get((request_id, claim.secret_hash), arrived_s):
+        slot = router.table.reserve(request_id, request.session, request.secret, task)
+        claim = router.claims.claim_of(request_id, request.session, request.secret)
+        if request.session and self._cancelled.get((request_id, claim.secret_hash), arrived_s):
             # Takes effect at the first await below.
-            slot.cancel()
+            slot.stop(FinishReason.CANCELLED)
         metrics.IN_FLIGHT.inc()
+        accepted: AcceptedRequest | None = None
         try:
-            accepted = progress.accepted = await router.intake.accept(offered)
+            accepted = await accept()
             tokenized_s = time.monotonic()
-            if not request.request_id or _is_drawn(offered):
-                router.claims.open_later(claim, offered.timeout_s, slot.supersede)
-            elif stored := await router.claims.open(claim, offered.timeout_s):
-                accepted = replace(accepted, received=replace(accepted.received, owner=hint_from_bytes(stored)))
+            is_drawn = not request.session and bool(request.secret) and request_id == id_drawn_from(request.secret)
+            if is_drawn or not request.request_id:
+                # No other client can use the id.
+                router.claims.open_later(claim, timeout_s, slot.supersede)
+            elif stored := await router.claims.open(claim, timeout_s):
+                accepted = replace(accepted, received=replace(accepted.received, owner=OwnerHint.from_bytes(stored)))
             answer = await router.intake.begin_answer(accepted)
-            entry = progress.entry = RequestEntry(
-                accepted, answer, router.placer.act, partial(router.claims.note, claim)
-            )
             if progress.span is not None:
                 progress.span.write("tokenize", arrived_s, tokenized_s, tokens=len(accepted.prompt_token_ids))
-                entry.trace = RequestTrace(progress.span, tokenized_s)
+            account = RequestAccount(request_id, request.session, tokenized_s, progress.span)
+            entry = progress.entry = RequestEntry(
+                accepted, answer, account, router.placer.act, partial(router.claims.note, claim)
+            )
             router.table.enter(slot, entry)
             # A later session that no router knows of is the first to be accepted: routers before failed or refused.
             if accepted.received == NOTHING_RECEIVED and not was_accepted:
                 router.workload.note_arrival(arrived_s)
-            await self._answer(entry, request, context, public=bool(progress.key_name))
+            await self._answer(entry, context, names_tokens=request.token_texts, is_public=is_public)
         except asyncio.CancelledError:
-            if not slot.interrupted:
+            if slot.interruption is None:
                 raise
             task.uncancel()
-            if slot.error is not None:
-                raise slot.error from None
-            await self._answer_cancelled(offered, progress.accepted, context)
+            if isinstance(slot.interruption, KaveriError):
+                raise slot.interruption from None
+            await self._answer_cancelled(request, request_id, accepted, accept, context)
         finally:
-            if progress.accepted is not None:
+            if accepted is not None:
                 # Also when the claim was refused or interrupted: only this router's own claim is closed.
                 router.claims.close(claim)
             router.table.release(slot)
             metrics.IN_FLIGHT.dec()
 
-    def _offered(
-        self,
-        request: inference_pb2.GenerateRequest,
-        progress: GenerateProgress,
-        context: ServicerContext,
-        arrived_s: float,
-    ) -> OfferedRequest:
-        """Read a request. Raises InvalidArgument, ModelNotFound, and NoCapacity for too many re-attaches."""
-        config = self._router.config
-        self._router.intake.check_model(request.model)
-        check_request_id(progress.request_id)
-        remaining_s = context.time_remaining()
-        offered = OfferedRequest(
-            model=request.model,
-            request_id=progress.request_id,
-            prompt=_prompt(request),
-            params=params_from_proto(request.params) if request.HasField("params") else SamplingParams(),
-            arrived_s=arrived_s,
-            timeout_s=config.default_timeout_s if remaining_s is None else remaining_s,
-            session=request.session,
-            secret=request.secret,
-            received=_received(request),
-            # Strangers know the public port alone.
-            direct=request.direct and not progress.key_name,
-        )
-        check_sessions(offered, is_named=bool(request.request_id))
-        if offered.session and (wait_s := self._reattaches.wait_s(time.monotonic())):
-            reason = f"more than {config.max_reattaches_per_s:g} re-attaches a second"
+    def _admit(self, request: inference_pb2.GenerateRequest, request_id: str) -> SamplingParams:
+        """Check what costs nothing. Raises Unavailable while the router drains, InvalidArgument, ModelNotFound, and
+        NoCapacity for too many re-attaches or clients that do not read."""
+        router = self._router
+        # The last router takes back what another one has just sent away.
+        if router.draining and not (request.session and not router.peers.addresses(includes_own=False)):
+            raise Unavailable("this router is draining", retry_after_s=0.0)
+        if self._unread_count >= router.config.max_requests:
+            reason = f"{self._unread_count} clients do not read the end of their answers"
+            raise NoCapacity("router", RETRY_AFTER_S, reason)
+        params = router.intake.check(request, request_id)
+        if request.session and (wait_s := self._reattaches.wait_s(time.monotonic())):
+            reason = f"more than {router.config.max_reattaches_per_s:g} re-attaches a second"
             raise NoCapacity("router", max(wait_s, RETRY_AFTER_S), reason)
-        return offered
+        return params
 
     async def _answer(
-        self, entry: RequestEntry, request: inference_pb2.GenerateRequest, context: ServicerContext, *, public: bool
+        self, entry: RequestEntry, context: ServicerContext, *, names_tokens: bool, is_public: bool
     ) -> None:
         """Place a request and write its answer."""
         router = self._router
         placing = router.placer.start(entry)
         try:
-            texts = router.tokenizer.token_piece if request.token_texts else None
-            addresses = partial(self._addresses, public)
-            await write_answer(entry, context, router.config.slow_reader_s, addresses, texts, router.placer.address_of)
+            await write_answer(
+                entry,
+                context,
+                router.config.slow_reader_s,
+                lambda: router.peers.addresses(includes_own=not router.draining, public=is_public),
+                router.tokenizer.token_piece if names_tokens else None,
+                router.placer.address_of,
+            )
         finally:
-            entry.release()
+            entry.fail(Unavailable("the request was released"))
             placing.cancel()
 
     async def _answer_cancelled(
-        self, offered: OfferedRequest, accepted: AcceptedRequest | None, context: ServicerContext
+        self,
+        request: inference_pb2.GenerateRequest,
+        request_id: str,
+        accepted: AcceptedRequest | None,
+        accept: Callable[[], Awaitable[AcceptedRequest]],
+        context: ServicerContext,
     ) -> None:
         """Write the only response of a request that was cancelled before it began here."""
-        router, request_id = self._router, offered.request_id
         prompt_tokens, token_count, text = 0, 0, ""
-        if offered.session:
-            router.placer.abandon(request_id, offered.session, offered.secret)
-            accepted = accepted or await router.intake.accept(offered)
+        if request.session:
+            self._router.placer.abandon(request_id, request.session, request.secret)
+            accepted = accepted or await accept()
             token_count = len(accepted.received.token_ids)
             prompt_tokens = len(accepted.prompt_token_ids) if token_count else 0
             # What the router before held back, such as an unfinished character, is decided now.
-            answer = await router.intake.begin_answer(accepted)
+            answer = await self._router.intake.begin_answer(accepted)
             answer.flush()
             text = answer.take().text
         await write_cancelled(request_id, prompt_tokens, token_count, text, context)
@@ -455,29 +432,3 @@ def _note_gone(progress: GenerateProgress) -> None:
 def new_request_id() -> str:
     """Return a random id for a request whose caller has given none."""
     return secrets.token_hex(16)
-
-
-def _is_drawn(offered: OfferedRequest) -> bool:
-    """Return True if the id is derived from the secret, so that no other client can use it."""
-    return not offered.session and bool(offered.secret) and offered.request_id == id_drawn_from(offered.secret)
-
-
-def _received(request: inference_pb2.GenerateRequest) -> OfferedReceived | None:
-    if not request.HasField("received"):
-        return None
-    received = request.received
-    return OfferedReceived(
-        received.token_ids, received.characters, received.max_tokens, hint_from_proto(received.owner)
-    )
-
-
-def _prompt(request: inference_pb2.GenerateRequest) -> Prompt:
-    match request.WhichOneof("prompt"):
-        case "text":
-            return request.text
-        case "token_ids":
-            return request.token_ids.ids
-        case "messages":
-            return Conversation(request.messages.messages)
-        case _:
-            return None

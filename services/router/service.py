@@ -34,15 +34,14 @@ from services.router import metrics
 from services.router.claims import RequestClaims
 from services.router.cluster_server import ClusterServicer
 from services.router.config import RouterConfig
-from services.router.departures import Departures
-from services.router.discovery import metrics_targets
 from services.router.holders import Holders
 from services.router.intake import Intake
+from services.router.metrics import metrics_targets
 from services.router.monitor import Monitor
 from services.router.peers import RouterPeers
 from services.router.public_server import PublicServicer
-from services.router.recent_requests import RecentRequests
-from services.router.recent_workload import RecentWorkload
+from services.router.recent_requests import RecentRequests, RecentWorkload
+from services.router.recovery import Departures
 from services.router.request_placer import RequestPlacer
 from services.router.request_table import RequestTable
 from services.router.server import InferenceServicer

@@ -11,7 +11,7 @@ from kaveri.domain.view import InstanceRecord
 from kaveri.errors import KaveriError, Unavailable
 from kaveri.timeouts import CONNECT_GRACE_S
 from kaveri.v1 import feed_pb2, prefill_pb2
-from services.router.lifecycle_values import Attempt, DecodeLost, InstanceLife
+from services.router.lifecycle_values import Attempt, GivenUp, InstanceLife, life_of
 from services.router.requests import RequestEntry
 
 
@@ -38,7 +38,7 @@ class Tie:
         return self.is_there and not (self.needs_attach and self.attempt.taken_over)
 
     def lose(self, error: KaveriError) -> None:
-        self.entry.handle(DecodeLost(error), time.monotonic())
+        self.entry.handle(GivenUp(self.number, self.life, error, has_ended=False), time.monotonic())
 
 
 class PromptTie:
@@ -52,7 +52,7 @@ class PromptTie:
         self.session = entry.accepted.session
         self.number = number
         self.record = record
-        self.life = InstanceLife(record.instance_id, record.incarnation)
+        self.life = life_of(record)
         self.is_there = False
         """True once the instance is known to have the request."""
         self.was_sent = True
@@ -99,7 +99,7 @@ TieKey = tuple[RequestEntry, bool]
 
 
 def key_of(tie: AnyTie) -> TieKey:
-    """Key of a tie within its subscription: a request may have one in each phase."""
+    """Key of a tie in its subscription. A request may have one per phase."""
     return tie.entry, tie.at_prefill
 
 

@@ -43,7 +43,7 @@ from services.router.server import GenerateProgress, InferenceServicer, RouterPa
 
 
 class _AnswerFailed(Exception):
-    """One answer cannot be given."""
+    """Error of one answer."""
 
     def __init__(self, error: KaveriError) -> None:
         super().__init__(error)
@@ -51,7 +51,7 @@ class _AnswerFailed(Exception):
 
 
 class _Writer:
-    """Stands in for a call's context while the router serves one of the call's answers."""
+    """Context of one of a call's answers, for the router's own service."""
 
     def __init__(
         self, context: ServicerContext, turn: asyncio.Lock, asked: VllmAsked, index: int, progress: GenerateProgress
@@ -63,14 +63,14 @@ class _Writer:
         self._messages = AnswerMessages(asked, index)
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the call's own."""
+        """Delegate everything else to the call's context."""
         return getattr(self._context, name)
 
     async def send_initial_metadata(self, metadata: Sequence[Any]) -> None:
-        """Do nothing: it is the call's, and goes with its first message."""
+        """Do nothing: the call's metadata goes with its first message."""
 
     async def write(self, response: inference_pb2.GenerateResponse) -> None:
-        """Takes a part of the router's answer."""
+        """Write a part of the router's answer."""
         part = self._messages.part(response.token_ids, response.logprobs, response.usage.prompt_tokens)
         if part is not None:
             await self._send(part)
@@ -80,11 +80,11 @@ class _Writer:
             await self._send(self._messages.complete(finish, entry.answer.stop_text if entry is not None else None))
 
     async def write_aborted(self) -> None:
-        """Ends the answer before it has begun."""
+        """Write the end of an answer that was aborted before it began."""
         await self._send(self._messages.complete(FinishReason.CANCELLED))
 
     async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Sequence[Any] = ()) -> NoReturn:
-        """Leaves the end of the call to who began it: other answers of the call may still be written."""
+        """Raise the error to the call, whose other answers may still be written."""
         trailing = aio.Metadata(*trailing_metadata)
         raise _AnswerFailed(error_of(aio.AioRpcError(code, aio.Metadata(), trailing, details)))
 
@@ -102,20 +102,20 @@ class _SeveralAnswers:
 
 
 class VllmEngineServicer:
-    """The whole cluster as one engine. What this class has no method for is UNIMPLEMENTED."""
+    """VllmEngine service for the whole cluster as one engine. Missing methods are UNIMPLEMENTED."""
 
     def __init__(self, router: RouterParts, inner: InferenceServicer) -> None:
-        """inner: serves the requests."""
+        """inner: the router's own service, which serves the requests."""
         self._router = router
         self._inner = inner
         self._several: dict[str, _SeveralAnswers] = {}
-        """By request id."""
+        """Calls for several answers, by request id."""
         self._started_s = time.monotonic()
         self._files: ModelFiles | None = None
         self._reading = asyncio.Lock()
 
     def register(self, server: aio.Server) -> None:
-        """Adds what is built of the service to a server that has not started."""
+        """Add the service to a server that has not started."""
         register(self, server)
 
     # A coroutine that writes, for the same reason as in InferenceServicer.
@@ -140,12 +140,12 @@ class VllmEngineServicer:
             await abort(context, renamed(failed.error, is_text))
 
     async def _answer_several(self, asked: VllmAsked, context: ServicerContext) -> None:
-        """Raises _AnswerFailed when one of the answers cannot be given; the others are then cancelled."""
+        """Write several answers. Raises _AnswerFailed if one of them fails; the others are cancelled."""
         asked = replace(asked, request_id=asked.request_id or new_request_id())
         several = self._several[asked.request_id] = _SeveralAnswers(asked.n)
         turn = asyncio.Lock()
         try:
-            # Once for all, and before there are as many of them.
+            # Tokenize once for all answers.
             token_ids, _ = await self._router.intake.tokenize(asked.prompt, self._inner.until_s(context))
             async with asyncio.TaskGroup() as group:
                 for index in range(asked.n):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.simulation.cluster.directed import cluster, request, story
+from tests.simulation.cluster.draw import draw_plan
 from tests.simulation.cluster.plan import Fault, FaultKind, Plan
 from tests.simulation.cluster.schedule import ScheduleResult
 
@@ -323,3 +324,9 @@ def test_a_client_is_sent_back_to_where_its_tokens_came_from_when_prefill_names_
     plan = story(cluster(decodes=2, step_s=0.02), requests, faults, seed, max_model_len=320, divergent=True)
     result = run(dataclasses.replace(plan, direct_clients=plan.clients))
     assert result.counts["outcome:length"] == 2 + 2
+
+
+def test_a_prompt_that_is_attached_while_the_stream_of_its_instance_is_opened_again_is_answered(run: Run) -> None:
+    """Its reports went over the former stream, and the next one was open without it: the request hung. Seed 6025 of the
+    simulation found it."""
+    run(draw_plan(6025))

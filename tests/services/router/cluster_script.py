@@ -16,32 +16,13 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.rpc.server import RpcServer, open_channel
 from kaveri.text.generation_config import read_sampling_defaults
 from kaveri.text.tokenizer import ModelTokenizer
-from kaveri.v1 import (
-    decode_pb2_grpc,
-    feed_pb2_grpc,
-    inference_pb2,
-    inference_pb2_grpc,
-    prefill_pb2,
-    prefill_pb2_grpc,
-)
+from kaveri.v1 import decode_pb2_grpc, feed_pb2_grpc, inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from services.router.config import RouterConfig
-from services.router.lifecycle_values import Placed
-from services.router.requests import RequestEntry
 from services.router.service import Router, router_host
-from tests.services.router.scripted_answers import (
-    MAX_MODEL_LEN,
-    MODEL,
-    ask,
-    eventually,
-)
+from tests.services.router.scripted_answers import MAX_MODEL_LEN, MODEL, ask, eventually
 from tests.services.router.scripted_decode import ScriptedDecode
 from tests.services.router.scripted_feed import ScriptedFeed
 from tests.services.router.scripted_prefill import ScriptedPrefill
-
-
-def holds_the_last_token(entry: RequestEntry) -> bool:
-    """Whether all tokens of decode have come to the router and wait there."""
-    return isinstance(entry.state, Placed) and any(getattr(held, "finish", None) for held in entry.state.held.events)
 
 
 @dataclass
@@ -144,6 +125,27 @@ class ScriptedCluster:
         """Every request that any prefill instance has got, an instance at a time."""
         return [request for prefill in self.prefills.values() for request in prefill.requests]
 
+    def pausing(self, at: int = 7) -> ScriptedDecode:
+        """decode-0, which pauses once, at this token."""
+        decode = self.decodes["decode-0"]
+        decode.pause_at = at
+        return decode
+
+    async def read_until_paused(self, call: Any) -> list[inference_pb2.GenerateResponse]:
+        """The first response of a call; returns when decode-0 pauses."""
+        responses = [await call.read()]
+        await eventually(lambda: self.decodes["decode-0"].is_paused)
+        return responses
+
+    def hold(self, step: str) -> None:
+        """Holds every prompt before this step, until let_all_go()."""
+        for prefill in self.prefills.values():
+            prefill.hold.add(step)
+
+    async def until_held(self) -> None:
+        """Returns when a prompt is held."""
+        await eventually(lambda: any(prefill.waiting_requests for prefill in self.prefills.values()))
+
     def let_all_go(self) -> None:
         """Ends every hold."""
         for prefill in self.prefills.values():
@@ -226,6 +228,10 @@ class RouterUnderTest:
     @property
     def address(self) -> str:
         return self.host.address
+
+    def ask(self, *prompt: Any, timeout_s: float = 60.0, **fields: Any) -> Any:
+        """The call of a request as ask() makes it."""
+        return self.stub.Generate(ask(*prompt, **fields), timeout=timeout_s)
 
     async def drain(self) -> None:
         """Returns when the router has ended."""

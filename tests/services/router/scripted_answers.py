@@ -6,15 +6,17 @@ every answer must be however often it was placed again.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
+import grpc
+import pytest
 from grpc import aio
 
-from kaveri.v1 import (
-    inference_pb2,
-    sampling_pb2,
-)
+from kaveri.errors import InvalidArgument
+from kaveri.v1 import inference_pb2, sampling_pb2
+from kaveri.wire.status import error_of
+from services.router.accepted_request import OwnerHint
 
 MODEL = "kaveri-tiny"
 MAX_MODEL_LEN = 8_192
@@ -33,6 +35,7 @@ def answer(prompt: tuple[int, ...], token_count: int) -> list[int]:
 
 
 PROMPT = (300, 301, 302)
+SECRET = b"s" * 16
 
 
 def ask(
@@ -42,9 +45,21 @@ def ask(
     logprobs: int | None = None,
     **fields: Any,
 ) -> inference_pb2.GenerateRequest:
-    """A greedy request."""
+    """A greedy request, with a seed if its client can re-attach."""
     params = sampling_pb2.SamplingParams(max_tokens=max_tokens, temperature=0, stop=stop, logprobs=logprobs)
+    if "secret" in fields:
+        params.seed = 1
     return inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=prompt), params=params, **fields)
+
+
+def ask_again(received: Iterable[int], owner: OwnerHint | None = None, **fields: Any) -> inference_pb2.GenerateRequest:
+    """The next session of request "one", whose client has these tokens of 20, and a hint of its owner."""
+    request = ask(**{"request_id": "one", "secret": SECRET, "session": 1} | fields)
+    request.received.token_ids.extend(received)
+    request.received.max_tokens = 20
+    if owner is not None:
+        request.received.owner.CopyFrom(owner.to_proto())
+    return request
 
 
 async def collect(call: AsyncIterator[inference_pb2.GenerateResponse]) -> list[inference_pb2.GenerateResponse]:
@@ -63,6 +78,32 @@ async def rest_of(call: Any) -> list[inference_pb2.GenerateResponse]:
     while (response := await call.read()) is not aio.EOF:
         responses.append(response)
     return responses
+
+
+async def finish(call: Any, responses: Iterable[inference_pb2.GenerateResponse] = ()) -> inference_pb2.GenerateResponse:
+    """The last response of a request of ask(), whose answer must be whole. responses: those that were read before."""
+    responses = [*responses, *await rest_of(call)]
+    assert [response.index for response in responses] == [
+        len(tokens_of(responses[:number])) for number in range(len(responses))
+    ]
+    assert tokens_of(responses) == answer(PROMPT, 20)
+    return responses[-1]
+
+
+async def refused(asking: Awaitable[object], code: grpc.StatusCode, *details: str) -> aio.AioRpcError:
+    """The error of a call that must fail with this status, and with these texts in its details."""
+    with pytest.raises(aio.AioRpcError) as caught:
+        await asking
+    assert caught.value.code() is code, caught.value.details()
+    assert all(text in (caught.value.details() or "") for text in details), caught.value.details()
+    return caught.value
+
+
+async def invalid(asking: Awaitable[object]) -> InvalidArgument:
+    """The error of a call that must be refused for one of its fields."""
+    error = error_of(await refused(asking, grpc.StatusCode.INVALID_ARGUMENT))
+    assert isinstance(error, InvalidArgument)
+    return error
 
 
 def tokens_of(responses: list[inference_pb2.GenerateResponse]) -> list[int]:

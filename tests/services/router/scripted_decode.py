@@ -7,24 +7,15 @@ from typing import Any
 
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.errors import KaveriError, RequestNotFound
-from kaveri.v1 import (
-    decode_pb2,
-    decode_pb2_grpc,
-    feed_pb2,
-    prefill_pb2,
-    sampling_pb2,
-)
+from kaveri.v1 import decode_pb2, decode_pb2_grpc, feed_pb2, prefill_pb2, sampling_pb2
 from kaveri.wire.replicas import replica_to_proto
 from kaveri.wire.status import abort
-from tests.services.router.scripted_answers import (
-    VOCAB_FLOOR,
-    logprobs_at,
-    token_at,
-)
+from tests.services.router.scripted_answers import VOCAB_FLOOR, logprobs_at, token_at
 
 BEAT_S = 0.05
 BLOCK_TOKENS = 4
 """Of scripted copies."""
+ATTACHED_TOKENS = 20
 
 
 @dataclass
@@ -87,8 +78,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.reserved: dict[tuple[str, int], int] = {}
         """max_tokens of the requests that prefill has placed here and that have not begun, by id and attempt."""
         self.attachable: set[str] = set()
-        """Requests of earlier sessions that run here, with answers of `attached_tokens`."""
-        self.attached_tokens = 20
+        """Requests of earlier sessions that run here, with answers of ATTACHED_TOKENS."""
         self.attached: list[feed_pb2.AttachRequest] = []
         self.refusal: KaveriError | None = None
         """Of every Resume."""
@@ -114,16 +104,23 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         """Begins to generate after the token that prefill drew, unless its router has aborted it."""
         if (request.request_id, request.attempt) in self.aborted:
             return
-        prompt_length = len(request.token_ids) - request.generated_count
         self.reserved.pop((request.request_id, request.attempt), None)
+        self._run(request, request.generated_count + 1, request.params)
+
+    def _run(
+        self,
+        request: prefill_pb2.SubmitRequest | feed_pb2.AttachRequest | decode_pb2.ResumeRequest,
+        next_index: int,
+        params: sampling_pb2.SamplingParams,
+    ) -> None:
         self.running[request.request_id] = ScriptedRequest(
             request.request_id,
             request.router_id,
             request.attempt,
-            tuple(request.token_ids[:prompt_length]),
-            request.generated_count + 1,
-            request.params.max_tokens,
-            request.params.logprobs if request.params.HasField("logprobs") else None,
+            tuple(request.token_ids[: len(request.token_ids) - request.generated_count]),
+            next_index,
+            params.max_tokens,
+            params.logprobs if params.HasField("logprobs") else None,
             request.session,
         )
         self._wake.set()
@@ -149,20 +146,9 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         if request.request_id not in self.attachable:
             raise RequestNotFound(request.request_id)
         self.attached.append(request)
-        prompt = tuple(request.token_ids[: len(request.token_ids) - request.generated_count])
-        self.running[request.request_id] = ScriptedRequest(
-            request.request_id,
-            request.router_id,
-            request.attempt,
-            prompt,
-            request.generated_count,
-            self.attached_tokens,
-            None,
-            request.session,
-        )
-        self._wake.set()
+        self._run(request, request.generated_count, sampling_pb2.SamplingParams(max_tokens=ATTACHED_TOKENS))
         await self.may_answer.wait()
-        return self._attached(self.attached_tokens)
+        return self._attached(ATTACHED_TOKENS)
 
     def _attached(self, max_tokens: int) -> feed_pb2.AttachResponse:
         attached = feed_pb2.Attached(max_tokens=max_tokens, first_index=0)
@@ -177,18 +163,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.copies.discard(request.request_id)
         if not self.draws_before_its_answer:
             await self.may_answer.wait()
-        prompt_length = len(request.token_ids) - request.generated_count
-        self.running[request.request_id] = ScriptedRequest(
-            request.request_id,
-            request.router_id,
-            request.attempt,
-            tuple(request.token_ids[:prompt_length]),
-            request.generated_count,
-            request.params.max_tokens,
-            request.params.logprobs if request.params.HasField("logprobs") else None,
-            request.session,
-        )
-        self._wake.set()
+        self._run(request, request.generated_count, request.params)
         await self.may_answer.wait()
         held_tokens = (len(request.token_ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         return decode_pb2.ResumeResponse(incarnation=self.incarnation, held_tokens=held_tokens)

@@ -12,11 +12,7 @@ from kaveri.errors import KaveriError, RequestNotFound, Unavailable
 from kaveri.v1 import decode_pb2, feed_pb2, prefill_pb2, prefill_pb2_grpc, sampling_pb2
 from kaveri.wire.attempts import attached_to_proto
 from kaveri.wire.status import abort, error_to_bytes
-from tests.services.router.scripted_answers import (
-    logprobs_at,
-    prompt_logprobs_at,
-    token_at,
-)
+from tests.services.router.scripted_answers import logprobs_at, prompt_logprobs_at, token_at
 from tests.services.router.scripted_decode import BEAT_S, ScriptedDecode
 
 PROMPT_PART = 3
@@ -35,17 +31,12 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         self.instance_id = instance_id
         self.requests: list[prefill_pb2.SubmitRequest] = []
         self.incarnation = 0
-        self.cancelled: list[str] = []
         self.refusals: list[KaveriError] = []
         """Errors for the next requests, one each."""
         self.hold: set[str] = set()
         """Steps before which every request waits for `release`: started, placed, prompt_logprobs, first_token,
         handed_over."""
         self.release = asyncio.Event()
-        self.decode_first = False
-        """Let decode begin before the first token is reported."""
-        self.decode_has_begun = False
-        """The test has let decode begin."""
         self.break_after_hold = False
         """Fail every request that was held, once it is released."""
         self.open_requests = 0
@@ -61,8 +52,6 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         """Heartbeats say that it takes so many requests, those included that a hold stops. None: they say nothing."""
         self.break_before = ""
         """The step before which every request fails with UNAVAILABLE."""
-        self.placed_life: int | None = None
-        """The incarnation that every placement names; None: the decode instance's own."""
         self.lost_questions = 0
         """So many of the next calls that ask it to give requests back are lost."""
         self.handed_over_to: ScriptedDecode | None = None
@@ -191,12 +180,9 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
                 vain = self.placed_in_vain
                 yield prefill_pb2.PrefillReport(placed=_placed(vain, self._life_of(vain)))
             await self._before("placed")
-            life = decode.incarnation if self.placed_life is None else self.placed_life
             if not decode.running.get(request.request_id):
                 decode.reserved[request.request_id, request.attempt] = request.params.max_tokens
-            yield prefill_pb2.PrefillReport(placed=_placed(decode.instance_id, life))
-            if self.decode_first and not finish:
-                decode.start(request)
+            yield prefill_pb2.PrefillReport(placed=_placed(decode.instance_id, decode.incarnation))
             if (
                 request.params.HasField("prompt_logprobs")
                 and not request.generated_count
@@ -216,13 +202,11 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
             yield prefill_pb2.PrefillReport(first_token=first)
             if finish:
                 return
-            if not self.decode_first and not self.decode_has_begun:
-                decode.start(request)
+            decode.start(request)
             await self._before("handed_over")
             handed_over = prefill_pb2.PrefillHandedOver(kv_bytes=4096, kv_transfer_s=0.0625, kv_transport="tcp")
             yield prefill_pb2.PrefillReport(handed_over=handed_over)
         except asyncio.CancelledError:
-            self.cancelled.append(request.request_id)
             decode.abandon(request)
             raise
         finally:

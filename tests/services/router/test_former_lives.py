@@ -14,9 +14,7 @@ from kaveri.v1 import inference_pb2
 from services.router.claims import RequestClaims
 from services.router.lifecycle_values import InstanceLife
 from tests.services.router.cluster_script import ScriptedCluster
-from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, tokens_of
-
-SECRET = b"s" * 16
+from tests.services.router.scripted_answers import PROMPT, SECRET, answer, collect, eventually, tokens_of
 
 
 async def test_another_life_that_answers_at_the_address_is_not_followed_and_owns_nothing(
@@ -56,7 +54,7 @@ async def test_an_instance_that_starts_again_at_its_address_is_followed_in_its_n
         decode.incarnation += 1
         instance.heartbeat._record = replace(instance.record, incarnation=decode.incarnation)
         await eventually(lambda: feeds.is_connected(InstanceLife("decode-0", decode.incarnation)))
-        responses = await collect(router.stub.Generate(ask(), timeout=60))
+        responses = await collect(router.ask())
     assert (tokens_of(responses), responses[-1].timing.attempts) == (answer(PROMPT, 20), 1)
 
 

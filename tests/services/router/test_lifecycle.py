@@ -20,10 +20,7 @@ from services.router.lifecycle_values import (
     Append,
     Attempt,
     AwaitReport,
-    Cancelled,
-    CannotAnswer,
     CompleteAnswer,
-    DecodeLost,
     DecodeNamed,
     Decoding,
     Disown,
@@ -33,7 +30,6 @@ from services.router.lifecycle_values import (
     FirstTokenReported,
     Follow,
     GivenUp,
-    GraceOver,
     HandOverReported,
     InstanceLife,
     LeaveAttempt,
@@ -45,16 +41,15 @@ from services.router.lifecycle_values import (
     PrefillLeg,
     ReplicaForgone,
     ReplicaNamed,
-    ResumeAccepted,
+    ResumeAnswered,
     ResumeAsked,
-    ResumeRefused,
     Resuming,
     SeekingOwner,
     Sent,
     Sought,
     State,
+    Stopped,
     Superseded,
-    TextStopped,
     Tokens,
     TookOver,
     Unfollow,
@@ -65,6 +60,7 @@ PREFILL = InstanceLife("prefill-0", 1)
 ONE, OTHER = InstanceLife("decode-0", 11), InstanceLife("decode-1", 12)
 ATTEMPT = Attempt(1, PREFILL, 0, 20)
 GONE = Unavailable("gone")
+ONE_GONE = GivenUp(1, ONE, GONE, has_ended=False)
 
 
 def run(*events: Event, state: State | None = None) -> tuple[State, list[Action]]:
@@ -115,12 +111,6 @@ def test_tokens_that_overtake_a_second_placement_are_taken_and_those_of_the_plac
     assert state == Decoding(ATTEMPT, 4, OTHER, PrefillLeg.WORKING)
 
 
-def test_tokens_that_wait_for_the_first_token_are_dropped_when_the_attempt_moves() -> None:
-    state, actions = run(DecodeNamed(ONE), tokens(ONE, 1, 8), DecodeNamed(OTHER), FIRST, tokens(OTHER, 1, 80))
-    assert appended(actions) == [7, 80]
-    assert isinstance(state, Decoding)
-
-
 def test_what_a_former_instance_gives_up_is_nothing_to_an_attempt_that_has_moved() -> None:
     state, actions = run(
         DecodeNamed(ONE), DecodeNamed(OTHER), FIRST, tokens(ONE, 1, 80), GivenUp(1, ONE, GONE), tokens(OTHER, 1, 8)
@@ -142,13 +132,6 @@ def test_an_end_that_overtakes_its_placement_is_taken_with_the_placement() -> No
     assert isinstance(state, Lost)
     assert state.next_index == 2
     assert not any(isinstance(action, Abort | Follow) for action in actions), "decode has ended it by itself"
-
-
-def test_tokens_of_another_life_of_the_named_instance_are_not_taken() -> None:
-    former = ONE._replace(incarnation=10)
-    state, actions = run(tokens(former, 1, 80), DecodeNamed(ONE), FIRST, tokens(ONE, 1, 8))
-    assert appended(actions) == [7, 8]
-    assert isinstance(state, Decoding)
 
 
 def test_tokens_that_another_instance_draws_for_the_same_attempt_are_dropped_while_decode_draws() -> None:
@@ -181,7 +164,7 @@ def test_no_more_tokens_are_held_than_the_answer_may_have() -> None:
 
 def test_who_has_announced_a_request_is_told_when_it_ends_before_its_placement_is_known() -> None:
     announced = tokens(ONE, 0)
-    _, actions = run(announced, Cancelled())
+    _, actions = run(announced, Stopped(FinishReason.CANCELLED))
     assert actions == [CompleteAnswer(), LeaveAttempt(), Disown(1, ONE)]
     state, _ = run(announced, DecodeNamed(ONE), FIRST, tokens(ONE, 1, 8))
     assert isinstance(state, Decoding)
@@ -195,7 +178,7 @@ LAST = Attempt(1, PREFILL, 0, 3)
 @pytest.mark.parametrize(
     ("loss", "actions"),
     [
-        (DecodeLost(GONE), [CompleteAnswer(), LeaveAttempt(), Abort(1, ONE)]),
+        (ONE_GONE, [CompleteAnswer(), LeaveAttempt(), Abort(1, ONE)]),
         (GivenUp(1, ONE, GONE), [CompleteAnswer(), LeaveAttempt()]),
         (GivenUp(1, ONE, EngineError("raised")), [CompleteAnswer(), LeaveAttempt()]),
         (DecodeNamed(OTHER), [CompleteAnswer(), LeaveAttempt(), Abort(1, ONE)]),
@@ -230,7 +213,8 @@ def test_a_gap_between_the_first_token_and_those_of_decode_loses_the_attempt() -
 
 def test_tokens_of_a_former_attempt_are_disowned_unless_they_are_the_last() -> None:
     second = replace(ATTEMPT, number=2)
-    for state in (Prefilling(second, 0), Lost(second, 0, GONE, Setback.LOST, None, PrefillLeg.WORKING)):
+    lost = Lost(second, 0, GONE, Setback.LOST, None, PrefillLeg.WORKING)
+    for state in (Prefilling(second, 0), lost, Decoding(second, 2, ONE, PrefillLeg.COMPLETE)):
         after, actions = run(tokens(ONE, 1, 8), state=state)
         assert (after, actions) == (state, [Disown(1, ONE)])
         assert run(tokens(ONE, 1, 8, finish=FinishReason.LENGTH), state=state) == (state, [])
@@ -240,7 +224,7 @@ def test_an_answer_whose_hand_over_is_not_reported_waits_for_the_report() -> Non
     state, actions = run(DecodeNamed(ONE), FIRST, tokens(ONE, 1, 8, finish=FinishReason.LENGTH))
     assert isinstance(state, Finishing)
     assert actions[-2:] == [Unfollow(), AwaitReport(100.0 + HAND_OVER_GRACE_S)]
-    for last in (PrefillEnded(), PrefillEnded(GONE), GraceOver(), Cancelled(), CannotAnswer(GONE)):
+    for last in (PrefillEnded(), PrefillEnded(GONE), Stopped(FinishReason.CANCELLED), Stopped(GONE)):
         ended, actions = run(HandOverReported(), last, state=state)
         assert ended == Ended(FinishReason.LENGTH, ATTEMPT)
         assert not any(isinstance(action, Abort) for action in actions)
@@ -288,10 +272,10 @@ def test_prefill_may_die_once_the_answer_has_a_token_of_decode_and_not_before() 
     assert isinstance(run(DecodeNamed(ONE), tokens(ONE, 1, 8), dies)[0], Lost), "its token is missing"
     state, _ = run(DecodeNamed(ONE), FIRST, tokens(ONE, 1, 8), dies)
     assert state == Decoding(ATTEMPT, 2, ONE, PrefillLeg.BROKEN)
-    lost, _ = run(DecodeLost(GONE), state=state)
+    lost, _ = run(ONE_GONE, state=state)
     assert isinstance(lost, Lost)
     assert lost.is_prefills_fault
-    lost, _ = run(DecodeNamed(ONE), FIRST, HandOverReported(), PrefillEnded(), DecodeLost(GONE))
+    lost, _ = run(DecodeNamed(ONE), FIRST, HandOverReported(), PrefillEnded(), ONE_GONE)
     assert isinstance(lost, Lost)
     assert not lost.is_prefills_fault
 
@@ -307,7 +291,7 @@ def test_an_instance_of_both_phases_is_followed_from_the_start() -> None:
     both = replace(ATTEMPT, prefill=ONE)
     state, actions = run(Sent(both, ONE), state=Unplaced())
     assert (state, actions) == (Placed(both, 0, ONE), [Follow(1, ONE, is_there=False)])
-    lost, _ = run(FIRST, HandOverReported(), DecodeLost(GONE), state=state)
+    lost, _ = run(FIRST, HandOverReported(), ONE_GONE, state=state)
     assert isinstance(lost, Lost)
     assert lost.is_prefills_fault
 
@@ -316,15 +300,12 @@ def test_an_instance_of_both_phases_is_followed_from_the_start() -> None:
     ("state", "event"),
     [
         (Unplaced(), DecodeNamed(ONE)),
-        (Unplaced(), GraceOver()),
+        (Unplaced(), PrefillEnded()),
         (Unplaced(), TookOver(ATTEMPT)),
         (Prefilling(ATTEMPT, 0), Sought(ATTEMPT)),
         (Prefilling(ATTEMPT, 0), NotFound()),
         (Prefilling(ATTEMPT, 0), Sent(ATTEMPT)),
-        (Prefilling(ATTEMPT, 0), DecodeLost(GONE)),
-        (Prefilling(ATTEMPT, 0), GraceOver()),
         (Ended(FinishReason.LENGTH, ATTEMPT), FIRST),
-        (Ended(FinishReason.LENGTH, ATTEMPT), TextStopped()),
     ],
 )
 def test_an_impossible_pair_is_an_assertion_that_names_both(state: State, event: Event) -> None:
@@ -509,12 +490,12 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.awaits_holder)
     @rule()
     def resumed(self) -> None:
-        self.take(ResumeAccepted())
+        self.take(ResumeAnswered())
 
     @precondition(lambda self: self.awaits_holder)
     @rule(may_have_begun=st.booleans())
     def resume_refused(self, may_have_begun: bool) -> None:
-        self.take(ResumeRefused(GONE, may_have_begun))
+        self.take(ResumeAnswered(GONE, may_have_begun))
 
     @precondition(lambda self: isinstance(self.state, Lost))
     @rule()
@@ -524,22 +505,18 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.followed is not None)
     @rule()
     def place_lost(self) -> None:
-        self.take(DecodeLost(GONE))
+        assert self.followed is not None
+        self.take(GivenUp(self.number, self.followed, GONE, has_ended=False))
 
     @precondition(
         lambda self: isinstance(self.state, SeekingOwner | Prefilling | Placed | Decoding | Lost) and self.answer
     )
     @rule()
     def text_stopped(self) -> None:
-        self.take(TextStopped())
-
-    @precondition(lambda self: isinstance(self.state, Finishing))
-    @rule()
-    def grace_over(self) -> None:
-        self.take(GraceOver())
+        self.take(Stopped(FinishReason.STOP))
 
     @precondition(lambda self: self.number > 2)
-    @rule(event=st.sampled_from([Cancelled(), CannotAnswer(GONE)]))
+    @rule(event=st.sampled_from([Stopped(FinishReason.CANCELLED), Stopped(GONE)]))
     def ends_early(self, event: Event) -> None:
         self.take(event)
 
@@ -559,7 +536,7 @@ class AnyOrder(RuleBasedStateMachine):
             case Prefilling() | Finishing():
                 return True
             case Placed(_, _, _, leg) | Decoding(_, _, _, leg):
-                return leg.is_open
+                return leg in (PrefillLeg.WORKING, PrefillLeg.HANDED_OVER)
             case _:
                 return False
 

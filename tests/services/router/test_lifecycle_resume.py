@@ -13,10 +13,7 @@ from services.router.lifecycle_values import (
     Action,
     Append,
     Attempt,
-    Cancelled,
-    CannotAnswer,
     CompleteAnswer,
-    DecodeLost,
     DecodeNamed,
     Decoding,
     Disown,
@@ -34,15 +31,14 @@ from services.router.lifecycle_values import (
     PrefillLeg,
     ReplicaForgone,
     ReplicaNamed,
-    ResumeAccepted,
+    ResumeAnswered,
     ResumeAsked,
-    ResumeRefused,
     Resuming,
     SeekingOwner,
     Sent,
     State,
+    Stopped,
     Superseded,
-    TextStopped,
     Tokens,
     TookOver,
     Unplaced,
@@ -55,6 +51,7 @@ GONE = Unavailable("gone")
 REPLICA = ReplicaLocation(*HOLDER, 32)
 OWNED = Decoding(FIRST, 3, OWNER, PrefillLeg.COMPLETE, REPLICA)
 ASKED = ResumeAsked(SECOND, HOLDER)
+OWNER_GONE, HOLDER_GONE = GivenUp(1, OWNER, GONE, has_ended=False), GivenUp(2, HOLDER, GONE, has_ended=False)
 END_OF_OWNER, END_OF_HOLDER = Abort(1, OWNER), Abort(2, HOLDER)
 
 
@@ -76,7 +73,7 @@ def appended(actions: list[Action]) -> list[int]:
 
 
 def lost() -> State:
-    return run(OWNED, DecodeLost(GONE))[0]
+    return run(OWNED, OWNER_GONE)[0]
 
 
 def resuming() -> State:
@@ -90,12 +87,12 @@ def drawn(
 
 
 def test_a_lost_request_with_a_replica_is_resumed_by_its_holder_without_prefill() -> None:
-    state, actions = run(OWNED, DecodeLost(GONE))
+    state, actions = run(OWNED, OWNER_GONE)
     assert state == Lost(FIRST, 3, GONE, Setback.LOST, OWNER, PrefillLeg.COMPLETE, REPLICA, (END_OF_OWNER,))
     assert actions == [LeaveAttempt()], "the holder is asked before the former instance is aborted"
     state, actions = run(state, ASKED)
     assert (state, actions) == (Resuming(SECOND, 3, HOLDER, (END_OF_OWNER,)), [Follow(2, HOLDER, is_there=False)])
-    state, actions = run(state, ResumeAccepted())
+    state, actions = run(state, ResumeAnswered())
     assert state == Decoding(SECOND, 3, HOLDER, PrefillLeg.COMPLETE)
     assert actions == [END_OF_OWNER, Follow(2, HOLDER)]
     _, actions = run(state, drawn(2, HOLDER, 3, 8, 9, finish=FinishReason.LENGTH))
@@ -106,7 +103,7 @@ def test_tokens_of_the_holder_may_come_before_its_answer() -> None:
     state, actions = run(resuming(), drawn(2, HOLDER, 3, 8))
     assert state == Decoding(SECOND, 4, HOLDER, PrefillLeg.COMPLETE)
     assert (appended(actions), aborts(actions)) == ([8], [END_OF_OWNER])
-    for answer in (ResumeAccepted(), ResumeRefused(GONE, may_have_begun=True)):
+    for answer in (ResumeAnswered(), ResumeAnswered(GONE, may_have_begun=True)):
         assert run(state, answer) == (state, [Follow(2, HOLDER)]), "it draws, whatever has happened to its answer"
 
 
@@ -114,7 +111,7 @@ def test_late_tokens_of_the_former_instance_are_dropped_in_every_phase() -> None
     late = drawn(1, OWNER, 3, 80)
     for state in (lost(), resuming()):
         assert run(state, late, drawn(1, OWNER, 4, 81, finish=FinishReason.LENGTH)) == (state, [])
-    resumed, _ = run(resuming(), ResumeAccepted())
+    resumed, _ = run(resuming(), ResumeAnswered())
     assert run(resumed, late) == (resumed, [Disown(1, OWNER)])
 
 
@@ -146,14 +143,14 @@ def test_a_gap_behind_a_resume_loses_the_attempt_and_ends_both_instances() -> No
 def test_a_refused_resume_is_placed_again_and_costs_no_attempt(
     error: KaveriError, may_have_begun: bool, ended: list[Action]
 ) -> None:
-    state, actions = run(resuming(), ResumeRefused(error, may_have_begun))
+    state, actions = run(resuming(), ResumeAnswered(error, may_have_begun))
     assert state == Lost(SECOND, 3, error, Setback.REFUSED, HOLDER, PrefillLeg.COMPLETE)
     assert (actions[0], aborts(actions)) == (LeaveAttempt(), ended)
     assert run(state, Sent(THIRD)) == (Prefilling(THIRD, 3), [])
 
 
 def test_the_death_of_the_holder_while_it_is_asked_loses_the_attempt() -> None:
-    state, actions = run(resuming(), DecodeLost(GONE))
+    state, actions = run(resuming(), HOLDER_GONE)
     assert state == Lost(SECOND, 3, GONE, Setback.LOST, HOLDER, PrefillLeg.COMPLETE)
     assert aborts(actions) == [END_OF_OWNER, END_OF_HOLDER]
     state, actions = run(resuming(), GivenUp(2, HOLDER, GONE))
@@ -165,17 +162,21 @@ def test_the_death_of_the_holder_while_it_is_asked_loses_the_attempt() -> None:
 
 def test_a_resumed_request_may_be_resumed_again_at_its_next_holder() -> None:
     other = InstanceLife("decode-2", 13)
-    state, _ = run(resuming(), ResumeAccepted(), ReplicaNamed(2, HOLDER, ReplicaLocation(*other, 48)), DecodeLost(GONE))
+    state, _ = run(resuming(), ResumeAnswered(), ReplicaNamed(2, HOLDER, ReplicaLocation(*other, 48)), HOLDER_GONE)
     assert isinstance(state, Lost)
     assert (state.replica, state.withheld) == (ReplicaLocation(*other, 48), (END_OF_HOLDER,))
-    state, _ = run(resuming(), ResumeAccepted(), DecodeLost(GONE))
+    state, _ = run(resuming(), ResumeAnswered(), HOLDER_GONE)
     assert isinstance(state, Lost)
     assert state.replica is None, "the holder's own copy is used up"
 
 
 @pytest.mark.parametrize(
     ("event", "first"),
-    [(Cancelled(), [CompleteAnswer()]), (CannotAnswer(GONE), []), (TextStopped(), [])],
+    [
+        (Stopped(FinishReason.CANCELLED), [CompleteAnswer()]),
+        (Stopped(GONE), []),
+        (Stopped(FinishReason.STOP), [CompleteAnswer()]),
+    ],
     ids=["cancel", "error", "stop"],
 )
 def test_what_ends_a_lost_request_ends_it_at_the_former_instance(event: Event, first: list[Action]) -> None:
@@ -185,13 +186,18 @@ def test_what_ends_a_lost_request_ends_it_at_the_former_instance(event: Event, f
 
 
 @pytest.mark.parametrize(
-    ("event", "first"), [(Cancelled(), [CompleteAnswer()]), (CannotAnswer(GONE), [])], ids=["cancel", "error"]
+    ("event", "first"),
+    [(Stopped(FinishReason.CANCELLED), [CompleteAnswer()]), (Stopped(GONE), [])],
+    ids=["cancel", "error"],
 )
 def test_what_ends_a_request_while_it_is_resumed_ends_it_at_both(event: Event, first: list[Action]) -> None:
     state, actions = run(resuming(), event)
     assert isinstance(state, Ended)
     assert actions == [*first, LeaveAttempt(), END_OF_OWNER, END_OF_HOLDER]
-    assert run(state, ResumeAccepted(), ResumeRefused(GONE, may_have_begun=True), drawn(2, HOLDER, 3, 8)) == (state, [])
+    assert run(state, ResumeAnswered(), ResumeAnswered(GONE, may_have_begun=True), drawn(2, HOLDER, 3, 8)) == (
+        state,
+        [],
+    )
 
 
 def test_a_later_session_finds_the_request_where_it_is() -> None:
@@ -227,7 +233,7 @@ def test_a_replica_may_be_named_before_the_first_token_and_ends_with_the_place()
     state, _ = run(placed, ReplicaNamed(1, OWNER, REPLICA))
     assert isinstance(state, Placed)
     assert state.replica == REPLICA
-    state, _ = run(state, DecodeLost(GONE))
+    state, _ = run(state, OWNER_GONE)
     assert isinstance(state, Lost)
     assert state.replica == REPLICA
     for before in (Unplaced(), lost(), resuming()):

@@ -9,7 +9,7 @@ from kaveri.v1 import cluster_pb2
 from kaveri.v1.cluster_pb2_grpc import ClusterServiceStub
 from services.router import recent_requests
 from tests.services.router.cluster_script import ScriptedCluster
-from tests.services.router.scripted_answers import ask, collect, eventually
+from tests.services.router.scripted_answers import collect, eventually, refused
 
 _WITHIN_S = 30.0
 
@@ -25,7 +25,7 @@ async def account_of(address: str, request_id: str) -> cluster_pb2.GetRequestAcc
 
 async def test_an_ended_request_has_the_timing_that_its_client_was_given(cluster: ScriptedCluster) -> None:
     async with cluster.router() as router:
-        responses = await collect(router.stub.Generate(ask(request_id="a"), timeout=60))
+        responses = await collect(router.ask(request_id="a"))
         account = await account_of(router.address, "a")
         assert account.outcome == "length"
         assert account.timing == responses[-1].timing
@@ -38,8 +38,8 @@ async def test_lost_attempts_are_steps_with_their_reason(cluster: ScriptedCluste
         prefill.hold.add("first_token")
         prefill.break_after_hold = True
     async with cluster.router() as router:
-        call = router.stub.Generate(ask(request_id="b"), timeout=60)
-        await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
+        call = router.ask(request_id="b")
+        await cluster.until_held()
         for prefill in cluster.prefills.values():
             if not prefill.waiting_requests:
                 prefill.hold.clear()
@@ -53,10 +53,9 @@ async def test_lost_attempts_are_steps_with_their_reason(cluster: ScriptedCluste
 
 
 async def test_a_request_in_flight_is_known_and_has_no_outcome(cluster: ScriptedCluster) -> None:
-    for prefill in cluster.prefills.values():
-        prefill.hold.add("first_token")
+    cluster.hold("first_token")
     async with cluster.router() as router:
-        call = router.stub.Generate(ask(request_id="c"), timeout=60)
+        call = router.ask(request_id="c")
         await eventually(lambda: len(cluster.taken()) == 1)
         account = await account_of(router.address, "c")
         assert account.outcome == ""
@@ -72,12 +71,10 @@ async def test_only_the_last_requests_are_remembered_and_others_are_not_found(
     monkeypatch.setattr(recent_requests, "_MOST", 2)
     async with cluster.router() as router:
         for name in ("d", "e", "f"):
-            await collect(router.stub.Generate(ask(request_id=name), timeout=60))
+            await collect(router.ask(request_id=name))
         assert (await account_of(router.address, "e")).outcome == "length"
         for name in ("d", "never asked"):
-            with pytest.raises(aio.AioRpcError) as caught:
-                await account_of(router.address, name)
-            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+            await refused(account_of(router.address, name), grpc.StatusCode.NOT_FOUND)
 
 
 async def test_an_id_to_which_a_gateway_has_added_is_found_by_what_its_client_knows(cluster: ScriptedCluster) -> None:
@@ -85,7 +82,7 @@ async def test_an_id_to_which_a_gateway_has_added_is_found_by_what_its_client_kn
         long_id = "x" * 128
         names = {"http-1": "http-1-0a1b2c3d4e", "http-2": "http-2-0a1b2c3d4e-7", long_id: "x" * 96 + "-0a1b2c3d4e"}
         for made in (*names.values(), "http-1-of-a-stranger"):
-            await collect(router.stub.Generate(ask(request_id=made), timeout=60))
+            await collect(router.ask(request_id=made))
         for known, made in names.items():
             assert (await account_of(router.address, known)).steps == (await account_of(router.address, made)).steps
         for unknown in ("htt", "http", "http-1-of-a"):

@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc import aio
 
 from kaveri.domain.view import (
     BOTH_PHASES,
@@ -20,15 +19,22 @@ from kaveri.domain.view import (
     Phase,
     Role,
 )
-from kaveri.errors import InvalidArgument
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.models import resolve_model
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
-from kaveri.wire.status import error_of
 from services.router.intake import max_model_len
 from tests.services.router.cluster_script import ScriptedCluster
-from tests.services.router.scripted_answers import MAX_MODEL_LEN, MODEL, answer, ask, collect, tokens_of
+from tests.services.router.scripted_answers import (
+    MAX_MODEL_LEN,
+    MODEL,
+    answer,
+    ask,
+    collect,
+    invalid,
+    refused,
+    tokens_of,
+)
 from tests.support.scripted_ports import plain_channel
 
 
@@ -77,11 +83,7 @@ TABLE = {
 async def test_bad_input_names_the_field(cluster: ScriptedCluster, case: str) -> None:
     request, field = TABLE[case]
     async with cluster.router() as router:
-        with pytest.raises(aio.AioRpcError) as caught:
-            await collect(router.stub.Generate(request, timeout=60))
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        error = error_of(caught.value)
-        assert isinstance(error, InvalidArgument)
+        error = await invalid(collect(router.stub.Generate(request, timeout=60)))
         assert error.field == field
         assert error.limit
         assert "(" not in str(error.value), "a value as the router holds it, not as the caller gave it"
@@ -105,10 +107,7 @@ async def test_text_whose_tokens_the_model_does_not_have_costs_no_attempt(
                 (inference_pb2.GenerateRequest(text=text), "prompt.text"),
                 (with_messages(("user", text)), "prompt.messages"),
             ):
-                with pytest.raises(aio.AioRpcError) as refused:
-                    await collect(router.stub.Generate(request, timeout=60))
-                error = error_of(refused.value)
-                assert isinstance(error, InvalidArgument)
+                error = await invalid(collect(router.stub.Generate(request, timeout=60)))
                 assert error.field == field
             assert not prefill.requests
     finally:
@@ -118,18 +117,17 @@ async def test_text_whose_tokens_the_model_does_not_have_costs_no_attempt(
 
 async def test_an_unknown_model_is_not_found(cluster: ScriptedCluster) -> None:
     async with cluster.router() as router:
-        with pytest.raises(aio.AioRpcError) as caught:
-            await collect(router.stub.Generate(inference_pb2.GenerateRequest(model="other", text="hello"), timeout=60))
-        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-        assert "kaveri-tiny" in (caught.value.details() or "")
+        await refused(
+            collect(router.stub.Generate(inference_pb2.GenerateRequest(model="other", text="hello"), timeout=60)),
+            grpc.StatusCode.NOT_FOUND,
+            "kaveri-tiny",
+        )
 
 
 async def test_the_longest_request_that_fits_is_taken(cluster: ScriptedCluster) -> None:
     prompt = (300,) * (MAX_MODEL_LEN - 1)
     async with cluster.router() as router:
-        assert tokens_of(await collect(router.stub.Generate(ask(prompt, max_tokens=1), timeout=60))) == answer(
-            prompt, 1
-        )
+        assert tokens_of(await collect(router.ask(prompt, max_tokens=1))) == answer(prompt, 1)
 
 
 async def test_a_message_over_the_size_limit_disturbs_nothing_else(cluster: ScriptedCluster) -> None:
@@ -142,9 +140,10 @@ async def test_a_message_over_the_size_limit_disturbs_nothing_else(cluster: Scri
             request_serializer=inference_pb2.GenerateRequest.SerializeToString,
             response_deserializer=inference_pb2.GenerateResponse.FromString,
         )
-        with pytest.raises(aio.AioRpcError) as caught:
-            await collect(generate(inference_pb2.GenerateRequest(text="x" * 5_000_000), timeout=60))
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await refused(
+            collect(generate(inference_pb2.GenerateRequest(text="x" * 5_000_000), timeout=60)),
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+        )
         assert tokens_of(await collect(generate(ask(), timeout=60))) == answer((300, 301, 302), 20)
 
 
@@ -164,10 +163,11 @@ async def test_a_prompt_that_no_decode_pool_holds_is_refused_with_the_limit(toke
     try:
         async with cluster.router() as router:
             assert await collect(router.stub.Generate(with_ids(*[300] * 1599, max_tokens=2), timeout=60))
-            with pytest.raises(aio.AioRpcError) as caught:
-                await collect(router.stub.Generate(with_ids(*[300] * 1600, max_tokens=2), timeout=60))
-            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert "1599" in (caught.value.details() or "")
+            await refused(
+                collect(router.stub.Generate(with_ids(*[300] * 1600, max_tokens=2), timeout=60)),
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "1599",
+            )
             assert len(prefill.requests) == 1
     finally:
         await cluster.close()

@@ -7,13 +7,24 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from grpc import aio
 
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
 from services.router.lifecycle_values import Decoding, Placed
 from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
-from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, rest_of, text_of, tokens_of
+from tests.services.router.scripted_answers import (
+    PROMPT,
+    SECRET,
+    answer,
+    ask,
+    collect,
+    eventually,
+    finish,
+    refused,
+    rest_of,
+    text_of,
+    tokens_of,
+)
 from tests.support.scripted_ports import plain_channel
 
 PHASES = ["queued", "prefilling", "pushing", "waiting", "decoding"]
@@ -26,8 +37,7 @@ async def bring_to(cluster: ScriptedCluster, phase: str) -> Callable[[], bool]:
     if step is None:
         decode.pause_at = 7
         return lambda: decode.is_paused
-    for prefill in cluster.prefills.values():
-        prefill.hold.add(step)
+    cluster.hold(step)
     if step == "handed_over":
         decode.may_step.clear()
         return lambda: bool(decode.running)
@@ -52,7 +62,7 @@ async def all_legs_are_over(cluster: ScriptedCluster, router: RouterUnderTest) -
 async def test_cancel_ends_the_stream_as_cancelled_and_every_leg_with_it(cluster: ScriptedCluster, phase: str) -> None:
     reached = await bring_to(cluster, phase)
     async with cluster.router() as router:
-        collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="mine"), timeout=60)))
+        collecting = asyncio.create_task(collect(router.ask(request_id="mine")))
         await eventually(reached)
         await read_placements(router, phase)
         response = await router.stub.Cancel(inference_pb2.CancelRequest(request_id="mine"))
@@ -70,7 +80,7 @@ async def test_cancel_ends_the_stream_as_cancelled_and_every_leg_with_it(cluster
 async def test_a_client_that_goes_ends_every_leg(cluster: ScriptedCluster, phase: str) -> None:
     reached = await bring_to(cluster, phase)
     async with cluster.router() as router:
-        call = router.stub.Generate(ask(), timeout=60)
+        call = router.ask()
         reading = asyncio.create_task(collect(call))
         await eventually(reached)
         await read_placements(router, phase)
@@ -87,14 +97,12 @@ async def test_a_deadline_that_passes_ends_every_leg(cluster: ScriptedCluster, p
         collecting = asyncio.create_task(collect(router.stub.Generate(ask(), timeout=3)))
         await eventually(reached)
         await read_placements(router, phase)
-        with pytest.raises(aio.AioRpcError) as caught:
-            await collecting
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await refused(collecting, grpc.StatusCode.DEADLINE_EXCEEDED)
         await all_legs_are_over(cluster, router)
 
 
 async def test_a_client_whose_connection_vanishes_ends_every_leg(cluster: ScriptedCluster) -> None:
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     async with cluster.router() as router:
         channel = plain_channel(router.address, (("grpc.use_local_subchannel_pool", 1),))
         call = channel.unary_stream(
@@ -102,18 +110,15 @@ async def test_a_client_whose_connection_vanishes_ends_every_leg(cluster: Script
             request_serializer=inference_pb2.GenerateRequest.SerializeToString,
             response_deserializer=inference_pb2.GenerateResponse.FromString,
         )(ask(), timeout=60)
-        await call.read()
-        await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+        await cluster.read_until_paused(call)
         await channel.close()
         await all_legs_are_over(cluster, router)
 
 
 async def test_without_a_deadline_of_its_own_a_request_has_the_default_one(cluster: ScriptedCluster) -> None:
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     async with cluster.router(default_timeout_s=0.4) as router:
-        with pytest.raises(aio.AioRpcError) as caught:
-            await collect(router.stub.Generate(ask()))
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await refused(collect(router.stub.Generate(ask())), grpc.StatusCode.DEADLINE_EXCEEDED)
         await all_legs_are_over(cluster, router)
 
 
@@ -127,7 +132,7 @@ async def test_the_deadline_travels_to_the_prefill_instance(cluster: ScriptedClu
 
 async def test_cancel_reaches_a_request_that_waits_for_an_instance(tokenizer: ModelTokenizer) -> None:
     async with ScriptedCluster(tokenizer).router() as router:
-        collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="early"), timeout=60)))
+        collecting = asyncio.create_task(collect(router.ask(request_id="early")))
         await eventually(lambda: len(router.router.table) == 1)
         assert (await router.stub.Cancel(inference_pb2.CancelRequest(request_id="early"))).found
         (response,) = await collecting
@@ -138,10 +143,10 @@ async def test_cancel_reaches_a_request_that_waits_for_an_instance(tokenizer: Mo
 async def test_text_held_back_for_a_stop_text_is_delivered_on_cancel(
     cluster: ScriptedCluster, tokenizer: ModelTokenizer
 ) -> None:
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     text = tokenizer.backend.decode(answer(PROMPT, 7))
     async with cluster.router() as router:
-        call = router.stub.Generate(ask(request_id="held", stop=(text[-1] + "\x00 never",)), timeout=60)
+        call = router.ask(request_id="held", stop=(text[-1] + "\x00 never",))
         responses = [await call.read()]
         await eventually(lambda: len(router.router.table.get("held").answer.token_ids) == 7)
         await router.stub.Cancel(inference_pb2.CancelRequest(request_id="held"))
@@ -150,32 +155,27 @@ async def test_text_held_back_for_a_stop_text_is_delivered_on_cancel(
 
 
 async def test_a_full_router_refuses_with_a_delay_and_takes_again_when_there_is_room(cluster: ScriptedCluster) -> None:
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     async with cluster.router(max_requests=1) as router:
-        call = router.stub.Generate(ask(), timeout=60)
+        call = router.ask()
         first = await call.read()
-        with pytest.raises(aio.AioRpcError) as caught:
-            await collect(router.stub.Generate(ask(), timeout=60))
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "try again in" in (caught.value.details() or "")
-        assert any(key == "grpc-status-details-bin" for key, _ in caught.value.trailing_metadata() or ())
+        caught = await refused(collect(router.ask()), grpc.StatusCode.RESOURCE_EXHAUSTED, "try again in")
+        assert any(key == "grpc-status-details-bin" for key, _ in caught.trailing_metadata() or ())
         # Let go before it pauses, it would pause for good.
         await eventually(lambda: cluster.decodes["decode-0"].is_paused)
         cluster.let_all_go()
-        assert tokens_of([first, *await rest_of(call)]) == answer(PROMPT, 20)
+        await finish(call, [first])
         await eventually(lambda: len(router.router.table) == 0)
-        assert tokens_of(await collect(router.stub.Generate(ask(), timeout=60))) == answer(PROMPT, 20)
+        await finish(router.ask())
 
 
 async def test_a_request_id_in_flight_is_refused_here_and_at_another_router(cluster: ScriptedCluster) -> None:
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     async with cluster.router() as router, cluster.router(instance_id="router-1") as other:
-        call = router.stub.Generate(ask(request_id="mine"), timeout=60)
+        call = router.ask(request_id="mine")
         await call.read()
         for stub in (router.stub, other.stub):
-            with pytest.raises(aio.AioRpcError) as caught:
-                await collect(stub.Generate(ask(request_id="mine"), timeout=60))
-            assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+            await refused(collect(stub.Generate(ask(request_id="mine"), timeout=60)), grpc.StatusCode.ALREADY_EXISTS)
         call.cancel()
         await all_legs_are_over(cluster, router)
 
@@ -183,7 +183,7 @@ async def test_a_request_id_in_flight_is_refused_here_and_at_another_router(clus
 async def test_a_request_id_can_be_used_again_as_soon_as_its_answer_has_ended(cluster: ScriptedCluster) -> None:
     async with cluster.router() as router:
         for _ in range(10):
-            responses = await collect(router.stub.Generate(ask(request_id="mine", max_tokens=3), timeout=60))
+            responses = await collect(router.ask(request_id="mine", max_tokens=3))
             assert tokens_of(responses) == answer(PROMPT, 3)
 
 
@@ -192,7 +192,7 @@ async def test_attempts_of_an_id_that_is_used_again_go_on_counting(cluster: Scri
     for decode in cluster.decodes.values():
         decode.pause_at = 7
     async with cluster.router() as router:
-        call = router.stub.Generate(ask(request_id="mine"), timeout=60)
+        call = router.ask(request_id="mine")
         await eventually(lambda: any(decode.is_paused for decode in cluster.decodes.values()))
         numbers = router.router.placer._numbers
         # As if it had begun a minute ago, with others behind it.
@@ -201,50 +201,43 @@ async def test_attempts_of_an_id_that_is_used_again_go_on_counting(cluster: Scri
         call.cancel()
         await eventually(lambda: len(router.router.table) == 0)
         cluster.let_all_go()
-        await collect(router.stub.Generate(ask(request_id="mine", max_tokens=3), timeout=60))
+        await collect(router.ask(request_id="mine", max_tokens=3))
         assert sorted(request.attempt for request in cluster.taken()) == [1, 2]
 
 
 async def test_a_draining_router_refuses_new_requests_and_finishes_those_in_flight(cluster: ScriptedCluster) -> None:
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     async with cluster.router(drain_timeout_s=10) as router:
-        call = router.stub.Generate(ask(), timeout=60)
-        first = await call.read()
-        await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+        call = router.ask()
+        (first,) = await cluster.read_until_paused(call)
         draining = asyncio.create_task(router.drain())
         await eventually(lambda: router.router.draining)
-        with pytest.raises(aio.AioRpcError) as caught:
-            await collect(router.stub.Generate(ask(), timeout=60))
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        await refused(collect(router.ask()), grpc.StatusCode.UNAVAILABLE)
         assert not draining.done()
         cluster.let_all_go()
-        assert tokens_of([first, *await rest_of(call)]) == answer(PROMPT, 20)
+        await finish(call, [first])
         await draining
 
 
 async def test_at_the_end_of_a_drain_clients_get_unavailable_in_every_phase(cluster: ScriptedCluster) -> None:
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     async with cluster.router(drain_timeout_s=0.1) as router:
-        decoding = router.stub.Generate(ask(), timeout=60)
+        decoding = router.ask()
         await decoding.read()
-        for prefill in cluster.prefills.values():
-            prefill.hold.add("started")
-        queued = asyncio.create_task(collect(router.stub.Generate(ask(request_id="queued"), timeout=60)))
-        await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
+        cluster.hold("started")
+        queued = asyncio.create_task(collect(router.ask(request_id="queued")))
+        await cluster.until_held()
         # No instance tells the limits of a request that comes now: it waits before it has an entry.
         for name in ("prefill-0", "prefill-1"):
             await cluster.leave(name)
-        early = asyncio.create_task(collect(router.stub.Generate(ask(request_id="early"), timeout=60)))
+        early = asyncio.create_task(collect(router.ask(request_id="early")))
         await eventually(lambda: router.router.table.slot_of("early") is not None)
         started_s = time.monotonic()
         await router.drain()
         assert time.monotonic() - started_s < 10
         assert len(router.router.table) == 0
         for reading in (rest_of(decoding), queued, early):
-            with pytest.raises(aio.AioRpcError) as caught:
-                await reading
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert "draining" in (caught.value.details() or "")
+            await refused(reading, grpc.StatusCode.UNAVAILABLE, "draining")
 
 
 async def test_hundreds_of_requests_with_random_cancels_leave_nothing(cluster: ScriptedCluster) -> None:
@@ -271,7 +264,6 @@ async def test_a_cancel_between_two_sessions_ends_the_next_one_of_its_own_client
     cluster: ScriptedCluster,
 ) -> None:
     ours, others = (ask(request_id="mine", session=1, secret=letter * 16) for letter in (b"s", b"o"))
-    ours.params.seed = others.params.seed = 1
     async with cluster.router() as router:
         former = router.router.claims.claim_of("mine", 0, ours.secret)
         cluster.cluster.put_request(replace(former, router_id="gone"), 60.0)
@@ -294,8 +286,7 @@ async def test_a_re_attached_request_that_is_cancelled_before_it_is_looked_for_e
             raise AssertionError
 
         monkeypatch.setattr(router.router.claims, "open", stand_still)
-        request = ask(request_id="mine", session=1, secret=b"s" * 16)
-        request.params.seed = 1
+        request = ask(request_id="mine", session=1, secret=SECRET)
         request.received.token_ids.extend(received)
         # Its last character may begin a stop text, so the router before held it back.
         detokenizer = router.router.tokenizer.detokenizer(PROMPT, ())

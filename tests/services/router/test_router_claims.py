@@ -17,8 +17,19 @@ from kaveri.domain.view import InstanceLoad, InstanceRecord, Role
 from kaveri.errors import InvalidArgument
 from kaveri.wire.messages import id_drawn_from
 from services.router.claims import _FLUSH_AFTER_S, _MOST_AT_ONCE, RequestClaims
+from services.router.request_table import RequestTable
 from tests.services.router.cluster_script import ScriptedCluster
-from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, rest_of, tokens_of
+from tests.services.router.scripted_answers import (
+    PROMPT,
+    SECRET,
+    answer,
+    collect,
+    eventually,
+    finish,
+    refused,
+    rest_of,
+    tokens_of,
+)
 
 OTHER = InstanceRecord("router-9", 7, Role.ROUTER, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=0.5)
 HELD = RequestClaim("mine", OTHER.instance_id, OTHER.incarnation)
@@ -32,21 +43,18 @@ def is_refused(call: "asyncio.Task[object]") -> bool:
 async def test_the_request_id_of_a_router_that_is_gone_is_free(cluster: ScriptedCluster) -> None:
     async with cluster.router() as router:
         cluster.cluster.put_request(HELD, 60.0)
-        assert tokens_of(await collect(router.stub.Generate(ask(request_id="mine"), timeout=60))) == answer(PROMPT, 20)
+        await finish(router.ask(request_id="mine"))
 
 
 async def test_an_id_that_its_client_drew_from_the_secret_waits_for_no_claim(cluster: ScriptedCluster) -> None:
     """Another's claim would make a request with this id wait."""
-    secret = b"s" * 16
     async with cluster.router() as router, MemoryStore(cluster.cluster) as other:
         beating = asyncio.create_task(Heartbeat(other, OTHER, InstanceLoad, 0.05).run())
         await eventually(lambda: OTHER.instance_id in router.router.store.view().instances)
-        for request_id, is_placed in ((id_drawn_from(secret), True), (id_drawn_from(b"another" * 3), False)):
+        for request_id, is_placed in ((id_drawn_from(SECRET), True), (id_drawn_from(b"another" * 3), False)):
             held = replace(HELD, request_id=request_id)
             cluster.cluster.put_request(held, 60.0)
-            call = asyncio.create_task(
-                collect(router.stub.Generate(ask(request_id=request_id, secret=secret), timeout=60))
-            )
+            call = asyncio.create_task(collect(router.ask(request_id=request_id, secret=SECRET)))
             await asyncio.wait({call})
             assert is_placed or is_refused(call)
             assert not is_placed or tokens_of(call.result()) == answer(PROMPT, 20)
@@ -56,18 +64,14 @@ async def test_an_id_that_its_client_drew_from_the_secret_waits_for_no_claim(clu
 
 async def test_a_session_whose_id_a_later_one_has_claimed_elsewhere_ends(cluster: ScriptedCluster) -> None:
     """A router that stood still while it tokenized finds this out when it claims the id behind the placement."""
-    secret = b"s" * 16
-    later = replace(HELD, request_id=id_drawn_from(secret), session=1, secret_hash=hashlib.sha256(secret).hexdigest())
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    later = replace(HELD, request_id=id_drawn_from(SECRET), session=1, secret_hash=hashlib.sha256(SECRET).hexdigest())
+    cluster.pausing()
     async with cluster.router() as router, MemoryStore(cluster.cluster) as other:
         beating = asyncio.create_task(Heartbeat(other, OTHER, InstanceLoad, 0.05).run())
         await eventually(lambda: OTHER.instance_id in router.router.store.view().instances)
         cluster.cluster.put_request(later, 60.0)
-        call = router.stub.Generate(ask(request_id=later.request_id, secret=secret), timeout=60)
-        with pytest.raises(aio.AioRpcError) as caught:
-            await rest_of(call)
-        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        call = router.ask(request_id=later.request_id, secret=SECRET)
+        await refused(rest_of(call), grpc.StatusCode.ALREADY_EXISTS)
         assert await other.requests() == (later,)
         await other.close_requests([later])
         beating.cancel()
@@ -81,7 +85,7 @@ async def test_the_request_id_of_a_router_that_has_died_waits_for_its_lease_and_
         await eventually(lambda: OTHER.instance_id in router.router.store.view().instances)
         cluster.cluster.put_request(HELD, 60.0)
         started_s = time.monotonic()
-        assert tokens_of(await collect(router.stub.Generate(ask(request_id="mine"), timeout=60))) == answer(PROMPT, 20)
+        await finish(router.ask(request_id="mine"))
         assert time.monotonic() - started_s < 20.0
 
 
@@ -93,7 +97,7 @@ async def test_the_request_id_of_a_router_that_lives_is_refused_at_its_next_hear
         await eventually(lambda: OTHER.instance_id in router.router.store.view().instances)
         cluster.cluster.put_request(HELD, 60.0)
         started_s = time.monotonic()
-        call = asyncio.create_task(collect(router.stub.Generate(ask(request_id="mine"), timeout=60)))
+        call = asyncio.create_task(collect(router.ask(request_id="mine")))
         await asyncio.wait({call})
         assert is_refused(call)
         assert time.monotonic() - started_s < 20.0
@@ -105,11 +109,10 @@ async def test_the_request_id_of_a_router_that_lives_is_refused_at_its_next_hear
 async def test_the_ids_of_requests_that_ended_while_the_store_was_away_are_free_when_it_returns(
     cluster: ScriptedCluster,
 ) -> None:
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     async with cluster.router() as router, MemoryStore(cluster.cluster) as other:
-        call = router.stub.Generate(ask(request_id="mine"), timeout=60)
-        await call.read()
-        await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+        call = router.ask(request_id="mine")
+        await cluster.read_until_paused(call)
         cluster.cluster.take_away()
         cluster.let_all_go()
         await rest_of(call)
@@ -133,7 +136,7 @@ async def test_a_later_session_waits_for_the_end_of_a_dead_routers_claim_of_anot
         await eventually(lambda: OTHER.instance_id in router.router.store.view().instances)
         cluster.cluster.put_request(of_another, 60.0)
         claims = router.router.claims
-        claim = claims.claim_of("mine", 1, b"s" * 16)
+        claim = claims.claim_of("mine", 1, SECRET)
         assert await asyncio.wait_for(claims.open(claim, 60.0), 20.0) == b""
         assert await other.requests() == (claim,)
         claims.close(claim)
@@ -149,7 +152,7 @@ async def test_a_later_session_is_refused_once_the_router_that_has_another_reque
         cluster.cluster.put_request(of_another, 60.0)
         claims = router.router.claims
         with pytest.raises(InvalidArgument, match="secret"):
-            await asyncio.wait_for(claims.open(claims.claim_of("mine", 1, b"s" * 16), 60.0), 20.0)
+            await asyncio.wait_for(claims.open(claims.claim_of("mine", 1, SECRET), 60.0), 20.0)
         assert await other.requests() == (of_another,), "the other router's claim stays"
         await other.close_requests([of_another])
         beating.cancel()
@@ -160,23 +163,19 @@ async def test_a_claim_that_this_router_has_left_behind_refuses_nothing(cluster:
         await eventually(lambda: "router-0" in router.router.store.view().instances)
         life = router.router.store.view().instances["router-0"].record
         cluster.cluster.put_request(replace(HELD, router_id="router-0", router_incarnation=life.incarnation), 60.0)
-        assert tokens_of(await collect(router.stub.Generate(ask(request_id="mine"), timeout=60))) == answer(PROMPT, 20)
+        await finish(router.ask(request_id="mine"))
 
 
 async def test_a_request_that_another_router_has_begun_ends_at_once_and_is_not_placed_again(
     cluster: ScriptedCluster,
 ) -> None:
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    decode = cluster.pausing()
     async with cluster.router() as router:
-        call = router.stub.Generate(ask(request_id="mine"), timeout=60)
-        await call.read()
-        await eventually(lambda: decode.is_paused)
+        call = router.ask(request_id="mine")
+        await cluster.read_until_paused(call)
         decode.fail_next, decode.replaced_next = "another router has begun it", True
         cluster.let_all_go()
-        with pytest.raises(aio.AioRpcError) as caught:
-            await rest_of(call)
-        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        await refused(rest_of(call), grpc.StatusCode.ALREADY_EXISTS)
         assert len(cluster.taken()) == 1
 
 
@@ -184,16 +183,14 @@ async def test_an_id_that_is_used_again_names_other_attempts(cluster: ScriptedCl
     # So that a token or an Abort of the former request, late as it may be, does not touch the new one.
     async with cluster.router() as router:
         for number in range(3):
-            cluster.decodes["decode-0"].pause_at = 7
-            call = router.stub.Generate(ask((300 + number,), request_id="again"), timeout=60)
-            await call.read()
-            await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+            cluster.pausing()
+            call = router.ask((300 + number,), request_id="again")
+            await cluster.read_until_paused(call)
             call.cancel()
             await eventually(lambda: len(router.router.table) == 0)
             cluster.let_all_go()
-        responses = await collect(router.stub.Generate(ask(request_id="again"), timeout=60))
-        assert tokens_of(responses) == answer(PROMPT, 20)
-        assert responses[-1].timing.attempts == 1
+        last = await finish(router.ask(request_id="again"))
+        assert last.timing.attempts == 1
         attempts = [request.attempt for request in cluster.taken()]
         assert sorted(attempts) == [1, 2, 3, 4]
 
@@ -250,7 +247,7 @@ async def test_a_re_attach_that_is_cut_short_leaves_no_claim_of_the_session_befo
     """Found by seed 200439 of the simulation."""
     async with StandingStore(MemoryCluster()) as store:
         claims = RequestClaims(store, "router-0", 1)
-        first, second = claims.claim_of("mine", 0, b"s" * 16), claims.claim_of("mine", 1, b"s" * 16)
+        first, second = claims.claim_of("mine", 0, SECRET), claims.claim_of("mine", 1, SECRET)
         await claims.open(first, 60.0)
         claims.close(first)
         opening = asyncio.create_task(claims.open(second, 60.0))
@@ -260,3 +257,22 @@ async def test_a_re_attach_that_is_cut_short_leaves_no_claim_of_the_session_befo
         claims.close(second)
         await claims.end()
         assert await store.requests() == ()
+
+
+@pytest.mark.parametrize(
+    ("session", "secret", "field"),
+    [(3, b"t" * 16, "secret"), (3, b"", "secret"), (2, SECRET, "session"), (1, SECRET, "session")],
+)
+async def test_a_session_that_is_not_the_next_one_of_the_same_request_leaves_the_present_one_alone(
+    session: int, secret: bytes, field: str
+) -> None:
+    table = RequestTable(1)
+    present, late = (asyncio.create_task(asyncio.sleep(60.0)) for _ in range(2))
+    slot = table.reserve("r", 2, SECRET, present)
+    with pytest.raises(InvalidArgument) as refused:
+        table.reserve("r", session, secret, late)
+    assert refused.value.field == field
+    assert table.slot_of("r") is slot
+    assert slot.interruption is None
+    for task in (present, late):
+        task.cancel()

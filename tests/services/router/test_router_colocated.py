@@ -1,11 +1,11 @@
 """Colocated instances as a router sees them: one address for both phases, tied to a request from the first moment."""
 
+import time
 from collections.abc import AsyncIterator
 
 import grpc
 import pytest
 import pytest_asyncio
-from grpc import aio
 
 from kaveri.policy.placement import PlacementPolicy
 from kaveri.text.tokenizer import ModelTokenizer
@@ -14,12 +14,11 @@ from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import (
     MAX_MODEL_LEN,
     MODEL,
-    PROMPT,
     answer,
-    ask,
     collect,
     eventually,
-    rest_of,
+    finish,
+    refused,
     tokens_of,
 )
 
@@ -44,11 +43,10 @@ async def test_colocated_instances_alone_make_a_model_ready_and_answer(colocated
         response = await router.stub.GetModel(inference_pb2.GetModelRequest(model=MODEL), timeout=60)
         assert response.model.ready
         assert response.model.max_model_len == MAX_MODEL_LEN
-        responses = await collect(router.stub.Generate(ask(), timeout=60))
-        assert tokens_of(responses) == answer(PROMPT, 20)
-        timing = responses[-1].timing
+        last = await finish(router.ask())
+        timing = last.timing
         assert timing.prefill_instance_id == timing.decode_instance_id
-        await collect(router.stub.Generate(ask(max_tokens=1), timeout=60))
+        await collect(router.ask(max_tokens=1))
 
 
 @pytest.mark.parametrize("step", ["started", "placed", "first_token", "handed_over"])
@@ -57,7 +55,7 @@ async def test_one_that_is_killed_at_any_step_costs_no_token(colocated: Scripted
         prefill.hold.add(step)
         decode.may_step.clear()
     async with colocated.router(placement_policy=PlacementPolicy.ROUND_ROBIN) as router:
-        calls = [router.stub.Generate(ask((300 + number,)), timeout=60) for number in range(4)]
+        calls = [router.ask((300 + number,)) for number in range(4)]
         held = [prefill for prefill, _ in colocated.colocated.values()]
         await eventually(lambda: sum(prefill.waiting_requests for prefill in held) == 4)
         await colocated.kill("colocated-0")
@@ -72,7 +70,7 @@ async def test_an_abort_reaches_it_before_it_has_said_that_it_decodes(colocated:
     for prefill, _ in colocated.colocated.values():
         prefill.hold.add("placed")
     async with colocated.router() as router:
-        call = router.stub.Generate(ask(request_id="a"), timeout=60)
+        call = router.ask(request_id="a")
         await eventually(lambda: any(prefill.waiting_requests for prefill, _ in colocated.colocated.values()))
         call.cancel()
         await eventually(lambda: any(decode.aborted == [("a", 1)] for _, decode in colocated.colocated.values()))
@@ -82,15 +80,14 @@ async def test_an_answer_that_it_gives_up_goes_on_elsewhere(colocated: ScriptedC
     for _, decode in colocated.colocated.values():
         decode.pause_at = 8
     async with colocated.router() as router:
-        call = router.stub.Generate(ask(), timeout=60)
+        call = router.ask()
         responses = [await call.read()]
         await eventually(lambda: any(decode.is_paused for _, decode in colocated.colocated.values()))
         (first,) = (decode for _, decode in colocated.colocated.values() if decode.is_paused)
         first.fail_next = "out of order"
         first.may_step.set()
         (second,) = (decode for _, decode in colocated.colocated.values() if decode is not first)
-        responses += await rest_of(call)
-        assert tokens_of(responses) == answer(PROMPT, 20)
+        await finish(call, responses)
         assert requests_of(colocated) == {first.instance_id: [1], second.instance_id: [2]}
 
 
@@ -101,7 +98,7 @@ async def test_a_prefill_instance_without_decode_is_passed_over_for_a_colocated_
     async with colocated.router(placement_policy=PlacementPolicy.RANDOM) as router:
         await eventually(lambda: "prefill-0" in router.router.store.view().instances)
         for number in range(8):
-            assert tokens_of(await collect(router.stub.Generate(ask((300 + number,)), timeout=60)))
+            assert tokens_of(await collect(router.ask((300 + number,))))
         assert not prefill.requests
 
 
@@ -109,8 +106,7 @@ async def test_with_no_instance_of_either_kind_requests_are_unavailable(tokenize
     cluster = ScriptedCluster(tokenizer)
     await cluster.add_prefill("prefill-0")
     async with cluster.router(unavailable_after_s=0.2) as router:
-        with pytest.raises(aio.AioRpcError) as caught:
-            await collect(router.stub.Generate(ask(), timeout=60))
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "decode" in caught.value.details()
+        started_s = time.monotonic()
+        await refused(collect(router.ask()), grpc.StatusCode.UNAVAILABLE, "decode")
+        assert 0.15 < time.monotonic() - started_s < 20
     await cluster.close()

@@ -13,9 +13,17 @@ from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2
 from services.router import request_table
 from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
-from tests.services.router.scripted_answers import PROMPT, answer, ask, eventually, rest_of, tokens_of
+from tests.services.router.scripted_answers import (
+    PROMPT,
+    SECRET,
+    answer,
+    ask,
+    ask_again,
+    eventually,
+    rest_of,
+    tokens_of,
+)
 
-SECRET = b"s" * 16
 WITHIN_S = 60.0
 
 
@@ -129,11 +137,7 @@ async def _read_into(responses: list[inference_pb2.GenerateResponse], call: Any)
 
 
 def _next_session(received: list[int], secret: bytes = SECRET) -> inference_pb2.GenerateRequest:
-    request = ask(request_id="one", secret=secret, session=1)
-    request.params.seed = 1
-    request.received.token_ids.extend(received)
-    request.received.max_tokens = 20
-    return request
+    return ask_again(received, secret=secret)
 
 
 def _counts() -> tuple[float, float]:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -11,13 +12,24 @@ from grpc import aio
 from structlog.testing import capture_logs
 
 from kaveri.cluster.store import RequestClaim
-from kaveri.domain.view import InstanceState
+from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Phase, Role
 from kaveri.v1 import inference_pb2
-from services.router import service
+from services.router import recovery, service
+from services.router.recovery import Departures
+from services.router.request_table import RequestTable
 from tests.services.router.cluster_script import ScriptedCluster
-from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, rest_of, tokens_of
-
-SECRET = b"s" * 16
+from tests.services.router.scripted_answers import (
+    PROMPT,
+    SECRET,
+    answer,
+    ask,
+    collect,
+    eventually,
+    finish,
+    refused,
+    rest_of,
+    tokens_of,
+)
 
 
 def ask_attachable(request_id: str, **fields: Any) -> inference_pb2.GenerateRequest:
@@ -33,10 +45,7 @@ async def moved(call: Any) -> list[inference_pb2.GenerateResponse]:
         while (response := await call.read()) is not aio.EOF:
             responses.append(response)
 
-    with pytest.raises(aio.AioRpcError) as caught:
-        await read_all()
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert "another router" in (caught.value.details() or "")
+    await refused(read_all(), grpc.StatusCode.UNAVAILABLE, "another router")
     return responses
 
 
@@ -44,11 +53,9 @@ async def moved(call: Any) -> list[inference_pb2.GenerateResponse]:
 async def test_clients_get_what_is_there_and_the_other_routers_and_nothing_is_aborted(
     cluster: ScriptedCluster, phase: str
 ) -> None:
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    decode = cluster.pausing()
     if phase == "queued":
-        for prefill in cluster.prefills.values():
-            prefill.hold.add("started")
+        cluster.hold("started")
     async with cluster.router(drain_timeout_s=10) as router, cluster.router(instance_id="router-1") as other:
         await eventually(lambda: router.router.peers.addresses(includes_own=False))
         call = router.stub.Generate(ask_attachable("mine"), timeout=60)
@@ -56,7 +63,7 @@ async def test_clients_get_what_is_there_and_the_other_routers_and_nothing_is_ab
             # Also those that the decode instance has sent must have come.
             await eventually(lambda: any(len(entry.answer.token_ids) == 7 for entry in router.router.table.entries()))
         else:
-            await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
+            await cluster.until_held()
         began_s = time.monotonic()
         draining = asyncio.create_task(router.drain())
         responses = await moved(call)
@@ -69,11 +76,10 @@ async def test_clients_get_what_is_there_and_the_other_routers_and_nothing_is_ab
 
 
 async def test_a_draining_prefill_instance_is_asked_until_it_has_answered(cluster: ScriptedCluster) -> None:
-    for prefill in cluster.prefills.values():
-        prefill.hold.add("started")
+    cluster.hold("started")
     async with cluster.router() as router:
         call = router.stub.Generate(ask(), timeout=20)
-        await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
+        await cluster.until_held()
         draining, other = sorted(cluster.prefills.values(), key=lambda prefill: -prefill.waiting_requests)[:2]
         other.hold.clear()
         draining.lost_questions = 3
@@ -87,11 +93,10 @@ async def test_a_draining_prefill_instance_is_asked_until_it_has_answered(cluste
 async def test_a_draining_prefill_instance_is_not_asked_for_what_it_has_begun_meanwhile(
     cluster: ScriptedCluster,
 ) -> None:
-    for prefill in cluster.prefills.values():
-        prefill.hold.add("started")
+    cluster.hold("started")
     async with cluster.router() as router:
         call = router.stub.Generate(ask(), timeout=20)
-        await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
+        await cluster.until_held()
         draining = max(cluster.prefills.values(), key=lambda prefill: prefill.waiting_requests)
         draining.lost_questions = 1000
         instance = cluster.instances[draining.instance_id]
@@ -100,14 +105,13 @@ async def test_a_draining_prefill_instance_is_not_asked_for_what_it_has_begun_me
         draining.hold.clear()
         draining.release.set()
         assert tokens_of(await collect(call)) == answer(PROMPT, 20)
-        asking = router.router.placer._prefills._waiting._asking
+        asking = router.router.placer._prefills._asking
         await eventually(lambda: not asking)
         assert draining.lost_questions > 990
 
 
 async def test_tokens_of_a_request_that_was_sent_away_do_not_abort_it(cluster: ScriptedCluster) -> None:
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    decode = cluster.pausing()
     async with cluster.router() as router, cluster.router(instance_id="router-1"):
         await eventually(lambda: router.router.peers.addresses(includes_own=False))
         call = router.stub.Generate(ask_attachable("mine"), timeout=60)
@@ -124,8 +128,7 @@ async def test_tokens_of_a_request_that_was_sent_away_do_not_abort_it(cluster: S
 async def test_tokens_of_a_session_do_not_abort_it_while_the_input_of_the_next_one_is_checked(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    decode = cluster.pausing()
     async with cluster.router() as router:
         former = router.stub.Generate(ask_attachable("mine"), timeout=60)
         await eventually(lambda: decode.is_paused)
@@ -139,7 +142,6 @@ async def test_tokens_of_a_session_do_not_abort_it_while_the_input_of_the_next_o
 
         monkeypatch.setattr(router.router.claims, "open", open_late)
         again = ask_attachable("mine", session=1)
-        again.params.seed = 1
         later = asyncio.create_task(collect(router.stub.Generate(again, timeout=60)))
         await is_checked.wait()
         read: list[int] = []
@@ -157,16 +159,13 @@ async def test_tokens_of_a_session_do_not_abort_it_while_the_input_of_the_next_o
 
 
 async def test_a_single_router_waits_and_sends_clients_away_when_another_one_comes(cluster: ScriptedCluster) -> None:
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    decode = cluster.pausing()
     async with cluster.router(drain_timeout_s=30) as router:
         call = router.stub.Generate(ask_attachable("mine"), timeout=60)
         await eventually(lambda: decode.is_paused)
         draining = asyncio.create_task(router.drain())
         await eventually(lambda: router.router.draining)
-        with pytest.raises(aio.AioRpcError) as caught:
-            await collect(router.stub.Generate(ask(), timeout=60))
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        await refused(collect(router.ask()), grpc.StatusCode.UNAVAILABLE)
         assert not draining.done()
         async with cluster.router(instance_id="router-1") as other:
             assert list((await moved(call))[-1].routers) == [other.address]
@@ -178,13 +177,11 @@ async def test_routers_that_drain_together_send_no_client_to_one_another(
 ) -> None:
     # Together: within more time than a busy machine needs for this test.
     monkeypatch.setattr(service, "_OTHERS_DRAIN_WITHIN_S", 20.0)
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    decode = cluster.pausing()
     async with cluster.router(drain_timeout_s=30) as router, cluster.router(instance_id="router-1") as other:
         await eventually(lambda: len(router.router.peers.addresses()) == len(other.router.peers.addresses()) == 2)
         call = router.stub.Generate(ask_attachable("mine"), timeout=60)
-        first = await call.read()
-        await eventually(lambda: decode.is_paused)
+        (first,) = await cluster.read_until_paused(call)
         began_s = time.monotonic()
         draining = [asyncio.create_task(router.drain())]
         # The other one says so a little later.
@@ -193,21 +190,18 @@ async def test_routers_that_drain_together_send_no_client_to_one_another(
         await draining[1]
         assert not draining[0].done()
         decode.may_step.set()
-        assert tokens_of([first, *await rest_of(call)]) == answer(PROMPT, 20)
+        await finish(call, [first])
         await draining[0]
 
 
 async def test_the_last_router_takes_requests_back_while_it_drains(cluster: ScriptedCluster) -> None:
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    decode = cluster.pausing()
     async with cluster.router(drain_timeout_s=30) as router:
         call = router.stub.Generate(ask_attachable("mine"), timeout=60)
-        first = await call.read()
-        await eventually(lambda: decode.is_paused)
+        (first,) = await cluster.read_until_paused(call)
         draining = asyncio.create_task(router.drain())
         await eventually(lambda: router.router.draining)
         again = ask_attachable("sent-away-by-another", session=1)
-        again.params.seed = 1
         taken_back = router.stub.Generate(again, timeout=60)
         # Else the router ends with its last request before this one comes.
         await eventually(lambda: router.router.table.get("sent-away-by-another") is not None)
@@ -219,23 +213,20 @@ async def test_the_last_router_takes_requests_back_while_it_drains(cluster: Scri
 
 
 async def test_a_request_that_cannot_re_attach_is_finished(cluster: ScriptedCluster) -> None:
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    decode = cluster.pausing()
     async with cluster.router(drain_timeout_s=10) as router, cluster.router(instance_id="router-1"):
         await eventually(lambda: router.router.peers.addresses(includes_own=False))
-        call = router.stub.Generate(ask(), timeout=60)
-        first = await call.read()
-        await eventually(lambda: decode.is_paused)
+        call = router.ask()
+        (first,) = await cluster.read_until_paused(call)
         draining = asyncio.create_task(router.drain())
         await eventually(lambda: router.router.draining)
         decode.may_step.set()
-        assert tokens_of([first, *await rest_of(call)]) == answer(PROMPT, 20)
+        await finish(call, [first])
         await draining
 
 
 async def test_at_the_end_of_its_time_a_single_router_leaves_requests_where_they_are(cluster: ScriptedCluster) -> None:
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    decode = cluster.pausing()
     async with cluster.router(drain_timeout_s=0.1) as router:
         call = router.stub.Generate(ask_attachable("mine"), timeout=60)
         await eventually(lambda: decode.is_paused)
@@ -254,7 +245,6 @@ async def test_a_request_whose_input_is_checked_meanwhile_is_sent_away_then(
     async with cluster.router(drain_timeout_s=10) as router, cluster.router(instance_id="router-1") as other:
         await eventually(lambda: len(other.router.peers.addresses()) == 2)
         request = ask_attachable("early", session=session)
-        request.params.seed = 1
         call = router.stub.Generate(request, timeout=60)
         # No instance tells its limits: it waits.
         await eventually(lambda: router.router.table.slot_of("early") is not None)
@@ -277,8 +267,7 @@ async def test_a_draining_router_is_not_named_to_clients(cluster: ScriptedCluste
 
 
 async def test_the_last_router_serves_what_it_has_sent_away_when_the_other_one_dies(cluster: ScriptedCluster) -> None:
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    decode = cluster.pausing()
     async with cluster.router() as router:
         async with cluster.router(instance_id="router-1") as other:
             await eventually(lambda: router.router.peers.addresses(includes_own=False))
@@ -289,6 +278,41 @@ async def test_the_last_router_serves_what_it_has_sent_away_when_the_other_one_d
             await router.check_integrity()
         await eventually(lambda: not router.router.peers.addresses(includes_own=False))
         again = ask_attachable("mine", session=1)
-        again.params.seed = 1
         decode.may_step.set()
         assert tokens_of(await collect(router.stub.Generate(again, timeout=60))) == answer(PROMPT, 20)
+
+
+class Instances(dict[str, Any]):
+    """Counts how often all of them are looked at."""
+
+    looks = 0
+
+    def items(self) -> Any:
+        self.looks += 1
+        return super().items()
+
+
+def test_instances_are_looked_at_once_a_view_not_with_each_heartbeat() -> None:
+    instances = Instances()
+    watch = Departures(RequestTable(1), None, None)  # type: ignore[arg-type]
+    view = ClusterView(instances)
+    for _ in range(10):
+        watch.update(view)
+    assert instances.looks == 1
+
+
+def test_only_an_instance_that_lets_no_request_go_for_three_seconds_is_helped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that it was letting go were moved from under it, and lost what their copies lacked."""
+    clock = SimpleNamespace(now_s=0.0, let_go_s=0.0)
+    feeds: Any = SimpleNamespace(let_go_s=lambda life: clock.let_go_s)
+    monkeypatch.setattr(recovery, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    looked: list[float] = []
+    table: Any = SimpleNamespace(entries=lambda: looked.append(clock.now_s) or ())
+    load = InstanceLoad(state=InstanceState.DRAINING)
+    record = InstanceRecord("decode-0", 1, Role.ENGINE, "h:1", "tiny", phases=(Phase.DECODE,))
+    view = ClusterView({"decode-0": InstanceStatus(record, load)})
+    watch = Departures(table, None, feeds)  # type: ignore[arg-type]
+    for now_s, let_go_s in ((0.0, 0.0), (2.9, 2.5), (5.4, 5.0), (7.9, 5.0), (8.1, 5.0)):
+        clock.now_s, clock.let_go_s = now_s, let_go_s
+        watch.update(view)
+    assert looked == [8.1]

@@ -135,7 +135,7 @@ async def test_huge_input_without_pause_is_refused_and_stops_no_other_stream(
     async with cluster.router() as router:
         counting = asyncio.create_task(ticks.count())
         async with flood(router.address, make().SerializeToString()) as errors:
-            beside = collect(router.stub.Generate(ask(max_tokens=200), timeout=60))
+            beside = collect(router.ask(max_tokens=200))
             responses, refused = await asyncio.gather(beside, refusals(errors, 4))
         counting.cancel()
     assert tokens_of(responses) == answer((300, 301, 302), 200)

@@ -18,7 +18,7 @@ from kaveri.rpc.tls import RpcTls, use_tls
 from kaveri.security.api_keys import KeyLimits
 from kaveri.security.keys_file import add_key
 from kaveri.text.tokenizer import ModelTokenizer
-from kaveri.v1 import cluster_pb2
+from kaveri.v1 import cluster_pb2, cluster_pb2_grpc
 from kaveri.v1.cluster_pb2_grpc import ClusterServiceStub
 from kaveri.wire.status import error_of
 from tests.services.router.cluster_script import ScriptedCluster
@@ -127,3 +127,16 @@ async def test_commands_send_the_key_of_the_environment_to_every_router(
         assert (await _find("a", first.address)).router_instance_id == "router-1"
         assert len((await observe_cluster(first.address)).samples) == 2
         assert set(await engine_phases(first.address, MODEL)) == {"prefill-0", "prefill-1", "decode-0", "decode-1"}
+
+
+async def test_no_rpc_shows_what_opens_a_token_stream(cluster: ScriptedCluster) -> None:
+    async with cluster.router() as router:
+        await collect(router.ask())
+        (stream_id,) = {name for decode in cluster.decodes.values() for name in decode.subscribers}
+        assert {request.router_id for request in cluster.taken()} == {stream_id}
+        stub = cluster_pb2_grpc.ClusterServiceStub(router.channel)
+        view = await stub.GetClusterView(cluster_pb2.GetClusterViewRequest(), timeout=60)
+        (record,) = [status.record for status in view.instances if status.record.role == cluster_pb2.ROLE_ROUTER]
+        secret = stream_id.removeprefix(f"{record.instance_id}.{record.incarnation:016x}")
+        assert len(secret) > 32
+        assert secret.encode() not in view.SerializeToString()

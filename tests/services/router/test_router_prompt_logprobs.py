@@ -8,13 +8,21 @@ from grpc import aio
 
 from kaveri import AsyncClient, SamplingParams
 from kaveri.domain.sampling import MAX_PROMPT_REPORT
-from kaveri.errors import InvalidArgument
 from kaveri.policy.placement import PlacementPolicy
 from kaveri.v1 import inference_pb2
-from kaveri.wire.status import error_of
 from services.router.requests import RequestEntry
 from tests.services.router.cluster_script import ScriptedCluster
-from tests.services.router.scripted_answers import answer, ask, collect, eventually, prompt_logprobs_at, tokens_of
+from tests.services.router.scripted_answers import (
+    SECRET,
+    answer,
+    ask,
+    collect,
+    eventually,
+    invalid,
+    prompt_logprobs_at,
+    refused,
+    tokens_of,
+)
 
 PROMPT = tuple(range(300, 311))
 
@@ -53,7 +61,7 @@ async def test_the_prompt_is_reported_on_before_the_first_token(
         responses = await collect(router.stub.Generate(asks(2, prompt), timeout=60))
         assert tokens_of(responses) == answer(prompt, 20)
         check_report(responses, prompt, 2)
-        plain = await collect(router.stub.Generate(ask(prompt), timeout=60))
+        plain = await collect(router.ask(prompt))
         assert not any(response.HasField("prompt_logprobs") for response in plain)
 
 
@@ -78,20 +86,17 @@ async def test_a_prefill_instance_that_does_not_report_has_lost_the_attempt(clus
     for prefill in cluster.prefills.values():
         prefill.knows_prompt_logprobs = False
     async with cluster.router() as router:
-        with pytest.raises(aio.AioRpcError) as refused:
-            await collect(router.stub.Generate(asks(1), timeout=60))
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "prompt_logprobs" in (refused.value.details() or "")
+        await refused(
+            collect(router.stub.Generate(asks(1), timeout=60)), grpc.StatusCode.UNAVAILABLE, "prompt_logprobs"
+        )
         # Nothing comes before the error: a gateway can still answer with its HTTP status.
         with pytest.raises(aio.AioRpcError):
             await router.stub.Generate(asks(1), timeout=60).read()
 
 
 async def test_a_client_that_re_attaches_without_a_token_gets_the_whole_report(cluster: ScriptedCluster) -> None:
-    secret = b"s" * 16
     async with cluster.router() as router:
-        first = asks(1, request_id="r", secret=secret)
-        first.params.seed = 1
+        first = asks(1, request_id="r", secret=SECRET)
         call = router.stub.Generate(first, timeout=60)
         await call.read()
         call.cancel()
@@ -123,10 +128,7 @@ async def test_the_sdk_names_each_token_of_the_prompt(cluster: ScriptedCluster) 
 async def test_a_report_that_would_be_too_large_is_refused_by_name(cluster: ScriptedCluster) -> None:
     async with cluster.router() as router:
         most = MAX_PROMPT_REPORT // 21
-        with pytest.raises(aio.AioRpcError) as raised:
-            await collect(router.stub.Generate(asks(20, (300,) * (most + 1)), timeout=60))
-        error = error_of(raised.value)
-        assert isinstance(error, InvalidArgument)
+        error = await invalid(collect(router.stub.Generate(asks(20, (300,) * (most + 1)), timeout=60)))
         assert error.field == "params.prompt_logprobs"
         assert str(most) in str(error)
         with pytest.raises(aio.AioRpcError) as raised:
@@ -148,7 +150,7 @@ async def test_a_client_is_sent_to_a_decode_instance_behind_the_whole_report(
     monkeypatch.setattr(RequestEntry, "wait_for_output", wait_for_tokens)
     async with cluster.router() as router:
         responses = []
-        async for response in router.stub.Generate(asks(1, request_id="r", secret=b"s" * 16, direct=True), timeout=60):
+        async for response in router.stub.Generate(asks(1, request_id="r", secret=SECRET, direct=True), timeout=60):
             responses.append(response)
             if response.HasField("tokens_at"):
                 decode.may_step.set()

@@ -25,7 +25,7 @@ from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.router.config import RouterConfig
 from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
-from tests.services.router.scripted_answers import ask, eventually
+from tests.services.router.scripted_answers import SECRET, ask, eventually, refused
 from tests.support.certificates import Authority
 from tests.support.redis_fixture import free_port
 
@@ -136,9 +136,7 @@ async def test_only_the_clients_service_is_served(cluster: ScriptedCluster, keys
             view.GetClusterView(cluster_pb2.GetClusterViewRequest(), timeout=WITHIN_S, metadata=metadata),
             reflected.ServerReflectionInfo(asking, timeout=WITHIN_S, metadata=metadata).read(),
         ):
-            with pytest.raises(aio.AioRpcError) as refused:
-                await call
-            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            await refused(call, grpc.StatusCode.UNIMPLEMENTED)
         health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=WITHIN_S)
         assert health.status == health_pb2.HealthCheckResponse.SERVING
 
@@ -383,7 +381,7 @@ async def test_strangers_are_not_told_where_decode_instances_are(cluster: Script
         for stub, name, is_told in ((router.inner.stub, "inner", True), (public, "public", False)):
             # The answer waits, so that it is far from its end when its client may be told.
             decode.pause_at = 3
-            request = ask(max_tokens=20, request_id=name, secret=b"s" * 16, direct=True)
+            request = ask(max_tokens=20, request_id=name, secret=SECRET, direct=True)
             call = stub.Generate(request, timeout=WITHIN_S, metadata=metadata)
             responses = [await call.read()]
             while sum(len(response.token_ids) for response in responses) < 3:

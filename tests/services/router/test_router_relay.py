@@ -4,13 +4,12 @@ import asyncio
 
 import grpc
 import pytest
-from grpc import aio
 from transformers import AutoTokenizer
 
 from kaveri.models import resolve_model
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
-from tests.services.router.cluster_script import ScriptedCluster, holds_the_last_token
+from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import (
     MAX_MODEL_LEN,
     MODEL,
@@ -19,7 +18,9 @@ from tests.services.router.scripted_answers import (
     ask,
     collect,
     eventually,
+    finish,
     logprobs_at,
+    refused,
     rest_of,
     text_of,
     tokens_of,
@@ -30,7 +31,7 @@ from tests.support.scripted_ports import plain_channel
 
 async def test_an_answer_arrives_whole_and_in_order(cluster: ScriptedCluster, tokenizer: ModelTokenizer) -> None:
     async with cluster.router() as router:
-        responses = await collect(router.stub.Generate(ask(request_id="mine"), timeout=60))
+        responses = await collect(router.ask(request_id="mine"))
     assert tokens_of(responses) == answer(PROMPT, 20)
     assert text_of(responses) == tokenizer.backend.decode(tokens_of(responses))
     assert [response.request_id for response in responses] == ["mine"] + [""] * (len(responses) - 1)
@@ -50,7 +51,7 @@ async def test_a_client_gets_the_metadata_of_its_call_once_its_prompt_has_begun(
     for prefill in cluster.prefills.values():
         prefill.hold |= {"started", "first_token"}
     async with cluster.router() as router:
-        call = router.stub.Generate(ask(), timeout=60)
+        call = router.ask()
         metadata = asyncio.create_task(call.initial_metadata())
         await eventually(lambda: sum(prefill.open_requests for prefill in cluster.prefills.values()) == 1)
         assert not metadata.done()
@@ -64,12 +65,11 @@ async def test_a_client_gets_the_metadata_of_its_call_once_its_prompt_has_begun(
 
 
 async def test_the_first_token_does_not_wait_for_the_hand_over(cluster: ScriptedCluster) -> None:
-    for prefill in cluster.prefills.values():
-        prefill.hold.add("handed_over")
+    cluster.hold("handed_over")
     for decode in cluster.decodes.values():
         decode.may_step.clear()
     async with cluster.router() as router:
-        call = router.stub.Generate(ask(), timeout=60)
+        call = router.ask()
         first = await call.read()
         assert list(first.token_ids) == answer(PROMPT, 1)
         assert first.request_id
@@ -78,29 +78,11 @@ async def test_the_first_token_does_not_wait_for_the_hand_over(cluster: Scripted
         assert tokens_of([first, *rest]) == answer(PROMPT, 20)
 
 
-async def test_tokens_that_decode_sends_before_the_first_token_wait_for_it(cluster: ScriptedCluster) -> None:
-    for prefill in cluster.prefills.values():
-        prefill.decode_first = True
-        prefill.hold.add("first_token")
-    async with cluster.router() as router:
-        call = router.stub.Generate(ask(request_id="early"), timeout=60)
-        collecting = asyncio.create_task(collect(call))
-        await eventually(lambda: router.router.table.get("early") is not None)
-        entry = router.router.table.get("early")
-        await eventually(lambda: holds_the_last_token(entry))
-        assert not entry.answer.token_ids
-        assert not collecting.done()
-        cluster.let_all_go()
-        responses = await collecting
-        assert tokens_of(responses) == answer(PROMPT, 20)
-        assert responses[-1].finish_reason == sampling_pb2.FINISH_REASON_LENGTH
-
-
 async def test_tokens_sent_twice_are_delivered_once(cluster: ScriptedCluster) -> None:
     for decode in cluster.decodes.values():
         decode.repeat_tokens = True
     async with cluster.router() as router:
-        assert tokens_of(await collect(router.stub.Generate(ask(), timeout=60))) == answer(PROMPT, 20)
+        await finish(router.ask())
 
 
 @pytest.mark.parametrize("stop_at", [1, 2, 7])
@@ -113,7 +95,7 @@ async def test_the_token_that_ends_an_answer_is_among_its_tokens_and_not_in_its_
     for decode in cluster.decodes.values():
         decode.repeat_tokens = repeat_tokens
     async with cluster.router() as router:
-        responses = await collect(router.stub.Generate(ask(logprobs=1), timeout=60))
+        responses = await collect(router.ask(logprobs=1))
     tokens = answer(PROMPT, stop_at)
     assert tokenizer.backend.decode(tokens) != tokenizer.backend.decode(tokens[:-1]), "the token has no text anyway"
     assert tokens_of(responses) == tokens
@@ -124,7 +106,7 @@ async def test_the_token_that_ends_an_answer_is_among_its_tokens_and_not_in_its_
 
 async def test_an_answer_of_one_token_needs_no_decode_instance(cluster: ScriptedCluster) -> None:
     async with cluster.router() as router:
-        responses = await collect(router.stub.Generate(ask(max_tokens=1), timeout=60))
+        responses = await collect(router.ask(max_tokens=1))
         assert tokens_of(responses) == answer(PROMPT, 1)
         assert responses[-1].finish_reason == sampling_pb2.FINISH_REASON_LENGTH
 
@@ -133,10 +115,9 @@ async def test_an_answer_of_two_tokens_still_tells_of_its_kv_transfer(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.router.lifecycle.HAND_OVER_GRACE_S", 60.0)
-    for prefill in cluster.prefills.values():
-        prefill.hold.add("handed_over")
+    cluster.hold("handed_over")
     async with cluster.router() as router:
-        call = router.stub.Generate(ask(max_tokens=2, request_id="two"), timeout=60)
+        call = router.ask(max_tokens=2, request_id="two")
         responses = [await call.read()]
         entry = router.router.table.get("two")
         await eventually(lambda: entry.finish is not None)
@@ -186,7 +167,7 @@ async def test_a_stop_text_over_token_boundaries_ends_the_request_everywhere(
     fifth = tokenizer.backend.decode(answer(PROMPT, 5))
     stop = whole[len(fifth) - 2 : len(fifth) + 2]
     async with cluster.router() as router:
-        call = router.stub.Generate(ask(request_id="stops", max_tokens=400, stop=(stop,)), timeout=60)
+        call = router.ask(request_id="stops", max_tokens=400, stop=(stop,))
         responses = await collect(call)
         assert text_of(responses) == whole[: whole.index(stop)]
         assert responses[-1].finish_reason == sampling_pb2.FINISH_REASON_STOP
@@ -200,11 +181,11 @@ async def test_all_that_prefill_reports_may_come_in_one_response(
         prefill.joins = True
     first = tokenizer.backend.decode(answer(PROMPT, 1))
     async with cluster.router() as router:
-        whole = await collect(router.stub.Generate(ask(), timeout=60))
+        whole = await collect(router.ask())
         assert tokens_of(whole) == answer(PROMPT, 20)
         assert whole[-1].timing.kv_bytes == 4096
         # Its hand-over is reported behind the token that has ended it.
-        stopped = await collect(router.stub.Generate(ask(stop=(first,)), timeout=60))
+        stopped = await collect(router.ask(stop=(first,)))
         assert (tokens_of(stopped), text_of(stopped)) == (answer(PROMPT, 1), "")
         assert stopped[-1].finish_reason == sampling_pb2.FINISH_REASON_STOP
 
@@ -228,7 +209,7 @@ async def test_a_slow_client_gets_its_tokens_in_fewer_responses_and_holds_nobody
         slow = stub.Generate(ask((300,), max_tokens=3_000, logprobs=20, request_id="slow"), timeout=90)
         responses = [await slow.read()]
         await eventually(lambda: "slow" not in cluster.decodes["decode-0"].running, timeout_s=60)
-        other = await collect(router.stub.Generate(ask((301,), max_tokens=100), timeout=60))
+        other = await collect(router.ask((301,), max_tokens=100))
         assert tokens_of(other) == answer((301,), 100)
         responses += await rest_of(slow)
         assert tokens_of(responses) == answer((300,), 3_000)
@@ -286,9 +267,7 @@ async def test_models_are_listed_with_their_limits(cluster: ScriptedCluster, tok
         assert model.has_chat_template
         assert model.ready
         assert (await router.stub.GetModel(inference_pb2.GetModelRequest(model=MODEL))).model == model
-        with pytest.raises(aio.AioRpcError) as caught:
-            await router.stub.GetModel(inference_pb2.GetModelRequest(model="other"))
-        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        await refused(router.stub.GetModel(inference_pb2.GetModelRequest(model="other")), grpc.StatusCode.NOT_FOUND)
 
 
 async def test_the_view_names_every_instance_and_the_router(cluster: ScriptedCluster) -> None:

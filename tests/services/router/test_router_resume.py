@@ -18,12 +18,19 @@ from kaveri.v1 import decode_pb2, inference_pb2
 from services.router import request_placer, subscriptions, token_feeds
 from services.router.accepted_request import OwnerHint
 from services.router.lifecycle_values import Decoding, InstanceLife, Resuming, SeekingOwner
-from services.router.owner_hints import hint_to_proto
 from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
-from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, rest_of, tokens_of
+from tests.services.router.scripted_answers import (
+    PROMPT,
+    SECRET,
+    answer,
+    ask,
+    ask_again,
+    collect,
+    eventually,
+    rest_of,
+    tokens_of,
+)
 from tests.services.router.scripted_decode import ScriptedDecode
-
-SECRET = b"s" * 16
 
 
 def resumes(outcome: str) -> float:
@@ -149,21 +156,6 @@ async def test_a_refused_request_is_computed_again_at_once(
     assert resumes(outcome) == before + 1
 
 
-async def test_a_holder_that_dies_while_it_is_asked_costs_no_token(
-    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
-) -> None:
-    holder.may_answer.clear()
-    await cluster.add_decode("decode-2")
-    async with begun(cluster) as (router, collecting):
-        cluster.place_on = "decode-2"
-        await cluster.kill("decode-0")
-        await eventually(lambda: is_asked(router) and bool(holder.resumes))
-        await cluster.kill("decode-1")
-        holder.may_answer.set()
-        assert tokens_of(await collecting) == answer(PROMPT, 20)
-    assert len(cluster.taken()) == 2
-
-
 async def test_a_resume_that_another_life_of_the_holder_answers_is_none(
     cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
 ) -> None:
@@ -208,41 +200,11 @@ async def test_tokens_may_come_before_the_holders_answer(
         holder.may_answer.set()
         entry = router.router.table.get("one")
         assert entry is not None
-        await eventually(lambda: entry.timing.resumes == 1)
+        await eventually(lambda: entry.account.timing.resumes == 1)
         holder.may_step.set()
         responses = await collecting
     assert tokens_of(responses) == answer(PROMPT, 20)
     assert (responses[-1].timing.held_tokens, responses[-1].timing.recomputed_tokens) == (12, 1)
-
-
-async def test_a_request_cancelled_while_its_holder_is_asked_ends_at_both_instances(
-    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
-) -> None:
-    holder.may_answer.clear()
-    async with begun(cluster) as (router, collecting):
-        owner.silent = True
-        await eventually(lambda: is_asked(router))
-        response = await router.stub.Cancel(inference_pb2.CancelRequest(request_id="one"), timeout=60)
-        assert response.found
-        assert tokens_of(await collecting) == answer(PROMPT, 10)
-        await eventually(lambda: ("one", 1) in owner.aborted and ("one", 2) in holder.aborted)
-        holder.may_answer.set()
-
-
-async def test_a_deadline_ends_a_request_whose_holder_does_not_answer(
-    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
-) -> None:
-    holder.may_answer.clear()
-    async with cluster.router() as router:
-        call = router.stub.Generate(ask(request_id="one"), timeout=4)
-        await eventually(lambda: state_of(router, "one", 10) is not None)
-        await cluster.kill("decode-0")
-        await eventually(lambda: is_asked(router))
-        with pytest.raises(aio.AioRpcError) as caught:
-            await rest_of(call)
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await eventually(lambda: ("one", 2) in holder.aborted)
-        holder.may_answer.set()
 
 
 async def test_a_router_that_takes_over_after_router_and_owner_died_resumes_at_the_hinted_holder(
@@ -250,7 +212,6 @@ async def test_a_router_that_takes_over_after_router_and_owner_died_resumes_at_t
 ) -> None:
     async with cluster.router(instance_id="router-0") as first:
         request = ask(request_id="one", secret=SECRET)
-        request.params.seed = 1
         call = first.stub.Generate(request, timeout=20)
         responses: list[inference_pb2.GenerateResponse] = []
         hint = inference_pb2.OwnerHint()
@@ -265,13 +226,9 @@ async def test_a_router_that_takes_over_after_router_and_owner_died_resumes_at_t
             await eventually(lambda: len(first.router.table) == 0 and ("one", 1) in owner.aborted)
             await cluster.instances["decode-0"].die()
             holder.copies.add("one")
-            again = ask(request_id="one", secret=SECRET, session=1)
-            again.params.seed = 1
             received = tokens_of(responses)
-            again.received.token_ids.extend(received)
+            again = ask_again(received, OwnerHint.from_proto(hint))
             again.received.characters = sum(len(response.text) for response in responses)
-            again.received.max_tokens = 20
-            again.received.owner.CopyFrom(hint)
             rest = await rest_of(second.stub.Generate(again, timeout=20))
             assert received + tokens_of(rest) == answer(PROMPT, 20)
             assert len(cluster.taken()) == 1
@@ -289,18 +246,8 @@ async def test_an_old_hint_costs_a_question_and_the_request_is_found_where_it_ru
     async with cluster.router() as router:
         life = cluster.instances["decode-0"].record.incarnation
         await cluster.instances["decode-0"].die()
-        request = ask(request_id="one", secret=SECRET, session=1)
-        request.params.seed = 1
-        request.received.token_ids.extend(answer(PROMPT, 10))
-        request.received.max_tokens = 20
-        request.received.owner.CopyFrom(
-            inference_pb2.OwnerHint(
-                decode_instance_id="decode-0",
-                decode_incarnation=life,
-                holder_instance_id="decode-1",
-                holder_incarnation=holder.incarnation,
-            )
-        )
+        hint = OwnerHint(None, InstanceLife("decode-0", life), InstanceLife("decode-1", holder.incarnation))
+        request = ask_again(answer(PROMPT, 10), hint)
         rest = await rest_of(router.stub.Generate(request, timeout=20))
     assert [resume.session for resume in holder.resumes] == [1]
     assert [(request.session, request.attempt) for request in third.attached] == [(1, 3)]
@@ -316,13 +263,8 @@ async def test_the_next_life_of_a_hinted_owner_is_not_asked_for_what_the_holder_
     holder.copies.add("one")
     async with cluster.router() as router:
         await eventually(lambda: router.router.feeds.is_connected(InstanceLife("decode-1", holder.incarnation)))
-        request = ask(request_id="one", secret=SECRET, session=1)
-        request.params.seed = 1
-        request.received.token_ids.extend(answer(PROMPT, 10))
-        request.received.max_tokens = 20
         hint = OwnerHint(None, InstanceLife("decode-0", 1), InstanceLife("decode-1", holder.incarnation))
-        request.received.owner.CopyFrom(hint_to_proto(hint))
-        rest = await rest_of(router.stub.Generate(request, timeout=20))
+        rest = await rest_of(router.stub.Generate(ask_again(answer(PROMPT, 10), hint), timeout=20))
     assert answer(PROMPT, 10) + tokens_of(rest) == answer(PROMPT, 20)
     assert (rest[-1].timing.resumes, owner.attached) == (1, [])
 
@@ -341,14 +283,11 @@ async def test_a_client_that_has_more_than_a_former_owner_is_placed_again(
     async with cluster.router() as router:
         life = cluster.instances["decode-1"].record.incarnation
         await cluster.instances["decode-1"].die()
-        request = ask(request_id="one", secret=SECRET, session=1)
-        request.params.seed = 1
-        request.received.token_ids.extend(answer(PROMPT, 10))
-        request.received.max_tokens = 20
+        request = ask_again(answer(PROMPT, 10))
         if "store" in hinted:
             # It was away when the request went on elsewhere.
             hint = OwnerHint(decode=InstanceLife("decode-0", former.incarnation))
-            stored = hint_to_proto(hint).SerializeToString()
+            stored = hint.to_proto().SerializeToString()
             claim = RequestClaim("one", "router-9", 1, secret_hash=sha256(SECRET).hexdigest(), hint=stored)
             cluster.cluster.put_request(claim, 60.0)
         if hinted != "none":
@@ -389,10 +328,7 @@ async def test_attempts_after_a_re_attach_go_on_counting_however_long_it_ran(
     monkeypatch.setattr(request_placer, "ATTEMPT_REMEMBERED_S", 0.0)
     owner.attachable.add("one")
     async with cluster.router() as router:
-        request = ask(request_id="one", secret=SECRET, session=1)
-        request.params.seed = 1
-        request.received.token_ids.extend(answer(PROMPT, 5))
-        request.received.max_tokens = 20
+        request = ask_again(answer(PROMPT, 5))
         call = router.stub.Generate(request, timeout=20)
         await eventually(lambda: state_of(router, "one", 10) is not None)
         await cluster.kill("decode-0")
@@ -407,10 +343,7 @@ async def test_a_copy_that_is_named_before_the_answer_to_an_attach_is_known_to_a
     owner.attachable.add("one")
     owner.may_answer.clear()
     async with cluster.router() as router:
-        request = ask(request_id="one", secret=SECRET, session=1)
-        request.params.seed = 1
-        request.received.token_ids.extend(answer(PROMPT, 5))
-        request.received.max_tokens = 20
+        request = ask_again(answer(PROMPT, 5))
         call = router.stub.Generate(request, timeout=20)
         # All that it draws is held, the news of the copy too, and there will be none.
         await eventually(lambda: owner.is_paused)
@@ -433,18 +366,8 @@ async def test_a_holder_that_has_refused_is_not_asked_once_more_when_no_instance
         life = cluster.instances["decode-0"].record.incarnation
         await cluster.instances["decode-0"].die()
         cluster.place_on = "decode-1"
-        request = ask(request_id="one", secret=SECRET, session=1)
-        request.params.seed = 1
-        request.received.token_ids.extend(answer(PROMPT, 10))
-        request.received.max_tokens = 20
-        request.received.owner.CopyFrom(
-            inference_pb2.OwnerHint(
-                decode_instance_id="decode-0",
-                decode_incarnation=life,
-                holder_instance_id="decode-1",
-                holder_incarnation=holder.incarnation,
-            )
-        )
+        hint = OwnerHint(None, InstanceLife("decode-0", life), InstanceLife("decode-1", holder.incarnation))
+        request = ask_again(answer(PROMPT, 10), hint)
         rest = await rest_of(router.stub.Generate(request, timeout=20))
     assert answer(PROMPT, 10) + tokens_of(rest) == answer(PROMPT, 20)
     assert len(holder.resumes) == 1
@@ -457,7 +380,6 @@ async def test_what_an_earlier_session_still_has_elsewhere_is_ended(
     owner.attachable.add("one")
     async with cluster.router() as router:
         request = ask(request_id="one", secret=SECRET, session=1)
-        request.params.seed = 1
         request.received.max_tokens = 20
         call = router.stub.Generate(request, timeout=20)
         await eventually(lambda: state_of(router, "one", 10) is not None)

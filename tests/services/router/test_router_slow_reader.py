@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-import pytest
 from grpc import aio
 from prometheus_client import REGISTRY
 from smg_grpc_proto import vllm_engine_pb2
@@ -17,7 +16,7 @@ from kaveri.errors import SlowReader
 from kaveri.v1 import inference_pb2, inference_pb2_grpc
 from kaveri.wire.status import error_of
 from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
-from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, tokens_of
+from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, finish, refused, tokens_of
 from tests.support.scripted_ports import plain_channel
 
 TOKENS = 7_000
@@ -75,10 +74,8 @@ async def test_a_client_that_stops_reading_loses_its_request_and_frees_everythin
         cluster.let_all_go()
         assert tokens_of(await collect(router.stub.Generate(again, timeout=60))) == answer(PROMPT, 3)
         responses = [first]
-        with pytest.raises(aio.AioRpcError) as caught:
-            await read_into(responses, call)
-        assert caught.value.code() is grpc.StatusCode.ABORTED
-        error = error_of(caught.value)
+        caught = await refused(read_into(responses, call), grpc.StatusCode.ABORTED)
+        error = error_of(caught)
         assert isinstance(error, SlowReader)
         assert error.limit_s == LIMIT_S
         read = tokens_of(responses)
@@ -103,9 +100,9 @@ async def test_a_client_that_reads_slowly_gets_its_whole_answer(cluster: Scripte
 
 async def test_an_answer_that_pauses_longer_than_the_limit_is_not_cut_off(cluster: ScriptedCluster) -> None:
     """Nothing is being written meanwhile: it is not the client that is slow."""
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     async with cluster.router(slow_reader_s=0.2) as router:
-        collecting = asyncio.create_task(collect(router.stub.Generate(ask(), timeout=60)))
+        collecting = asyncio.create_task(collect(router.ask()))
         await eventually(lambda: cluster.decodes["decode-0"].is_paused)
         await asyncio.sleep(0.7)
         assert not collecting.done()
@@ -120,13 +117,10 @@ async def test_clients_that_never_read_their_error_do_not_pile_up(cluster: Scrip
         for call in calls:
             await call.read()
         await eventually(lambda: all_is_free(cluster, router) and unread_count() == 2, 20)
-        with pytest.raises(aio.AioRpcError) as caught:
-            await collect(router.stub.Generate(ask(), timeout=60))
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "read" in (caught.value.details() or "")
+        await refused(collect(router.ask()), grpc.StatusCode.RESOURCE_EXHAUSTED, "read")
         calls[0].cancel()
         await eventually(lambda: unread_count() == 1)
-        assert tokens_of(await collect(router.stub.Generate(ask(), timeout=60))) == answer(PROMPT, 20)
+        await finish(router.ask())
         calls[1].cancel()
         await eventually(lambda: unread_count() == 0)
 
@@ -150,8 +144,6 @@ async def test_the_fields_grpc_gives_up_on_such_a_client_too(cluster: ScriptedCl
         assert ended_count("slow_reader") > before
         await eventually(lambda: unread_count() == 1)
         cluster.let_all_go()
-        with pytest.raises(aio.AioRpcError) as caught:
-            await read_into([], call)
-        assert caught.value.code() is grpc.StatusCode.ABORTED
-        assert isinstance(error_of(caught.value), SlowReader)
+        caught = await refused(read_into([], call), grpc.StatusCode.ABORTED)
+        assert isinstance(error_of(caught), SlowReader)
         await eventually(lambda: unread_count() == 0)

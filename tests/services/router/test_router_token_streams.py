@@ -9,8 +9,8 @@ from kaveri.domain.owner import Owner, Ownership
 from kaveri.v1 import feed_pb2, sampling_pb2
 from services.router import subscriptions, token_feeds
 from services.router.lifecycle_values import InstanceLife
-from tests.services.router.cluster_script import ScriptedCluster, holds_the_last_token, read_once_placed
-from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, rest_of, tokens_of
+from tests.services.router.cluster_script import ScriptedCluster, read_once_placed
+from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, finish, rest_of, tokens_of
 
 
 async def test_the_end_of_a_decode_instance_is_nothing_to_requests_that_were_placed_elsewhere_since(
@@ -31,9 +31,8 @@ async def test_the_end_of_a_decode_instance_is_nothing_to_requests_that_were_pla
         await cluster.kill("decode-0")
         await eventually(lambda: "decode-0" not in router.router.feeds._subscriptions)
         cluster.let_all_go()
-        responses += await rest_of(call)
-        assert tokens_of(responses) == answer(PROMPT, 20)
-        assert (responses[-1].timing.attempts, responses[-1].timing.decode_instance_id) == (1, "decode-1")
+        last = await finish(call, responses)
+        assert (last.timing.attempts, last.timing.decode_instance_id) == (1, "decode-1")
 
 
 async def test_a_request_on_an_instance_that_the_view_never_names_is_placed_again(
@@ -43,7 +42,7 @@ async def test_a_request_on_an_instance_that_the_view_never_names_is_placed_agai
     for prefill in cluster.prefills.values():
         prefill.placed_in_vain, prefill.hold = "decode-gone", {"placed"}
     async with cluster.router() as router:
-        collecting = asyncio.create_task(collect(router.stub.Generate(ask(), timeout=60)))
+        collecting = asyncio.create_task(collect(router.ask()))
         await eventually(lambda: len(cluster.taken()) == 2)
         for prefill in cluster.prefills.values():
             prefill.release.set()
@@ -56,7 +55,7 @@ async def test_a_request_that_was_placed_anew_does_not_wait_for_the_stream_of_an
     monkeypatch.setattr(subscriptions, "CONNECT_GRACE_S", 0.1)
     for prefill in cluster.prefills.values():
         prefill.placed_in_vain = "decode-gone"
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     async with cluster.router() as router:
         call, responses = await read_once_placed(cluster, router, "moved", "decode-0")
         # Set behind the router's own timer.
@@ -64,31 +63,8 @@ async def test_a_request_that_was_placed_anew_does_not_wait_for_the_stream_of_an
         asyncio.get_running_loop().call_later(subscriptions.CONNECT_GRACE_S, grace_is_over.set)
         await grace_is_over.wait()
         cluster.let_all_go()
-        responses += await rest_of(call)
-        assert tokens_of(responses) == answer(PROMPT, 20)
-        assert responses[-1].timing.attempts == 1
-
-
-async def test_tokens_that_overtake_the_placement_on_their_instance_cost_no_attempt(cluster: ScriptedCluster) -> None:
-    for prefill in cluster.prefills.values():
-        prefill.placed_in_vain = "decode-0"
-        prefill.hold.add("placed")
-    cluster.place_on = "decode-1"
-    async with cluster.router() as router:
-        collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="moved"), timeout=60)))
-        await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
-        # Decode has the KV, and draws the whole answer before the router reads that the request was placed there.
-        (request,) = cluster.taken()
-        cluster.decodes["decode-1"].start(request)
-        entry = router.router.table.get("moved")
-        assert entry is not None
-        await eventually(lambda: holds_the_last_token(entry))
-        for prefill in cluster.prefills.values():
-            prefill.decode_has_begun = True
-        cluster.let_all_go()
-        responses = await collecting
-        assert tokens_of(responses) == answer(PROMPT, 20)
-        assert (responses[-1].timing.attempts, responses[-1].timing.decode_instance_id) == (1, "decode-1")
+        last = await finish(call, responses)
+        assert last.timing.attempts == 1
 
 
 async def test_a_router_follows_instances_with_engines_alone(cluster: ScriptedCluster) -> None:
@@ -99,7 +75,7 @@ async def test_a_router_follows_instances_with_engines_alone(cluster: ScriptedCl
 
 
 async def test_a_token_stream_that_breaks_in_the_router_is_logged_and_opened_again(cluster: ScriptedCluster) -> None:
-    cluster.decodes["decode-0"].pause_at = 7
+    cluster.pausing()
     async with cluster.router() as router:
         relayed = router.router.feeds._relayed
 
@@ -108,9 +84,8 @@ async def test_a_token_stream_that_breaks_in_the_router_is_logged_and_opened_aga
             raise ZeroDivisionError("planted")
 
         with structlog.testing.capture_logs() as entries:
-            call = router.stub.Generate(ask(), timeout=60)
-            responses = [await call.read()]
-            await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+            call = router.ask()
+            responses = await cluster.read_until_paused(call)
             router.router.feeds._relayed = breaks_once
             cluster.let_all_go()
             responses += await rest_of(call)
@@ -119,7 +94,7 @@ async def test_a_token_stream_that_breaks_in_the_router_is_logged_and_opened_aga
         (entry,) = [entry for entry in entries if entry["event"] == "stream_failed"]
         assert (entry["instance_id"], entry["exc_info"]) == ("decode-0", True)
         cluster.place_on = "decode-0"
-        assert tokens_of(await collect(router.stub.Generate(ask(), timeout=60))) == answer(PROMPT, 20)
+        await finish(router.ask())
 
 
 @pytest.mark.parametrize("joins", [False, True])
@@ -133,7 +108,7 @@ async def test_a_placement_that_names_a_former_life_of_a_decode_instance_is_lost
         prefill.joins = joins
     async with cluster.router() as router:
         collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="moved"), timeout=20)))
-        await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
+        await cluster.until_held()
         await cluster.kill("decode-0")
         again = await cluster.add_decode("decode-0")
         await eventually(lambda: bool(again.subscribers))
@@ -153,8 +128,7 @@ async def test_an_instance_that_no_view_ever_names_is_forgotten_with_its_last_re
         prefill.placed_in_vain = "decode-9"
     cluster.place_on = "decode-1"
     async with cluster.router() as router:
-        responses = await collect(router.stub.Generate(ask(), timeout=60))
-        assert tokens_of(responses) == answer(PROMPT, 20)
+        await finish(router.ask())
         await eventually(lambda: "decode-9" not in router.router.feeds._subscriptions)
 
 
@@ -166,7 +140,7 @@ async def test_a_placement_is_lost_when_the_view_then_names_another_life(
     async with cluster.router() as router:
         await eventually(lambda: "decode-0" not in router.router.store.view().instances)
         cluster.place_on = "decode-0"
-        collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="lives"), timeout=60)))
+        collecting = asyncio.create_task(collect(router.ask(request_id="lives")))
         # Placed on a life that the view does not name any more.
         feeds = router.router.feeds
         await eventually(lambda: "decode-0" in feeds._subscriptions and bool(feeds._subscriptions["decode-0"].ties))
@@ -181,7 +155,7 @@ async def test_an_attempt_that_begins_after_its_abort_is_aborted_again(
 ) -> None:
     monkeypatch.setattr(token_feeds, "CALL_TIMEOUT_S", 0.2)
     async with cluster.router() as router:
-        await collect(router.stub.Generate(ask(request_id="late"), timeout=60))
+        await collect(router.ask(request_id="late"))
         late = cluster.taken()[0]
         late.params.max_tokens = 10**9
         decode = cluster.decodes["decode-0"]
@@ -222,8 +196,7 @@ async def test_the_aborts_of_many_requests_reach_an_instance_in_few_messages(clu
 async def test_a_request_that_decode_had_before_the_token_stream_stood_is_answered_whole(
     cluster: ScriptedCluster,
 ) -> None:
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    decode = cluster.pausing()
     decode.thawed.clear()
     async with cluster.router() as router:
         call, responses = await read_once_placed(cluster, router, "early", "decode-0")
@@ -231,16 +204,14 @@ async def test_a_request_that_decode_had_before_the_token_stream_stood_is_answer
         decode.thawed.set()
         await eventually(lambda: decode.is_paused)
         cluster.let_all_go()
-        responses += await rest_of(call)
-        assert tokens_of(responses) == answer(PROMPT, 20)
-        assert responses[-1].timing.attempts == 1
+        last = await finish(call, responses)
+        assert last.timing.attempts == 1
 
 
 async def test_an_answer_to_attach_that_is_of_no_use_loses_the_attempt_and_not_the_request(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = cluster.decodes["decode-0"]
-    decode.pause_at = 7
+    decode = cluster.pausing()
     decode.thawed.clear()
     empty = feed_pb2.AttachResponse(incarnation=decode.incarnation)
     monkeypatch.setattr(decode, "_attached", lambda max_tokens: empty)
@@ -251,9 +222,8 @@ async def test_an_answer_to_attach_that_is_of_no_use_loses_the_attempt_and_not_t
         decode.thawed.set()
         await eventually(lambda: len(cluster.taken()) == 2 and (decode.is_paused or entry.ended))
         cluster.let_all_go()
-        responses += await rest_of(call)
-        assert tokens_of(responses) == answer(PROMPT, 20)
-        assert responses[-1].timing.attempts == 2
+        last = await finish(call, responses)
+        assert last.timing.attempts == 2
 
 
 @pytest.mark.parametrize("max_attempts", [1, 3])
@@ -270,8 +240,7 @@ async def test_an_answer_whose_last_token_came_before_its_stream_broke_is_comple
         assert entry is not None
         await eventually(lambda: len(entry.answer.token_ids) == 20)
         await cluster.kill("decode-0")
-        responses += await rest_of(call)
-        assert tokens_of(responses) == answer(PROMPT, 20)
-        assert responses[-1].finish_reason == sampling_pb2.FINISH_REASON_LENGTH
-        assert responses[-1].usage.completion_tokens == 20
-        assert responses[-1].timing.attempts == len(cluster.taken()) == 1
+        last = await finish(call, responses)
+        assert last.finish_reason == sampling_pb2.FINISH_REASON_LENGTH
+        assert last.usage.completion_tokens == 20
+        assert last.timing.attempts == len(cluster.taken()) == 1

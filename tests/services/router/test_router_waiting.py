@@ -5,19 +5,21 @@ import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
 import structlog
-from grpc import aio
 
+from kaveri.domain.sampling import FinishReason
 from kaveri.errors import NoCapacity
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
 from services.router.config import RouterConfig
+from services.router.request_placer import PlacementLine
+from services.router.requests import RequestEntry
 from tests.services.router.cluster_script import ScriptedCluster
-from tests.services.router.scripted_answers import answer, ask, collect, eventually, tokens_of
+from tests.services.router.scripted_answers import answer, ask, collect, eventually, refused, tokens_of
 
 CODES = grpc.StatusCode
 
@@ -97,9 +99,7 @@ async def test_a_full_instance_is_not_asked_again_before_the_time_that_it_named(
 async def test_a_queue_that_stays_full_is_waited_for_until_the_deadline(single: ScriptedCluster) -> None:
     single.prefills["prefill-0"].refusals = [NoCapacity("prefill", 0.02) for _ in range(1000)]
     async with single.router(max_attempts=1, unavailable_after_s=0.0) as router:
-        with pytest.raises(aio.AioRpcError) as caught:
-            await collect(router.stub.Generate(ask(), timeout=0.5))
-        assert caught.value.code() is CODES.DEADLINE_EXCEEDED
+        await refused(collect(router.stub.Generate(ask(), timeout=0.5)), CODES.DEADLINE_EXCEEDED)
     assert sent(single) > 2
 
 
@@ -219,9 +219,7 @@ async def test_an_instance_that_is_never_reached_fails_its_requests_after_the_se
     await single.instances["prefill-0"].die()
     async with single.router(max_attempts=1, unavailable_after_s=0.5) as router:
         started_s = time.monotonic()
-        with pytest.raises(aio.AioRpcError) as caught:
-            await collect(router.stub.Generate(ask(), timeout=30))
-        assert caught.value.code() is CODES.UNAVAILABLE
+        await refused(collect(router.stub.Generate(ask(), timeout=30)), CODES.UNAVAILABLE)
         assert time.monotonic() - started_s >= 0.5
 
 
@@ -241,7 +239,7 @@ async def test_a_request_that_ends_in_the_moment_in_which_it_gets_an_instance_is
 
         async def choose_and_end(entry: Any, retry: Any) -> Any:
             target = await choose(entry, retry)
-            entry.cancel()
+            entry.stop(FinishReason.CANCELLED)
             return target
 
         monkeypatch.setattr(placer, "_choose", choose_and_end)
@@ -255,3 +253,16 @@ def test_requests_wait_longer_for_instances_than_engines_take_to_start() -> None
     """Else they fail while all instances of a phase start again. Their own deadlines end them before."""
     config = RouterConfig()
     assert 60 < config.unavailable_after_s < config.default_timeout_s
+
+
+def test_a_request_in_line_that_must_rest_gives_its_place_to_the_next() -> None:
+    line, first, second = PlacementLine(), cast(RequestEntry, "first"), cast(RequestEntry, "second")
+    line.join(first)
+    line.join(second)
+    line.rest(first)
+    assert len(line) == 2
+    line.join(first)
+    assert list(line._line) == [second, first]
+    line.leave(first)
+    line.leave(second)
+    assert not len(line)

@@ -9,9 +9,18 @@ from grpc import aio
 from kaveri.rpc.server import open_channel
 from kaveri.v1 import cluster_pb2
 from kaveri.v1.cluster_pb2_grpc import ClusterServiceStub
-from services.router.recent_workload import RecentEnd, RecentWorkload
+from services.router.recent_requests import RecentEnd, RecentWorkload
 from tests.services.router.cluster_script import ScriptedCluster
-from tests.services.router.scripted_answers import PROMPT, ask, collect, eventually, rest_of, tokens_of
+from tests.services.router.scripted_answers import (
+    PROMPT,
+    SECRET,
+    ask,
+    ask_again,
+    collect,
+    eventually,
+    rest_of,
+    tokens_of,
+)
 
 _WITHIN_S = 30.0
 
@@ -37,7 +46,7 @@ async def test_whole_answers_are_told_with_their_lengths_and_arrivals_with_their
         assert not (empty.answered.prompt_tokens)
         assert not (empty.running.prompt_tokens)
         for max_tokens in (3, 20):
-            await collect(router.stub.Generate(ask(max_tokens=max_tokens), timeout=60))
+            await collect(router.ask(max_tokens=max_tokens))
         found = await workload_of(router.address)
     assert found.router_instance_id == "router-0"
     assert lengths_of(found.answered) == [(len(PROMPT), 3), (len(PROMPT), 20)]
@@ -52,7 +61,7 @@ async def test_a_request_that_runs_has_the_tokens_that_it_has_so_far_and_is_cut_
     for decode in cluster.decodes.values():
         decode.pause_at = 10
     async with cluster.router() as router:
-        call = router.stub.Generate(ask(request_id="one"), timeout=60)
+        call = router.ask(request_id="one")
         got = 0
         while got < 10:
             got += len((await call.read()).token_ids)
@@ -74,17 +83,12 @@ async def test_a_client_that_re_attaches_neither_arrives_again_nor_ends_twice(cl
     for decode in cluster.decodes.values():
         decode.pause_at = 10
     async with cluster.router() as router:
-        secret = b"s" * 16
-        request = ask(request_id="one", secret=secret)
-        request.params.seed = 1
+        request = ask(request_id="one", secret=SECRET)
         first = router.stub.Generate(request, timeout=60)
         tokens: list[int] = []
         while len(tokens) < 10:
             tokens += (await first.read()).token_ids
-        again = ask(request_id="one", secret=secret, session=1)
-        again.params.seed = 1
-        again.received.token_ids.extend(tokens)
-        again.received.max_tokens = 20
+        again = ask_again(tokens)
         second = router.stub.Generate(again, timeout=60)
         reading = asyncio.create_task(rest_of(second))
         await eventually(lambda: (slot := router.router.table.slot_of("one")) is not None and slot.session == 1)
@@ -101,8 +105,7 @@ async def test_a_request_that_failed_at_other_routers_before_it_was_accepted_arr
     cluster: ScriptedCluster,
 ) -> None:
     async with cluster.router() as router:
-        request = ask(request_id="one", secret=b"s" * 16, session=2, max_tokens=3)
-        request.params.seed = 1
+        request = ask(request_id="one", secret=SECRET, session=2, max_tokens=3)
         request.received.SetInParent()
         await collect(router.stub.Generate(request, timeout=60))
         found = await workload_of(router.address)
@@ -128,8 +131,7 @@ async def test_a_client_that_re_attaches_before_its_request_was_placed_does_not_
         await eventually(lambda: all(map(has_no_room, cluster.prefills)))
         readers = []
         for session in (0, 1):
-            request = ask(request_id="one", secret=b"s" * 16, session=session)
-            request.params.seed = 1
+            request = ask(request_id="one", secret=SECRET, session=session)
             readers.append(asyncio.create_task(rest_of(router.stub.Generate(request, timeout=60))))
             await eventually(partial(has_accepted, session))
         for prefill in cluster.prefills.values():

@@ -133,7 +133,7 @@ class FaultRows:
         replica = entry.state.replica if isinstance(entry.state, Placed | Decoding | Lost) else None
         if replica is None:
             return "no copy"
-        context = len(entry.accepted.prompt_token_ids) + len(entry.answer.token_ids)
+        context = entry.context_tokens
         lacking = context - replica.token_count
         return "copy whole" if lacking <= _WHOLE_BUT_BLOCKS * self._world.model.block_tokens else "copy behind"
 
@@ -191,5 +191,7 @@ def _phase(entry: RequestEntry) -> str:
 
 def _recovers(entry: RequestEntry) -> bool:
     """Whether it has lost an instance or a router, and has had no token since."""
-    is_again = entry.owner_change is not None or (entry.accepted.session > 0 and not isinstance(entry.state, Decoding))
+    is_again = entry.account.owner_change is not None or (
+        entry.accepted.session > 0 and not isinstance(entry.state, Decoding)
+    )
     return is_again or isinstance(entry.state, Lost | Resuming | SeekingOwner)

@@ -7,9 +7,8 @@ from kaveri.client.sessions import Sessions
 from kaveri.domain.sampling import SamplingParams
 from services.prefill.role import PrefillRole
 from services.router.accepted_request import AlreadyReceived
-from services.router.direct_reading import DirectReading
 from services.router.lifecycle_values import Placed
-from services.router.requests import RequestEntry
+from services.router.requests import DirectReading, RequestEntry
 from tests.simulation.cluster.planting import planted, replaced
 
 

@@ -1,0 +1,257 @@
+"""Recovery of requests from earlier sessions, and from decode instances that drain.
+
+TakeOver finds the instances that have a request of an earlier session. Departures moves requests off decode instances
+that drain.
+"""
+
+import asyncio
+import enum
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kaveri.cluster.store import ClusterStore
+from kaveri.domain.attachment import Attached
+from kaveri.domain.replica import ReplicaLocation
+from kaveri.domain.view import ClusterView, InstanceRecord, InstanceState, Phase, ViewedInstance, phases_now
+from kaveri.errors import NoCapacity, RequestNotFound, Unavailable
+from kaveri.policy.unconfirmed import UnconfirmedWork
+from kaveri.telemetry.logs import get_logger
+from kaveri.timeouts import ATTACH_SOON_S, CALL_TIMEOUT_S
+from services.router import lifecycle_values as lives
+from services.router.accepted_request import OwnerHint
+from services.router.holders import Holders
+from services.router.lifecycle_values import NO_LIFE, InstanceLife, holder_of, life_of
+from services.router.request_table import RequestTable
+from services.router.requests import RequestEntry
+from services.router.subscriptions import PromptTie
+from services.router.token_feeds import TokenFeeds
+
+_ATTACH_AGAIN_S = 0.05
+"""Pause before a prefill instance without a stream is asked once more for its reports."""
+_ASKED_TOGETHER = 16
+_MOST_ASKED = 256
+"""Max instances of a phase that are asked without a hint."""
+_SEARCHES = 8
+"""Max requests that are looked for at all instances at a time."""
+_OWNER_TIME_S = 3.0
+"""A draining instance lets requests go with all their KV. The router moves them only after it has let none go for this
+long."""
+_MOST_LACKING_BLOCKS = 2
+"""Max blocks that the replica of a moved request lacks. Replicas that lack more catch up soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The instance that has the request, and goes on for this router."""
+
+    attached: Attached
+    prefill: InstanceLife
+    decode: InstanceLife | None
+    """The decode instance, if it has the request already."""
+    tie: PromptTie | None
+    """Receives prefill's reports, if the prefill instance has the request."""
+
+
+class Missing(enum.Enum):
+    """Reason why a request was not found."""
+
+    NOWHERE = enum.auto()
+    """No instance that was asked has it."""
+    OWNER_LOST = enum.auto()
+    """The hinted owner does not answer; others were not asked."""
+
+
+class TakeOver:
+    """Finds the instances that have a request from an earlier session, and attaches it to this router.
+
+    The hints of the cluster store and then of the client say where to look first. They name lives of instances, and
+    only lives in the view are asked. If no hint holds, all instances are asked: in batches, at most 256 per phase, and
+    for a few requests at a time. If a hint names the holder of a replica and the owner does not answer, the holder
+    resumes the request before others are asked.
+    """
+
+    def __init__(self, store: ClusterStore, feeds: TokenFeeds, stream_id: str) -> None:
+        self._store = store
+        self._feeds = feeds
+        self._stream_id = stream_id
+        self._searches = asyncio.Semaphore(_SEARCHES)
+
+    async def find(self, entry: RequestEntry, number: int, can_resume: bool = False) -> Found | Missing:
+        """Attach the request as attempt `number`, where it is. can_resume: True if a holder can replace an owner that
+        does not answer.
+
+        Raises InvalidArgument, StaleAttempt and RequestAlreadyExists like the instance that has it.
+        """
+        hint = entry.accepted.received.owner
+        prefills, decodes = self._records(Phase.PREFILL), self._records(Phase.DECODE)
+        hinted_decodes = self._hinted(hint.decode, decodes)
+        hinted_prefills = self._hinted(hint.prefill, prefills)
+        # Decode first: once the KV has landed, prefill has nothing to report.
+        outcomes = await self._ask_decodes(entry, number, hinted_decodes, hint)
+        found = _first_of_owners(entry, hinted_decodes, Phase.DECODE, outcomes)
+        owner_is_silent = all(isinstance(outcome, Unavailable) for outcome in outcomes)
+        if can_resume and hint.decode is not None and owner_is_silent:
+            return Missing.OWNER_LOST
+        # A prefill instance names the lost owner again, but another instance may have resumed the request since.
+        owner_is_lost = hint.decode is not None and owner_is_silent
+        if not owner_is_lost:
+            found = found or await self._at_prefill(entry, number, hinted_prefills)
+        if found is not None:
+            return found
+        async with self._searches:
+            for some in self._batches(decodes, hinted_decodes):
+                outcomes = await self._ask_decodes(entry, number, some, OwnerHint())
+                found = found or _first_of_owners(entry, some, Phase.DECODE, outcomes)
+            if owner_is_lost:
+                found = found or await self._at_prefill(entry, number, hinted_prefills)
+            for some in self._batches(prefills, hinted_prefills):
+                found = found or await self._at_prefill(entry, number, some)
+            return found or Missing.NOWHERE
+
+    def _records(self, phase: Phase) -> list[InstanceRecord]:
+        instances = self._store.view().instances.values()
+        return [status.record for status in instances if phase in phases_now(status)]
+
+    def _hinted(self, life: InstanceLife | None, serving: list[InstanceRecord]) -> list[InstanceRecord]:
+        """The life that a hint names, if the view has it. One that was switched to the other phase still has requests
+        of the former one, but is of no use without a stream."""
+        status = self._store.view().instances.get(life.instance_id) if life is not None else None
+        if life is None or status is None or life_of(status.record) != life:
+            return []
+        return [status.record] if status.record in serving or self._feeds.is_connected(life) else []
+
+    def _batches(self, records: list[InstanceRecord], asked: list[InstanceRecord]) -> list[list[InstanceRecord]]:
+        """Batches of instances to ask without a hint. A silent one would make the others wait."""
+        silent = self._feeds.silent_ids
+        left = [record for record in records if record not in asked and record.instance_id not in silent]
+        left = left[:_MOST_ASKED]
+        return [left[first : first + _ASKED_TOGETHER] for first in range(0, len(left), _ASKED_TOGETHER)]
+
+    async def _ask_decodes(
+        self, entry: RequestEntry, number: int, records: Iterable[InstanceRecord], hint: OwnerHint
+    ) -> list[Found | BaseException]:
+        attachment = entry.attachment(number, self._stream_id, landed=True)
+        timeout_s = _timeout_s(entry)
+
+        async def ask(record: InstanceRecord) -> Found:
+            attached = await self._feeds.attach(record, attachment, timeout_s)
+            return Found(attached, hint.prefill or NO_LIFE, life_of(record), None)
+
+        return await asyncio.gather(*map(ask, records), return_exceptions=True)
+
+    async def _at_prefill(self, entry: RequestEntry, number: int, records: list[InstanceRecord]) -> Found | None:
+        attachment = entry.attachment(number, self._stream_id, at_prefill=True)
+
+        async def ask(record: InstanceRecord) -> Found:
+            # Reports may come before the answer.
+            tie = self._feeds.expect_reports(entry, number, record)
+            until_s = time.monotonic() + CALL_TIMEOUT_S
+            try:
+                while True:
+                    has_stream, sent_s = self._feeds.is_connected(tie.life), time.monotonic()
+                    attached = await self._feeds.attach(record, attachment, _timeout_s(entry))
+                    tie.is_there = True
+                    if (has_stream and not self._feeds.may_lack_reports(tie, sent_s)) or sent_s >= until_s:
+                        return Found(attached, tie.life, None, tie)
+                    # The reports may have gone over a former stream, and the next may be open without this request.
+                    await asyncio.sleep(_ATTACH_AGAIN_S)
+            except BaseException:
+                self._feeds.drop(tie)
+                raise
+
+        outcomes = await asyncio.gather(*map(ask, records), return_exceptions=True)
+        found = None
+        try:
+            found = _first_of_owners(entry, records, Phase.PREFILL, outcomes)
+        finally:
+            for outcome in outcomes:
+                if isinstance(outcome, Found) and outcome is not found and outcome.tie is not None:
+                    self._feeds.drop(outcome.tie)
+        return found
+
+
+def _timeout_s(entry: RequestEntry) -> float:
+    return CALL_TIMEOUT_S if entry.accepted.received.owner.holder is None else ATTACH_SOON_S
+
+
+def _first_of_owners(
+    entry: RequestEntry, records: list[InstanceRecord], phase: Phase, outcomes: list[Found | BaseException]
+) -> Found | None:
+    """The first that was found, if any. Raises the first refusal of an instance that has the request, unless it is
+    the refusal of a former owner."""
+    if found := next((outcome for outcome in outcomes if isinstance(outcome, Found)), None):
+        return found
+    for record, outcome in zip(records, outcomes, strict=True):
+        match outcome:
+            case RequestNotFound() | Unavailable():
+                get_logger().debug("attach_refused", request_id=entry.request_id, reason=str(outcome))
+            case BaseException() if not entry.accepted.received.excuses(outcome, life_of(record), phase):
+                raise outcome
+    return None
+
+
+class Departures:
+    """Moves requests off decode instances that drain and do not let them go themselves for a while.
+
+    The holders of their replicas go on with them, as after a loss, and compute again what the replica lacks, two blocks
+    at most. A move does not use up an attempt. Requests without such a replica, or whose holder has no room, stay.
+    """
+
+    def __init__(self, table: RequestTable, holders: Holders, feeds: TokenFeeds) -> None:
+        self._table = table
+        self._holders = holders
+        self._feeds = feeds
+        self._unconfirmed: UnconfirmedWork[str] = UnconfirmedWork()
+        """Blocks of requests moved to holders, not in any heartbeat yet."""
+        self._since_s: dict[InstanceLife, float] = {}
+        """time.monotonic() when the drain of each was first seen."""
+
+    def update(self, view: ClusterView) -> None:
+        """Move the requests that can be moved now. Called with each view, also when only loads have changed."""
+        draining = view.derive("draining decode instances", _draining, view)
+        now_s = time.monotonic()
+        self._since_s = {life: self._since_s.get(life, now_s) for life in draining}
+        overdue = {
+            life
+            for life, since_s in self._since_s.items()
+            if now_s - max(since_s, self._feeds.let_go_s(life)) >= _OWNER_TIME_S
+        }
+        if not overdue:
+            return
+        self._unconfirmed.retain(view)
+        for entry in self._table.entries():
+            if isinstance(entry.state, lives.Decoding) and entry.state.decode in overdue:
+                self._move(entry, entry.state.decode, view)
+
+    def _move(self, entry: RequestEntry, decode: InstanceLife, view: ClusterView) -> None:
+        replica = self._holders.replica_of(entry)
+        if replica is None or not self._feeds.is_connected(holder_of(replica)):
+            return
+        holder = view.instances[replica.holder_id]
+        if holder.load.state is not InstanceState.READY:
+            return
+        needed_blocks = self._needed_blocks(entry, replica, holder)
+        if needed_blocks is None or holder.load.free_blocks - self._unconfirmed.at(holder).amount < needed_blocks:
+            return
+        self._unconfirmed.add(entry.request_id, holder, needed_blocks)
+        cause = f"decode instance {decode.instance_id} drains"
+        entry.note_loss(cause, decode)
+        drained = NoCapacity("decode", 0.0, cause)
+        entry.handle(lives.GivenUp(entry.attempt_number, decode, drained, has_ended=False), time.monotonic())
+
+    def _needed_blocks(self, entry: RequestEntry, replica: ReplicaLocation, holder: ViewedInstance) -> int | None:
+        """Number of blocks that the request needs at the holder; None: the replica lacks too much."""
+        layout = holder.record.layout
+        context_tokens = entry.context_tokens
+        if layout is None or context_tokens - replica.token_count > _MOST_LACKING_BLOCKS * layout.block_tokens:
+            return None
+        return layout.block_count(context_tokens + 1)
+
+
+def _draining(view: ClusterView) -> frozenset[InstanceLife]:
+    return frozenset(
+        InstanceLife(instance_id, status.record.incarnation)
+        for instance_id, status in view.instances.items()
+        if status.load.state is InstanceState.DRAINING and Phase.DECODE in phases_now(status)
+    )

@@ -1,0 +1,166 @@
+"""Account of one request at its router: timing, steps, changes of its owner, and spans."""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from kaveri.telemetry.logs import get_logger
+from kaveri.telemetry.tracing import OpenSpan
+from services.router import metrics
+from services.router.lifecycle_values import InstanceLife
+
+_MOST_STEPS = 64
+_MOST_CAUSE_CHARACTERS = 300
+
+
+@dataclass(slots=True)
+class RequestTiming:
+    """Fields of inference.proto's Timing that the router knows; those of the last attempt if there were several."""
+
+    attempts: int = 0
+    prefill_instance_id: str = ""
+    decode_instance_id: str = ""
+    router_s: float = 0.0
+    prefill_queue_s: float = 0.0
+    prefill_s: float = 0.0
+    kv_transfer_s: float = 0.0
+    kv_tail_s: float = 0.0
+    kv_bytes: int = 0
+    kv_transport: str = ""
+    decode_queue_s: float = 0.0
+    decode_s: float = 0.0
+    resumes: int = 0
+    held_tokens: int = 0
+    recomputed_tokens: int = 0
+    stall_s: float = 0.0
+
+    def known(self) -> dict[str, Any]:
+        """Fields that are neither 0 nor empty, by name."""
+        return {name: value for name in self.__slots__ if (value := getattr(self, name))}
+
+
+@dataclass(slots=True)
+class OwnerChange:
+    """The time from the loss of an instance to the next token. A second loss meanwhile belongs to the same change."""
+
+    cause: str
+    """Why the instance was lost."""
+    former_instance_id: str
+    since_s: float
+    """Time of the last token, or of the loss if there was no token yet."""
+    until_s: float = 0.0
+    """Time of the next token; 0: there was none yet."""
+    outcome: str = ""
+    """resumed or recomputed; empty: not known yet."""
+    instance_id: str = ""
+    """The new instance: the prefill instance, or the holder of the replica."""
+    held_tokens: int = 0
+    recomputed_tokens: int = 0
+
+
+class RequestAccount:
+    """Account of one session of a request. Times are time.monotonic()'s.
+
+    Its spans: `generate` for the request; below it `place` for each wait until an instance has it, and `attempt` for
+    each attempt, linked to the previous one. Spans of instances are below the attempt.
+    """
+
+    def __init__(self, request_id: str, session: int, accepted_s: float, span: OpenSpan | None) -> None:
+        """accepted_s: when its input was checked. span: the request's; its owner ends it. None: it is not traced."""
+        self.timing = RequestTiming()
+        self.steps: deque[tuple[float, str]] = deque(maxlen=_MOST_STEPS)
+        """The request's last steps, each with its time."""
+        self.owner_change: OwnerChange | None = None
+        """Set from the loss of an instance until the next token."""
+        self.span = span
+        self._request_id = request_id
+        self._session = session
+        self._waits_since_s = accepted_s
+        self._attempt: OpenSpan | None = None
+        """Span of the present attempt."""
+        self._former: OpenSpan | None = None
+        """Span of the previous attempt."""
+
+    @property
+    def traceparent(self) -> str:
+        """traceparent of the present attempt, for the instances; empty if it is not traced."""
+        return self._attempt.traceparent if self._attempt is not None else ""
+
+    def begin_attempt(self, number: int, aim: str, now_s: float) -> None:
+        """Begin an attempt, and end the previous one if it is open. aim: where it goes, for the list of steps."""
+        self.timing.attempts += 1
+        self.steps.append((now_s, f"attempt {number} {aim}"))
+        if self.span is not None:
+            self.end_attempt(now_s)
+            self.span.write("place", self._waits_since_s, now_s)
+            self._attempt = self.span.begin("attempt", now_s, self._former, attempt=number)
+
+    def end_attempt(self, now_s: float, error: object = None, **attributes: object) -> None:
+        """End the open attempt's span, if any. error: why the attempt was lost."""
+        if self._attempt is not None:
+            self._attempt.end(now_s, error, **attributes)
+            self._former, self._attempt, self._waits_since_s = self._attempt, None, now_s
+
+    def note_loss(self, cause: str, former: InstanceLife, last_token_s: float) -> None:
+        """Record the loss of an instance: the owner changes from now on, unless it is changing already.
+
+        last_token_s: 0: there was no token yet."""
+        now_s = time.monotonic()
+        self.steps.append((now_s, f"lost {former.instance_id or 'its instance'}: {cause[:_MOST_CAUSE_CHARACTERS]}"))
+        if self.owner_change is None:
+            self.owner_change = OwnerChange(cause, former.instance_id, last_token_s or now_s)
+
+    def note_not_found(self, now_s: float) -> None:
+        """Record that the attempt found no instance that has the request."""
+        self.steps.append((now_s, "not found there"))
+        self.end_attempt(now_s, "not found")
+
+    def note_new_owner(
+        self, outcome: str, life: InstanceLife, attempt: int, held_tokens: int, context_tokens: int
+    ) -> None:
+        """Record the instance that goes on with the request, and how: it has the KV of `held_tokens` of
+        `context_tokens`."""
+        recomputed_tokens = max(0, context_tokens - held_tokens)
+        self.timing.held_tokens += held_tokens
+        self.timing.recomputed_tokens += recomputed_tokens
+        if (change := self.owner_change) is not None:
+            change.outcome, change.instance_id = outcome, life.instance_id
+            change.held_tokens += held_tokens
+            change.recomputed_tokens += recomputed_tokens
+            self.end_owner_change(attempt)
+
+    def note_tokens(self, attempt: int, now_s: float) -> None:
+        """Record that tokens have arrived after a loss."""
+        assert self.owner_change is not None
+        self.owner_change.until_s = self.owner_change.until_s or now_s
+        self.end_owner_change(attempt)
+
+    def end_owner_change(self, attempt: int, *, has_ended: bool = False) -> None:
+        """Log and count the change of owner, once there are tokens again and its outcome is known.
+
+        has_ended: True if the request has ended."""
+        change = self.owner_change
+        if change is None or not change.until_s or not (change.outcome or has_ended):
+            return
+        if not change.outcome:
+            # The holder's answer comes too late.
+            change.outcome = "resumed"
+            self.timing.resumes += 1
+        self.owner_change = None
+        stall_s = change.until_s - change.since_s
+        self.timing.stall_s += stall_s
+        metrics.STALL_S.labels(outcome=change.outcome).observe(stall_s)
+        get_logger().info(
+            "owner_changed",
+            request_id=self._request_id,
+            session=self._session,
+            attempt=attempt,
+            outcome=change.outcome,
+            former_instance_id=change.former_instance_id,
+            new_instance_id=change.instance_id,
+            held_tokens=change.held_tokens,
+            recomputed_tokens=change.recomputed_tokens,
+            stall_s=round(stall_s, 4),
+            cause=change.cause,
+        )
