@@ -297,7 +297,7 @@ async def test_the_copy_of_a_lost_owner_is_kept_for_the_grace_and_then_dropped(
 ) -> None:
     owned = await begin(max_tokens=400)
     message = owned.message()
-    owned.owner.host._service.break_off("it is killed")
+    owned.owner.host.break_off("it is killed")
     await by_hand.eventually(owned.owner.serving.done, "the owner is gone")
     assert (await owned.resume(message)).held_tokens >= 48
     await by_hand.abort(owned.holder, "a", 2)
@@ -320,7 +320,7 @@ async def test_a_holder_does_not_take_the_next_life_of_an_owner_for_the_one_that
 
 async def test_nothing_resumes_a_lost_request_for_longer_than_the_grace(cluster: Any, by_hand: Any, begin: Any) -> None:
     owned = await begin(max_tokens=400)
-    owned.owner.host._service.break_off("it is killed")
+    owned.owner.host.break_off("it is killed")
     dropped = lambda: owned.holder.metric("kaveri_replica_drops_total", cause="orphaned") == 1  # noqa: E731
     await by_hand.eventually(dropped, "the copy is dropped")
     with refuses(grpc.StatusCode.NOT_FOUND):

@@ -52,7 +52,7 @@ async def start_router(
 
 
 async def lose(instance: Any) -> None:
-    instance.host._service.break_off("it is killed")
+    instance.host.break_off("it is killed")
     await eventually(instance.serving.done, "it is gone")
 
 

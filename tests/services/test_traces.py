@@ -112,7 +112,7 @@ async def test_an_attempt_links_to_the_one_before_and_says_why_that_was_lost(
     call = routers.generate("router-0", client.message())
     await eventually(lambda: computed(cluster) >= 32, "it is computed")
     await cluster.prefill("prefill-1")
-    prefill.host._service.break_off("it is killed")
+    prefill.host.break_off("it is killed")
     await client.finish(call)
     await eventually(lambda: len(spans.named("generate")) == 1, "the router has ended the request")
     lost, served = spans.named("attempt")

@@ -3,7 +3,6 @@
 import random
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -173,15 +172,15 @@ def test_abort_that_overtakes_the_grant_of_a_ticket_cancels_the_reservation(
     decode = bench.engine()
     decoded = start_recording(decode)
     request = make_stepwise_request("r", 10, 5)
-    grant = KvReceiver.grant
+    lease = KvReceiver.lease
 
-    def overtaken(self: KvReceiver, *arguments: Any, **named: Any) -> Ticket:
+    def overtaken(self: KvReceiver, ticket: Ticket) -> None:
         decode.abort(request.key)
         decode.check_integrity()
         assert decode.stats().free_blocks < decode.info.total_blocks
-        return grant(self, *arguments, **named)
+        lease(self, ticket)
 
-    monkeypatch.setattr(KvReceiver, "grant", overtaken)
+    monkeypatch.setattr(KvReceiver, "lease", overtaken)
     with pytest.raises(RequestCancelled):
         decode.reserve(request, 60.0).result(SOON_S)
     wait_until_free(decode)
