@@ -1,4 +1,4 @@
-"""The settings of an instance's decode phase."""
+"""Settings of an instance's decode phase."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,14 +11,12 @@ from kaveri.policy.admission import AdmissionPolicy, AnyAdmission
 from kaveri.policy.replication import AnyReplication, ReplicationMode
 
 OF_COPIES = ("replication", "replica_memory", "replica_min_tokens", "replication_rate")
-"""Settings of replication."""
-
 _WITHOUT_MODEL = ("fake", "timed")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig(InstanceConfig):
-    """Settings of an instance that decodes in a running batch, for pushed and local KV."""
+    """Settings of an instance that decodes in a running batch, from pushed and local KV."""
 
     HELP_TITLE: ClassVar = "Decoding"
 
@@ -52,5 +50,4 @@ class BatchConfig(InstanceConfig):
 
     @property
     def reads_directly(self) -> bool:
-        """True if callers may read answers here."""
         return self.direct_answers == "on" or (self.direct_answers == "auto" and self.engine not in _WITHOUT_MODEL)
