@@ -1,4 +1,4 @@
-"""Handles a stdout whose reader is gone, or whose encoding lacks a character."""
+"""Handles a stdout whose reader has exited, or whose encoding lacks a character."""
 
 import contextlib
 import io
@@ -13,10 +13,8 @@ BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
 
 @contextlib.contextmanager
 def quiet_output() -> Iterator[None]:
-    r"""Exit with status 141, without a message, when the reader of stdout is gone, as in `kaveri up --help | head -1`.
-
-    A character that stdout's encoding lacks, such as é in ASCII, is written as \xe9. stderr does so by itself.
-    """
+    """Exit with status 141, without a message, when the reader of stdout has exited, as in `kaveri up --help | head
+    -1`. A character that stdout's encoding lacks, such as é in ASCII, is written as \xe9. stderr does so by itself."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -26,6 +24,5 @@ def quiet_output() -> Iterator[None]:
             # Flush here: a broken pipe at interpreter exit would be reported on stderr.
             sys.stdout.flush()
     except BrokenPipeError:
-        # Discard buffered output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(BROKEN_PIPE_STATUS) from None

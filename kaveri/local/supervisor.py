@@ -14,7 +14,7 @@ _STEADY_AFTER_S = 30.0
 
 
 class Supervisor:
-    """Owns one child across restarts. Not thread-safe: for one event loop."""
+    """Owner of one child across restarts. Not thread-safe."""
 
     def __init__(
         self,

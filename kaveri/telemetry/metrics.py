@@ -1,10 +1,6 @@
-"""Serves metrics and health over HTTP. Each service declares its own metrics in its metrics.py.
-
-/metrics   for Prometheus
-/sd        of a router: where the whole cluster's metrics are, for Prometheus' HTTP service discovery
-/livez     200 as long as the event loop runs
-/readyz    200 while the process accepts requests, else 503
-"""
+"""Serves metrics and health over HTTP. Each service declares its own metrics in its metrics.py. /metrics   for
+Prometheus /sd        of a router: where the whole cluster's metrics are, for Prometheus' HTTP service discovery /livez
+200 as long as the event loop runs /readyz    200 while the process accepts requests, else 503"""
 
 import asyncio
 import contextlib
@@ -97,7 +93,7 @@ async def serve_metrics(
 
 
 class _Site:
-    """Handles the connections. Not thread-safe: for one event loop."""
+    """HTTP connection handler of metrics and health. Not thread-safe."""
 
     def __init__(
         self,
@@ -129,11 +125,10 @@ class _Site:
         self._connections.add(task)
         self._silent[task] = None
         task.add_done_callback(self._forget)
-        # Not in the task: a task cancelled before it starts never runs.
+        # Not in the task: a task cancelled before its start never runs.
         task.add_done_callback(lambda _: writer.transport.abort())
 
     async def close(self) -> None:
-        """Close all connections."""
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
@@ -161,7 +156,7 @@ class _Site:
             get_logger().exception("metrics_request_failed", error=repr(error))
 
     async def _respond(self, head: bytes | None) -> bytes:
-        """Build the whole response. head: None if it was too long."""
+        """Build the whole response. head: None if the request's head was too long."""
         if head is None:
             return _encode((HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _PLAIN_TEXT, b""), with_body=True)
         first, *lines = head.decode("latin-1").split("\r\n")
