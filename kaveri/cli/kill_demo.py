@@ -1,4 +1,4 @@
-"""The end of the demo: processes are killed in the middle of answers, and the answers continue."""
+"""Last part of the demo: kills processes during answers, and shows that the answers continue."""
 
 import asyncio
 import signal
@@ -17,13 +17,13 @@ from kaveri.errors import Unavailable
 from kaveri.local.stack import LocalStack
 
 _KILL_BEHIND = 60
-"""Tokens that every answer has when the process is killed."""
+"""Number of tokens that every answer has when the process is killed."""
 _WAIT_S = 30.0
 
 
 @dataclass
 class Reading:
-    """A prompt and the answer read so far."""
+    """Prompt and the answer read so far."""
 
     prompt: str
     expected: str
@@ -32,7 +32,7 @@ class Reading:
     last_s: float = 0.0
     longest_pause_s: float = 0.0
     last: Chunk | None = None
-    """The chunk that ended the answer."""
+    """Last chunk of the answer."""
 
     async def read(self, client: AsyncClient, on_chunk: Callable[[], object] = lambda: None) -> None:
         """Read the answer to its end. Raises KaveriError."""
@@ -55,7 +55,7 @@ class Reading:
 
     @property
     def recovery(self) -> str:
-        """Description of the answer's recovery, once it has ended."""
+        """Describe the answer's recovery, once the answer has ended."""
         assert self.last is not None
         assert self.last.timing is not None
         timing = self.last.timing.server
@@ -67,10 +67,8 @@ class Reading:
 
 
 async def show_kills(stack: LocalStack, expected: Mapping[str, str], console: Console) -> bool:
-    """Kill a decode process, and then a router, in the middle of answers. True if all answers are right.
-
-    expected: prompts and their answers, each of more than 60 tokens.
-    """
+    """Kill a decode process, and then a router, during answers. Returns True if all answers are correct. expected:
+    prompts and their answers, each of more than 60 tokens."""
     async with AsyncClient(list(stack.targets), timeout_s=120.0) as client:
         right = True
         for choose in (_busiest_decode, lambda view: _router_at(view, client.target)):

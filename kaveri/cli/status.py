@@ -1,4 +1,4 @@
-"""kaveri status: the cluster as a router sees it."""
+"""kaveri status: shows the cluster as a router sees it."""
 
 import asyncio
 import json
@@ -25,14 +25,11 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with --watch one per line.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again twice a second, until Ctrl-C.")] = False,
 ) -> None:
-    """Show the instances: role, phases served now, state, load, KV blocks and last heartbeat.
-
-    A router with a keys file asks for a certificate, or for an admin key in KAVERI_API_KEY.
-    """
+    """Show the instances: role, phases served now, state, load, KV blocks and last heartbeat. A router with a keys file
+    asks for a certificate, or for an admin key in KAVERI_API_KEY."""
     try:
         asyncio.run(_show(target, as_json, watch))
     except KeyboardInterrupt:
-        # The end of --watch.
         return
 
 
@@ -95,7 +92,7 @@ def _as_table(view: "ClusterView", target: str) -> "Table":
     table = Table(title=f"{target}{away}", title_justify="left")
     for name in ("instance", "role", "phases", "state", "model", "address"):
         table.add_column(name)
-    # Only where some instance holds copies of others' requests.
+    # Only if some instance holds copies of others' requests.
     replicates = any(shown.load.replica_total_bytes for shown in view.instances.values())
     copies = _OF_COPIES if replicates else ()
     for name in ("waiting", "running", "queued tokens", "KV blocks free/total", *copies, "heartbeat"):

@@ -71,7 +71,7 @@ class Client:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """All known routers: the given ones, then those learned from the cluster."""
+        """Known routers: the given ones, then those learned from the cluster."""
         return self._async_client.targets
 
     def generate(

@@ -13,8 +13,10 @@ BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
 
 @contextlib.contextmanager
 def quiet_output() -> Iterator[None]:
-    """Exit with status 141, without a message, when the reader of stdout has exited, as in `kaveri up --help | head
-    -1`. A character that stdout's encoding lacks, such as é in ASCII, is written as \xe9. stderr does so by itself."""
+    r"""Exit with status 141, without a message, once the reader of stdout has exited, as `head -1` does.
+
+    A character that stdout's encoding lacks, such as é in ASCII, is written as \xe9. stderr does so by itself.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
