@@ -32,9 +32,7 @@ def chat(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
     )
     turns = [Message("system", system)] if system is not None else []
-    with contextlib.suppress(
-        ImportError
-    ):  # Some Python builds lack readline.
+    with contextlib.suppress(ImportError):  # Some Python builds lack readline.
         import readline  # noqa: F401
     with Client(options.targets_of(target), timeout_s=timeout_s) as client:
         while True:
