@@ -61,7 +61,7 @@ class AnswerLog:
     # An array: the garbage collector visits each item of a list, which would block the event loop.
     token_ids: "array[int]" = field(default_factory=lambda: array("I"))
     logprobs: list[Logprobs] = field(default_factory=list)
-    """One entry per token; empty if not requested."""
+    """Log-probabilities, one entry per token; empty if not requested."""
     end: End = GOING_ON
     end_sent: bool = False
     replica: ReplicaLocation | None = None
