@@ -32,7 +32,6 @@ class Reading:
     last_s: float = 0.0
     longest_pause_s: float = 0.0
     last: Chunk | None = None
-    """Last chunk of the answer."""
 
     async def read(self, client: AsyncClient, on_chunk: Callable[[], object] = lambda: None) -> None:
         """Read the answer to its end. Raises KaveriError."""

@@ -24,7 +24,6 @@ class ObservedCluster:
     model: str
     view: ClusterView
     samples: tuple[RouterSample, ...]
-    """Workload samples of all routers of the model."""
 
 
 async def observe_cluster(target: str) -> ObservedCluster:

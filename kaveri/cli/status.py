@@ -62,7 +62,6 @@ async def _show(target: str, as_json: bool, watch: bool) -> None:
 
 
 def _of_copies(load: "InstanceLoad") -> tuple[str, ...]:
-    """Return a cell for each of _OF_COPIES."""
     memory = f"{load.replica_free_bytes >> 20}/{load.replica_total_bytes >> 20}" if load.replica_total_bytes else ""
     counts = load.replica_counts
     if counts is None:

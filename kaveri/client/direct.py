@@ -66,8 +66,6 @@ class DirectRead:
 
 
 class _Instance:
-    """Stream from one decode instance."""
-
     def __init__(self, address: str, channel: aio.Channel) -> None:
         self.address = address
         self.channel = channel
@@ -91,7 +89,6 @@ class DirectStreams:
     """Streams of one client to decode instances. Not thread-safe."""
 
     def __init__(self, tls: RpcTls | None = None) -> None:
-        """tls: None: the process's default."""
         self._tls = tls
         self._instances: dict[str, _Instance] = {}
         self._avoided: ExpiringMap[str, bool] = ExpiringMap(_AVOID_S, max_count=_MAX_AVOIDED)

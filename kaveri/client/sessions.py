@@ -57,7 +57,6 @@ class Sessions:
         self._closing = asyncio.Event()
         self._cancelling: asyncio.Task[None] | None = None
         self.call: GenerateCall = self._send(routers.targets.choose(time.monotonic())[0])
-        """Call of the current session."""
 
     async def read(self) -> inference_pb2.GenerateResponse | None:
         """Return the next response; None at the end of the answer, and once closed. Raises KaveriErrors. Each router is

@@ -212,7 +212,6 @@ class Stream:
     """
 
     def __init__(self, client: Client, stream: AsyncStream) -> None:
-        """Takes ownership of `stream`."""
         self._client = client
         self._stream = stream
         self.request_id = stream.request_id

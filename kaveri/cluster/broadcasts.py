@@ -18,11 +18,9 @@ class Told:
     free_blocks_when_tight: Mapping[str, int] = field(default_factory=dict)
     """Free blocks by instance id, for tight instances."""
     numbers: tuple[int, ...] = ()
-    """Sequence numbers of the loads."""
 
 
 def broadcast_statuses(view: ClusterView) -> tuple[InstanceStatus, ...]:
-    """Return the current statuses of the instances to broadcast."""
     return tuple(status_now(instance) for instance in view.instances.values() if is_broadcast(instance))
 
 

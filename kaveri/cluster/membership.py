@@ -22,9 +22,7 @@ class Member:
     record: InstanceRecord
     clock: Callable[[], float]
     load: InstanceLoad
-    """Load as views show it."""
     sequence_number: int
-    """Sequence number of the last heartbeat."""
     heard_at_s: float
     """Arrival of the last heartbeat, on the process's clock."""
     lease_end_s: float
@@ -40,7 +38,6 @@ class Membership:
     """Members with a valid lease, updated by a store."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """clock: monotonic seconds."""
         self._clock = clock
         self._leases = RunningClock(clock(), MAX_TICK_S)
         self._members: dict[str, Member] = {}

@@ -102,8 +102,6 @@ def size_bytes(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReadSettings(Generic[ConfigT]):
-    """Settings and their origins."""
-
     config: ConfigT
     given: Mapping[str, Given]
     """Given values by name; a missing setting has its default."""

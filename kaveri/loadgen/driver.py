@@ -37,7 +37,6 @@ class RequestRecord:
     error: str | None = None
     """Name of the error that ended the request; None: it was answered."""
     reason: str = ""
-    """Message of the error."""
     server: ServerTiming | None = None
     prompt_tokens: int | None = None
     """Prompt tokens as counted by the cluster; None without an answer."""

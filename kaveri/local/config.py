@@ -119,7 +119,6 @@ class StackConfig:
         }
 
     def metrics_port_of(self, instance_id: str) -> int:
-        """Return an instance's metrics port; 0: none."""
         # Gateways last, so that the other roles keep their former ports.
         gateways = self.instance_ids(ServiceKind.GATEWAY)
         others = [name for name in self.all_instance_ids if name not in gateways]

@@ -48,12 +48,9 @@ def roles_of(name: str) -> tuple[ServiceKind, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ServiceFlags:
-    """Parsed flags for services."""
-
     shared: Mapping[str, str] = field(default_factory=dict)
     """Settings for every service in roles_of(), by name."""
     of_role: Mapping[ServiceKind, tuple[str, ...]] = field(default_factory=dict)
-    """Flags for the services of one role."""
 
 
 def read_service_flags(words: Sequence[str], roles: Iterable[ServiceKind], own_flags: Collection[str]) -> ServiceFlags:

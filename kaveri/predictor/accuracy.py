@@ -24,8 +24,6 @@ class CalibrationBin:
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """Accuracy of a predictor at one granularity."""
-
     granularity: int
     bucket_count: int
     count: int

@@ -132,7 +132,6 @@ class Retokenizer:
 
     @classmethod
     def load(cls, folder: Path, config: Any) -> "Retokenizer":
-        """Load the tokenizers in a predictor's folder."""
         from transformers import AutoTokenizer
 
         served, own = (
@@ -162,7 +161,6 @@ def cut_prompt(token_ids: Sequence[int], limit: int) -> Sequence[int]:
 
 
 def max_input_tokens(config: Any, tokenizer: Any) -> int:
-    """Return the max input tokens of a classifier with this configuration and tokenizer."""
     # Some position tables have rows that no token may use (RoBERTa's first two), and some models have no table. The
     # tokenizer's limit accounts for the former; it is 1e30 when unknown.
     positions = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length

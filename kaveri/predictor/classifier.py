@@ -13,8 +13,6 @@ SCRATCH = "scratch"
 
 @dataclass(frozen=True)
 class Classifier:
-    """An untrained classifier and its tokenizer."""
-
     model: Any
     """A transformers *ForSequenceClassification in float32, with a padding token."""
     own_tokenizer: Any | None

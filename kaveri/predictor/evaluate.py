@@ -39,7 +39,6 @@ class Evaluation:
     version: str
     granularity: int
     accuracies: tuple[Accuracy, ...]
-    """Accuracy by granularity, ascending."""
     skipped_granularities: tuple[int, ...]
     """Granularities that are not multiples of the predictor's, so its buckets cannot be summed."""
     truncated: int

@@ -56,7 +56,6 @@ class TrainSettings:
     max_prompt_tokens: int
     """Max prompt length; longer prompts are truncated."""
     layers: int
-    """Layers of a classifier from scratch."""
     width: int
     """Hidden size of a classifier from scratch; a multiple of 32."""
     seed: int

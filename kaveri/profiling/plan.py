@@ -80,7 +80,6 @@ def chunk_sizes(limits: StepLimits, quick: bool) -> Sequence[int]:
 
 
 def _doubling(most: int, factor: int) -> list[int]:
-    """Return 1, factor, factor**2 ... and `most`."""
     sizes = [1]
     while sizes[-1] * factor < most:
         sizes.append(sizes[-1] * factor)

@@ -95,7 +95,6 @@ def usage_prefix(cluster_name: str) -> str:
 
 
 def limit_reached(key: ApiKey, limit: str, retry_after_s: float) -> NoCapacity:
-    """Build the error for a key that has reached a limit."""
     return NoCapacity(f"API key {key.name}", round(retry_after_s, 3), f"its limit of {limit} is reached")
 
 

@@ -13,8 +13,6 @@ A_TICKET = "a ticket of one push"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListeningPort:
-    """Listening port according to the settings."""
-
     flag: str
     """Flag that opens it: "--port"."""
     host: str

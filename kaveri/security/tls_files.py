@@ -34,8 +34,6 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class TlsContents:
-    """Contents of the files at one time."""
-
     generation: int
     """Increases with each change."""
     certificate: bytes | None

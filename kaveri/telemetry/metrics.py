@@ -110,7 +110,6 @@ class _Site:
         self._rendering = asyncio.Lock()
 
     def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Accept a connection, for one request."""
         if not self._is_welcome(writer.get_extra_info("peercert")):
             writer.transport.abort()
             return

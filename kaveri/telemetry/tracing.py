@@ -31,8 +31,6 @@ _CLOCKS_WITHIN_S = 50e-6
 
 
 class _Process:
-    """Tracing state of this process."""
-
     provider: Any = None
     tracer: Any = None
 

@@ -39,7 +39,6 @@ class EngineRecorder:
     ) -> None:
         self.events: list[EngineEvent] = []
         self.calls: list[tuple[EngineEvent, ...]] = []
-        """Events of each call of the listener."""
         self.token_ids: dict[EngineKey, list[int]] = {}
         """Tokens sampled for each request on this side."""
         self.finished: dict[EngineKey, FinishReason] = {}
@@ -86,7 +85,6 @@ class EngineRecorder:
         return self.token_ids[key]
 
     def wait_for_finish(self, key: EngineKey) -> FinishReason:
-        """Wait for the end of this request, and return its reason."""
         self.wait_until(lambda: key in self.finished, f"end of {key}")
         return self.finished[key]
 

@@ -54,8 +54,6 @@ class ReplicationHarness(EngineHarness, Protocol):
 
 
 class ReplicaHoldingEngine:
-    """Instance that holds replicas, for tests."""
-
     def __init__(self, store: ReplicaStore) -> None:
         self.store = store
         self.log = EventLog()

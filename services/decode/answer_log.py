@@ -75,7 +75,6 @@ class AnswerLog:
 
     @property
     def next_index(self) -> int:
-        """Index of the next token to sample."""
         return self.first_index + len(self.token_ids)
 
     @property

@@ -79,12 +79,9 @@ Copy = Alone | Opening | Copied | Moving
 
 
 class BareEvent(enum.Enum):
-    """Events without data."""
-
     MOVE_ASKED = enum.auto()
     """The service wants to move the request to the holder."""
     MOVE_FAILED = enum.auto()
-    """The move failed; the request stays on this instance."""
 
 
 @dataclass(frozen=True, slots=True)

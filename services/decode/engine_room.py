@@ -61,7 +61,6 @@ class EngineRoom:
         self.give()
 
     def ask(self, request: DecodeRequest) -> None:
-        """Reserve room for one request."""
         left_s = request.expires_s - time.monotonic()
         if left_s <= 0:
             self._take(request, lifecycle.BareEvent.TIME_OVER)

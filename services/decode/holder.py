@@ -96,7 +96,6 @@ class ReplicaHolder:
         self._unused_s = max(_UNUSED_S, orphan_grace_s)
         self._metrics = metrics
         self.resumed_count = 0
-        """Number of requests resumed on this instance."""
         self._held: dict[str, HeldReplica] = {}
         self._tasks = asyncio.TaskGroup()
         self._draining = False

@@ -56,8 +56,6 @@ Holding = Growing | Orphan | Complete | BeingResumed | Freed
 
 
 class BareEvent(enum.Enum):
-    """Events without data."""
-
     OWNER_GAVE_UP = enum.auto()
     """The owner no longer needs the copy."""
     BLOCK_MISSED = enum.auto()

@@ -98,8 +98,6 @@ State = InLine | Reserving | Reserved | Ready | Running | Released
 
 
 class BareEvent(enum.Enum):
-    """Events without data."""
-
     ROOM_ASKED = enum.auto()
     """The request is next in line; the service asks the engine for room."""
     ADOPTED = enum.auto()
@@ -125,8 +123,6 @@ class RoomGranted:
 
 @dataclass(frozen=True, slots=True)
 class RoomRefused:
-    """The engine has refused the request."""
-
     error: KaveriError
 
 
@@ -227,7 +223,6 @@ class BareAction(enum.Enum):
     ABORT_IN_ENGINE = enum.auto()
     """End the request in the engine, which frees its blocks."""
     DROP_TOKENS = enum.auto()
-    """Discard unsent tokens."""
     COUNT_PREEMPTION = enum.auto()
 
 
@@ -249,7 +244,6 @@ class TellRouter:
     moved: bool = False
     """True if the router resumes the request from its copy."""
     fault: EngineError | EngineBroke | None = None
-    """Exception raised by the engine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,7 +221,6 @@ class Replicator:
                 self._take(request.key, copying.BareEvent.MOVE_ASKED)
 
     def _needed_blocks(self, request: DecodeRequest) -> int:
-        """Number of blocks that the request needs to run."""
         return self._engine.info.layout.block_count(request.context_tokens + 1)
 
     def _has_room(self, instance: ViewedInstance, request: DecodeRequest) -> bool:

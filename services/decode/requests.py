@@ -60,7 +60,6 @@ class DecodeRequest:
     deadline: asyncio.TimerHandle | None = None
     resumed: ResumedHere | None = None
     spans: DecodeSpans | None = None
-    """Spans of a traced request."""
     reader: Reader | None = None
     """Client that reads the answer directly; None: only the router reads it."""
     log: AnswerLog = field(init=False)
@@ -99,7 +98,6 @@ class DecodeRequest:
 
     @property
     def router_id(self) -> str:
-        """Id of the router that receives the tokens."""
         return self.ownership.router_id
 
 
@@ -131,7 +129,6 @@ class DecodeRequests:
         self._leave_router(request)
 
     def give(self, request: DecodeRequest, ownership: Ownership) -> None:
-        """Change the request's owner."""
         self._leave_router(request)
         request.ownership = ownership
         self._by_router.setdefault(request.router_id, {})[request] = None

@@ -79,7 +79,6 @@ class HttpRequest:
     key_name: str = ""
     """Name of the client's API key; empty if none was required."""
     span: OpenSpan | None = None
-    """Span of the request; None: not traced."""
     event_error: KaveriError | None = None
 
 

@@ -58,7 +58,6 @@ class _Gathered:
                 self.report[name] = encode(value)
 
     def report_parts(self) -> list[bytes]:
-        """Return the logprobs as JSON, in parts."""
         parts: list[bytes] = []
         for name, value in self.report.items():
             parts += [b"," if parts else b"{", encode(name), b":"]

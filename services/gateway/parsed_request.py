@@ -206,7 +206,6 @@ def is_token_ids(prompt: Prompt) -> bool:
 
 
 def _size_of(prompt: Prompt) -> int:
-    """Return the size of a prompt in tokens or characters."""
     if isinstance(prompt, str) or is_token_ids(prompt):
         return len(prompt)
     return sum(len(turn.content) for turn in prompt if isinstance(turn, Message))

@@ -31,7 +31,6 @@ class LengthModel(Protocol):
     vocab_size: int
     """Vocabulary size of the served model's tokenizer."""
     max_prompt_tokens: int
-    """Max prompt length; longer prompts are truncated."""
 
     def predict(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the probability of each bucket for prompts in token ids of the served model. Blocks; called by one

@@ -46,7 +46,6 @@ class PredictorConfig(ServiceConfig):
 
     @property
     def model_name(self) -> str:
-        """Name of the model in the cluster."""
         return self.served_model_name or self.model
 
     @property

@@ -74,7 +74,6 @@ def check_model(model: LengthModel, config: PredictorConfig) -> None:
 async def _load_unless_stopped(
     config: PredictorConfig, worker: WorkerThread, stopping: asyncio.Event
 ) -> LengthModel | None:
-    """Load the model; return None if `stopping` was set first."""
     loading = asyncio.ensure_future(worker.call(_load, config))
     stopped = asyncio.ensure_future(stopping.wait())
     try:

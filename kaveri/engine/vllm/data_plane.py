@@ -112,7 +112,6 @@ class DataPlane:
     # Copies to replicas; see CopyPlane (copier_thread.py) and CopySender (copier.py).
 
     def hear_copies(self, listener: PushListener) -> None:
-        """Set the listener for pushes of replicas."""
         self._copy_listener = listener
 
     def stage(self, block_id: int, slot: int) -> None:

@@ -47,7 +47,6 @@ class RequestFacts:
         return self.held_tokens or self.prompt_tokens
 
     def block_count(self, token_count: int) -> int:
-        """Return the number of blocks for this many tokens."""
         return -(-token_count // self.block_tokens)
 
     def next_block(self, computed: int) -> int:
@@ -93,7 +92,6 @@ class VllmPrefilling(_Touched):
     """State: a prompt that vLLM is computing."""
 
     block_count: int
-    """Number of allocated blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

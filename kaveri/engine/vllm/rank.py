@@ -102,8 +102,6 @@ class PassFirstToken:
 
 @dataclass(frozen=True, slots=True)
 class ForgetPrompt:
-    """Forget a prompt that is no longer pushed."""
-
     engine_id: str
 
 
@@ -162,8 +160,6 @@ RankCall = GrantTicket | RevokeTicket | BeginPush | AbortPush | PassFirstToken |
 
 @dataclass(frozen=True, slots=True)
 class BlockStaged:
-    """The block has been copied to its staging slot."""
-
     serial: int
 
 

@@ -115,7 +115,6 @@ class AwaitingKv:
     """Entry state: has blocks and waits for KV; vLLM counts the entry as unfinished but cannot compute it."""
 
     landing_blocks: Sequence[int]
-    """Blocks that the transfer writes."""
 
 
 @dataclass(frozen=True, slots=True)
