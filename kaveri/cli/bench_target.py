@@ -36,7 +36,7 @@ async def reach_routers(
 
 async def engine_phases(target: str, model: str) -> "dict[str, Phases]":
     """Return the phases of a model's engine instances, by instance id; empty if the router shows them to admins only.
-    Raises InvalidArgument for a key that cannot be one."""
+    Raises InvalidArgument for a malformed key."""
     async with open_channel(target) as channel:
         try:
             view = await cluster_view(channel, _TIMEOUT_S)

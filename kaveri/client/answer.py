@@ -82,7 +82,7 @@ class PromptToken:
 
     token_id: int
     text: str
-    """Text of the token alone; part of a character is U+FFFD."""
+    """Text of this token alone; part of a character is U+FFFD."""
     logprobs: Logprobs | None
     """Log-probabilities of the token; None for the first token, which nothing precedes."""
     raw_bytes: bytes = b""

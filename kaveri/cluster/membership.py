@@ -24,7 +24,7 @@ class Member:
     load: InstanceLoad
     sequence_number: int
     heard_at_s: float
-    """Arrival of the last heartbeat, on the process's clock."""
+    """Arrival time of the last heartbeat, on the process's clock."""
     lease_end_s: float
     """End of the lease, on the leases' clock."""
 

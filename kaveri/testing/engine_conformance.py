@@ -146,7 +146,7 @@ def running_pair(
 
 
 def longest_blocks(harness: EngineHarness) -> tuple[int, int]:
-    """Return the blocks that one longest request takes at the prefill and at the decode engine."""
+    """Return the number of blocks that one longest request takes at the prefill and at the decode engine."""
     with running_pair(harness) as pair:
         prefill, decode = (engine.info.layout.block_count(MAX_MODEL_LEN) for engine in (pair.prefill, pair.decode))
     return prefill, decode

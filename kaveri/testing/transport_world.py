@@ -219,6 +219,6 @@ class TransportSuite:
 
     @staticmethod
     def _arrived(world: TransportWorld, ticket: Ticket, layer: int, source: list[int]) -> bool:
-        """Return True if a layer of these first blocks is in the target pool."""
+        """Return True if the bytes of these first blocks of a layer are in the target pool."""
         blocks = list(ticket.block_ids[: len(source)])
         return bool((world.target.memory[layer, blocks] == world.source.memory[layer, source]).all())

@@ -29,9 +29,6 @@ class Holder(NamedTuple):
     """Number of the copy, assigned by the owner."""
 
 
-# ---- states ----
-
-
 @dataclass(frozen=True, slots=True)
 class Alone:
     """State: the request has no holder."""
@@ -75,8 +72,6 @@ class Moving:
 
 Copy = Alone | Opening | Copied | Moving
 
-# ---- events ----
-
 
 class BareEvent(enum.Enum):
     MOVE_ASKED = enum.auto()
@@ -91,7 +86,7 @@ class HolderChosen:
 
 @dataclass(frozen=True, slots=True)
 class CopyRoomGranted:
-    """The holder has reserved memory for the copy."""
+    """Event: the holder has reserved memory for the copy."""
 
     ticket: Ticket
     incarnation: int
@@ -100,7 +95,7 @@ class CopyRoomGranted:
 
 @dataclass(frozen=True, slots=True)
 class CopyLost:
-    """The holder has no memory for the copy, or the engine's push has ended."""
+    """Event: the holder has no memory for the copy, or the engine's push has ended."""
 
     pause_s: float
     """Pause after a first failure."""
@@ -108,21 +103,21 @@ class CopyLost:
 
 @dataclass(frozen=True, slots=True)
 class CopyGrew:
-    """The watermark has risen."""
+    """Event: the watermark has risen."""
 
     token_count: int
 
 
 @dataclass(frozen=True, slots=True)
 class MoveDone:
-    """The holder has the KV of all tokens but the last, and the engine has ended the request."""
+    """Event: the holder has the KV of all tokens but the last, and the engine has ended the request."""
 
     token_count: int
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
-    """The request has ended, and its engine has ended the push."""
+    """Event: the request has ended, and its engine has ended the push."""
 
     is_given_up: bool = False
     """True if no router will resume the request. Otherwise the holder keeps the copy for a while: this instance may die
@@ -130,8 +125,6 @@ class RequestEnded:
 
 
 Event = HolderChosen | CopyRoomGranted | CopyLost | CopyGrew | BareEvent | MoveDone | RequestEnded
-
-# ---- actions ----
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,6 @@ from kaveri.domain.replica import Resumption
 from kaveri.errors import InvalidArgument, RequestNotFound
 from kaveri.timeouts import COMPLETE_COPY_S
 
-# ---- states ----
-
 
 @dataclass(frozen=True, slots=True)
 class Growing:
@@ -52,8 +50,6 @@ class Freed:
 
 Holding = Growing | Orphan | Complete | BeingResumed | Freed
 
-# ---- events ----
-
 
 class BareEvent(enum.Enum):
     OWNER_GAVE_UP = enum.auto()
@@ -64,14 +60,14 @@ class BareEvent(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class OwnerLost:
-    """The owner's connection ended, its marks stopped, or it left the cluster."""
+    """Event: the owner's connection ended, its marks stopped, or it left the cluster."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class HolderDrains:
-    """The holder refuses new copies."""
+    """Event: the holder refuses new copies."""
 
     token_count: int
     """Watermark: number of tokens whose KV was verified."""
@@ -79,7 +75,7 @@ class HolderDrains:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """Timer tick."""
+    """Event: timer tick."""
 
     is_unused: bool = False
     """True if no block has arrived for too long."""
@@ -90,14 +86,14 @@ class Looked:
 
 @dataclass(frozen=True, slots=True)
 class ResumeBegun:
-    """A newer owner began to resume the request on this instance."""
+    """Event: a newer owner began to resume the request on this instance."""
 
     ownership: Ownership
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeFailed:
-    """The resumption failed; the same or a newer owner may retry."""
+    """Event: the resumption failed; the same or a newer owner may retry."""
 
     ownership: Ownership
 
@@ -109,14 +105,12 @@ class ResumeLanded:
 
 @dataclass(frozen=True, slots=True)
 class Unwanted:
-    """The copy was closed, replaced, or others need its memory more."""
+    """Event: the copy was closed, replaced, or others need its memory more."""
 
     cause: str
 
 
 HoldingEvent = BareEvent | OwnerLost | HolderDrains | Looked | ResumeBegun | ResumeFailed | ResumeLanded | Unwanted
-
-# ---- actions ----
 
 
 @dataclass(frozen=True, slots=True)

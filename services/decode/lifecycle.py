@@ -20,8 +20,6 @@ from kaveri.errors import (
 )
 from kaveri.kv.transfer.ticket import Ticket
 
-# ---- States ----
-
 
 @dataclass(frozen=True, slots=True)
 class InLine:
@@ -94,8 +92,6 @@ class Released:
 
 State = InLine | Reserving | Reserved | Ready | Running | Released
 
-# ---- Events ----
-
 
 class BareEvent(enum.Enum):
     ROOM_ASKED = enum.auto()
@@ -116,7 +112,7 @@ class BareEvent(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RoomGranted:
-    """The engine has reserved room for the request."""
+    """Event: the engine has reserved room for the request."""
 
     ticket: Ticket
 
@@ -128,34 +124,34 @@ class RoomRefused:
 
 @dataclass(frozen=True, slots=True)
 class TurnedAway:
-    """The request may not wait: its call forbids waiting, the line is full, or the instance drains."""
+    """Event: the request may not wait: its call forbids waiting, the line is full, or the instance drains."""
 
     error: KaveriError
 
 
 @dataclass(frozen=True, slots=True)
 class KvLanded:
-    """The request's whole KV cache has landed."""
+    """Event: the request's whole KV cache has landed."""
 
     kv_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class KvNotLanded:
-    """The request's KV will not arrive. The push reports this to the prefill side."""
+    """Event: the request's KV will not arrive. The push reports this to the prefill side."""
 
     reason: str
 
 
 class Drew(NamedTuple):
-    """The engine has sampled a token for the request."""
+    """Event: the engine has sampled a token for the request."""
 
     is_last: bool
 
 
 @dataclass(frozen=True, slots=True)
 class AbortAsked:
-    """The request's prefill instance or router aborts it."""
+    """Event: the request's prefill instance or router aborts it."""
 
     by_router: bool
 
@@ -174,7 +170,7 @@ class Rival(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RivalCame:
-    """Another Reserve call arrived with the same request id."""
+    """Event: another Reserve call arrived with the same request id."""
 
     rival: Rival
     error: KaveriError
@@ -183,14 +179,14 @@ class RivalCame:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The engine has released the request: the holder of its copy has the KV of all tokens but the last."""
+    """Event: the engine has released the request: the holder of its copy has the KV of all tokens but the last."""
 
     holder_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The engine failed the request, or the instance ends."""
+    """Event: the engine failed the request, or the instance ends."""
 
     error: EngineError | Unavailable
     """EngineError: the request must not be placed again."""
@@ -209,8 +205,6 @@ Event = (
     | Moved
     | Broken
 )
-
-# ---- Actions ----
 
 
 class BareAction(enum.Enum):

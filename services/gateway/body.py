@@ -35,7 +35,8 @@ _COUNTED = (
 _TEXT_OR_MARK = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[,\[{:]', re.DOTALL)
 _DISCARD_S = 1.0
 _DISCARD_FACTOR = 4
-"""A client that sends too much reads its answer only afterwards: this many times the limit is read and discarded."""
+"""Multiple of the size limit that is read and discarded: a client that sends too much reads its answer only
+afterwards."""
 MadeT = TypeVar("MadeT")
 
 

@@ -54,9 +54,6 @@ class RequestFacts:
         return int(computed % self.block_tokens == 0)
 
 
-# States.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _State:
     facts: RequestFacts
@@ -187,91 +184,88 @@ IN_BATCH = (Joining, VllmRunning, Evicted, Leaving)
 HELD = (VllmComputed, Arrived, Waiting, Left)
 """States in which vLLM keeps a request's blocks without computing it, unless it may run ahead."""
 MAX_AHEAD = 8
-"""Max tokens that an adopted prompt may sample before its admission, which takes a few steps of a fast model."""
-
-
-# Events.
+"""Max tokens that a prompt which stays on the engine may sample before its admission, a few steps later."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferOpened:
-    """A transfer may touch the request's blocks from now on."""
+    """Event: a transfer may touch the request's blocks from now on."""
 
     transfer_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class TransferEnded:
-    """The transfer has ended and no longer touches the request's blocks."""
+    """Event: the transfer has ended and no longer touches the request's blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvArrived:
-    """A transfer has brought all of the request's KV."""
+    """Event: a transfer has brought all of the request's KV."""
 
     first_token_id: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class AdoptedForDecode:
-    """The service adopts the prompt for decoding on this engine."""
+    """Event: the service adopts the prompt for decoding on this engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The service admits the request."""
+    """Event: the service admits the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The request joins the running batch, and vLLM continues the request that has the KV."""
+    """Event: the request joins the running batch, and vLLM continues the request that has the KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedAnew:
-    """The request joins the running batch without blocks; vLLM is given a new request."""
+    """Event: the request joins the running batch without blocks; vLLM is given a new request."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveAsked:
-    """The service wants to release the request to another instance."""
+    """Event: the service wants to release the request to another instance."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeftBatch:
-    """vLLM no longer computes the request."""
+    """Event: vLLM no longer computes the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class WentOn:
-    """The release is cancelled."""
+    """Event: the release is cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksAllocated:
-    """vLLM has allocated this many blocks for the KV of a transfer."""
+    """Event: vLLM has allocated this many blocks for the KV of a transfer."""
 
     block_count: int
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A step that computes the request begins. block_count: its number of blocks while it is a prompt."""
+    """Event: a step that computes the request begins. block_count: its number of blocks while it is a prompt."""
 
     block_count: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """A step computed the request without sampling a token. computed: number of tokens with KV."""
+    """Event: a step computed the request without sampling a token. computed: number of tokens with KV."""
 
     computed: int
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A step computed the request and sampled its next token. computed: number of tokens with KV. finish: set with the
-    last token."""
+    """Event: a step computed the request and sampled its next token. computed: number of tokens with KV. finish: set
+    with the last token."""
 
     computed: int
     token_id: int
@@ -281,22 +275,22 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """The step had no room for the request."""
+    """Event: the step had no room for the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksTaken:
-    """vLLM has preempted the request and taken its blocks."""
+    """Event: vLLM has preempted the request and taken its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksGivenUp:
-    """The engine takes the request's blocks back for others."""
+    """Event: the engine takes the request's blocks back for others."""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmFailed:
-    """vLLM cannot continue the request."""
+    """Event: vLLM cannot continue the request."""
 
     reason: str
     is_final: bool = False
@@ -305,7 +299,7 @@ class VllmFailed:
 
 @dataclass(frozen=True, slots=True)
 class NoLongerNeeded:
-    """The request was aborted, pushed or refused."""
+    """Event: the request was aborted, pushed or refused."""
 
 
 Event = (
