@@ -28,8 +28,10 @@ def pipeline(
     microbatch: Annotated[int | None, typer.Option(help="Requests in a microbatch; unset: 2 to 32 are tried.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all that was found as JSON.")] = False,
 ) -> None:
-    """Divide machines between prompts and tokens, so that they answer the most requests per second. DéjàVu's equations
-    1 to 7, and the steady rates of its three schemes: one pipeline, several, and one for each phase."""
+    """Divide machines between prompts and tokens, so that they answer the most requests per second.
+
+    DéjàVu's equations 1 to 7, and the steady rates of its three schemes: one pipeline, several, and one for each phase.
+    """
     from kaveri.latency.model import load_latency_model
     from kaveri.planner.hardware import read_hardware
     from kaveri.planner.model_shape import read_model_shape

@@ -9,8 +9,10 @@ import typer
 def plugins(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
-    """List transports, engines and policies: Kaveri's own, and those that installed packages register. Each package's
-    module is imported, to find out whether it can be. Flags also take package.module:name."""
+    """List transports, engines and policies: Kaveri's own, and those that installed packages register.
+
+    Each package's module is imported, to find out whether it can be. Flags also take package.module:name.
+    """
     from kaveri.engine.settings import ENGINES
     from kaveri.hosting.policy_settings import POLICY_POINTS
     from kaveri.kv.transports import TRANSPORTS

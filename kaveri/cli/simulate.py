@@ -64,8 +64,11 @@ def simulate(
         bool, typer.Option("--json", help="Print the JSON object of `kaveri bench --json`, and no table.")
     ] = False,
 ) -> None:
-    """Simulate a cluster under a workload, and report what `kaveri bench` reports. Decisions are those of the services,
-    times those of a latency model. Without --overheads the services themselves take no time."""
+    """Simulate a cluster under a workload, and report what `kaveri bench` reports.
+
+    Decisions are those of the services, times those of a latency model. Without --overheads the services themselves
+    take no time.
+    """
     from kaveri.programs import setting_sections
     from kaveri.simulator.baselines import baseline_of, simulate_baseline
     from kaveri.simulator.failures import FailureSpec, parse_death

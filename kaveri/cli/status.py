@@ -25,8 +25,10 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with --watch one per line.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again twice a second, until Ctrl-C.")] = False,
 ) -> None:
-    """Show the instances: role, phases served now, state, load, KV blocks and last heartbeat. A router with a keys file
-    asks for a certificate, or for an admin key in KAVERI_API_KEY."""
+    """Show the instances: role, phases served now, state, load, KV blocks and last heartbeat.
+
+    A router with a keys file asks for a certificate, or for an admin key in KAVERI_API_KEY.
+    """
     try:
         asyncio.run(_show(target, as_json, watch))
     except KeyboardInterrupt:

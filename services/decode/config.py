@@ -16,7 +16,7 @@ _WITHOUT_MODEL = ("fake", "timed")
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig(InstanceConfig):
-    """Settings of an instance that decodes in a running batch, from pushed and local KV."""
+    """Settings of an instance that decodes in a running batch, for pushed and local KV."""
 
     HELP_TITLE: ClassVar = "Decoding"
 
