@@ -5,7 +5,7 @@ import asyncio
 import json
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -45,15 +45,6 @@ class _Ask(Reading):
         return "[green]✓ as expected[/]" if self.is_right else "[yellow]✗ not as expected[/]"
 
 
-@dataclass
-class _DemoProgress:
-    console: Console
-    started_s: float = field(default_factory=time.monotonic)
-
-    def __call__(self, line: str) -> None:
-        self.console.print(f"[dim]{time.monotonic() - self.started_s:6.1f} s  {escape(line)}[/]")
-
-
 def main() -> int:
     """Run the demo. Returns 0 if every request was answered and no kill has changed an answer, 130 after Ctrl-C."""
     console = Console(highlight=False)
@@ -73,7 +64,11 @@ async def _demo(console: Console) -> int:
     # Evenly spaced over the file, which is sorted by family of prompts.
     asks = [_Ask(*prompt) for prompt in prompts[:: max(1, len(prompts) // _PROMPT_COUNT)][:_PROMPT_COUNT]]
     longest = dict(sorted(prompts, key=lambda prompt: len(prompt[1]))[-_KILLED_COUNT:])
-    progress = _DemoProgress(console)
+    started_s = time.monotonic()
+
+    def progress(line: str) -> None:
+        console.print(f"[dim]{time.monotonic() - started_s:6.1f} s  {escape(line)}[/]")
+
     # The bundled model's answers are short; by default only longer contexts are worth a copy.
     settings = {"replication": "spread", "replica_min_tokens": 16, "replica_memory": "32MiB"}
     config = StackConfig.of(model=KAVERI_TINY, router_count=2, prefill_count=2, decode_count=2, **settings)

@@ -102,18 +102,13 @@ async def _read_all(
 
 
 async def _kill(stack: LocalStack, choose: Callable[[ClusterView], str], console: Console) -> None:
-    name = await _find(stack, choose)
-    console.print(f"\n[bold]kill -9 {stack.pids()[name]}[/]  [dim]({name}, in the middle of answers)[/]")
-    stack.process(name).send_signal(signal.SIGKILL)
-
-
-async def _find(stack: LocalStack, choose: Callable[[ClusterView], str]) -> str:
     give_up_s = time.monotonic() + _WAIT_S
-    while not (found := choose(stack.view())):
+    while not (name := choose(stack.view())):
         if time.monotonic() > give_up_s:
             raise Unavailable("no process serves the requests")
         await stack.wait_for_change(0.1)
-    return found
+    console.print(f"\n[bold]kill -9 {stack.pids()[name]}[/]  [dim]({name}, in the middle of answers)[/]")
+    stack.process(name).send_signal(signal.SIGKILL)
 
 
 def _busiest_decode(view: ClusterView) -> str:
