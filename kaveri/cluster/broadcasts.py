@@ -1,5 +1,5 @@
 """Selects the content of the leading router's broadcasts, and the changes to broadcast at once. Pure: no clock, no I/O.
-TetriInfer's cluster monitor (arXiv 2401.11181, section 3.2)."""
+From TetriInfer's cluster monitor (arXiv 2401.11181, section 3.2)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,6 +1,10 @@
-"""Serves metrics and health over HTTP. Each service declares its own metrics in its metrics.py. /metrics   for
-Prometheus /sd        of a router: where the whole cluster's metrics are, for Prometheus' HTTP service discovery /livez
-200 as long as the event loop runs /readyz    200 while the process accepts requests, else 503"""
+"""Serves metrics and health over HTTP. Each service declares its own metrics in its metrics.py.
+
+/metrics   for Prometheus
+/sd        of a router: where the whole cluster's metrics are, for Prometheus' HTTP service discovery
+/livez     200 as long as the event loop runs
+/readyz    200 while the process accepts requests, else 503
+"""
 
 import asyncio
 import contextlib
