@@ -44,7 +44,7 @@ class Membership:
         self._connected = True
         self._view = ClusterView()
         self._is_view_current = True
-        self.on_change: Callable[[], object] = _ignore
+        self.on_change: Callable[[], object] = lambda: None
         """Called when the instances, or any load, may have changed."""
 
     @property
@@ -152,7 +152,3 @@ def _fixed(load: InstanceLoad) -> tuple[object, ...]:
     """Return the part of a load that is constant within one view."""
     phases = load.phases, load.ending_phases, load.phase_order
     return load.state, load.total_blocks, load.replica_total_bytes, *phases
-
-
-def _ignore() -> None:
-    pass

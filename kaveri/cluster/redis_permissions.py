@@ -64,7 +64,8 @@ class RedisNeeds:
     def probes(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Yield a (rule, command) pair per permission."""
         for command in sorted(self.commands):
-            yield _command_rule(command), _written(command, self.keys[0], "".join(self.channels[:1]))
+            rule = "+" + command.lower().replace(" ", "|")
+            yield rule, _written(command, self.keys[0], "".join(self.channels[:1]))
         for key in self.keys:
             yield f"~{key}", _written("EVAL", key.replace("*", "probe"), "")
         for channel in self.channels:
@@ -127,10 +128,6 @@ def _is_missing(rule: str, error: ResponseError) -> bool:
     if "unknown command" in str(error):
         return rule.startswith("+")
     return isinstance(error, NoPermissionError) and rule.startswith("+") == ("command" in str(error))
-
-
-def _command_rule(command: str) -> str:
-    return "+" + command.lower().replace(" ", "|")
 
 
 def _written(command: str, key: str, channel: str) -> tuple[str, ...]:

@@ -436,12 +436,10 @@ class RedisStore:
             return None
 
     async def _load_instances(self) -> None:
-        instance_ids = [name.decode(errors="replace") for name in await self._members()]
+        members = await cast(Awaitable[set[bytes]], self._redis.smembers(self._key("instances")))
+        instance_ids = [name.decode(errors="replace") for name in members]
         for start in range(0, len(instance_ids), _BATCH_COUNT):
             await self._load_batch(instance_ids[start : start + _BATCH_COUNT])
-
-    async def _members(self) -> set[bytes]:
-        return await cast(Awaitable[set[bytes]], self._redis.smembers(self._key("instances")))
 
     async def _load_batch(self, instance_ids: list[str]) -> None:
         pipeline = self._redis.pipeline(transaction=False)
