@@ -1,1 +1,1 @@
-"""The kaveri command."""
+"""Command line interface of Kaveri: the `kaveri` command."""

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 _WARM_UP_CONCURRENCY = 4
 _WARM_UP_SEED = 2**32
-"""Added to the seed of warm-up prompts, so that no counted run sends them and no cache has seen the counted ones."""
+"""Seed offset of warm-up prompts, so that no counted run sends them and no cache has seen the counted ones."""
 _MAX_PROMPT = 1024
 _MAX_OUTPUT = 512
 _ATTAINMENT = 0.9
 _MAX_RUNS = 12
 _GOODPUT_RESOLUTION = 0.05
-"""The search ends when a rate at most this much higher than the goodput is known to fail."""
+"""Relative precision of the search: it ends when a rate at most this much above the goodput is known to fail."""
 
 
 def bench(
@@ -174,11 +174,11 @@ def bench(
 class _BenchSettings:
     target: str
     http: str | None
-    """The endpoint to drive instead of the target's routers."""
+    """Endpoint to drive instead of the target's routers."""
     model: str | None
     workload: Workload
     lengths_flag: str
-    """The flag from which its lengths come, or at least their maximum."""
+    """Name of the flag that determines the lengths, or at least their maximum."""
     schedule: Schedule
     max_in_flight: int
     natural_length: bool
@@ -195,7 +195,7 @@ class _BenchSettings:
 
     @property
     def place(self) -> str:
-        """The target, as text for people."""
+        """Target of the load, as text for people."""
         return self.http or self.target
 
 
@@ -241,7 +241,7 @@ def _workload(
     max_output: int | None,
     seed: int,
 ) -> tuple[Workload, str]:
-    """Return the workload, and the flag from which its lengths come."""
+    """Build the workload; return it with the flag that determines its lengths."""
     if prompts is None and trace is None:
         longest = max_prompt or _MAX_PROMPT, max_output or _MAX_OUTPUT
         lengths = draw_lengths(kind or WorkloadClass.MIXED, count, random.Random(seed), *longest)
@@ -265,7 +265,7 @@ def _workload(
 
 
 async def _run(settings: _BenchSettings) -> bool:
-    """Run the benchmark. True if enough requests were answered. Reports the complete runs when cancelled."""
+    """Run the benchmark. Returns True if enough requests were answered. Reports the complete runs when cancelled."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -288,7 +288,7 @@ async def _run(settings: _BenchSettings) -> bool:
                     for number in range(settings.repeats):
                         await bench.run(settings.schedule.rate_per_s, f"run {number + 1} of {settings.repeats}")
         except asyncio.CancelledError:
-            # Ctrl-C, perhaps after hours of runs.
+            # Report even after Ctrl-C, perhaps hours of runs later.
             if bench.runs:
                 _report(bench, info, phases, settings, interrupted=True)
             raise
@@ -298,7 +298,7 @@ async def _run(settings: _BenchSettings) -> bool:
 def _report(
     bench: "_BenchRuns", info: "ModelInfo", phases: "Mapping[str, Phases]", settings: _BenchSettings, interrupted: bool
 ) -> bool:
-    """Print and draw the complete runs, at least one. True if enough requests were answered."""
+    """Print and draw the complete runs, at least one. Returns True if enough requests were answered."""
     from rich.console import Console
 
     from kaveri.loadgen.provenance import provenance
@@ -350,14 +350,14 @@ def _report(
 
 
 class _BenchRuns:
-    """Runs against one cluster, one after the other. `runs` are the counted ones, each with its rate."""
+    """Runs against one cluster, one after the other. `runs` holds the counted ones, each with its rate."""
 
     def __init__(
         self, client: "AsyncClient | LoadTarget", info: "ModelInfo", settings: _BenchSettings, progress: "Progress"
     ) -> None:
         self.runs: list[tuple[float | None, LoadRun]] = []
         self.goodput_search: GoodputSearch | None = None
-        # Before arrivals are planned: the rate is that of the requests which are sent.
+        # Before arrivals are planned: the rate counts only requests that are sent.
         self._workload = settings.workload.fitting(info.max_model_len)
         if not self._workload.lengths:
             raise ConfigError(settings.lengths_flag, f"no request fits into {info.name}'s {info.max_model_len} tokens")
@@ -396,7 +396,7 @@ class _BenchRuns:
         return run
 
     async def search_goodput(self) -> None:
-        """Run at one rate after the other; `goodput_search` holds the results so far."""
+        """Run at one rate after another; `goodput_search` holds the results so far."""
         from kaveri.workload.goodput import GoodputSearch, Probe
 
         settings, first_per_s = self._settings, self._settings.schedule.rate_per_s

@@ -1,4 +1,4 @@
-"""The target of `kaveri bench`: the routers of a cluster, or any OpenAI endpoint."""
+"""Target of `kaveri bench`: the routers of a cluster, or any OpenAI endpoint."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ async def reach_routers(
 
 async def engine_phases(target: str, model: str) -> "dict[str, Phases]":
     """Return the phases of a model's engine instances, by instance id; empty if the router shows them to admins only.
-    Raises InvalidArgument for a key that cannot be one."""
+    Raises InvalidArgument for a malformed key."""
     async with open_channel(target) as channel:
         try:
             view = await cluster_view(channel, _TIMEOUT_S)
@@ -63,7 +63,7 @@ async def reach_endpoint(
     name = model or next(iter(served))
     info = ModelInfo(
         name=name,
-        # Where it does not say how long requests may be, the endpoint refuses those that are too long.
+        # If unknown, the endpoint itself refuses requests that are too long.
         max_model_len=served[name] or sys.maxsize,
         vocab_size=sys.maxsize,
         has_chat_template=True,

@@ -32,7 +32,7 @@ def chat(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
     )
     turns = [Message("system", system)] if system is not None else []
-    with contextlib.suppress(ImportError):  # Not in every Python; without it lines cannot be edited or recalled.
+    with contextlib.suppress(ImportError):  # Some Python builds lack readline.
         import readline  # noqa: F401
     with Client(options.targets_of(target), timeout_s=timeout_s) as client:
         while True:
@@ -48,7 +48,7 @@ def chat(
             turns.append(Message("user", text))
             texts: list[str] = []
             try:
-                # Ctrl-C may come before there is a stream, or while it is closed.
+                # Ctrl-C may arrive before the stream exists, or while it is closed.
                 with client.stream(messages=turns, params=params, model=model) as stream:
                     for chunk in stream:
                         texts.append(chunk.text)

@@ -1,4 +1,4 @@
-"""kaveri config show: what a service's settings would be if it were started here and now with these flags."""
+"""kaveri config show: prints the settings that a service would have if started here and now with these flags."""
 
 import os
 from typing import Annotated

@@ -1,11 +1,11 @@
-"""python -m kaveri.cli.demo: a local stack on the bundled model, a few prompts at once, where their time went, and what
-a kill -9 in the middle of answers costs."""
+"""python -m kaveri.cli.demo: a local stack on the bundled model answers a few prompts at once, shows where their time
+went, and what a kill -9 during answers costs."""
 
 import asyncio
 import json
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -31,7 +31,7 @@ _PLAIN_WIDTH = 120
 
 @dataclass
 class _Ask(Reading):
-    """One prompt and the state of its answer."""
+    """Prompt of the demo, with the state of its answer."""
 
     error: KaveriError | None = None
 
@@ -43,17 +43,6 @@ class _Ask(Reading):
         if self.last is None:
             return "[dim]…[/]"
         return "[green]✓ as expected[/]" if self.is_right else "[yellow]✗ not as expected[/]"
-
-
-@dataclass
-class _DemoProgress:
-    """Prints events, with the seconds since the start."""
-
-    console: Console
-    started_s: float = field(default_factory=time.monotonic)
-
-    def __call__(self, line: str) -> None:
-        self.console.print(f"[dim]{time.monotonic() - self.started_s:6.1f} s  {escape(line)}[/]")
 
 
 def main() -> int:
@@ -72,10 +61,14 @@ def main() -> int:
 
 async def _demo(console: Console) -> int:
     prompts = _load_prompts()
-    # Evenly over the file, which goes from one family of prompts to the next.
+    # Evenly spaced over the file, which is sorted by family of prompts.
     asks = [_Ask(*prompt) for prompt in prompts[:: max(1, len(prompts) // _PROMPT_COUNT)][:_PROMPT_COUNT]]
     longest = dict(sorted(prompts, key=lambda prompt: len(prompt[1]))[-_KILLED_COUNT:])
-    progress = _DemoProgress(console)
+    started_s = time.monotonic()
+
+    def progress(line: str) -> None:
+        console.print(f"[dim]{time.monotonic() - started_s:6.1f} s  {escape(line)}[/]")
+
     # The bundled model's answers are short; by default only longer contexts are worth a copy.
     settings = {"replication": "spread", "replica_min_tokens": 16, "replica_memory": "32MiB"}
     config = StackConfig.of(model=KAVERI_TINY, router_count=2, prefill_count=2, decode_count=2, **settings)
@@ -93,7 +86,6 @@ async def _demo(console: Console) -> int:
 
 
 def _load_prompts() -> list[tuple[str, str]]:
-    """Load the bundled prompts with the expected answers."""
     entries = json.loads(Path(resolve_model(KAVERI_TINY), "demo_prompts.json").read_text())
     return [(entry["prompt"], entry["expected"].strip()) for entry in entries]
 

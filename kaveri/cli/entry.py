@@ -7,7 +7,6 @@ from kaveri.extras import lacks
 
 
 def main() -> NoReturn:
-    """Runs the command line; see kaveri.cli.main."""
     try:
         from kaveri.cli.main import main as run
     except ModuleNotFoundError as error:

@@ -59,7 +59,7 @@ def generate(
 
 
 def _show_figures(last: "Chunk") -> None:
-    # For people only: a program reads --json, and a pipe gets the answer alone.
+    # Only on terminals: programs read --json, and a pipe gets the answer alone.
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
         return
     from rich.console import Console

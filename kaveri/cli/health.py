@@ -1,4 +1,4 @@
-"""kaveri health: asks a server for its grpc.health.v1 status. What container health checks run."""
+"""kaveri health: asks a server for its grpc.health.v1 status, as container health checks do."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""The end of the demo: processes are killed in the middle of answers, and the answers continue."""
+"""Last part of the demo: kills processes during answers, and shows that the answers continue."""
 
 import asyncio
 import signal
@@ -17,13 +17,13 @@ from kaveri.errors import Unavailable
 from kaveri.local.stack import LocalStack
 
 _KILL_BEHIND = 60
-"""Tokens that every answer has when the process is killed."""
+"""Number of tokens that every answer has when the process is killed."""
 _WAIT_S = 30.0
 
 
 @dataclass
 class Reading:
-    """A prompt and the answer read so far."""
+    """Prompt and the answer read so far."""
 
     prompt: str
     expected: str
@@ -32,7 +32,6 @@ class Reading:
     last_s: float = 0.0
     longest_pause_s: float = 0.0
     last: Chunk | None = None
-    """The chunk that ended the answer."""
 
     async def read(self, client: AsyncClient, on_chunk: Callable[[], object] = lambda: None) -> None:
         """Read the answer to its end. Raises KaveriError."""
@@ -55,7 +54,7 @@ class Reading:
 
     @property
     def recovery(self) -> str:
-        """Description of the answer's recovery, once it has ended."""
+        """Describe the answer's recovery, once the answer has ended."""
         assert self.last is not None
         assert self.last.timing is not None
         timing = self.last.timing.server
@@ -67,10 +66,8 @@ class Reading:
 
 
 async def show_kills(stack: LocalStack, expected: Mapping[str, str], console: Console) -> bool:
-    """Kill a decode process, and then a router, in the middle of answers. True if all answers are right.
-
-    expected: prompts and their answers, each of more than 60 tokens.
-    """
+    """Kill a decode process, and then a router, during answers. Returns True if all answers are correct. expected:
+    prompts and their answers, each of more than 60 tokens."""
     async with AsyncClient(list(stack.targets), timeout_s=120.0) as client:
         right = True
         for choose in (_busiest_decode, lambda view: _router_at(view, client.target)):
@@ -105,18 +102,13 @@ async def _read_all(
 
 
 async def _kill(stack: LocalStack, choose: Callable[[ClusterView], str], console: Console) -> None:
-    name = await _find(stack, choose)
-    console.print(f"\n[bold]kill -9 {stack.pids()[name]}[/]  [dim]({name}, in the middle of answers)[/]")
-    stack.process(name).send_signal(signal.SIGKILL)
-
-
-async def _find(stack: LocalStack, choose: Callable[[ClusterView], str]) -> str:
     give_up_s = time.monotonic() + _WAIT_S
-    while not (found := choose(stack.view())):
+    while not (name := choose(stack.view())):
         if time.monotonic() > give_up_s:
             raise Unavailable("no process serves the requests")
         await stack.wait_for_change(0.1)
-    return found
+    console.print(f"\n[bold]kill -9 {stack.pids()[name]}[/]  [dim]({name}, in the middle of answers)[/]")
+    stack.process(name).send_signal(signal.SIGKILL)
 
 
 def _busiest_decode(view: ClusterView) -> str:

@@ -1,4 +1,4 @@
-"""The console script `kaveri`: its commands, and the format of their errors."""
+"""Console script `kaveri`: its commands, and the format of their errors."""
 
 import importlib
 from typing import Annotated, Any, NoReturn
@@ -17,22 +17,19 @@ _UP_EPILOG = (
     "--prefill.chunk-tokens 512 to those of one role."
 )
 _OF_SERVICE: dict[str, Any] = {"cls": ServiceCommand, "context_settings": PASS_ON, "add_help_option": False}
-"""Settings of commands whose flags, --help among them, another process reads."""
+"""Typer settings of commands whose flags, --help included, are parsed by another process."""
 
 
 class ListedCommand(TyperCommand):
-    """Name and summary of a command. Its module is imported when it is called, not when it is listed."""
+    """Name and summary of a command. Its module is imported when the command is called, not when it is listed."""
 
     def __init__(self, name: str, summary: str, target: str, *, tls: bool = False, **settings: Any) -> None:
-        """target: MODULE:NAME within kaveri.cli, of a function or of a Typer with commands of its own.
-
-        tls: add the flags of TLS. settings: of Typer's `command`.
-        """
+        """target: MODULE:NAME within kaveri.cli, of a function or of a Typer with commands of its own. tls: add the
+        flags of TLS. settings: of Typer's `command`."""
         super().__init__(name, help=summary)
         self._target, self._tls, self._settings = target, tls, settings
 
     def load(self) -> Any:
-        """Import the command and build it."""
         app = self._find()
         if not isinstance(app, typer.Typer):
             function = speaks_tls(app) if self._tls else app
@@ -48,7 +45,7 @@ class ListedCommand(TyperCommand):
 
 
 class _ServiceEntry(ListedCommand):
-    """A command that becomes a service's process."""
+    """Command that is replaced by a service's process."""
 
     def __init__(self, role: ServiceKind, noun: str) -> None:
         super().__init__(role, f"Run one {noun}.", "", **_OF_SERVICE)
@@ -84,7 +81,7 @@ _COMMANDS = (
 
 
 class _CommandList(TyperGroup):
-    """Lists all commands and imports the one that is called."""
+    """Lists all commands and imports only the called one."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -106,7 +103,6 @@ app = typer.Typer(
 
 
 def main() -> NoReturn:
-    """See run_commands."""
     run_commands(app, "kaveri")
 
 

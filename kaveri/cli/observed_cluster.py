@@ -1,4 +1,4 @@
-"""A cluster's recent workload and present instances, from its routers: for `kaveri plan --from-cluster`."""
+"""Observes a cluster's recent workload and present instances through its routers: for `kaveri plan --from-cluster`."""
 
 from dataclasses import dataclass
 
@@ -19,19 +19,17 @@ _TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedCluster:
-    """One model's part of a cluster."""
+    """Observed part of a cluster that serves one model."""
 
     model: str
-    """Name of the model at its routers."""
     view: ClusterView
     samples: tuple[RouterSample, ...]
-    """Samples of all routers of the model."""
 
 
 async def observe_cluster(target: str) -> ObservedCluster:
-    """Query a cluster. target: routers, HOST:PORT with commas between them. The first that answers shows the cluster;
-    then all routers of its model are queried. Raises KaveriError if one of them does not answer: its arrivals would be
-    missing."""
+    """Query a cluster. target: routers, HOST:PORT with commas between them. The first that answers provides the view;
+    then all routers of its model are queried. Raises KaveriError if one of them does not answer, because its arrivals
+    would be missing."""
     async with open_channels(target) as channels:
         view, router, first = await first_answer(channels, _look)
     samples = [first]
@@ -64,7 +62,6 @@ async def _workload(channel: aio.Channel) -> GetWorkloadResponse:
 
 
 def sample_from_proto(message: GetWorkloadResponse) -> RouterSample:
-    """Convert a router's answer."""
     return RouterSample(
         observed_s=message.observed_s,
         arrived_ago_s=tuple(message.arrived_ago_s),

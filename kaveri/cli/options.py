@@ -1,4 +1,4 @@
-"""Flags that several commands share."""
+"""Command-line flags shared by several commands."""
 
 import functools
 import inspect
@@ -60,7 +60,7 @@ def refuse_given(reason: str, **given: object) -> None:
 
 
 def targets_of(text: str) -> tuple[str, ...]:
-    """Parse the routers in --target. The client refuses invalid addresses."""
+    """Split --target into routers. The client refuses invalid addresses."""
     return tuple(part.strip() for part in text.split(","))
 
 
@@ -84,7 +84,7 @@ def speaks_tls(command: Callable[..., None]) -> Callable[..., None]:
             from kaveri.security.tls_files import TlsFiles
 
             certificate, key, authority, name = (words[each] for each in _TLS)
-            # The public port of a router asks for no certificate, and its own carries the name of its host.
+            # A router's public port asks for no certificate, and its own carries its hostname.
             public = TlsFiles(authority=authority, name=name)
             files = tls_files(certificate, key, authority, name or DEFAULT_NAME) if certificate or key else public
             use_tls(None if files is None else RpcTls(files))

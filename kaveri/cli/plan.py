@@ -1,4 +1,4 @@
-"""kaveri plan: how many instances of which configuration a workload needs, by simulation."""
+"""kaveri plan: finds by simulation how many instances of which configuration a workload needs."""
 
 import asyncio
 import json
@@ -231,7 +231,7 @@ def _report(
     too_long: int,
     both: "Replan | None" = None,
 ) -> None:
-    """Print and write the plan. both: with --from-cluster."""
+    """Print and write the plan. both: comparison with the running cluster, with --from-cluster."""
     from kaveri.planner.plan_file import to_json
     from kaveri.planner.replan import replan_json
 
@@ -244,7 +244,6 @@ def _report(
 
 
 def _write(found: "ClusterPlan", out: Path) -> None:
-    """Write the plan, and next to it the latency models that are estimates."""
     from kaveri.planner.plan_file import to_toml
 
     files: dict[str, str] = {}

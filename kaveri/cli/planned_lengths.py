@@ -1,4 +1,4 @@
-"""Lengths for which `kaveri plan` plans: from a trace, or as given."""
+"""Request lengths for `kaveri plan`: from a trace, or as given."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""kaveri plugins: every transport, engine and policy that a flag can name here."""
+"""kaveri plugins: lists every transport, engine and policy that a flag can name here."""
 
 import json
 from typing import Annotated

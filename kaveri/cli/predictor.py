@@ -1,4 +1,4 @@
-"""kaveri predictor label, train, evaluate and serve: become that step's process. They do not know its flags."""
+"""kaveri predictor label, train, evaluate and serve: replaced by that step's process, which parses the flags."""
 
 from kaveri.cli.services import PASS_ON, ServiceCommand, launcher
 from kaveri.config.commands import command_group
@@ -13,7 +13,7 @@ for _step, _help in (
     ("evaluate", "Measure a predictor's accuracy, calibration and latency on labels."),
 ):
     predictor_app.command(_step, context_settings=PASS_ON, add_help_option=False)(
-        # A process of its own, since the command line must not import torch.
+        # A separate process, since the command line must not import torch.
         launcher(("-P", "-m", "kaveri.predictor", _step), _help)
     )
 predictor_app.command("serve", cls=ServiceCommand, context_settings=PASS_ON, add_help_option=False)(

@@ -1,4 +1,4 @@
-"""kaveri profile: becomes the process that measures. Knows none of its flags but --quick, and needs no torch."""
+"""kaveri profile: replaced by the measuring process, which parses all flags but --quick. Needs no torch."""
 
 import os
 import sys
@@ -13,5 +13,5 @@ def profile(
 ) -> NoReturn:
     """Measure steps of an engine on this machine, for --profile; `kaveri profile --help` lists its flags."""
     flags = [*context.args, *(("--quick", "true") if quick else ())]
-    # -P: a folder named "kaveri" in the working directory is none of ours.
+    # -P: ignore a folder named "kaveri" in the working directory.
     os.execv(sys.executable, [sys.executable, "-P", "-m", "kaveri.profiling", *flags])

@@ -1,4 +1,4 @@
-"""Calls of a cluster's routers, with the key in KAVERI_API_KEY. Imported by commands when they run."""
+"""Calls to a cluster's routers, with the key in KAVERI_API_KEY. Imported by commands when they run."""
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -20,7 +20,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 def call_options(timeout_s: float) -> dict[str, Any]:
-    """Keyword arguments of a call. Raises InvalidArgument for a key that cannot be one."""
+    """Build the keyword arguments of a call. Raises InvalidArgument for a malformed key."""
     return {"timeout": timeout_s, "metadata": key_metadata(find_api_key(None))}
 
 
@@ -34,10 +34,8 @@ async def open_channels(target: str) -> AsyncIterator[dict[str, aio.Channel]]:
 async def first_answer(
     channels: Mapping[str, aio.Channel], ask: Callable[[str, aio.Channel], Awaitable[AnswerT]]
 ) -> AnswerT:
-    """Ask one router after the other until one answers, with a result or an error.
-
-    ask: raises ConfigError for a router that cannot tell. Raises the first router's error when no router answers.
-    """
+    """Ask one router after another until one answers, with a result or an error. ask: raises ConfigError for a router
+    that cannot answer. Raises the first router's error when no router answers."""
     failure: KaveriError | None = None
     for target, channel in channels.items():
         try:
@@ -54,7 +52,6 @@ async def first_answer(
 
 
 async def cluster_view(channel: aio.Channel, timeout_s: float) -> ClusterView:
-    """Query a router's view. Raises AioRpcError."""
     stub = cluster_pb2_grpc.ClusterServiceStub(channel)
     shown = await stub.GetClusterView(cluster_pb2.GetClusterViewRequest(), **call_options(timeout_s))
     instances, incompatible = (

@@ -1,4 +1,4 @@
-"""Commands that become a service's process, such as kaveri router. They do not know its flags."""
+"""Commands that are replaced by a service's process, such as kaveri router. The process parses the flags."""
 
 import os
 import sys
@@ -14,14 +14,12 @@ from kaveri.config.sources import CONFIG_FLAG, flag_of
 from kaveri.programs import settings_types
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""Context settings with which every flag, known or not, ends up in `context.args`."""
+"""Context settings that collect all flags, known or not, in `context.args`."""
 
 
 def launcher(arguments: Sequence[str], help_text: str) -> Callable[[typer.Context], NoReturn]:
-    """Return a command that replaces this process with another Python program and passes all its flags on.
-
-    arguments: of the interpreter, such as program_of(role).
-    """
+    """Create a command that replaces this process with another Python program and passes all its flags on. arguments:
+    of the interpreter, such as program_of(role)."""
 
     def launch(context: typer.Context) -> NoReturn:
         os.execv(sys.executable, [sys.executable, *arguments, *context.args])
@@ -32,7 +30,7 @@ def launcher(arguments: Sequence[str], help_text: str) -> Callable[[typer.Contex
 
 @dataclass(frozen=True, slots=True)
 class ServiceFlag:
-    """A completion for shells, in the form of typer's own completions."""
+    """Shell completion of a flag, in the form of typer's own completions."""
 
     value: str
     type: str = "plain"
@@ -40,10 +38,11 @@ class ServiceFlag:
 
 
 class ServiceCommand(TyperCommand):
-    """The command of a service. Shells complete its flags, although they are no options of the command itself."""
+    """Command of a service. Shells complete its flags, although they are no options of the command itself."""
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        """Return the service's flags that begin with the typed text. Only this looks up settings, which takes time."""
+        """Return the service's flags that begin with the typed text. Settings, which take time to import, are looked up
+        only here."""
         settings = settings_types().get("predictor" if self.name == "serve" else self.name or "")
         if settings is None or not incomplete.startswith("-"):
             return []

@@ -1,4 +1,4 @@
-"""kaveri simulate: what a cluster would do with a workload, in virtual time."""
+"""kaveri simulate: runs a workload on a simulated cluster, in virtual time."""
 
 import json
 import random
@@ -106,7 +106,7 @@ def simulate(
     report = report_of(
         tables,
         slo,
-        # Busy times of a baseline are not recorded.
+        # Baselines do not record busy times.
         _phases(cluster) if baseline is None else {},
         model=cluster.decode.engine.latency.name,
         seed=seed,
@@ -132,7 +132,6 @@ def simulate(
 
 
 def _phases(cluster: "ClusterSpec") -> dict[str, tuple[str, ...]]:
-    """Return the phases of each instance."""
     apart = dict.fromkeys(cluster.prefill_ids, ("prefill",)) | dict.fromkeys(cluster.decode_ids, ("decode",))
     return apart | dict.fromkeys(cluster.colocated_ids, ("prefill", "decode"))
 
@@ -146,7 +145,7 @@ def _plan(
     max_output: int,
     longest: int,
 ) -> tuple[list[PlannedRequest], int]:
-    """Return the requests, and the number left out because they are too long."""
+    """Build the requests; return them with the number left out because they are too long."""
     if trace is not None:
         from kaveri.workload.traces import trace_workload
 
@@ -175,7 +174,6 @@ def _bench_file(path: Path) -> dict[str, Any]:
 
 
 def _medians(figures: dict[str, Any]) -> dict[str, Any]:
-    """Return each figure's median over the runs."""
     if set(figures) == {"median", "min", "max"}:
         return figures["median"]  # type: ignore[no-any-return]
     return {name: _medians(value) for name, value in figures.items() if isinstance(value, dict)}

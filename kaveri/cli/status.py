@@ -1,4 +1,4 @@
-"""kaveri status: the cluster as a router sees it."""
+"""kaveri status: shows the cluster as a router sees it."""
 
 import asyncio
 import json
@@ -32,7 +32,6 @@ def status(
     try:
         asyncio.run(_show(target, as_json, watch))
     except KeyboardInterrupt:
-        # The end of --watch.
         return
 
 
@@ -65,7 +64,6 @@ async def _show(target: str, as_json: bool, watch: bool) -> None:
 
 
 def _of_copies(load: "InstanceLoad") -> tuple[str, ...]:
-    """Return a cell for each of _OF_COPIES."""
     memory = f"{load.replica_free_bytes >> 20}/{load.replica_total_bytes >> 20}" if load.replica_total_bytes else ""
     counts = load.replica_counts
     if counts is None:
@@ -95,7 +93,7 @@ def _as_table(view: "ClusterView", target: str) -> "Table":
     table = Table(title=f"{target}{away}", title_justify="left")
     for name in ("instance", "role", "phases", "state", "model", "address"):
         table.add_column(name)
-    # Only where some instance holds copies of others' requests.
+    # Only if some instance holds copies of others' requests.
     replicates = any(shown.load.replica_total_bytes for shown in view.instances.values())
     copies = _OF_COPIES if replicates else ()
     for name in ("waiting", "running", "queued tokens", "KV blocks free/total", *copies, "heartbeat"):

@@ -1,4 +1,4 @@
-"""kaveri trace: the time of one request, by part, over all processes."""
+"""kaveri trace: shows the time of one request, by part, over all processes."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ _WIDTH = 40
 
 @dataclass(frozen=True, slots=True)
 class TimedPart:
-    """A part of a request's time. Seconds count from its arrival at the router."""
+    """Part of a request's time, in seconds after its arrival at the router."""
 
     where: str
     what: str
@@ -47,10 +47,8 @@ def trace(
 
 
 def time_line(account: "cluster_pb2.GetRequestAccountResponse") -> list[TimedPart]:
-    """Return the known parts of the request's time, in the order of their beginnings.
-
-    Of several attempts, the last one that went through prefill is shown. A push overlaps the computation of the prompt.
-    """
+    """Return the known parts of the request's time, ordered by start. For several attempts, shows the last one that
+    included prefill. A push overlaps the computation of the prompt."""
     timing, parts = account.timing, list[TimedPart]()
     sent = [step.at_s for step in account.steps if step.event.startswith("attempt ") and " to " in step.event]
     sent_s = max(sent, default=timing.router_s)
@@ -67,7 +65,7 @@ def time_line(account: "cluster_pb2.GetRequestAccountResponse") -> list[TimedPar
     add(prefill, "queue", sent_s, timing.prefill_queue_s)
     add(prefill, "prompt", began_s, timing.prefill_s)
     add(prefill, f"push by {timing.kv_transport}", landed_s - timing.kv_transfer_s, timing.kv_transfer_s)
-    # Counted from its end: a later session, or the holder of a copy, has not seen the beginning.
+    # Counted from the end: a later session, or the holder of a copy, has not seen the beginning.
     decode_began_s = timing.e2e_s - timing.decode_s
     if timing.decode_s:
         add(decode, "waits for the batch", decode_began_s - timing.decode_queue_s, timing.decode_queue_s)
@@ -76,7 +74,6 @@ def time_line(account: "cluster_pb2.GetRequestAccountResponse") -> list[TimedPar
 
 
 def render(request_id: str, account: "cluster_pb2.GetRequestAccountResponse") -> str:
-    """Format the account as text."""
     timing = account.timing
     parts = time_line(account)
     whole_s = max([timing.e2e_s, *(part.end_s for part in parts)], default=0.0)

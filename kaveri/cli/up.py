@@ -1,4 +1,4 @@
-"""kaveri up: a whole cluster on this machine, in the foreground, until Ctrl-C or SIGTERM."""
+"""kaveri up: runs a whole cluster on this machine, in the foreground, until Ctrl-C or SIGTERM."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ _FILE_KEY = "kaveri.config"
 
 
 def _read_config(context: typer.Context, path: str) -> str:
-    """Use a file's options of this command as their defaults. Raises ConfigError."""
+    """Use a file's options of this command as defaults. Raises ConfigError."""
     if path:
         from kaveri.programs import setting_sections
 
@@ -202,7 +202,7 @@ def up(
         metrics_port=metrics_port,
         redis_url=redis_url,
         cluster_name=cluster_name,
-        # Others may have stacks in the same cluster.
+        # Other users may have stacks in the same cluster.
         name=f"local-{secrets.token_hex(2)}" if redis_url else "",
         log_dir=log_dir,
         drain_timeout_s=drain_timeout_s,
@@ -212,7 +212,7 @@ def up(
 
 
 def _gateway_count(asked: int | None) -> int:
-    """Return how many gateways to start. Raises ConfigError if some are requested and cannot run here."""
+    """Choose the number of gateways. Raises ConfigError if some are requested and cannot run here."""
     missing = missing_modules(*_GATEWAY_PACKAGES)
     if not missing:
         return 1 if asked is None else asked
@@ -225,7 +225,7 @@ def _gateway_count(asked: int | None) -> int:
 
 
 def _redis_url(context: typer.Context, url: str, file: str) -> str:
-    """Return the URL from flags, else variables, else the file of settings; empty: a private Redis."""
+    """Return the URL from flags, else variables, else the settings file; empty: a private Redis."""
     in_file: dict[str, Given] = context.meta.get(_FILE_KEY, {})
     flags = {"redis_url": url, "redis_url_file": file}
     sources = [
@@ -257,10 +257,8 @@ def _with_preset(
 def _check_settings(
     flags: "ServiceFlags", running: Sequence[ServiceKind], config_file: str
 ) -> "tuple[str, TlsFiles | None]":
-    """Return the engine that the instances will have, and the certificates that services show.
-
-    Raises ConfigError for what a service would refuse at its start.
-    """
+    """Return the engine of the instances, and the certificates that services show. Raises ConfigError for settings that
+    a service would refuse at its start."""
     engine, tls = "", None
     for role in running:
         read = _read_settings(role, flags, config_file)
@@ -286,7 +284,7 @@ def _read_settings(role: ServiceKind, flags: "ServiceFlags", config_file: str) -
 
 
 def _predictor_of(model: str, engine: str) -> str:
-    """Return the predictor that is bundled with a model; empty if there is none, or the engine makes up tokens."""
+    """Return the predictor bundled with a model; empty if there is none, or the engine generates fake tokens."""
     return (bundled_predictor(model) or "") if engine in ("transformers", "vllm") else ""
 
 
@@ -297,7 +295,7 @@ async def _run(config: "StackConfig") -> int:
     from kaveri.local.stack import LocalStack
     from kaveri.telemetry.logs import configure_logs
 
-    # The stack's reports show the events; logs are for details.
+    # Users read the stack's reports; logs are for details.
     configure_logs("up", "up", "error")
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     loop = asyncio.get_running_loop()
@@ -307,7 +305,7 @@ async def _run(config: "StackConfig") -> int:
     ready = False
 
     def end() -> None:
-        # Before it is ready there is nothing to drain; afterwards only a second signal ends the draining.
+        # Before readiness there is nothing to drain; afterwards only a second signal ends the draining.
         if stopping.is_set() or not ready:
             running.cancel()
         stopping.set()
@@ -315,7 +313,6 @@ async def _run(config: "StackConfig") -> int:
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(signal_number, end)
     try:
-        # Drawn on terminals only.
         spinner = console.status("loading")
         spinner.start()
         async with contextlib.AsyncExitStack() as resources:

@@ -23,19 +23,19 @@ class ServerTiming:
     """
 
     router_s: float
-    """In the router, before a prefill instance received the request."""
+    """Time in the router, before a prefill instance received the request."""
     prefill_queue_s: float
-    """In the prefill instance's queue."""
+    """Time in the prefill instance's queue."""
     prefill_s: float
-    """From the first chunk's start to the first token."""
+    """Time from the first chunk's start to the first token."""
     kv_transfer_s: float
-    """From the ticket to acceptance by the decode instance; mostly overlaps prefill_s."""
+    """Time from the ticket to acceptance by the decode instance; mostly overlaps prefill_s."""
     kv_tail_s: float
-    """From the first token to acceptance: the part of the transfer not hidden by prefill."""
+    """Time from the first token to acceptance: the part of the transfer not hidden by prefill."""
     decode_queue_s: float
-    """From the arrival of the KV to the request's first decode step."""
+    """Time from the arrival of the KV to the request's first decode step."""
     decode_s: float
-    """From the first decode step to the last token."""
+    """Time from the first decode step to the last token."""
     kv_bytes: int
     """Bytes of KV cache pushed."""
     kv_transport: str
@@ -47,15 +47,15 @@ class ServerTiming:
     attempts: int
     """Number of placements: 1 when nothing failed."""
     ttft_s: float
-    """From arrival at the router to the first token there."""
+    """Time from arrival at the router to the first token there."""
     e2e_s: float
-    """From arrival at the router to the last token there."""
+    """Time from arrival at the router to the last token there."""
     reattaches: int = 0
-    """Number of takeovers by another router. The other fields are the last one's then."""
+    """Number of takeovers by another router. The other fields are then those of the last router."""
     resumes: int = 0
     """Number of resumptions from a copy of the KV cache, after a decode instance was lost."""
     held_tokens: int = 0
-    """Tokens in those copies."""
+    """Number of tokens in those copies."""
     recomputed_tokens: int = 0
     """Tokens recomputed after instances were lost."""
     stall_s: float = 0.0
@@ -67,24 +67,24 @@ class Timing:
     """Latencies of a request in seconds, on the caller's clock."""
 
     ttft_s: float | None
-    """From the call to the first token. None: no token arrived."""
+    """Time from the call to the first token. None: no token arrived."""
     tpot_s: float | None
     """Seconds per token after the first, (last - first) / (tokens - 1). None: fewer than two tokens."""
     e2e_s: float
-    """From the call to the end of the answer."""
+    """Time from the call to the end of the answer."""
     server: ServerTiming
     """The cluster's own timing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptToken:
-    """One token of a prompt, with its log-probabilities."""
+    """A token of a prompt, with log-probabilities."""
 
     token_id: int
     text: str
-    """Text of the token alone; part of a character is U+FFFD."""
+    """Text of this token alone; part of a character is U+FFFD."""
     logprobs: Logprobs | None
-    """None for the first token, which nothing precedes."""
+    """Log-probabilities of the token; None for the first token, which nothing precedes."""
     raw_bytes: bytes = b""
     """The token's bytes if they differ from the text in UTF-8, else empty."""
 
@@ -100,13 +100,13 @@ class Chunk:
     text: str
     """Text since the previous chunk. May lag behind token_ids while a character or a stop text is undecided."""
     logprobs: tuple[Logprobs, ...]
-    """One entry per token if requested, else empty."""
+    """Log-probabilities with one entry per token if requested, else empty."""
     finish_reason: FinishReason | None
-    """None on every chunk but the last."""
+    """Reason of the end; None on every chunk but the last."""
     usage: Usage | None
-    """None on every chunk but the last."""
+    """Token counts; None on every chunk but the last."""
     timing: Timing | None
-    """None on every chunk but the last."""
+    """Latencies; None on every chunk but the last."""
     prompt_tokens: tuple[PromptToken, ...] = ()
     """Next tokens of the prompt, if prompt_logprobs are requested. All precede the first token of the answer."""
 
@@ -120,12 +120,12 @@ class Completion:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...]
-    """One entry per token if requested, else empty."""
+    """Log-probabilities with one entry per token if requested, else empty."""
     finish_reason: FinishReason
     usage: Usage
     timing: Timing
     prompt_tokens: tuple[PromptToken, ...] = ()
-    """All tokens of the prompt if prompt_logprobs are requested, else empty."""
+    """Tokens of the prompt if prompt_logprobs are requested, else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ _KEY = re.compile(r"[\x21-\x7e]{1,500}")
 
 
 def find_api_key(given: str | None) -> str:
-    """Return the key to send; empty: none. given: None: the environment variable's. Raises InvalidArgument, which does
-    not show the key."""
+    """Return the API key to send; empty: none. given: the caller's key; None: use the environment variable. Raises
+    InvalidArgument, which does not show the key."""
     key = os.environ.get(VARIABLE, "") if given is None else given
     if (key or given is not None) and not (isinstance(key, str) and _KEY.fullmatch(key)):
         field = VARIABLE if given is None else "api_key"
@@ -20,8 +20,8 @@ def find_api_key(given: str | None) -> str:
 
 
 def check_direct(direct: bool, api_key: str | None) -> None:
-    """Raise InvalidArgument for a key together with direct reads. The environment variable alone is no error: it is
-    also set for commands."""
+    """Raise InvalidArgument for an explicit key together with direct reads. The environment variable alone is accepted,
+    since it is also set for commands."""
     if direct and api_key:
         limit = "False with api_key: a public port sends all tokens itself, and decode instances take certificates"
         raise InvalidArgument("direct", True, limit)

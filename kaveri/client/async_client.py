@@ -77,7 +77,7 @@ class AsyncClient:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """All known routers: the given ones, then those learned from the cluster."""
+        """Known routers: the given ones, then those learned from the cluster."""
         return self._routers.targets.known
 
     def use_targets(self, target: str | Sequence[str]) -> None:
@@ -184,7 +184,7 @@ class AsyncClient:
         """Cancel requests in flight and disconnect. Idempotent. Does nothing in a forked child."""
         self._closed = True
         if not is_forked():
-            # First, so that none of them continues at another router.
+            # First, so that no stream continues at another router.
             for stream in tuple(self._streams):
                 stream.close()
             if self._direct is not None:
@@ -209,7 +209,7 @@ class AsyncClient:
             reason = "an AsyncClient needs a running event loop; kaveri.Client works without one"
             raise RuntimeError(reason) from None
         if self._loop is None:
-            # Not in the constructor: channels belong to the loop in which they are created.
+            # Not in the constructor: channels belong to the event loop in which they are created.
             self._loop = loop
             if self._is_direct:
                 self._direct = DirectStreams(self._tls)
@@ -225,7 +225,6 @@ class AsyncClient:
         return await self._connect().ask(method, request, self._deadline_s(timeout_s))
 
     def _deadline_s(self, timeout_s: float | None) -> float | None:
-        """Deadline of a call on the monotonic clock."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         return None if limit_s is None else time.monotonic() + float(limit_s)
 

@@ -107,7 +107,7 @@ class AsyncStream:
         return not self._closed and not self._sessions.received.is_complete
 
     def _cancel_when_known(self) -> None:
-        """Cancel the request once a router knows it."""
+        """Cancel the request by its id once a router knows the request."""
         self._sessions.cancel_when_known()
 
     async def __aenter__(self) -> Self:
@@ -121,7 +121,7 @@ class AsyncStream:
     def __del__(self) -> None:
         # The garbage collector may run in any thread; gRPC's calls belong to one loop.
         if not self._closed and self._process_id == os.getpid():
-            with contextlib.suppress(RuntimeError):  # The loop is closed; so are its calls.
+            with contextlib.suppress(RuntimeError):  # The event loop is closed, and so are its calls.
                 self._loop.call_soon_threadsafe(self._sessions.close)
 
     def _chunk(self, response: inference_pb2.GenerateResponse) -> Chunk:
@@ -168,5 +168,5 @@ def _prompt_tokens(message: sampling_pb2.PromptLogprobs) -> tuple[PromptToken, .
 
 
 def _values(kind: type[Usage | ServerTiming], message: inference_pb2.Usage | inference_pb2.Timing) -> dict[str, Any]:
-    """Values of a dataclass's fields, which its message has under the same names."""
+    """Copy a dataclass's fields from a message with fields of the same names."""
     return {field.name: getattr(message, field.name) for field in fields(kind)}

@@ -2,4 +2,4 @@
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_S = 600.0
-"""Longer than any answer that a person waits for, but finite, so no request stays forever."""
+"""Default deadline: longer than any answer that a person waits for, but finite, so no request stays forever."""

@@ -1,7 +1,5 @@
-"""Reads answers at the decode instances that generate them, over one stream per instance.
-
-Optional: an answer that cannot be read here comes from its router, which sends what the client lacks.
-"""
+"""Direct reads: reads answers at the decode instances that generate them, over one stream per instance. Optional: an
+answer that cannot be read directly comes from its router, which sends what the client lacks."""
 
 import asyncio
 import secrets
@@ -21,18 +19,18 @@ from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.status import is_answer
 
 _AVOID_S = 10.0
-"""How long to avoid an instance that could not be reached, went silent or broke off its stream."""
+"""Time for which an instance is avoided after it was unreachable, silent or broke off its stream."""
 _MAX_AVOIDED = 1024
 MAX_UNREAD_BYTES = 1 << 20
 """Max unread bytes of one answer; beyond, the rest comes from its router."""
 _PIECE_BYTES = 256
-"""Memory of a piece besides its content, approximately."""
+"""Approximate memory of a piece besides its content."""
 _IDLE_S = 30.0
-"""How long a stream without answers stays open."""
+"""Time after which a stream without answers is closed."""
 
 
 class DirectRead:
-    """One answer in one session, as read at one instance. Its pieces may repeat what the caller has."""
+    """Direct read of one answer in one session. Its pieces may repeat what the client has."""
 
     def __init__(self, key: tuple[str, int], wake: Callable[[], None]) -> None:
         """key: request id and session. wake: called on every change."""
@@ -42,20 +40,19 @@ class DirectRead:
         self.requested = False
         """True once the instance may send the answer."""
         self.ended = False
-        """True if no further piece comes. The router continues."""
+        """True if no further piece will come; the router continues."""
         self.broken = False
-        """True if it ended by a failure after it was requested: the router may still hold tokens back."""
+        """True if the read failed after it was requested: the router may still hold tokens back."""
         self._pieces: deque[inference_pb2.GenerateResponse] = deque()
 
     def put(self, piece: inference_pb2.GenerateResponse) -> None:
-        """Append a copy of the next piece: a part of a message keeps the whole message in memory."""
+        """Append a copy of the next piece: a part of a message would keep the whole message in memory."""
         own = inference_pb2.GenerateResponse()
         own.CopyFrom(piece)
         self._pieces.append(own)
         self.unread_bytes += _PIECE_BYTES + own.ByteSize()
 
     def take(self) -> inference_pb2.GenerateResponse | None:
-        """Remove and return the next piece; None if there is none."""
         if not self._pieces:
             return None
         piece = self._pieces.popleft()
@@ -63,15 +60,12 @@ class DirectRead:
         return piece
 
     def end(self, *, failed: bool = False) -> None:
-        """End the read; no further piece comes."""
         if not self.ended:
             self.ended, self.broken = True, failed and self.requested
             self.wake()
 
 
 class _Instance:
-    """The stream of one decode instance."""
-
     def __init__(self, address: str, channel: aio.Channel) -> None:
         self.address = address
         self.channel = channel
@@ -80,7 +74,7 @@ class _Instance:
         self.call = self.stub.StreamAnswers(decode_pb2.StreamAnswersRequest(reader_id=self.reader_id))
         self.reads: dict[tuple[str, int], DirectRead] = {}
         self.opened: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        """The instance's incarnation, once its stream is open. Cancelled if it cannot be reached."""
+        """Incarnation of the instance, once its stream is open. Cancelled if it cannot be reached."""
         self.idle_since_s = time.monotonic()
 
     def drop(self, read: DirectRead) -> None:
@@ -92,10 +86,9 @@ class _Instance:
 
 
 class DirectStreams:
-    """The streams of one client. For one event loop."""
+    """Streams of one client to decode instances. Not thread-safe."""
 
     def __init__(self, tls: RpcTls | None = None) -> None:
-        """tls: None: the process's default."""
         self._tls = tls
         self._instances: dict[str, _Instance] = {}
         self._avoided: ExpiringMap[str, bool] = ExpiringMap(_AVOID_S, max_count=_MAX_AVOIDED)
@@ -117,13 +110,11 @@ class DirectStreams:
         return read
 
     def leave(self, read: DirectRead) -> None:
-        """Stop reading an answer. Idempotent."""
         read.ended = True
         for instance in self._instances.values():
             instance.drop(read)
 
     async def close(self) -> None:
-        """End all streams."""
         channels = [instance.channel for instance in self._instances.values()]
         for task in self._tasks:
             task.cancel()
@@ -176,7 +167,7 @@ class DirectStreams:
         self._avoided.put(instance.address, True, time.monotonic())
 
     async def _follow(self, instance: _Instance) -> None:
-        """Read an instance's stream until it ends. The next answer there opens another one."""
+        """Read an instance's stream until it ends. The instance's next answer opens another stream."""
         try:
             async for message in instance.call:
                 self._watch.heard(instance)
@@ -203,7 +194,7 @@ class DirectStreams:
             instance.drop(read)
             read.end()
         elif read.unread_bytes > MAX_UNREAD_BYTES:
-            # Only routers detect slow clients, so the rest comes from one.
+            # Only routers detect slow clients, so the rest comes from the router.
             instance.drop(read)
             read.end(failed=True)
         else:
@@ -222,7 +213,6 @@ class DirectStreams:
                     self._end(instance)
 
     def _end(self, instance: _Instance) -> None:
-        """End a stream, and all reads of it. Idempotent."""
         self._watch.forget(instance)
         if self._instances.get(instance.address) is instance:
             del self._instances[instance.address]

@@ -12,21 +12,19 @@ _END_TIMEOUT_S = 5.0
 
 
 class LoopThread:
-    """Runs from construction until end(). Does not delay the interpreter's exit otherwise."""
+    """Event loop that runs from construction until end(), without otherwise delaying the interpreter's exit."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        # A signal handler may use the client of the thread that it interrupts.
+        # Reentrant: a signal handler may use the client of the thread that it interrupts.
         self._submitting = threading.RLock()
         self._ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Run `work` on the loop and wait for it; cancel it when the wait is interrupted, for example by Ctrl-C.
-
-        Raises RuntimeError when end() is called before `work` is done.
-        """
+        """Run `work` on the loop and wait for it; cancel it when the wait is interrupted, for example by Ctrl-C. Raises
+        RuntimeError when end() is called before `work` is done."""
         future: concurrent.futures.Future[ResultT] | None = None
         started: list[asyncio.Task[Any]] = []
         interrupted = threading.Event()
@@ -72,12 +70,12 @@ class LoopThread:
 
     def end(self, last: Coroutine[Any, Any, None]) -> None:
         """Run `last`, cancel all other work, and end the thread. Call it once only."""
-        # Work submitted earlier is on the loop before `_finish`, so `_finish` cancels it and no caller waits forever.
+        # Earlier work is on the loop before `_finish`, so `_finish` cancels it and no caller waits forever.
         with self._submitting:
             assert not self._ended
             self._ended = True
             asyncio.run_coroutine_threadsafe(self._finish(last), self._loop)
-        # The garbage collector may run this in the loop's own thread, which cannot wait for itself.
+        # The garbage collector may run this in the loop's own thread, which cannot join itself.
         if threading.current_thread() is not self._thread:
             self._thread.join(_END_TIMEOUT_S)
 

@@ -8,22 +8,21 @@ from kaveri.wire.messages import finish_from_proto
 
 
 class Received:
-    """The part of an answer that has arrived. Refuses a response that does not continue it exactly."""
+    """Received part of an answer. Refuses a response that does not continue it exactly."""
 
     def __init__(self, wants_prompt: bool = False) -> None:
         """wants_prompt: True if the request asks for prompt_logprobs."""
         self._wants_prompt = wants_prompt
         self.prompt_count = 0
-        """Prompt tokens whose log-probabilities have arrived."""
+        """Number of prompt tokens whose log-probabilities have arrived."""
         self._prompt_tokens = 1
         """Length of the prompt; 1 until the first response."""
-        # An array, because garbage collection visits each item of a list, for all answers in one turn of the event
-        # loop.
+        # An array: the garbage collector visits each item of a list, which would block the event loop.
         self.token_ids: array[int] = array("I")
         self.characters = 0
         """Length of the text, in Unicode code points."""
         self.max_tokens = 0
-        """Resolved by the first router; 0 until then."""
+        """Max tokens as resolved by the first router; 0 until then."""
         self.owner = inference_pb2.OwnerHint()
         """Last known instances of the request."""
         self.is_complete = False
@@ -57,8 +56,8 @@ class Received:
         self.is_complete = finish is not None
 
     def _take_prompt(self, report: sampling_pb2.PromptLogprobs, target: str) -> None:
-        """Add a part of the prompt's report, and strip what it repeats: a router that takes the request over starts it
-        again."""
+        """Add a part of the prompt's log-probabilities, and strip repeated ones: a router that takes the request over
+        restarts the report."""
         if report.first > self.prompt_count or len(report.token_ids) != len(report.logprobs):
             place = f"position {report.first} of the prompt where {self.prompt_count} was expected"
             raise Unavailable(f"{target} sent prompt_logprobs from {place}")
@@ -68,10 +67,11 @@ class Received:
         self.prompt_count += len(report.logprobs)
 
     def rest_of(self, response: inference_pb2.GenerateResponse) -> inference_pb2.GenerateResponse:
-        """Strip what was received from a response: tokens by their index, text by its offset. Returns the response.
+        """Strip what was already received from a response (tokens by index, text by offset), and return the response.
 
         When a request is cancelled, the client may have more tokens than its router. The text that the router releases
-        then does not follow those tokens, and is dropped.
+        then
+        does not follow those tokens, and is dropped.
         """
         repeated = len(self.token_ids) - response.index
         is_behind = repeated > len(response.token_ids)

@@ -15,19 +15,19 @@ from kaveri.wire.messages import params_to_proto
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation."""
+    """A message of a conversation."""
 
     role: str
     """The speaker: "system", "user" or "assistant" for most chat templates."""
     content: str | Sequence[str]
-    """The text, or its parts: for chat templates that iterate over parts; others get them joined by line breaks."""
+    """Text of the turn, or its parts. Chat templates that do not iterate over parts get them joined by line breaks."""
 
 
 MessageLike = Message | Mapping[str, str | Sequence[str]]
 """A Message, or a mapping with the keys role and content."""
 
 MAX_TIMEOUT_S = 365 * 86_400.0
-"""A year. gRPC treats timeouts that overflow as expired."""
+"""Max timeout, a year. gRPC treats timeouts that overflow as expired."""
 _MAX_TOKEN_ID = 2**32 - 1
 
 
@@ -78,7 +78,7 @@ def check_timeout(timeout_s: float | None) -> None:
 
 
 def check_request_id(request_id: str) -> str:
-    """Return `request_id`. Raises InvalidArgument unless it is a text of 1 to 128 bytes."""
+    """Validate a request id and return it. Raises InvalidArgument unless it is a text of 1 to 128 bytes."""
     size_bytes = len(check_name("request_id", request_id).encode())
     if size_bytes > MAX_REQUEST_ID_BYTES:
         raise InvalidArgument("request_id", request_id, f"at most {MAX_REQUEST_ID_BYTES} bytes long, not {size_bytes}")
@@ -86,7 +86,7 @@ def check_request_id(request_id: str) -> str:
 
 
 def check_name(field: str, value: str) -> str:
-    """Return `value`. Raises InvalidArgument, naming `field`, unless it is a text that is not blank."""
+    """Validate a name and return it. Raises InvalidArgument, naming `field`, unless it is a text that is not blank."""
     if not _text(field, value).strip():
         raise InvalidArgument(field, value, "a text that is not blank")
     return value
@@ -103,7 +103,7 @@ def _text(field: str, value: object) -> str:
 
 
 def _items(field: str, value: object, limit: str) -> Iterable[object]:
-    # These iterate over letters or keys, or in no order.
+    # Strings and mappings iterate over letters or keys, and sets in no order.
     unordered = isinstance(value, str | bytes | bytearray | Mapping | AbstractSet)
     if unordered or not isinstance(value, Iterable):
         raise InvalidArgument(field, value, limit)

@@ -22,13 +22,12 @@ from kaveri.wire.status import error_of, is_answer
 
 ResponseT = TypeVar("ResponseT")
 _CLOSE_GRACE_S = 2.0
-"""For answers that still arrive over the former connection of a router that is ending."""
+"""Time for responses that still arrive over the former connection of a router that is ending."""
 _connected_in: set[int] = set()
 """Ids of the processes in which a client has connected: this one and its ancestors by fork."""
 
 
 def is_forked() -> bool:
-    """Return True if this process was forked after a client had connected."""
     return not _connected_in <= {os.getpid()}
 
 
@@ -42,10 +41,11 @@ def check_not_forked() -> None:
 
 
 class RouterFailed(Exception):
-    """The router or its connection failed, or it is draining: another one may serve the call."""
+    """Failure of a router or its connection, or a refusal by a draining router: another one may serve the call."""
 
     def __init__(self, error: KaveriError, *, refused: bool = False, unheard: bool = False) -> None:
-        """refused: the router itself refused the call. unheard: it has never sent anything, and may only be slow."""
+        """refused: the router itself refused the call. unheard: the router has never sent anything, and may only be
+        slow."""
         super().__init__(str(error))
         self.error = error
         self.refused = refused
@@ -53,18 +53,18 @@ class RouterFailed(Exception):
 
 
 class TriedRouters:
-    """Routers that have failed one request. An unheard one counts only when it fails again: it may be slow."""
+    """Routers that have failed one request. A router that never sent anything counts only when it fails again: it may
+    be slow."""
 
     def __init__(self) -> None:
         self._failed: dict[str, None] = {}
         self._left: dict[str, None] = {}
 
     def add(self, target: str, failure: RouterFailed) -> None:
-        """Record a router's failure."""
         (self._left if failure.unheard and target not in self._left else self._failed)[target] = None
 
     def leaves_unheard(self, target: str) -> bool:
-        """Return True if the request may leave this router while it is unheard."""
+        """Return True if the request may leave this router before anything was received from it."""
         return target not in self._left
 
     def next(self, chosen: str, known: Iterable[str]) -> str | None:
@@ -75,7 +75,7 @@ class TriedRouters:
 
 
 class RouterCall(Generic[ResponseT]):
-    """One call to one router. Reads fail when the router goes silent."""
+    """Call to one router. Reads fail when the router becomes silent."""
 
     def __init__(
         self, call: Any, target: str, targets: Targets, liveness: Liveness, was_connected: bool, leaves_unheard: bool
@@ -87,7 +87,7 @@ class RouterCall(Generic[ResponseT]):
         self._liveness = liveness
         self._began_s = float("-inf") if was_connected else time.monotonic()
         self._arrived: asyncio.Queue[ResponseT | BaseException] = asyncio.Queue(1)
-        """The next response, or the exception that ends the call or the wait."""
+        """Next response, or the exception that ends the call or the wait."""
         self._reading: asyncio.Task[Any] | None = None
         """Reads one response ahead. A separate task, because gRPC cancels a call when the task that waits for it is
         cancelled."""
@@ -96,7 +96,6 @@ class RouterCall(Generic[ResponseT]):
 
     @property
     def can_fail_over(self) -> bool:
-        """See WaitingCall."""
         return len(self._targets.known) > 1
 
     @property
@@ -116,7 +115,6 @@ class RouterCall(Generic[ResponseT]):
         return None if response is aio.EOF else response
 
     async def answer(self) -> ResponseT:
-        """Return the response of a unary call. Raises as read()."""
         self._reading = asyncio.create_task(self._read_ahead([self._call]), name="kaveri-client read")
         try:
             return await self._next()
@@ -133,7 +131,6 @@ class RouterCall(Generic[ResponseT]):
             self._reading.cancel()
 
     def suspect(self, after_s: float) -> None:
-        """See WaitingCall."""
         if self._arrived.empty():
             silence = Unavailable(f"cannot reach {self.target}: it sent nothing for {after_s:g} s")
             unheard = not self._liveness.was_heard(self.target)
@@ -181,21 +178,21 @@ class RouterCall(Generic[ResponseT]):
                     error = Unavailable(f"{self.target} cancelled the call")
                 found: Exception = error
                 if raised.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    # Another service now listens on a former router's address.
+                    # Another service may now listen on a former router's address.
                     found = RouterFailed(Unavailable(f"{self.target} is no router: {error}"), refused=True)
                 elif _is_failure(error, answered=answered):
                     found = RouterFailed(error, refused=answered)
                 found.__cause__ = raised
                 return found
             case asyncio.CancelledError() if not self._was_cancelled:
-                # The channel was closed because another call found it broken.
+                # Another call found the channel broken and closed it.
                 return RouterFailed(Unavailable(f"the connection to {self.target} was closed"))
             case _:
                 return raised
 
 
 class Routers:
-    """Owns the channels, which connect on first use. For one event loop."""
+    """Owner of a client's channels, which connect on first use. Not thread-safe."""
 
     def __init__(self, targets: Targets, tls: RpcTls | None = None, api_key: str = "") -> None:
         """tls: None: the process's default. api_key: sent with every call; empty: none."""
@@ -205,7 +202,6 @@ class Routers:
         self._channels: dict[str, aio.Channel] = {}
         self._stubs: dict[str, inference_pb2_grpc.InferenceServiceAsyncStub] = {}
         self._closing: dict[asyncio.Task[None], None] = {}
-        """Tasks that close channels."""
         self._liveness = Liveness(self._beat)
         self._closed = False
 
@@ -220,11 +216,8 @@ class Routers:
         traceparent: str = "",
     ) -> RouterCall[Any]:
         """Call a method of InferenceService. deadline_s: on the monotonic clock. leaves_unheard: fail the call when the
-        router has never sent anything, stays silent for SUSPECT_UNHEARD_AFTER_S, and others are known. traceparent: of
-        the caller's span; empty: not traced.
-
-        Raises DeadlineExceeded, and Unavailable once closed.
-        """
+        router has sent nothing for SUSPECT_UNHEARD_AFTER_S, and others are known. traceparent: of the caller's span;
+        empty: not traced. Raises DeadlineExceeded, and Unavailable once closed."""
         if self._closed:
             raise Unavailable("the client was closed")
         timeout_s = None if deadline_s is None else deadline_s - time.monotonic()
@@ -238,8 +231,8 @@ class Routers:
         return RouterCall(call, target, self.targets, self._liveness, connected, leaves_unheard)
 
     async def ask(self, method: str, request: Any, deadline_s: float | None) -> Any:
-        """Return the first response of any router, calling each once. Raises KaveriErrors; the last router's when all
-        have failed."""
+        """Return the first response of any router, calling each once. Raises KaveriErrors; if all have failed, the last
+        router's."""
         tried = TriedRouters()
         while True:
             target = tried.next(self.targets.choose(time.monotonic())[0], self.targets.known)
@@ -257,19 +250,15 @@ class Routers:
                 return response
 
     def worked(self, target: str) -> None:
-        """See Targets.worked."""
         self.targets.worked(target, time.monotonic())
 
     def failed(self, target: str) -> None:
-        """See Targets.failed."""
         self.targets.failed(target, time.monotonic())
 
     def learn(self, addresses: Iterable[str]) -> None:
-        """See Targets.learn."""
         self.targets.learn(addresses)
 
     async def close(self) -> None:
-        """Cancel all calls and disconnect."""
         self._closed = True
         self._liveness.close()
         channels, self._channels = self._channels, {}
@@ -300,10 +289,10 @@ class Routers:
 
 
 def _is_failure(error: KaveriError, *, answered: bool) -> bool:
-    """Return True if another router may do better. answered: the error was sent by a Kaveri service."""
+    """Return True if another router may succeed. answered: a Kaveri service sent the error."""
     match error:
         case Unavailable(retry_after_s=0.0):
-            # A router that is draining.
+            # The router is draining.
             return True
         case Unavailable():
             return not answered

@@ -19,13 +19,13 @@ _MAX_SESSION = 65_535
 _MOST_LEFT = 16
 _CANCEL_AGAIN_S = 0.2
 _CANCEL_UNKNOWN_S = 10.0
-"""Max time of a request on its way to a router."""
+"""Max time for which a request may be on its way to a router."""
 
 GenerateCall = RouterCall[inference_pb2.GenerateResponse]
 
 
 class Sessions:
-    """Calls of Generate for one request, one at a time. For one event loop."""
+    """Consecutive Generate calls of one request. Not thread-safe."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class Sessions:
         deadline_s: float | None,
         direct: DirectStreams | None = None,
     ) -> None:
-        """Send the request. request: with its secret; owned by this object, which adds a seed if there is none. direct:
-        for reading the answer at decode instances; None: only at routers. Raises DeadlineExceeded."""
+        """Send the request. request: with its secret; owned by this object, which adds a missing seed. direct: for
+        direct reads at decode instances; None: only routers. Raises DeadlineExceeded."""
         if not request.params.HasField("seed"):
             # Another router must sample the same tokens.
             request.params.seed = secrets.randbits(_SEED_BITS)
@@ -45,27 +45,22 @@ class Sessions:
         self.cancel_asked = False
         """True once the caller has cancelled the request by its id: later sessions are cancelled too."""
         self._traceparent = current_traceparent()
-        """Trace context of the caller's span."""
         self._request = request
         self._routers = routers
         self._deadline_s = deadline_s
         self._tried = TriedRouters()
         self._may_be_taken = False
-        """True if a router was reached that may have accepted the request."""
+        """True if a reached router may have accepted the request."""
         self._left: list[GenerateCall] = []
         """Calls of earlier sessions to silent routers. Cancelled once a later session is served: before that, a router
         that wakes up would end the request, as if the client had disconnected."""
         self._closing = asyncio.Event()
         self._cancelling: asyncio.Task[None] | None = None
         self.call: GenerateCall = self._send(routers.targets.choose(time.monotonic())[0])
-        """Call of the current session."""
 
     async def read(self) -> inference_pb2.GenerateResponse | None:
-        """Return the next response; None at the end of the answer, and once closed.
-
-        Raises KaveriErrors. Each router is tried once while none can have accepted the request; afterwards they are
-        retried until the deadline.
-        """
+        """Return the next response; None at the end of the answer, and once closed. Raises KaveriErrors. Each router is
+        tried once while none can have accepted the request; afterwards they are retried until the deadline."""
         try:
             return await self._read()
         except KaveriError:
@@ -118,21 +113,19 @@ class Sessions:
             self._cancelling.cancel()
 
     def cancel_when_known(self) -> None:
-        """Cancel the request by its id once a router knows it. Does not wait."""
+        """Cancel the request by its id once a router knows the request. Does not wait."""
         if self._cancelling is None or self._cancelling.done():
             self._cancelling = asyncio.create_task(self._cancel(), name="kaveri-client cancel")
 
     @property
     def _is_late(self) -> bool:
-        """True once the request's deadline has passed."""
         return self._deadline_s is not None and time.monotonic() >= self._deadline_s
 
     def _attach_again(self) -> None:
-        """Begin the next session at the same router, which relays the answer: the decode instance was lost or is
-        unreachable."""
+        """Begin the next session at the same router, which relays the answer, after the direct read failed."""
         if self._closing.is_set():
             return
-        # Each session counts its own attempts, so a request that breaks instances must not begin many of them.
+        # Each session counts its own attempts, so a request that breaks instances must not begin many sessions.
         self._request.direct = False
         if self._request.session == _MAX_SESSION:
             raise Unavailable(f"request {self._request.request_id!r} was interrupted too often")
@@ -172,7 +165,7 @@ class Sessions:
             self.cancel_when_known()
 
     async def _wait(self, wait_s: float) -> None:
-        """Wait until the time is over, the deadline, or close()."""
+        """Wait for a duration, the deadline, or close(), whichever comes first."""
         if self._deadline_s is not None:
             wait_s = min(wait_s, max(0.0, self._deadline_s - time.monotonic()))
         with contextlib.suppress(TimeoutError):
@@ -208,8 +201,8 @@ class Sessions:
             self._left.pop(0).cancel()
 
     async def _cancel(self) -> None:
-        """Retry Cancel until a router knows the request, the answer ends, or routers have not known the request for a
-        while, so that its session has ended. The next session retries."""
+        """Retry Cancel until a router knows the request, the answer ends, or no router has known the request for
+        _CANCEL_UNKNOWN_S, so that its session has ended. The next session retries."""
         session, unknown_since_s = self._request.session, time.monotonic()
         request = inference_pb2.CancelRequest(request_id=self._request.request_id)
         while not (self.received.is_complete or self._closing.is_set() or self._is_late):

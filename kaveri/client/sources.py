@@ -1,4 +1,4 @@
-"""Merges the responses of a request's router with what the client reads at the decode instance."""
+"""Merges the responses of a request's router with a direct read at the decode instance."""
 
 import asyncio
 import time
@@ -9,11 +9,11 @@ from kaveri.client.routers import RouterCall
 from kaveri.v1 import decode_pb2, inference_pb2
 
 _ROUTER_CONTINUES_S = 1.0
-"""Time for a router to send tokens, or an interruption, after the read at the decode instance has failed."""
+"""Time for a router to send tokens, or an interruption, after the direct read has failed."""
 
 
 class AttachAgain(Exception):
-    """Begin the next session at the same router, without direct reads."""
+    """Signal to begin the next session at the same router, without direct reads."""
 
 
 class AnswerSources:
@@ -33,8 +33,8 @@ class AnswerSources:
         self._woken: asyncio.Future[None] | None = None
 
     async def next(self, call: RouterCall[inference_pb2.GenerateResponse]) -> inference_pb2.GenerateResponse | None:
-        """Return the next response, without what was received; None when the call has ended. Raises AttachAgain, and as
-        call.read()."""
+        """Return the next response, without what was received before; None when the call has ended. Raises AttachAgain,
+        and as call.read()."""
         while True:
             if (piece := self._piece()) is not None:
                 return piece
@@ -54,7 +54,7 @@ class AnswerSources:
                 await self._wait()
 
     def begin(self, at: inference_pb2.TokensAt, request: inference_pb2.GenerateRequest) -> None:
-        """Read the answer there too, after what was received. request: with its session and secret."""
+        """Start a direct read of the answer after what was received. request: with its session and secret."""
         self._leave()
         self._repeats = True
         asked = decode_pb2.ReadAnswerRequest(
@@ -97,7 +97,7 @@ class AnswerSources:
         return None
 
     def _rest_of_routers(self, response: inference_pb2.GenerateResponse) -> inference_pb2.GenerateResponse | None:
-        """Return what is new in a response of the router; None if nothing is."""
+        """Return the new part of a router's response; None if there is none."""
         if not self._repeats:
             return response
         rest = self._received.rest_of(response)

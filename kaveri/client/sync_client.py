@@ -71,7 +71,7 @@ class Client:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """All known routers: the given ones, then those learned from the cluster."""
+        """Known routers: the given ones, then those learned from the cluster."""
         return self._async_client.targets
 
     def generate(
@@ -212,7 +212,6 @@ class Stream:
     """
 
     def __init__(self, client: Client, stream: AsyncStream) -> None:
-        """Takes ownership of `stream`."""
         self._client = client
         self._stream = stream
         self.request_id = stream.request_id

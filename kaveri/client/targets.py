@@ -1,4 +1,4 @@
-"""The routers known to a client, and the choice of the next one. Pure."""
+"""Routers known to a client, and the choice of the next one. Pure."""
 
 import random
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ from kaveri.client.request import check_name
 from kaveri.errors import InvalidArgument
 
 MAX_TARGETS = 64
-"""Max known routers, given and learned."""
+"""Max number of known routers, given and learned."""
 _MIN_REST_S = 0.05
 _MAX_REST_S = 1.0
 _SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:")
@@ -17,7 +17,7 @@ _SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:")
 
 
 def check_targets(target: object) -> tuple[str, ...]:
-    """Return the caller's routers as a tuple. Raises InvalidArgument, naming the field `target`."""
+    """Validate the caller's routers and return them as a tuple. Raises InvalidArgument, naming the field `target`."""
     if isinstance(target, str):
         return (_checked(target),)
     unordered = isinstance(target, bytes | bytearray | Mapping | AbstractSet)
@@ -42,14 +42,14 @@ def _checked(target: str) -> str:
 
 
 class Targets:
-    """Chooses given targets in turn, and learned ones while all of those rest. A target rests after a failure, longer
-    each time."""
+    """Round-robin choice among given targets; learned ones are used while all given ones rest. A target rests after a
+    failure, longer each time."""
 
     def __init__(self, given: tuple[str, ...], rng: random.Random) -> None:
         self._known: dict[str, None] = dict.fromkeys(given)
         self._given = given
         self._rests: dict[str, tuple[float, float]] = {}
-        """Per failed target: the end of its rest, and the length of it."""
+        """End and duration of the rest of each failed target."""
         self._rng = rng
         # Random, so that clients with the same list spread over its routers.
         self._turn = rng.randrange(len(given))
@@ -60,7 +60,7 @@ class Targets:
         return tuple(self._known)
 
     def learn(self, addresses: Iterable[str]) -> None:
-        """Add the cluster's routers, as named by one. Invalid addresses and those beyond the limit are ignored."""
+        """Add routers named by the cluster. Invalid addresses and those beyond the limit are ignored."""
         for address in addresses:
             if len(self._known) >= MAX_TARGETS:
                 return
@@ -68,13 +68,13 @@ class Targets:
                 self._known[address] = None
 
     def replace(self, given: tuple[str, ...]) -> None:
-        """Replace the given targets. Former and learned ones stay known, after them."""
+        """Replace the given targets. Former and learned ones stay known, after the new ones."""
         self._given = given
         self._known = dict.fromkeys((*given, *self._known)[:MAX_TARGETS])
         self._rests = {target: rest for target, rest in self._rests.items() if target in self._known}
 
     def choose(self, now_s: float) -> tuple[str, float]:
-        """Return the next target, and the seconds to wait before using it: 0 while any does not rest."""
+        """Return the next target, and the seconds to wait before using it: 0 unless all rest."""
         turn = self._turn % len(self._given)
         self._turn += 1
         order = (*self._given[turn:], *self._given[:turn], *self._known)
@@ -85,20 +85,20 @@ class Targets:
         return target, self._rest_end_s(target) - now_s
 
     def failed(self, target: str, now_s: float) -> None:
-        """Let a target rest that could not be reached, or refuses requests."""
+        """Start the rest of a target that could not be reached, or refuses requests."""
         _, former_s = self._rests.get(target, (0.0, 0.0))
         rest_s = min(_MAX_REST_S, max(_MIN_REST_S, 2 * former_s))
         self._rests[target] = now_s + rest_s * (0.5 + 0.5 * self._rng.random()), rest_s
 
     def worked(self, target: str, now_s: float) -> None:
-        """End the rest of a target that has answered. The next rest is short again unless it fails soon."""
+        """End the rest of a target that has responded. The next rest is short again unless the target fails soon."""
         if target not in self._rests:
             return
         end_s, rest_s = self._rests[target]
         if now_s - end_s > _MAX_REST_S:
             del self._rests[target]
         else:
-            # A target that answers once and fails, again and again, rests longer each time.
+            # A target that alternately responds and fails rests longer each time.
             self._rests[target] = min(end_s, now_s), rest_s
 
     def _rest_end_s(self, target: str) -> float:

@@ -1,1 +1,1 @@
-"""Cluster state: leases, heartbeats, the view, and the table of requests in flight."""
+"""Cluster state: leases, heartbeats, the view, and claims of requests in flight."""

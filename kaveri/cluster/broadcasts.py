@@ -1,7 +1,5 @@
 """Selects the content of the leading router's broadcasts, and the changes to broadcast at once. Pure: no clock, no I/O.
-
-TetriInfer's cluster monitor (arXiv 2401.11181, section 3.2).
-"""
+From TetriInfer's cluster monitor (arXiv 2401.11181, section 3.2)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,16 +18,14 @@ class Told:
     free_blocks_when_tight: Mapping[str, int] = field(default_factory=dict)
     """Free blocks by instance id, for tight instances."""
     numbers: tuple[int, ...] = ()
-    """Sequence numbers of the loads."""
 
 
 def broadcast_statuses(view: ClusterView) -> tuple[InstanceStatus, ...]:
-    """Current statuses of the instances to broadcast."""
     return tuple(status_now(instance) for instance in view.instances.values() if is_broadcast(instance))
 
 
 def told_by(view: ClusterView, statuses: tuple[InstanceStatus, ...]) -> Told:
-    """Summary of the broadcast of `statuses`, which were taken from `view`."""
+    """Summarize the broadcast of `statuses`, which were taken from `view`."""
     tight = {
         status.record.instance_id: status.load.free_blocks
         for status in statuses
@@ -39,14 +35,14 @@ def told_by(view: ClusterView, statuses: tuple[InstanceStatus, ...]) -> Told:
 
 
 def has_new_loads(told: Told, view: ClusterView) -> bool:
-    """Return True if an instance has reported its load since that broadcast."""
+    """Return True if an instance has reported its load since the broadcast `told`."""
     loads = (instance.load for instance in view.instances.values() if is_broadcast(instance))
     return told.numbers != tuple(load.sequence_number for load in loads)
 
 
 def is_news(told: Told, view: ClusterView) -> bool:
     """Return True if the view has a change to broadcast at once: an instance came, began to drain or left, or a tight
-    instance has more free blocks. Requests may wait for just those blocks."""
+    instance, whose blocks requests may wait for, has more free blocks."""
     lives = view.broadcast_lives()
     if lives is not told.lives and lives != told.lives:
         return True

@@ -1,7 +1,5 @@
-"""Heartbeats that keep an instance registered: frequent while its load changes, otherwise as the lease requires.
-
-A load has a number. A heartbeat that only renews the lease repeats the last one, so readers know that nothing is new.
-"""
+"""Heartbeats that keep an instance registered: frequent while its load changes, otherwise as the lease requires. Loads
+are numbered. A heartbeat that only renews the lease repeats the last number, so readers can ignore it."""
 
 import asyncio
 import time
@@ -16,15 +14,17 @@ from kaveri.telemetry.logs import get_logger
 _MIN_PAUSE_S = 0.01
 """Min interval between heartbeats, regardless of beat_now() and note_work(): at most a hundred a second."""
 _LEASE_PARTS = 3
-"""Heartbeats within one lease of an instance whose load does not change."""
+"""Number of heartbeats within one lease of an instance whose load does not change."""
 _MAX_PAUSE_S = 1.0
-"""Max interval between heartbeats for long leases. A store that has lost its state has all instances again after it."""
+"""Max interval between heartbeats for long leases. A store that has lost its state knows all instances again after
+it."""
 _REPORTS = 2
-"""Numbered heartbeats after a change: UnconfirmedWork relies on the second one after a piece of work was sent."""
+"""Number of numbered heartbeats after a change: UnconfirmedWork relies on the second one after a piece of work was
+sent."""
 
 
 class Heartbeat:
-    """Sends the heartbeats of one incarnation. Not thread-safe: for one event loop."""
+    """Heartbeats of one incarnation of an instance. Not thread-safe."""
 
     def __init__(
         self,
@@ -43,10 +43,10 @@ class Heartbeat:
         self._reported = InstanceLoad(), 0
         """Load of the last heartbeat, without its number, and the work until then."""
         self._unreported = _REPORTS
-        """How many heartbeats with a new number are still to be sent."""
+        """Number of numbered heartbeats still to be sent."""
         self._renew_at_s = 0.0
         self._pause_s = interval_s
-        """Time until the load is looked at again: longer each time that it has not changed."""
+        """Time until the load is checked again: longer each time it has not changed."""
         self._due = asyncio.Event()
         self._stopping = False
 
@@ -79,7 +79,6 @@ class Heartbeat:
             self._due.set()
 
     def stop(self) -> None:
-        """Ask run() to deregister the instance and return."""
         self._stopping = True
         self._due.set()
 

@@ -1,10 +1,8 @@
-"""One process's knowledge of the cluster: the instances, and their leases on a local clock.
+"""Cluster membership as known to one process: the instances, and their leases on a local clock.
 
-That clock advances only while the store is reachable: it stops while the store is away, and while this process does not
-run (a stalled event loop, a stopped process), because heartbeats then wait unread. Wall clocks of different machines
-are never compared.
-
-Pure: time comes from the caller's clock; view_changes.py waits for changes.
+That clock advances only while the store is reachable: it stops while the store is away, and while this process does
+not run (a stalled event loop, a stopped process), because heartbeats then wait unread. Wall clocks of different
+machines are never compared. Pure: time comes from the caller's clock.
 """
 
 from collections.abc import Callable
@@ -19,38 +17,34 @@ MAX_TICK_S = 0.5
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """One incarnation of an instance, as views show it. Mutated only by its Membership."""
+    """Incarnation of an instance, as views show it. Mutated only by its Membership."""
 
     record: InstanceRecord
     clock: Callable[[], float]
-    """The process's clock."""
     load: InstanceLoad
-    """Load as views show it."""
     sequence_number: int
-    """Sequence number of its last heartbeat."""
     heard_at_s: float
-    """Arrival of its last heartbeat, on the process's clock."""
+    """Arrival time of the last heartbeat, on the process's clock."""
     lease_end_s: float
-    """End of its lease, on the leases' clock."""
+    """End of the lease, on the leases' clock."""
 
     @property
     def heartbeat_age_s(self) -> float:
-        """Seconds since its last heartbeat."""
+        """Seconds since the last heartbeat."""
         return self.clock() - self.heard_at_s
 
 
 class Membership:
-    """The members with a valid lease. Fed by a store."""
+    """Members with a valid lease, updated by a store."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """clock: monotonic seconds."""
         self._clock = clock
         self._leases = RunningClock(clock(), MAX_TICK_S)
         self._members: dict[str, Member] = {}
         self._connected = True
         self._view = ClusterView()
         self._is_view_current = True
-        self.on_change: Callable[[], object] = _ignore
+        self.on_change: Callable[[], object] = lambda: None
         """Called when the instances, or any load, may have changed."""
 
     @property
@@ -59,7 +53,7 @@ class Membership:
         return self._connected
 
     def record_of(self, instance_id: str, incarnation: int) -> InstanceRecord | None:
-        """Record of that incarnation, if it is a member: records are immutable, so each is parsed once."""
+        """Return the record of that incarnation if it is a member: records are immutable, so each is parsed once."""
         member = self._members.get(instance_id)
         return member.record if member is not None and member.record.incarnation == incarnation else None
 
@@ -70,10 +64,8 @@ class Membership:
         remaining_s: float | None = None,
         heartbeat_age_s: float | None = None,
     ) -> None:
-        """Process a heartbeat. remaining_s: rest of its lease; None: the full lease.
-
-        heartbeat_age_s: seconds since it was made; None: the elapsed part of its lease.
-        """
+        """Process a heartbeat. remaining_s: rest of its lease; None: the full lease. heartbeat_age_s: seconds since it
+        was made; None: the elapsed part of its lease."""
         remaining_s = record.lease_ttl_s if remaining_s is None else min(remaining_s, record.lease_ttl_s)
         if heartbeat_age_s is None:
             heartbeat_age_s = record.lease_ttl_s - remaining_s
@@ -90,7 +82,7 @@ class Membership:
             member.heard_at_s, member.lease_end_s = heard_at_s, lease_end_s
             shown = self._shown(load, member)
             if shown == member.load and record.role is not Role.ROUTER:
-                return  # Only a renewal. A router's counts as a change: other routers wait until they hear it.
+                return  # Only a renewal. A router's counts as a change: other routers wait for it.
             if _fixed(load) != _fixed(member.load):
                 self._is_view_current = False
             member.load = shown
@@ -98,7 +90,7 @@ class Membership:
         self.on_change()
 
     def forget(self, instance_id: str, incarnation: int) -> None:
-        """Remove this incarnation; another one of the instance stays."""
+        """Remove this incarnation; another incarnation of the instance stays."""
         if self.record_of(instance_id, incarnation) is not None:
             self._remove([instance_id])
 
@@ -152,15 +144,11 @@ class Membership:
         self.on_change()
 
     def _shown(self, load: InstanceLoad, former: Member) -> InstanceLoad:
-        """Load to show for a heartbeat that is not older than the `former` one of the same incarnation."""
+        """Return the load to show for a heartbeat that is not older than `former`, of the same incarnation."""
         return load
 
 
 def _fixed(load: InstanceLoad) -> tuple[object, ...]:
-    """The part of a load that is constant within one view."""
+    """Return the part of a load that is constant within one view."""
     phases = load.phases, load.ending_phases, load.phase_order
     return load.state, load.total_blocks, load.replica_total_bytes, *phases
-
-
-def _ignore() -> None:
-    pass

@@ -1,4 +1,4 @@
-"""In-memory cluster state of one process, for tests. Passes the same conformance suite as redis_store."""
+"""Cluster state in the memory of one process, for tests. Passes the same conformance suite as redis_store."""
 
 import asyncio
 import itertools
@@ -33,7 +33,7 @@ class _Leader:
 
 
 class MemoryCluster:
-    """State shared by several MemoryStore objects. Not thread-safe: for one event loop."""
+    """State shared by several MemoryStore objects. Not thread-safe."""
 
     def __init__(self) -> None:
         self._registration_numbers = itertools.count()
@@ -52,13 +52,12 @@ class MemoryCluster:
         self._refuses_heartbeats = refuses
 
     def take_away(self) -> None:
-        """Make the state unreachable for every store, as when Redis dies."""
         self._away = True
         for membership in self._members:
             membership.store_lost()
 
     def bring_back(self, *, empty: bool = False) -> None:
-        """Undo take_away(). empty: the state is lost, as when Redis was restarted."""
+        """Make the state reachable again. empty: the state is lost, as after a restart of Redis."""
         self._away = False
         if empty:
             self._held.clear()
@@ -73,7 +72,6 @@ class MemoryCluster:
         self._hear_heartbeats(membership)
 
     def leave(self, membership: Membership) -> None:
-        """Undo join()."""
         self._members.remove(membership)
         if membership in self._hears_heartbeats:
             self._hears_heartbeats.remove(membership)
@@ -98,7 +96,6 @@ class MemoryCluster:
 
     @property
     def away(self) -> bool:
-        """True if the state cannot be reached."""
         return self._away
 
     @property
@@ -108,11 +105,9 @@ class MemoryCluster:
 
     @property
     def refuses_heartbeats(self) -> bool:
-        """See refuse_heartbeats()."""
         return self._refuses_heartbeats
 
     def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> HeartbeatAnswer:
-        """See ClusterStore.heartbeat."""
         life = (record.instance_id, record.incarnation)
         if life not in self._registrations:
             self._registrations[life] = next(self._registration_numbers)
@@ -130,7 +125,6 @@ class MemoryCluster:
         return HeartbeatAnswer(other=other)
 
     def deregister(self, record: InstanceRecord) -> None:
-        """See ClusterStore.deregister."""
         held = self._held.get(record.instance_id)
         if held is not None and held.record.incarnation == record.incarnation:
             del self._held[record.instance_id]
@@ -143,7 +137,6 @@ class MemoryCluster:
         return held is not None and held.record.incarnation == incarnation and held.expires_at_s > time.monotonic()
 
     def campaign(self, candidate_id: str, ttl_s: float) -> int | None:
-        """See ClusterStore.campaign."""
         now_s = time.monotonic()
         leader = self._leader
         if leader is None or leader.expires_at_s <= now_s:
@@ -154,12 +147,10 @@ class MemoryCluster:
         return leader.fencing_token
 
     def resign(self, candidate_id: str) -> None:
-        """See ClusterStore.resign."""
         if self._leader is not None and self._leader.candidate_id == candidate_id:
             self._leader = None
 
     def broadcast(self, broadcast: LoadBroadcast) -> bool:
-        """See ClusterStore.broadcast."""
         leader = self._leader
         if leader is None or leader.expires_at_s <= time.monotonic():
             return False
@@ -173,16 +164,14 @@ class MemoryCluster:
         return True
 
     def request(self, request_id: str) -> RequestClaim | None:
-        """Return the claim of a request id."""
         record, expires_at_s = self._requests.get(request_id, (None, 0.0))
         if expires_at_s > time.monotonic():
             return record
-        # Delete it for good: a clock that jumps back must not revive it.
+        # Delete the claim for good: a clock that jumps back must not revive it.
         self._requests.pop(request_id, None)
         return None
 
     def put_request(self, claim: RequestClaim, ttl_s: float) -> None:
-        """Insert or replace a claim."""
         self._requests[claim.request_id] = (claim, time.monotonic() + ttl_s)
 
     def update_request(self, claim: RequestClaim) -> None:
@@ -191,17 +180,14 @@ class MemoryCluster:
             self._requests[claim.request_id] = (claim, self._requests[claim.request_id][1])
 
     def remove_request(self, request_id: str) -> None:
-        """Remove a claim."""
         del self._requests[request_id]
 
     def request_ids(self) -> tuple[str, ...]:
-        """All claimed ids, including expired ones."""
+        """Return all claimed ids, including expired ones."""
         return tuple(self._requests)
 
 
 class MemoryStore:
-    """A ClusterStore on a MemoryCluster."""
-
     def __init__(self, cluster: MemoryCluster, follow: ViewSource = ViewSource.HEARTBEATS) -> None:
         self._cluster = cluster
         kind = MonitoredMembership if follow is ViewSource.BROADCASTS else Membership

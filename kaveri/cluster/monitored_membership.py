@@ -15,7 +15,7 @@ from kaveri.timeouts import BROADCAST_LOST_AFTER_S
 
 
 class MonitoredMembership(Membership):
-    """Members that are broadcast, fed by broadcasts, and by heartbeats while is_silent()."""
+    """Members according to broadcasts, and according to heartbeats while is_silent()."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(clock)
@@ -25,7 +25,6 @@ class MonitoredMembership(Membership):
 
     @property
     def fencing_token(self) -> int:
-        """Greatest fencing token received; 0 before the first broadcast."""
         return self._newest[0]
 
     def is_silent(self) -> bool:
@@ -60,20 +59,21 @@ class MonitoredMembership(Membership):
         remaining_s: float | None = None,
         heartbeat_age_s: float | None = None,
     ) -> None:
-        """See Membership.learn. Ignores instances that are not broadcast, and removes members that no longer are."""
+        """Process a heartbeat as Membership.learn(). Ignores instances that are not broadcast, and removes members that
+        no longer are."""
         if is_broadcast(InstanceStatus(record, load)):
             super().learn(record, load, remaining_s, heartbeat_age_s)
         else:
             self.forget(record.instance_id, record.incarnation)
 
     def store_lost(self) -> None:
-        """See Membership.store_lost. Broadcasts count only after the next one arrives."""
+        """Stop the leases' clock. Broadcasts count only after the next one arrives."""
         self._broadcast_at_s = -float("inf")
         super().store_lost()
 
     def _shown(self, load: InstanceLoad, former: Member) -> InstanceLoad:
-        # Counts broadcasts instead of heartbeats: an instance makes many heartbeats between two broadcasts. A caller
-        # that waits for the second one after a send (kaveri.policy.unconfirmed.UnconfirmedWork) would otherwise accept
-        # the first broadcast, whose content may predate the send.
+        # Count broadcasts instead of heartbeats, of which there are many between two broadcasts. A caller that waits
+        # for the second one after a send (kaveri.policy.unconfirmed.UnconfirmedWork) would otherwise accept the first
+        # broadcast, whose content may predate the send.
         heard = former.load.sequence_number + (load.sequence_number > former.sequence_number)
         return replace(load, sequence_number=heard)

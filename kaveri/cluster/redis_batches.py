@@ -11,7 +11,7 @@ from redis.exceptions import ResponseError
 
 _BATCH_COUNT = 200
 _CLOSED = "handler is closed"
-"""Part of uvloop's error for a write to a connection closed a moment ago."""
+"""Part of uvloop's error for a write to a just closed connection."""
 
 Command = tuple[bytes | str | int, ...]
 
@@ -28,15 +28,16 @@ def closed_as_lost() -> Iterator[None]:
 
 
 class CommandBatches:
-    """Runs one batch at a time; commands that arrive meanwhile form the next batch, in order.
+    """Batched execution of commands: one batch at a time; commands that arrive meanwhile form the next batch, in order.
 
-    It keeps one connection of the pool. The client's own methods would borrow one for every command and create a task
-    to limit each write and each read, at several times the cost. The backlog is bounded by the callers, each of which
-    waits for its own answer.
+    Uses one connection of the pool. The client's own methods would borrow a connection for every command and create a
+    task
+    to limit each write and each read, at several times the cost. The backlog is bounded by the number of callers, each
+    of
+    which waits for its own answer.
     """
 
     def __init__(self, pool: ConnectionPool, answer_timeout_s: float) -> None:
-        """answer_timeout_s: timeout of each answer."""
         self._pool = pool
         self._answer_timeout_s = answer_timeout_s
         self._connection: Connection | None = None
@@ -44,8 +45,8 @@ class CommandBatches:
         self._sending: asyncio.Task[None] | None = None
 
     async def execute(self, *command: bytes | str | int) -> Any:
-        """Run a command and return its answer. Raises what the client raises. Cancelling the caller does not stop
-        it."""
+        """Run a command and return its answer. Raises what the client raises. Cancelling the caller does not stop the
+        command."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((command, answer))
         if self._sending is None:
@@ -65,7 +66,7 @@ class CommandBatches:
                 batch, self._waiting = self._waiting[:_BATCH_COUNT], self._waiting[_BATCH_COUNT:]
                 try:
                     answers = await self._answers([command for command, _ in batch])
-                except Exception as error:  # Every caller receives the error.
+                except Exception as error:
                     answers = [error] * len(batch)
                 for (_, future), answer in zip(batch, answers, strict=True):
                     if future.done():
@@ -84,7 +85,7 @@ class CommandBatches:
             # The timeout below is cheaper than the connection's own.
             connection.socket_timeout = None
         elif connection.is_connected and await _is_broken(connection):
-            # Redis closed the connection since the last batch.
+            # Redis has closed the connection since the last batch.
             await connection.disconnect(nowait=True)
         loop = asyncio.get_running_loop()
         answers: list[Any] = []

@@ -92,12 +92,10 @@ async def _check_kind(client: Redis, url: str) -> None:
 
 
 def bad_url(url: str, error: ValueError) -> ConfigError:
-    """Error for a URL that cannot be parsed."""
     # The reason may quote part of a password that is not percent-encoded.
     hint = "its database must be a number, and special characters of its password percent-encoded"
     return ConfigError("--redis-url", f"{shown(url)!r} is no Redis URL: {hint if '@' in url else error}")
 
 
 def why(error: BaseException) -> str:
-    """Text of an error; its type if it has none."""
     return str(error) or type(error).__name__

@@ -1,8 +1,6 @@
-"""Redis permissions that services need, in one list, and the check for them at start.
-
-The list follows from the store's scripts and from its own commands. A test runs the store's conformance suite as a
-user who has these permissions and no others, and starts a service without each of them.
-"""
+"""Redis permissions that services need, and the check for them at start. The list follows from the store's scripts and
+from its own commands. A test runs the store's conformance suite as a user who has exactly these permissions, and starts
+a service without each of them."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -41,7 +39,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "PUBLISH": ("{channel}", ""),
     "PING": (),
 }
-"""Argument patterns that make Redis accept each command in a transaction."""
+"""Arguments that make Redis accept each command in a transaction."""
 
 
 CLUSTER_MODE = "it is in cluster mode, which Kaveri does not support: name a Redis without it"
@@ -49,10 +47,10 @@ CLUSTER_MODE = "it is in cluster mode, which Kaveri does not support: name a Red
 
 @dataclass(frozen=True, slots=True)
 class RedisNeeds:
-    """Commands, and patterns of keys and channels."""
+    """Redis commands, and patterns of keys and channels, that a user needs."""
 
     commands: frozenset[str]
-    """In upper case: "SCRIPT LOAD"."""
+    """Names in upper case: "SCRIPT LOAD"."""
     keys: tuple[str, ...]
     channels: tuple[str, ...] = ()
 
@@ -64,9 +62,10 @@ class RedisNeeds:
         return "+multi", *(rule for rule, _ in self.probes()), "+discard"
 
     def probes(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """One (rule, command) pair per permission."""
+        """Yield a (rule, command) pair per permission."""
         for command in sorted(self.commands):
-            yield _command_rule(command), _written(command, self.keys[0], "".join(self.channels[:1]))
+            rule = "+" + command.lower().replace(" ", "|")
+            yield rule, _written(command, self.keys[0], "".join(self.channels[:1]))
         for key in self.keys:
             yield f"~{key}", _written("EVAL", key.replace("*", "probe"), "")
         for channel in self.channels:
@@ -74,11 +73,11 @@ class RedisNeeds:
 
 
 class NotPermitted(Exception):
-    """Redis refuses permanently; the text gives the reason."""
+    """Permanent refusal by Redis; the text gives the reason."""
 
 
 def store_needs(prefix: str) -> RedisNeeds:
-    """Permissions that the store needs. prefix: of its keys and channels."""
+    """Return the permissions that the store needs. prefix: of its keys and channels."""
     scripts = [script for name, script in vars(redis_scripts).items() if name.isupper()]
     called = frozenset(command for script in scripts for command in _CALLED.findall(script))
     keys, channels = (tuple(f"{prefix}:{name}" for name in names) for names in (_KEYS, _CHANNELS))
@@ -86,13 +85,11 @@ def store_needs(prefix: str) -> RedisNeeds:
 
 
 async def check_permissions(pool: BlockingConnectionPool, needs: RedisNeeds) -> None:
-    """Probe all permissions in a transaction that is then discarded: nothing is executed or written.
-
-    Raises NotPermitted, or the ResponseError of a temporary refusal: READONLY, OOM, MISCONF and others.
-    """
+    """Probe all permissions in a transaction that is then discarded: nothing is executed or written. Raises
+    NotPermitted, or the ResponseError of a temporary refusal: READONLY, OOM, MISCONF and others."""
     connection = await pool.get_connection()  # type: ignore[no-untyped-call]
     try:
-        # Checked alone: without it Redis would execute the following commands.
+        # Sent alone: without this permission Redis would execute the following commands.
         answers = await _ask(connection, [("+multi", ("MULTI",))])
         if not any(answers.values()):
             answers |= await _ask(connection, [*needs.probes(), ("+discard", ("DISCARD",))])
@@ -112,7 +109,7 @@ async def check_permissions(pool: BlockingConnectionPool, needs: RedisNeeds) -> 
 
 
 async def _ask(connection: Any, probes: Iterable[tuple[str, tuple[str, ...]]]) -> dict[str, ResponseError | None]:
-    """Error for each probe, by the rule that permits it; None if Redis accepts it."""
+    """Return the error for each probe, by the rule that permits the probe; None if Redis accepts it."""
     rules, commands = zip(*probes, strict=True)
     await connection.send_packed_command(connection.pack_commands(commands))
     return {rule: await _error(connection) for rule in rules}
@@ -131,10 +128,6 @@ def _is_missing(rule: str, error: ResponseError) -> bool:
     if "unknown command" in str(error):
         return rule.startswith("+")
     return isinstance(error, NoPermissionError) and rule.startswith("+") == ("command" in str(error))
-
-
-def _command_rule(command: str) -> str:
-    return "+" + command.lower().replace(" ", "|")
 
 
 def _written(command: str, key: str, channel: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The cluster's state in Redis (6.2 or newer).
+"""ClusterStore in Redis (6.2 or newer).
 
 Names begin with `kaveri:<cluster name>:<database>`; channels need the database since they are global in Redis:
 
@@ -58,7 +58,7 @@ _RECONNECT_MIN_S = 0.02
 # With the connect timeout this stays under the default lease, so everyone is back within one lease of Redis's return.
 _RECONNECT_MAX_S = 0.25
 _PING_AFTER_S = MAX_TICK_S
-"""Silence after which Redis is sent a ping: the leases' clock needs something to hear this often."""
+"""Silence after which Redis is sent a ping: the leases' clock must advance this often."""
 _LOST_AFTER_S = 1.0
 _REPORT_AGAIN_S = 60.0
 _BATCH_COUNT = 500
@@ -70,8 +70,6 @@ _REFUSALS = (ResponseError, AuthenticationError)
 
 
 class RedisStore:
-    """ClusterStore backed by Redis."""
-
     def __init__(
         self,
         url: str,
@@ -83,8 +81,8 @@ class RedisStore:
     ) -> None:
         """url: redis://[[user]:password@]host:port/db, rediss://... or unix://path?db=...; valkey:// and valkeys:// too
 
-        Clusters of other names, or in other databases, do not meet. wait_s: how long entering waits for an answer.
-        also_needs: what others use Redis for, and entering checks too.
+        Clusters of other names, or in other databases, are separate. wait_s: max wait for an answer when entering.
+        also_needs: permissions for other uses of Redis, checked when entering too.
         """
         self._url = url
         self._wait_s = wait_s
@@ -148,7 +146,7 @@ class RedisStore:
             self._greatest_token,
         ]
         try:
-            # Sent even while they are refused, to notice when that ends.
+            # Sent even while heartbeats are refused, to notice when that ends.
             answer = await self._unless_away(self._run(scripts.HEARTBEAT, keys=keys, args=arguments), None)
         except _REFUSALS as error:
             self._take_in_refusal(why(error))
@@ -233,11 +231,9 @@ class RedisStore:
 
     @property
     def _greatest_token(self) -> int:
-        """Greatest fencing token known here."""
         return max(self._campaigns_token, self._monitored.fencing_token if self._monitored is not None else 0)
 
     def _key(self, name: str) -> str:
-        """Name of a key or channel of this cluster."""
         return f"{self._prefix}:{name}"
 
     def _instance_key(self, instance_id: str) -> str:
@@ -247,7 +243,7 @@ class RedisStore:
         return self._key(f"request:{request_id}")
 
     async def _unless_lost(self, command: Awaitable[ResultT], otherwise: ResultT) -> ResultT:
-        """Await a command; return `otherwise` when Redis is lost, at once."""
+        """Await a command; return `otherwise` at once when Redis is lost."""
         if self._refusal:
             _drop(command)
             return otherwise
@@ -335,7 +331,7 @@ class RedisStore:
             delay_s = min(2 * delay_s, _RECONNECT_MAX_S)
 
     async def _follow(self, channel: PubSub) -> None:
-        """Process events until Redis is gone or this task is cancelled. Raises RedisError or OSError."""
+        """Process events until Redis is lost or this task is cancelled. Raises RedisError or OSError."""
         silent_since_s = time.monotonic()
         pings = 0
         while not _cancellations():
@@ -431,7 +427,7 @@ class RedisStore:
             )
 
     def _status(self, message: cluster_pb2.InstanceStatus) -> InstanceStatus | None:
-        """Parse a status; None if unusable: of a newer version, with an unknown role or state, or broken."""
+        """Parse a status; None if unusable: of a newer version, with an unknown role or state, or corrupt."""
         known = self._membership.record_of(message.record.instance_id, message.record.incarnation)
         try:
             return status_from_proto(message, known)
@@ -440,12 +436,10 @@ class RedisStore:
             return None
 
     async def _load_instances(self) -> None:
-        instance_ids = [name.decode(errors="replace") for name in await self._members()]
+        members = await cast(Awaitable[set[bytes]], self._redis.smembers(self._key("instances")))
+        instance_ids = [name.decode(errors="replace") for name in members]
         for start in range(0, len(instance_ids), _BATCH_COUNT):
             await self._load_batch(instance_ids[start : start + _BATCH_COUNT])
-
-    async def _members(self) -> set[bytes]:
-        return await cast(Awaitable[set[bytes]], self._redis.smembers(self._key("instances")))
 
     async def _load_batch(self, instance_ids: list[str]) -> None:
         pipeline = self._redis.pipeline(transaction=False)
@@ -457,8 +451,7 @@ class RedisStore:
         for instance_id, value, remaining_ms in zip(instance_ids, answers[::2], answers[1::2], strict=True):
             if value is None:
                 ended.append(instance_id)
-            # A value without a registration is not ours; one without a time to live has just ended, or is not ours
-            # either.
+            # A value without a registration, or without a time to live, has just ended or is not ours.
             held = re.fullmatch(rb"[0-9a-f]+\.\d+:\d+:(.*)", value or b"", re.DOTALL)
             if held and remaining_ms > 0:
                 try:
@@ -476,7 +469,7 @@ class RedisStore:
         while not await self._commands.execute("SET", key, _encode_claim(claim), "NX", "PX", ttl_ms):
             held = cast(bytes | None, await self._redis.get(key))
             if held is None:
-                continue  # The claim ended in between.
+                continue
             holder = _decode_claim(claim.request_id, held)
             is_later = claim.is_later_session_of(holder)
             ending_life = "none" if is_later else str(holder.router_incarnation)
@@ -507,10 +500,11 @@ class RedisStore:
 
 
 def _cancellations() -> int:
-    """Number of cancellations of this task.
+    """Return the number of cancellations of this task.
 
     redis-py sends through asyncio.wait_for(), which up to Python 3.11 loses a cancellation that arrives together with
-    its result (cpython issue 86296): the exception never comes, so callers that must not miss it ask here.
+    its
+    result (cpython issue 86296), so callers that must not miss a cancellation check this number.
     """
     task = asyncio.current_task()
     assert task is not None, "outside of a task"
@@ -535,7 +529,7 @@ def _milliseconds(duration_s: float) -> int:
 
 
 def _record_in(status: bytes) -> InstanceRecord | None:
-    """Record in an encoded InstanceStatus; None if it is empty or unreadable."""
+    """Parse the record in an encoded InstanceStatus; None if it is empty or unreadable."""
     try:
         return record_from_proto(cluster_pb2.InstanceStatus.FromString(status).record) if status else None
     except (DecodeError, KeyError, InvalidArgument):

@@ -1,8 +1,6 @@
-"""The ClusterStore contract: leases, heartbeats, the view, the cluster monitor's election, claims of request ids.
-
-State in a store is soft. When the store dies, requests in flight continue, the last view stays in use, and everything
-registers again when it returns. Implementations: redis_store (real), memory_store (one process, for tests).
-"""
+"""ClusterStore contract: leases, heartbeats, the view, the cluster monitor's election, claims of request ids. State in
+a store is soft. When the store dies, requests in flight continue, the last view stays in use, and everything registers
+again when it returns. Implementations: redis_store (real), memory_store (one process, for tests)."""
 
 import enum
 from collections.abc import Sequence
@@ -28,7 +26,6 @@ class ViewSource(enum.Enum):
 
 
 DEFAULT_CLUSTER = "default"
-"""Default cluster name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +35,7 @@ class HeartbeatAnswer:
     holds: bool = True
     """False: a newer incarnation has the id. True also while the store is lost."""
     other: InstanceRecord | None = None
-    """The newer incarnation; if `holds`, the one whose lease was taken over. None: there is none."""
+    """The newer incarnation, or if `holds`, the one whose lease was taken over; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +44,29 @@ class RequestClaim:
 
     request_id: str
     router_id: str
-    """The router's instance id."""
     router_incarnation: int
     session: int = 0
-    """Number of times the client has re-attached."""
+    """Number of times that the client has re-attached."""
     secret_hash: str = ""
     """Hash of the client's secret; the same in all sessions of a request. Empty: no secret."""
     hint: bytes = field(default=b"", compare=False)
-    """Data of update_requests(), for the router of a later session."""
+    """Opaque data stored with update_requests(), for the router of a later session."""
 
     def is_later_session_of(self, other: "RequestClaim") -> bool:
-        """Return True if the same client has re-attached."""
+        """Return True if this claim is a later session of the same client's request."""
         return self.secret_hash != "" and self.secret_hash == other.secret_hash and self.session > other.session
 
 
 class ClusterStore(Protocol):
-    """One process's access to the cluster's state. Used as an async context manager; not shared between event loops.
+    """Access of one process to the cluster's state. Used as an async context manager; not shared between event loops.
 
     A store is lost while it cannot be reached, and while it refuses heartbeats (a Redis that became a replica, or has
-    no memory left). No call raises because of that: registration and heartbeats are retried by the next heartbeat, the
-    view says `store_connected=False`, claims are granted, and no router leads. A call waits at most a second for each
-    answer of the store. A process that makes no heartbeats does not notice that they are refused.
+    no
+    memory left). No call raises because of that: registration and heartbeats are retried by the next heartbeat, the
+    view
+    says `store_connected=False`, claims are granted, and no router leads. A call waits at most a second for each answer
+    of
+    the store. A process that makes no heartbeats does not notice that they are refused.
     """
 
     async def __aenter__(self) -> Self:
@@ -89,10 +88,8 @@ class ClusterStore(Protocol):
         """End this incarnation's lease at once, visibly for every watcher. Unknown ones are ignored."""
 
     def view(self) -> ClusterView:
-        """The current view, without I/O and without expired leases.
-
-        While the store is lost nothing more expires; after its return every instance has one lease time to renew.
-        """
+        """The current view, without I/O and without expired leases. While the store is lost nothing more expires; after
+        its return every instance has one lease time to renew."""
 
     async def wait_for_change(self, timeout_s: float) -> ClusterView:
         """Wait until instances or loads may have changed since the last call, for at most `timeout_s` seconds; then
@@ -132,4 +129,4 @@ class ClusterStore(Protocol):
         claims may still exist when it returns."""
 
     async def requests(self) -> tuple[RequestClaim, ...]:
-        """All claims, unordered. No service calls it."""
+        """Return all claims, unordered. No service calls it."""

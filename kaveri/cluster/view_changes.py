@@ -7,7 +7,7 @@ from kaveri.domain.view import ClusterView
 
 
 class ViewChanges:
-    """The changes of one membership. For one event loop, and one waiter at a time."""
+    """Change notifications of one membership. Not thread-safe; one waiter at a time."""
 
     def __init__(self, membership: Membership) -> None:
         """Registers itself as the membership's on_change."""
@@ -16,7 +16,6 @@ class ViewChanges:
         membership.on_change = self._changed.set
 
     async def wait(self, timeout_s: float) -> ClusterView:
-        """See ClusterStore.wait_for_change."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()

@@ -11,7 +11,7 @@ from kaveri.errors import ConfigError, KaveriError
 
 
 def command_group(help: str, **settings: Any) -> typer.Typer:
-    """A group of commands; without arguments it prints its help. settings: of typer.Typer."""
+    """Create a group of commands; without arguments it prints its help. settings: for typer.Typer."""
     return typer.Typer(
         help=help,
         no_args_is_help=True,
@@ -23,10 +23,8 @@ def command_group(help: str, **settings: Any) -> typer.Typer:
 
 
 def run_commands(app: typer.Typer, program: str) -> NoReturn:
-    """Run the command line and exit: 0, 1 for a KaveriError, 2 for wrong flags or settings, 130 for Ctrl-C.
-
-    141 when the reader of stdout is gone; see quiet_output.
-    """
+    """Run the command line and exit: 0, 1 for a KaveriError, 2 for wrong flags or settings, 130 for Ctrl-C. 141 when
+    the reader of stdout has exited; see quiet_output."""
     try:
         with quiet_output():
             status = app(prog_name=program, standalone_mode=False)
@@ -46,6 +44,6 @@ def _refuse(error: TyperException, program: str) -> NoReturn:
         context = getattr(error, "ctx", None)
         command = program if context is None else context.command_path
         reason = f"{command}: {' '.join(reason.split())}; see `{command} --help`"
-    # Otherwise a command was called without arguments, and this is its help.
+    # Otherwise a command was called without arguments, and the reason is its help.
     print(reason, file=sys.stderr)
     sys.exit(2)

@@ -1,4 +1,4 @@
-"""Handles a stdout whose reader is gone, or whose encoding lacks a character."""
+"""Handles a stdout whose reader has exited, or whose encoding lacks a character."""
 
 import contextlib
 import io
@@ -13,7 +13,7 @@ BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
 
 @contextlib.contextmanager
 def quiet_output() -> Iterator[None]:
-    r"""Exit with status 141, without a message, when the reader of stdout is gone, as in `kaveri up --help | head -1`.
+    r"""Exit with status 141, without a message, once the reader of stdout has exited, as `head -1` does.
 
     A character that stdout's encoding lacks, such as é in ASCII, is written as \xe9. stderr does so by itself.
     """
@@ -26,6 +26,5 @@ def quiet_output() -> Iterator[None]:
             # Flush here: a broken pipe at interpreter exit would be reported on stderr.
             sys.stdout.flush()
     except BrokenPipeError:
-        # Discard buffered output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(BROKEN_PIPE_STATUS) from None

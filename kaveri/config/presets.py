@@ -1,7 +1,5 @@
-"""Settings that reproduce the systems of papers. Each function names its sources.
-
-Presets have the lowest priority: flags, KAVERI_* variables and files override them.
-"""
+"""Settings that reproduce the systems of papers. Each function names its sources. Presets have the lowest priority:
+flags, KAVERI_* variables and files override them."""
 
 import enum
 from collections.abc import Callable, Collection, Mapping
@@ -14,7 +12,7 @@ SettingValue = str | int | float
 
 
 class Preset(enum.StrEnum):
-    """A paper's system."""
+    """System of a paper whose settings are reproduced."""
 
     TETRIINFER = "tetriinfer"
     DISTSERVE = "distserve"
@@ -33,7 +31,6 @@ class PresetSettings:
     """Parts of the paper's system that no setting provides."""
 
     def of(self, role: ServiceKind) -> Mapping[str, SettingValue]:
-        """Settings of a role's service."""
         return self.services.get(role, {})
 
     @property
@@ -42,10 +39,8 @@ class PresetSettings:
         return {UP_SECTION: dict(self.up)} | {str(role): dict(values) for role, values in self.services.items()}
 
     def require_roles(self, preset: Preset, given: Collection[str]) -> None:
-        """given: counts of instances that the user chose, by their names in [up].
-
-        Raises ConfigError for a role that the preset does not have.
-        """
+        """Raise ConfigError for a role that the preset does not have. given: counts of instances that the user chose,
+        by their names in [up]."""
         own = tuple(name for name in ("prefill", "decode", "colocated") if name in self.up)
         for name in given:
             if name not in own:
@@ -56,10 +51,12 @@ class PresetSettings:
 def tetriinfer() -> PresetSettings:
     """TetriInfer (arXiv 2401.11181).
 
-    Prompts go to the prefill instance with the least load (section 3.2), shortest first among 16 (3.3.1, 5.1), in
-    chunks of 512 tokens (3.3.3), the predictor beside them (3.3.2). Of two decode instances with room for the predicted
-    answer, the one with fewer heavy requests to each light one (3.3.4); more than 128 tokens of answer or 512 of prompt
-    are heavy (5.1). Reserve-dynamic, by the low end of predicted ranges (3.4, 5.1). Loads every 100 ms (3.2).
+    Prompts go to the least loaded prefill instance (section 3.2), shortest first among 16 (3.3.1, 5.1), in chunks of
+    512
+    tokens (3.3.3), with the predictor next to them (3.3.2). Of two decode instances with room for the predicted answer,
+    the one with fewer heavy requests per light one is chosen (3.3.4); more than 128 answer or 512 prompt tokens are
+    heavy
+    (5.1). Reserve-dynamic, by the low end of predicted ranges (3.4, 5.1). Loads every 100 ms (3.2).
     """
     heavy: dict[str, SettingValue] = {"heavy_output_tokens": 128, "heavy_prompt_tokens": 512}
     return PresetSettings(
@@ -83,9 +80,9 @@ def tetriinfer() -> PresetSettings:
 def distserve() -> PresetSettings:
     """DistServe (arXiv 2401.09670), section 4.3.
 
-    First come, first served. Prompts go to the prefill instance with the shortest queue, requests to the decode
-    instance with the least load. KV stays at prefill until decode has room, as services always do it. Nothing is
-    predicted. `chunk_tokens` is the paper's L_m, the prompt tokens that saturate the GPU: `kaveri profile` measures it.
+    First come, first served. Prompts go to the prefill instance with the shortest queue, requests to the least loaded
+    decode instance. KV stays at prefill until decode has room, as always in these services. Nothing is predicted.
+    `chunk_tokens` is the paper's L_m, the prompt tokens that saturate the GPU: `kaveri profile` measures it.
     """
     return PresetSettings(
         up={"prefill": 2, "decode": 2, "predictor": "none"},
@@ -104,8 +101,9 @@ def distserve() -> PresetSettings:
 def dejavu() -> PresetSettings:
     """DéjàVu (arXiv 2403.01876).
 
-    Prompts and tokens on instances of their own (section 4.2.1). Each decode instance's KV has a copy at the next one
-    (4.2.3), of every request. First come, first served, and nothing is predicted.
+    Prompts and tokens are computed on separate instances (section 4.2.1). Each decode instance's KV is copied to the
+    next
+    one (4.2.3), for every request. First come, first served, and nothing is predicted.
     """
     return PresetSettings(
         up={"prefill": 2, "decode": 2, "predictor": "none"},
@@ -122,11 +120,8 @@ def dejavu() -> PresetSettings:
 
 
 def accellm() -> PresetSettings:
-    """AcceLLM (arXiv 2411.05555).
-
-    Instances of both phases in pairs (section 4.1.1), which hold copies of each other's requests (4.1.2), of every
-    request. A request goes to the instance with the least load.
-    """
+    """AcceLLM (arXiv 2411.05555). Pairs of instances of both phases (section 4.1.1) hold copies of each other's
+    requests (4.1.2), of every request. A request goes to the least loaded instance."""
     return PresetSettings(
         up={"colocated": 2, "predictor": "none"},
         services={
@@ -155,5 +150,4 @@ _PRESETS: Mapping[Preset, Callable[[], PresetSettings]] = {
 
 
 def preset_settings(preset: Preset) -> PresetSettings:
-    """Return the settings of a preset."""
     return _PRESETS[preset]()

@@ -4,7 +4,7 @@ import re
 from urllib.parse import parse_qs, urlsplit
 
 _SCHEMES = {"valkey": "redis", "valkeys": "rediss"}
-"""Names of Valkey's clients for Redis's schemes."""
+"""Valkey's URL schemes and the equivalent schemes of Redis."""
 
 
 def client_url(url: str) -> str:
@@ -14,7 +14,7 @@ def client_url(url: str) -> str:
 
 
 def database_of(url: str) -> int:
-    """Database number of a URL; 0 if it has none. Raises ValueError for an invalid number."""
+    """Return the database number of a URL; 0 if missing. Raises ValueError for an invalid number."""
     parts = urlsplit(client_url(url))
     named = parse_qs(parts.query).get("db", [""])[0]
     if not named and parts.scheme in ("redis", "rediss"):
@@ -25,7 +25,7 @@ def database_of(url: str) -> int:
 
 
 def shown(url: str) -> str:
-    """Printable form of a URL: without user, password and options."""
+    """Return the printable form of a URL: without user, password and options."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         return "***" if "@" in url else url

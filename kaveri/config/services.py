@@ -1,4 +1,4 @@
-"""The kinds of services, and how their programs are found: the library imports no service."""
+"""Kinds of services, and how their programs are found: the library imports no service."""
 
 import enum
 import sys
@@ -8,17 +8,15 @@ UP_SECTION = "up"
 
 
 class ServiceKind(enum.StrEnum):
-    """Kind of a process: the name of its command, of its section, and of its instances in a local stack.
-
-    In a stack's stop order: senders of work before receivers.
-    """
+    """Kind of a process: the name of its command, of its section, and of its instances in a local stack. Ordered as a
+    stack stops them: senders of work before receivers."""
 
     GATEWAY = "gateway"
     ROUTER = "router"
     PREFILL = "prefill"
     DECODE = "decode"
     COLOCATED = "colocated"
-    """Both phases."""
+    """Instance that serves both phases."""
     PREDICTOR = "predictor"
 
 
@@ -27,8 +25,8 @@ INSTANCES = (ServiceKind.PREFILL, ServiceKind.DECODE, ServiceKind.COLOCATED)
 
 
 _INSTALLED = Path(__file__).resolve().parents[1] / "installed"
-"""Location of the package `services` in a wheel: in site-packages its name could clash with an application's. A source
-tree has it beside `kaveri`, and not here."""
+"""Location of the package `services` in a wheel: in site-packages its name could clash with an application's. In a
+source tree it lies next to `kaveri` instead."""
 
 
 def find_services() -> None:
@@ -38,7 +36,7 @@ def find_services() -> None:
 
 
 def program_of(role: ServiceKind) -> tuple[str, ...]:
-    """Interpreter arguments that start a role's service; its flags follow."""
+    """Return the interpreter arguments that start a role's service; its flags follow."""
     module = ("services.instance", role) if role in INSTANCES else (f"services.{role}",)
-    # -P: a folder named "services" in the working directory is not ours.
+    # -P: ignore a folder named "services" in the working directory.
     return ("-P", "-m", "kaveri.config.run_service", *module)

@@ -39,7 +39,6 @@ from kaveri.errors import ConfigError
 ConfigT = TypeVar("ConfigT")
 
 OPTIONS = "Options"
-"""Heading, in a program's help, for settings of a class without a HELP_TITLE."""
 MAX_NAME_LENGTH = 128
 MAX_PORT = 65_535
 _HELP_WIDTH = 78
@@ -58,12 +57,13 @@ def setting(
     choices: Sequence[str] = (),
     mask: Callable[[str], str] | None = None,
 ) -> Any:
-    """A dataclass field with one line of help: unit, why this default, what None or 0 means.
+    """Declare a setting as a dataclass field with one line of help: unit, why this default, what None or 0 means.
 
     parse: converts text to the value if the type alone is not enough; raises ValueError. No default: the setting is
     required. least, above, most: inclusive minimum, exclusive minimum, inclusive maximum of a number. choices: the only
     accepted texts; none: any. mask: for a setting that may hold a password, returns the printable part of its value;
-    such a setting can be given in a file.
+    such
+    a setting can be given in a file.
     """
     limits = {"least": least, "above": above, "most": most, "choices": tuple(choices)}
     return field(default=default, metadata={"help": help, "parse": parse, "mask": mask, **limits})
@@ -102,16 +102,14 @@ def size_bytes(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReadSettings(Generic[ConfigT]):
-    """Settings with their origins."""
-
     config: ConfigT
     given: Mapping[str, Given]
     """Given values by name; a missing setting has its default."""
     service_links: tuple[str, ...]
-    """KAVERI_* variables that Kubernetes made for a Service; ignored."""
+    """Ignored KAVERI_* variables that Kubernetes created for a Service."""
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Name, value and origin of every setting, for display. Secrets are masked."""
+        """Return name, value and origin of every setting, for display. Secrets are masked."""
         return [self._row(entry) for entry in _declared(type(self.config))]
 
     def _row(self, entry: Field[Any]) -> tuple[str, str, str]:
@@ -130,10 +128,11 @@ def read_settings(
     environment: Mapping[str, str],
     find_sections: Callable[[], Mapping[str, Collection[str]]] = dict,
 ) -> ReadSettings[ConfigT]:
-    """Builds a `config_type` from flags, then variables, then the file that --config names, then defaults.
+    """Build a `config_type` from flags, then variables, then the file that --config names, then defaults.
 
     program: "kaveri decode"; its last word is its section of the file. find_sections: see Names. Prints help and exits
-    0 on --help. Raises ConfigError, naming the flag, the variable or the place in the file, on anything it cannot read.
+    0
+    on --help. Raises ConfigError, naming the flag, the variable or the place in the file, for invalid input.
     """
     if "--help" in arguments or "-h" in arguments:
         _print_help(config_type, program)
@@ -166,26 +165,24 @@ def read_settings(
 
 
 def setting_names(config_type: type[Any]) -> frozenset[str]:
-    """Names of the settings that a program accepts.
-
-    Other fields of the dataclass, and those in its class attribute NOT_TAKEN, are set by its code.
-    """
+    """Return the names of the settings that a program accepts. Other fields of the dataclass, and those in its class
+    attribute NOT_TAKEN, are set by its code."""
     return frozenset(entry.name for entry in _declared(config_type))
 
 
 def switch_names(config_type: type[Any]) -> frozenset[str]:
-    """Names of boolean settings: their flag needs no value."""
+    """Return the names of boolean settings, whose flags need no value."""
     hints = typing.get_type_hints(config_type)
     return frozenset(name for name in setting_names(config_type) if hints[name] is bool)
 
 
 def secret_names(config_type: type[Any]) -> frozenset[str]:
-    """Names of settings that may hold a password."""
+    """Return the names of settings that may hold a password."""
     return frozenset(entry.name for entry in _declared(config_type) if entry.metadata["mask"] is not None)
 
 
 def taken_names(config_type: type[Any]) -> frozenset[str]:
-    """All accepted names, including `<secret>_file` for each secret."""
+    """Return all accepted names, including `<secret>_file` for each secret."""
     return setting_names(config_type) | {secret + FILE_SUFFIX for secret in secret_names(config_type)}
 
 
@@ -223,10 +220,8 @@ def _group_title(config_type: type[Any]) -> str:
 
 
 def _help_text(program: str, doc: str, groups: Mapping[str, Sequence[tuple[str, str]]]) -> str:
-    """Format the help of a program, in the style of the command line's other commands.
-
-    groups: heading to its flags, each with its text; first those under OPTIONS.
-    """
+    """Format the help of a program, in the style of the command line's other commands. groups: heading to its flags,
+    each with its text; first those under OPTIONS."""
     width = min(_HELP_WIDTH, shutil.get_terminal_size().columns - 2)
     lines = [f"Usage: {program} [OPTIONS]"]
     for paragraph in inspect.cleandoc(doc).split("\n\n"):
@@ -254,7 +249,7 @@ def _help_lines(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """Text that would give this value, for simple values."""
+    """Format a simple value as the text that would give it."""
     if isinstance(value, bool):
         return str(value).lower()
     if value == "":

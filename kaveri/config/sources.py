@@ -37,18 +37,16 @@ _LINK_VALUE = re.compile(r"(?:tcp|udp|sctp)://\S+")
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a setting."""
     return "--" + name.replace("_", "-")
 
 
 def variable_of(name: str) -> str:
-    """Return the environment variable of a setting."""
     return _PREFIX + name.upper()
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One setting's text from a source."""
+    """Text of one setting from a source."""
 
     text: str
     origin: str
@@ -57,20 +55,18 @@ class Given:
 
 @dataclass(frozen=True)
 class Names:
-    """The setting names of one program, and of all programs."""
+    """Setting names of one program, and of all programs."""
 
     program: str
-    """Shown in errors: "kaveri decode"."""
+    """Program name for errors: "kaveri decode"."""
     section: str
-    """The program's own section of a file."""
     own: frozenset[str]
     secrets: frozenset[str] = frozenset()
-    """Own settings that can be given in a file."""
+    """The program's own settings that can be given in a file."""
     find_sections: Callable[[], Mapping[str, Collection[str]]] = field(default=dict)
-    """Returns names by section, of all programs. Called only for a name that is not the program's own, as it may be
+    """Returns the names of all programs by section. Called only for a name that is not the program's own, as it may be
     slow."""
     switches: frozenset[str] = frozenset()
-    """Own boolean settings."""
 
     @cached_property
     def taken(self) -> frozenset[str]:
@@ -79,27 +75,22 @@ class Names:
 
     @cached_property
     def sections(self) -> Mapping[str, Collection[str]]:
-        """Names by section, of all programs."""
         return {**self.find_sections(), self.section: self.taken}
 
     @cached_property
     def all(self) -> frozenset[str]:
-        """Names that any program accepts."""
         return frozenset(name for names in self.sections.values() for name in names)
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """Hint for an error about an unknown name: "; the nearest is max_batch", or empty."""
+    """Build a hint for an unknown name: "; the nearest is max_batch", or empty."""
     found = difflib.get_close_matches(name, known, n=1)
     return f"; the nearest is {found[0]}" if found else ""
 
 
 def read_flags(arguments: Sequence[str], names: Names) -> dict[str, Given]:
     """Parse `--max-batch 8` or `--max-batch=8`; the last of several wins. A switch alone is true. CONFIG_FLAG is
-    returned as "config".
-
-    Raises ConfigError for anything else.
-    """
+    returned as "config". Raises ConfigError for anything else."""
     flags = {flag_of(name): name for name in names.taken} | {CONFIG_FLAG: "config"}
     given: dict[str, Given] = {}
     words = deque(arguments)
@@ -116,7 +107,7 @@ def read_flags(arguments: Sequence[str], names: Names) -> dict[str, Given]:
 
 
 def take_value(flag: str, words: deque[str], *, is_switch: bool) -> str:
-    """Take the value of a flag without "=" from `words`: the first one. A switch alone is true. Raises ConfigError."""
+    """Take the value of a flag without "=" from `words`: the first word. A switch alone is true. Raises ConfigError."""
     if words and not words[0].startswith("--"):
         return words.popleft()
     if is_switch:
@@ -125,10 +116,8 @@ def take_value(flag: str, words: deque[str], *, is_switch: bool) -> str:
 
 
 def read_variables(environment: Mapping[str, str], names: Names) -> tuple[dict[str, Given], tuple[str, ...]]:
-    """Return the settings in KAVERI_* variables, and the ignored variables that Kubernetes made for a Service.
-
-    Raises ConfigError for a variable that no program reads.
-    """
+    """Return the settings in KAVERI_* variables, and the ignored variables that Kubernetes made for a Service. Raises
+    ConfigError for a variable that no program reads."""
     variables = {variable_of(name): name for name in names.taken}
     given: dict[str, Given] = {}
     links: list[str] = []
@@ -146,8 +135,7 @@ def read_variables(environment: Mapping[str, str], names: Names) -> tuple[dict[s
 
 
 def is_service_link(text: str) -> bool:
-    """Return True if Kubernetes wrote this value of a port, as it does for a Service whose name begins with
-    "kaveri"."""
+    """Return True if Kubernetes wrote this value of a port, as for a Service whose name begins with "kaveri"."""
     return _LINK_VALUE.fullmatch(text) is not None
 
 

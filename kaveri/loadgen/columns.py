@@ -10,7 +10,6 @@ from kaveri.workload.run_columns import SERVER_LOSSES, SERVER_PHASES, Floats, Ru
 
 
 def columns_of(run: LoadRun) -> RunColumns:
-    """Convert a run."""
     records = run.records
     error_names = tuple(dict.fromkeys(record.error for record in records if record.error is not None))
     codes = {name: code for code, name in enumerate(error_names, 1)}

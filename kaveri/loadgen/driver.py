@@ -1,4 +1,4 @@
-"""Sends planned requests through the SDK on time, and records when their tokens arrive. For one event loop."""
+"""Sends planned requests through the SDK on time, and records token arrivals. Not thread-safe."""
 
 import asyncio
 import time
@@ -17,34 +17,33 @@ from kaveri.workload.requests import PlannedRequest, RequestLengths
 
 _PROBE_S = 0.02
 _PROMPT_TOKEN_IDS = 1000
-"""Random prompts draw from this many token ids: enough that prompts share no prefix, and within every vocabulary."""
+"""Number of token ids used in random prompts: enough that prompts share no prefix, within every vocabulary."""
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """The outcome of one request. Times are seconds after the start of the run, on the client's clock."""
+    """Outcome of one request. Times are seconds after the start of the run, on the client's clock."""
 
     planned: PlannedRequest
     due_s: float
-    """Due time: its arrival, or in a closed loop the end of the previous request."""
+    """Due time: the planned arrival, or in a closed loop the end of the previous request."""
     sent_s: float = 0.0
     first_s: float | None = None
     last_s: float | None = None
-    """Time at which its last tokens arrived."""
+    """Arrival time of the last tokens."""
     received_tokens: int = 0
     gaps_s: list[float] = field(default_factory=list)
     """Times between consecutive chunks; a chunk has several tokens when the client is slower than the model."""
     error: str | None = None
-    """Name of the error that ended it. None: it was answered."""
+    """Name of the error that ended the request; None: it was answered."""
     reason: str = ""
-    """The error's message."""
     server: ServerTiming | None = None
     prompt_tokens: int | None = None
-    """Prompt tokens as counted by the cluster; None until it was answered."""
+    """Prompt tokens as counted by the cluster; None without an answer."""
 
     @property
     def lengths(self) -> RequestLengths:
-        """Actual lengths, or the planned ones if it was not answered."""
+        """Actual lengths, or the planned ones without an answer."""
         if self.prompt_tokens is None:
             return self.planned.lengths
         return RequestLengths(self.prompt_tokens, self.received_tokens)
@@ -52,18 +51,17 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """All requests of a run, in planned order."""
+    """Records of a run's requests, in planned order."""
 
     records: tuple[RequestRecord, ...]
     duration_s: float
-    """From the first request's time to the end of the last."""
+    """Seconds from the first request's due time to the end of the last request."""
     loop_delays_s: tuple[float, ...]
-    """The client event loop's delay, sampled 50 times a second. Tokens that arrive meanwhile are recorded that much
-    late."""
+    """Delays of the client's event loop, sampled 50 times a second. Token arrivals are recorded late by as much."""
 
 
 class LoadTarget(ABC):
-    """Interface of a target that is not a cluster's gRPC."""
+    """Interface of a load target other than a cluster's gRPC API."""
 
     @abstractmethod
     async def send(
@@ -84,7 +82,7 @@ async def run_load(
     max_in_flight: int,
     on_end: Callable[[RequestRecord], None],
 ) -> LoadRun:
-    """Run a closed loop of `concurrency` requests, or if that is None an open loop. on_end: called for each request."""
+    """Run a closed loop of `concurrency` requests, or an open loop if None. on_end: called for each request."""
     if concurrency is None:
         return await run_open(client, requests, send, max_in_flight, on_end)
     return await run_closed(client, requests, send, concurrency, on_end)
@@ -97,11 +95,8 @@ async def run_open(
     max_in_flight: int,
     on_end: Callable[[RequestRecord], None],
 ) -> LoadRun:
-    """Send each request at its planned time, independent of earlier requests.
-
-    max_in_flight: at this limit the next request is sent late, which its record shows. Cancellation cancels all
-    requests.
-    """
+    """Send each request at its planned time, independent of earlier requests. max_in_flight: at this limit the next
+    request is sent late, as its record shows. Cancellation cancels all requests."""
     clock = _Clock()
     records = [RequestRecord(planned, planned.arrival_s) for planned in requests]
     seats = asyncio.Semaphore(max_in_flight)
@@ -157,11 +152,9 @@ class RequestSettings:
     vocab_size: int
     seed: int
     timeout_s: float
-    """Deadline of each request."""
     natural_length: bool = False
-    """True: an answer ends at the model's end-of-sequence token or at the planned length, so its length is unknown
-    before. False: it has exactly the planned length, past end-of-sequence tokens, and the cluster can read it in the
-    parameters."""
+    """True: answers end at the model's end-of-sequence token or at the planned length. False: answers have exactly the
+    planned length, ignoring end-of-sequence tokens, and the cluster can read it in the parameters."""
 
     def prompt(self, planned: PlannedRequest) -> RequestPrompt:
         """Return the request's own prompt, or random token ids that depend on seed and number only."""
@@ -220,7 +213,7 @@ class _Clock:
 
 
 class _Probe:
-    """A context manager that measures the event loop's delay."""
+    """Context manager that measures the event loop's delay."""
 
     def __init__(self) -> None:
         self.delays_s: list[float] = []

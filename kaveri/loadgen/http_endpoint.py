@@ -18,17 +18,18 @@ _MOST_SHOWN = 300
 
 
 class HttpEndpoint(LoadTarget):
-    """/v1/completions, or /v1/chat/completions for conversations, of one server.
+    """Completions endpoint of one server: /v1/completions, or /v1/chat/completions for conversations.
 
-    A chunk with text counts as one token until the usage at the end says how many there were, so times per token are
-    right where the server sends a chunk per token, and means are right where it joins some.
+    A chunk with text counts as one token until the final usage gives the real number, so per-token times are exact
+    where
+    the server sends a chunk per token, and means are exact otherwise.
     """
 
     def __init__(self, url: str, api_key: str = "") -> None:
         """url: with or without /v1. Raises ConfigError."""
         self.url = base_url(url)
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        # Connections are kept, and there is one for each request in flight.
+        # Connections are kept, one per request in flight.
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         self._client = httpx2.AsyncClient(headers=headers, limits=limits, timeout=None, trust_env=False)
 
@@ -41,7 +42,7 @@ class HttpEndpoint(LoadTarget):
         await self._client.aclose()
 
     async def models(self) -> dict[str, int | None]:
-        """Return models, and their maximum tokens of prompt and answer; None if not stated. Raises Unavailable."""
+        """Return the models with their max tokens of prompt and answer; None if not stated. Raises Unavailable."""
         try:
             async with asyncio.timeout(_ASK_TIMEOUT_S):
                 response = await self._client.get(f"{self.url}/models")
@@ -56,7 +57,6 @@ class HttpEndpoint(LoadTarget):
     async def send(
         self, record: RequestRecord, prompt: RequestPrompt, settings: RequestSettings, now_s: Callable[[], float]
     ) -> None:
-        """See LoadTarget.send."""
         try:
             async with asyncio.timeout(settings.timeout_s):
                 await self._stream(record, prompt, settings, now_s)
@@ -104,7 +104,7 @@ def base_url(text: str) -> str:
 
 
 def _note(record: RequestRecord, data: str, now_s: float) -> bool:
-    """Record an event. False: it has ended the answer with an error."""
+    """Record an event. Returns False if it ended the answer with an error."""
     try:
         event = json.loads(data)
         if error := event.get("error"):

@@ -50,7 +50,7 @@ def _distribution(
 
 
 def _timeline(axes: "Axes", label: str, run: LoadRun) -> None:
-    """A line per request in planned order: until its first token, then until its last."""
+    """Draw a line per request in planned order: until its first token, then until its last."""
     waits = [record for record in run.records if record.first_s is not None]
     numbers = [record.planned.number for record in waits]
     starts_s = [record.due_s for record in waits]

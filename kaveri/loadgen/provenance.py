@@ -16,8 +16,8 @@ _GIT_TIMEOUT_S = 5.0
 
 
 def provenance(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return provenance as JSON values. arguments: of the command line, without the program. Describes the machine that
-    sends the load, not a cluster elsewhere."""
+    """Return version, machine and arguments as JSON values. arguments: the command line without the program. Describes
+    the machine that sends the load, not a remote cluster."""
     return {
         "version": importlib.metadata.version("kaveri"),
         "commit": _commit(),
@@ -29,7 +29,7 @@ def provenance(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Commit of the source tree of this program, followed by "+" if files differ from it. None: no source tree."""
+    """Return the commit of this program's source tree, with "+" if files differ from it; None without a source tree."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

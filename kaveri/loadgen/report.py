@@ -1,4 +1,4 @@
-"""Summarizes a run of the load generator: see kaveri.workload.summary, which sums up simulated runs too. Pure."""
+"""Summarizes a run of the load generator with kaveri.workload.summary, as for simulated runs. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,12 +15,11 @@ __all__ = ["Slo", "jct_s", "over_runs", "row", "spread", "summarize", "tpot_s", 
 
 
 def summarize(run: LoadRun, slo: Slo, phases: Mapping[str, Phases] | None = None) -> dict[str, Any]:
-    """See kaveri.workload.summary."""
     return summary.summarize(columns_of(run), slo, phases)
 
 
 def row(record: RequestRecord) -> dict[str, Any]:
-    """One request as JSON values."""
+    """Convert one request to JSON values."""
     server = record.server
     return {
         "number": record.planned.number,

@@ -30,32 +30,32 @@ _COUNTS: Mapping[ServiceKind, int] = {
 
 @dataclass(frozen=True, kw_only=True)
 class StackConfig:
-    """Settings of a LocalStack. What is not set here is left to the services' variables and defaults."""
+    """Settings of a LocalStack. Services use their own variables and defaults for everything else."""
 
     model: str = KAVERI_TINY
-    """A path, a hub id or a bundled name."""
+    """Path, hub id or bundled name of the served model."""
     counts: Mapping[ServiceKind, int] = field(default_factory=lambda: _COUNTS)
-    """Number of instances by role; others have none. Gateways need the packages of the extra `gateway`, and predictors
-    a `predictor`."""
+    """Number of instances by role; 0 for missing roles. Gateways need the packages of the extra `gateway`, predictors
+    the setting `predictor`."""
     flags: Mapping[ServiceKind, tuple[str, ...]] = field(default_factory=dict)
     """Additional flags by role: ("--max-requests", "64")."""
     predictor: str = ""
-    """A bundled name or a folder; empty: no length predictor."""
+    """Bundled name or folder of the length predictor; empty: none."""
     port: int = 0
-    """Port of the first router; the others' follow. 0: free ports."""
+    """Port of the first router; further ones use the next ports. 0: free ports."""
     gateway_port: int = 0
-    """Port of the first gateway; the others' follow. 0: free ports."""
+    """Port of the first gateway; further ones use the next ports. 0: free ports."""
     public_port: int = 0
-    """Port of the first router for clients with API keys; the others' follow. 0: none."""
+    """Port of the first router for clients with API keys; further ones use the next ports. 0: none."""
     host: str = LOOPBACK
     """Listening host of the routers and gateways; everything else stays on loopback."""
     metrics_port: int = 0
-    """Port of the first instance's Prometheus metrics, on loopback; the others' follow: routers first, then prefill,
-    decode, colocated instances, predictors, gateways, each in the order of their ids. 0: no metrics."""
+    """First port, on loopback, for the instances' Prometheus metrics, in the order routers, prefill, decode, colocated
+    instances, predictors, gateways, each by id. 0: no metrics."""
     redis_url: str = ""
-    """Empty: a private Redis."""
+    """URL of the Redis to use; empty: a private Redis."""
     cluster_name: str = DEFAULT_CLUSTER
-    """Clusters of other names can share one Redis."""
+    """Name of the cluster; several clusters can share one Redis."""
     name: str = ""
     """Prefix of the instance ids, so that several stacks can form one cluster: "blue-decode-0"."""
     settings: Mapping[str, object] = field(default_factory=dict)
@@ -63,16 +63,16 @@ class StackConfig:
     config_file: str = ""
     """Configuration file for every service; see `--config`."""
     log_dir: Path | None = None
-    """Folder of the <instance id>.log files; None: a temporary folder that is removed with the stack."""
+    """Folder of the <instance id>.log files; None: a temporary folder removed with the stack."""
     drain_timeout_s: float = 30.0
     """Seconds for requests in flight to end when the stack stops."""
     start_timeout_s: float = 300.0
-    """Timeout in seconds for every instance to become ready; mostly the loading of models."""
+    """Max seconds until every instance is ready; mostly for loading models."""
     restart: bool = True
-    """True to restart a child that dies. Fault tests decide themselves."""
+    """True to restart a child that dies; fault tests restart children themselves."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a setting that would silently become a default."""
+        """Raise ConfigError for a setting that would silently fall back to a default."""
         for name in ("model", "host"):
             if not getattr(self, name).strip():
                 raise ConfigError("--" + name.replace("_", "-"), "is empty")
@@ -90,9 +90,9 @@ class StackConfig:
 
     @classmethod
     def of(cls, **given: Any) -> Self:
-        """Create a config from the stack's fields, services' settings, and counts and flags of roles:
-        `StackConfig.of(prefill_count=1, decode_flags=("--max-batch", "8"), engine="fake")`. A setting that is empty or
-        0 keeps its default."""
+        """Create a config from stack fields, service settings, and counts and flags of roles:
+        `StackConfig.of(prefill_count=1, decode_flags=("--max-batch", "8"), engine="fake")`. Settings that are empty or
+        0 keep their defaults."""
         counts = {role: given.pop(f"{role}_count") for role in ROLES if f"{role}_count" in given}
         flags = {role: given.pop(f"{role}_flags") for role in ROLES if f"{role}_flags" in given}
         own = {name: value for name, value in given.items() if name in cls.__dataclass_fields__}
@@ -101,11 +101,9 @@ class StackConfig:
 
     @property
     def all_instance_ids(self) -> tuple[str, ...]:
-        """Ids of all instances, in the order of ROLES."""
         return tuple(name for role in ROLES for name in self.instance_ids(role))
 
     def instance_ids(self, role: ServiceKind) -> tuple[str, ...]:
-        """Ids of all instances of a role."""
         count = 0 if role is ServiceKind.PREDICTOR and not self.predictor else self.counts.get(role, 0)
         prefix = f"{self.name}-" if self.name else ""
         return tuple(f"{prefix}{role}-{number}" for number in range(count))
@@ -121,21 +119,20 @@ class StackConfig:
         }
 
     def metrics_port_of(self, instance_id: str) -> int:
-        """Metrics port of an instance; 0: none."""
-        # Gateways last, so that the others keep their former ports.
+        # Gateways last, so that the other roles keep their former ports.
         gateways = self.instance_ids(ServiceKind.GATEWAY)
         others = [name for name in self.all_instance_ids if name not in gateways]
         return self.metrics_port and self.metrics_port + [*others, *gateways].index(instance_id)
 
     @property
     def public_advertise_host(self) -> str:
-        """Host at which this machine reaches the routers and the gateways."""
+        """Hostname at which this machine reaches routers and gateways."""
         return LOOPBACK if is_all_addresses(self.host) else self.host
 
 
 def service_command(config: StackConfig, role: ServiceKind, instance_id: str, port: int) -> list[str]:
-    """Command line of one service of the stack. port 0: any free port. Contains no secret, since every user of the
-    machine can read it; see service_environment()."""
+    """Build the command line of one service. port 0: any free port. Contains no secrets, since every local user can
+    read it; see service_environment()."""
     is_public = role in PUBLIC_ROLES
     settings: dict[str, object] = {
         "instance_id": instance_id,
@@ -174,7 +171,7 @@ def exposed_ports(config: StackConfig, inherited: Mapping[str, str]) -> list[str
 def service_environment(
     config: StackConfig, role: ServiceKind, redis_url: str, inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """Environment of a service: the inherited one, and settings that may hold a password or a token."""
+    """Build a service's environment: the inherited one plus settings that may hold secrets."""
     shared = {**_shared(config, role), "redis_url": redis_url}
     given = {variable_of(name): str(value) for name, value in shared.items() if name in secrets_of(role)}
     if config.config_file:

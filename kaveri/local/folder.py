@@ -1,4 +1,5 @@
-"""The temporary folder of one local stack. Removed with the stack or, if that was killed, at the next one's start."""
+"""Temporary folder of one local stack. Removed with the stack, or at the start of the next one if the stack was
+killed."""
 
 import contextlib
 import fcntl
@@ -31,7 +32,7 @@ def stack_folder() -> Iterator[Path]:
 
 def _remove_abandoned() -> None:
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
-        # In use, another user's, or removed by another process meanwhile.
+        # The folder is in use, another user's, or was removed meanwhile.
         with contextlib.suppress(OSError), path.open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path.parent, ignore_errors=True)

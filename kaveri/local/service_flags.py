@@ -19,28 +19,26 @@ _OF_THE_STACK = frozenset({"instance_id", "advertise_host", "routers", "health_p
 
 @cache
 def names_of(role: ServiceKind) -> frozenset[str]:
-    """Names of the settings of a role's service."""
     return setting_names(settings_types()[role])
 
 
 @cache
 def secrets_of(role: ServiceKind) -> frozenset[str]:
-    """Settings of a role that must not be on a command line."""
     return secret_names(settings_types()[role])
 
 
 @cache
 def switches_of(role: ServiceKind) -> frozenset[str]:
-    """Boolean settings of a role."""
     return switch_names(settings_types()[role])
 
 
 @cache
 def roles_of(name: str) -> tuple[ServiceKind, ...]:
-    """Roles that receive a setting of this name given for the whole stack.
+    """Return the roles that receive a setting of this name given for the whole stack.
 
-    All of them if it means the same everywhere; else those with engines, since the predictor has a --device and a
-    --max-queue of its own; else those that have it.
+    All roles if the setting means the same everywhere; else those with engines, since the predictor has its own
+    --device
+    and --max-queue; else those that have the setting.
     """
     having = tuple(role for role in ROLES if name in names_of(role))
     if name in setting_names(ServiceConfig) or name in ("model", "served_model_name"):
@@ -50,12 +48,9 @@ def roles_of(name: str) -> tuple[ServiceKind, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ServiceFlags:
-    """Flags for services, parsed."""
-
     shared: Mapping[str, str] = field(default_factory=dict)
-    """Settings of every service in roles_of(), by name."""
+    """Settings for every service in roles_of(), by name."""
     of_role: Mapping[ServiceKind, tuple[str, ...]] = field(default_factory=dict)
-    """Flags for the services of one role."""
 
 
 def read_service_flags(words: Sequence[str], roles: Iterable[ServiceKind], own_flags: Collection[str]) -> ServiceFlags:
@@ -87,7 +82,7 @@ def read_service_flags(words: Sequence[str], roles: Iterable[ServiceKind], own_f
 
 
 def _roles_taking(flag: str, running: Sequence[ServiceKind], own_flags: Collection[str]) -> Sequence[ServiceKind]:
-    """The running roles that accept this flag. Raises ConfigError if there is none."""
+    """Return the running roles that accept this flag. Raises ConfigError if there is none."""
     role, dot, name = flag.removeprefix("--").rpartition(".")
     setting = name.replace("-", "_")
     if dot and role not in ROLES:

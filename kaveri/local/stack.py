@@ -1,7 +1,5 @@
-"""Runs a whole cluster as processes of this machine: Redis, routers, engine instances, predictors.
-
-Starts and stops processes and reads the cluster's view. Imports no service.
-"""
+"""Runs a whole cluster as processes of this machine: Redis, routers, engine instances, predictors. Starts and stops
+processes and reads the cluster's view. Imports no service."""
 
 import asyncio
 import contextlib
@@ -40,27 +38,26 @@ _SHOWN_LINES = 8
 
 
 class LocalStack:
-    """A cluster on this machine for the duration of its context. Its processes can never outlive this one.
+    """Cluster on this machine for the duration of its context. Its processes cannot outlive this one.
 
-    Entering returns once a request would succeed; otherwise it raises ConfigError, with nothing left running. Leaving
-    drains and stops everything in order. For one event loop, on a long-lived thread.
+    Entering returns once a request would succeed, or raises ConfigError with nothing left running. Leaving drains and
+    stops everything in order. Not thread-safe; use it on a long-lived thread.
     """
 
     def __init__(self, config: StackConfig, report: Callable[[str], None] = lambda _: None) -> None:
         """report: receives a line of text for users at each event."""
         self.config = config
         self.targets: tuple[str, ...] = ()
-        """Routers, "host:port", known once they have registered. Unchanged over restarts."""
+        """Addresses of the routers ("host:port") once registered; unchanged over restarts."""
         self.http_targets: tuple[str, ...] = ()
-        """Gateways, "host:port", known once they have registered. Unchanged over restarts."""
+        """Addresses of the gateways ("host:port") once registered; unchanged over restarts."""
         self.redis_url = config.redis_url
         self.log_dir = Path()
-        """Folder with one log per child."""
         self._report = report
         self._started = False
         self._supervisors: dict[str, Supervisor] = {}
         self._roles = {name: role for role in ROLES for name in config.instance_ids(role)}
-        # Routers and gateways, which keep their ports over restarts.
+        # Ports of routers and gateways, kept over restarts.
         self._ports = config.ports
         self._former_lives: dict[str, int] = {}
         self._store_access = contextlib.AsyncExitStack()
@@ -91,11 +88,9 @@ class LocalStack:
 
     @property
     def instance_ids(self) -> tuple[str, ...]:
-        """Ids of routers, then prefill, then decode instances."""
         return tuple(self._roles)
 
     def process(self, name: str) -> ChildProcess:
-        """Process of an instance, or of "redis"."""
         return self._supervisors[name].process
 
     def pids(self) -> dict[str, int]:
@@ -104,20 +99,16 @@ class LocalStack:
         return {name: process.pid for name, process in processes.items() if process.exit_status is None}
 
     def view(self) -> ClusterView:
-        """Current view of the cluster's store."""
         assert self._store is not None, "not started"
         return self._store.view()
 
     async def wait_for_change(self, timeout_s: float) -> ClusterView:
-        """See ClusterStore.wait_for_change."""
         assert self._store is not None, "not started"
         return await self._store.wait_for_change(timeout_s)
 
     async def stop(self) -> None:
-        """Drain and stop everything: routers first, so no work is sent to stopped instances; Redis last.
-
-        If cancelled, the remaining processes are killed on leaving the context.
-        """
+        """Drain and stop everything: routers first, so no work is sent to stopped instances; Redis last. If cancelled,
+        the remaining processes are killed on leaving the context."""
         grace_s = self.config.drain_timeout_s + _AFTER_DRAIN_S
         for role in ROLES:
             names = [name for name in self.config.instance_ids(role) if name in self._supervisors]
@@ -165,7 +156,7 @@ class LocalStack:
 
     def _check_for_dead(self, missing: Iterable[str]) -> None:
         if self.config.restart or not self._started:
-            return  # the supervisor restarts it, or ends the start
+            return  # The supervisor restarts the child, or ends the start.
         for name in missing:
             child = self.process(name)
             if child.exit_status is not None:
@@ -199,7 +190,7 @@ class LocalStack:
         self._started = True
 
     def _check_at_once(self) -> None:
-        """Raise ConfigError early for errors that services would otherwise report only after some seconds."""
+        """Raise ConfigError early for errors that services would report only after some seconds."""
         model = self.config.model
         if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
             raise ConfigError("--model", f"there is no {model}")
@@ -285,8 +276,8 @@ class LocalStack:
         )
 
     async def _knows_everybody(self, address: str) -> bool:
-        """Return True if the router at `address` accepts requests and has the same instances in its view. A router with
-        API keys shows its view to operators only: there, True if it accepts requests."""
+        """Return True if the router at `address` accepts requests and has the same instances in its view. Routers with
+        API keys show their view only to operators, so for them the view is not compared."""
         if not await check_health(address, _RPC_TIMEOUT_S):
             return False
         async with open_channel(address) as channel:

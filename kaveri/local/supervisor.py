@@ -14,7 +14,7 @@ _STEADY_AFTER_S = 30.0
 
 
 class Supervisor:
-    """Owns one child across restarts. Not thread-safe: for one event loop."""
+    """Owner of one child across restarts. Not thread-safe."""
 
     def __init__(
         self,
@@ -28,9 +28,7 @@ class Supervisor:
         """launch: starts a process. process: the first one. report: receives a line of text for users."""
         self.name = name
         self.process = process
-        """The current process, or the last one."""
         self.first_exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        """Exit status of the first process."""
         self._launch = launch
         self._report = report
         self._restarts = restart

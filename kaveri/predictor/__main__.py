@@ -23,7 +23,6 @@ app = command_group("Train and evaluate a length predictor.")
 
 
 def main() -> NoReturn:
-    """See run_commands."""
     run_commands(app, "kaveri predictor")
 
 

@@ -17,23 +17,21 @@ class CalibrationBin:
     high: float
     count: int
     confidence: float
-    """Mean of these probabilities; 0 when there are none."""
+    """Mean of these probabilities; 0 for an empty bin."""
     accuracy: float
-    """Share of these predictions that were right; 0 when there are none."""
+    """Share of correct predictions; 0 for an empty bin."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """Accuracy at one granularity."""
-
     granularity: int
     bucket_count: int
     count: int
-    """Prompts."""
+    """Number of prompts."""
     accuracy: float
     """Share of prompts whose answer falls into the most probable bucket."""
     majority: float
-    """The same share for always predicting the most frequent bucket of these answers."""
+    """Baseline: the share for always predicting the most frequent bucket."""
     within_one: float
     """Share whose answer falls into the most probable bucket or a neighbour."""
     calibration_error: float
@@ -47,9 +45,8 @@ def measure_accuracy(
     """Compare predictions with the answers' real lengths.
 
     probabilities: of each bucket of `granularity` tokens, a row per answer. output_tokens: the answers' lengths.
-    factor: measures at granularity * factor instead, where neighbouring buckets' probabilities are added up.
-
-    Raises ValueError when there are none.
+    factor: measures at granularity * factor, summing the probabilities of neighbouring buckets. Raises ValueError for
+    empty input.
     """
     if not probabilities:
         raise ValueError("no predictions to measure")

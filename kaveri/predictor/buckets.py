@@ -16,9 +16,7 @@ def bucket_of(tokens: int, granularity: int, count: int) -> int:
 
 def range_of(bucket: int, granularity: int, count: int, longest_answer_tokens: int) -> TokenRange:
     """Return the lengths in a bucket. The last bucket ends after the longest known answer, or after its granularity.
-
-    Raises IndexError for a bucket outside [0, count).
-    """
+    Raises IndexError for a bucket outside [0, count)."""
     if not 0 <= bucket < count:
         raise IndexError(f"bucket {bucket} of {count}")
     high = granularity * (bucket + 1)

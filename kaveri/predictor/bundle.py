@@ -1,8 +1,6 @@
-"""A trained length predictor in its folder, ready to predict. Needs torch, imported when one is loaded.
-
-The folder holds a Hugging Face sequence classifier (config.json, model.safetensors) and the manifest. If the classifier
-has its own tokenizer, that tokenizer and the served model's are in subfolders.
-"""
+"""Trained length predictor in its folder. Needs torch, imported when one is loaded. The folder holds a Hugging Face
+sequence classifier (config.json, model.safetensors) and the manifest; subfolders hold the tokenizers of classifier and
+served model if the classifier has its own."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,18 +26,17 @@ class LengthPredictor:
     """Predicts the probability of each range of answer lengths. predict() may be called by one thread at a time."""
 
     def __init__(self, manifest: Manifest, classifier: Any, retokenizer: "Retokenizer | None") -> None:
-        """Use load()."""
         self.model = manifest.model
-        """Served name of the model that it was trained for."""
+        """Served name of the model that the predictor was trained for."""
         self.granularity = manifest.granularity
         """Tokens per bucket."""
         self.bucket_count = manifest.bucket_count
         self.version = manifest.version
-        """Changes whenever weights or buckets do."""
+        """Digest that changes with weights and buckets."""
         self.vocab_size = manifest.vocab_size
-        """Vocabulary of the served model: prompts have token ids in [0, vocab_size)."""
+        """Vocabulary size of the served model: prompts have token ids in [0, vocab_size)."""
         self.max_prompt_tokens = manifest.max_prompt_tokens
-        """Longer prompts are truncated to this, see cut_prompt()."""
+        """Max prompt length; longer prompts are truncated, see cut_prompt()."""
         self._longest_answer_tokens = manifest.longest_answer_tokens
         self._classifier = classifier
         self._retokenizer = retokenizer
@@ -47,11 +44,11 @@ class LengthPredictor:
 
     @classmethod
     def load(cls, path: str, *, device: str = "cpu") -> "LengthPredictor":
-        """Loads a folder or a bundled model's predictor, and checks every file's digest. Blocks for seconds.
+        """Load a predictor from a folder, or a bundled model's, and check every file's digest. Blocks for seconds.
 
-        device: torch's name of the device that computes; always in float32.
-
-        Raises ConfigError("predictor"): missing, corrupt, different from its manifest, or torch is not installed.
+        device: torch's name of the device that computes; always in float32. Raises ConfigError("predictor") for
+        missing,
+        corrupt or changed files, and when torch is not installed.
         """
         folder = Path(bundled_predictor(path) or path)
         manifest = read_manifest(folder)
@@ -82,12 +79,13 @@ class LengthPredictor:
         return cls(manifest, classifier.eval(), retokenizer)
 
     def predict(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """The probability of each bucket, for each prompt; each row sums to 1. Blocks.
+        """Return the probability of each bucket for each prompt; each row sums to 1. Blocks.
 
-        prompts: token ids of the served model. Prompts with lengths between the same powers of two are computed as one
-        batch, so padding at most doubles the work. The caller limits the number of prompts.
-
-        Raises InvalidArgument for a prompt that is empty or has ids outside the vocabulary.
+        prompts: token ids of the served model; the caller limits their number. Prompts with lengths between the same
+        powers
+        of two form one batch, so padding at most doubles the work. Raises InvalidArgument for a prompt that is empty or
+        has
+        ids outside the vocabulary.
         """
         if not prompts:
             return []
@@ -103,7 +101,7 @@ class LengthPredictor:
         return self._classify(rows)
 
     def range_of(self, bucket: int) -> TokenRange:
-        """The answer lengths in a bucket. Raises IndexError for a bucket that does not exist."""
+        """Return the answer lengths in a bucket. Raises IndexError for an unknown bucket."""
         return buckets.range_of(bucket, self.granularity, self.bucket_count, self._longest_answer_tokens)
 
     def _classify(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -134,7 +132,6 @@ class Retokenizer:
 
     @classmethod
     def load(cls, folder: Path, config: Any) -> "Retokenizer":
-        """The tokenizers in a predictor's folder."""
         from transformers import AutoTokenizer
 
         served, own = (
@@ -144,7 +141,7 @@ class Retokenizer:
         return cls(served, own, max_input_tokens(config, own))
 
     def encode(self, prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """Token ids of the classifier, truncated to its limit; at least one per prompt."""
+        """Tokenize for the classifier, truncated to its limit; at least one token per prompt."""
         # Special tokens are dropped: the classifier does not know the roles of the served model's chats.
         texts = self._served.decode_batch([list(prompt) for prompt in prompts], skip_special_tokens=True)
         encoded = self._own(texts, verbose=False)["input_ids"]
@@ -152,7 +149,7 @@ class Retokenizer:
 
 
 def cut_prompt(token_ids: Sequence[int], limit: int) -> Sequence[int]:
-    """At most `limit` tokens of a prompt: half of them from its beginning, half from its end.
+    """Truncate a prompt to `limit` tokens: half of them from its beginning, half from its end.
 
     The instruction, which decides the answer's length, usually comes first or last (Sun et al., arXiv 1905.05583,
     section 5.3.1, found the same for classifying long documents).
@@ -164,7 +161,6 @@ def cut_prompt(token_ids: Sequence[int], limit: int) -> Sequence[int]:
 
 
 def max_input_tokens(config: Any, tokenizer: Any) -> int:
-    """The most tokens that a classifier with this configuration and this tokenizer can read at once."""
     # Some position tables have rows that no token may use (RoBERTa's first two), and some models have no table. The
     # tokenizer's limit accounts for the former; it is 1e30 when unknown.
     positions = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length
@@ -172,10 +168,8 @@ def max_input_tokens(config: Any, tokenizer: Any) -> int:
 
 
 def pad_rows(rows: Sequence[Sequence[int]], pad_token_id: int) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Rows of token ids as one batch, padded on the right: ids and attention mask.
-
-    Both [len(rows), longest row], int64, on the CPU. Every row has at least one token.
-    """
+    """Pad rows of token ids on the right; return ids and attention mask. Both [len(rows), longest row], int64, on the
+    CPU. Every row has at least one token."""
     import torch
 
     width = max(len(row) for row in rows)

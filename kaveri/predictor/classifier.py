@@ -1,7 +1,5 @@
-"""Untrained sequence classifiers: a pretrained base with a new head, or a small one from scratch. Needs torch.
-
-Compares the base's tokenizer with the served model's to decide whether prompts must be tokenized again.
-"""
+"""Builds untrained sequence classifiers: a pretrained base with a new head, or a small one from scratch. Needs torch.
+Compares the base's tokenizer with the served model's to decide whether prompts must be tokenized again."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,15 +8,13 @@ from kaveri.errors import ConfigError
 from kaveri.models import resolve_model
 
 SCRATCH = "scratch"
-"""Value of --base for no pretrained model."""
+"""Value of --base for a classifier without pretrained weights."""
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """An untrained classifier and its tokenizer."""
-
     model: Any
-    """A transformers *ForSequenceClassification, in float32, with a padding token."""
+    """A transformers *ForSequenceClassification in float32, with a padding token."""
     own_tokenizer: Any | None
     """The classifier's tokenizer; None if it uses the served model's token ids."""
 
@@ -26,10 +22,8 @@ class Classifier:
 def classifier_from_scratch(
     vocab_size: int, pad_token_id: int, bucket_count: int, max_tokens: int, layers: int, width: int
 ) -> Classifier:
-    """A small random decoder over the served model's vocabulary; torch's seed determines its weights.
-
-    It classifies from the hidden state of the last token. width: hidden size, a multiple of 32; heads are 32 wide.
-    """
+    """Build a small random decoder over the served model's vocabulary; torch's seed determines its weights. Classifies
+    from the hidden state of the last token. width: hidden size, a multiple of 32; heads are 32 wide."""
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     config = LlamaConfig(
@@ -48,10 +42,8 @@ def classifier_from_scratch(
 
 
 def classifier_from_base(base: str, served_tokenizer: Any, bucket_count: int) -> Classifier:
-    """A pretrained model (a path, a hub id or a bundled name) with a new head for the buckets.
-
-    Raises ConfigError("--base") when it cannot be loaded as a sequence classifier.
-    """
+    """Load a pretrained model (a path, a hub id or a bundled name) with a new head for the buckets. Raises
+    ConfigError("--base") when it cannot be loaded as a sequence classifier."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

@@ -13,7 +13,7 @@ from kaveri.predictor.bundle import LengthPredictor
 from kaveri.predictor.labels import Label, load_tokenizer, token_ids_of
 
 GRANULARITIES = (100, 200, 400)
-"""From TetriInfer, section 5.2.2."""
+"""Granularities of TetriInfer's evaluation, section 5.2.2."""
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 _BATCH = 32
 _WARM_UP_BATCHES = 2
@@ -21,29 +21,28 @@ _WARM_UP_BATCHES = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchLatency:
-    """Time of one predict() of `batch_size` prompts on this machine, in seconds."""
+    """Duration of one predict() of `batch_size` prompts on this machine, in seconds."""
 
     batch_size: int
     repeats: int
     p50_s: float
     p90_s: float
     prompt_tokens: float
-    """Mean length of these prompts."""
+    """Mean length of the prompts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """All figures of one predictor on one set of labels."""
+    """Evaluation results of one predictor on one set of labels."""
 
     model: str
     version: str
     granularity: int
     accuracies: tuple[Accuracy, ...]
-    """One per granularity, in ascending order."""
     skipped_granularities: tuple[int, ...]
-    """Granularities that are not multiples of the predictor's, so its buckets cannot be summed to them."""
+    """Granularities that are not multiples of the predictor's, so its buckets cannot be summed."""
     truncated: int
-    """Prompts that the predictor truncated."""
+    """Number of prompts that the predictor truncated."""
     latencies: tuple[BatchLatency, ...]
 
 
@@ -55,10 +54,11 @@ def evaluate(
     repeats: int = 20,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
-    """Predicts for all labels and measures the result.
+    """Predict for all labels and measure the result.
 
     tokenizer: the served model, for its tokenizer; empty: the labels' model. repeats: batches timed per batch size; 0:
-    no latency. advance: called with the number of prompts predicted so far and the total.
+    no
+    latency. advance: called with the number of prompts predicted so far and the total.
 
     Above the predictor's own granularity, probabilities of neighbouring buckets are summed and the largest sum is the
     prediction. Raises ConfigError: no labels, labels of another model, or a tokenizer that does not match.
@@ -87,7 +87,7 @@ def evaluate(
 def predict_all(
     predictor: LengthPredictor, prompts: Sequence[Sequence[int]], advance: Callable[[int, int], None]
 ) -> list[list[float]]:
-    """predict() for any number of prompts, in order."""
+    """Run predict() in batches for any number of prompts, in order."""
     rows: list[list[float]] = []
     while len(rows) < len(prompts):
         rows += predictor.predict(prompts[len(rows) : len(rows) + _BATCH])
@@ -98,7 +98,7 @@ def predict_all(
 def measure_latency(
     predictor: LengthPredictor, prompts: Sequence[Sequence[int]], batch_size: int, repeats: int
 ) -> BatchLatency:
-    """Times batches of prompts in their order, as they would arrive: long and short ones mixed."""
+    """Time batches of prompts in their given order, long and short ones mixed."""
     times_s, counted = [], []
     for turn in range(-_WARM_UP_BATCHES, repeats):
         batch = [prompts[(turn * batch_size + place) % len(prompts)] for place in range(batch_size)]
@@ -118,10 +118,8 @@ def measure_latency(
 
 
 def plot(evaluation: Evaluation, path: Path) -> None:
-    """Plots accuracy and its baseline, calibration at the predictor's granularity, and latency by batch size.
-
-    The file's suffix sets the format. Raises ConfigError("--plot") without matplotlib, or when it cannot be written.
-    """
+    """Plot accuracy and its baseline, calibration at the predictor's granularity, and latency by batch size. The file's
+    suffix sets the format. Raises ConfigError("--plot") without matplotlib, or when it cannot be written."""
     require_modules("--plot", "predictor", "matplotlib")
     from matplotlib.figure import Figure
 

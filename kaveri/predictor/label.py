@@ -1,8 +1,6 @@
-"""kaveri predictor label: runs prompts through a served model and records how long its answers are.
-
-The first steps of TetriInfer's figure 8. A label is appended to its file as soon as its answer has ended, so a run that
-was stopped or killed can continue.
-"""
+"""kaveri predictor label: runs prompts through a served model and records the lengths of its answers. The first steps
+of TetriInfer's figure 8. Each label is appended to the file as soon as its answer has ended, so a stopped or killed run
+can be resumed."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -18,17 +16,17 @@ from kaveri.predictor.labels import Label, read_labels
 from kaveri.workload.prompts import RequestPrompt
 
 _RETRY_AFTER_S = 1.0
-"""Used when the cluster gives no retry delay."""
+"""Retry delay when the cluster gives none."""
 _RETRY_AT_MOST_AFTER_S = 10.0
 
 
 @dataclass(frozen=True)
 class LabelOutcome:
-    """The result of one run."""
+    """Result of a labelling run."""
 
     labelled: int
     resumed: int
-    """Prompts that were labelled before, or are in the file twice."""
+    """Prompts labelled by an earlier run or twice in the input."""
     refused: tuple[str, ...]
     """A sentence for each prompt that the cluster refused: its line and the reason."""
 
@@ -92,7 +90,7 @@ class _Run:
         self._advance = advance
 
     async def work(self, source: Iterator[tuple[int, RequestPrompt]], file: IO[str]) -> None:
-        """Labels prompts until there are none left."""
+        """Label prompts until none are left."""
         for number, prompt in source:
             try:
                 label = await self._label(prompt)
@@ -119,7 +117,7 @@ class _Run:
                     raise
                 await asyncio.sleep(wait_s)
         if answer.finish_reason is FinishReason.CANCELLED:
-            # Another client cancelled it by its id; its length means nothing.
+            # Another client cancelled the request by its id, so its length is meaningless.
             raise RequestCancelled(answer.request_id)
         return Label(
             prompt=prompt,
@@ -142,7 +140,7 @@ async def _served_model(client: AsyncClient, model: str | None) -> ModelInfo:
 
 
 def _drop_torn_line(out: Path) -> None:
-    """Removes an incomplete last line that a killed run left."""
+    """Remove an incomplete last line left by a killed run."""
     if not out.exists():
         return
     content = out.read_bytes()

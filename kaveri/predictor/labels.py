@@ -17,41 +17,38 @@ _HELD_OUT_PERCENT = 10
 
 
 class Split(enum.StrEnum):
-    """Use of a label."""
+    """Use of a label in training."""
 
     TRAIN = "train"
     VALIDATION = "validation"
     """Selects the best epoch of a training."""
     HELD_OUT = "held-out"
-    """Never used in training, only for evaluation."""
+    """Used only for evaluation, never in training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """One prompt and its answer's length."""
+    """A prompt and the length of its answer."""
 
     prompt: RequestPrompt
     model: str
     """Served name of the model that answered."""
     vocab_size: int
-    """Vocabulary size of the served model."""
     prompt_tokens: int
-    """Tokens of the prompt, as counted by the cluster."""
     output_tokens: int
-    """Tokens of the answer, as counted by the cluster."""
     finish_reason: FinishReason
-    """LENGTH: the answer was cut; without the limit it would have been longer."""
+    """LENGTH: the answer was cut at the limit and would have been longer."""
 
     @property
     def split(self) -> Split:
-        """Determined by the prompt's digest, so the same in every file."""
+        """Split by the prompt's digest, so equal in every file."""
         percent = int.from_bytes(self.prompt.digest[:4], "big") % 100
         if percent < _HELD_OUT_PERCENT:
             return Split.HELD_OUT
         return Split.VALIDATION if percent < _HELD_OUT_PERCENT + _VALIDATION_PERCENT else Split.TRAIN
 
     def as_line(self) -> str:
-        """A line of a label file, with its newline."""
+        """Format as a line of a label file, with newline."""
         content = {
             **self.prompt.as_json(),
             "model": self.model,
@@ -64,7 +61,7 @@ class Label:
 
 
 def parse_label(line: str) -> Label:
-    """Parses a line of a label file. Raises MalformedLine."""
+    """Parse a line of a label file. Raises MalformedLine."""
     content = parse_object(line)
     prompt = parse_prompt(content)
     counts = {}
@@ -84,7 +81,8 @@ def parse_label(line: str) -> Label:
 
 
 def read_labels(path: Path, flag: str = "--labels") -> list[Label]:
-    """All labels of a file, of one model. Raises ConfigError, naming `flag`, the line and the reason."""
+    """Read all labels of a file, which must be of one model. Raises ConfigError, naming `flag`, the line and the
+    reason."""
     labels: list[Label] = []
     for number, line in read_lines(path, flag):
         try:
@@ -99,7 +97,8 @@ def read_labels(path: Path, flag: str = "--labels") -> list[Label]:
 
 
 def load_tokenizer(source: str) -> Any:
-    """The served model's fast tokenizer: from a path, a hub id or a bundled name. Raises ConfigError("--tokenizer")."""
+    """Load the served model's fast tokenizer from a path, a hub id or a bundled name. Raises
+    ConfigError("--tokenizer")."""
     from transformers import AutoTokenizer
 
     try:
@@ -113,10 +112,8 @@ def load_tokenizer(source: str) -> Any:
 
 
 def token_ids_of(labels: Sequence[Label], tokenizer: Any) -> list[list[int]]:
-    """The prompts' token ids, tokenized as a router does.
-
-    Raises ConfigError("--tokenizer") when the token counts differ from the cluster's.
-    """
+    """Tokenize the prompts as a router does. Raises ConfigError("--tokenizer") when the token counts differ from the
+    cluster's."""
     prompts = []
     for label in labels:
         kind, content = label.prompt.kind, label.prompt.content

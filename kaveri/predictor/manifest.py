@@ -1,4 +1,4 @@
-"""The manifest of a predictor's folder: its content and digests, to detect changes. Needs no torch."""
+"""Manifest of a predictor's folder: its content, and digests to detect changes. Needs no torch."""
 
 import dataclasses
 import hashlib
@@ -18,19 +18,19 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The served model, the buckets and the file digests of a predictor."""
+    """Served model, buckets and file digests of a predictor."""
 
     model: str
     """Served name of the model whose answers it was trained on."""
     vocab_size: int
-    """Vocabulary of the served model: token ids of prompts lie in [0, vocab_size)."""
+    """Vocabulary size of the served model: token ids of prompts lie in [0, vocab_size)."""
     granularity: int
     """Tokens per bucket."""
     bucket_count: int
     longest_answer_tokens: int
-    """The longest answer among the labels; the last bucket includes it."""
+    """Tokens of the longest answer among the labels; the last bucket includes that length."""
     max_prompt_tokens: int
-    """Longer prompts are truncated to this."""
+    """Max prompt length; longer prompts are truncated."""
     own_tokenizer: bool
     """True if the classifier has its own tokenizer, so prompts must be tokenized again."""
     files: Mapping[str, str] = field(default_factory=dict)
@@ -38,13 +38,13 @@ class Manifest:
 
     @property
     def version(self) -> str:
-        """Changes whenever weights, tokenizers or buckets do."""
+        """Digest that changes with weights, tokenizers and buckets."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:_VERSION_DIGITS]
 
 
 def write_manifest(folder: Path, manifest: Manifest, files: list[Path]) -> Manifest:
-    """Writes and returns the manifest of an otherwise complete folder, with the digests of `files`."""
+    """Write and return the manifest of an otherwise complete folder, with the digests of `files`."""
     digests = {str(path.relative_to(folder)): _digest(path) for path in sorted(files)}
     manifest = dataclasses.replace(manifest, files=digests)
     content = {"format": _FORMAT, "version": manifest.version, **dataclasses.asdict(manifest)}
@@ -53,10 +53,8 @@ def write_manifest(folder: Path, manifest: Manifest, files: list[Path]) -> Manif
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest and checks every file that it names. Blocks: it reads all weights.
-
-    Raises ConfigError("predictor"): no manifest, an invalid manifest, a file missing or changed.
-    """
+    """Read the manifest and verify every file that it names. Blocks: reads all weights. Raises
+    ConfigError("predictor"): no manifest, an invalid manifest, a file missing or changed."""
     path = folder / MANIFEST_FILE
     try:
         content = json.loads(path.read_text())

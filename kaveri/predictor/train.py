@@ -1,8 +1,6 @@
-"""kaveri predictor train: fine-tunes a sequence classifier on labels and saves it as a predictor. Needs torch.
-
-The last steps of TetriInfer's figure 8. Every epoch writes a checkpoint to the subfolder `training`, so a run that was
-stopped or killed can resume. At the end that subfolder is deleted and the manifest written.
-"""
+"""kaveri predictor train: fine-tunes a sequence classifier on labels and saves it as a predictor. Needs torch. The last
+steps of TetriInfer's figure 8. Every epoch writes a checkpoint to the subfolder `training`, from which a stopped or
+killed run resumes. At the end that subfolder is deleted and the manifest written."""
 
 import dataclasses
 import hashlib
@@ -34,7 +32,7 @@ from kaveri.predictor.labels import Label, Split, load_tokenizer, read_labels, t
 from kaveri.predictor.manifest import MANIFEST_FILE, Manifest, write_manifest
 
 RECORD_FILE = "training.json"
-"""Record of a training: settings, counts, accuracy per epoch. Not needed to serve it."""
+"""Record of a training: settings, counts, accuracy per epoch. Not needed for serving."""
 _WORK_FOLDER = "training"
 _SETTINGS_FILE = "settings.json"
 _WEIGHT_DECAY = 0.01
@@ -43,29 +41,28 @@ _WARM_UP_SHARE = 0.06
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """The settings of a training. One with equal settings and labels may resume its checkpoints."""
+    """Settings of a training. A run with equal settings and labels may resume its checkpoints."""
 
     base: str
     """SCRATCH, or a pretrained model: a path, a hub id or a bundled name."""
     tokenizer: str
-    """The served model, for its tokenizer; empty: the labels' model."""
+    """Served model, for its tokenizer; empty: the labels' model."""
     granularity: int
     """Tokens per bucket."""
     epochs: int
     batch_size: int
     learning_rate: float
-    """Peak learning rate; rises over the first 6 % of the steps, then falls linearly."""
+    """Peak learning rate, reached after 6 % of the steps; then linear decay."""
     max_prompt_tokens: int
-    """Longer prompts are truncated to this."""
+    """Max prompt length; longer prompts are truncated."""
     layers: int
-    """From scratch only."""
     width: int
-    """From scratch only: hidden size, a multiple of 32."""
+    """Hidden size of a classifier from scratch; a multiple of 32."""
     seed: int
 
 
 def train(labels_path: Path, out: Path, settings: TrainSettings, say: Callable[[str], None]) -> None:
-    """Trains, or resumes from the checkpoints in `out`, and leaves a complete predictor there.
+    """Train, or resume from the checkpoints in `out`, and leave a complete predictor there.
 
     Does nothing when `out` already holds this predictor. say: called with messages for the user.
 
@@ -119,15 +116,15 @@ class _TrainingData:
     """TRAIN and VALIDATION examples: {"input_ids": list of ids, "labels": bucket}."""
     counts: Counter[Split]
     cut_count: int
-    """Number of answers that were cut."""
+    """Number of answers cut at the length limit."""
 
     @classmethod
     def prepare(cls, labels: Sequence[Label], settings: TrainSettings) -> "_TrainingData":
-        """Loads tokenizer and base, makes buckets and splits."""
+        """Load tokenizer and base; build buckets and splits."""
         model, vocab_size = labels[0].model, labels[0].vocab_size
         served = load_tokenizer(settings.tokenizer or model)
         prompts = token_ids_of(labels, served)
-        # Held-out answers are not used at all, not even for the number of buckets.
+        # Held-out answers must not influence anything, not even the number of buckets.
         longest = max(label.output_tokens for label in labels if label.split is not Split.HELD_OUT)
         bucket_count = longest // settings.granularity + 1
         if bucket_count < 2:
@@ -168,7 +165,6 @@ class _TrainingData:
         return cls(classifier, served, manifest, examples, counts, cut_count)
 
     def describe(self) -> str:
-        """One line for the user."""
         splits = ", ".join(f"{self.counts[split]} {split}" for split in Split)
         shown = f"labels: {splits}; {self.manifest.bucket_count} buckets of {self.manifest.granularity} tokens"
         return shown + (f"; {self.cut_count} answers were cut and count as that long" if self.cut_count else "")
@@ -193,7 +189,7 @@ def _is_finished(out: Path, identity: dict[str, Any]) -> bool:
 
 
 def _claim(work: Path, identity: dict[str, Any]) -> None:
-    """Records which training `work` belongs to, or checks that it belongs to this one."""
+    """Record the training that owns the folder `work`, or check that this one does."""
     path = work / _SETTINGS_FILE
     try:
         _refuse_other(work, "checkpoints", json.loads(path.read_text()), identity)

@@ -16,7 +16,6 @@ _PROGRAM = "kaveri profile"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the profiler. Returns the exit status."""
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
         config = read_settings(ProfileConfig, _PROGRAM, arguments, os.environ, setting_sections).config

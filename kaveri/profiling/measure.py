@@ -1,9 +1,6 @@
-"""Runs the steps of a plan on a model runner, and measures their time.
-
-It calls the runner and not an engine with requests, because an engine chooses its own steps, and because the timed
-engine applies a latency model at the same place. Not included: forming the step, and pushing its KV, which overlaps
-with the next step.
-"""
+"""Runs the steps of a plan on a model runner, and measures their time. Calls the runner instead of an engine, because
+an engine chooses its own steps, and because the timed engine applies a latency model at the same place. Excludes
+forming the step and pushing its KV, which overlaps with the next step."""
 
 import random
 import statistics
@@ -22,18 +19,17 @@ from kaveri.profiling.plan import StepPlan
 _SEED = 20240118
 _ROUND_S = 0.05
 _ROUND_RUNS = 10
-"""Maximum runs of a short step in a round, where it is repeated until its runs add up to _ROUND_S, to average out
-noise."""
+"""Max repetitions of a short step per round, where it is repeated for _ROUND_S seconds to average out noise."""
 _FILL_TOKENS = 512
-"""Tokens of a step that computes the context that is copied; not measured."""
+"""Chunk size for computing the copied context; not measured."""
 _PARAMS = ResolvedParams(max_tokens=1, seed=0)
-"""A client's default parameters."""
+"""Sampling parameters of a client's defaults."""
 
 
 @dataclass(slots=True)
 class _Step:
     ranges: tuple[tuple[int, int], ...]
-    """The chunk of each sequence, [start, stop)."""
+    """Chunk of each sequence, [start, stop)."""
     prefill: bool
     taken_s: list[float] = field(default_factory=list)
 
@@ -54,11 +50,8 @@ def measure_steps(
     on_step: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[tuple[PrefillPoint, ...], tuple[DecodePoint, ...]]:
-    """Runs every step once per round, in `rounds` rounds after a warm-up round. A temporary slowdown of the machine
-    then affects many steps a little, and no step's median much. The runner is not attached to a pool yet.
-
-    on_step: called (rounds + 1) * steps times.
-    """
+    """Run every step once per round, in `rounds` rounds after a warm-up round; temporary slowdowns then hardly change
+    any step's median. The runner is not attached to a pool yet. on_step: called (rounds + 1) * steps times."""
     prefills = [_Step(prompts, prefill=True) for prompts in plan.prefill]
     decodes = [_Step(((context - 1, context),) * batch, prefill=False) for batch, context in plan.decode]
     bench = _Bench(runner, total_blocks, max(stop for step in (*prefills, *decodes) for _, stop in step.ranges))
@@ -95,10 +88,10 @@ def _token_count(step: _Step) -> int:
 
 
 class _Bench:
-    """One prompt, its KV, and a pool into which that KV is copied as the context of steps.
+    """Measuring bench: a prompt, its KV, and a pool into which that KV is copied as the context of steps.
 
-    Every sequence of a step is that prompt on its own blocks: its KV is real, and caches are as cold as for that number
-    of different requests.
+    Every sequence of a step is this prompt on its own blocks: its KV is real, and caches are as cold as for the same
+    number of different requests.
     """
 
     def __init__(self, runner: ModelRunner, total_blocks: int, prompt_tokens: int) -> None:
@@ -116,13 +109,13 @@ class _Bench:
         self._context = self._pool.memory[:, : len(block_ids)].copy()
 
     def run(self, step: _Step, clock: Callable[[], float]) -> float:
-        """Run a step. Returns the seconds that the runner took."""
+        """Run a step. Returns the runner's time in seconds."""
         each = self._layout.block_count(step.ranges[0][1])
         if step.ranges[0][0] > 0:
             self._lay(len(step.ranges), each)
         else:
             self._laid = (0, 0)
-        # All sequences have the same length, except the last, which may be shorter.
+        # Sequences have the same length, except the last, which may be shorter.
         batch = [
             self._slice(start, stop, range(index * each, index * each + self._layout.block_count(stop)))
             for index, (start, stop) in enumerate(step.ranges)
@@ -134,7 +127,7 @@ class _Bench:
         return clock() - began_s
 
     def _lay(self, count: int, each: int) -> None:
-        """Copies the prompt's first blocks to the blocks of `count` sequences of `each` blocks."""
+        """Copy the prompt's first blocks to `count` sequences of `each` blocks."""
         if self._laid[0] >= count and self._laid[1] == each:
             return
         for index in range(count):
@@ -147,7 +140,7 @@ class _Bench:
         self._runner.run([self._slice(start, stop, block_ids)], _ignore_layer)
 
     def _slice(self, start: int, stop: int, block_ids: Sequence[int]) -> SequenceSlice:
-        # Always draw a token, so the runner returns only after the computation.
+        # Always sample a token, so the runner returns only after the computation.
         return SequenceSlice(self._prompt[start:stop], start, block_ids, True, 0, _PARAMS)
 
 

@@ -22,7 +22,7 @@ def check_output(flag: str, path: Path) -> None:
     if existed and not path.is_file():
         return  # Opening a pipe would wait for its reader.
     try:
-        # Try it: permissions alone do not tell, for example for root or on a read-only file system.
+        # Try writing: permissions are no proof, for example for root or on a read-only file system.
         path.open("ab").close()
         if not existed:
             path.unlink()
@@ -44,5 +44,5 @@ def save_figure(figure: "Figure", path: Path) -> None:
 
 
 def not_written(flag: str, path: Path, error: OSError) -> ConfigError:
-    """Error for a file that could not be written after all."""
+    """Build the error for a file that could not be written after all."""
     return ConfigError(flag, f"{path} cannot be written: {error.strerror or error}")

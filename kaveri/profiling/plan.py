@@ -1,8 +1,5 @@
-"""Chooses the steps that are measured. Pure.
-
-Each series varies one term of the latency model: chunks of one prompt by size, the same tokens as several short
-prompts, the same chunk after longer contexts, and batches by context.
-"""
+"""Chooses the steps to measure. Pure. Each series varies one term of the latency model: chunks of one prompt by size,
+the same tokens as several short prompts, the same chunk after longer contexts, and batches by context."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +8,7 @@ from kaveri.errors import ConfigError
 from kaveri.latency.fit import COEFFICIENTS
 
 MAX_CHUNK_TOKENS = 2048
-"""Four times the saturating chunk of OPT-13B on an A100 in both papers."""
+"""Max chunk size: four times the saturating chunk of OPT-13B on an A100 in both papers."""
 _PACKED_TOKENS = (256, 1024)
 _PACKED_PROMPTS = (16, 64, 256)
 _CHUNKS_BEHIND_CONTEXT = (64, 256, 512)
@@ -19,13 +16,11 @@ _EARLIER_CONTEXTS = (256, 512, 1024, 2048, 4096)
 _DECODE_CONTEXTS = (16, 64, 256, 512, 1024, 2048, 4096)
 
 Prompts = tuple[tuple[int, int], ...]
-"""The chunk of each prompt of a step, [start, stop)."""
+"""Chunk of each prompt of a step, [start, stop)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
-    """The engine's limits."""
-
     max_chunk_tokens: int
     max_batch: int
     max_model_len: int
@@ -64,7 +59,7 @@ def plan_steps(limits: StepLimits, quick: bool) -> StepPlan:
     ]
     batches = _doubling(limits.max_batch, 4 if quick else 2)
     contexts = [min(context, limits.max_model_len) for context in _DECODE_CONTEXTS[:: 2 if quick else 1]]
-    # A context of one token would be a prompt.
+    # A decode context has at least two tokens: one token would be a prompt.
     decode = [
         (batch, context) for context in contexts if context > 1 for batch in batches if limits.holds(batch, context)
     ]
@@ -76,7 +71,7 @@ def plan_steps(limits: StepLimits, quick: bool) -> StepPlan:
 
 
 def chunk_sizes(limits: StepLimits, quick: bool) -> Sequence[int]:
-    """Chunk sizes for the throughput curve: from 16 tokens up by a factor of at most 1.5, or 2 if `quick`."""
+    """Choose chunk sizes for the throughput curve: from 16 tokens up by a factor of at most 1.5, or 2 if `quick`."""
     longest_prompts = limits.total_blocks // -(-limits.max_model_len // limits.block_tokens)
     most = min(limits.max_chunk_tokens, longest_prompts * limits.max_model_len)
     doubling = _doubling(most, 2)
@@ -85,7 +80,6 @@ def chunk_sizes(limits: StepLimits, quick: bool) -> Sequence[int]:
 
 
 def _doubling(most: int, factor: int) -> list[int]:
-    """1, factor, factor**2 ... and `most`."""
     sizes = [1]
     while sizes[-1] * factor < most:
         sizes.append(sizes[-1] * factor)
@@ -93,6 +87,6 @@ def _doubling(most: int, factor: int) -> list[int]:
 
 
 def _as_few_prompts(tokens: int, max_model_len: int) -> Prompts:
-    """The fewest prompts with `tokens` in total: one if the model is long enough."""
+    """Split `tokens` into as few prompts as possible: one if the model is long enough."""
     full, rest = divmod(tokens, max_model_len)
     return ((0, max_model_len),) * full + (((0, rest),) if rest else ())

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 def draw_profile(profile: Profile, path: Path) -> None:
-    """Draw a profile. Raises OSError."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4.2))

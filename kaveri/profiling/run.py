@@ -29,7 +29,7 @@ _ROUNDS, _QUICK_ROUNDS = 9, 3
 _POOR_FIT = 0.15
 """Mean error above which the output warns about the predictions. Chosen, not measured."""
 _UNSTEADY = 1.25
-"""If the median step's (median time / shortest time) is above this, the output warns. Chosen, not measured."""
+"""Median over steps of (median time / shortest time) above which the output warns. Chosen, not measured."""
 
 
 def run_profile(config: ProfileConfig) -> None:
@@ -71,7 +71,7 @@ def profile_runner(
     console: Console,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Profile:
-    """Measures and fits a runner that has no pool yet. console: for the progress. Raises ConfigError."""
+    """Measure and fit a runner without a pool. console: for the progress. Raises ConfigError."""
     limits = StepLimits(
         max_chunk_tokens=config.max_chunk_tokens,
         max_batch=config.max_batch,
@@ -109,7 +109,7 @@ def profile_runner(
 
 
 def describe(profile: Profile) -> list[str]:
-    """The findings in a few lines for the terminal."""
+    """Summarize the findings in a few lines for the terminal."""
     engine, found = profile.engine, profile.saturation
     lines = [f"{engine.model} on the {engine.engine} engine, {engine.dtype}, {engine.device}: {profile.machine}"]
     if found.reached:

@@ -52,7 +52,6 @@ class ApiKey:
     is_admin: bool = False
     """True for an operator's key: it may drain instances, and see the cluster and finished requests."""
     is_revoked: bool = False
-    """True if the key is no longer valid."""
 
 
 def new_secret() -> str:
@@ -61,12 +60,11 @@ def new_secret() -> str:
 
 
 def digest_of(secret: bytes) -> bytes:
-    """Digest stored for a key. A slow hash would add nothing: 256 random bits cannot be guessed."""
+    """Return the digest stored for a key. A slow hash would add nothing: 256 random bits cannot be guessed."""
     return hashlib.sha256(secret).digest()
 
 
 def key_table(name: str, secret: str, limits: KeyLimits, is_admin: bool = False) -> str:
-    """Text of a keys file's entry for the key."""
     lines = [f"\n[{name}]", f'sha256 = "{digest_of(secret.encode()).hex()}"']
     given = {limit.name: getattr(limits, limit.name) for limit in fields(limits)}
     lines += [f"{limit} = {value}" for limit, value in given.items() if value]
@@ -76,7 +74,7 @@ def key_table(name: str, secret: str, limits: KeyLimits, is_admin: bool = False)
 
 def with_key_revoked(text: str, name: str, path: str) -> str:
     """Return a keys file's text with a key revoked; comments stay. path: for errors. Raises ConfigError when the file
-    is broken, or has no valid key of this name."""
+    is invalid, or has no valid key of this name."""
     keys = parse_keys(text, path)
     if all(key.name != name or key.is_revoked for key in keys):
         raise ConfigError("NAME", f"is {name:.80}, and {path} has no key of this name that is not revoked")
@@ -93,12 +91,10 @@ def with_key_revoked(text: str, name: str, path: str) -> str:
 
 
 def usage_prefix(cluster_name: str) -> str:
-    """Prefix of the usage counters in Redis."""
     return f"kaveri:{cluster_name}:limits"
 
 
 def limit_reached(key: ApiKey, limit: str, retry_after_s: float) -> NoCapacity:
-    """Error for a key that has reached a limit."""
     return NoCapacity(f"API key {key.name}", round(retry_after_s, 3), f"its limit of {limit} is reached")
 
 
@@ -119,14 +115,14 @@ def parse_keys(text: str, path: str) -> tuple[ApiKey, ...]:
 
 
 def check_name(name: str, place: str) -> str:
-    """Return a valid name. Raises ConfigError, naming the place."""
+    """Validate a key's name and return it. Raises ConfigError, naming the place."""
     if not _NAME.fullmatch(name):
         raise ConfigError(place, f"is {name!r:.80}; write up to 64 letters, digits, '_' and '-'")
     return name
 
 
 def check_limit(value: object, place: str) -> int:
-    """Return a valid limit. Raises ConfigError, naming the place."""
+    """Validate a limit and return it. Raises ConfigError, naming the place."""
     if type(value) is not int or not 0 <= value <= MAX_LIMIT:
         raise ConfigError(place, f"is {value!r:.80}; write a whole number from 0 (no limit) to {MAX_LIMIT}")
     return value
@@ -144,7 +140,7 @@ def _read_key(name: str, table: Any, path: str) -> ApiKey:
             raise ConfigError(f"{place} {field:.80}", f"is no field of a key; write {written}")
     digest = table.get("sha256")
     if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
-        # Do not show it: it may be the key itself.
+        # Do not show the value: it may be the key itself.
         raise ConfigError(f"{place} sha256", "must be the SHA-256 of the key, 64 hexadecimal digits in lower case")
     limits = {limit: check_limit(table.get(limit, 0), f"{place} {limit}") for limit in known}
     is_admin, is_revoked = (_read_switch(table, field, place) for field in ("admin", "revoked"))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 512
 _SCHEME = b"bearer "
 _RETRY_AFTER_S = 1.0
-"""Fixed, since the end of a running request is unknown."""
+"""Fixed retry delay, since the end of a running request is unknown."""
 
 
 @dataclass(slots=True)
@@ -25,11 +25,11 @@ class Caller:
 
     key: ApiKey
     tokens: int = 0
-    """Prompt and answer tokens of the request, set when it ends."""
+    """Number of prompt and answer tokens of the request, set when it ends."""
 
 
 class Callers:
-    """Admits requests by API key. Not thread-safe: for one event loop. The owner must run run()."""
+    """Admission of requests by API key. Not thread-safe. The owner must run run()."""
 
     def __init__(self, keys: "KeysFile", usage: "KeyUsage") -> None:
         self.keys = keys
@@ -73,7 +73,7 @@ class Callers:
                 del self._in_flight[key.name]
 
     def check_admin(self, authorization: bytes | None) -> None:
-        """Raise Unauthenticated unless it is an operator's key."""
+        """Raise Unauthenticated unless the header holds an operator's key."""
         key = self.find(authorization)
         if not key.is_admin:
             raise Unauthenticated(f"the API key {key.name} is no admin key; make one by `kaveri key new NAME --admin`")

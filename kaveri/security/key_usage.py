@@ -26,8 +26,7 @@ ResultT = TypeVar("ResultT")
 
 
 class KeyUsage:
-    """Usage counters of keys. Not thread-safe: for one event loop. While Redis is away each process counts for
-    itself."""
+    """Usage counters of keys. Not thread-safe. While Redis is away each process counts for itself."""
 
     def __init__(self, redis_url: str = "", cluster_name: str = "") -> None:
         """redis_url: empty: counts in this process only."""
@@ -36,7 +35,6 @@ class KeyUsage:
         self._pool: BlockingConnectionPool | None = None
         self._rests_until_s = 0.0
         self._failure = ""
-        """Reason for Redis's last failure; empty if it works."""
         if redis_url:
             self._pool = BlockingConnectionPool.from_url(
                 client_url(redis_url),
@@ -74,7 +72,6 @@ class KeyUsage:
             await self._ask(lambda limiter: limiter.hit(per_min, key.name, cost=tokens))
 
     async def close(self) -> None:
-        """Disconnects."""
         if self._pool is not None:
             await self._pool.disconnect()
 

@@ -26,32 +26,28 @@ KEYS_FILE_REFUSED = Gauge(
 
 
 class KeysFile:
-    """Currently valid keys.
-
-    A change takes effect once two consecutive reads agree: a file that is being written may parse without its last
-    keys. A file that cannot be read, does not parse or has lost all keys changes nothing.
-    """
+    """Currently valid keys. A change takes effect once two consecutive reads agree, because a partly written file may
+    parse without its last keys. A file that cannot be read, does not parse or has lost all keys changes nothing."""
 
     def __init__(self, path: str) -> None:
-        """Reads the file. Raises ConfigError."""
         self._path = path
         text = _read(path)
         self._seen = self._settled = (text, "")
-        """Results, as of _try_read(), of the last read, and of the last one confirmed by two consecutive reads."""
+        """Results of _try_read(): the last one, and the last one confirmed by two consecutive reads."""
         self._keys = _by_digest(parse_keys(text, path))
         self._failure = ""
         """Reason why the file is rejected; empty if it is in use."""
 
     @property
     def count(self) -> int:
-        """Number of valid keys."""
         return sum(not key.is_revoked for key in self._keys.values())
 
     def find(self, secret: bytes) -> ApiKey | None:
         """Return the valid key with this secret; None if there is none.
 
         Timing reveals nothing about valid keys: the lookup uses a hash, in a dictionary with a randomized order per
-        process, and the final comparison takes constant time.
+        process,
+        and the final comparison takes constant time.
         """
         digest = digest_of(secret)
         key = self._keys.get(digest)
@@ -65,7 +61,7 @@ class KeysFile:
 
     async def look(self) -> None:
         """Read the file, and apply content confirmed by two reads."""
-        # On a thread, as the disk may be slow.
+        # On a thread, since the disk may be slow.
         found = await asyncio.to_thread(_try_read, self._path)
         is_same, self._seen = found == self._seen, found
         if is_same and found != self._settled:
@@ -96,8 +92,8 @@ class KeysFile:
 
 
 def add_key(path: str, name: str, limits: KeyLimits, is_admin: bool = False) -> str:
-    """Add a new key to the file; a missing file is created with access for its owner only. Returns the key, which is
-    stored nowhere. Raises ConfigError, also when the file is broken or has this name."""
+    """Add a new key to the file, which is created with access for its owner only. Returns the key, which is not stored.
+    Raises ConfigError, also when the file is invalid or has this name."""
     secret = new_secret()
 
     def add(text: str) -> str:
@@ -111,7 +107,7 @@ def add_key(path: str, name: str, limits: KeyLimits, is_admin: bool = False) -> 
 
 
 def revoke_key(path: str, name: str) -> None:
-    """Mark a key of the file as revoked. Raises ConfigError, also when the file is broken or has no valid key of this
+    """Mark a key of the file as revoked. Raises ConfigError, also when the file is invalid or has no valid key of this
     name."""
     _read(path)  # Do not create a missing file.
     _change(path, lambda text: with_key_revoked(text, name, path))
@@ -133,7 +129,7 @@ def _read(path: str) -> str:
 
 
 def _try_read(path: str) -> tuple[str, str]:
-    """Return the text and an empty reason, or an empty text and the reason for the failure."""
+    """Return the file's text and an empty reason, or an empty text and the reason of the failure."""
     try:
         return _read(path), ""
     except ConfigError as error:

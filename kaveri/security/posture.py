@@ -13,13 +13,11 @@ A_TICKET = "a ticket of one push"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListeningPort:
-    """A listening port according to the settings."""
-
     flag: str
     """Flag that opens it: "--port"."""
     host: str
     port: int
-    """0: any free port, unknown until bound."""
+    """Port number; 0: any free port, unknown until bound."""
     is_encrypted: bool
     asks_for: str
     """Credential required from callers, such as A_CERTIFICATE. Empty: none."""

@@ -1,8 +1,6 @@
-"""TLS files: a certificate, its key, and the authority of all peers; validated, and reread when they change.
-
-All certificates of a cluster carry one name in subjectAltName, which both ends verify. Host names are not checked:
-instances change their addresses.
-"""
+"""TLS files: a certificate, its key, and the authority of all peers; validated, and reread when they change. All
+certificates of a cluster carry one name in subjectAltName, which both ends verify. Host names are not checked:
+instances change their addresses."""
 
 import contextlib
 import os
@@ -21,23 +19,21 @@ LOOK_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """TLS credentials of one end and its requirements for the other; paths of PEM files."""
+    """TLS credentials of one endpoint, and its requirements for the peer; paths of PEM files."""
 
     certificate: str = ""
     """Certificate chain, own certificate first. Empty: a client without a certificate."""
     key: str = ""
-    """Key of the certificate, not encrypted."""
+    """Unencrypted private key of the certificate."""
     authority: str = ""
     """Trusted authorities. Empty: a client trusts the public ones, and a server asks for no certificate."""
     name: str = ""
-    """DNS name required in the other end's certificate. Empty: a server accepts every certificate of the authority, and
-    a client verifies the host name that it connects to."""
+    """DNS name required in the peer's certificate. Empty: a server accepts every certificate of the authority, and a
+    client verifies the hostname that it connects to."""
 
 
 @dataclass(frozen=True, slots=True)
 class TlsContents:
-    """Contents of the files at one time."""
-
     generation: int
     """Increases with each change."""
     certificate: bytes | None
@@ -72,7 +68,7 @@ class WatchedTlsFiles:
                 stamp = self._stamps()
                 if stamp != self._stamp or self._failure:
                     contents = self._read(self._contents.generation + 1)
-                    # Changed during the read: the parts may not match. The next call rereads it.
+                    # Changed during the read: the parts may not match. The next call rereads.
                     if stamp == self._stamps():
                         self._stamp, self._contents, self._failure = stamp, contents, ""
                         log = _logger()
@@ -85,7 +81,7 @@ class WatchedTlsFiles:
             return self._contents
 
     def make_context(self, protocol: int) -> ssl.SSLContext:
-        """TLS 1.3 context for Python's ssl, with the files as they are. Raises ConfigError."""
+        """Build a TLS 1.3 context for Python's ssl from the files' present contents. Raises ConfigError."""
         files, prefix = self.files, self._prefix
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -101,7 +97,7 @@ class WatchedTlsFiles:
         return context
 
     def server_context(self, protocols: Sequence[str] = ()) -> ssl.SSLContext:
-        """Context for a port; each handshake uses the then-current files. protocols: of ALPN."""
+        """Build the context of a port; each handshake uses the then-current files. protocols: of ALPN."""
         used = self.now().generation
         context = first = self._port_context(protocols)
 

@@ -3,8 +3,8 @@
 Events are snake_case noun_verb and listed in docs/operations.md. Lines about a request carry request_id and attempt:
 `log = get_logger().bind(request_id=..., attempt=...)`.
 
-Logging never raises, because threads log in the middle of their work and within `except`. A line that cannot be written
-(full disk, closed stderr) is lost.
+Logging never raises, because threads log in the middle of their work and within `except`. A line that cannot be
+written (full disk, closed stderr) is lost.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from kaveri.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """Logging settings of a process. Plain values: an instance passes them to the processes of its ranks."""
+    """Logging settings of a process. Picklable: an instance passes them to the processes of its ranks."""
 
     service: str
     instance_id: str
     level: str
     rank: int | None = None
-    """Tensor-parallel rank of the process within its instance; None if it is not one."""
+    """Tensor-parallel rank of the process within its instance; None if the process is not a rank."""
 
     def __call__(self, _logger: Any, _method: str, event: EventDict) -> EventDict:
         """Add the settings to a log line, as a structlog processor. Context variables would not reach engine and
@@ -38,16 +38,14 @@ class LogSettings:
 
 
 def log_settings() -> LogSettings | None:
-    """Settings given to configure_logs; None before."""
+    """Return the settings given to configure_logs; None before."""
     first = next(iter(structlog.get_config()["processors"]), None)
     return first if isinstance(first, LogSettings) else None
 
 
 def configure_logs(service: str, instance_id: str, level: str = "info", rank: int | None = None) -> None:
-    """Set up the process's logging, once. level: debug, info, warning or error; ConfigError for anything else.
-
-    rank: see LogSettings.
-    """
+    """Set up the process's logging, once. level: debug, info, warning or error; ConfigError for anything else. rank:
+    see LogSettings."""
     severity = logging.getLevelNamesMapping().get(level.upper())
     if severity is None:
         raise ConfigError("--log-level", f"{level!r} is none of debug, info, warning, error")
@@ -67,7 +65,7 @@ def configure_logs(service: str, instance_id: str, level: str = "info", rank: in
 
 
 def get_logger() -> FilteringBoundLogger:
-    """The process's logger. Its calls never raise, even before configure_logs."""
+    """Return the process's logger. Its calls never raise, even before configure_logs."""
     return cast(FilteringBoundLogger, _SafeLogger({}))
 
 
@@ -78,7 +76,6 @@ class _SafeLogger:
         self._values = values
 
     def bind(self, **values: Any) -> "_SafeLogger":
-        """Return a logger that adds these values to every line."""
         return _SafeLogger({**self._values, **values})
 
     def __getattr__(self, level: str) -> Callable[..., None]:

@@ -97,7 +97,7 @@ async def serve_metrics(
 
 
 class _Site:
-    """Handles the connections. Not thread-safe: for one event loop."""
+    """HTTP connection handler of metrics and health. Not thread-safe."""
 
     def __init__(
         self,
@@ -114,7 +114,6 @@ class _Site:
         self._rendering = asyncio.Lock()
 
     def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Accept a connection, for one request."""
         if not self._is_welcome(writer.get_extra_info("peercert")):
             writer.transport.abort()
             return
@@ -129,11 +128,10 @@ class _Site:
         self._connections.add(task)
         self._silent[task] = None
         task.add_done_callback(self._forget)
-        # Not in the task: a task cancelled before it starts never runs.
+        # Not in the task: a task cancelled before its start never runs.
         task.add_done_callback(lambda _: writer.transport.abort())
 
     async def close(self) -> None:
-        """Close all connections."""
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
@@ -161,7 +159,7 @@ class _Site:
             get_logger().exception("metrics_request_failed", error=repr(error))
 
     async def _respond(self, head: bytes | None) -> bytes:
-        """Build the whole response. head: None if it was too long."""
+        """Build the whole response. head: None if the request's head was too long."""
         if head is None:
             return _encode((HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _PLAIN_TEXT, b""), with_body=True)
         first, *lines = head.decode("latin-1").split("\r\n")

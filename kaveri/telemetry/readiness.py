@@ -7,7 +7,6 @@ _before_ready: list[Callable[[], None]] = []
 
 
 def set_ready(ready: bool) -> None:
-    """Records whether the process accepts requests."""
     global _ready  # noqa: PLW0603 - see above
     while ready and _before_ready:
         _before_ready.pop(0)()
@@ -15,7 +14,6 @@ def set_ready(ready: bool) -> None:
 
 
 def is_ready() -> bool:
-    """Return True if the process accepts requests."""
     return _ready
 
 

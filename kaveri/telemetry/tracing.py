@@ -1,8 +1,8 @@
 """Traces of requests over all processes, by OpenTelemetry. Off unless the standard OTEL_* variables name an exporter.
 
-A span is written after the time that it describes, from times that the services record anyway. So a process without
-tracing, and a request that is not sampled, cost a comparison with None. W3C's `traceparent` is propagated as an HTTP
-header, as metadata to the router, and as a field of Prefill, Reserve and Resume. Times are time.monotonic()'s.
+A span is written after its end, from times that the services record anyway, so untraced requests cost only a
+comparison with None. W3C's `traceparent` is propagated as an HTTP header, as metadata to the router, and as a field of
+Prefill, Reserve and Resume. Times are time.monotonic()'s.
 """
 
 import contextlib
@@ -20,20 +20,17 @@ from kaveri.extras import install_command
 HEADER = "traceparent"
 """Name of the HTTP header and of the gRPC metadata: https://www.w3.org/TR/trace-context."""
 MAX_TRACEPARENT_BYTES = 128
-"""Max length; longer ones are ignored. Version 00 has 55."""
+"""Max length; longer values are ignored. Version 00 has 55."""
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _EXPORTERS = "OTEL_TRACES_EXPORTER"
 _PROTOCOLS = ("grpc", "http/protobuf")
 _CLOSE_S = 3.0
 _MOST_ERROR_CHARACTERS = 500
 _CLOCKS_WITHIN_S = 50e-6
-"""Max time between the reads of two clocks. They are read again, a few times, if it is exceeded: the thread has lost
-its core."""
+"""Max time between the reads of two clocks. A longer pause means a lost time slice, and the clocks are read again."""
 
 
 class _Process:
-    """Tracing state of this process; None if it does not trace."""
-
     provider: Any = None
     tracer: Any = None
 
@@ -46,12 +43,12 @@ class Spans:
     def __init__(self, context: Any, traceparent: str) -> None:
         self._context = context
         self.traceparent = traceparent
-        """The parent span."""
+        """Context of the parent span."""
         self.trace_id = traceparent.split("-")[1]
-        """32 hexadecimal digits, for log lines."""
+        """Trace id for log lines, 32 hexadecimal digits."""
 
     def write(self, name: str, start_s: float, end_s: float, error: object = None, **attributes: Any) -> None:
-        """Write a span. error: reason of a failure; None: none. Attributes that are None are left out. Never raises."""
+        """Write a span. error: reason of a failure; None: none. Attributes that are None are omitted. Never raises."""
         with contextlib.suppress(Exception):
             named, began_ns = _named(attributes), _wall_ns(start_s)
             span = _Process.tracer.start_span(name, self._context, attributes=named, start_time=began_ns)
@@ -59,19 +56,20 @@ class Spans:
 
 
 class OpenSpan(Spans):
-    """A started span, as a parent of others."""
+    """Started span, as a parent of others."""
 
     __slots__ = ("_began_ns", "_began_s", "_span")
 
     def __init__(self, span: Any, began_s: float, began_ns: int) -> None:
-        """began_ns: began_s by the wall clock. The end follows from both: a duration is exact, and never negative."""
+        """began_ns: began_s by the wall clock. The end is computed from both, so durations are exact and never
+        negative."""
         from opentelemetry import trace
 
         super().__init__(trace.set_span_in_context(span), _traceparent_of(span))
         self._span, self._began_s, self._began_ns = span, began_s, began_ns
 
     def begin(self, name: str, start_s: float, after: "OpenSpan | None" = None, **attributes: Any) -> "OpenSpan | None":
-        """Start a child span. after: a span that it follows from, and links to. None if that failed."""
+        """Start a child span; return None on failure. after: the previous span to link to."""
         with contextlib.suppress(Exception):
             from opentelemetry import trace
 
@@ -85,11 +83,10 @@ class OpenSpan(Spans):
 
     @property
     def spans(self) -> "OpenSpan":
-        """Return the span itself: see trace_fields()."""
+        """Return this span; see trace_fields()."""
         return self
 
     def end(self, end_s: float, error: object = None, **attributes: Any) -> None:
-        """End the span. error: see Spans.write()."""
         with contextlib.suppress(Exception):
             self._span.set_attributes(_named(attributes))
             _end(self._span, self._began_ns + _ns(end_s - self._began_s), error)
@@ -135,7 +132,6 @@ def use_provider(provider: Any) -> None:
 
 
 def is_tracing() -> bool:
-    """Return True if this process traces."""
     return _Process.tracer is not None
 
 
@@ -144,22 +140,22 @@ def close_tracing() -> None:
     provider = _Process.provider
     use_provider(None)
     if provider is not None:
-        # An exporter without an answer would delay the end of the process too long.
+        # An unresponsive exporter would delay the process's exit too long.
         closing = threading.Thread(target=provider.shutdown, name="kaveri-tracing-close", daemon=True)
         closing.start()
         closing.join(_CLOSE_S)
 
 
 def begin_span(name: str, traceparent: str, start_s: float, **attributes: Any) -> OpenSpan | None:
-    """Start a span that answers a call, as a child of `traceparent`, or in a new trace without one. None if nothing is
-    traced, or the request is not sampled."""
+    """Start a span for a received call, as a child of `traceparent`, or in a new trace if empty. Returns None if
+    nothing is traced or the request is not sampled."""
     return _begun(name, traceparent, start_s, attributes)[0]
 
 
 @contextlib.contextmanager
 def calls_below(name: str, traceparent: str, start_s: float, **attributes: Any) -> Iterator[OpenSpan | None]:
-    """Start a span as begin_span() does. In this context calls of a Kaveri client are its children; without a span they
-    carry the decision not to sample, so that no router decides again. The caller ends the span."""
+    """Start a span as begin_span() does, and make it the parent of a Kaveri client's calls in this context. Without a
+    span the calls carry the decision not to sample, so routers do not decide again. The caller ends the span."""
     begun, span = _begun(name, traceparent, start_s, attributes)
     if span is None:
         yield None
@@ -173,7 +169,7 @@ def calls_below(name: str, traceparent: str, start_s: float, **attributes: Any) 
 def _begun(
     name: str, traceparent: str, start_s: float, attributes: dict[str, Any]
 ) -> tuple[OpenSpan | None, Any | None]:
-    """Return the span if it is sampled, and the SDK's span in any case; None if nothing is traced."""
+    """Start a span. Returns it if sampled, and the SDK's span in any case; None if nothing is traced."""
     if _Process.tracer is None:
         return None, None
     with contextlib.suppress(Exception):
@@ -188,7 +184,7 @@ def _begun(
 
 
 def spans_below(traceparent: str) -> Spans | None:
-    """Return a writer of child spans of `traceparent`; None if nothing is traced, or not this request."""
+    """Return a writer of child spans of `traceparent`; None if tracing is off or the request is not sampled."""
     if not traceparent or _Process.tracer is None:
         return None
     with contextlib.suppress(Exception):
@@ -202,19 +198,19 @@ def spans_below(traceparent: str) -> Spans | None:
 
 
 def traceparent_of(metadata: Iterable[tuple[str, Any]] | None) -> str:
-    """Return the `traceparent` in a call's metadata; empty if there is none, or nothing is traced."""
+    """Return the `traceparent` in a call's metadata; empty if missing or tracing is off."""
     if _Process.tracer is None:
         return ""
     return next((str(value) for name, value in metadata or () if name == HEADER), "")
 
 
 def trace_fields(traced: Any) -> dict[str, str]:
-    """Return the trace fields of a request's log lines. traced: has its `spans`; None: not traced."""
+    """Return the trace fields of a request's log lines. traced: an object with `spans`; None if not traced."""
     return {} if traced is None else {"trace_id": traced.spans.trace_id}
 
 
 def current_traceparent() -> str:
-    """Return the traceparent of the caller's span, if its program traces with OpenTelemetry; empty otherwise."""
+    """Return the traceparent of the caller's span, if the program traces with OpenTelemetry; else empty."""
     trace = sys.modules.get("opentelemetry.trace")
     # Another thread may be importing it.
     with contextlib.suppress(Exception):
@@ -225,7 +221,7 @@ def current_traceparent() -> str:
 
 
 def error_in_span(error: BaseException | None) -> str | None:
-    """Describe the error that ended a span; None if there was none. For unexpected errors only the type's name: their
+    """Describe the error that ended a span; None without an error. Unexpected errors are described by type only: their
     texts may hold anything, and are in the log."""
     match error:
         case None:
@@ -249,7 +245,7 @@ def _context_of(traceparent: str) -> Any:
 
     if len(traceparent) > MAX_TRACEPARENT_BYTES:
         traceparent = ""
-    # Not the context of the caller.
+    # Do not use the caller's context.
     return TraceContextTextMapPropagator().extract({HEADER: traceparent}, Context())
 
 

@@ -1,1 +1,1 @@
-"""Conformance suites for engines and KV transports, also those of plug-ins."""
+"""Conformance suites for engines and KV transports, including plug-ins."""

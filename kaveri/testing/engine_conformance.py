@@ -1,8 +1,6 @@
-"""Requirements on every engine. Subclass EngineConformance in a test module and provide the `harness` fixture.
-
-Checks an engine against kaveri/engine/contract.py: tokens, order of events, blocks, limits. Not verified: speed, the
-overlap of pushes and computation, and peers that die or break the protocol, which the suite for transports covers.
-"""
+"""Requirements on every engine. Subclass EngineConformance in a test module and provide the `harness` fixture. Checks
+an engine against kaveri/engine/contract.py: tokens, order of events, blocks, limits. Not verified: speed, the overlap
+of pushes and computation, and peers that die or break the protocol, which the suite for transports covers."""
 
 import random
 import threading
@@ -50,33 +48,31 @@ _EOS_PROMPTS = 300
 
 
 class EngineHarness(Protocol):
-    """Makes the engines under test. They must exchange KV, and one block must hold at most 32 tokens. Their model must
-    have an end-of-sequence id, and draw it in some of its answers."""
+    """Creates the engines under test. They must exchange KV, and one block must hold at most 32 tokens. Their model
+    must have an end-of-sequence id, and sample it in some answers."""
 
     def prefill_engine(self, *, max_model_len: int, total_blocks: int, chunk_tokens: int) -> PrefillEngine:
-        """Make an engine, not started."""
+        """Create an engine, not started."""
 
     def decode_engine(
         self, *, max_model_len: int, total_blocks: int, chunk_tokens: int, max_batch: int
     ) -> "TwoSidedEngine":
-        """Make an engine, not started. It plays both sides in the test of adopt() only."""
+        """Create an engine, not started. It serves both phases only in the test of adopt()."""
 
     def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
-        """Return the tokens that follow this prompt, drawn greedily and past any end-of-sequence id, computed
+        """Return the tokens that follow this prompt, sampled greedily and past any end-of-sequence id, computed
         independently of the engine. At most MAX_MODEL_LEN tokens in all."""
 
 
 @dataclass
 class Pair:
-    """A running prefill and decode engine, and their recorders."""
-
     prefill: PrefillEngine
     decode: DecodeEngine
     prefilled: EngineRecorder
     decoded: EngineRecorder
 
     def reserve(self, request: EngineRequest, expires_in_s: float = 60.0) -> Ticket:
-        """Reserve a ticket, waiting for room if need be."""
+        """Reserve a ticket, waiting for room if necessary."""
         return when_there_is_room(
             lambda: self.decode.reserve(request, expires_in_s, self.prefill.info.layout).result(SOON_S)
         )
@@ -90,8 +86,8 @@ class Pair:
     def land_then_admit(
         self, requests: Sequence[EngineRequest], landed: Callable[[EngineRequest], object] = lambda request: None
     ) -> None:
-        """Hand over all requests before the first one is admitted: together they fill the pool, even if this thread is
-        slow. Not for a pair that admits by itself. landed: called with each that has landed."""
+        """Hand over all requests before admitting the first one, so that together they fill the pool even if this
+        thread is slow. Not for a pair that admits by itself. landed: called with each landed request."""
         for request in requests:
             self.hand_over(request)
             self.decoded.wait_for(Landed, request.key)
@@ -100,7 +96,7 @@ class Pair:
             self.decode.admit(request.key)
 
     def answer(self, request: EngineRequest) -> list[int]:
-        """Return all tokens drawn for the request on both sides, once it has ended."""
+        """Return all tokens sampled for the request on both sides, once it has ended."""
         first = self.prefilled.wait_for(FirstToken, request.key)
         if first.finish is not None:
             return [first.token_id]
@@ -109,7 +105,7 @@ class Pair:
 
 
 def when_there_is_room(call: Callable[[], ResultT]) -> ResultT:
-    """Call until it does not raise NoCapacity any more, and return the result."""
+    """Repeat a call until it no longer raises NoCapacity, and return the result."""
     give_up_at_s = time.monotonic() + SOON_S
     while True:
         try:
@@ -129,7 +125,7 @@ def running_pair(
     max_batch: int = 8,
     admit: bool = True,
 ) -> Iterator[Pair]:
-    """Start engines, and close them at the end."""
+    """Start a prefill and a decode engine, and close them at the end."""
     with ExitStack() as stack:
         prefill = harness.prefill_engine(
             max_model_len=max_model_len, total_blocks=prefill_blocks, chunk_tokens=CHUNK_TOKENS
@@ -150,7 +146,7 @@ def running_pair(
 
 
 def longest_blocks(harness: EngineHarness) -> tuple[int, int]:
-    """Return the blocks that one longest request takes at the prefill and at the decode engine."""
+    """Return the number of blocks that one longest request takes at the prefill and at the decode engine."""
     with running_pair(harness) as pair:
         prefill, decode = (engine.info.layout.block_count(MAX_MODEL_LEN) for engine in (pair.prefill, pair.decode))
     return prefill, decode
@@ -187,11 +183,11 @@ def request_that_draws(
 
 
 class TwoSidedEngine(PrefillEngine, DecodeEngine, Protocol):
-    """An engine that plays both sides."""
+    """Engine that serves both phases."""
 
 
 def adopting(engine: TwoSidedEngine) -> Callable[[EngineEvent], None]:
-    """Return a listener that keeps requests on the engine that has prefilled them."""
+    """Return a listener that adopts requests on the engine that has prefilled them."""
 
     def adopt(event: EngineEvent) -> None:
         if isinstance(event, FirstToken) and event.finish is None:
@@ -202,7 +198,7 @@ def adopting(engine: TwoSidedEngine) -> Callable[[EngineEvent], None]:
 
 
 class EngineConformance:
-    """The suite. Every test makes engines of its own from the `harness` fixture."""
+    """Conformance suite. Every test creates its engines from the `harness` fixture."""
 
     # Tokens.
 
@@ -272,7 +268,7 @@ class EngineConformance:
             eos_token_ids = pair.decode.info.eos_token_ids
             assert eos_token_ids == pair.prefill.info.eos_token_ids
             request, whole, end = request_that_draws(harness, pair.prefill, eos_token_ids)
-            # Prefill draws the first token, decode the others.
+            # Prefill samples the first token, decode the others.
             first = replace(request, token_ids=request.token_ids + tuple(whole[:end]), generated_count=end)
             for name, placed, expected in (("later", request, whole), ("first", first, whole[end:])):
                 for ignores in (True, False):
@@ -345,7 +341,6 @@ class EngineConformance:
                     assert len({token_id for token_id, _ in entry.top}) == 2
                     assert entry.top[0][1] >= entry.top[1][1]
             assert place == prompt_tokens
-            # Requests without log-probabilities get none.
             pair.answer(plain)
             assert not pair.prefilled.of(PromptLogprobs, plain.key)
             wait_until_free(pair.prefill, pair.decode)
@@ -427,7 +422,7 @@ class EngineConformance:
                 recorder.wait_for_finish(request.key)
                 assert recorder.token_ids[request.key] == harness.answer(request.token_ids, 20), len(request.token_ids)
             wait_until_free(engine)
-            # No token of a prompt twice, and of each answer all but the last.
+            # Each prompt token is computed once, and all but the last token of each answer.
             assert engine.stats().computed_tokens == sum(len(request.token_ids) + 19 for request in requests)
 
     @pytest.mark.parametrize("tokens", [4, 20])
@@ -523,8 +518,7 @@ class EngineConformance:
                 pair.prefill.check_integrity()
                 if moment == "twice":
                     pair.prefill.abort(request.key)
-                # A push that was accepted before the abort has landed there, and is aborted by the caller that placed
-                # it.
+                # A push accepted before the abort has landed, and is aborted by the caller that placed it.
                 pair.decode.abort(request.key)
             wait_until_free(pair.prefill, pair.decode)
 
@@ -635,7 +629,6 @@ class EngineConformance:
     def test_one_request_may_take_the_whole_pool_on_either_side(self, harness: EngineHarness) -> None:
         prefill_blocks, blocks = longest_blocks(harness)
         with running_pair(harness, prefill_blocks=prefill_blocks, decode_blocks=blocks) as pair:
-            # Its prompt takes every block; its answer takes every block, one after the other; and all of it is prompt.
             for name, prompt_tokens in (("prompt", MAX_MODEL_LEN - 2), ("answer", 1), ("longest", MAX_MODEL_LEN - 1)):
                 request = make_request(pair.prefill, name, prompt_tokens, MAX_MODEL_LEN)
                 pair.hand_over(request)

@@ -1,8 +1,6 @@
-"""Requirements on every engine for min_tokens. Subclass EndingConformance together with EngineConformance.
-
-Tokens that would end an answer are not drawn before it has min_tokens tokens, counted from its first one, on any
-instance. Does not verify the log-probabilities of such draws, nor stop texts, which the router handles.
-"""
+"""Requirements on every engine for min_tokens. Subclass EndingConformance together with EngineConformance. Tokens that
+would end an answer are not sampled before the answer has min_tokens tokens, counted over all instances. Not verified:
+the log-probabilities of such tokens, and stop texts, which the router handles."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +18,6 @@ _MIN_TOKENS = 20
 
 
 def _asked_again(request: EngineRequest, name: str, **params: object) -> EngineRequest:
-    """Return the same prompt under another key."""
     changed = replace(request.params, **params)  # type: ignore[arg-type]
     return replace(request, key=EngineKey(name, 1), params=changed)
 
@@ -31,7 +28,7 @@ def _answer(pair: Pair, request: EngineRequest) -> list[int]:
 
 
 class EndingConformance:
-    """The suite. Every test makes engines of its own from the `harness` fixture."""
+    """Conformance suite. Every test creates its engines from the `harness` fixture."""
 
     @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
     @pytest.mark.parametrize("index", [0, 5])
@@ -64,7 +61,7 @@ class EndingConformance:
             answer = _answer(pair, asked)
             assert answer[:end] == whole[:end]
             assert not eos_token_ids.intersection(answer[: end + 1])
-            # Prefill draws that token.
+            # Prefill samples that token.
             placed = drawn_so_far(asked, whole, end, "placed")
             assert _answer(pair, placed) == answer[end:]
             wait_until_free(pair.prefill, pair.decode)
@@ -83,7 +80,7 @@ class EndingConformance:
                 resume(pair, resumed, pair.decode.info.layout.block_tokens)
                 pair.decoded.wait_for_finish(resumed.key)
                 assert pair.decoded.token_ids[resumed.key] == answer[drawn:]
-            # After min_tokens the token is drawn as usual.
+            # After min_tokens the token is sampled as usual.
             token_ids = asked.token_ids + tuple(answer[:_MIN_TOKENS])
             last = replace(asked, key=EngineKey("last", 1), token_ids=token_ids, generated_count=_MIN_TOKENS)
             due = _answer(pair, replace(last, params=replace(last.params, stop_token_ids=(), min_tokens=0)))[0]

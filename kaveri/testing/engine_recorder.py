@@ -1,4 +1,4 @@
-"""Listens to engines in tests: records events, waits for them, and checks the order that the contract promises."""
+"""Engine listeners for tests: record events, wait for them, and check the order that the contract promises."""
 
 import contextlib
 import threading
@@ -22,13 +22,13 @@ from kaveri.engine.contract import (
 from kaveri.errors import EngineError
 
 SOON_S = 60.0
-"""Long enough for a busy machine; the awaited events take a small part of it."""
+"""Timeout for a busy machine; awaited events normally take a small part of it."""
 
 EventT = TypeVar("EventT")
 
 
 class EngineRecorder:
-    """The listener of one engine. Thread-safe. Errors that it finds are raised in the waiting calls.
+    """Listener of one engine. Thread-safe. Violations are raised in the waiting calls.
 
     admit_to: a decode engine whose landed requests are admitted at once.
     on_event: called with every event, on the engine's thread, after it is recorded.
@@ -39,9 +39,8 @@ class EngineRecorder:
     ) -> None:
         self.events: list[EngineEvent] = []
         self.calls: list[tuple[EngineEvent, ...]] = []
-        """The events of each call of the listener."""
         self.token_ids: dict[EngineKey, list[int]] = {}
-        """Tokens drawn for each request, on this side."""
+        """Tokens sampled for each request on this side."""
         self.finished: dict[EngineKey, FinishReason] = {}
         self.problems: list[str] = []
         self._first_index: dict[EngineKey, int] = {}
@@ -51,7 +50,6 @@ class EngineRecorder:
         self.on_event = on_event
 
     def __call__(self, events: Sequence[EngineEvent]) -> None:
-        """The EngineListener."""
         with self._changed:
             self.calls.append(tuple(events))
             for event in events:
@@ -59,17 +57,15 @@ class EngineRecorder:
             self._changed.notify_all()
         for event in events:
             if self._admit_to is not None and isinstance(event, Landed):
-                # At the end of a test it may have been closed meanwhile.
+                # The engine may have been closed meanwhile, at the end of a test.
                 with contextlib.suppress(EngineError):
                     self._admit_to.admit(event.key)
             if self.on_event is not None:
                 self.on_event(event)
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until the condition holds; it is checked after every call of the listener.
-
-        Raises AssertionError after SOON_S, or when the engine broke its promises.
-        """
+        """Wait until the condition holds; it is checked after every call of the listener. Raises AssertionError after
+        SOON_S, or when the engine violated the contract."""
         give_up_at_s = time.monotonic() + SOON_S
         with self._changed:
             while not condition():
@@ -80,23 +76,19 @@ class EngineRecorder:
             assert not self.problems, self.problems
 
     def wait_for(self, kind: type[EventT], key: EngineKey) -> EventT:
-        """Wait for the first event of this kind of this request."""
         self.wait_until(lambda: bool(self.of(kind, key)), f"{kind.__name__} of {key}")
         return self.of(kind, key)[0]
 
     def wait_for_tokens(self, key: EngineKey, token_count: int) -> list[int]:
-        """Wait for at least `token_count` tokens of this request, and return them."""
         drawn = f"{token_count} tokens of {key}"
         self.wait_until(lambda: len(self.token_ids.get(key, ())) >= token_count, drawn)
         return self.token_ids[key]
 
     def wait_for_finish(self, key: EngineKey) -> FinishReason:
-        """Wait for the end of this request, and return its reason."""
         self.wait_until(lambda: key in self.finished, f"end of {key}")
         return self.finished[key]
 
     def of(self, kind: type[EventT], key: EngineKey | None = None) -> list[EventT]:
-        """Return the events of this kind, of this request if one is given."""
         return [
             event
             for event in self.events
@@ -117,7 +109,7 @@ class EngineRecorder:
                 self.problems.append(f"two tokens of one request in one step: {event}")
             for step in event.steps:
                 self._draw(step.key, step.index, step.token_id, step.finish)
-        # An engine of both sides may receive the acceptance of a push after decode has ended the request.
+        # An engine of both phases may receive the acceptance of a push after decode has ended the request.
         elif (isinstance(event, Landed) and event.key in self.finished) or (
             isinstance(event, KvPushed | KvPushFailed) and event.key in self._ended_by_first_token
         ):
@@ -135,20 +127,18 @@ class EngineRecorder:
 
 
 class EventLog:
-    """Records the events of a replica store or of one side of KV transfers, and waits for them. Thread-safe."""
+    """Recorder of events of a replica store or of one side of KV transfers. Thread-safe."""
 
     def __init__(self) -> None:
         self.events: list[object] = []
         self._changed = threading.Condition()
 
     def __call__(self, event: object) -> None:
-        """Record an event."""
         with self._changed:
             self.events.append(event)
             self._changed.notify_all()
 
     def of(self, kind: type[EventT], is_wanted: Callable[[EventT], bool] = lambda _: True) -> list[EventT]:
-        """Return the events of this kind that match."""
         return [event for event in tuple(self.events) if isinstance(event, kind) and is_wanted(event)]
 
     def wait_for(self, kind: type[EventT], is_wanted: Callable[[EventT], bool] = lambda _: True) -> EventT:
@@ -173,7 +163,6 @@ def wait_until_free(*engines: Engine) -> None:
 
 
 def wait_until_idle(*engines: Engine) -> None:
-    """Wait until no engine has anything to do."""
     give_up_at_s = time.monotonic() + SOON_S
     while any(engine.stats().is_busy for engine in engines):
         assert time.monotonic() < give_up_at_s, [engine.stats() for engine in engines]

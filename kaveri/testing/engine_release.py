@@ -1,8 +1,5 @@
-"""Requirements on engines that release requests. Subclass ReleaseConformance with ReplicationConformance.
-
-The holder is a ReplicaStore. Resuming from it proves that it has all KV. The suite does not verify how long a request
-stands still.
-"""
+"""Requirements on engines that release requests. Subclass ReleaseConformance with ReplicationConformance. The holder is
+a ReplicaStore; resuming from it proves that it has all KV. Not verified: how long a request is stopped."""
 
 from typing import Any
 
@@ -31,7 +28,7 @@ from kaveri.testing.engine_replication import (
 )
 
 _TRIES = 5
-"""A request may finish before it is released."""
+"""Attempts per test: a request may finish before it is released."""
 
 
 def _drawn(pair: Pair, key: EngineKey) -> list[int]:
@@ -40,7 +37,7 @@ def _drawn(pair: Pair, key: EngineKey) -> list[int]:
 
 
 def _release(pair: Pair, holder: ReplicaHoldingEngine, request: EngineRequest) -> list[int]:
-    """Release the request, and return the tokens that were drawn for it. Asserts that the holder lacks none."""
+    """Release the request, and return its sampled tokens. Asserts that the holder lacks none of their KV."""
     pair.decode.release(request.key, SOON_S)
     let_go = pair.decoded.wait_for(LetGo, request.key)
     drawn = _drawn(pair, request.key)
@@ -52,7 +49,7 @@ def _release(pair: Pair, holder: ReplicaHoldingEngine, request: EngineRequest) -
 
 
 def _wait_until_released(pair: Pair, key: EngineKey) -> None:
-    """Wait until the request has left, certainly continues, or has ended."""
+    """Wait until the request is released, continues for certain, or has ended."""
 
     def is_decided() -> bool:
         told = (*pair.decoded.of(LetGo, key), *pair.decoded.of(ReleaseFailed, key))
@@ -62,7 +59,7 @@ def _wait_until_released(pair: Pair, key: EngineKey) -> None:
 
 
 class ReleaseConformance:
-    """The suite. Every test makes engines and holders of its own from the `harness` fixture."""
+    """Conformance suite. Every test creates its engines and holders from the `harness` fixture."""
 
     @pytest.mark.parametrize("moment", ["landed", "drawing", "drawing sampled"])
     def test_released_request_goes_on_at_its_holder_with_nothing_computed_again(
@@ -170,7 +167,7 @@ class ReleaseConformance:
             block_tokens = pair.decode.info.layout.block_tokens
 
             def release(event: EngineEvent) -> None:
-                # On the thread that reports the token: a fast engine draws all before the test's own thread wakes up.
+                # On the thread that reports the token: a fast engine samples all before the test's own thread wakes up.
                 for step in event.steps if isinstance(event, StepTokens) else ():
                     if step.index == 2:
                         pair.decode.release(step.key, 0.2)

@@ -1,8 +1,6 @@
-"""Requirements on engines that copy KV to replicas. Subclass ReplicationConformance with ResumptionConformance.
-
-The holder is a ReplicaStore. Resuming from it proves its content. The suite does not verify how fast a replica follows,
-nor holders that break the protocol.
-"""
+"""Requirements on engines that copy KV to replicas. Subclass ReplicationConformance with ResumptionConformance. The
+holder is a ReplicaStore; resuming from it proves its content. Not verified: how fast a replica follows, and holders
+that break the protocol."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,23 +47,21 @@ _STORE_BLOCKS = 200
 
 
 class ReplicationHarness(EngineHarness, Protocol):
-    """Makes engines that replicate, and stores that they can replicate to."""
+    """Creates engines that replicate, and stores that they can replicate to."""
 
     def replica_store(self, layout: KvLayout, block_count: int) -> ReplicaStore:
-        """Make a store of this many blocks, not started."""
+        """Create a store of this many blocks, not started."""
 
 
 class ReplicaHoldingEngine:
-    """An instance that holds replicas."""
-
     def __init__(self, store: ReplicaStore) -> None:
         self.store = store
         self.log = EventLog()
         store.start(self.log)
 
     def replicate(self, engine: DecodeEngine, request: EngineRequest, token_count: int | None = None) -> None:
-        """Make the engine copy the request's KV to this holder, which takes blocks for token_count at first (None: for
-        all of its tokens)."""
+        """Make the engine copy the request's KV to this holder, which at first reserves blocks for `token_count` tokens
+        (None: for all of them)."""
         tokens = len(request.token_ids) if token_count is None else token_count
         engine.replicate(request.key, self.store.open(replica_key(request.key), engine.info.layout, tokens, 60.0))
 
@@ -76,15 +72,13 @@ class ReplicaHoldingEngine:
         self.replicate(pair.decode, request, token_count)
 
     def wait_for(self, kind: type[ReplicaEvent], key: EngineKey) -> ReplicaEvent:
-        """Wait for the first event of this kind of a request's replica."""
         return self.log.wait_for(kind, lambda event: event.key == replica_key(key))
 
     def watermark(self, key: EngineKey) -> int:
-        """Watermark of a request's replica."""
         return self.store.watermark(replica_key(key))
 
     def resume(self, pair: Pair, request: EngineRequest, drawn: list[int]) -> None:
-        """Resume a request on the pair's decode engine, from the KV held here and the tokens drawn so far."""
+        """Resume a request on the pair's decode engine, from the KV held here and the tokens sampled so far."""
         self.store.seal(replica_key(request.key))
         token_ids = request.token_ids + tuple(drawn)
         resumed = replace(request, token_ids=token_ids, generated_count=request.generated_count + len(drawn))
@@ -101,7 +95,6 @@ class ReplicaHoldingEngine:
 
 
 def replica_key(key: EngineKey) -> ReplicaKey:
-    """Key of a request's replica in tests."""
     return ReplicaKey(key.request_id, 0, key.serial)
 
 
@@ -118,11 +111,11 @@ def open_holder(
 
 
 def _require_watermarks_behind_tokens(recorder: EngineRecorder, request: EngineRequest) -> list[int]:
-    """Assert that each watermark, when it was reported, rose and its last token was computed. Returns them."""
+    """Assert that each reported watermark rose and that its last token had been computed. Returns the watermarks."""
     computed, watermarks = len(request.token_ids), [0]
     for event in tuple(recorder.events):
         if isinstance(event, StepTokens):
-            # Each step computes the token that was drawn before it.
+            # Each step computes the token sampled before it.
             computed += sum(step.key == request.key for step in event.steps)
         elif isinstance(event, Replicated) and event.key == request.key:
             assert watermarks[-1] < event.token_count <= computed, f"{event} with {computed} tokens computed"
@@ -131,8 +124,6 @@ def _require_watermarks_behind_tokens(recorder: EngineRecorder, request: EngineR
 
 
 def wait_until_grown(recorder: EngineRecorder, key: EngineKey, token_count: int) -> None:
-    """Wait until the engine has reported a replica of at least this many tokens."""
-
     def has_grown() -> bool:
         return any(event.token_count >= token_count for event in recorder.of(Replicated, key))
 
@@ -140,7 +131,7 @@ def wait_until_grown(recorder: EngineRecorder, key: EngineKey, token_count: int)
 
 
 class ReplicationConformance:
-    """The suite. Every test makes engines and holders of its own from the `harness` fixture."""
+    """Conformance suite. Every test creates its engines and holders from the `harness` fixture."""
 
     @pytest.mark.parametrize("moment", ["landed", "drawing", "drawing sampled"])
     def test_request_goes_on_from_its_replica_when_its_owner_is_lost(
@@ -187,7 +178,7 @@ class ReplicationConformance:
     ) -> None:
         with running_pair(harness, admit=False) as pair, open_holder(harness, pair) as holder:
             block_tokens = pair.decode.info.layout.block_tokens
-            # With the token that prefill draws it fills three blocks, but that token's KV is not there yet.
+            # With the token that prefill samples the request fills three blocks, but that token's KV is not there yet.
             request = make_request(pair.prefill, "r", 3 * block_tokens - 1, block_tokens)
             holder.begin(pair, request)
             wait_until_grown(pair.decoded, request.key, 2 * block_tokens)

@@ -1,8 +1,6 @@
-"""Requirements on every engine that resumes requests. Subclass ResumptionConformance together with EngineConformance.
-
-A request is resumed from the KV of its first tokens, which the prefill engine of the pair computes and pushes: for the
-resuming engine, it is a push like that of a replica. Every answer is compared with an undisturbed run.
-"""
+"""Requirements on every engine that resumes requests. Subclass ResumptionConformance together with EngineConformance. A
+request is resumed from the KV of its first tokens, which the pair's prefill engine computes and pushes: for the
+resuming engine, like a push from a replica. Every answer is compared with an undisturbed run."""
 
 import math
 from dataclasses import replace
@@ -26,13 +24,13 @@ from kaveri.testing.engine_conformance import (
 from kaveri.testing.engine_recorder import SOON_S, wait_until_free
 
 _DRAWN = 17
-"""Tokens that the lost owner has drawn, in most tests."""
+"""Number of tokens that the lost owner has sampled, in most tests."""
 _LOGPROB_TOLERANCE = 1e-3
-"""KV that was computed in other chunks differs by rounding."""
+"""Tolerance for KV computed in other chunks, which differs by rounding."""
 
 
 def reserve_resumed(pair: Pair, request: EngineRequest, held_tokens: int, expires_in_s: float = 60.0) -> Ticket:
-    """Reserve a ticket for the KV of the request's first tokens, waiting for room if need be."""
+    """Reserve a ticket for the KV of the request's first tokens, waiting for room if necessary."""
     layout = pair.prefill.info.layout
     return when_there_is_room(
         lambda: pair.decode.reserve(request, expires_in_s, layout, held_tokens=held_tokens).result(SOON_S)
@@ -40,7 +38,7 @@ def reserve_resumed(pair: Pair, request: EngineRequest, held_tokens: int, expire
 
 
 def push_held(pair: Pair, request: EngineRequest, ticket: Ticket) -> None:
-    """Make the prefill engine compute and push the ticket's tokens. Later tokens are not passed to it."""
+    """Make the prefill engine compute and push the ticket's tokens, and no later ones."""
     params = replace(request.params, max_tokens=MAX_MODEL_LEN, ignore_eos=True, stop_token_ids=(), logprobs=None)
     held = EngineRequest(request.key, request.token_ids[: ticket.token_count], 0, params)
     when_there_is_room(lambda: pair.prefill.prefill(held))
@@ -48,7 +46,7 @@ def push_held(pair: Pair, request: EngineRequest, ticket: Ticket) -> None:
 
 
 def resume(pair: Pair, request: EngineRequest, held_tokens: int) -> None:
-    """Reserve, and push the KV of the first tokens."""
+    """Reserve room, and push the KV of the first tokens."""
     push_held(pair, request, reserve_resumed(pair, request, held_tokens))
 
 
@@ -59,7 +57,7 @@ def drawn_so_far(request: EngineRequest, answer: list[int], generated_count: int
 
 
 def _logprobs(pair: Pair, key: EngineKey) -> list[Logprobs | None]:
-    """Log-probabilities of every token drawn for the request, on both sides, in order."""
+    """Return the log-probabilities of all sampled tokens of the request, on both sides, in order."""
     first = [event.logprobs for event in pair.prefilled.of(FirstToken, key)]
     steps = [step for event in pair.decoded.of(StepTokens) for step in event.steps if step.key == key]
     return first + [step.logprobs for step in steps]
@@ -74,7 +72,7 @@ def _is_close(ours: Logprobs | None, theirs: Logprobs | None) -> bool:
 
 
 class ResumptionConformance:
-    """The suite. Every test makes engines of its own from the `harness` fixture."""
+    """Conformance suite. Every test creates its engines from the `harness` fixture."""
 
     @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
     def test_resumed_request_draws_what_an_undisturbed_one_draws(self, harness: EngineHarness, sampling: str) -> None:
@@ -182,7 +180,7 @@ class ResumptionConformance:
         with running_pair(harness) as pair:
             block_tokens = pair.decode.info.layout.block_tokens
             request = make_request(pair.prefill, "r", 2 * block_tokens, 5)
-            # All tokens held leaves nothing to compute, and so nothing to draw from.
+            # With all tokens held there is nothing to compute, and so no logits to sample from.
             for held_tokens in (0, -block_tokens, 2 * block_tokens, 3 * block_tokens):
                 with pytest.raises(InvalidArgument) as raised:
                     pair.decode.reserve(request, 60.0, held_tokens=held_tokens).result(SOON_S)

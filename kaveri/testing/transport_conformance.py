@@ -35,14 +35,14 @@ from kaveri.testing.transport_runs import RandomRun
 from kaveri.testing.transport_world import SMALL_LAYOUT, TransportWorld
 
 RUN_COUNT = int(os.environ.get("KAVERI_KV_RUNS", "0"))
-"""0: runs for RUN_SECONDS, at least LEAST_RUNS."""
+"""Number of randomised runs; 0: as many as fit into RUN_SECONDS, at least LEAST_RUNS."""
 RUN_SECONDS = 3.0
 LEAST_RUNS = 10
 FIRST_SEED = int(os.environ.get("KAVERI_KV_SEED") or random.randrange(1_000_000_000))
 
 
 class TransportConformance(RefusalTests, DeathTests, MarkTests):
-    """Subclass this; see the head of the file. These tests are about landed bytes."""
+    """Conformance suite for transports; see the module docstring. The tests in this class are about landed bytes."""
 
     def test_blocks_land_where_the_ticket_says_and_nowhere_else(self, world: TransportWorld) -> None:
         world.allocator.allocate("hole", 1)
@@ -127,7 +127,7 @@ class TransportConformance(RefusalTests, DeathTests, MarkTests):
         ticket = world.receiver.grant([2 * block for block in blocks], 2 * SMALL_LAYOUT.block_tokens, 60.0, part=part)
         world.tickets[ticket.transfer_id] = replace(ticket, block_ids=tuple(blocks))
         world.allocator.move("parts", ticket.transfer_id)
-        # The sender takes them for whole ones.
+        # The sender takes the blocks for whole ones.
         world.push(replace(ticket, layout=SMALL_LAYOUT), [1, 0])
         assert "of another size" in world.require_released(ticket)
         world.require_failed(ticket)
@@ -154,6 +154,6 @@ class TransportConformance(RefusalTests, DeathTests, MarkTests):
 
 
 def _mapped_pool_count() -> int:
-    """Number of pools that are mapped in this process, its own and others'."""
+    """Count the pools that are mapped in this process, its own and others'."""
     gc.collect()
     return Path("/proc/self/maps").read_text().count("/memfd:kaveri-kv")

@@ -1,4 +1,4 @@
-"""Requirements when a side of a KV transport ends, or stands still: part of the suite in transport_conformance.py."""
+"""Requirements on KV transports when one side ends or stops: part of the suite in transport_conformance.py."""
 
 import dataclasses
 import signal
@@ -15,7 +15,7 @@ from kaveri.testing.transport_world import PEER_BLOCKS, PEER_LAYOUT, TransportSu
 
 
 class DeathTests(TransportSuite):
-    """Senders, receivers and connections that are closed, killed, stopped or restarted."""
+    """Tests with senders, receivers and connections that are closed, killed, stopped or restarted."""
 
     def test_a_closed_receiver_fails_the_push_and_gives_the_blocks_back(self, world: TransportWorld) -> None:
         ticket, unused = world.grant(2), world.grant(2)
@@ -48,7 +48,7 @@ class DeathTests(TransportSuite):
         world.require_released(first)
         world.require_released(second)
         world.start_receiver()
-        # The sender may still believe in the former connection: then the first push detects it.
+        # The sender may still use the former connection: then the first push detects its end.
         world.push(dataclasses.replace(first, endpoints=world.receiver.endpoints), [1, 2])
         assert world.require_failed(first)
         world.push(dataclasses.replace(second, endpoints=world.receiver.endpoints), [1, 2])
@@ -66,7 +66,7 @@ class DeathTests(TransportSuite):
         before = threading.active_count()
         world.sender = world.start_sender(idle_s=0.02)
         world.require_works()
-        # Left: the sender's reporter.
+        # The remaining thread is the sender's reporter.
         wait_until(lambda: threading.active_count() == before + 1, "the connection's threads have ended")
         world.require_works()
 
@@ -113,7 +113,7 @@ class DeathTests(TransportSuite):
     ) -> None:
         world, source = large_world, list(range(PEER_BLOCKS // 2))
         with nursery.start() as peer:
-            # Before the ticket's time begins.
+            # Start the sender before the ticket's time begins.
             peer.start_sender(PEER_LAYOUT, PEER_BLOCKS, 0)
             ticket = world.grant(len(source), expires_in_s=60.0 if how == "revoked" else 5.0)
             # Granted later, so that it expires later.
@@ -162,10 +162,8 @@ class DeathTests(TransportSuite):
 
     @staticmethod
     def _peer_address(world: TransportWorld) -> str:
-        """Address for a receiver in another process, next to the world's own."""
         return f"{world.address}.peer" if world.address.startswith("/") else world.address
 
     @staticmethod
     def _address_again(world: TransportWorld) -> str:
-        """Address of the running receiver, for its successor."""
         return world.receiver.endpoints[0].address

@@ -21,11 +21,10 @@ from kaveri.testing.transport_runs import FlippedByte
 from kaveri.testing.transport_world import PEER_BLOCKS, PEER_LAYOUT, SMALL_LAYOUT, TransportSuite, TransportWorld
 
 _SOURCE = [40, 3, 4, 5, 63, 0, 1, 22]
-"""Source blocks, in the order of the request."""
 
 
 class MarkTests(TransportSuite):
-    """Transfers that are marked and extended, and that are kept up to their last mark."""
+    """Tests of transfers that are marked and extended, and kept up to their last mark."""
 
     def test_a_mark_is_verified_and_reported_to_both_sides(self, world: TransportWorld) -> None:
         ticket = world.grant(3, source_blocks=_SOURCE[:3])
@@ -46,7 +45,7 @@ class MarkTests(TransportSuite):
 
     def test_an_open_push_grows_and_ends_with_fewer_blocks_than_it_was_granted(self, world: TransportWorld) -> None:
         ticket = world.grant(1, source_blocks=_SOURCE)
-        # Before the sender has opened it.
+        # Extended before the sender has opened the transfer.
         world.extend(ticket, 2)
         world.sender.open(ticket)
         world.pushed.wait_for_step(PushExtended(ticket.transfer_id, 3))
@@ -215,7 +214,7 @@ class MarkTests(TransportSuite):
         ticket = world.grant(8, 2.0, source_blocks=_SOURCE)
         world.sender.open(ticket)
         for index in range(8):
-            # Longer than the limit in all.
+            # Takes longer than the limit in total.
             world.require_released(world.grant(1, expires_in_s=0.3))
             self._write(world, ticket, index, index + 1)
             world.sender.mark(ticket.transfer_id, index + 1, b"")
@@ -269,13 +268,12 @@ class MarkTests(TransportSuite):
 
     @staticmethod
     def _require_marked(world: TransportWorld, ticket: Ticket, block_count: int, note: bytes = b"") -> None:
-        """Wait until both sides have recorded the mark."""
         world.pushed.wait_for_step(PushMarked(ticket.transfer_id, block_count))
         world.landed.wait_for_step(TransferMarked(ticket.transfer_id, block_count, note))
 
 
 class _Lying:
-    """A transport whose links send a wrong block count at some marks."""
+    """Transport whose links send a wrong block count at some marks."""
 
     def __init__(self, inner: Any, told: dict[int, int]) -> None:
         self._inner = inner
@@ -285,7 +283,6 @@ class _Lying:
         return getattr(self._inner, name)
 
     def connect(self, *arguments: Any) -> Any:
-        """See Transport.connect."""
         link = self._inner.connect(*arguments)
         mark: Callable[..., None] = link.mark
 

@@ -1,9 +1,9 @@
-"""One side of KV transfers, in this process or in a process of its own that a test can kill, stop and wake.
+"""Runs one side of KV transfers, in this process or in its own process, which a test can kill, stop and wake.
 
     python -m kaveri.testing.transport_peer FACTORY DESCRIPTOR
 
-runs a nursery, which a PeerNursery starts: a process that has imported the transport, and forks a peer for each socket
-that arrives over DESCRIPTOR. FACTORY is "module:callable", which makes the Transport. Processes exchange pickled
+runs a nursery, started by a PeerNursery: a process that has imported the transport, and forks a peer for each socket
+that arrives over DESCRIPTOR. FACTORY is "module:callable", which creates the Transport. Processes exchange pickled
 messages, one per packet; each ends when its socket does.
 """
 
@@ -46,30 +46,27 @@ Event = PushAccepted | PushFailed | TransferLanded | TransferReleased
 
 
 def fill_pool(pool: KvPool, seed: int) -> None:
-    """Fill the pool with random bytes, the same for the same seed."""
     noise = np.random.default_rng(seed).bytes(pool.memory.nbytes)
     pool.memory[:] = np.frombuffer(noise, np.uint8).reshape(pool.memory.shape)
 
 
 def load_transport(factory: str) -> Transport:
-    """Call "module:callable"."""
+    """Create the transport that "module:callable" returns."""
     module, _, name = factory.partition(":")
     return cast(Transport, getattr(importlib.import_module(module), name)())
 
 
 def load_patient_transport(factory: str) -> Transport:
-    """Call "module:callable", and give the transport a connect timeout that a busy machine does not exceed, so that a
-    push that fails has another reason."""
+    """Create the transport that "module:callable" returns, with a connect timeout that a busy machine does not exceed,
+    so that a push that fails has another reason."""
     transport = load_transport(factory)
     connecting = transport.inner if isinstance(transport, EmulatedTransport) else transport
-    # Other transports keep their own timeouts.
     if isinstance(connecting, SocketTransport):
         connecting.connect_timeout_s = WAIT_S
     return transport
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition; fail the test after the deadline."""
     deadline_s = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline_s, f"{what}: not within {WAIT_S:g} s"
@@ -77,10 +74,8 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 class Recorder:
-    """Records the ends of one side's transfers and the steps of open ones; `doubled` holds events after an end.
-
-    on_event: called with each end.
-    """
+    """Recorder of the ends of one side's transfers and the steps of open ones; `doubled` holds events after an end.
+    on_event: called with each end."""
 
     def __init__(self, on_event: Callable[[Event], None] = lambda _: None) -> None:
         self._changed = threading.Condition()
@@ -105,14 +100,12 @@ class Recorder:
             self._changed.notify_all()
 
     def wait(self, ticket: Ticket) -> Event:
-        """Wait for the event of this transfer."""
         with self._changed:
             arrived = self._changed.wait_for(lambda: ticket.transfer_id in self.events, WAIT_S)
             assert arrived, f"no event of the transfer within {WAIT_S:g} s"
             return self.events[ticket.transfer_id]
 
     def wait_for_step(self, step: TransferStep) -> None:
-        """Wait until an open transfer has reported this step."""
         with self._changed:
             told = self._changed.wait_for(lambda: step in self.steps.get(step.transfer_id, ()), WAIT_S)
             seen = self.steps.get(step.transfer_id), self.events.get(step.transfer_id)
@@ -120,7 +113,7 @@ class Recorder:
 
 
 class Side:
-    """A sender or a receiver in this process."""
+    """Sender or receiver in this process."""
 
     def __init__(self, factory: str, on_event: Callable[[Event], None] = lambda _: None) -> None:
         self._factory = factory
@@ -162,15 +155,13 @@ class Side:
         return getattr(self._side, method)(*arguments)
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """Call a method that returns nothing."""
         self.ask(method, *arguments)
 
     def wait(self, ticket: Ticket) -> Event:
-        """Wait for the event of this transfer."""
         return self.recorder.wait(ticket)
 
     def end(self) -> list[str]:
-        """Close it. Returns leftovers."""
+        """Close the sender or receiver. Returns leftovers."""
         if self._side is not None:
             self._side.close()
             self._side = None
@@ -184,15 +175,16 @@ class Side:
 
 
 class PeerProcess:
-    """A side in a process of its own. Use as a context manager, or close() it: the process is killed at the end."""
+    """Sender or receiver in its own process. Use as a context manager, or close() it: the process is killed at the
+    end."""
 
     def __init__(self, channel: socket.socket, pid: int) -> None:
         self._channel = channel
         self._pid = pid
-        # Identifies this very process, even once its number has been reused.
+        # Identifies this very process, even after its id has been reused.
         self._process = os.pidfd_open(pid)
         self.is_alive = True
-        # Commands while it is stopped. They would eventually fill the socket.
+        # Commands for a stopped process, which would eventually fill the socket.
         self._held: list[tuple[str, tuple[Any, ...], bool]] | None = None
         self.recorder = Recorder()
 
@@ -203,7 +195,6 @@ class PeerProcess:
         self.close()
 
     def start_sender(self, layout: KvLayout, block_count: int, seed: int) -> None:
-        """See Side.start_sender."""
         self.recorder = Recorder()
         self.ask("start_sender", layout, block_count, seed)
 
@@ -216,8 +207,8 @@ class PeerProcess:
         credit_bytes: int,
         on_event: Callable[[Event], None] = lambda _: None,
     ) -> tuple[KvPool, tuple[KvEndpoint, ...]]:
-        """See Side.start_receiver. The pool is the other process's own, mapped. on_event: called within ask() and
-        wait()."""
+        """Start a receiver. Returns the other process's pool, mapped, and its addresses. on_event: called within ask()
+        and wait()."""
         self.recorder = Recorder(on_event)
         self._send("start_receiver", layout, block_count, address, epoch, credit_bytes)
         endpoints, (descriptor,) = self._answer()
@@ -227,26 +218,24 @@ class PeerProcess:
         return KvPool.over(layout, np.frombuffer(mapped, np.uint8).reshape(shape)), endpoints
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """See Side.ask."""
         self._send(method, *arguments)
         return self._answer()[0]
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """Call a method that returns nothing, without waiting for it."""
+        """Call a method without waiting for a result."""
         self._send(method, *arguments, is_asked=False)
 
     def wait(self, ticket: Ticket) -> Event:
-        """See Side.wait."""
         while ticket.transfer_id not in self.recorder.events:
             self._hear()
         return self.recorder.events[ticket.transfer_id]
 
     def end(self) -> list[str]:
-        """See Side.end. Another side may be started then."""
+        """Close the sender or receiver; another one may be started then. Returns leftovers."""
         return cast(list[str], self.ask("end"))
 
     def signal(self, number: signal.Signals) -> None:
-        """Send SIGKILL, SIGSTOP or SIGCONT. Returns once all its threads are gone, or stand still."""
+        """Send SIGKILL, SIGSTOP or SIGCONT. Returns once all threads have ended or stopped."""
         signal.pidfd_send_signal(self._process, number)
         if number == signal.SIGKILL:
             # Readable once the last of its threads has ended. Its socket ends earlier, when others may still be open.
@@ -265,7 +254,7 @@ class PeerProcess:
                 _send(self._channel, message)
 
     def close(self) -> None:
-        """Kill it. Idempotent."""
+        """Kill the process. Idempotent."""
         if self.is_alive:
             self.signal(signal.SIGKILL)
         if self._process >= 0:
@@ -288,13 +277,13 @@ class PeerProcess:
             _send(self._channel, (method, arguments, is_asked))
 
     def _answer(self) -> tuple[Any, list[int]]:
-        """Return the next answer, and the descriptors that came with it."""
+        """Return the next response, and the descriptors that came with it."""
         while (heard := self._hear()) is None:
             pass
         return heard
 
     def _hear(self) -> tuple[Any, list[int]] | None:
-        """Receive one message. Handles an event, or returns an answer."""
+        """Receive one message. Handles an event, or returns a response."""
         (kind, content), descriptors = _receive(self._channel)
         assert kind != "error", f"the peer process: {content}"
         if kind == "answer":
@@ -330,10 +319,10 @@ class PeerNursery:
 
 
 def open_descriptors() -> set[tuple[str, str]]:
-    """Every descriptor of this process with its target, so that a reused number counts as new."""
+    """Return every descriptor of this process with its target, so that a reused number counts as new."""
     descriptors = set()
     for number in os.listdir("/proc/self/fd"):
-        # The one that lists them is gone by now.
+        # The descriptor of the listing itself is closed by now.
         with contextlib.suppress(FileNotFoundError):
             descriptors.add((number, os.readlink(f"/proc/self/fd/{number}")))
     # Pools are memory files, which close with their last reference: pytest still has one.
@@ -351,7 +340,6 @@ def _send(channel: socket.socket, message: Any, descriptors: list[int] | None = 
 
 
 def _receive(channel: socket.socket) -> tuple[Any, list[int]]:
-    """Receive a message. Raises EOFError and TimeoutError."""
     try:
         packet, descriptors, _, _ = socket.recv_fds(channel, _PACKET_BYTES, 1)
     except ConnectionResetError:
@@ -362,7 +350,7 @@ def _receive(channel: socket.socket) -> tuple[Any, list[int]]:
 
 
 def _nurse(factory: str, channel: socket.socket) -> None:
-    """Run a nursery: fork a peer for each socket that arrives, until its own ends."""
+    """Run a nursery: fork a peer for each received socket, until the nursery's own socket ends."""
     # Peers are not waited for: their sockets close when they end.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     load_transport(factory)
@@ -402,12 +390,11 @@ def _serve(factory: str, channel: socket.socket) -> None:
             with contextlib.suppress(OSError):
                 _send(channel, ("error", traceback.format_exc()))
     finally:
-        # Nothing of the nursery's is closed here.
+        # Do not close anything of the nursery's here.
         os._exit(0)
 
 
 def main() -> None:
-    """Run until the socket ends."""
     factory, descriptor = sys.argv[1:]
     configure_logs("kv-peer", factory, "error")
     with contextlib.suppress(EOFError):

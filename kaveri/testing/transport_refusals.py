@@ -1,4 +1,4 @@
-"""Transfers that every KV transport must refuse or give up: part of the suite in transport_conformance.py."""
+"""Transfers that every KV transport must refuse or abandon: part of the suite in transport_conformance.py."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from kaveri.testing.transport_world import SMALL_LAYOUT, TransportSuite, Transpo
 
 
 class RefusalTests(TransportSuite):
-    """Transfers that are refused, and those that one side ends."""
+    """Tests of transfers that are refused, or ended by one side."""
 
     # What is refused
 
@@ -42,7 +42,7 @@ class RefusalTests(TransportSuite):
         world.push(dataclasses.replace(ticket, secret=bytes(16)), [5, 6])
         assert "secret" in world.require_failed(ticket)
         del world.pushed.events[ticket.transfer_id]
-        # Over a connection of its own: an answer to the refused one's end may still be on its way.
+        # A second connection, because a response about the refused transfer may still be on its way.
         with contextlib.closing(world.start_sender()) as second:
             world.push(ticket, [1, 2], second)
             world.require_landed(ticket, [1, 2])
@@ -94,7 +94,7 @@ class RefusalTests(TransportSuite):
             world.grant(2)
         world.sender.abort(tickets[0].transfer_id)
         world.require_released(tickets[0])
-        # On blocks of the transfer that was given up, while another one is under way.
+        # On blocks of the abandoned transfer, while another one is under way.
         world.require_works()
         source = list(range(len(tickets[1].block_ids)))
         for layer in range(SMALL_LAYOUT.layer_count):

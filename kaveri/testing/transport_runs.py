@@ -1,11 +1,10 @@
-"""A randomised run of a transport: random layouts, blocks and pieces, transfers that end in random ways, and a process
-on the other side that is killed or stopped at a random moment. The same seed draws the same run; its timing depends on
-the kernel and the threads.
+"""Randomised run of a transport: random layouts, blocks and pieces, transfers that end in random ways, and a process on
+the other side that is killed or stopped at a random moment. The same seed draws the same run; its timing depends on the
+kernel and the threads.
 
-Asserted of each: landed blocks hold what was sent, from the moment of their event on; marked blocks do when their
-transfer ends, however it does; blocks that were given back are never written to; all others never change; a source
-block that was given back is never read; every transfer has one end on each side that lives; and no block, thread or
-descriptor is left.
+Asserted of each run: landed blocks hold what was sent, from the moment of their event on; marked blocks do when their
+transfer ends, in whatever way; released blocks are never written to; all others never change; a released source block
+is never read; every transfer has one end on each live side; and no block, thread or descriptor is left.
 """
 
 import contextlib
@@ -42,11 +41,11 @@ from kaveri.testing.transport_peer import (
 FREED = 0xEE
 """Content of released target blocks. Nothing else may be written to them."""
 _READ_MARK = 0xDD
-"""Content of released source blocks. It must not arrive anywhere."""
+"""Content of released source blocks, which must not arrive anywhere."""
 _POOL_BYTES = 4 << 20
 """Size limit of one pool; every link moves it in milliseconds."""
 _DELAY_S = 0.004
-"""Longest pause between two steps, and before a signal: about the time of such a transfer."""
+"""Max pause between two steps, and before a signal: about the duration of such a transfer."""
 
 _LANDS = ("land", "land", "land", "land", "end twice")
 _CUT = ("abort", "revoke", "expire")
@@ -56,14 +55,14 @@ _FAULTS = ("kill", "kill", "stop", "stop and kill", "none")
 
 
 class FlippedByte:
-    """A digest of wrong bytes: to the receiver, a byte flipped in transit after the first right_bytes."""
+    """Digest of wrong bytes: to the receiver, a byte flipped in transit after the first right_bytes."""
 
     def __init__(self, right_bytes: int = 0) -> None:
         self._right_bytes = right_bytes
         self._digest: Digest = xxh3()
 
     def update(self, data: memoryview, /) -> None:
-        """Add bytes; the last one is flipped once right_bytes were added."""
+        """Add bytes, flipping the last one once right_bytes were added."""
         seen = bytearray(data)
         if len(seen) > self._right_bytes:
             seen[-1] ^= 1
@@ -71,7 +70,6 @@ class FlippedByte:
         self._digest.update(memoryview(seen))
 
     def intdigest(self) -> int:
-        """Digest of the bytes as seen."""
         return self._digest.intdigest()
 
 
@@ -93,7 +91,7 @@ class _RunAccount:
 
     memory: npt.NDArray[np.uint8]
     reference: npt.NDArray[np.uint8]
-    """The sender's pool after it was filled."""
+    """Content of the sender's pool after it was filled."""
     allocator: BlockAllocator
     expected: npt.NDArray[np.uint8] = field(init=False)
     transfers: dict[bytes, _Transfer] = field(default_factory=dict)
@@ -106,7 +104,7 @@ class _RunAccount:
         self.expected = self.memory.copy()
 
     def settle(self, event: Event, marked_count: int) -> None:
-        """Account for a transfer that has landed or been given back. marked_count: blocks that were marked before."""
+        """Account for a landed or released transfer. marked_count: blocks marked before."""
         with self.lock:
             transfer = self.transfers[event.transfer_id]
             assert transfer.ticket is not None
@@ -137,7 +135,7 @@ class _RunAccount:
 
 
 class RandomRun:
-    """A run; see the head of the file. Call carry_out() once."""
+    """Randomised run; see the module docstring. Call carry_out() once."""
 
     def __init__(self, factory: str, address: str, nursery: PeerNursery, seed: int) -> None:
         self._factory, self._address, self._nursery, self._seed = factory, address, nursery, seed
@@ -159,7 +157,6 @@ class RandomRun:
         self._transfers = self._draw_transfers()
 
     def carry_out(self) -> None:
-        """Carry out the run. Raises AssertionError."""
         threads, descriptors = set(threading.enumerate()), open_descriptors()
         with contextlib.ExitStack() as stack:
             peer = stack.enter_context(self._nursery.start()) if self._where != "here" else None
@@ -175,7 +172,7 @@ class RandomRun:
             if self._where != "sender elsewhere" and self._chance.random() < 0.3:
                 self._start_again(stack, is_killed)
             for side in (self._sender, self._receiver):
-                # In this process the other side's are among them.
+                # In this process the other side's threads and descriptors are included.
                 left = side.end() if isinstance(side, Side) or side.is_alive else []
                 assert isinstance(side, Side) or not left, f"{left} of the other process"
                 assert not side.recorder.doubled
@@ -193,7 +190,7 @@ class RandomRun:
             ending = chance.choice(endings)
             if ending == "flip a byte" and self._where == "sender elsewhere":
                 ending = "abort"
-            # Each has source blocks of its own, to be scribbled on when it fails.
+            # Each transfer has its own source blocks, to be overwritten when it fails.
             count = min(
                 len(free), chance.choice((0, 1, chance.randint(1, 8), *[chance.randint(1, self._block_count)] * 3))
             )
@@ -206,7 +203,7 @@ class RandomRun:
             if not count and ending in ("end early", "flip a byte"):
                 ending = "land"
             expires_in_s = chance.uniform(0.03, 0.2) if ending == "expire" else 600.0
-            # Fewer blocks than were granted are no error of an open transfer.
+            # Fewer blocks than granted are no error of an open transfer.
             is_open = ending != "end early" and chance.random() < 0.4
             transfers.append(_Transfer(ending, source, pieces, expires_in_s, is_open))
         return transfers
@@ -247,7 +244,7 @@ class RandomRun:
             self._sender = here = Side(self._factory, self._scribble)
             stack.callback(here.end)
             self._source = here.start_sender(layout, count, self._seed)
-            # A second one, whose digests are wrong.
+            # Second recorder, for the sender with wrong digests.
             self._wrong = Recorder(self._scribble)
             self._wrong_sender = KvSender(
                 self._source, self._wrong, transports=[load_patient_transport(self._factory)], digest=FlippedByte
@@ -266,7 +263,7 @@ class RandomRun:
                 self._source.memory[:, transfer.source] = _READ_MARK
 
     def _bring_on(self, peer: PeerProcess | None) -> None:
-        """Make all steps of all transfers in random order, and the fault somewhere between."""
+        """Make all steps of all transfers in random order, with the fault somewhere between."""
         chance = self._chance
         if self._where == "receiver elsewhere":
             for transfer in self._transfers:
@@ -381,7 +378,7 @@ class RandomRun:
             assert not isinstance(pushed, PushAccepted), outcome
 
     def _start_again(self, stack: contextlib.ExitStack, is_killed: bool) -> None:
-        """Check that a receiver of the next epoch at the same address takes transfers of the same sender."""
+        """Check that a receiver of the next epoch at the same address accepts transfers of the same sender."""
         address, epoch = self._endpoints[0].address, (self._epoch + 1) % (1 << 64)
         again = stack.enter_context(self._nursery.start())
         if not is_killed:

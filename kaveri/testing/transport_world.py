@@ -1,4 +1,4 @@
-"""A sender and a receiver over one transport, and the fixtures of the suite in transport_conformance.py."""
+"""Sender and receiver over one transport, and the fixtures of the suite in transport_conformance.py."""
 
 import threading
 import time
@@ -29,19 +29,20 @@ from kaveri.testing.transport_peer import (
 from kaveri.testing.transport_runs import FREED
 
 SMALL_LAYOUT = KvLayout("conformance", 3, block_tokens=4, kv_head_count=2, head_dim=5, dtype="float32")
-"""320-byte blocks: odd sizes find more than round ones."""
+"""Layout with 320-byte blocks: odd sizes find more than round ones."""
 PEER_LAYOUT = KvLayout("conformance", 4, block_tokens=16, kv_head_count=4, head_dim=32, dtype="float32")
-"""16 KiB blocks."""
+"""Layout with 16 KiB blocks."""
 PEER_BLOCKS = 512
 _END_WITHIN_S = 20.0
 
 
 class TransportWorld:
-    """A sender and a receiver over one transport, and the expected content of the receiver's blocks.
+    """Sender and receiver over one transport, and the expected content of the receiver's blocks.
 
-    The receiver's pool must equal `expected` whenever idle: granted blocks change by a landing only, blocks of released
+    The receiver's pool must equal `expected` whenever idle: granted blocks change only by a landing, blocks of released
     transfers are filled with FREED at once and stay so, and all others never change. When an open transfer is released,
-    its marked blocks are compared with their source.
+    its
+    marked blocks are compared with their source.
     """
 
     def __init__(self, factory: str, address: str, layout: KvLayout, block_count: int) -> None:
@@ -54,7 +55,7 @@ class TransportWorld:
         self.sources: dict[bytes, list[int]] = {}
         """Source blocks of open transfers, in order."""
         self.kept_counts: dict[bytes, int] = {}
-        """Blocks of released open transfers that were marked and right then."""
+        """Number of blocks of released open transfers that were marked and correct."""
         self.pushed, self.landed = Recorder(), Recorder(self._settle)
         self.epoch = 0
         self.receiver = self.start_receiver()
@@ -76,10 +77,8 @@ class TransportWorld:
         return KvSender(self.source, self.pushed, transports=transports, digest=digest, idle_s=idle_s)
 
     def grant(self, block_count: int, expires_in_s: float = 60.0, *, source_blocks: list[int] | None = None) -> Ticket:
-        """Take blocks and lease them to a transfer.
-
-        source_blocks: makes it an open transfer, of these source blocks in order.
-        """
+        """Allocate blocks and lease them to a transfer. source_blocks: makes it an open transfer, of these source
+        blocks in order."""
         owner, is_open = object(), source_blocks is not None
         blocks = self.allocator.allocate(owner, block_count)
         tokens = (block_count if source_blocks is None else len(source_blocks)) * self.target.layout.block_tokens
@@ -91,7 +90,6 @@ class TransportWorld:
         return ticket
 
     def extend(self, ticket: Ticket, block_count: int) -> None:
-        """Lease more blocks to an open transfer."""
         blocks = tuple(self.allocator.allocate(ticket.transfer_id, block_count))
         known = self.tickets[ticket.transfer_id]
         self.tickets[ticket.transfer_id] = replace(known, block_ids=known.block_ids + blocks)
@@ -106,7 +104,7 @@ class TransportWorld:
         sender.finish(ticket.transfer_id, b"note")
 
     def expect(self, ticket: Ticket, source_blocks: list[int]) -> None:
-        """Expect that this transfer, once landed, has put these blocks where its ticket says."""
+        """Expect these source blocks at the places of the ticket after the landing."""
         self.expected[:, ticket.block_ids] = self.source.memory[:, source_blocks]
 
     def require_landed(self, ticket: Ticket, source_blocks: list[int]) -> None:
@@ -119,37 +117,35 @@ class TransportWorld:
         self.check_target()
 
     def require_released(self, ticket: Ticket) -> str:
-        """Wait until the blocks are given back; return the reason."""
+        """Wait until the transfer's blocks are released; return the reason."""
         event = self.landed.wait(ticket)
         assert isinstance(event, TransferReleased), event
         return event.reason
 
     def require_failed(self, ticket: Ticket) -> str:
-        """Wait until the sender gives the source blocks back; return the reason."""
+        """Wait until the sender releases the source blocks; return the reason."""
         event = self.pushed.wait(ticket)
         assert isinstance(event, PushFailed), event
         return event.reason
 
     def require_works(self) -> None:
-        """Assert that another transfer lands."""
         ticket, blocks = self.grant(2), [1, 0]
         self.push(ticket, blocks)
         self.require_landed(ticket, blocks)
 
     def check_target(self) -> None:
-        """Compare the whole target pool with its expected content."""
         wrong = np.argwhere((self.target.memory != self.expected).any(axis=2))
         assert not len(wrong), f"wrong bytes in (layer, block) {wrong[:10].tolist()}"
 
     def check_integrity(self) -> None:
-        """Assert that no event came twice, no block leaked, and none was written to after it was given back."""
+        """Assert that no event came twice, no block leaked, and none was written to after its release."""
         assert not self.pushed.doubled
         assert not self.landed.doubled
         self.allocator.check_integrity(set(self.tickets))
         self.check_target()
 
     def close(self) -> None:
-        """End both sides, and assert that all granted blocks are accounted for."""
+        """Close both sides, and assert that all granted blocks are accounted for."""
         self.sender.close()
         self.receiver.close()
         for event in self.landed.events.values():
@@ -184,27 +180,25 @@ class TransportSuite:
     @pytest.fixture(scope="class")
     @classmethod
     def nursery(cls) -> Iterator[PeerNursery]:
-        """Nursery for processes of the tests."""
         with PeerNursery(cls.factory) as nursery:
             yield nursery
 
     @pytest.fixture
     def nothing_left(self, nursery: PeerNursery) -> Iterator[None]:
-        # Once for the process: what the transport starts for good.
         load_transport(self.factory)
         threads, descriptors = set(threading.enumerate()), open_descriptors()
         yield
-        # One that waited for a process that has just been ended may take a moment.
+        # A nursery that waited for an ended process may take a moment.
         until_s = time.monotonic() + _END_WITHIN_S
         while (left := set(threading.enumerate()) - threads) and time.monotonic() < until_s:
             next(iter(left)).join(0.1)
         assert not left, f"threads are left: {left}"
-        # Others of this process may close theirs meanwhile, so only new ones count.
+        # Other threads may close descriptors meanwhile, so only new ones count.
         assert not (new := open_descriptors() - descriptors), f"descriptors are left: {new}"
 
     @contextmanager
     def open_world(self, folder: Path, layout: KvLayout, block_count: int) -> Iterator[TransportWorld]:
-        """Open a world of pools of this many blocks, check its integrity, and close it."""
+        """Open a world with pools of this many blocks, check its integrity at the end, and close it."""
         world = TransportWorld(self.factory, self.address(folder), layout, block_count)
         try:
             yield world

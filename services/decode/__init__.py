@@ -1,1 +1,1 @@
-"""The decode service: takes requests with their KV cache and generates their tokens."""
+"""Decode service: receives the KV cache of prefilled requests and generates their tokens."""

@@ -1,4 +1,4 @@
-"""The log of one answer: its tokens, and how many of them its router was sent. No I/O."""
+"""Log of one answer: its tokens, and the number of them already sent to the router. No I/O."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from services.decode.lifecycle import RequestTimes
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of an answer here: a finish reason or an error."""
+    """End of an answer on this instance: a finish reason or an error."""
 
     finish: FinishReason | None = None
     times: RequestTimes | None = None
@@ -21,22 +21,22 @@ class End:
     replaced: bool = False
     moved: bool = False
     fault: EngineError | EngineBroke | None = None
-    """The exception that the engine raised; set with error."""
+    """Exception raised by the engine; set together with `error`."""
 
     @property
     def is_final(self) -> bool:
-        """True if the request must not be placed again."""
+        """Return True if the request must not be placed again."""
         return isinstance(self.fault, EngineError)
 
 
 GOING_ON = End()
 READ_HERE_TOKENS = 32
-"""Tokens per message to the router of an answer that a caller reads here."""
+"""Tokens per message to the router while a client reads the answer directly from this instance."""
 
 
 @dataclass(eq=False, slots=True)
 class GainedTokens:
-    """Unsent tokens of one request."""
+    """Unsent tokens of one request, as a message to its router."""
 
     request_id: str
     owner: Owner
@@ -46,55 +46,52 @@ class GainedTokens:
     logprobs: list[Logprobs] = field(default_factory=list)
     end: End = GOING_ON
     replica: ReplicaLocation | None = None
-    """News of the request's copy; None: no news."""
+    """New location of the request's KV copy; None: unchanged."""
     read_here: bool = False
-    """A caller reads the answer here."""
+    """True while a client reads the answer directly from this instance."""
 
 
 @dataclass(eq=False, slots=True)
 class AnswerLog:
-    """The tokens of one answer from first_index on."""
+    """Tokens of one answer from first_index on."""
 
     first_index: int
     sent: int
     """Index of the next token to send."""
-    # An array, because garbage collection visits each item of a list, of all answers in one turn of the event loop.
+    # An array: the garbage collector visits each item of a list, which would block the event loop.
     token_ids: "array[int]" = field(default_factory=lambda: array("I"))
     logprobs: list[Logprobs] = field(default_factory=list)
-    """One for each token, or none at all."""
+    """Log-probabilities, one entry per token; empty if not requested."""
     end: End = GOING_ON
     end_sent: bool = False
     replica: ReplicaLocation | None = None
-    """Location of the request's copy; None: none so far."""
+    """Location of the request's KV copy; None: no copy yet."""
     replica_sent: bool = True
 
     @classmethod
     def drawn_here(cls, index: int) -> "AnswerLog":
-        """Log of a request whose next token, at that index, is drawn here."""
+        """Create the log of a request whose next token, at `index`, is sampled on this instance."""
         return cls(index, index)
 
     @property
     def next_index(self) -> int:
-        """Index of the next token to draw."""
         return self.first_index + len(self.token_ids)
 
     @property
     def has_unsent(self) -> bool:
-        """True if take() has something new."""
         return self.sent < self.next_index or (self.end is not GOING_ON and not self.end_sent)
 
     @property
     def has_ended(self) -> bool:
-        """True if no token follows."""
         return self.end is not GOING_ON
 
     @property
     def is_due(self) -> bool:
-        """True if the router of an answer that a caller reads here needs a message now."""
+        """Return True if the router needs a message now although a client reads the answer directly."""
         return self.has_ended or not self.replica_sent or self.next_index - self.sent >= READ_HERE_TOKENS
 
     def begin_with(self, token_id: int, logprobs: Logprobs | None) -> None:
-        """Insert the token that prefill drew, before any token is drawn here."""
+        """Insert the first token, sampled by prefill, before any token of this instance."""
         assert not self.token_ids, self
         self.first_index -= 1
         self.token_ids.append(token_id)
@@ -102,7 +99,6 @@ class AnswerLog:
             self.logprobs.append(logprobs)
 
     def gain(self, step: TokenStep, times: RequestTimes | None) -> None:
-        """Append one token; `times` with the last one."""
         self.token_ids.append(step.token_id)
         if step.logprobs is not None:
             self.logprobs.append(step.logprobs)
@@ -110,22 +106,22 @@ class AnswerLog:
             self.end = End(step.finish, times)
 
     def send_from(self, index: int) -> None:
-        """Mark tokens from `index` on, and the end, as unsent. index: within the log, or the next index."""
+        """Mark the tokens from `index` on, and the end, as unsent. `index` lies within the log or is the next index."""
         assert self.first_index <= index <= self.next_index, (index, self)
         self.sent = index
         self.end_sent = False
         self.replica_sent = self.replica is None
 
     def note_replica(self, replica: ReplicaLocation) -> None:
-        """Record the location and size of the request's copy."""
+        """Record a new location or size of the request's KV copy."""
         self.replica, self.replica_sent = replica, False
 
     def take(self, request_id: str, owner: Owner) -> GainedTokens:
-        """Take unsent tokens; they count as sent from now on."""
+        """Return the unsent tokens and mark them as sent."""
         start = self.sent - self.first_index
         token_ids = self.token_ids[start:].tolist()
         gained = GainedTokens(request_id, owner, self.sent, token_ids, self.logprobs[start:], self.end)
-        # The copy of a request that has ended is gone, unless the request was moved to it.
+        # The copy of an ended request is dropped, unless the request was moved to it.
         if not self.replica_sent and (self.end is GOING_ON or self.end.moved):
             gained.replica, self.replica_sent = self.replica, True
         self.sent = self.next_index

@@ -1,9 +1,6 @@
-"""Answers that callers read here directly: one stream per caller, small messages after each engine step.
-
-The router still owns the request. While a caller reads, the router gets the tokens in larger pieces
-(RequestOwners.gain), and all of them when the caller stops. A reader makes text as routers do, so a caller may switch
-between the two at any token.
-"""
+"""Direct reads: clients read answers from this instance, one stream per client, a small message per engine step. The
+router still owns the request. During a direct read it gets the tokens in larger pieces (RequestOwners.gain), and all of
+them when the client stops. Text is detokenized as in routers, so a client may switch between the two at any token."""
 
 import asyncio
 import contextlib
@@ -24,15 +21,13 @@ MIN_READER_ID_CHARACTERS = 16
 MAX_READER_ID_CHARACTERS = 128
 _MOST_PARTS = 32
 _MOST_PART_TOKENS = 64
-"""Limits on the parts of a message and the tokens of a part: encoding it here and decoding it at the caller take one
-turn of the event loop each."""
+"""Limits on parts per message and tokens per part: a message is encoded, and decoded at the client, in one turn of the
+event loop."""
 MAX_READERS = 1024
-"""Limit on callers with a stream."""
+"""Max clients with an open stream."""
 
 
 class AnswerTokenizer(Protocol):
-    """The part of ModelTokenizer that readers use."""
-
     def detokenizer(
         self,
         prompt_token_ids: Sequence[int],
@@ -45,7 +40,7 @@ class AnswerTokenizer(Protocol):
 
 
 class AnswerAsked(NamedTuple):
-    """A caller's request to read an answer after the tokens and characters that it has."""
+    """A client's request to read an answer after the tokens and characters that it already has."""
 
     reader_id: str
     request_id: str
@@ -62,14 +57,14 @@ class ReadPart(NamedTuple):
     session: int
     part: AnswerPart
     ended: bool
-    """It is the last part from here."""
+    """True for the last part that this instance sends."""
 
 
 class AnswerReader:
-    """One answer as one caller reads it."""
+    """Direct read of one answer by one client."""
 
     def __init__(self, request: DecodeRequest, stream: "CallerStream", answer: Answer, asked: AnswerAsked) -> None:
-        """answer: positioned after the caller's tokens."""
+        """answer: positioned after the tokens that the client already has."""
         self.request = request
         self._stream = stream
         self._answer = answer
@@ -78,11 +73,11 @@ class AnswerReader:
         self._left = False
 
     def changed(self) -> None:
-        """The request's log has grown, or has ended."""
+        """Schedule a message after the request's log has grown or ended."""
         self._stream.add(self)
 
     def leave(self) -> None:
-        """Detach the caller; output so far is still sent. Idempotent."""
+        """Detach the client; output so far is still sent. Idempotent."""
         if not self._left:
             self._pull()
             self._left = True
@@ -90,7 +85,7 @@ class AnswerReader:
             self._stream.add(self)
 
     def take(self) -> ReadPart:
-        """Take unread output, up to the limit of a part."""
+        """Return unread output, up to the size limit of one part."""
         has_rest = not self._left and self._pull(_MOST_PART_TOKENS)
         answer = self._answer
         part = answer.take()
@@ -101,11 +96,12 @@ class AnswerReader:
         return ReadPart(self.request.request_id, self._session, part, ended)
 
     def _pull(self, most_tokens: int | None = None) -> bool:
-        """Append new tokens of the request's log to the answer, at most most_tokens. Returns True if there are more."""
+        """Append new tokens of the request's log to the answer, at most `most_tokens`. Returns True if more remain."""
         log = self.request.log
         tokens = log.token_ids[self._next_index - log.first_index :]
         if log.end.finish is FinishReason.STOP:
-            # The router sends it with the end. A caller that had it alone would re-attach after the end of the answer.
+            # The router sends the last token with the end. A client that had the token alone would re-attach after the
+            # end.
             tokens = tokens[:-1]
         if taken := tokens[:most_tokens]:
             self._next_index += len(taken)
@@ -114,7 +110,7 @@ class AnswerReader:
 
 
 class CallerStream(Feed[AnswerReader]):
-    """A caller's subscription. Unread output is coalesced: at most the rest of each answer waits."""
+    """A client's subscription. Unread output is coalesced, so the backlog is at most the rest of each answer."""
 
     def __init__(self, reader_id: str) -> None:
         super().__init__()
@@ -123,7 +119,7 @@ class CallerStream(Feed[AnswerReader]):
 
 
 class AnswerReaders:
-    """The callers' streams of one decode instance. For one event loop."""
+    """Client streams of one decode instance. Not thread-safe."""
 
     def __init__(
         self,
@@ -132,25 +128,24 @@ class AnswerReaders:
         tokenizer: AnswerTokenizer | None,
         count_read: Callable[[int], object],
     ) -> None:
-        """find: finds a running request by its id. send: sends unsent tokens to a request's router. tokenizer: None:
-        answers are not read here. count_read: called with the number of tokens of each message."""
+        """find: looks up a running request by its id. send: sends unsent tokens to a request's router. tokenizer: None
+        disables direct reads. count_read: called with the number of tokens of each message."""
         self._find = find
         self._send = send
         self._tokenizer = tokenizer
         self._count_read = count_read
         self._streams: dict[str, CallerStream] = {}
         self._turn = asyncio.Lock()
-        """Held while a long prefix of an answer is detokenized, in several slices of the event loop."""
+        """Held while a long prefix of an answer is detokenized, over several turns of the event loop."""
 
     @property
     def count(self) -> int:
-        """Callers that have a stream."""
+        """Number of clients with an open stream."""
         return len(self._streams)
 
     def open(self, reader_id: str) -> CallerStream:
-        """Open a stream for the caller. An older one of the same caller ends.
-
-        Raises Unsupported without a tokenizer, InvalidArgument, and Unavailable when there are MAX_READERS."""
+        """Open a client's stream and end the client's former one. Raises Unsupported without a tokenizer,
+        InvalidArgument, and Unavailable when MAX_READERS is reached."""
         if self._tokenizer is None:
             raise Unsupported("answers are not read here: --direct-answers off")
         if not MIN_READER_ID_CHARACTERS <= len(reader_id) <= MAX_READER_ID_CHARACTERS:
@@ -173,10 +168,11 @@ class AnswerReaders:
             self._end(stream, reader)
 
     async def read(self, asked: AnswerAsked) -> None:
-        """Add an answer to its caller's stream. Replaces another reader of it.
+        """Add an answer to its client's stream, replacing another reader of the answer.
 
-        Raises InvalidArgument (the secret), RequestNotFound (it is not here in that session, or not with those tokens),
-        Unsupported (it has log-probabilities) and Unavailable (the caller has no stream)."""
+        Raises InvalidArgument (wrong secret), RequestNotFound (unknown request, session or token position), Unsupported
+        (log-probabilities were requested) and Unavailable (the client has no stream).
+        """
         stream, request, tokenizer = self._check(asked)
         params, prompt_ids = request.engine_request.params, request.engine_request.token_ids
         detokenizer = tokenizer.detokenizer(
@@ -189,14 +185,14 @@ class AnswerReaders:
         answer = Answer(detokenizer)
         async with self._turn if len(asked.token_ids) > SLICE_TOKENS else contextlib.nullcontext():
             await answer.go_on_after(asked.token_ids, asked.characters, params.stop_token_ids)
-        # It may have left meanwhile.
+        # The request may have ended during the await.
         stream, request, _ = self._check(asked)
         if request.reader is not None:
             request.reader.leave()
         reader = request.reader = AnswerReader(request, stream, answer, asked)
         stream.readers[request] = reader
         reader.changed()
-        # Tell the router at once that the answer is read here.
+        # Inform the router at once that the answer is read here.
         self._send(request)
 
     def _check(self, asked: AnswerAsked) -> tuple["CallerStream", DecodeRequest, AnswerTokenizer]:
@@ -217,7 +213,7 @@ class AnswerReaders:
         return stream, request, tokenizer
 
     async def next_parts(self, stream: CallerStream, beat_s: float = BEAT_S) -> list[ReadPart]:
-        """Take unread parts for one message; wait beat_s seconds for some."""
+        """Return the unread parts for one message, after waiting at most `beat_s` seconds for some."""
         parts = []
         for reader in await stream.take(beat_s, _MOST_PARTS):
             read = reader.take()

@@ -1,4 +1,4 @@
-"""The settings of an instance's decode phase."""
+"""Settings of an instance's decode phase."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,8 +11,6 @@ from kaveri.policy.admission import AdmissionPolicy, AnyAdmission
 from kaveri.policy.replication import AnyReplication, ReplicationMode
 
 OF_COPIES = ("replication", "replica_memory", "replica_min_tokens", "replication_rate")
-"""Settings of replication."""
-
 _WITHOUT_MODEL = ("fake", "timed")
 
 
@@ -52,5 +50,4 @@ class BatchConfig(InstanceConfig):
 
     @property
     def reads_directly(self) -> bool:
-        """True if callers may read answers here."""
         return self.direct_answers == "on" or (self.direct_answers == "auto" and self.engine not in _WITHOUT_MODEL)

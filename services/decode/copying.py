@@ -1,7 +1,7 @@
-"""The life of a request's copy at its owner. Pure: no clock, no waiting, no I/O.
+"""State machine of a request's KV copy, on the owner's side. Pure: no clock, no waiting, no I/O.
 
     Alone <-> Opening -> Copied -> Alone        until the request ends
-                         Copied <-> Moving -> gone
+              Copied <-> Moving -> end
 
 step() returns the next state and the actions for the service, in order.
 """
@@ -16,37 +16,34 @@ from kaveri.kv.transfer.ticket import Ticket
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 _DOUBLINGS = 6
-"""Doublings of the first pause until it exceeds the longest."""
+"""Number of doublings after which the retry pause exceeds its maximum."""
 
 
 class Holder(NamedTuple):
-    """A life of an instance that holds a copy, or is asked to."""
+    """Incarnation of an instance that holds, or is asked to hold, a copy."""
 
     instance_id: str
     incarnation: int
     address: str
     number: int = 0
-    """Number of the copy, counted by the owner."""
-
-
-# ---- states ----
+    """Number of the copy, assigned by the owner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """The request has no holder."""
+    """State: the request has no holder."""
 
     until_s: float = 0.0
-    """Earliest time of the next request for room."""
+    """Earliest time of the next search for a holder."""
     failures: int = 0
     """Consecutive failures; each doubles the pause."""
     former: Holder | None = None
-    """May still have an earlier copy."""
+    """Previous holder, which may still have a copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A holder is asked for room."""
+    """State: a holder was asked to reserve memory for the copy."""
 
     holder: Holder
     failures: int
@@ -55,57 +52,50 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """The engine copies to a holder, in the background."""
+    """State: the engine copies KV to a holder in the background."""
 
     holder: Holder
     failures: int
     token_count: int = 0
-    """The watermark: tokens whose KV the holder has verified."""
+    """Watermark: number of tokens whose KV the holder has verified."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """The engine releases the request to the holder."""
+    """State: the engine is releasing the request to the holder."""
 
     holder: Holder
     failures: int
     token_count: int
-    """The watermark."""
+    """Watermark: number of tokens whose KV the holder has verified."""
 
 
 Copy = Alone | Opening | Copied | Moving
 
-# ---- events ----
-
 
 class BareEvent(enum.Enum):
-    """Events without data."""
-
     MOVE_ASKED = enum.auto()
-    """The request is to be moved to the holder."""
+    """The service wants to move the request to the holder."""
     MOVE_FAILED = enum.auto()
-    """The request stays here."""
 
 
 @dataclass(frozen=True, slots=True)
 class HolderChosen:
-    """The policy has chosen a holder."""
-
     holder: Holder
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRoomGranted:
-    """The holder has room."""
+    """Event: the holder has reserved memory for the copy."""
 
     ticket: Ticket
     incarnation: int
-    """The life that granted it."""
+    """Incarnation of the holder that reserved the memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyLost:
-    """There is no room, or the engine's push has ended."""
+    """Event: the holder has no memory for the copy, or the engine's push has ended."""
 
     pause_s: float
     """Pause after a first failure."""
@@ -113,76 +103,72 @@ class CopyLost:
 
 @dataclass(frozen=True, slots=True)
 class CopyGrew:
-    """The watermark has risen."""
+    """Event: the watermark has risen."""
 
     token_count: int
 
 
 @dataclass(frozen=True, slots=True)
 class MoveDone:
-    """The holder has the KV of all tokens but the last; the engine has ended the request."""
+    """Event: the holder has the KV of all tokens but the last, and the engine has ended the request."""
 
     token_count: int
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
-    """The request is gone, and its engine has ended the push."""
+    """Event: the request has ended, and its engine has ended the push."""
 
     is_given_up: bool = False
-    """No router resumes it. Otherwise the holder keeps the copy for a moment: this instance may die before the router
-    has the end of the answer."""
+    """True if no router will resume the request. Otherwise the holder keeps the copy for a while: this instance may die
+    before the router has received the end of the answer."""
 
 
 Event = HolderChosen | CopyRoomGranted | CopyLost | CopyGrew | BareEvent | MoveDone | RequestEnded
 
-# ---- actions ----
-
 
 @dataclass(frozen=True, slots=True)
 class AskHolder:
-    """Ask a holder for room."""
+    """Ask a holder to reserve memory for the copy."""
 
     holder: Holder
 
 
 @dataclass(frozen=True, slots=True)
 class BeginCopy:
-    """Have the engine copy to the ticket."""
+    """Start copying in the engine."""
 
     ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class CloseCopy:
-    """Have a holder drop its copy. If the message is lost, the copy expires."""
+    """Tell a holder to drop its copy. If the message is lost, the copy expires."""
 
     holder: Holder
 
 
 @dataclass(frozen=True, slots=True)
 class TellRouterOfCopy:
-    """Send the request's router news of the copy."""
+    """Send the request's router the new location of the copy."""
 
     replica: ReplicaLocation
 
 
 @dataclass(frozen=True, slots=True)
 class LetGoInEngine:
-    """Have the engine release the request to the holder."""
+    """Tell the engine to release the request to the holder."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndAsMoved:
-    """End the request here; its router resumes it from the replica."""
+    """End the request on this instance; its router resumes it from the replica."""
 
     replica: ReplicaLocation
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitResumed:
-    """Wait until the holder has resumed the request."""
-
     holder: Holder
 
 
@@ -191,7 +177,7 @@ Step = tuple[Copy, tuple[Action, ...]]
 
 
 def step(copy: Copy, event: Event, now_s: float) -> Step:
-    """The next state and the actions. Late events change nothing."""
+    """Return the next state and the actions. Late events change nothing."""
     match event, copy:
         case HolderChosen(holder), Alone():
             return Opening(holder, copy.failures, copy.former), (AskHolder(holder),)
@@ -211,10 +197,10 @@ def step(copy: Copy, event: Event, now_s: float) -> Step:
         case MoveDone(token_count), Moving():
             return Alone(), (EndAsMoved(_replica(copy.holder, token_count)), AwaitResumed(copy.holder))
         case RequestEnded(is_given_up=True), Copied() | Moving():
-            # The holder may have taken all just before.
+            # The holder may have received everything just before.
             return Alone(), (CloseCopy(copy.holder),)
         case RequestEnded(), Moving():
-            # The holder keeps the copy for a moment, whole or not.
+            # The holder keeps the copy for a while, complete or not.
             return Alone(), ()
         case RequestEnded(is_given_up=True), Alone() | Opening() if copy.former is not None:
             return Alone(), (CloseCopy(copy.former),)
@@ -228,7 +214,7 @@ def _replica(holder: Holder, token_count: int) -> ReplicaLocation:
 
 def _granted(copy: Opening, ticket: Ticket, holder: Holder) -> Step:
     actions: tuple[Action, ...] = (BeginCopy(ticket),)
-    # The same life drops its former copy by itself.
+    # An unchanged incarnation drops its former copy by itself.
     if copy.former is not None and copy.former[:2] != holder[:2]:
         actions = (CloseCopy(copy.former), *actions)
     return Copied(holder, copy.failures), actions

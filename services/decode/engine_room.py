@@ -1,4 +1,4 @@
-"""Reserves room and seats at the engine, in the order of the policy."""
+"""Reserves KV blocks and batch seats at the engine, in the order of the admission policy."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ from services.decode.requests import DecodeRequest, DecodeRequests
 
 
 class EngineRoom:
-    """Room and seats of one decode instance. For one event loop."""
+    """KV blocks and batch seats of one decode instance. Not thread-safe."""
 
     def __init__(
         self,
@@ -37,13 +37,12 @@ class EngineRoom:
         self.is_draining = False
 
     def free(self) -> FreeRoom:
-        """Free room of the engine."""
         quarantined_blocks = self._engine.kv_flow().receiving.quarantined_block_count
         stats = self._engine.stats()
         return FreeRoom(stats.free_blocks, quarantined_blocks, stats.running_requests)
 
     def give(self) -> None:
-        """Reserve room for requests in line while there is some."""
+        """Reserve room for waiting requests as long as there is some."""
         line = self._room.line
         while line.length:
             request_id = self._room.next_to_ask(self.free(), time.monotonic())
@@ -62,7 +61,6 @@ class EngineRoom:
         self.give()
 
     def ask(self, request: DecodeRequest) -> None:
-        """Reserve room for one request."""
         left_s = request.expires_s - time.monotonic()
         if left_s <= 0:
             self._take(request, lifecycle.BareEvent.TIME_OVER)
@@ -86,7 +84,7 @@ class EngineRoom:
         self._take(request, lifecycle.TurnedAway(refusal))
 
     async def granted(self, request: DecodeRequest) -> Ticket:
-        """Wait for the request's ticket. Cancelled, it ends the request."""
+        """Wait for the request's ticket. Cancellation ends the request."""
         assert request.answer is not None
         try:
             return await request.answer
@@ -95,7 +93,7 @@ class EngineRoom:
             raise
 
     def _answered(self, request: DecodeRequest, granting: "Future[Ticket] | asyncio.Future[Ticket]") -> None:
-        """Handle the engine's answer to a request that may have ended."""
+        """Handle the engine's answer; the request may have ended meanwhile."""
         error = granting.exception()
         if isinstance(request.state, Released):
             if error is None:
@@ -105,7 +103,7 @@ class EngineRoom:
         else:
             known = error if isinstance(error, KaveriError) else EngineError(repr(error))
             if self.is_draining and isinstance(known, NoCapacity):
-                # drain() has emptied the line while this one was not in it. It must not join it again.
+                # drain() emptied the line while this request was outside; joining again would make it wait forever.
                 known = draining()
             self._take(request, lifecycle.RoomRefused(known))
 
@@ -123,5 +121,5 @@ class EngineRoom:
 
 
 def draining() -> Unavailable:
-    """The refusal of a draining instance."""
+    """Return the error with which a draining instance refuses requests."""
     return Unavailable("the decode instance is draining", retry_after_s=1.0)

@@ -1,7 +1,5 @@
-"""Holds copies of other instances' requests, and resumes requests whose owner was lost.
-
-Leaves the bytes to a ReplicaStore, and resumed requests to the DecodeInstance.
-"""
+"""Holds KV copies of other instances' requests and resumes requests whose owner was lost. A ReplicaStore owns the
+bytes, the DecodeInstance owns resumed requests."""
 
 import asyncio
 import time
@@ -41,12 +39,12 @@ from services.decode.requests import DecodeRequest
 _QUIET_S = 120.0
 """Owner is presumed dead after this long without a mark; requests that wait for a seat do not grow."""
 _UNUSED_S = 5.0
-"""A copy without a block after this long is dropped: its owner may not know that it has room."""
+"""Time after which a copy without a block is dropped: its owner may have missed the reservation."""
 _ARRIVAL_LOOKS = 50
 _ARRIVAL_LOOK_S = 0.002
 _LEAVING_S = 1.0
-"""Time that a draining holder keeps its copies: owners find other holders, and requests that were just lost or moved
-are resumed."""
+"""Time for which a draining holder keeps its copies: owners find other holders, and requests that were just lost or
+moved are resumed."""
 _LOOK_EVERY_S = 0.25
 _SCARCE = 1 / 8
 """Copies of complete answers are dropped while less than this share of the memory is free."""
@@ -55,31 +53,30 @@ _RETRY_AFTER_S = 1.0
 
 @dataclass(eq=False, slots=True)
 class HeldReplica:
-    """A copy of another instance's request."""
+    """A KV copy of another instance's request."""
 
     key: ReplicaKey
     offer: ReplicaOffer
     opened_s: float
     token_count: int
-    """Tokens that it has blocks for."""
+    """Number of tokens for which blocks are reserved."""
     watermark: int = 0
     starved_since_s: float | None = None
-    """Start of its wait for a block; None: it does not wait."""
+    """Start of the current wait for a block; None: not waiting."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when no request will be resumed from it: one was, or it is gone."""
+    """Set once the copy can no longer be resumed from: it was used, or dropped."""
     outcome: asyncio.Future[Resumed] | None = None
-    """Result of the present resumption, or of the last one."""
+    """Result of the current or the last resumption."""
     state: Holding = field(default_factory=Growing)
 
     @property
     def newest(self) -> Owner:
-        """The newest known owner of the request."""
         owner = self.offer.ownership.owner
         return max(owner, self.state.ownership.owner) if isinstance(self.state, BeingResumed) else owner
 
 
 class ReplicaHolder:
-    """The copies that one decode instance holds, at most one of each request id. For one event loop."""
+    """Copies held by one decode instance, at most one per request id. Not thread-safe."""
 
     def __init__(
         self,
@@ -90,8 +87,8 @@ class ReplicaHolder:
         is_there: Callable[[str, int], bool],
         metrics: ReplicaMetrics,
     ) -> None:
-        """store: owned from now on. orphan_grace_s: seconds that a copy is kept after its owner was lost. is_there: if
-        the cluster has an instance of this id and incarnation."""
+        """store: owned from now on. orphan_grace_s: seconds for which a copy is kept after its owner was lost.
+        is_there: True if the cluster has this instance id and incarnation."""
         self._instance = instance
         self._incarnation = incarnation
         self._orphan_grace_s = orphan_grace_s
@@ -99,7 +96,6 @@ class ReplicaHolder:
         self._unused_s = max(_UNUSED_S, orphan_grace_s)
         self._metrics = metrics
         self.resumed_count = 0
-        """Requests resumed here."""
         self._held: dict[str, HeldReplica] = {}
         self._tasks = asyncio.TaskGroup()
         self._draining = False
@@ -113,7 +109,7 @@ class ReplicaHolder:
         loop = asyncio.get_running_loop()
 
         def forward(event: ReplicaEvent) -> None:
-            # From the store's thread.
+            # The store calls from its own thread.
             loop.call_soon_threadsafe(self._hear, event)
 
         self._store.start(forward)
@@ -127,12 +123,14 @@ class ReplicaHolder:
             await asyncio.to_thread(self._store.close)
 
     def open(self, offer: ReplicaOffer) -> Ticket:
-        """Reserve room for a copy of a request. A copy of the same request by an older owner, or by the same one, is
-        dropped first. When the memory is full, copies that are far cheaper to recompute are dropped, and the owner has
-        to ask again.
+        """Reserve memory for a copy of a request.
 
-        Raises Unavailable (draining, or a copy of another request with the same id is here), LayoutMismatch,
-        NoCapacity, StaleAttempt and RequestAlreadyExists (a newer owner is known).
+        First drops a copy of the same request by the same or an older owner. When the memory is full, copies that are
+        far
+        cheaper to recompute are dropped, and the owner has to ask again.
+
+        Raises Unavailable (draining, or a copy of another request with the same id exists), LayoutMismatch, NoCapacity,
+        StaleAttempt and RequestAlreadyExists (a newer owner is known).
         """
         if self._draining:
             raise Unavailable("the holder is draining", retry_after_s=_RETRY_AFTER_S)
@@ -140,7 +138,7 @@ class ReplicaHolder:
         former = self._held.get(request_id)
         if former is not None:
             held = offer.ownership.comparable(former.offer.ownership)
-            # A client may use a request id again.
+            # A client may reuse a request id.
             if held is None and not isinstance(former.state, Complete):
                 raise Unavailable("a copy of another request with this id is here", retry_after_s=_RETRY_AFTER_S)
             if held is not None and held < former.newest:
@@ -164,12 +162,13 @@ class ReplicaHolder:
         return ticket
 
     async def resume(self, resumption: Resumption) -> Resumed:
-        """Resume a request from its copy. Returns after its landing. Idempotent for one owner.
+        """Resume a request from its copy; return once its KV has landed in the engine. Idempotent per owner.
 
         Cancellation does not end the request; its router ends it by an abort.
 
         Raises RequestNotFound, InvalidArgument (another secret, other tokens, an owner that is not newer), StaleAttempt
-        and RequestAlreadyExists (a newer owner is known), NoCapacity. The copy is kept then.
+        and
+        RequestAlreadyExists (a newer owner is known), NoCapacity. The copy is kept on errors.
         """
         try:
             return await asyncio.shield(self._resuming(resumption))
@@ -185,11 +184,8 @@ class ReplicaHolder:
             raise
 
     def update(self, request_id: str, ownership: Ownership, number: int) -> None:
-        """Change the owner of a copy's request, which stays at its instance. Ignored if the copy of that number is not
-        here, or belongs to a newer owner.
-
-        Raises InvalidArgument (another secret), StaleAttempt and RequestAlreadyExists (a newer owner is known).
-        """
+        """Record a new owner of a copied request that stays at its instance. Ignored if the copy `number` is unknown or
+        belongs to a newer owner. Raises InvalidArgument (another secret), StaleAttempt and RequestAlreadyExists."""
         held = self._held.get(request_id)
         if held is None or held.offer.number != number:
             return
@@ -200,7 +196,7 @@ class ReplicaHolder:
             held.offer = replace(held.offer, ownership=ownership)
 
     async def await_resumed(self, request_id: str, ownership: Ownership, number: int) -> None:
-        """Wait until the request was resumed from the copy of that number, or the copy is gone. Raises InvalidArgument
+        """Wait until the request was resumed from the copy `number`, or that copy was dropped. Raises InvalidArgument
         (another secret)."""
         held = self._held.get(request_id)
         if held is None or held.offer.number != number:
@@ -210,8 +206,8 @@ class ReplicaHolder:
         await held.left.wait()
 
     def close(self, request_id: str, ownership: Ownership, number: int = 0) -> None:
-        """Drop the copy of a request, for its owner, its router or a newer owner. Ignored while a newer owner resumes
-        from it. number: the owner's number of the last copy to drop; 0: any."""
+        """Drop the copy of a request on behalf of its owner, its router or a newer owner. Ignored while a newer owner
+        resumes the request. number: the owner's number of the last copy to drop; 0: any."""
         held = self._held.get(request_id)
         if held is None or 0 < number < held.offer.number:
             return
@@ -220,8 +216,8 @@ class ReplicaHolder:
             self._take(held, holding.Unwanted("given_up" if isinstance(held.state, Complete) else "closed"))
 
     def drain(self) -> None:
-        """Take no new copies, and seal the present ones: their owners look for other holders. Requests can be resumed
-        from them until wait_idle() has returned."""
+        """Refuse new copies and seal the present ones, so owners look for other holders. Requests can be resumed from
+        sealed copies until wait_idle() has returned."""
         self._draining = True
         for held in list(self._held.values()):
             self._take(held, holding.HolderDrains(self._store.watermark(held.key)))
@@ -229,21 +225,19 @@ class ReplicaHolder:
             self._idle.clear()
 
     def undrain(self) -> None:
-        """Take copies again."""
         self._draining = False
         self._idle.set()
 
     @property
     def is_idle(self) -> bool:
-        """True if no drain waits for copies."""
+        """True unless a drain waits for copies."""
         return self._idle.is_set()
 
     async def wait_idle(self) -> None:
-        """Wait until no drain waits for copies."""
         await self._idle.wait()
 
     def with_room(self, load: InstanceLoad) -> InstanceLoad:
-        """Add the free memory for copies to the load."""
+        """Return the load with the free memory for copies filled in."""
         usage = self._store.usage()
         complete = (held for held in self._held.values() if isinstance(held.state, Complete))
         unneeded_bytes = sum(copy_bytes(held.offer.layout, held.watermark, ahead=0) for held in complete)
@@ -251,7 +245,7 @@ class ReplicaHolder:
         return replace(load, replica_free_bytes=free_bytes, replica_total_bytes=usage.total_bytes)
 
     def check_integrity(self) -> None:
-        """Asserts that table and store agree."""
+        """Assert that table and store agree."""
         self._store.check_integrity()
         usage = self._store.usage()
         assert usage.replica_count == len(self._held), (usage, self._held)
@@ -266,12 +260,12 @@ class ReplicaHolder:
                     continue
                 if not self._make_room(offer):
                     raise
-                # The blocks are free once no owner can write into them.
+                # Freed blocks become available once no owner can write into them.
                 reason = "shorter copies were dropped to make room"
                 raise NoCapacity("replica", COPY_MADE_ROOM_RETRY_S, reason) from error
 
     def _drop_complete(self) -> bool:
-        """Drop the first copy of a complete answer; its blocks are free at once. False: there is none."""
+        """Drop the first copy of a complete answer, which frees its blocks at once. Returns False if there is none."""
         complete = next((held for held in self._held.values() if isinstance(held.state, Complete)), None)
         if complete is not None:
             self._take(complete, holding.Unwanted("given_up"))
@@ -288,7 +282,7 @@ class ReplicaHolder:
         return bool(dropped)
 
     def _resuming(self, resumption: Resumption) -> asyncio.Future[Resumed]:
-        """Begin a resumption, unless it has begun. Returns its result."""
+        """Begin a resumption unless one is under way; return its future result."""
         request_id, ownership = resumption.request_id, resumption.ownership
         held = self._held.get(request_id)
         if held is not None and held.outcome is not None and held.state == BeingResumed(ownership):
@@ -364,8 +358,8 @@ class ReplicaHolder:
         return Resumed(self._incarnation, held_tokens)
 
     async def _seal(self, held: HeldReplica, resumption: Resumption) -> None:
-        """Seal the copy against tokens that its owner still draws. Blocks that the owner was told of may still be on
-        their way from the store's receiver."""
+        """Seal the copy against further tokens of its owner. Blocks already reported to the owner may still be on their
+        way from the store's receiver."""
         expected = min(resumption.replica_tokens, len(resumption.token_ids) - 1)
         for _ in range(_ARRIVAL_LOOKS):
             if self._store.watermark(held.key) >= expected:
@@ -374,19 +368,18 @@ class ReplicaHolder:
         self._store.seal(held.key)
 
     async def _land(self, held: HeldReplica, request: DecodeRequest, ticket: Ticket) -> None:
-        """Push the copy into the engine."""
         assert request.resumed is not None
         try:
             await asyncio.wrap_future(self._store.push(held.key, ticket))
         except BaseException:
             self._instance.abort(request.request_id, request.ownership, by_router=True)
             raise
-        # The engine reports the landing by itself. The reservation's expiry bounds the wait.
+        # The engine reports the landing. The reservation's expiry bounds the wait.
         if not await request.resumed.landed:
             raise Unavailable("the request has ended before its copy had landed")
 
     def _hear(self, event: ReplicaEvent) -> None:
-        """Handle the store's event of a copy that may be gone."""
+        """Handle an event of the store; its copy may have been dropped."""
         held = self._held.get(event.key.request_id)
         if held is None or held.key != event.key:
             return
@@ -416,8 +409,8 @@ class ReplicaHolder:
                     self._take(held, holding.BareEvent.BLOCK_MISSED, now_s)
 
     def _has_lost_owner(self, held: HeldReplica, now_s: float) -> bool:
-        """True if the cluster has lost an owner whose connection is open: no packet closed it. A young owner may not be
-        in the view yet."""
+        """Return True if the cluster view has lost an owner whose connection is still open (no packet closed it). A
+        young owner may not be in the view yet."""
         is_old = now_s - held.opened_s >= self._unused_s
         return is_old and not self._is_there(held.offer.owner_id, held.offer.owner_incarnation)
 
@@ -431,7 +424,7 @@ class ReplicaHolder:
 
     @property
     def _grace_s(self) -> float:
-        """Time that a copy without an owner is kept."""
+        """Seconds for which a copy without an owner is kept."""
         return min(_LEAVING_S, self._orphan_grace_s) if self._draining else self._orphan_grace_s
 
     def _is_memory_scarce(self) -> bool:
@@ -461,5 +454,4 @@ class ReplicaHolder:
 
 
 def _name_of(held: HeldReplica) -> dict[str, str | int]:
-    """Fields for log lines."""
     return {"request_id": held.key.request_id, "attempt": held.key.attempt, "session": held.key.session}

@@ -1,10 +1,10 @@
-"""The life of a request's copy at its holder. Pure: no clock, no waiting, no I/O.
+"""State machine of a KV copy, on the holder's side. Pure: no clock, no waiting, no I/O.
 
     Growing -> Orphan <-> BeingResumed -> Freed
        +----> Complete <----+
 
-Every state but Freed may go to Freed, and Growing and Complete may be resumed as well. step() returns the next state
-and the actions for the holder, in order.
+Every state may go to Freed; Growing and Complete may be resumed as well. step() returns the next state and the actions
+for the holder, in order.
 """
 
 import enum
@@ -15,129 +15,119 @@ from kaveri.domain.replica import Resumption
 from kaveri.errors import InvalidArgument, RequestNotFound
 from kaveri.timeouts import COMPLETE_COPY_S
 
-# ---- states ----
-
 
 @dataclass(frozen=True, slots=True)
 class Growing:
-    """Its owner pushes."""
+    """State: the copy's owner pushes KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """Its owner is gone, or it was sealed. It waits for a router that resumes the request."""
+    """State: the copy's owner is lost or the copy was sealed; a router may resume the request."""
 
     until_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """Its owner gave it up, mostly because the answer is complete. The owner may die before the router has the end."""
+    """State: the owner gave the copy up, mostly because the answer is complete. The owner may die before the router has
+    received the end."""
 
     until_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class BeingResumed:
-    """The request is resumed from it here. It is sealed."""
+    """State: the request is being resumed from the sealed copy on this instance."""
 
     ownership: Ownership
-    """The new owner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Its memory was given back."""
+    """State: the copy's memory was returned."""
 
 
 Holding = Growing | Orphan | Complete | BeingResumed | Freed
 
-# ---- events ----
-
 
 class BareEvent(enum.Enum):
-    """Events without data."""
-
     OWNER_GAVE_UP = enum.auto()
-    """The owner gave it up."""
+    """The owner no longer needs the copy."""
     BLOCK_MISSED = enum.auto()
-    """There was no room for its next block for too long."""
+    """The copy waited too long for its next block."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerLost:
-    """The owner's connection ended, it marked nothing for too long, or it left the cluster."""
+    """Event: the owner's connection ended, its marks stopped, or it left the cluster."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class HolderDrains:
-    """The holder takes no new copies."""
+    """Event: the holder refuses new copies."""
 
     token_count: int
-    """The watermark."""
+    """Watermark: number of tokens whose KV was verified."""
 
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """Some time has passed."""
+    """Event: timer tick."""
 
     is_unused: bool = False
-    """No block has come for too long."""
+    """True if no block has arrived for too long."""
     is_expired: bool = False
-    """The request's deadline is over."""
+    """True if the request's deadline has passed."""
     is_memory_scarce: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeBegun:
-    """A newer owner resumes the request here."""
+    """Event: a newer owner began to resume the request on this instance."""
 
     ownership: Ownership
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeFailed:
-    """The same owner may try again, or a newer one."""
+    """Event: the resumption failed; the same or a newer owner may retry."""
 
     ownership: Ownership
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeLanded:
-    """The resumed request has landed."""
-
     ownership: Ownership
 
 
 @dataclass(frozen=True, slots=True)
 class Unwanted:
-    """It was closed, replaced, or others need its memory more."""
+    """Event: the copy was closed, replaced, or others need its memory more."""
 
     cause: str
 
 
 HoldingEvent = BareEvent | OwnerLost | HolderDrains | Looked | ResumeBegun | ResumeFailed | ResumeLanded | Unwanted
 
-# ---- actions ----
-
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Refuse further writes of its owner, which looks for another holder."""
+    """Refuse further writes of the owner, which then looks for another holder."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoteOrphan:
-    """Log that its owner is lost."""
+    """Log that the copy's owner is lost."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Give its memory back, and wake calls that wait for a resumption."""
+    """Free the copy's memory, and wake calls that wait for a resumption."""
 
     cause: str
 
@@ -147,7 +137,8 @@ HoldingStep = tuple[Holding, tuple[HoldingAction, ...]]
 
 
 def step(state: Holding, event: HoldingEvent, now_s: float, grace_s: float) -> HoldingStep:
-    """The next state and the actions. Late events change nothing. grace_s: time to keep a copy without an owner."""
+    """Return the next state and the actions. Late events change nothing. grace_s: seconds to keep a copy without an
+    owner."""
     match event, state:
         case _, Freed():
             return state, ()
@@ -160,7 +151,7 @@ def step(state: Holding, event: HoldingEvent, now_s: float, grace_s: float) -> H
         case BareEvent.OWNER_GAVE_UP, Growing():
             return Complete(now_s + min(COMPLETE_COPY_S, grace_s)), ()
         case BareEvent.BLOCK_MISSED, Growing():
-            # Its owner has the grace time to find another holder. It may not be able to close this copy.
+            # The owner has the grace time to find another holder, and may be unable to close this copy.
             return Orphan(now_s + grace_s), (Seal(),)
         case HolderDrains(token_count), Growing():
             return (Orphan(now_s + grace_s), (Seal(),)) if token_count else _gone("draining")
@@ -197,19 +188,17 @@ def _gone(cause: str) -> HoldingStep:
 
 
 def usable_tokens(held: tuple[int, ...], resumption: Resumption, block_tokens: int) -> int:
-    """Number of a copy's tokens that a resumed request uses: whole blocks. held: the copy's token ids.
-
-    Raises InvalidArgument (the copy is of another prompt) and RequestNotFound (it has no whole block).
-    """
+    """Count the leading tokens of a copy that a resumed request can use: whole blocks. held: the copy's token ids.
+    Raises InvalidArgument (copy of another prompt) and RequestNotFound (no whole block)."""
     token_ids = resumption.token_ids
     common = _common_prefix(held, token_ids)
     prompt_tokens = len(token_ids) - resumption.generated_count
     if common < min(len(held), prompt_tokens):
         raise InvalidArgument(f"token_ids[{common}]", token_ids[common], "the token whose KV is held here")
-    # The last token is computed here in any case: the next one is drawn on it.
+    # The last token is always computed here: the next token is sampled from its logits.
     usable = min(common, len(token_ids) - 1)
     if usable < len(held):
-        # Only the end of a copy may lie within a block: where its owner has let the request go.
+        # A copy may end within a block only where its owner released the request.
         usable -= usable % block_tokens
     if not usable:
         raise RequestNotFound(resumption.request_id, "no whole block of it is held here")

@@ -1,4 +1,4 @@
-"""The decode side of an instance: reserves room, admits landed requests, passes tokens on, ends each request once."""
+"""Decode side of an instance: reserves room, admits landed requests, sends tokens, and ends each request once."""
 
 import asyncio
 import time
@@ -54,10 +54,8 @@ _LONGEST_REQUEST_S = 86_400.0
 
 
 class DecodeInstance:
-    """The PhaseService that decodes. For one event loop.
-
-    Carries out what services.decode.lifecycle (a request's life) and kaveri.policy.decode_room (room and seats) decide.
-    """
+    """PhaseService that decodes. Not thread-safe. Carries out the decisions of services.decode.lifecycle (a request's
+    state) and kaveri.policy.decode_room (admission)."""
 
     def __init__(
         self,
@@ -75,10 +73,11 @@ class DecodeInstance:
     ) -> None:
         """reservation_ttl_s: limit on a reservation's wait for its KV.
 
-        orphan_grace_s: seconds that requests continue without a stream of their router, and ended ones are kept.
-        range_end: end of a predicted length that the policy uses. thresholds: which requests its load calls heavy.
-        serials: unique numbers for requests of this engine. tokenizer: for answers that callers read here; None: they
-        cannot. feeds: shared with the instance's other phase.
+        orphan_grace_s: seconds for which requests continue without a stream of their router, and ended ones are kept.
+        range_end: end of a predicted length that the policy uses. thresholds: which requests count as heavy in the
+        load.
+        serials: unique numbers for requests of this engine. tokenizer: for direct reads by clients; None disables them.
+        feeds: shared with the instance's other phase.
         """
         self._engine = engine
         self._range_end = range_end
@@ -96,7 +95,7 @@ class DecodeInstance:
         self._idle.set()
 
     async def run(self) -> None:
-        """No background work."""
+        """Do nothing: there is no background work."""
 
     async def reserve(
         self,
@@ -114,17 +113,20 @@ class DecodeInstance:
         placed_by: str = "",
         suspect_until: int = 0,
     ) -> Ticket:
-        """Reserve room. With `waits` a request without room waits in line; otherwise it is refused.
+        """Reserve room. With `waits`, a request without room waits in line; otherwise it is refused.
 
-        A reservation of the same request by an older owner, or by the same one, is ended first, waiting or not, and so
-        is another request with the same id. A newer attempt takes over an older one's place in line.
-        reservation: the number of this call within the attempt; an earlier call that arrives late is stale.
-        traceparent: of the parent span; empty: not traced. placed_by: the prefill instance that asks; empty: unknown.
-        suspect_until: see EngineRequest. timeout_s: time left to the request, which ends here after it.
+        First ends a reservation of the same request by the same or an older owner, waiting or not, and another request
+        with
+        the same id. A newer attempt takes over an older one's place in line.
+        reservation: number of this call within the attempt; an earlier call that arrives late is stale.
+        traceparent: of the parent span; empty: not traced. placed_by: id of the calling prefill instance; empty:
+        unknown.
+        suspect_until: see EngineRequest. timeout_s: seconds until the request is ended here.
 
-        Raises Unavailable (draining, also while it waits), LayoutMismatch, StaleAttempt, NoCapacity, InvalidArgument
-        (can never fit), RequestAlreadyExists (replaced by another request, or a later session), DeadlineExceeded, and
-        RequestCancelled when it was aborted. Cancelled, it leaves nothing reserved, and no place in line.
+        Raises Unavailable (draining, also during the wait), LayoutMismatch, StaleAttempt, NoCapacity, InvalidArgument
+        (can
+        never fit), RequestAlreadyExists (replaced by another request or a later session), DeadlineExceeded, and
+        RequestCancelled when aborted. On cancellation nothing stays reserved or in line.
         """
         if self._engine_room.is_draining:
             raise draining()
@@ -132,7 +134,7 @@ class DecodeInstance:
         info.layout.require_mappable(layout)
         key = EngineKey(request_id, next(self._serials))
         engine_request = EngineRequest(key, token_ids, generated_count, params, suspect_until)
-        # Before it can get a place in line: it would wait there forever.
+        # Check before queueing: an unservable request would wait forever.
         info.require_servable(engine_request)
         needed_blocks = self._room.needed_blocks(len(token_ids))
         place = self._end_former(request_id, ownership, reservation)
@@ -146,10 +148,10 @@ class DecodeInstance:
         return await self._engine_room.granted(request)
 
     async def reserve_resumed(self, resumption: Resumption, held_tokens: int) -> tuple[DecodeRequest, Ticket]:
-        """Reserve room for a request that a copy brings `held_tokens` of, ahead of the line. It is admitted ahead of
-        others too, and taken while draining: its copy is here already.
+        """Reserve room, ahead of the line, for a request resumed from a local copy of `held_tokens` tokens. The request
+        is also admitted first, even while draining.
 
-        Raises as reserve() without `waits`. Cancelled, it leaves nothing reserved.
+        Raises as reserve() without `waits`. On cancellation nothing stays reserved.
         """
         request_id, token_ids = resumption.request_id, resumption.token_ids
         key = EngineKey(request_id, next(self._serials))
@@ -176,7 +178,7 @@ class DecodeInstance:
         return request, await self._engine_room.granted(request)
 
     def landed(self) -> Iterator[DecodeRequest]:
-        """Requests after their landing, preempted ones included."""
+        """Iterate over requests whose KV has landed, preempted ones included."""
         return (request for request in self._requests if isinstance(request.state, Ready | Running))
 
     def move(self, request: DecodeRequest, replica: ReplicaLocation) -> None:
@@ -185,7 +187,7 @@ class DecodeInstance:
         self._take(request, lifecycle.Moved(replica.holder_id))
 
     def lose(self, request: DecodeRequest, error: KaveriError) -> None:
-        """End a request that has a newer owner elsewhere. Its router gets `error`."""
+        """End a request that has a newer owner on another instance. Its router receives `error`."""
         self.owners.note_loss(request, error)
         self._take(request, lifecycle.RivalCame(Rival.NEWER_OWNER, error))
 
@@ -198,10 +200,11 @@ class DecodeInstance:
         predicted_length: TokenRange | None = None,
         traceparent: str = "",
     ) -> None:
-        """Take over a request that this engine has prefilled, and admit it if the admission policy allows.
+        """Take over a request prefilled by this engine, and admit it if the admission policy allows; also while
+        draining.
 
-        As reserve(), without a reservation; also while draining. first_token: drawn by prefill. Raises StaleAttempt,
-        RequestAlreadyExists, and Unavailable when the engine has stopped.
+        Arguments as for reserve(). first_token: sampled by prefill. Raises StaleAttempt, RequestAlreadyExists, and
+        Unavailable when the engine has stopped.
         """
         self._end_former(engine_request.key.request_id, ownership)
         request = self._open(engine_request, ownership, timeout_s, predicted_length, InLine(stays=False), traceparent)
@@ -218,11 +221,11 @@ class DecodeInstance:
             request.spans.adopted(time.monotonic())
 
     def abort(self, request_id: str, ownership: Ownership, by_router: bool, reservation: int = 0) -> None:
-        """End the request. Ignored if it is unknown, is another one, belongs to a newer owner, or is a later
+        """End the request. Ignored if it is unknown, a different one, belongs to a newer owner, or is a later
         reservation of the same owner than `reservation` (0: any).
 
-        by_router: the caller is the router. When a prefill instance aborts a landed request, the router gets an error:
-        it may wait for this instance's tokens alone.
+        by_router: the caller is the router. When a prefill instance aborts a landed request, the router gets an error,
+        because it may wait for tokens of this instance only.
         """
         request = self._requests.by_request_id(request_id)
         if request is None:
@@ -231,7 +234,7 @@ class DecodeInstance:
         if owner is None or owner < request.owner:
             return
         if request.owner == owner and 0 < reservation < request.reservation:
-            # The room was given back, and reserved again before this arrived.
+            # The room was given back and reserved again before this abort arrived.
             return
         self._take(request, lifecycle.AbortAsked(by_router))
 
@@ -250,7 +253,7 @@ class DecodeInstance:
                 match event:
                     case Landed():
                         if event.first_token_id is not None and request.engine_request.params.logprobs is None:
-                            # Its log-probabilities do not come with the KV.
+                            # The first token's log-probabilities are not part of the KV transfer.
                             request.log.begin_with(event.first_token_id, None)
                         self._take(request, lifecycle.KvLanded(event.kv_bytes))
                         landed.append(request)
@@ -278,10 +281,8 @@ class DecodeInstance:
         return self._room.load(self._engine_room.free(), self._engine.stats().context_tokens, counts, time.monotonic())
 
     def kept_blocks(self, coming: tuple[EngineRequest, TokenRange | None] | None = None) -> int:
-        """Free blocks that the policy keeps for requests here.
-
-        coming: the next request to be adopted, with its predicted length.
-        """
+        """Number of free blocks that the policy keeps for present requests. coming: the next request to be adopted,
+        with its predicted length."""
         member = self._member(*coming) if coming is not None else None
         return self._room.batch.kept_blocks(time.monotonic(), member)
 
@@ -337,10 +338,8 @@ class DecodeInstance:
         return replace(times, held_tokens=held_tokens, recomputed_tokens=recomputed_tokens)
 
     def _end_former(self, request_id: str, ownership: Ownership, reservation: int = 0) -> Place | None:
-        """End a former request with this id. Raises StaleAttempt or RequestAlreadyExists if that is newer.
-
-        Returns the place in line of an older owner of the same request.
-        """
+        """End an earlier request with this id. Raises StaleAttempt or RequestAlreadyExists if that one is newer.
+        Returns the place in line of an older owner of the same request."""
         former = self._requests.by_request_id(request_id)
         owner = ownership.comparable(former.ownership) if former is not None else None
         if former is not None and owner is not None:
@@ -395,7 +394,7 @@ class DecodeInstance:
             self._take(request, lifecycle.BareEvent.ROUTER_LOST)
 
     def _take(self, request: DecodeRequest, event: lifecycle.Event) -> None:
-        """Apply an event to a request; ignored after its end."""
+        """Apply an event to a request; ignored after the request's end."""
         former = request.state
         if isinstance(former, Released):
             return
@@ -422,7 +421,7 @@ class DecodeInstance:
                 batch.preempt(serial)
             case Released():
                 self._remove(request)
-                # Others may wait for its seat, its blocks or its place in line.
+                # Freed seats, blocks and places in line may serve other requests.
                 loop = asyncio.get_running_loop()
                 loop.call_soon(self._engine_room.admit)
                 loop.call_soon(self._engine_room.give)

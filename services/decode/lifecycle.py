@@ -1,7 +1,7 @@
-"""A request's life on a decode instance, as a value. Pure: no clock, no waiting, no I/O, no protobuf.
+"""State machine of a request on a decode instance. Pure: no clock, no waiting, no I/O, no protobuf.
 
     InLine <-> Reserving -> Reserved -> Ready -> Running    from every state: Released
-                 +--- adopted ---------^
+                  +--- adopted ---------^
 
 step() returns the next state and the actions for the service, in order.
 """
@@ -20,20 +20,18 @@ from kaveri.errors import (
 )
 from kaveri.kv.transfer.ticket import Ticket
 
-# ---- States ----
-
 
 @dataclass(frozen=True, slots=True)
 class InLine:
-    """It waits in line for room."""
+    """State: the request waits in line for room."""
 
     stays: bool
-    """It may wait if there is no room now."""
+    """True if the request may wait when there is no room now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reserving:
-    """The engine is asked to reserve its room, or to adopt it."""
+    """State: the engine was asked to reserve room for the request, or to adopt it."""
 
     stays: bool
     asked_s: float
@@ -41,14 +39,14 @@ class Reserving:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """It has room; its KV is expected."""
+    """State: room is reserved, and the request's KV is expected."""
 
     asked_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Its KV has landed, and it waits for a seat in the batch."""
+    """State: the request's KV has landed; it waits for a seat in the batch."""
 
     landed_s: float
     preemptions: int = 0
@@ -56,19 +54,19 @@ class Ready:
 
 
 class Running(NamedTuple):
-    """It is in the batch. A tuple, because each token makes a new one."""
+    """State: the request is in the batch. A tuple, because each token creates a new one."""
 
     landed_s: float
     first_step_s: float | None = None
     drawn: int = 0
-    """Tokens drawn on this instance."""
+    """Number of tokens sampled on this instance."""
     preemptions: int = 0
     holds_blocks: bool = True
-    """False: preempted, and no token drawn since."""
+    """False after a preemption, until the next token."""
 
 
 class DecodeOutcome(enum.StrEnum):
-    """How a request ended here."""
+    """Reason for a request's end on this instance."""
 
     FINISHED = "finished"
     ABORTED = "aborted"
@@ -76,127 +74,122 @@ class DecodeOutcome(enum.StrEnum):
     DEADLINE = "deadline"
     NO_ROOM = "no_room"
     LEFT_LINE = "left_line"
-    """Its Reserve call ended before it had room."""
+    """The Reserve call ended before room was granted."""
     REFUSED = "refused"
     NOT_LANDED = "not_landed"
     ROUTER_GONE = "router_gone"
     MOVED = "moved"
-    """The holder of its copy continues it."""
+    """The holder of the request's copy continues it."""
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """It ended here, and holds nothing."""
+    """State: the request has ended on this instance and holds no resources."""
 
     outcome: DecodeOutcome
 
 
 State = InLine | Reserving | Reserved | Ready | Running | Released
 
-# ---- Events ----
-
 
 class BareEvent(enum.Enum):
-    """Events without data."""
-
     ROOM_ASKED = enum.auto()
-    """The request is next in line: the service asks the engine."""
+    """The request is next in line; the service asks the engine for room."""
     ADOPTED = enum.auto()
-    """The engine that has prefilled the request decodes it."""
+    """The engine that prefilled the request also decodes it."""
     SEAT_TAKEN = enum.auto()
-    """It joins the batch."""
+    """The request joins the batch."""
     BLOCKS_LOST = enum.auto()
-    """The engine has preempted it."""
+    """The engine has preempted the request."""
     CALL_ENDED = enum.auto()
-    """Its Reserve call was cancelled."""
+    """The request's Reserve call was cancelled."""
     TIME_OVER = enum.auto()
-    """Its deadline has passed."""
+    """The request's deadline has passed."""
     ROUTER_LOST = enum.auto()
-    """Its router had no stream for the whole grace time."""
+    """The request's router had no stream for the whole grace time."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoomGranted:
-    """The engine has reserved its room."""
+    """Event: the engine has reserved room for the request."""
 
     ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class RoomRefused:
-    """The engine has refused."""
-
     error: KaveriError
 
 
 @dataclass(frozen=True, slots=True)
 class TurnedAway:
-    """It may not wait: its call forbids it, the line is full, or the instance drains."""
+    """Event: the request may not wait: its call forbids waiting, the line is full, or the instance drains."""
 
     error: KaveriError
 
 
 @dataclass(frozen=True, slots=True)
 class KvLanded:
-    """All its KV is here."""
+    """Event: the request's whole KV cache has landed."""
 
     kv_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class KvNotLanded:
-    """Its KV will not come. The prefill side is told by its push."""
+    """Event: the request's KV will not arrive. The push reports this to the prefill side."""
 
     reason: str
 
 
 class Drew(NamedTuple):
-    """The engine has drawn a token for it."""
+    """Event: the engine has sampled a token for the request."""
 
     is_last: bool
 
 
 @dataclass(frozen=True, slots=True)
 class AbortAsked:
-    """Its prefill instance or its router aborts it."""
+    """Event: the request's prefill instance or router aborts it."""
 
     by_router: bool
 
 
 class Rival(enum.Enum):
-    """The kind of a request that replaces another."""
+    """Relation of a new request to the one with the same id that it replaces."""
 
     NEWER_OWNER = "newer owner"
-    """A newer attempt or session."""
+    """Same request, newer attempt or session."""
     SAME_OWNER = "same owner"
-    """Prefill missed the landing. The router may have tokens, and wait for more."""
+    """Same attempt: prefill missed the landing. The router may have tokens and wait for more."""
     OTHER_REQUEST = "other request"
-    """The former router must not place it again: the two would replace each other in turn."""
+    """Different request. The former router must not place its request again, or the two would replace each other
+    forever."""
 
 
 @dataclass(frozen=True, slots=True)
 class RivalCame:
-    """Room is asked for under the same request id."""
+    """Event: another Reserve call arrived with the same request id."""
 
     rival: Rival
     error: KaveriError
-    """Answer to the former Reserve call, if it still waits."""
+    """Result of the former Reserve call, if still waiting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The engine has released it: the holder of its copy has the KV of all tokens but the last."""
+    """Event: the engine has released the request: the holder of its copy has the KV of all tokens but the last."""
 
     holder_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The engine failed it, or the instance ends."""
+    """Event: the engine failed the request, or the instance ends."""
 
     error: EngineError | Unavailable
-    """EngineError: it must not be placed again."""
+    """EngineError: the request must not be placed again."""
 
 
 Event = (
@@ -213,82 +206,75 @@ Event = (
     | Broken
 )
 
-# ---- Actions ----
-
 
 class BareAction(enum.Enum):
     """Actions without data."""
 
     LEAVE_LINE = enum.auto()
-    """Give up its place in line."""
+    """Remove the request from the line."""
     KEEP_PLACE = enum.auto()
-    """Keep it waiting, at its place in line."""
+    """Keep the request waiting at its place in line."""
     ABORT_IN_ENGINE = enum.auto()
-    """End it in the engine, which frees its blocks."""
+    """End the request in the engine, which frees its blocks."""
     DROP_TOKENS = enum.auto()
-    """Forget unsent tokens."""
     COUNT_PREEMPTION = enum.auto()
-    """Count a preemption."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerReserve:
-    """Answer its Reserve call, if it still waits."""
+    """Set the result of the request's Reserve call, if still waiting."""
 
     result: Ticket | KaveriError | None
-    """None: the request was aborted."""
+    """The ticket or the error; None: the request was aborted."""
 
 
 @dataclass(frozen=True, slots=True)
 class TellRouter:
-    """Send its router the error that ends it here, after the tokens."""
+    """Send the router the error that ends the request on this instance, after its tokens."""
 
     error: str
     replaced: bool = False
-    """Another request with the same id has begun."""
+    """True if another request with the same id has begun."""
     moved: bool = False
-    """The router resumes it from its copy."""
+    """True if the router resumes the request from its copy."""
     fault: EngineError | EngineBroke | None = None
-    """The exception that the engine raised."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeepTokens:
-    """Send its router nothing more. Keep the tokens, which end with `error`, for a router that attaches."""
+    """Send the router nothing more; keep the tokens, followed by `error`, for a router that attaches later."""
 
     error: str
 
 
 @dataclass(frozen=True, slots=True)
 class CountLanding:
-    """Count a landing."""
-
     kv_bytes: int
     landing_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """Times of a finished request."""
+    """Durations and token counts of a finished request."""
 
     queue_s: float
     decode_s: float
     preemptions: int
     held_tokens: int = 0
-    """Resumed requests: tokens whose KV came from a copy."""
+    """Tokens of a resumed request whose KV came from a copy."""
     recomputed_tokens: int = 0
-    """Resumed requests: tokens that the copy lacked."""
+    """Tokens of a resumed request that its copy lacked."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoteEnd:
-    """Log and count its end. The last action of every life."""
+    """Log and count the request's end; always the last action."""
 
     outcome: DecodeOutcome
     reason: str | None = None
     preemptions: int = 0
     times: RequestTimes | None = None
-    """None unless it finished."""
+    """Durations and counts; None unless the request finished."""
 
 
 Action = BareAction | AnswerReserve | TellRouter | KeepTokens | CountLanding | NoteEnd
@@ -296,7 +282,7 @@ Step = tuple[State, tuple[Action, ...]]
 
 
 def step(state: State, event: Event, now_s: float) -> Step:
-    """The next state and the actions. An impossible pair raises an AssertionError that names both."""
+    """Return the next state and the actions. An impossible pair raises an AssertionError that names both."""
     match event, state:
         case Drew(), Running():
             return _drew(state, event, now_s)
@@ -315,7 +301,7 @@ def step(state: State, event: Event, now_s: float) -> Step:
         case KvLanded(), Reserved():
             return Ready(now_s), (CountLanding(event.kv_bytes, now_s - state.asked_s),)
         case KvNotLanded(), Reserving() | Reserved():
-            # Reserving: the reservation expired before its grant arrived.
+            # The reservation expired before its grant arrived.
             return _ended(state, DecodeOutcome.NOT_LANDED, reason=event.reason)
         case BareEvent.SEAT_TAKEN, Ready():
             return Running(state.landed_s, None, 0, state.preemptions, state.holds_blocks), ()
@@ -324,7 +310,7 @@ def step(state: State, event: Event, now_s: float) -> Step:
         case BareEvent.BLOCKS_LOST, Running():
             return state._replace(preemptions=state.preemptions + 1, holds_blocks=False), (BareAction.COUNT_PREEMPTION,)
         case BareEvent.ROUTER_LOST, InLine():
-            # It has no tokens yet: its router may still open a stream in time.
+            # The request has no tokens yet: its router may still open a stream in time.
             return state, ()
         case Moved(holder_id), Ready() | Running():
             tell = TellRouter(f"it goes on at {holder_id}", moved=True)
@@ -359,12 +345,12 @@ def _end_early(state: State, event: Event) -> Step:
         case BareEvent.CALL_ENDED | AbortAsked() if isinstance(state, InLine):
             return _ended(state, DecodeOutcome.LEFT_LINE)
         case AbortAsked(by_router=True) if isinstance(state, Running):
-            # The router may have all it needs, a stop text for instance, and die before its client has it.
+            # The router may have all it needs, for instance a stop text, and die before its client has received it.
             return _ended(state, DecodeOutcome.ABORTED, tell=KeepTokens("it was aborted"))
         case BareEvent.CALL_ENDED | AbortAsked(by_router=True):
             return _ended(state, DecodeOutcome.ABORTED)
         case AbortAsked():
-            # After the landing, its router may wait for this instance's tokens alone.
+            # After the landing, the router may wait for tokens of this instance only.
             tell = TellRouter("its prefill instance has given the request up") if _has_landed(state) else None
             return _ended(state, DecodeOutcome.ABORTED, tell=tell)
         case RivalCame(Rival.OTHER_REQUEST, error):
@@ -379,8 +365,8 @@ def _end_early(state: State, event: Event) -> Step:
         case BareEvent.ROUTER_LOST:
             return _ended(state, DecodeOutcome.ROUTER_GONE, tell=TellRouter("its router was away for too long"))
         case Broken(error):
-            # Not aborted after the landing: the engine has ended it, or ends with this process. An abort would make
-            # the holder drop the copy from which it can be resumed.
+            # No abort after the landing: the engine has ended the request, or ends with this process. An abort would
+            # make the holder drop the copy from which the request can be resumed.
             tell = TellRouter(error.reason, fault=error if isinstance(error, EngineError | EngineBroke) else None)
             return _ended(state, DecodeOutcome.FAILED, error, str(error), tell, aborts=not _has_landed(state))
     raise AssertionError(f"{event!r} in state {state!r}")
@@ -394,8 +380,8 @@ def _ended(
     tell: TellRouter | KeepTokens | None = None,
     aborts: bool = True,
 ) -> Step:
-    """error: answer to its Reserve call, if that waits; None: it was aborted. tell: ignored in line, where its router
-    knows nothing of this instance."""
+    """error: result for a waiting Reserve call; None: aborted. tell: ignored in line, where the router does not know
+    this instance yet."""
     preemptions = state.preemptions if isinstance(state, Ready | Running) else 0
     report = NoteEnd(outcome, reason, preemptions)
     actions: tuple[Action, ...] = ()

@@ -1,4 +1,4 @@
-"""The Prometheus metrics of an instance's decode phase."""
+"""Prometheus metrics of an instance's decode phase."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -12,8 +12,6 @@ _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class DecodeMetrics:
-    """One set per registry."""
-
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         counter = partial(Counter, registry=registry)
         gauge = partial(Gauge, registry=registry)
@@ -56,10 +54,8 @@ class DecodeMetrics:
         self._last_step_s: float | None = None
 
     def count_steps(self, token_counts: Sequence[int], now_s: float, running_count: int) -> None:
-        """Count steps whose tokens came together, each with the same duration.
-
-        token_counts: tokens of each step, one per request; at least one step. running_count: requests that go on.
-        """
+        """Count steps whose tokens arrived together, each with an equal share of the time. token_counts: tokens of each
+        step, one per request; at least one step. running_count: requests that continue."""
         for token_count in token_counts:
             if self._last_step_s is not None:
                 self.step_seconds.observe((now_s - self._last_step_s) / len(token_counts))
@@ -68,7 +64,6 @@ class DecodeMetrics:
         self._last_step_s = now_s if running_count else None
 
     def count_end(self, report: NoteEnd) -> None:
-        """Count the end of a request."""
         self.requests.labels(report.outcome.value).inc()
         if report.times is not None:
             self.queue_seconds.observe(report.times.queue_s)

@@ -1,7 +1,5 @@
-"""Owners of the requests here, what their routers are sent, and answers that are kept after their end.
-
-Leaves the lives of requests to the DecodeInstance.
-"""
+"""Ownership of an instance's requests: router feeds, takeovers, and answers kept after their end. The DecodeInstance
+owns the requests' lifecycles."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -27,8 +25,6 @@ _OWNERS_REMEMBERED_COUNT = 65_536
 
 
 class Awaited(NamedTuple):
-    """A request whose tokens a router expects on a new stream."""
-
     request_id: str
     owner: Owner
     next_index: int
@@ -36,11 +32,8 @@ class Awaited(NamedTuple):
 
 
 class RequestOwners:
-    """The requests of one decode instance and the feeds of their routers. For one event loop.
-
-    A request's log keeps its tokens, sent or not; a router's feed names only the requests with unsent tokens. A stream
-    that breaks loses nothing.
-    """
+    """Requests of one decode instance and the feeds of their routers. Not thread-safe. A request's log keeps sent and
+    unsent tokens; a router's feed names only the requests with unsent tokens. A broken stream loses nothing."""
 
     def __init__(
         self,
@@ -50,28 +43,28 @@ class RequestOwners:
         tokenizer: AnswerTokenizer | None,
         feeds: RouterFeeds,
     ) -> None:
-        """orphan_grace_s: seconds that ended answers are kept. router_gone: called with a router that was away for the
-        grace of `feeds`. tokenizer: None: callers cannot read answers here. feeds: shared with the instance's other
-        phase."""
+        """orphan_grace_s: seconds for which ended answers are kept. router_gone: called with the id of a router that
+        was away for the grace time of `feeds`. tokenizer: None disables direct reads. feeds: shared with the instance's
+        other phase."""
         self.requests = DecodeRequests()
         self.feeds = feeds
         feeds.join(router_gone, self._unsent_of)
         self.readers = AnswerReaders(
             self.requests.by_request_id, self._reader_changed, tokenizer, metrics.read_tokens.inc
         )
-        # Newest owner of each request, remembered for a while after its end to refuse stragglers. By request id and
-        # secret; by router id as well, for a router's attempts grow even when a request id is used again.
+        # Newest owner of each request, kept for a while after its end to refuse late messages. Keyed by request id and
+        # secret, and by router id, because a router's attempt numbers grow even when a request id is reused.
         self._newest: ExpiringMap[tuple[str, str | bytes], Owner] = ExpiringMap(
             STRAGGLER_S, max_count=_OWNERS_REMEMBERED_COUNT
         )
         self._kept: ExpiringMap[str, DecodeRequest] = ExpiringMap(orphan_grace_s, max_bytes=MAX_ANSWER_BYTES)
         self._metrics = metrics
-        # Read by the threads that serve metrics.
+        # Called by the threads that serve metrics.
         metrics.orphans.set_function(self._orphan_count)
         metrics.kept.set_function(lambda: len(self._kept))
 
     def gain(self, request: DecodeRequest, step: TokenStep, times: RequestTimes | None) -> None:
-        """Add one token; `times` with the last one."""
+        """Add one token to the request's log. times: only with the last token."""
         request.log.gain(step, times)
         if request.reader is not None:
             request.reader.changed()
@@ -80,17 +73,15 @@ class RequestOwners:
         self.feeds.add(request.router_id, request)
 
     def announce(self, request: DecodeRequest) -> None:
-        """Send an entry without tokens: the request is here, and waits for a seat.
-
-        A router that gave it up before it knew of the placement answers with an abort.
-        """
+        """Send the router an entry without tokens: the request has landed and waits for a seat. A router that gave the
+        request up before it learned of the placement answers with an abort."""
         self.feeds.add(request.router_id, request)
 
     def announce_replica(self, request: DecodeRequest, replica: ReplicaLocation) -> None:
-        """Send the router of a landed request news of its copy, with the next tokens at the latest."""
+        """Send the router the new location of a landed request's copy, with the next tokens at the latest."""
         request.log.note_replica(replica)
         if isinstance(request.state, Ready):
-            # A running one gets tokens with the next step: its news needs no message of its own.
+            # A running request's next token carries the location.
             self.announce(request)
 
     def fail(self, request: DecodeRequest, end: End) -> None:
@@ -101,27 +92,30 @@ class RequestOwners:
         self._send(request)
 
     def drop(self, request: DecodeRequest) -> None:
-        """Send no more of the request to its router, nor to a caller that reads it here."""
+        """Stop sending the request's tokens to its router and to a client that reads it directly."""
         if request.reader is not None:
             request.reader.leave()
         self.feeds.discard(request.router_id, request)
 
     def keep(self, request: DecodeRequest, now_s: float) -> None:
-        """Keep the answer of an ended request for a router that attaches it."""
+        """Keep the answer of an ended request for a router that attaches later."""
         token_count = len(request.engine_request.token_ids) + len(request.log.token_ids)
         self._kept.put(request.request_id, request, now_s, answer_bytes(token_count, request.log.logprobs))
 
     def prune(self) -> None:
-        """Forget expired answers."""
         self._kept.prune(time.monotonic())
 
     def attach(self, attachment: Attachment) -> Attached:
-        """Make another router, or a later session, the owner of a request that is here or kept here: its tokens go to
-        that router from index generated_count on. The former owner's router gets an error.
+        """Make another router, or a later session, the owner of a present or kept request.
+
+        The new owner's router receives the tokens from index generated_count on; the former owner's router gets an
+        error.
 
         Raises RequestNotFound (also: it was given up, and its client has all its tokens), InvalidArgument (another
-        secret, prompt or answer, or a session that does not grow),
-        StaleAttempt and RequestAlreadyExists (a newer owner is known). Nothing changes then.
+        secret,
+        prompt or answer, or a session that does not grow), StaleAttempt and RequestAlreadyExists (a newer owner is
+        known).
+        Nothing changes on errors.
         """
         request_id, ownership, now_s = attachment.request_id, attachment.ownership, time.monotonic()
         owner = ownership.owner
@@ -130,7 +124,7 @@ class RequestOwners:
             raise RequestNotFound(request_id)
         if not ownership.is_same_request(request.ownership):
             if isinstance(request.state, Released):
-                # Another request had this id before.
+                # An earlier request had the same id.
                 raise RequestNotFound(request_id)
             raise wrong_secret()
         if ownership.router_id != request.router_id and owner.session == request.owner.session:
@@ -157,8 +151,8 @@ class RequestOwners:
         return attached
 
     def repeat(self, router_id: str, awaited: Iterable[Awaited]) -> list[GainedTokens]:
-        """Continue requests where the router is, not where its former stream was. Returns errors for requests that it
-        does not own here."""
+        """Continue requests at the positions that the router reports, not at those of its former stream. Returns errors
+        for requests that the router does not own here."""
         now_s = time.monotonic()
         unknown: list[GainedTokens] = []
         for named in awaited:
@@ -171,14 +165,13 @@ class RequestOwners:
         return unknown
 
     def resumed(self, request_id: str, ownership: Ownership) -> DecodeRequest | None:
-        """The request that this owner has resumed here, also if it has ended less than orphan_grace_s ago."""
+        """Return the request that this owner has resumed here, also up to orphan_grace_s after its end."""
         request = self._find(request_id, time.monotonic())
         is_owners = request is not None and request.resumed is not None and request.ownership == ownership
         return request if is_owners else None
 
     def begin(self, request_id: str, ownership: Ownership) -> None:
-        """Record the owner of a request that begins here. Raises StaleAttempt or RequestAlreadyExists if a newer one
-        is known."""
+        """Record the owner of a new request. Raises StaleAttempt or RequestAlreadyExists if a newer one is known."""
         self._note_newest(request_id, ownership, time.monotonic())
         self._kept.pop(request_id)
 
@@ -191,14 +184,12 @@ class RequestOwners:
         self._note_newest(request_id, ownership, time.monotonic())
 
     def note_loss(self, request: DecodeRequest, error: KaveriError) -> None:
-        """Send the request's router the error that names a newer owner elsewhere."""
+        """Send the router the error that names a newer owner at another instance."""
         self._notify(request, End(error=str(error), replaced=isinstance(error, RequestAlreadyExists)))
 
     def _note_newest(self, request_id: str, ownership: Ownership, now_s: float) -> None:
-        """Record the newest owner. Raises StaleAttempt or RequestAlreadyExists if a newer one is known.
-
-        Owners of requests with one secret are compared; without a secret, attempts of one router.
-        """
+        """Record the newest owner. Raises StaleAttempt or RequestAlreadyExists if a newer one is known. Compares owners
+        with the same secret; without a secret, attempts of the same router."""
         owner = ownership.owner
         names: list[tuple[str | bytes, Owner]] = [(ownership.router_id, Owner(0, owner.attempt))]
         if ownership.secret:
@@ -225,13 +216,13 @@ class RequestOwners:
         self.feeds.add(request.router_id, GainedTokens(request.request_id, request.owner, 0, end=end))
 
     def _send(self, request: DecodeRequest) -> None:
-        """Send unsent tokens to a router that may be new."""
+        """Send unsent tokens to a possibly new router."""
         self.feeds.expect(request.router_id)
         if request.log.has_unsent:
             self.feeds.add(request.router_id, request)
 
     def _reader_changed(self, request: DecodeRequest) -> None:
-        """Send the router unsent tokens, and that a caller reads the answer here or has stopped."""
+        """Send the router unsent tokens, and the start or stop of a direct read."""
         if request.log.has_unsent or not request.log.has_ended:
             self.announce(request)
 
@@ -247,12 +238,13 @@ class RequestOwners:
 
 
 def _attached(request: DecodeRequest, attachment: Attachment) -> tuple[Attached, int]:
-    """The new owner's answer, and the index from which it gets tokens. Raises RequestNotFound and InvalidArgument."""
+    """Build the response to a new owner and the index of its first token. Raises RequestNotFound and
+    InvalidArgument."""
     log, engine_request = request.log, request.engine_request
     generated_count, params = engine_request.generated_count, engine_request.params
     is_from_elsewhere = attachment.placed_by != request.placed_by and attachment.placed_by and request.placed_by
     if is_from_elsewhere:
-        # The router has its report, and perhaps a first token, from another computation than the one that came here.
+        # The router has prefill results of another computation than the one whose KV came here.
         raise RequestNotFound(request.request_id, f"{request.placed_by} has placed it here, not {attachment.placed_by}")
     if attachment.landed and isinstance(request.state, InLine | Reserving | Reserved):
         raise RequestNotFound(request.request_id, "its KV has not landed")
@@ -263,12 +255,12 @@ def _attached(request: DecodeRequest, attachment: Attachment) -> tuple[Attached,
         check_received(attachment, prompt, [*generated, *unknown, *log.token_ids], is_all=True)
     except InvalidArgument as refusal:
         if log.end.error and refusal.field.startswith("received."):
-            # It was given up or moved, and continued elsewhere: the client has the tokens from there.
+            # The request was given up or moved and continued elsewhere, so its client has newer tokens.
             reason = f"it ended before its client's last tokens: {log.end.error}"
             raise RequestNotFound(request.request_id, reason) from refusal
         raise
     if log.end.error and not (log.end.moved or log.end.is_final) and attachment.generated_count >= log.next_index:
-        # To take it over would be a lost attempt.
+        # A takeover would only waste an attempt.
         raise RequestNotFound(request.request_id, f"it ended, and its client has all of its tokens: {log.end.error}")
     next_index = max(attachment.generated_count, generated_count)
     if attachment.landed and next_index < log.first_index:

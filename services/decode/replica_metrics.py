@@ -1,4 +1,4 @@
-"""The Prometheus metrics of replicas: copies held here, copies of the requests here, and resumes."""
+"""Prometheus metrics of replicas: copies held here, copies of local requests, and resumptions."""
 
 from functools import partial
 
@@ -11,8 +11,6 @@ _RESUME_OUTCOMES = {RequestNotFound: "not_found", NoCapacity: "no_room", Invalid
 
 
 class ReplicaMetrics:
-    """One set per registry."""
-
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         self.held = gauge("kaveri_replicas_held", "Copies of other instances' requests that this one holds.")
@@ -60,17 +58,14 @@ class ReplicaMetrics:
             self.resumed_tokens.labels(source)
 
     def watch(self, store: ReplicaStore) -> None:
-        """Export the store's usage, read at each scrape."""
         self.held.set_function(lambda: store.usage().replica_count)
         self.bytes.labels("used").set_function(lambda: store.usage().used_bytes)
         self.bytes.labels("free").set_function(lambda: store.usage().total_bytes - store.usage().used_bytes)
 
     def count_resume(self, error: KaveriError) -> None:
-        """Count a refused Resume."""
         self.resumes.labels(_RESUME_OUTCOMES.get(type(error), "refused")).inc()
 
     def count_resumed(self, held_tokens: int, recomputed_tokens: int) -> None:
-        """Count a resumed request."""
         self.resumes.labels("resumed").inc()
         self.resumed_tokens.labels("held").inc(held_tokens)
         self.resumed_tokens.labels("computed").inc(recomputed_tokens)

@@ -1,4 +1,4 @@
-"""A decode instance that replicates its requests, and holds copies for others."""
+"""Decode instance that replicates its requests and holds copies for others."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ from services.decode.replicator import Replicator
 
 
 class ReplicatedDecode:
-    """The PhaseService of a decode instance with replication: the instance, its holder and its replicator."""
+    """PhaseService of a decode instance with replication: the instance, its holder and its replicator."""
 
     def __init__(self, instance: DecodeInstance, holder: ReplicaHolder, replicator: Replicator) -> None:
         self._instance = instance
@@ -41,7 +41,7 @@ class ReplicatedDecode:
                 tasks.create_task(part.run())
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
-        # A grown copy changes nothing for the instance, and there is one for each block.
+        # Replicated events come for each block and do not concern the instance.
         if not all(isinstance(event, Replicated) for event in events):
             self._instance.handle(events)
         self._replicator.handle(events)
@@ -74,8 +74,8 @@ class ReplicatedDecode:
 
 @contextlib.asynccontextmanager
 async def open_replicas(config: BatchConfig, engine: DecodeEngine) -> AsyncIterator[ReplicaStore | None]:
-    """Memory for copies while the context lasts; None if replication is off, or the engine cannot copy its KV: its
-    peers, with the same layout, cannot either. Raises ConfigError."""
+    """Allocate memory for copies while the context lasts. Yields None if replication is off or the engine, and hence
+    its peers of the same layout, cannot copy KV. Raises ConfigError."""
     if config.replication is ReplicationMode.OFF:
         yield None
         return
@@ -100,10 +100,8 @@ def with_replicas(
     registry: CollectorRegistry,
     replicas: ReplicaStore | None,
 ) -> tuple[PhaseService, ReplicaHolder | None]:
-    """The decode service, and the holder of copies. replicas: memory for copies; None: no replication.
-
-    rng: for the choice of holders.
-    """
+    """Build the decode service and the holder of copies. replicas: None disables replication. rng: for the choice of
+    holders."""
     if replicas is None:
         return instance, None
     metrics = ReplicaMetrics(registry)
@@ -128,7 +126,7 @@ def with_replicas(
 
 
 def _make_store(config: BatchConfig, engine: DecodeEngine) -> HostReplicas:
-    # The engine has the port, if one is named.
+    # A configured port belongs to the engine.
     settings = replace(config, kv_port=0)
     try:
         return HostReplicas(

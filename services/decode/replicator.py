@@ -1,7 +1,5 @@
-"""Replicates this instance's requests to other instances, which can resume them.
-
-A token never waits for its copy: the engine copies in the background.
-"""
+"""Replicates this instance's requests to other instances, which can resume them. The engine copies in the background,
+so no token waits for its copy."""
 
 import asyncio
 import itertools
@@ -61,15 +59,15 @@ _GIVEN_UP = (DecodeOutcome.ABORTED, DecodeOutcome.DEADLINE, DecodeOutcome.ROUTER
 """Outcomes after which no router resumes a request."""
 _UNANSWERED = (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED, StatusCode.CANCELLED)
 _RELEASE_TIMEOUT_S = 2.0
-"""Limit on copying the rest of a stopped request. After it, the request continues here."""
+"""Limit on copying the rest of a stopped request; afterwards the request continues here."""
 _MOST_MOVING = 2
-"""Limit on requests that stand still at once: they share the links to the holders, and the engines there."""
+"""Max requests stopped at the same time: moves share the links to the holders and the holders' engines."""
 _RESUME_TIMEOUT_S = 2.0
-"""Limit on a moved request's resumption at its holder. After it, the next one is moved."""
+"""Limit on the wait for a moved request's resumption at its holder; afterwards the next one is moved."""
 _MOST_LACKING_BLOCKS = 2
-"""Limit on what a copy lacks when its request is moved. Others run until their copies are as good."""
+"""Max blocks that a copy may lack when its request is moved; other requests run until their copies have caught up."""
 _LEAST_REST_TOKENS = 4
-"""A request with fewer tokens to draw ends before it could be moved."""
+"""Min remaining tokens of a moved request; with fewer, the request ends before it could be moved."""
 
 
 @dataclass(eq=False, slots=True)
@@ -77,11 +75,11 @@ class _Owned:
     request: DecodeRequest
     copy: Copy
     told: Ownership
-    """The owner that the holder knows."""
+    """Owner last reported to the holder."""
 
 
 class Replicator:
-    """Copies of one decode instance's requests. For one event loop."""
+    """Copies of one decode instance's requests. Not thread-safe."""
 
     def __init__(
         self,
@@ -94,7 +92,7 @@ class Replicator:
         rng: random.Random,
         metrics: ReplicaMetrics,
     ) -> None:
-        """own: this instance; its address is not read."""
+        """own: record of this instance; its address is not read."""
         self._engine = engine
         self._instance = instance
         self._store = store
@@ -115,15 +113,14 @@ class Replicator:
         self._numbers = itertools.count(1)
         self._draining = False
         self._let_go_count = 0
-        """Moved requests that their holders have not resumed yet."""
+        """Number of moved requests not yet resumed by their holders."""
         self.counts = ReplicaCounts()
-        """Counts at the last look, without resumptions here."""
+        """Counts at the last update, without resumptions here."""
         self._moved_count = 0
         self._moved: UnconfirmedWork[EngineKey] = UnconfirmedWork()
-        """Blocks of moved requests that no heartbeat shows yet."""
+        """Blocks of moved requests that no heartbeat reports yet."""
 
     async def run(self) -> None:
-        """Replicate until cancelled."""
         try:
             async with self._tasks:
                 while True:
@@ -137,7 +134,7 @@ class Replicator:
             await self._channels.close()
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
-        """Handle a batch of engine events, after the instance."""
+        """Handle a batch of engine events. Called after the instance has handled them."""
         for event in events:
             match event:
                 case Landed() | StepTokens():
@@ -151,14 +148,14 @@ class Replicator:
                     get_logger().info("release_failed", request_id=key.request_id, reason=reason)
                     self._take(key, copying.BareEvent.MOVE_FAILED)
                 case LetGo(key, token_count):
-                    # An aborted one is no move: _look() closes its copy.
+                    # An aborted request was not moved: _look() closes its copy.
                     if key in self._owned and not isinstance(self._owned[key].request.state, Released):
                         self._take(key, copying.MoveDone(token_count))
                     self._move_some()
 
     def drain(self) -> None:
-        """Move running requests to the holders of their copies, a few at a time, where those have room. Requests
-        without a copy get one first."""
+        """Move running requests to the holders of their copies, a few at a time, as far as the holders have room.
+        Requests without a copy get one first."""
         self._draining = True
         self._changed.set()
 
@@ -172,7 +169,7 @@ class Replicator:
         here = {request.key: request for request in self._instance.landed()}
         for key in [key for key in self._owned if key not in here]:
             state = self._owned[key].request.state
-            # The router resumes a failed one from its copy.
+            # The router resumes a failed request from its copy.
             if state != Released(DecodeOutcome.FAILED):
                 self._take(key, copying.RequestEnded(isinstance(state, Released) and state.outcome in _GIVEN_UP))
             del self._owned[key]
@@ -195,10 +192,10 @@ class Replicator:
         return self._rules.is_worth_a_copy(request.context_tokens, request.rest_tokens)
 
     def _moves(self, request: DecodeRequest) -> bool:
-        """True if the request is to be moved. Without a stream of its router it stays."""
+        """Return True if the request is to be moved. Requests whose router has no stream stay."""
         rest_tokens, state = request.rest_tokens, request.state
         is_ending = rest_tokens is not None and rest_tokens < _LEAST_REST_TOKENS
-        # Before its first token here, prefill is involved as well. A preempted one has nothing to release.
+        # Before the first token here, prefill is involved as well. A preempted request has no KV to release.
         has_begun = isinstance(state, Running) and state.drawn > 0 and state.holds_blocks
         has_router = self._instance.owners.feeds.has(request.router_id)
         return self._draining and has_begun and not is_ending and has_router
@@ -224,7 +221,6 @@ class Replicator:
                 self._take(request.key, copying.BareEvent.MOVE_ASKED)
 
     def _needed_blocks(self, request: DecodeRequest) -> int:
-        """Blocks for the request to run."""
         return self._engine.info.layout.block_count(request.context_tokens + 1)
 
     def _has_room(self, instance: ViewedInstance, request: DecodeRequest) -> bool:
@@ -250,7 +246,7 @@ class Replicator:
             is_fit,
         )
         if found is None:
-            # Others will most likely find none either, and a search without a result scans the whole cluster.
+            # Other requests would most likely find none either, and a failed search scans the whole cluster.
             self._none_until_s = now_s + NO_HOLDER_S
             return
         self._unconfirmed.add(key, found, needed_bytes)
@@ -309,7 +305,7 @@ class Replicator:
             with self._channels.calling(DecodeServiceStub, holder.address) as stub:
                 await stub.AwaitResumed(decode_pb2.AwaitResumedRequest(owner=owner), timeout=_RESUME_TIMEOUT_S)
         except aio.AioRpcError as error:
-            # The holder is gone, does not know the call, or no router resumes the request.
+            # The holder is unreachable, does not implement the call, or no router resumes the request.
             get_logger().debug("resume_not_awaited", holder_id=holder.instance_id, error=error.details())
         finally:
             self._let_go_count -= 1
@@ -330,14 +326,14 @@ class Replicator:
             response = await self._open(owned, holder)
             ticket = ticket_from_proto(response.ticket)
         except KaveriError as error:
-            # Room that was granted counts as taken until the holder's heartbeats show it.
+            # Reserved room counts as used until the holder's heartbeats include it.
             self._unconfirmed.remove(key, holder.instance_id)
             self._refused(request, offered, holder, error)
             return
         finally:
             self._asked_count -= 1
         if key not in self._owned or not isinstance(request.state, Ready | Running):
-            # The request has ended, so no push will tell the holder.
+            # The request has ended, so no push will inform the holder.
             await self._close(request, holder)
             return
         self._metrics.opens.labels("granted").inc()
@@ -376,10 +372,10 @@ class Replicator:
             error=str(error),
         )
         if isinstance(error, DeadlineExceeded | Unavailable):
-            # The room may have been granted nevertheless.
+            # The room may have been reserved nevertheless.
             self._tasks.create_task(self._close(request, holder))
         if isinstance(error, StaleAttempt | RequestAlreadyExists) and request.ownership == offered:
-            # The holder knows a newer owner: this instance was frozen or cut off, and has lost the request.
+            # The holder has seen a newer owner: this instance was frozen or partitioned, and has lost the request.
             self._instance.lose(request, error)
         self._take(request.key, copying.CopyLost(self._pause_s()))
 
@@ -409,7 +405,7 @@ class Replicator:
         self._take(key, copying.CopyLost(self._pause_s()))
 
     async def _update(self, owned: _Owned, holder: Holder) -> None:
-        """Tell the holder of a new owner, so that older ones cannot close the copy."""
+        """Report a new owner to the holder, so that older ones cannot close the copy."""
         former, owned.told = owned.told, owned.request.ownership
         (session, attempt), router_id, secret = owned.told
         message = decode_pb2.OpenReplicaRequest(
@@ -424,20 +420,20 @@ class Replicator:
             with self._channels.calling(DecodeServiceStub, holder.address) as stub:
                 await stub.OpenReplica(message, timeout=CALL_TIMEOUT_S)
         except aio.AioRpcError as error:
-            # A holder that has refused, or does not know the call, is not asked again.
+            # A holder that refuses or does not implement the call is not asked again.
             if error.code() in _UNANSWERED:
                 owned.told = former
 
     async def _close(self, request: DecodeRequest, holder: Holder) -> None:
         name = ownership_to_proto(request.request_id, request.ownership)
-        # This copy and no later one: the message may arrive late.
+        # Close up to this copy only: the message may arrive late.
         name.replica = holder.number
         message = feed_pb2.AbortRequest(attempts=[name])
         try:
             with self._channels.calling(FeedServiceStub, holder.address) as stub:
                 await stub.Abort(message, timeout=CALL_TIMEOUT_S)
         except aio.AioRpcError as error:
-            # The holder is gone, or the copy expires.
+            # The holder is unreachable, or the copy expires.
             get_logger().debug("replica_not_closed", holder_id=holder.instance_id, error=error.details())
 
     def _rest(self, holder: Holder, rest_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The requests that a decode instance holds. No I/O."""
+"""Table of the requests on a decode instance. No I/O."""
 
 import asyncio
 from collections.abc import Iterator
@@ -17,61 +17,60 @@ from services.decode.spans import DecodeSpans
 
 @dataclass(frozen=True, slots=True)
 class ResumedHere:
-    """The copy from which a request was resumed here."""
+    """Copy from which a request was resumed on this instance."""
 
     held_tokens: int
-    """Tokens whose KV comes from the copy."""
+    """Number of tokens whose KV comes from the copy."""
     landed: asyncio.Future[bool]
-    """Done when they have landed. False: the request ended before."""
+    """Done when the KV has landed. False: the request ended before."""
 
 
 class Reader(Protocol):
-    """A caller that reads the answer here."""
+    """A client that reads the answer directly from this instance."""
 
     def changed(self) -> None:
-        """Note that the request's log has grown, or has ended."""
+        """Handle growth or end of the request's log."""
 
     def leave(self) -> None:
-        """Detach the caller: the router sends the rest, or the request was aborted."""
+        """Detach the client: the router sends the rest, or the request was aborted."""
 
 
 @dataclass(eq=False, slots=True)
 class DecodeRequest:
-    """One reservation of one attempt, until its end. Times are time.monotonic()'s: uvloop's own clock
-    counts in milliseconds."""
+    """A reservation of one attempt, until its end. Times are time.monotonic()'s: uvloop's own clock has a resolution of
+    milliseconds."""
 
     engine_request: EngineRequest
     ownership: Ownership
     came_s: float
     expires_s: float
     member: BatchMember
-    """Its weight in the batch at its arrival."""
+    """The request's weight in the batch at its arrival."""
     state: State
     source: KvLayout | None = None
-    """The layout of the engine that pushes its KV."""
+    """Layout of the engine that pushes the request's KV."""
     heavy: bool = False
-    """It counts as heavy in the load."""
+    """True if the request counts as heavy in the load."""
     reservation: int = 0
-    """Number of its Reserve call within the attempt. 0: not counted."""
+    """Number of the Reserve call within the attempt; 0: not counted."""
     placed_by: str = ""
-    """The prefill instance that reserved its room. Empty: unknown, or none."""
+    """Id of the prefill instance that reserved the room; empty: unknown or none."""
     answer: asyncio.Future[Ticket] | None = None
-    """Result of its Reserve call. None: it was prefilled here."""
+    """Result of the Reserve call; None: prefilled on this instance."""
     deadline: asyncio.TimerHandle | None = None
     resumed: ResumedHere | None = None
     spans: DecodeSpans | None = None
-    """Spans of a traced request."""
     reader: Reader | None = None
-    """A caller that reads the answer here. None: its router reads it."""
+    """Client that reads the answer directly; None: only the router reads it."""
     log: AnswerLog = field(init=False)
 
     def __post_init__(self) -> None:
-        # Prefill draws and sends the first token.
+        # Prefill samples and sends the first token.
         self.log = AnswerLog.drawn_here(self.engine_request.generated_count + 1)
 
     @property
     def key(self) -> EngineKey:
-        """Its key in the engine. The serial is unique, so events of an earlier request are told apart."""
+        """Key in the engine. The serial is unique, so events of an earlier request with the same id do not match."""
         return self.engine_request.key
 
     @property
@@ -80,7 +79,7 @@ class DecodeRequest:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of prompt and answer so far."""
+        """Number of tokens of prompt and answer so far."""
         return self.engine_request.prompt_tokens + self.log.next_index
 
     @property
@@ -99,12 +98,11 @@ class DecodeRequest:
 
     @property
     def router_id(self) -> str:
-        """The router that gets its tokens."""
         return self.ownership.router_id
 
 
 class DecodeRequests:
-    """All requests here, found by engine key, by request id and by router."""
+    """Table of an instance's requests, indexed by engine key, request id and router."""
 
     def __init__(self) -> None:
         self._by_serial: dict[int, DecodeRequest] = {}
@@ -119,42 +117,35 @@ class DecodeRequests:
         return iter(self._by_serial.values())
 
     def add(self, request: DecodeRequest) -> None:
-        """Add a request whose id is not in use here."""
+        """Add a request whose id is not in use."""
         assert request.request_id not in self._by_request_id
         self._by_serial[request.key.serial] = request
         self._by_request_id[request.request_id] = request
         self._by_router.setdefault(request.router_id, {})[request] = None
 
     def remove(self, request: DecodeRequest) -> None:
-        """Remove a request that is here."""
         del self._by_serial[request.key.serial]
         del self._by_request_id[request.request_id]
         self._leave_router(request)
 
     def give(self, request: DecodeRequest, ownership: Ownership) -> None:
-        """Change the request's owner."""
         self._leave_router(request)
         request.ownership = ownership
         self._by_router.setdefault(request.router_id, {})[request] = None
 
     def by_key(self, key: EngineKey) -> DecodeRequest | None:
-        """The request that the engine knows as `key`."""
         return self._by_serial.get(key.serial)
 
     def by_serial(self, serial: int) -> DecodeRequest:
-        """The request with that serial, which must be here."""
         return self._by_serial[serial]
 
     def by_request_id(self, request_id: str) -> DecodeRequest | None:
-        """The attempt of the request that is here."""
         return self._by_request_id.get(request_id)
 
     def of_router(self, router_id: str) -> tuple[DecodeRequest, ...]:
-        """The requests whose tokens go to the router."""
         return tuple(self._by_router.get(router_id, ()))
 
     def has_any_of(self, router_id: str) -> bool:
-        """Whether there are requests whose tokens go to the router."""
         return router_id in self._by_router
 
     def _leave_router(self, request: DecodeRequest) -> None:
@@ -165,7 +156,7 @@ class DecodeRequests:
 
 
 def gained_of(news: DecodeRequest | GainedTokens) -> GainedTokens:
-    """Take the unsent tokens of a request; a notice is returned as it is."""
+    """Take the unsent tokens of a request; a notice is returned unchanged."""
     if isinstance(news, GainedTokens):
         return news
     gained = news.log.take(news.request_id, news.owner)

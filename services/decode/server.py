@@ -1,4 +1,4 @@
-"""DecodeService over gRPC, and tokens as messages: domain values and back, nothing else."""
+"""Serves DecodeService over gRPC: converts between messages and domain values."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -33,21 +33,19 @@ from services.decode.instance import DecodeInstance
 SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
 _READERS_BEAT = decode_pb2.StreamAnswersResponse()
 SLOW_READER_S = 10.0
-"""Limit on the time to write one message. Slower callers get their answers from routers."""
+"""Limit on the time to write one message. Slower clients get their answers from routers."""
 
 _MAX_TOKENS_BYTES = 2**13
-"""Limit on one message, by an upper estimate. A router decodes a message in one turn of its event loop: some
+"""Limit on the estimated size of one message. A router decodes a message in one turn of its event loop: some
 milliseconds for 60 entries of one token, or 1,600 tokens of one answer."""
 _ENTRY_BYTES = 128
-"""An entry without ids, tokens and error."""
+"""Size of an entry without ids, tokens and error."""
 _TOKEN_BYTES = 5
 _LOGPROB_BYTES = 24
-"""Each log-probability of a token, alternatives included."""
+"""Size of each log-probability, alternatives included."""
 
 
 class DecodeServer(DecodeServiceServicer):
-    """Answers for one DecodeInstance."""
-
     def __init__(
         self,
         instance: DecodeInstance,
@@ -55,7 +53,8 @@ class DecodeServer(DecodeServiceServicer):
         holder: ReplicaHolder | None,
         prefills: Callable[[], bool],
     ) -> None:
-        """holder: None if replication is off. prefills: True while the instance prefills, and takes no pushes."""
+        """holder: None if replication is off. prefills: returns True while the instance prefills and accepts no
+        pushes."""
         self._instance = instance
         self._holder = holder
         self._incarnation = incarnation
@@ -132,7 +131,7 @@ class DecodeServer(DecodeServiceServicer):
     async def StreamAnswers(  # type: ignore[override]  # noqa: N802
         self, request: decode_pb2.StreamAnswersRequest, context: aio.ServicerContext[Any, Any]
     ) -> None:
-        # Writes messages instead of yielding them, to limit writes to slow callers.
+        # Writes messages instead of yielding them, to limit writes to slow clients.
         readers = self._instance.owners.readers
         try:
             stream = readers.open(request.reader_id)
@@ -182,7 +181,7 @@ def messages_of(batch: Sequence[GainedTokens]) -> Iterator[list[GainedTokens]]:
     for gained in batch:
         size = _bytes(gained)
         if size <= room:
-            # Nearly always, and for every token: nothing is cut.
+            # The usual case: nothing is cut.
             message.append(gained)
             room -= size
             continue
@@ -198,7 +197,7 @@ def messages_of(batch: Sequence[GainedTokens]) -> Iterator[list[GainedTokens]]:
 
 
 def _pieces(gained: GainedTokens) -> Iterator[GainedTokens]:
-    """Cut an entry between tokens; only the last piece has its end."""
+    """Cut an entry between tokens; only the last piece has the end."""
     if _bytes(gained) <= _MAX_TOKENS_BYTES:
         yield gained
         return
@@ -236,7 +235,7 @@ def tokens_to_proto(gained: GainedTokens) -> decode_pb2.RequestTokens:
         token_ids=gained.token_ids,
         session=gained.owner.session,
     )
-    # Set only where there is something to set: this runs for every request in every step.
+    # Set only what differs from the default: this runs for every request in every step.
     if gained.read_here:
         message.read_here = True
     if gained.logprobs:
@@ -262,7 +261,7 @@ def tokens_to_proto(gained: GainedTokens) -> decode_pb2.RequestTokens:
 
 
 def _answer_messages(parts: Sequence[ReadPart]) -> Iterator[decode_pb2.StreamAnswersResponse]:
-    """Encode a batch; a beat if it is empty."""
+    """Encode a batch; an empty batch becomes a heartbeat."""
     if not parts:
         yield _READERS_BEAT
     message, room = decode_pb2.StreamAnswersResponse(), 2 * MAX_OUTPUT_BYTES

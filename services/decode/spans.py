@@ -1,4 +1,4 @@
-"""Spans of a request at decode, derived from the actions of its life."""
+"""Tracing spans of a request on a decode instance, derived from the actions of its state machine."""
 
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.telemetry.tracing import Spans
@@ -18,21 +18,22 @@ _FAILURES = (
     DecodeOutcome.ROUTER_GONE,
     DecodeOutcome.FAILED,
 )
-"""Outcomes that fail a span. After others the answer is complete, or continues elsewhere."""
+"""Outcomes that fail a span. After other outcomes the answer is complete or continues elsewhere."""
 
 
 class DecodeSpans:
-    """`decode.room`: wait for room; `decode.admission`: wait for a seat in the batch; `kv.landing`; `decode`."""
+    """Spans of one request: `decode.room` (wait for room), `decode.admission` (wait for a batch seat), `kv.landing`,
+    `decode`."""
 
     def __init__(self, spans: Spans, came_s: float) -> None:
-        """came_s: time.monotonic() of the request's arrival."""
+        """came_s: arrival of the request, as time.monotonic()."""
         self.spans = spans
         self._phase = "decode.room"
         """Name of the open span."""
         self._since_s = came_s
 
     def adopted(self, now_s: float) -> None:
-        """Skip to decoding: the engine has prefilled the request."""
+        """Skip to decoding: the engine prefilled the request itself."""
         self._phase, self._since_s = "decode", now_s
 
     def note(self, action: Action, now_s: float) -> None:
@@ -48,7 +49,6 @@ class DecodeSpans:
             case BareAction.COUNT_PREEMPTION:
                 write("decode.preempted", now_s, now_s)
             case NoteEnd(times=None) as end:
-                # A span is open.
                 error = (end.reason or end.outcome.value) if end.outcome in _FAILURES else None
                 write(self._phase, self._since_s, now_s, error, outcome=end.outcome.value)
             case NoteEnd(times=times) as end:

@@ -11,7 +11,6 @@ from services.gateway.config import GatewayConfig
 
 
 def main() -> int:
-    """Run the gateway with the process's own arguments; return the exit status."""
     return run_service("gateway", GatewayConfig, _serve, setting_sections)
 
 

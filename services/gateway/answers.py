@@ -1,4 +1,4 @@
-"""The answers to one HTTP request: one SDK stream for each, merged."""
+"""Answers to one HTTP request: one SDK stream per answer, merged."""
 
 import asyncio
 import contextlib
@@ -22,12 +22,12 @@ _Merged = asyncio.Queue[tuple[int, Chunk | BaseException | None]]
 _SENT_TOGETHER = 8
 _MERGED_CHUNKS = 32
 _SLICE_TOKENS = 16_384
-"""Slice of token ids to check and pack: about a millisecond of the event loop. Longer requests take turns: otherwise
-many of them would each take a slice of the same turn of the loop."""
+"""Slice of token ids to check and pack: about a millisecond of the event loop. Longer requests take turns, because
+otherwise many of them would each take a slice of the same turn of the loop."""
 
 
 class Answers:
-    """Requests all answers from a router at once. Leaving the context cancels unfinished ones, everywhere."""
+    """Answers requested from a router at once. Leaving the context cancels unfinished ones everywhere."""
 
     def __init__(self, client: AsyncClient, asked: ParsedRequest, request_id: str, turn: asyncio.Lock) -> None:
         """request_id: prefix of the ids sent to routers, to find it in their logs. turn: shared by all requests of the
@@ -40,7 +40,7 @@ class Answers:
         """Per prompt, set when its logprobs are complete, for the answers that begin with them."""
         self._closed = False
         self._failure = "the answer was closed before its end"
-        # Two requests may have one id: a client's id is for tracing, and need not be unique.
+        # Request ids may repeat: a client's id is for tracing, and need not be unique.
         self._name = f"{request_id[:MAX_CLIENTS_ID_BYTES]}-{secrets.token_hex(CLIENTS_ID_SUFFIX_BYTES)}"
 
     async def _ask(self) -> None:
@@ -49,7 +49,6 @@ class Answers:
         for number, (prompt, params) in enumerate(answers):
             if number % n == 0:
                 text = prompt if isinstance(prompt, str) else None
-                # Checked once for all answers to this prompt.
                 token_ids = await _packed(prompt) if is_token_ids(prompt) else None  # type: ignore[arg-type]
             if number % _SENT_TOGETHER == _SENT_TOGETHER - 1:
                 await asyncio.sleep(0)
@@ -83,21 +82,18 @@ class Answers:
         self.close()
 
     def fail(self, reason: str) -> None:
-        """Cancel unfinished answers; readers get Unavailable with this reason."""
+        """Cancel unfinished answers; their readers get Unavailable with this reason."""
         self._failure = reason
         self.close()
 
     def close(self) -> None:
-        """Cancel unfinished answers. Idempotent."""
         self._closed = True
         for stream in self.streams:
             stream.close()
 
     async def chunks(self) -> AsyncGenerator[tuple[int, Chunk], None]:
-        """Yield the chunks of all answers as they arrive, each with the index of its answer. Must be closed.
-
-        Raises the first error of any, and RequestCancelled when another client has cancelled one.
-        """
+        """Yield the chunks of all answers as they arrive, each with the index of its answer. Must be closed. Raises the
+        first error of any, and RequestCancelled when another client has cancelled one."""
         if len(self.streams) == 1:
             stream, finish = self.streams[0], None
             async for chunk in stream:
@@ -150,13 +146,12 @@ class Answers:
         except SlowReader as error:
             if not waits or reported.is_set():
                 raise
-            # The client is not at fault if it was not read.
+            # The client is not at fault if its report was not read.
             raise Unavailable("the report on the prompt took too long") from error
         if finish is None:
             raise Unavailable(self._failure)
 
     def _shown(self, chunk: Chunk) -> Chunk:
-        """Convert a chunk to the client's form."""
         if not self._asked.prompt_alone:
             return chunk
         finish = None if chunk.finish_reason is None else FinishReason.LENGTH

@@ -1,4 +1,4 @@
-"""The HTTP API: its routes, and the mapping of failures to responses."""
+"""HTTP API: its routes, and the mapping of failures to responses."""
 
 import asyncio
 import contextlib
@@ -72,34 +72,28 @@ class HttpRequest:
     arrived_s: float
     path: str = ""
     status: int = 0
-    """0: nothing was sent yet."""
+    """Status that was sent; 0: nothing yet."""
     answers: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     key_name: str = ""
     """Name of the client's API key; empty if none was required."""
     span: OpenSpan | None = None
-    """None: not traced."""
     event_error: KaveriError | None = None
-    """Error that ended the answer after its first byte."""
 
 
 class App:
     """ASGI application: assigns request ids, and turns every outcome into a response, a metric and a log line."""
 
     def __init__(self, config: GatewayConfig, client: AsyncClient, callers: Callers | None) -> None:
-        """callers: None: requests need no API key."""
         self.config = config
         self.client = client
         self.callers = callers
         self.bodies = BodyBudget(config)
         self.draining = False
         self.answering: set[Answers] = set()
-        """Unfinished answers requested from routers."""
         self.in_flight = 0
-        """Number of unanswered generating requests."""
         self.idle = asyncio.Event()
-        """Set while no generating request is in flight."""
         self.idle.set()
         self._routes = _routes(self)
 
@@ -397,7 +391,7 @@ _STARTED_S = int(time.time())
 
 
 async def _the_model(client: AsyncClient) -> ModelInfo:
-    """The only served model. Raises ModelNotFound when there are several."""
+    """Return the only served model. Raises ModelNotFound when there are several."""
     models = await client.list_models()
     if len(models) != 1:
         raise ModelNotFound("", tuple(one.name for one in models))
@@ -405,7 +399,7 @@ async def _the_model(client: AsyncClient) -> ModelInfo:
 
 
 async def _max_model_len(client: AsyncClient, model: str | None) -> int:
-    """Max length of the model in tokens; 0 if unknown now."""
+    """Return the max length of the model in tokens; 0 if currently unknown."""
     try:
         return (await (client.get_model(model) if model else _the_model(client))).max_model_len
     except KaveriError:
@@ -413,7 +407,6 @@ async def _max_model_len(client: AsyncClient, model: str | None) -> int:
 
 
 async def send_body(status: int, parts: Sequence[bytes], headers: Headers, send: Send) -> None:
-    """Send a whole response."""
     sized = [*headers, (b"content-length", str(sum(map(len, parts))).encode())]
     await send({"type": "http.response.start", "status": status, "headers": sized})
     for part in parts:

@@ -31,21 +31,22 @@ _COUNTED = (
     (b",", MAX_VALUES, "values"),
     (b"[{:", MAX_NESTED, "objects, lists and fields of objects"),
 )
-"""Per limit: the characters that precede a counted value."""
+"""Characters that precede a counted value, with the limit and its name."""
 _TEXT_OR_MARK = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[,\[{:]', re.DOTALL)
 _DISCARD_S = 1.0
 _DISCARD_FACTOR = 4
-"""A client that sends too much reads its answer only afterwards: this many times the limit is read and discarded."""
+"""Multiple of the size limit that is read and discarded: a client that sends too much reads its answer only
+afterwards."""
 MadeT = TypeVar("MadeT")
 
 
 class BodyBudget:
-    """Byte budget of all bodies and of other memory of their requests. Not thread-safe: for one event loop."""
+    """Byte budget of all bodies and of other memory of their requests. Not thread-safe."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self._bytes = ByteBudget("gateway", config.max_bodies_bytes, metrics.BODY_BYTES.set)
-        # One thread: a parse holds the GIL, and the event loop must get it between two of them.
+        # A single thread: a parse holds the GIL, and the event loop must get it between two of them.
         self._parser = ThreadPoolExecutor(1, thread_name_prefix="body")
 
     @contextlib.contextmanager
@@ -63,14 +64,14 @@ class BodyBudget:
 
 
 class HeldBody:
-    """One body; see BodyBudget.hold."""
+    """A request's body and its share of the budget; see BodyBudget.hold."""
 
     def __init__(self, budget: BodyBudget, held: HeldBytes) -> None:
         self._budget = budget
         self._held = held
 
     def hold_more(self, size_bytes: int) -> None:
-        """Account for additional memory of the request. Raises HttpError when there is no room."""
+        """Account for additional memory of the request. Raises HttpError when the budget is exhausted."""
         try:
             self._held.add(size_bytes)
         except InvalidArgument as error:
@@ -79,8 +80,8 @@ class HeldBody:
             raise unavailable(str(error), error.retry_after_s) from error
 
     async def read(self, scope: Scope, receive: Receive, make: Callable[[dict[str, Any]], MadeT]) -> MadeT:
-        """Read the body and apply `make` to the JSON object. make: extracts what it needs, and may run on a thread.
-        Raises HttpError, naming the limit, ClientGone, and as make."""
+        """Read the body and apply `make` to the JSON object. make: may run on a thread. Raises HttpError, naming the
+        limit, ClientGone, and as make."""
         within_s = self._budget.config.slow_sender_s
         try:
             async with asyncio.timeout(within_s):
@@ -170,7 +171,6 @@ def _too_large(most_bytes: int) -> HttpError:
 
 
 def _check_coding(scope: Scope) -> None:
-    """Raise HttpError for a compressed body."""
     names = (value for name, value in scope["headers"] if name == b"content-encoding")
     if coding := next((name for name in names if name.lower() != b"identity"), None):
         message = f"the body's Content-Encoding is {coding.decode('latin-1'):.100}; send it as it is"

@@ -1,4 +1,4 @@
-"""The gateway's settings; read from flags and KAVERI_* variables by kaveri.rpc.process."""
+"""Settings of the gateway; read from flags and KAVERI_* variables by kaveri.rpc.process."""
 
 import re
 from dataclasses import dataclass

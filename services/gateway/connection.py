@@ -28,9 +28,8 @@ _LINGER_S = 2.0
 _LINGER_BYTES = 2**20
 """Max bytes read from a refused client until it has read the reason."""
 _GONE_CHECK_S = 0.25
-"""A disconnect is noticed within this time and a round trip."""
+"""Time, plus a round trip, within which a disconnect is noticed."""
 _FIRST_BYTE = b"H"
-"""First byte of every HTTP response."""
 _EVENT_COMMENT = b":\n\n"
 """Comment in a stream of events; clients skip it."""
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -55,7 +54,7 @@ class HttpConnection(H11Protocol):
         self._limits = limits
         self._unparsed = bytearray()
         self._early_bytes = 0
-        """Bytes of pipelined requests."""
+        """Number of bytes of pipelined requests."""
         self._timer: asyncio.TimerHandle | None = None
         """Active while the head of a request is awaited, and while a connection ends."""
         self._is_refused = False
@@ -71,7 +70,7 @@ class HttpConnection(H11Protocol):
             message = f"more than {self._limits.max_connections} connections are open"
             self._refuse(unavailable(message, _RETRY_AFTER_S, "too_many_connections"))
             return
-        # No answer without a head: it may be in the middle of one, and such a slow client is seldom honest.
+        # Close without a response: the client may be in the middle of a head, and such a slow client is seldom honest.
         self._end_within(self._limits.slow_sender_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -98,7 +97,7 @@ class HttpConnection(H11Protocol):
         return self._has_eof
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn while it handles a parser error."""
+        """Handle a parser error; called by uvicorn."""
         error = sys.exception()
         assert isinstance(error, h11.RemoteProtocolError)
         if error.error_status_hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
@@ -199,7 +198,7 @@ class HttpConnection(H11Protocol):
         would reset the connection and lose the answer."""
         self._is_refused = True
         if self.cycle is not None and self.cycle.more_body:
-            # Its body ends here.
+            # The refused request's body ends here.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
@@ -240,9 +239,7 @@ class _BegunTransport:
 
 def check_head(scope: Scope, max_header_bytes: int) -> None:
     """Validate a request's line and headers beyond the parser's checks; strip scheme and host from an absolute target.
-
-    Raises HttpError. It closes the connection where peers could disagree about where the request ends.
-    """
+    Raises HttpError, which closes the connection where peers could disagree about the end of the request."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(name) + len(value) for name, value in headers)
     if size > max_header_bytes:

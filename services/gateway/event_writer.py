@@ -8,7 +8,6 @@ from services.gateway.http_errors import Headers
 _HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # Otherwise nginx buffers events.
     (b"x-accel-buffering", b"no"),
 ]
 
@@ -24,7 +23,7 @@ class EventWriter(ReadLimit):
         """True once the status was sent."""
 
     async def write(self, data: bytes) -> None:
-        """Write events; before the first ones the status, 200."""
+        """Write events; the first call sends the status 200 before them."""
         self.begin()
         if not self.begun:
             self.begun = True
@@ -33,6 +32,6 @@ class EventWriter(ReadLimit):
         self.end()
 
     async def finish(self, data: bytes) -> None:
-        """Write the last events, and the end."""
+        """Write the last events, and end the response."""
         await self.write(data)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})

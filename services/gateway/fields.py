@@ -10,27 +10,26 @@ Accepts = Callable[[Any], bool]
 
 
 def one_of(*values: object) -> Accepts:
-    """Accept these values. True is not 1 here."""
+    """Build a predicate that accepts these values. True does not equal 1 here."""
     return lambda value: any(type(value) is type(each) and value == each for each in values)
 
 
 def number(*values: float) -> Accepts:
-    """Accept these numbers, written as whole numbers or not."""
+    """Build a predicate that accepts these numbers, as integers or floats."""
     return lambda value: type(value) in (int, float) and value in values
 
 
 def empty(value: object) -> bool:
-    """Accept an empty list, object or text."""
     return value in ([], {}, "")
 
 
 def any_of(kind: type[object]) -> Accepts:
-    """Accept every value of this type."""
+    """Build a predicate that accepts every value of this type."""
     return lambda value: type(value) is kind
 
 
 class Fields:
-    """The fields of an object. Take the known ones, then call refuse_rest(). null counts as missing."""
+    """Fields of an object. Take the known ones, then call refuse_rest(). null counts as missing."""
 
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
         """path: prefix of names in errors: "messages[0]."."""

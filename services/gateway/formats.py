@@ -1,7 +1,5 @@
-"""Formats answers in OpenAI's two forms, whole and as events of a stream. Pure.
-
-An event is assembled from bytes that are built once per answer: this runs for every token.
-"""
+"""Formats answers in OpenAI's two forms, whole and as events of a stream. Pure. An event is assembled from bytes that
+are built once per answer: this runs for every token."""
 
 import json
 from array import array
@@ -26,12 +24,10 @@ _LEAST_LOGPROB = -9999.0
 
 
 def encode(value: Any) -> bytes:
-    """Encode a JSON value, in ASCII."""
     return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _items(values: list[Any]) -> bytes:
-    """Encode the items of a JSON array."""
     return encode(values)[1:-1]
 
 
@@ -42,10 +38,9 @@ def _slices(items: Sequence[ItemT]) -> Iterator[Sequence[ItemT]]:
 
 @dataclass(slots=True)
 class _Gathered:
-    """A whole answer while it is collected. Logprobs are stored as JSON, which is smaller."""
+    """Collected parts of a whole answer. Logprobs are stored as JSON, which is smaller."""
 
-    # Flat containers, because garbage collection visits each item of a list, for all answers in one turn of the event
-    # loop.
+    # Flat containers: the garbage collector visits each item of a list, which would block the event loop.
     text: StringIO = field(default_factory=StringIO)
     token_ids: "array[int]" = field(default_factory=lambda: array("I"))
     report: dict[str, list[bytes] | bytes] = field(default_factory=dict)
@@ -54,7 +49,6 @@ class _Gathered:
     finish: str | None = None
 
     def add_report(self, report: Mapping[str, object]) -> None:
-        """Append the logprobs of the next tokens."""
         for name, value in report.items():
             if isinstance(value, list):
                 items = self.report.setdefault(name, [])
@@ -64,7 +58,6 @@ class _Gathered:
                 self.report[name] = encode(value)
 
     def report_parts(self) -> list[bytes]:
-        """Logprobs as JSON, in parts."""
         parts: list[bytes] = []
         for name, value in self.report.items():
             parts += [b"," if parts else b"{", encode(name), b":"]
@@ -73,7 +66,7 @@ class _Gathered:
 
 
 class AnswerFormat:
-    """Formats the answers to one request. Base class of the two forms."""
+    """Formatter of the answers to one request. Base class of the two forms."""
 
     id_prefix: str
     object_name: str
@@ -90,20 +83,18 @@ class AnswerFormat:
         self._start = b"data: " + chunk_head[:-1]
         self._end = b'}],"usage":null}\n\n' if asked.usage_events is UsageEvents.LAST else b"}]}\n\n"
         self._usages: dict[int, Usage] = {}
-        """Usage of finished answers."""
         self._counts: dict[int, int] = {}
-        """Token count of each answer so far."""
+        """Number of tokens of each answer so far."""
         self._offsets: dict[int, PromptOffsets] = {}
         """Offsets in prompts that precede answers and have logprobs."""
         self._gathered: dict[int, _Gathered] = {}
-        """Answers that are returned whole."""
         self._prompts: dict[int, list[PromptToken]] = {}
-        """Logprobs of prompts with several answers, by the index of the first one."""
+        """Logprobs of prompts with several answers, by the index of the first answer."""
 
     def events(self, index: int, chunk: Chunk, prompt_tokens: int) -> Iterator[bytes]:
         """Yield the events of a chunk of the answer `index`: one, or several if it carries many prompt logprobs."""
         is_first = index not in self._counts
-        # Both are null, or empty, for most requests.
+        # Prompt logprobs are null, or empty, for most requests.
         prompt = self._prompt_of(index, chunk, is_first) if self._asked.echoes_logprobs else ()
         while len(prompt) > _SLICE_TOKENS:
             before = replace(chunk, token_ids=(), text="", logprobs=(), finish_reason=None, usage=None)
@@ -199,7 +190,8 @@ class AnswerFormat:
         yield b"]" + last + b"}"
 
     def _about_prompt(self, gathered: "_Gathered", ids: bytes) -> list[bytes]:
-        """Prompt fields of a whole answer. gathered: the first answer to the prompt. ids: the prompt's, as JSON."""
+        """Build the prompt fields of a whole answer. gathered: the first answer to the prompt. ids: the prompt's, as
+        JSON."""
         parts: list[bytes] = []
         if self._asked.prompt_logprobs:
             parts += [b',"prompt_logprobs":[', b",".join(gathered.prompt_logprobs), b"]"]
@@ -211,26 +203,26 @@ class AnswerFormat:
     """True if a prompt's token ids and logprobs belong to each choice; False if to the whole response."""
 
     def _message(self, text: str) -> dict[str, object]:
-        """The part of a choice that holds its text."""
+        """Build the part of a choice that holds the answer's text."""
         raise NotImplementedError
 
     def _delta(self, text: bytes, is_first: bool) -> bytes:
-        """The part of an event's choice that holds its text. text: as JSON."""
+        """Build the part of an event's choice that holds the answer's text. text: as JSON."""
         raise NotImplementedError
 
     def _report(self, index: int, logprobs: Sequence[Logprobs], prompt: Sequence[PromptToken]) -> dict[str, object]:
-        """Logprobs of the next tokens of the answer `index`. prompt: the prompt's tokens before them."""
+        """Build the logprobs of the next tokens of the answer `index`. prompt: the prompt's tokens before them."""
         raise NotImplementedError
 
     def _shown_of(self, index: int) -> ShownPrompt:
         return self._shown[index // self._asked.n]
 
     def _first_of(self, index: int) -> int:
-        """Index of the first answer to the same prompt, which carries the prompt's logprobs."""
+        """Return the index of the first answer to the same prompt, which carries the prompt's logprobs."""
         return index - index % self._asked.n
 
     def _prompt_of(self, index: int, chunk: Chunk, is_first: bool) -> Sequence[PromptToken]:
-        """Prompt tokens reported by a chunk. The first chunk of a later answer reports all of them."""
+        """Return the prompt tokens to report with a chunk. The first chunk of a later answer reports all of them."""
         if self._asked.n == 1:
             return chunk.prompt_tokens
         first = self._first_of(index)
@@ -253,8 +245,6 @@ class AnswerFormat:
 
 
 class CompletionFormat(AnswerFormat):
-    """Format of /v1/completions."""
-
     id_prefix = "cmpl"
     object_name = chunk_object_name = "text_completion"
     _ids_beside_choices = True
@@ -283,8 +273,6 @@ class CompletionFormat(AnswerFormat):
 
 
 class ChatFormat(AnswerFormat):
-    """Format of /v1/chat/completions."""
-
     id_prefix = "chatcmpl"
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
@@ -311,7 +299,8 @@ class ChatFormat(AnswerFormat):
 
 
 def _prompt_position(token: PromptToken) -> dict[str, object] | None:
-    """Logprobs of a prompt position as in vLLM: by token id. The rank of a token outside the top ones is unknown."""
+    """Build the logprobs of a prompt position as in vLLM: by token id. The rank of a token outside the top ones is
+    unknown."""
     entry = token.logprobs
     if entry is None:
         return None
@@ -336,8 +325,8 @@ def _top(entry: Logprobs) -> list[tuple[str, float]]:
 
 
 def _by_text(entry: Logprobs) -> dict[str, float]:
-    """Log-probability by text of the top tokens and the token itself, which may not be among them. Among tokens with
-    the same text, such as pieces of one character, the likeliest counts."""
+    """Return the log-probability of the top tokens and the token itself, by text. Among tokens with the same text, such
+    as pieces of one character, the likeliest counts."""
     found: dict[str, float] = {}
     for text, value in (*_top(entry), (entry.text, entry.logprob)):
         found[text] = max(_finite(value), found.get(text, _LEAST_LOGPROB))

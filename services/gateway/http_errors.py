@@ -36,24 +36,20 @@ _PARAM_OF_FIELD = {
 
 @dataclass(eq=False)
 class HttpError(Exception):
-    """An error response."""
-
     status: int
     message: str
     kind: str = "invalid_request_error"
-    """OpenAI's `type`."""
     code: str | None = None
     param: str | None = None
     headers: Headers = field(default_factory=list)
 
     def body(self) -> bytes:
-        """Encode OpenAI's error object as JSON, in ASCII."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}, separators=(",", ":")).encode()
 
 
 def is_too_long(error: KaveriError) -> bool:
-    """Return True if prompt and answer exceed the model's length."""
+    """Return True if the error says that prompt and answer exceed the model's length."""
     return (
         isinstance(error, InvalidArgument)
         and error.field in _LENGTH_FIELDS
@@ -94,17 +90,16 @@ def http_error_of(error: KaveriError, prompt_param: str = "prompt", max_model_le
 
 
 def refused_key(error: Unauthenticated) -> HttpError:
-    """Error for a client without a valid API key."""
     return HttpError(401, str(error), code="invalid_api_key", headers=[(b"www-authenticate", b"Bearer")])
 
 
 def unavailable(message: str, retry_after_s: float, code: str = "service_unavailable") -> HttpError:
-    """Error for a request that may succeed later."""
+    """Build the error for a request that may succeed later."""
     return HttpError(503, message, "service_unavailable", code, headers=retry_headers(retry_after_s))
 
 
 def retry_headers(retry_after_s: float) -> Headers:
-    """Retry headers: in whole seconds for everyone, in milliseconds for clients that support it."""
+    """Build retry headers: in whole seconds for everyone, in milliseconds for clients that support it."""
     milliseconds = max(1, math.ceil(1e3 * retry_after_s))
     return [
         (b"retry-after", str(max(1, math.ceil(retry_after_s))).encode()),
@@ -131,7 +126,7 @@ def _of_argument(error: InvalidArgument, prompt_param: str, max_model_len: int) 
 def _shown(value: object) -> str:
     """Shorten a value to the start of its JSON; an ellipsis replaces the rest."""
     if isinstance(value, str) and type(value) is not str:
-        # From a router, in Python's spelling.
+        # A router's value, in Python's spelling.
         text = str(value)
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             text = json.dumps(ast.literal_eval(text), ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""HTTP listener with the life of RpcServer: uvicorn's connections around one ASGI application."""
+"""HTTP listener with the lifecycle of RpcServer: uvicorn's connections around one ASGI application."""
 
 import asyncio
 import contextlib
@@ -25,12 +25,11 @@ _SEND_BUFFER_BYTES = 256 * 1024
 read."""
 _BACKLOG = 2048
 _OTHER_FILES = 512
-"""File descriptors besides those of connections."""
 _POLL_S = 0.02
 
 
 class HttpServer:
-    """Accepts connections from ready() to drain(). Not thread-safe: for one event loop."""
+    """Listener that accepts connections from ready() to drain(). Not thread-safe."""
 
     def __init__(self, config: GatewayConfig, app: ASGIApp, tls: ssl.SSLContext | None) -> None:
         """config: address and limits; port 0: any free port. tls: None: plain HTTP."""
@@ -63,7 +62,6 @@ class HttpServer:
         self._bind()
 
     async def ready(self) -> None:
-        """Accept connections."""
         if self._server is not None:
             return
         if self._socket is None:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a gateway process. Global, as Prometheus clients are."""
+"""Prometheus metrics of a gateway process, global as in Prometheus clients."""
 
 from prometheus_client import Counter, Gauge, Histogram
 

@@ -1,8 +1,6 @@
 """OpenAPI document of the HTTP API, at /openapi.json: the parameters of each path, with their limits, and its
-responses.
-
-Lists the common parameters that are accepted for compatibility without effect; docs/doors.md names more. Pure.
-"""
+responses. Lists the common parameters that are accepted for compatibility without effect; docs/doors.md names more.
+Pure."""
 
 from typing import Any
 
@@ -24,7 +22,7 @@ _TEXTS: Schema = {"type": "array", "items": _TEXT, "minItems": 1}
 
 
 def _or_null(schema: Schema) -> Schema:
-    """Allow null, which counts as a missing field."""
+    """Extend a schema to allow null, which counts as a missing field."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
@@ -58,7 +56,6 @@ IGNORED_OF_CHAT: dict[str, Schema] = {
     "tool_choice": {"enum": ["none", "auto"]},
     "tools": {"type": "array", "description": 'Empty, unless tool_choice is "none".'},
 }
-"""Accepted without effect."""
 _MESSAGE = _object(
     {
         "role": _TEXT,

@@ -132,14 +132,11 @@ class UsageEvents(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """A validated request."""
-
     model: str | None
-    """None: the only served model."""
+    """Name of the model; None: the only served one."""
     prompts: tuple[Prompt, ...]
     params: SamplingParams
     n: int = 1
-    """Number of answers per prompt."""
     stream: bool = False
     usage_events: UsageEvents = UsageEvents.NONE
     echo: bool = False
@@ -165,7 +162,7 @@ class ParsedRequest:
 
     @property
     def copied_bytes(self) -> int:
-        """Size of the prompts' token ids in all requests but the first per prompt."""
+        """Total size of the prompts' token ids in all requests but the first per prompt."""
         return _TOKEN_ID_BYTES * (self.n - 1) * sum(len(prompt) for prompt in self.prompts if is_token_ids(prompt))
 
     def check_copies(self) -> None:
@@ -194,7 +191,6 @@ class ParsedRequest:
         return _LOGPROB_BYTES * size
 
     def named(self, error: InvalidArgument) -> InvalidArgument:
-        """Return the error with the client's field name."""
         if error.field != "params.prompt_logprobs":
             return error
         limit = error.limit.replace("prompt_logprobs", self._report_param)
@@ -202,17 +198,14 @@ class ParsedRequest:
 
     @property
     def _report_param(self) -> str:
-        """Name of the parameter that requests prompt logprobs."""
         return "prompt_logprobs" if self.prompt_logprobs else "logprobs"
 
 
 def is_token_ids(prompt: Prompt) -> bool:
-    """Return True if the prompt is neither a text nor a conversation."""
     return isinstance(prompt, tuple) and (not prompt or type(prompt[0]) is int)
 
 
 def _size_of(prompt: Prompt) -> int:
-    """Size in tokens or characters."""
     if isinstance(prompt, str) or is_token_ids(prompt):
         return len(prompt)
     return sum(len(turn.content) for turn in prompt if isinstance(turn, Message))
@@ -327,8 +320,8 @@ def _read_rest(
 
 
 def _prompt_logprobs(fields: Fields, stream: bool, echoed: int | None) -> int | None:
-    """Parse vLLM's prompt_logprobs. echoed: number of top tokens in an answer's logprobs, if the prompt is part of
-    it."""
+    """Parse vLLM's prompt_logprobs. echoed: number of top tokens in an answer's logprobs, if the answer includes the
+    prompt."""
     count = fields.whole("prompt_logprobs", 0, MAX_LOGPROBS)
     if count is None:
         return None

@@ -52,13 +52,11 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> int:
 
 
 def _open_store(config: GatewayConfig, stopping: asyncio.Event) -> AbstractAsyncContextManager[ClusterStore | None]:
-    # With configured routers a private in-memory cluster, so that all else is as with Redis.
+    # With configured routers a private in-memory cluster replaces Redis.
     return MemoryStore(MemoryCluster()) if config.routers else open_store(config, stopping)
 
 
 class Gateway:
-    """The HostedService of a gateway."""
-
     def __init__(self, config: GatewayConfig, client: AsyncClient, store: ClusterStore) -> None:
         """Raises ConfigError for an invalid keys file or certificate."""
         self.config = config
@@ -113,20 +111,19 @@ def _with_cors(app: App, origins: tuple[str, ...]) -> ASGIApp:
         app,
         allow_origins=origins,
         allow_methods=("GET", "POST"),
-        # Browsers ask without a key what they may send with one.
+        # Browsers ask for the permitted requests without a key.
         allow_headers=("*",),
         expose_headers=("x-request-id", "retry-after", "retry-after-ms"),
     )
 
 
 def gateway_host(gateway: Gateway) -> ServiceHost:
-    """Build the ServiceHost around a gateway's own work."""
     record = service_record(gateway.config, Role.GATEWAY, "", new_incarnation())
     return ServiceHost(gateway.config, gateway.store, record, gateway, server=gateway.server)
 
 
 def _router_targets(view: ClusterView) -> tuple[str, ...]:
-    """Addresses of the routers that accept requests, ordered by id; of all if all drain."""
+    """Return the addresses of the routers that accept requests, ordered by id; of all if all drain."""
     routers = [one for _, one in sorted(view.instances.items()) if one.record.role is Role.ROUTER]
     ready = [router for router in routers if router.load.state is InstanceState.READY]
     return tuple(dict.fromkeys(router.record.address for router in ready or routers))

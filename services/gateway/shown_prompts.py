@@ -13,15 +13,15 @@ _LOOK_AHEAD_BYTES = 32
 
 
 class PromptOffsets:
-    """Locates the tokens of a shown prompt in its text, in order."""
+    """Locator of a shown prompt's tokens in its text, in order."""
 
     def __init__(self, text: str) -> None:
         self._bytes = text.encode()
         self._position = 0
         self._characters = 0
-        """Characters that start before the position."""
+        """Number of characters that start before the position."""
         self._look_ahead_bytes = 0
-        """0 for the first token: one added by the tokenizer may occur later in the text."""
+        """Search distance; 0 for the first token, because one added by the tokenizer may occur later in the text."""
 
     def next(self, text: str, raw_bytes: bytes) -> int:
         """Return the offset, in characters, of the next token or of the character that it is part of. A token missing
@@ -41,7 +41,6 @@ class PromptOffsets:
         return offset
 
     def _is_inside(self) -> bool:
-        """Return True if the position is within a character."""
         return self._position < len(self._bytes) and self._bytes[self._position] & 0xC0 == 0x80
 
     def _move(self, position: int) -> None:
@@ -52,12 +51,12 @@ class PromptOffsets:
 
 @dataclass(frozen=True, slots=True)
 class ShownPrompt:
-    """The part of a response that shows one prompt."""
+    """Part of a response that shows one prompt."""
 
     text: str = ""
-    """Text before the answer. Empty if not requested."""
+    """Text before the answer; empty if not requested."""
     token_ids: tuple[int, ...] | None = None
-    """None if not requested."""
+    """Token ids of the prompt; None if not requested."""
 
 
 async def show_prompts(client: AsyncClient, asked: ParsedRequest) -> tuple[ParsedRequest, list[ShownPrompt]]:
@@ -81,7 +80,7 @@ async def show_prompts(client: AsyncClient, asked: ParsedRequest) -> tuple[Parse
 
 
 async def _text(client: AsyncClient, asked: ParsedRequest, prompt: Prompt) -> str:
-    """Text to show before the answers to the prompt."""
+    """Return the text to show before the answers to the prompt."""
     if not asked.echo:
         return ""
     if isinstance(prompt, str):

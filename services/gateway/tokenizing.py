@@ -16,7 +16,6 @@ async def tokenize(client: AsyncClient, body: Mapping[str, Any]) -> dict[str, ob
     fields.refuse_rest(
         {
             "add_generation_prompt": one_of(True),
-            # The same default as for generating.
             "add_special_tokens": one_of(messages is None),
             "return_token_strs": one_of(False),
         }

@@ -1,1 +1,1 @@
-"""The predictor service: predicts how long answers will be, before they are generated."""
+"""Predictor service: predicts the lengths of answers before they are generated."""

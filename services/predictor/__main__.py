@@ -9,12 +9,11 @@ from services.predictor.config import PredictorConfig
 
 
 def main() -> int:
-    """Returns the exit status."""
     return run_service("predictor", PredictorConfig, _serve, setting_sections)
 
 
 async def _serve(config: PredictorConfig, stopping: asyncio.Event) -> int:
-    # Imported here, as --help needs the settings alone.
+    # Import here: --help needs only the settings.
     from services.predictor.service import serve
 
     return await serve(config, stopping)

@@ -1,8 +1,6 @@
-"""Batches the prompts that wait: a bounded queue, a limit per batch, one batch at a time.
-
-A batch is padded to its longest prompt (TetriInfer, arXiv 2401.11181, section 3.3.2), so one long prompt slows down
-all others of its batch. Prompts above a limit run alone.
-"""
+"""Batches waiting prompts: a bounded queue, a limit per batch, one batch at a time. A batch is padded to its longest
+prompt (TetriInfer, arXiv 2401.11181, section 3.3.2), so one long prompt slows down all others of its batch. Prompts
+above a limit run alone."""
 
 import asyncio
 import math
@@ -22,24 +20,24 @@ _RETRY_AFTER_S = 0.1
 
 
 class LengthModel(Protocol):
-    """A predictor; kaveri.predictor.bundle.LengthPredictor is the real one."""
+    """Interface of a predictor, implemented by kaveri.predictor.bundle.LengthPredictor."""
 
     model: str
-    """Name of the served model that it was trained for."""
+    """Served name of the model that the predictor was trained for."""
     granularity: int
     """Tokens per bucket."""
     bucket_count: int
     version: str
     vocab_size: int
-    """Of the served model's tokenizer."""
+    """Vocabulary size of the served model's tokenizer."""
     max_prompt_tokens: int
-    """Longer prompts are truncated."""
 
     def predict(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Token ids of the served model to the probability of each bucket. Blocks; called by one thread."""
+        """Return the probability of each bucket for prompts in token ids of the served model. Blocks; called by one
+        thread."""
 
     def range_of(self, bucket: int) -> TokenRange:
-        """The answer lengths of a bucket."""
+        """Return the answer lengths in a bucket."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,7 +48,7 @@ class _WaitingPrompt:
 
 
 class PredictionBatcher:
-    """The queue of one predictor. For one event loop; run() must be running for anything to be computed."""
+    """Prompt queue of one predictor. Not thread-safe. Computes only while run() is active."""
 
     def __init__(
         self,
@@ -61,10 +59,8 @@ class PredictionBatcher:
         max_queue: int,
         metrics: PredictorMetrics,
     ) -> None:
-        """batch_prompts: most prompts in a batch. long_prompt_tokens: longer prompts are computed alone.
-
-        max_queue: most waiting prompts; predict() refuses more.
-        """
+        """batch_prompts: max prompts in a batch. long_prompt_tokens: longer prompts are computed alone. max_queue: max
+        waiting prompts; predict() refuses more."""
         self._model = model
         self._worker = worker
         self._batch_prompts = batch_prompts
@@ -80,19 +76,20 @@ class PredictionBatcher:
 
     @property
     def waiting_count(self) -> int:
-        """Prompts that wait for their batch."""
+        """Number of prompts waiting for their batch."""
         return len(self._waiting)
 
     @property
     def computing_count(self) -> int:
-        """Prompts of the batch that is being computed."""
+        """Number of prompts in the current batch."""
         return self._computing
 
     async def predict(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Returns the probability of each bucket for each prompt, in the order of `prompts`.
+        """Return the probability of each bucket for each prompt, in the order of `prompts`.
 
         Raises NoCapacity when not all prompts fit the queue, Unavailable when the predictor failed. On cancellation,
-        prompts that still wait are dropped.
+        prompts
+        that still wait are dropped.
         """
         if len(self._waiting) + len(prompts) > self._max_queue:
             self._metrics.prompts.labels("refused").inc(len(prompts))
@@ -110,11 +107,11 @@ class PredictionBatcher:
             self._drop(entries)
 
     async def wait_idle(self) -> None:
-        """Returns when nothing waits and nothing is being computed."""
+        """Return when nothing waits and nothing is being computed."""
         await self._idle.wait()
 
     async def run(self) -> None:
-        """Computes batches until cancelled; then fails the remaining prompts with Unavailable."""
+        """Compute batches until cancelled; then fail the remaining prompts with Unavailable."""
         batch: list[_WaitingPrompt] = []
         try:
             while True:
@@ -157,7 +154,7 @@ class PredictionBatcher:
         ended_s = time.monotonic()
         self._metrics.batch_seconds.observe(ended_s - started_s)
         for entry, row in zip(batch, rows, strict=True):
-            # Done already: cancelled while it was computed.
+            # The entry may have been cancelled during its computation.
             if not entry.answer.done():
                 entry.answer.set_result(row)
                 self._metrics.seconds.observe(ended_s - entry.arrived_s)
@@ -173,10 +170,11 @@ class PredictionBatcher:
 
 
 def choose_batch(prompt_tokens: Sequence[int], batch_prompts: int, long_prompt_tokens: int) -> list[int]:
-    """The waiting prompts to compute next, as indices in ascending order. Pure.
+    """Choose the waiting prompts to compute next, as indices in ascending order. Pure.
 
-    prompt_tokens: the prompts' lengths in order of arrival. The first one is always taken, so no prompt starves: alone
-    when it is long, else with the next short ones.
+    prompt_tokens: the prompts' lengths in order of arrival. The first prompt is always taken, so none starves: alone
+    when
+    it is long, else with the next short ones.
     """
     if not prompt_tokens:
         return []
@@ -192,7 +190,7 @@ def choose_batch(prompt_tokens: Sequence[int], batch_prompts: int, long_prompt_t
 
 
 def check_rows(rows: Sequence[Sequence[float]], prompt_count: int, bucket_count: int) -> None:
-    """Raises ValueError unless each prompt has a row of `bucket_count` probabilities."""
+    """Raise ValueError unless each prompt has a row of `bucket_count` probabilities."""
     if len(rows) != prompt_count:
         raise ValueError(f"{len(rows)} predictions for {prompt_count} prompts")
     for row in rows:

@@ -1,4 +1,4 @@
-"""The predictor service's settings; read from flags and KAVERI_* variables by kaveri.rpc.process."""
+"""Settings of the predictor service; read from flags and KAVERI_* variables by kaveri.rpc.process."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from kaveri.models import KAVERI_TINY
 from kaveri.rpc.process import ServiceConfig
 
 _LEAST_CALL_PROMPTS = 64
-"""Prefill instances send up to this many prompts in one call; a lower limit would refuse them."""
+"""Lower bound on prompts per call: prefill instances send this many at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +46,9 @@ class PredictorConfig(ServiceConfig):
 
     @property
     def model_name(self) -> str:
-        """The model's name in the cluster."""
         return self.served_model_name or self.model
 
     @property
     def predictor_path(self) -> str:
-        """A folder or a bundled name."""
+        """Folder or bundled name of the predictor."""
         return self.predictor or self.model

@@ -1,4 +1,4 @@
-"""The Prometheus metrics of a predictor instance."""
+"""Prometheus metrics of a predictor instance."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class PredictorMetrics:
-    """One set per process; tests that host several instances give each its own registry."""
+    """Predictor metrics, one set per registry; tests that host several instances give each its own."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)

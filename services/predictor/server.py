@@ -1,4 +1,4 @@
-"""LengthPredictorService over gRPC: converts messages to domain values and back, and validates requests."""
+"""Serves LengthPredictorService over gRPC: validates requests and converts between messages and domain values."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from services.predictor.metrics import PredictorMetrics
 SERVICE_NAME = predictor_pb2.DESCRIPTOR.services_by_name["LengthPredictorService"].full_name
 
 _LONGEST_CALL_S = 30.0
-"""Longest time of a call, also when its deadline is later: a later prediction is useless."""
+"""Max duration of a call, even with a later deadline: later predictions are useless."""
 
 
 class PredictorServer(LengthPredictorServiceServicer):
-    """Validates calls and passes their prompts to one batcher. Also the HostedService of a predictor."""
+    """Validates calls and passes their prompts to a batcher. Also the HostedService of a predictor."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class PredictorServer(LengthPredictorServiceServicer):
         max_call_prompts: int,
         metrics: PredictorMetrics,
     ) -> None:
-        """model_name: the served name of the model whose answers are predicted."""
+        """model_name: served name of the model whose answers are predicted."""
         self._model = model
         self._model_name = model_name
         self._batcher = batcher
@@ -45,7 +45,7 @@ class PredictorServer(LengthPredictorServiceServicer):
         await self._batcher.run()
 
     def load(self) -> InstanceLoad:
-        """Current load; its requests are prompts."""
+        """Return the current load; its requests are prompts."""
         return InstanceLoad(
             waiting_requests=self._batcher.waiting_count, running_requests=self._batcher.computing_count
         )

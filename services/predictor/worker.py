@@ -1,4 +1,4 @@
-"""The thread that loads the predictor and computes with it, so the event loop never waits for computation."""
+"""Thread that loads the predictor and computes, so the event loop never blocks."""
 
 import asyncio
 import queue
@@ -14,7 +14,7 @@ ResultT = TypeVar("ResultT")
 class WorkerThread:
     """Runs calls one at a time, in order. Used from one event loop.
 
-    A daemon thread: a call that hangs does not stop the process from exiting. One thread for all calls, because torch
+    A daemon thread, so a hanging call does not stop the process from exiting. One thread for all calls, because torch
     creates a thread pool for every thread that calls it.
     """
 
@@ -25,24 +25,24 @@ class WorkerThread:
     async def call(
         self, function: Callable[ParamsT, ResultT], *args: ParamsT.args, **kwargs: ParamsT.kwargs
     ) -> ResultT:
-        """Returns or raises what function(*args, **kwargs) does. A call that has begun cannot be cancelled: it runs to
-        its end and its result is dropped."""
+        """Run function(*args, **kwargs) on the thread. A call that has started cannot be cancelled: it completes and
+        its result is dropped."""
         outcome: Future[ResultT] = Future()
 
         def run() -> None:
-            # From here on it cannot be cancelled.
+            # Cannot be cancelled from here on.
             if not outcome.set_running_or_notify_cancel():
                 return
             try:
                 outcome.set_result(function(*args, **kwargs))
-            except Exception as error:  # Raised where it is awaited.
+            except Exception as error:  # Raised at the await of the caller.
                 outcome.set_exception(error)
 
         self._calls.put(run)
         return await asyncio.wrap_future(outcome)
 
     def close(self) -> None:
-        """Ends the thread after the calls queued so far. Does not wait for it."""
+        """End the thread after the calls queued so far. Does not wait for the end."""
         self._calls.put(None)
 
     def _work(self) -> None:

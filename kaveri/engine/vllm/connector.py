@@ -45,13 +45,13 @@ class KaveriConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Return True: a prompt that is preempted while it is computed must be computed again, never handed off."""
+        """Return True: a prompt preempted during its computation is computed again, never transferred."""
         return True
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return False: within a full CUDA graph save_kv_layer is not called, but on a device nothing waits for it. KV
-        is copied after the step (Mirror)."""
+        """Return False: save_kv_layer is not called within a full CUDA graph, but on a device KV is copied after the
+        step (Mirror)."""
         return False
 
     # The scheduler's hooks.
@@ -90,7 +90,7 @@ class KaveriConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: transfers write by themselves."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a request is computed only when all of its KV has landed."""
+        """Do nothing: a request is computed only after all of its KV has landed."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         self._worker.layer_done(layer_name)
@@ -114,7 +114,7 @@ class KaveriConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 class StepMetadata(KVConnectorMetadata):
-    """Message of a step from the scheduler's side to the workers'."""
+    """Per-step message from the scheduler's side to the workers'."""
 
     def __init__(self, orders: StepOrders) -> None:
         self.orders = orders

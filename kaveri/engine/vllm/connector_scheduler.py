@@ -19,55 +19,53 @@ _PARAM = "kaveri_engine_id"
 
 
 class Placement(NamedTuple):
-    """A request that waits for a transfer has been given its blocks."""
+    """Report of vLLM's scheduler: a request that waits for a transfer has been given its blocks."""
 
     entry: Entry
     first_block: int
-    """Number of leading blocks whose KV vLLM's prefix cache holds."""
+    """Number of leading blocks whose KV is in vLLM's prefix cache."""
     block_count: int
-    """Number of all its blocks."""
+    """Total number of the request's blocks."""
 
 
 class RequestAdvance(NamedTuple):
-    """A step computes tokens of a request."""
+    """Report of vLLM's scheduler: the step computes tokens of this request."""
 
     entry: Entry
     token_count: int
-    """Tokens that the step computes."""
     computed: int
-    """Tokens whose KV it has after the step."""
+    """Number of tokens whose KV exists after the step."""
     block_ids: Sequence[int]
-    """All of its blocks; on the prefill side, and if they are copied to a replica."""
+    """The request's blocks, for prompts and requests copied to a replica."""
 
 
 class StepHooks(Protocol):
     """Callbacks of the scheduler's side to the engine. Called by vLLM on the thread that steps it."""
 
     def find(self, engine_id: str) -> VllmRequest | None:
-        """Return the request that vLLM was given under this engine id."""
+        """Return the request with this engine id."""
 
     def stepping(
         self, placements: Sequence[Placement], advances: Sequence[RequestAdvance], preempted: Sequence[Entry]
     ) -> Sequence[PromptChunk]:
-        """Handle the begin of a step, which has placed, computes, and has preempted these. Returns the prompts for the
-        ranks to follow."""
+        """Handle the start of a step. Returns the prompt chunks for the ranks to push."""
 
     def keeps_blocks(self, entry: Entry) -> bool:
-        """Return True if the blocks of a request that vLLM has finished are kept until the engine releases them."""
+        """Return True if a request finished by vLLM keeps its blocks until the engine releases them."""
 
 
 def transfer_params(engine_id: str) -> dict[str, Any]:
-    """Return the content of vLLM's SamplingParams.extra_args by which the hooks recognize a request of the engine."""
+    """Build the SamplingParams.extra_args by which the hooks recognize a request of the engine."""
     return {"kv_transfer_params": {_PARAM: engine_id}}
 
 
 def engine_id_of(extra_args: Mapping[str, Any]) -> str:
-    """Return the engine id from transfer_params(); empty: none."""
+    """Return the engine id from transfer_params(); empty if there is none."""
     return str(extra_args.get("kv_transfer_params", {}).get(_PARAM, ""))
 
 
 class SchedulerSide:
-    """Answers vLLM's scheduler. Requests of other users of vLLM are left alone."""
+    """Scheduler-side hooks. Ignores requests that do not come from the engine."""
 
     def __init__(self, block_tokens: int) -> None:
         self.hooks: StepHooks | None = None
@@ -77,7 +75,7 @@ class SchedulerSide:
         self._next_orders = StepOrders()
 
     def left(self, block_ids: Sequence[int]) -> None:
-        """Make these blocks, which no step computes any more, readable at the ranks with the next step."""
+        """Make these finished blocks readable at the ranks with the next step."""
         self._next_orders.left_block_ids += block_ids
 
     def landed(self, block_ids: Sequence[int]) -> None:
@@ -85,7 +83,7 @@ class SchedulerSide:
         self._next_orders.landed_block_ids += block_ids
 
     def release(self, entry: Entry) -> None:
-        """Give vLLM the blocks of an ended request back with the next step. Called once for each."""
+        """Return an ended request's blocks to vLLM with the next step. Called once per request."""
         entry.state = EntryReleased()
         self._next_orders.released.append(entry.vllm_id)
 
@@ -106,9 +104,12 @@ class SchedulerSide:
                 del request.block_hashes[(ours.held_tokens - 1) // self._block_tokens :]
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int, bool]:
-        """Return how many tokens beyond its own cache's a transfer will bring, and True if vLLM must wait for them.
+        """Return the number of tokens that a transfer brings beyond vLLM's prefix cache, and True if vLLM must wait for
+        them.
 
-        All of them: vLLM still computes the last one, which prefill draws. For a resumed request, the held ones.
+        The number covers the whole prompt (vLLM still computes the last token, which prefill samples), or the tokens of
+        the
+        copy for a resumed request.
         """
         entry = self._entries.get(request.request_id)
         if entry is None or not isinstance(entry.state, AwaitingBlocks):
@@ -117,7 +118,6 @@ class SchedulerSide:
         return (request.num_tokens if held_tokens is None else held_tokens) - computed_tokens, True
 
     def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
-        """Handle the placement of a request that waits for its KV."""
         entry = self._entries[request.request_id]
         if isinstance(entry.state, AwaitingBlocks):
             facts = entry.owner.state.facts
@@ -126,7 +126,7 @@ class SchedulerSide:
             self._placements.append(Placement(entry, first_block, len(block_ids)))
 
     def stepping(self, scheduler_output: Any) -> StepOrders:
-        """Return the orders for the next step, which vLLM has scheduled."""
+        """Build the orders for the step that vLLM has just scheduled."""
         chunks = self._tell_hooks(scheduler_output)
         orders, self._next_orders = self._next_orders, StepOrders()
         orders.chunks = chunks
@@ -155,7 +155,8 @@ class SchedulerSide:
         return self.hooks.stepping(placements, advances, preempted)
 
     def finished(self, request: Any) -> bool:
-        """Handle the end of a request in vLLM. True if it keeps its blocks until the worker's side reports it."""
+        """Handle the end of a request in vLLM. Returns True if its blocks stay allocated until the worker's side
+        reports it."""
         entry = self._entries.pop(request.request_id, None)
         if entry is None or self.hooks is None:
             return False

@@ -1,7 +1,5 @@
 """The connector's side in the model's process: the pool over vLLM's memory, and a step's information for its rank.
-
-Bytes are moved by the rank's end of the data plane, which belongs to the engine that has attached it.
-"""
+Bytes are moved by the rank's end of the data plane, which belongs to the engine that has attached it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -46,12 +44,11 @@ class WorkerSide:
 
     @property
     def plane(self) -> RankPlane:
-        """This rank's end of the data plane."""
         assert self._plane is not None, "vLLM has not registered its KV cache"
         return self._plane
 
     def register(self, caches: Mapping[str, Tensor]) -> None:
-        """Handle the allocation of vLLM's KV cache. Raises ConfigError if it has an unsupported form."""
+        """Handle vLLM's allocation of the KV cache. Raises ConfigError for an unsupported layout."""
         rank = get_tensor_model_parallel_rank()
         layout = layout_of(self._vllm_config, self._kv_cache_config, self._model_fingerprint)
         part = layout.rank(rank)
@@ -66,7 +63,6 @@ class WorkerSide:
             serve_rank(self._plane, rank, self._ranks_at)
 
     def begin_step(self, orders: StepOrders) -> None:
-        """Handle the begin of a step of the model."""
         self._orders = orders
         if self._mirror is not None:
             self._mirror.take_out(orders.left_block_ids)
@@ -75,7 +71,8 @@ class WorkerSide:
             self._plane.begin_step(orders.chunks)
 
     def layer_done(self, layer_name: str) -> None:
-        """Record that the step's KV of this layer is in vLLM's cache, or will be when the device gets there."""
+        """Record that the step's KV of this layer is in vLLM's cache, or will be when the device has executed the
+        work."""
         if self._mirror is None and self._plane is not None:
             self._plane.layer_done(self._layers[layer_name])
 
@@ -87,16 +84,16 @@ class WorkerSide:
             self._plane.end_step()
 
     def take_released(self) -> set[str]:
-        """Return the requests, by vLLM's ids, whose blocks vLLM takes back at the end of the step; each once."""
+        """Return the ids, in vLLM, of requests whose blocks vLLM gets back at the end of the step; each once."""
         orders, self._orders = self._orders, StepOrders()
         return set(orders.released)
 
 
 def _permit_matrix_tiles() -> None:
-    """Ask the kernel for AMX tile registers if the CPU has them.
+    """Request AMX tile registers from the kernel if the CPU has them.
 
-    vLLM's attention in bfloat16 uses them without asking, and a process without the permission is ended by SIGILL. It
-    is a permission of the process, and oneDNN asks for it only in some kernels.
+    vLLM's bfloat16 attention uses AMX without this request, and the kernel kills a process without the permission
+    (SIGILL). The permission is per process; oneDNN requests it only in some kernels.
     """
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()

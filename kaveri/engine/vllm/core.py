@@ -1,7 +1,5 @@
-"""vLLM's in-process engine, driven step by step. Every access of the engine to vLLM's internals is here.
-
-Not thread-safe: called by the thread that constructs the engine, then by the engine thread alone.
-"""
+"""Drives vLLM's in-process engine step by step; the only module that accesses vLLM's internals. Not thread-safe: called
+by the thread that constructs the engine, then by the engine thread alone."""
 
 import contextlib
 from collections.abc import Collection, Sequence
@@ -12,11 +10,11 @@ from kaveri.engine.vllm.connector_scheduler import SchedulerSide, transfer_param
 from kaveri.engine.vllm.rank import Rank
 
 _PROMPT, _DECODING = 0, 1
-"""Priorities: when blocks run out, vLLM preempts the highest."""
+"""Priorities: when blocks run out, vLLM preempts the requests with the highest value."""
 
 
 class StepOutput(NamedTuple):
-    """The result of a step for one request, in vLLM's own types. finish_reason: None while the answer continues."""
+    """Result of a step for one request, in vLLM's types. finish_reason: None while the answer continues."""
 
     engine_id: str
     token_ids: Sequence[int]
@@ -26,10 +24,8 @@ class StepOutput(NamedTuple):
 
 
 class VllmCore:
-    """A loaded vLLM engine (LLMEngine, VLLM_ENABLE_V1_MULTIPROCESSING=0) with our connector in it.
-
-    ranks: its tensor-parallel ranks, in their order.
-    """
+    """A loaded vLLM engine (LLMEngine, VLLM_ENABLE_V1_MULTIPROCESSING=0) with the KV connector. ranks: its
+    tensor-parallel ranks, in order."""
 
     def __init__(
         self,
@@ -46,7 +42,7 @@ class VllmCore:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self._llm = llm
-        # In place of the time of arrival, by which vLLM orders requests of one priority.
+        # Replaces the arrival time, by which vLLM orders requests of one priority.
         self._count = 0
         self._scheduler = llm.engine_core.engine_core.scheduler
         self._seat_count = self._scheduler.max_num_active_reqs
@@ -58,11 +54,8 @@ class VllmCore:
         self.scheduler_side: SchedulerSide = connector.scheduler_side
 
     def add(self, engine_id: str, token_ids: Sequence[int], params: Any, *, is_prefill: bool) -> None:
-        """Queue a request. Raises vLLM's error when it refuses one.
-
-        Prompts are computed in the order of this call. Their blocks are promised to them, and taken from requests that
-        decode if need be.
-        """
+        """Queue a request. Raises vLLM's error when vLLM refuses it. Prompts are computed in the order of these calls.
+        Their blocks are reserved, and taken from decoding requests if necessary."""
         params.extra_args = {**(params.extra_args or {}), **transfer_params(engine_id)}
         self._count += 1
         priority = _PROMPT if is_prefill else _DECODING
@@ -70,20 +63,20 @@ class VllmCore:
         self._llm.add_request(engine_id, prompt, params, arrival_time=float(self._count), priority=priority)
 
     def begin_answer(self, request: Any, first_token_id: int | None) -> None:
-        """Begin the decoding of a request whose KV has landed, except its last token's, which is first_token_id: the
-        next step computes it. None: the tokens of a resumed request are all known, and the held part of their KV has
-        landed. request: vLLM's own record of it."""
+        """Start to decode a request whose KV has landed, except that of its last token, first_token_id, which the next
+        step computes. first_token_id: None for a resumed request: all its tokens are known, and its copied KV has
+        landed. request: vLLM's record."""
         if first_token_id is not None:
             request.prompt_token_ids[-1] = request._all_token_ids[-1] = first_token_id
-            # The hash of the block that this token completes, if any.
+            # The hash of the block that this token completes.
             if request.block_hashes and request.num_tokens % self._block_tokens == 0:
                 request.block_hashes.pop()
         request.update_block_hashes()
         self._scheduler.finished_recving_kv_req_ids.add(request.request_id)
 
     def decode(self, request: Any) -> None:
-        """Decode a computed prompt from the next step on, as the same request of vLLM. Like others that decode, it can
-        be preempted from now on. request: vLLM's own record of it."""
+        """Continue a computed prompt as a decoding request from the next step on; vLLM may preempt it from then on.
+        request: vLLM's record."""
         request.priority = _DECODING
 
     def abort(self, vllm_id: str) -> None:
@@ -91,20 +84,22 @@ class VllmCore:
         self._llm.abort_request([vllm_id], internal=True)
 
     def step(self, batch_count: int, held: Collection[Any] = ()) -> list[StepOutput]:
-        """Run one step of the scheduler and, if it schedules anything, of the model.
+        """Run one step of the scheduler and, if anything was scheduled, of the model.
 
-        batch_count: requests in the running batch. The step has room for a chunk and their tokens; vLLM's own limit has
-        room for a full batch, and prompts would use the unused part. held: vLLM's records of requests that it has begun
-        and that keep their blocks, but are left out of this step.
+        batch_count: size of the running batch; limits the tokens of the step to a chunk plus one per request, because
+        prompts
+        would use the unused rest of vLLM's own limit. held: vLLM's records of started requests that keep their blocks
+        but are
+        left out of this step.
         """
         scheduler = self._scheduler
         scheduler.max_num_scheduled_tokens = self._chunk_tokens + batch_count
         left_out = [request for request in scheduler.running if request in held]
         computed = [request for request in scheduler.running if request not in held]
         if scheduler.use_v2_model_runner:
-            # vLLM keeps a slot for each of them.
+            # vLLM keeps a slot for each held request.
             scheduler.max_num_active_reqs = self._seat_count - len(left_out)
-        # Requests that decode before prompts that are under way, which would take all tokens of the step.
+        # Decoding requests precede prompts under way, which would take all tokens of the step.
         scheduler.running = sorted(computed, key=_is_prompt)
         try:
             outputs = self._llm.engine_core.get_output().outputs
@@ -113,8 +108,8 @@ class VllmCore:
         return self._processed(outputs)
 
     def _processed(self, outputs: Sequence[Any]) -> list[StepOutput]:
-        """Convert the outputs of vLLM's core. Skips vLLM's output processor, 8 us a token, where an answer goes on
-        without log-probabilities: it would only wrap the token."""
+        """Convert the outputs of vLLM's core. Bypasses vLLM's output processor (8 us per token) for unfinished answers
+        without log-probabilities."""
         processor = self._llm.output_processor
         found, others = list[StepOutput](), list[Any]()
         for output in outputs:
@@ -131,47 +126,45 @@ class VllmCore:
         return found
 
     def undrawable(self, request: Any) -> bool:
-        """Return True if a request's last step had NaN among its logits: its token is meaningless. request: vLLM's
-        record. Infinite logits count where vLLM computes them in float32 and the draw is a sampled one."""
+        """Return True if the request's last step produced NaN logits, so its token is meaningless. request: vLLM's
+        record. Infinite logits count where vLLM computes them in float32 and the token is sampled, not greedy."""
         return bool(request.num_nans_in_logits)
 
     def holds(self, vllm_id: str) -> bool:
-        """Return True if vLLM knows the request, even if only for its blocks."""
+        """Return True if vLLM still has the request, even if only for its blocks."""
         return vllm_id in self._scheduler.requests
 
     def blocks_of(self, vllm_id: str) -> list[int]:
-        """Return the blocks of a request, in the order of its tokens."""
+        """Return a request's blocks, in token order."""
         block_ids: list[int] = self._scheduler.kv_cache_manager.get_block_ids(vllm_id)[0]
         return block_ids
 
     @property
     def unfinished_count(self) -> int:
-        """Number of requests that run or wait, even for a transfer."""
+        """Number of running or waiting requests, including those that wait for a transfer."""
         return sum(self._scheduler.get_request_counts())
 
     @property
     def running_count(self) -> int:
-        """Number of requests in the running batch."""
         return int(self._scheduler.get_request_counts()[0])
 
     @property
     def free_blocks(self) -> int:
-        """Number of blocks that no request holds; unused blocks of the prefix cache are free."""
+        """Number of blocks that no request holds, including unused blocks of the prefix cache."""
         return int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def tables(self) -> dict[str, list[int]]:
-        """Return the blocks of each request that vLLM knows, by vLLM's id."""
+        """Return the blocks of each request by its id in vLLM."""
         return {
             vllm_id: self._scheduler.kv_cache_manager.get_block_ids(vllm_id)[0] for vllm_id in self._scheduler.requests
         }
 
     def reference_counts(self) -> dict[int, int]:
-        """Return the number of requests that hold each held block; without the null block, which is never free."""
+        """Return the number of requests per held block, without the null block, which is never free."""
         blocks = self._scheduler.kv_cache_manager.block_pool.blocks
         return {block.block_id: block.ref_cnt for block in blocks if block.ref_cnt and not block.is_null}
 
     def shutdown(self) -> None:
-        """End vLLM and its ranks, and free its memory."""
         for rank in self.ranks:
             rank.shutdown()
         with contextlib.suppress(Exception):

@@ -1,8 +1,6 @@
-"""The data planes of all ranks as one: a push is accepted, and a transfer has landed, when it is in every rank.
-
-A transfer has one id in all ranks. When it fails in one it is cancelled in the others, and has ended when no rank's
-blocks can be touched any more.
-"""
+"""Combines the data planes of all ranks: a push is accepted, and a transfer lands, once every rank has it. A transfer
+has the same id in all ranks. A failure in one rank cancels it in the others; it ends when no rank can touch its blocks
+any more."""
 
 import itertools
 import os
@@ -42,15 +40,16 @@ from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, require_pushable
 from kaveri.kv.transports import PATH_NAMES
 
 _STAGED_TIMEOUT_S = 10.0
-"""A rank copies one block in a millisecond or so. One that does not answer for this long is presumed lost."""
+"""Timeout of a rank that copies a block to its staging slot, normally about a millisecond."""
 
 
 class DataPlane:
-    """A KvPlane. No call but close() waits for a rank in another process.
+    """KvPlane over all ranks. Only close() waits for a rank in another process.
 
-    setup: for all ranks; each listens at an address of its own (rank_endpoint). listener: called on any thread, and
-    within the call to grant() or open_push(), too. on_lost: called when a rank is gone, and all is lost with it. Raises
-    ConfigError when a rank cannot listen; the ranks are detached then.
+    setup: for all ranks; each listens at its own address (rank_endpoint). listener: called on any thread, also within
+    grant() or open_push(). on_lost: called when a rank, and with it every transfer, is lost. Raises ConfigError, with
+    the
+    ranks detached, when a rank cannot listen.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class DataPlane:
         self._landings: dict[bytes, _Spread] = {}
         self._copies: dict[bytes, _Spread] = {}
         self._copy_listener: PushListener = lambda _: None
-        # By serial: the ranks that have not staged the block, and the event that is set when all have.
+        # Ranks that have not staged the block yet, and the event set once all have; by serial.
         self._staging: dict[int, tuple[set[int], threading.Event]] = {}
         self._serials = itertools.count()
         endpoints = []
@@ -113,11 +112,10 @@ class DataPlane:
     # Copies to replicas; see CopyPlane (copier_thread.py) and CopySender (copier.py).
 
     def hear_copies(self, listener: PushListener) -> None:
-        """Set the listener for pushes of replicas."""
         self._copy_listener = listener
 
     def stage(self, block_id: int, slot: int) -> None:
-        """Copy a block to a slot in every rank, and wait for them. Raises EngineError when one does not answer."""
+        """Copy a block to a slot in every rank, and wait for completion. Raises EngineError after a timeout."""
         serial, staged = next(self._serials), threading.Event()
         with self._lock:
             self._staging[serial] = set(range(len(self._ranks))), staged
@@ -129,11 +127,9 @@ class DataPlane:
             raise EngineError(f"a rank has not copied a block within {_STAGED_TIMEOUT_S:g} s")
 
     def open_copy(self, ticket: Ticket) -> None:
-        """Begin the push of a replica."""
         self._open(self._copies, ticket, OpenCopy)
 
     def do(self, call: RankCall) -> None:
-        """Make the same call to every rank."""
         for rank in self._ranks:
             rank.do(call)
 
@@ -144,7 +140,7 @@ class DataPlane:
         self.do(call_of(ticket))
         with self._lock:
             failed = spread.gathering.failure is not None
-        # Ranks that had no call yet when it failed in another.
+        # Ranks that had not received the call when another rank failed.
         if failed:
             self._give_up(table, ticket.transfer_id)
 
@@ -173,7 +169,7 @@ class DataPlane:
                     del table[event.transfer_id]
                     told = spread.gathering.outcome(event)
         if told is not None and len(spread.gathering.notes) > 1:
-            # The sender counts it as accepted, and no token of it can be trusted.
+            # The sender counts the push as accepted although none of its tokens can be trusted.
             self._on_lost("the ranks were handed over to differently")
         elif table is self._copies and told is not None:
             assert isinstance(told, PushEvent)
@@ -200,7 +196,7 @@ class DataPlane:
 
 
 class RankCopies:
-    """Copies to replicas in all ranks: a CopyPlane (copier_thread.py) and its CopySender (copier.py)."""
+    """Replica pushes in all ranks: a CopyPlane (copier_thread.py) and its CopySender (copier.py)."""
 
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
@@ -216,7 +212,7 @@ class RankCopies:
         self._plane.open_copy(ticket)
 
     def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
-        """Write all layers: a rank has them all."""
+        """Write all layers; each rank has all of them."""
         for offset, slot in enumerate(source_blocks):
             self._plane.do(WriteCopy(transfer_id, first_index + offset, slot))
 
@@ -230,12 +226,12 @@ class RankCopies:
         self._plane.do(AbortCopy(transfer_id, keep_marked=False))
 
     def close(self) -> None:
-        """Do nothing: the ranks end their pushes with the data plane."""
+        """Do nothing: the data plane ends the ranks' pushes."""
 
 
 @dataclass(eq=False, slots=True)
 class _Spread:
-    """One transfer over all ranks. Guarded by the data plane's lock."""
+    """Transfer across all ranks. Guarded by the data plane's lock."""
 
     gathering: Gathering
     """Combines the ranks' transfers."""
@@ -243,14 +239,14 @@ class _Spread:
 
 
 def rank_endpoint(endpoint: KvEndpoint, rank: int) -> KvEndpoint:
-    """Return where a rank listens if the engine listens at `endpoint`: rank 0 there, the others next to it.
+    """Return the listening address of a rank: `endpoint` for rank 0, the next port or path for the others.
 
     >>> rank_endpoint(KvEndpoint("tcp", "127.0.0.1:7000"), 2).address
     '127.0.0.1:7002'
     >>> rank_endpoint(KvEndpoint("shm", "/tmp/kv.sock"), 1).address
     '/tmp/kv-1.sock'
 
-    Port 0 stays: any free one. Raises ConfigError for a port beyond the last.
+    Port 0 stays 0: any free port. Raises ConfigError for a port above 65535.
     """
     if rank == 0:
         return endpoint

@@ -1,8 +1,8 @@
-"""Draws vLLM's tokens as the transformers engine draws its own: by (seed, index within the answer, token id).
+"""Samples vLLM's tokens as the transformers engine does: by (seed, index within the answer, token id).
 
-vLLM is set to be greedy, and a logits processor leaves it only the drawn token. An answer continues unchanged in
-another batch, after a preemption or on another instance, and vLLM's generators, one per request with a state of
-their own, are not used. Log-probabilities are vLLM's, taken from the logits before.
+vLLM runs greedily, and a logits processor masks all but the sampled token. An answer continues unchanged in another
+batch, after a preemption or on another instance; vLLM's stateful per-request generators are not used.
+Log-probabilities are vLLM's, computed from the unmasked logits.
 
     EngineArgs(logits_processors=[KeyedDraws], ...), SamplingParams from kaveri.engine.vllm.sampling
 """
@@ -29,31 +29,32 @@ from kaveri.errors import EngineError
 _EXTRA_ARG = "kaveri"
 _SAMPLED = ("temperature", "top_k", "top_p", "seed")
 _ENDING = ("min_tokens", "stop_token_ids", "ignore_eos")
-"""Parameters that are sent for requests with min_tokens only."""
+"""Parameters sent only for requests with min_tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Inputs of one request's draws, besides the logits. Sent in vLLM's SamplingParams.extra_args."""
+    """Sampling inputs of one request besides the logits. Sent in vLLM's SamplingParams.extra_args."""
 
     params: ResolvedParams
-    """Uses temperature, top_k, top_p and seed, and with min_tokens stop_token_ids and ignore_eos."""
+    """Temperature, top_k, top_p and seed; with min_tokens also stop_token_ids and ignore_eos."""
     answer_start: int
-    """Tokens before the answer: subtract it from a token's position to get its index in the answer."""
+    """Number of tokens before the answer: a token's index is its position minus this."""
     first_index: int
-    """Index within the answer of the first token that this placement draws."""
+    """Index within the answer of the first token sampled by this placement."""
     eos_token_ids: frozenset[int] = frozenset()
-    """The model's end-of-answer tokens; read with min_tokens."""
+    """The model's end-of-answer tokens; used with min_tokens."""
     engine_id: str = ""
-    """Id under which a draw that raises is recorded. Empty: another process draws, so the step raises."""
+    """Engine id under which a failed sampling is recorded. Empty: sampling runs in another process, so the step
+    raises."""
 
     @property
     def changes_logits(self) -> bool:
-        """True if any token is drawn otherwise than greedily among all."""
+        """True if any token is sampled other than greedily among all."""
         return self.params.temperature > 0 or self.params.min_tokens > self.first_index
 
     def to_extra_args(self) -> dict[str, Any]:
-        """Convert to plain values, to be sent to the workers."""
+        """Convert to plain values for the workers."""
         params = self.params
         names = (*_SAMPLED, *_ENDING) if params.min_tokens > self.first_index else _SAMPLED
         values = {name: getattr(params, name) for name in names}
@@ -62,7 +63,7 @@ class Draw:
 
     @classmethod
     def from_extra_args(cls, extra_args: Mapping[str, Any] | None, *, is_engines: bool = False) -> "Draw | None":
-        """Parse to_extra_args(). None: the request is not one of ours. is_engines: the engine is in this process."""
+        """Parse to_extra_args(); None for other users' requests. is_engines: the engine runs in this process."""
         values = (extra_args or {}).get(_EXTRA_ARG)
         if values is None:
             return None
@@ -73,28 +74,28 @@ class Draw:
 
 
 class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
-    """A logits processor for both of vLLM's model runners; vLLM picks one when it configures itself.
+    """Logits processor for both of vLLM's model runners; vLLM picks the interface when it configures itself.
 
-    The older runner identifies requests by their row in the batch and reports how rows move; the newer one ("V2") by a
-    slot that a request keeps, and reports every row's slot at each step. If a row is a chunk that does not end its
-    prompt, vLLM discards the draw.
+    The older runner identifies requests by batch row and reports how rows move; the newer one ("V2") by a slot that a
+    request keeps, and reports every row's slot at each step. vLLM discards the token of a chunk that does not end its
+    prompt.
     """
 
     def __init__(self, vllm_config: Any, *_: object) -> None:
         parallel = getattr(vllm_config, "parallel_config", None)
         self._is_engines = parallel is not None and parallel.world_size == 1
         self._draws: dict[int, Draw] = {}
-        # The older runner's: by row, the tokens drawn so far (vLLM's own list, which grows) and those before them.
+        # Older runner: sampled tokens (vLLM's own, growing list) and the number of tokens before them, by row.
         self._drawn: dict[int, tuple[list[int], int]] = {}
 
     # Both runners.
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Refuse nothing: kaveri.domain.sampling has checked, and requests of others are left alone."""
+        """Accept everything: kaveri.domain.sampling has validated the engine's requests, and others are left alone."""
 
     def apply(self, logits: Tensor, ctx: LogitsContext | None = None) -> Tensor:
-        """Keep the drawn token only: -inf for others. logits: [rows, vocabulary], float32; changed in place."""
+        """Mask all but the sampled tokens with -inf. logits: [rows, vocabulary], float32; changed in place."""
         placed = self._placed_by_row() if ctx is None else self._placed_by_slot(ctx)
         keep_drawn(logits, placed)
         return logits
@@ -102,14 +103,14 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
     # The older runner.
 
     def is_argmax_invariant(self) -> bool:
-        """Return False: vLLM's greedy sampling must see the changed logits."""
+        """Return False: vLLM's greedy sampling must use the changed logits."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Track requests into, out of and within the batch."""
+        """Apply vLLM's additions, removals and moves of batch rows."""
         if batch_update is None:
             return
-        # In vLLM's order. A removed row may already have a new owner, which was added after.
+        # Same order as vLLM: a removed row may already have been reassigned.
         for row in batch_update.removed:
             self._drop(row)
         for row, params, prompt_token_ids, output_token_ids in batch_update.added:
@@ -141,7 +142,7 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
             yield row, draw, prompt_tokens + len(output_token_ids) - draw.answer_start
 
     def _placed_by_slot(self, ctx: LogitsContext) -> Iterable[tuple[int, Draw, int]]:
-        # Without speculative decoding, which vLLM refuses with this processor, a request has one row.
+        # A request has one row: vLLM refuses speculative decoding with this processor.
         slots, lengths = ctx.idx_mapping_np.tolist(), ctx.seq_lens_upper_bound_np.tolist()
         for row, (slot, length) in enumerate(zip(slots, lengths, strict=False)):
             if slot in self._draws:
@@ -157,14 +158,14 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
 
 
 def keep_drawn(logits: Tensor, placed: Iterable[tuple[int, Draw, int]]) -> None:
-    """Leave, in each of these rows, nothing but its token: 0 there and -inf everywhere else.
+    """Sample a token for each placed row and mask the row: 0 for the token, -inf everywhere else.
 
     logits: [rows, vocabulary], floating point, changed in place. placed: row, request and index within the answer of
-    the next token. A greedy row only loses the tokens that must not end its answer yet; one from which no token can be
-    drawn becomes NaN. A request whose own draw raises is entered in RAISED_DRAWS if its engine is in this process;
-    elsewhere the error is raised.
+    the next token. A greedy row loses only the tokens that must not end its answer yet; a row without any possible
+    token
+    becomes NaN. A failed sampling is recorded in RAISED_DRAWS if its engine runs in this process, else raised.
     """
-    # Before first_index it is a chunk that does not end its prompt: there is no draw.
+    # Before first_index the row is a chunk that does not end its prompt: nothing is sampled.
     due = [each for each in placed if each[2] >= each[1].first_index]
     for row, draw, index in due:
         try:
@@ -183,7 +184,7 @@ def keep_drawn(logits: Tensor, placed: Iterable[tuple[int, Draw, int]]) -> None:
             elif token.is_final:
                 _note_raised(draw, token.reason)
             else:
-                # vLLM counts these (VllmCore.undrawable), where the logits are float32 from the beginning.
+                # Counted by vLLM (VllmCore.undrawable) where the logits are float32 from the beginning.
                 logits[row] = torch.nan
 
 
@@ -194,7 +195,7 @@ def _bar(logits: Tensor, row: int, draw: Draw, index: int) -> None:
 
 
 def _note_raised(draw: Draw, reason: str, cause: Exception | None = None) -> None:
-    """Record a failed draw: the engine ends the request after the step, whichever token vLLM takes from its row."""
+    """Record a failed sampling: the engine ends the request after the step, whichever token vLLM takes from its row."""
     if not draw.engine_id:
         raise EngineError(reason) from cause
     RAISED_DRAWS[draw.engine_id] = reason

@@ -1,12 +1,11 @@
-"""The engine seam on vLLM: our order, our admission, our transfers around its in-process engine.
+"""Implements the engine contract on vLLM's in-process engine, with our own order, admission and transfers.
 
-Owns the calls of the seam and the engine thread, which alone calls vLLM. Leaves computing, batching and blocks to vLLM
-(core), its turns to steps, requests to requests, and KV to transfers and the ranks' ends of the data plane.
+Owns the contract's calls and the engine thread, which alone calls vLLM. vLLM (core) computes, batches and allocates
+blocks; steps, requests, transfers and the ranks' data planes do the rest.
 
-The calls are mapped to vLLM's requests: a prompt is a request for the whole answer, which is left out of vLLM's steps
-after its first token until it is adopted, and continues, or pushed, and ends; a reservation is a request that waits for
-its KV, its prompt followed by the token that prefill has yet to draw; vLLM is notified of the KV when the service
-admits the request.
+Mapping to vLLM's requests: a prompt is a request for the whole answer, left out of vLLM's steps after its first token
+until it is adopted and continues, or is pushed and ends. A reservation is a request that waits for its KV: its prompt
+plus the token that prefill samples later. vLLM learns of landed KV when the service admits the request.
 """
 
 import secrets
@@ -37,20 +36,20 @@ from kaveri.telemetry.logs import get_logger, log_settings
 
 _CLOSE_TIMEOUT_S = 5.0
 _STALLED_S = 0.05
-"""Longest sleep of the engine thread when nothing in vLLM can run: whatever changes that wakes it."""
+"""Max sleep of the engine thread when vLLM can run nothing; any relevant change wakes it earlier."""
 _CHECK_TIMEOUT_S = 30.0
 
 
 class VllmEngine:
-    """Both PrefillEngine and DecodeEngine (contract.py).
+    """PrefillEngine and DecodeEngine on vLLM (contract.py).
 
-    max_batch: most decode requests in the running batch; admitted ones beyond wait here, in order. listen: where to
-    take pushes, best first. Empty for an engine that only prefills: reserve() fails there. transports: makes the
-    transports of KV, for each rank, in the order in which this engine's pushes prefer them; at the top of a module
-    where ranks are in processes of their own. None for the socket transports. receiving: how each rank takes pushes.
-    replicas: how requests are copied to the holders of their replicas. Raises ConfigError when one request of the
-    model's length does not fit into the empty pool, or when it cannot listen; the core is the caller's own then, and
-    the engine's otherwise.
+    max_batch: max decode requests in the running batch; further admitted ones wait here, in order. listen: addresses
+    for
+    pushes, best first; empty for a prefill-only engine, whose reserve() fails. transports: creates each rank's KV
+    transports, preferred first; a module-level function if ranks have their own processes; None: socket transports.
+    receiving: how each rank receives pushes. replicas: how requests are copied to their replica holders. Raises
+    ConfigError when one request of the model's length does not fit into the empty pool, or when listening fails; the
+    caller then keeps ownership of the core.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class VllmEngine:
             eos_token_ids=core.eos_token_ids,
             epoch=secrets.randbits(63),
             kv_endpoints=(),
-            # Heads that several ranks hold are pushed by one of them, and each rank marks its own pushes.
+            # Heads held by several ranks are pushed by one of them, but each rank marks its own pushes.
             can_replicate=layout.kv_head_count % layout.tensor_ranks == 0,
             runs_ahead=True,
         )
@@ -98,7 +97,7 @@ class VllmEngine:
             self._shared, self._requests, core, plane, self._transfers, self.info, max_batch, self._copier.wake
         )
         self._thread = threading.Thread(target=self._loop, name="kaveri-engine", daemon=True)
-        # Integrity checks that wait for the thread.
+        # Integrity checks to run on the engine thread.
         self._checks: list[Future[None]] = []
         core.scheduler_side.hooks = self._steps
 
@@ -107,14 +106,14 @@ class VllmEngine:
     def start(self, listener: EngineListener) -> None:
         self._shared.outbox.listener = listener
         self._thread.start()
-        # A rank may have been lost before there was a listener.
+        # A rank may have been lost before the listener was set.
         self._shared.outbox.publish()
 
     def close(self) -> None:
         self._shared.close()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_TIMEOUT_S)
-        # First, while the ranks still answer it.
+        # First, while the ranks still respond.
         self._copier.close()
         self._transfers.close()
         if self._thread.is_alive():
@@ -140,7 +139,7 @@ class VllmEngine:
         self._copier.wake()
 
     def check_integrity(self) -> None:
-        """See the contract. Waits for the step under way, if any; must not be called by the listener."""
+        """See the contract. Waits for the current step; must not be called by the listener."""
         check: Future[None] | None = None
         with self._shared.lock:
             if self._shared.closing:
@@ -174,7 +173,7 @@ class VllmEngine:
         source: KvLayout | None = None,
         held_tokens: int | None = None,
     ) -> "Future[Ticket]":
-        """See the contract; the engine thread grants the ticket, when vLLM has allocated the blocks."""
+        """See the contract. The ticket is granted once vLLM has allocated the blocks."""
         return self._transfers.reserve(request, expires_in_s, source, held_tokens)[1]
 
     def adopt(self, key: EngineKey) -> None:
@@ -183,7 +182,7 @@ class VllmEngine:
             self._requests.adopt(key)
 
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
-        """See the contract. Engines with more tensor-parallel ranks than KV heads refuse."""
+        """See the contract. Refused with more tensor-parallel ranks than KV heads."""
         if not self.info.can_replicate:
             raise InvalidArgument("engine", "of more ranks than KV heads", "one that copies KV to replicas")
         self._copier.replicate(key, ticket)
@@ -192,7 +191,7 @@ class VllmEngine:
         self._copier.release(key, timeout_s)
 
     def admit(self, key: EngineKey) -> None:
-        """See the contract; also ignores a request that is not landed."""
+        """See the contract. Ignores requests whose KV has not landed."""
         with self._shared.lock:
             self._shared.require_alive()
             self._requests.admit(key)
@@ -217,8 +216,7 @@ class VllmEngine:
                     self._shared.stepped(time.monotonic() - began_s)
                 for check in checks:
                     self._answer_check(check)
-        # After any exception in a step, even SystemExit, the state of model and cache is unknown: no request may be
-        # left waiting for tokens.
+        # After any exception in a step, even SystemExit, the state of model and cache is unknown: fail all requests.
         except BaseException as error:
             self._shared.stop(repr(error), self._steps.members())
             get_logger().exception("engine_failed", error=repr(error))

@@ -1,4 +1,4 @@
-"""Loads a model on vLLM and makes an engine of it, or explains in one line why it cannot be served."""
+"""Loads a model on vLLM and builds an engine, or raises ConfigError with a one-line reason."""
 
 import contextlib
 import json
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from kaveri.engine.vllm.rank import Rank
 
 _PREFILLS_AT_ONCE = 64
-"""Most prompts that one step packs; vLLM keeps buffers for each."""
+"""Max prompts that one step packs; vLLM keeps buffers for each."""
 _LEAST_FREE_SHARE = 0.01
-"""Share of a GPU's memory that must be free for an engine to start: several instances may share one."""
+"""Share of a GPU's memory that must be free at an engine's start: several instances may share one GPU."""
 _OURS = {
     "async_scheduling": "blocks are accounted for step by step",
     "block_size": "set block_tokens",
@@ -53,7 +53,7 @@ _OURS = {
     "watermark": "requests are promised their blocks before vLLM hears of them",
     "watermark_config": "requests are promised their blocks before vLLM hears of them",
 }
-"""Options of vLLM that users cannot set here, and what to do instead."""
+"""Options of vLLM that users cannot set here, with the alternative."""
 _OF_THE_MODEL = (
     "config_format",
     "convert",
@@ -67,16 +67,17 @@ _OF_THE_MODEL = (
     "quantization",
     "quantization_config",
 )
-"""Options that make another model of the same checkpoint: its KV is incompatible with the plain one's."""
+"""Options that change the model computed from a checkpoint, so its KV is incompatible with that of the default."""
 
 
 def load_engine(
     settings: EngineSettings, listen: Sequence[KvEndpoint], transports: Callable[[], Sequence[Transport]]
 ) -> "VllmEngine":
-    """Load weights, allocate the KV cache, open the KV listener; takes seconds. The caller calls start().
+    """Load weights, allocate the KV cache and open the KV listener; takes seconds. The caller calls start().
 
-    Must be called by the thread that imports vLLM, once in a process: vLLM's state is global. listen: addresses where
-    it takes pushes. transports: see VllmEngine. Raises ConfigError.
+    Called at most once per process, since vLLM's state is global, by the thread that imports vLLM. listen: addresses
+    for
+    pushes. transports: see VllmEngine. Raises ConfigError.
     """
     core = load_core(settings)
     from kaveri.engine.vllm.engine import VllmEngine
@@ -96,14 +97,12 @@ def load_engine(
 
 
 def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
-    """Return vLLM with the KV connector in it; see load_engine.
-
-    mirrored: push and land through a copy, as on a device, without need; for tests.
-    """
+    """Load vLLM with the KV connector; see load_engine. mirrored: use a mirror of the KV cache, as on a device,
+    although none is needed; for tests."""
     engine_args = settings.engine_args or {}
     _check_options(engine_args)
     _prepare_process()
-    # After the environment is set, which vLLM reads when it is imported.
+    # Imported after the environment is set, which vLLM reads at import.
     from kaveri.engine.transformers.loading import local_folder
     from kaveri.engine.vllm.core import VllmCore
 
@@ -123,7 +122,7 @@ def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
     )
     pool_tokens = core.free_blocks * ranks[0].layout.block_tokens
     if settings.max_model_len == 0 and core.max_model_len > pool_tokens:
-        # vLLM has counted the block that it keeps for itself.
+        # vLLM has accounted for its own null block.
         core.max_model_len = pool_tokens
     if settings.max_model_len == 0 and core.max_model_len < (made_for := config.hf_text_config.max_position_embeddings):
         get_logger().warning(
@@ -136,7 +135,7 @@ def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
 
 
 def _check_options(engine_args: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option of vLLM that is not to be set here."""
+    """Raise ConfigError for an option of vLLM that users cannot set."""
     for key, value in engine_args.items():
         if key in _OURS:
             raise ConfigError("engine_args", f"{key} is not to be set here: {_OURS[key]}")
@@ -145,21 +144,20 @@ def _check_options(engine_args: Mapping[str, Any]) -> None:
 
 
 def _prepare_process() -> None:
-    """Set what vLLM reads when it is imported. Raises ConfigError."""
-    # In another process vLLM's scheduler could not be reached between two steps.
+    """Set the environment variables that vLLM reads at import. Raises ConfigError."""
+    # vLLM's scheduler must be in this process to be reachable between two steps.
     if os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
         raise ConfigError("VLLM_ENABLE_V1_MULTIPROCESSING", "is not 0; Kaveri drives vLLM within its own process")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # Otherwise a request whose logits are NaN would get token 0; see VllmCore.undrawable.
+    # Without this, a request with NaN logits would get token 0; see VllmCore.undrawable.
     os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = "1"
-    # Start of ranks: this process has threads, gRPC's among them, which do not survive a fork.
+    # gRPC's threads in this process do not survive a fork.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     limit_primitive_cache()
 
 
 def _arguments(settings: EngineSettings, folder: Path, mirrored: bool) -> dict[str, Any]:
-    """Return vLLM's EngineArgs."""
     from vllm.config import KVTransferConfig
     from vllm.platforms import current_platform
 
@@ -203,10 +201,8 @@ def _arguments(settings: EngineSettings, folder: Path, mirrored: bool) -> dict[s
 
 
 def vllm_dtype(dtype: str, values: Mapping[str, Any], on_cpu: bool) -> str:
-    """Return vLLM's option: `dtype` itself, or auto_dtype's choice for the type that vLLM would choose on this CPU.
-
-    values: of config.json. On CPUs vLLM computes float16 checkpoints in float16, all others in bfloat16.
-    """
+    """Choose vLLM's dtype option: `dtype` itself, or auto_dtype's choice for vLLM's CPU default. values: of
+    config.json. On CPUs vLLM computes float16 checkpoints in float16, all others in bfloat16."""
     if dtype != "auto" or quantization_method(values) is not None:
         return dtype
     chosen = "float16" if stored_dtype(values) == "float16" else "bfloat16"
@@ -217,7 +213,7 @@ def vllm_dtype(dtype: str, values: Mapping[str, Any], on_cpu: bool) -> str:
 def _start(
     folder: Path, values: Mapping[str, Any], arguments: dict[str, Any], rank_count: int
 ) -> "tuple[Any, Sequence[Rank]]":
-    """Return vLLM's engine and its ranks. arguments: of EngineArgs. Raises ConfigError."""
+    """Start vLLM; return its engine and ranks. arguments: for EngineArgs. Raises ConfigError."""
     from vllm import EngineArgs, LLMEngine
 
     from kaveri.engine.vllm.remote_rank import RankMeeting
@@ -242,8 +238,8 @@ def _start(
 
 
 def model_fingerprint(checkpoint: str, engine_args: Mapping[str, Any]) -> str:
-    """Identify a model by its checkpoint's fingerprint, and by the options that change its computation. An option that
-    is set to its default counts as different from an unset one."""
+    """Identify a model by its checkpoint's fingerprint and the options that change its computation. An option
+    explicitly set to its default counts as different from an unset one."""
     changes = {name: engine_args[name] for name in _OF_THE_MODEL if engine_args.get(name) is not None}
     if not changes:
         return checkpoint
@@ -252,7 +248,7 @@ def model_fingerprint(checkpoint: str, engine_args: Mapping[str, Any]) -> str:
 
 
 def _worker_side() -> "WorkerSide":
-    """Return the connector's worker side in an engine that computes in this process."""
+    """Return the connector's worker side of an engine that computes in this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     from kaveri.engine.vllm.connector import KaveriConnector

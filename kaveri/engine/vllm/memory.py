@@ -1,4 +1,4 @@
-"""vLLM's KV cache as a pool: its location, the layout of a block, and a mirror of a cache on a device."""
+"""Exposes vLLM's KV cache as a pool: its location, the layout of a block, and a host mirror of a device cache."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -22,16 +22,17 @@ _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.floa
 
 
 class SharedCache(TorchFunctionMode):
-    """Makes vLLM allocate its KV cache in a memory file, so that other local processes can write into it (shm).
+    """Makes vLLM allocate its KV cache in a shared memory file, so that other local processes can write to it (shm).
 
-    While it is entered, as the connector's get_mem_pool_context, it replaces the one torch.zeros(byte_count,
-    dtype=torch.int8) on the host that makes vLLM's whole cache; other calls are left alone.
+    While active, as the connector's get_mem_pool_context, it replaces the single torch.zeros(byte_count,
+    dtype=torch.int8)
+    on the host that allocates vLLM's whole cache; other calls are unchanged.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.memory: SharedMemory | None = None
-        """The file, once vLLM has allocated its cache from it."""
+        """Shared memory file, once vLLM has allocated its cache from it."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -46,11 +47,11 @@ class SharedCache(TorchFunctionMode):
 
 
 def blocks_of(caches: Mapping[str, Tensor], layout: KvLayout) -> Tensor:
-    """vLLM's KV cache as [layer_count, block_count, block_bytes], uint8: a view, on the cache's device.
+    """View vLLM's KV cache as [layer_count, block_count, block_bytes], uint8, on the cache's device.
 
-    caches: as vLLM registers them: a tensor [block_count, kv_head_count, block_tokens, 2 * head_dim] for each layer, in
-    the order of the layers and in whatever order of bytes. Raises ConfigError when a block of a layer is not one run of
-    bytes, or the layers are not evenly spaced.
+    caches: as registered by vLLM: a tensor [block_count, kv_head_count, block_tokens, 2 * head_dim] per layer, in layer
+    order, with any byte order. Raises ConfigError when a layer's block is not contiguous, or layers are not evenly
+    spaced.
     """
     tensors = list(caches.values())
     first = tensors[0]
@@ -70,17 +71,15 @@ def blocks_of(caches: Mapping[str, Tensor], layout: KvLayout) -> Tensor:
 
 
 def pool_over(cache: Tensor, layout: KvLayout, shared: SharedMemory | None) -> KvPool | None:
-    """Return the pool over vLLM's own memory; None if no transport reads and writes it.
-
-    cache: as blocks_of returns it. shared: the file that vLLM may have allocated it from.
-    """
+    """Build the pool over vLLM's own memory; None if no transport can access that memory. cache: as returned by
+    blocks_of. shared: the file that vLLM may have allocated the cache from."""
     if cache.device.type != "cpu" or not cache.is_contiguous():
         return None
     memory: npt.NDArray[np.uint8] = cache.numpy()
     if shared is not None and shared.bytes.ctypes.data != memory.ctypes.data:
         shared = None
     if shared is None:
-        # First touching a page during a request costs several times a copy.
+        # The first access to a page during a request would cost several times a copy.
         memory.reshape(-1)[:: os.sysconf("SC_PAGE_SIZE")] = 0
     return KvPool.over(layout, memory, shared)
 
@@ -96,12 +95,11 @@ def _is_one_run(tensor: Tensor) -> bool:
 
 
 class Mirror:
-    """A copy in host memory of a KV cache on a device: pushes read from it, and landings write to it.
+    """Copy in host memory of a KV cache on a device: pushes read from it, and landings write to it.
 
-    Block i of the pool mirrors block i of the cache. Copies wait for the device: the KV of a chunk is copied after the
-    whole chunk, so a push overlaps with the chunks that follow, not with the layers of its own. They go through a
-    window on the pool (host_window.py), or through ordinary memory if there is none. Called by the engine's thread
-    alone.
+    Block i of the pool mirrors block i of the cache. Copies wait for the device: a chunk's KV is copied after the whole
+    chunk, so a push overlaps with later chunks, not with the layers of its own. Copies use a window on the pool
+    (host_window.py), or ordinary memory if there is none. Called only by the engine's thread.
 
     cache: [layer_count, block_count, block_bytes], uint8, on any device: a view of vLLM's own memory.
     """
@@ -113,24 +111,24 @@ class Mirror:
         self._cache = in_words(cache)
 
     def take_out(self, block_ids: Sequence[int]) -> None:
-        """Copy blocks of all layers from the cache to the pool; KV computed before the call is in the copy."""
+        """Copy blocks of all layers from the cache to the pool, including KV computed before this call."""
         if block_ids:
             copy_blocks(self._cache, self._host, block_ids)
 
     def bring_in(self, block_ids: Sequence[int]) -> None:
-        """Copy blocks of all layers to the cache; later readers find them there when it returns."""
+        """Copy blocks of all layers to the cache; visible to later readers on return."""
         if block_ids:
             copy_blocks(self._host, self._cache, block_ids)
             if self._cache.is_cuda:
-                # vLLM computes on a stream of its own choosing.
+                # vLLM computes on its own stream.
                 torch.cuda.synchronize(self._cache.device)
 
 
 def layout_of(vllm_config: Any, kv_cache_config: Any, model_fingerprint: str) -> KvLayout:
-    """Return the layout of a block of this vLLM engine, over all ranks. After the model is loaded.
+    """Return the layout of a block of this vLLM engine over all ranks. Call after the model is loaded.
 
-    model_fingerprint: of the checkpoint; the layout's also covers vLLM's choices for it. Raises ConfigError if they
-    cannot be named.
+    model_fingerprint: of the checkpoint; the layout's fingerprint also covers vLLM's choices. Raises ConfigError if the
+    layout is unsupported.
     """
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
@@ -158,14 +156,14 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, model_fingerprint: str) ->
 
 def _with_rotary_choice(model_fingerprint: str) -> str:
     """Add vLLM's choice of rotary factors: LongRoPE (Ding et al. 2024, arXiv 2402.13753) has two sets, and vLLM picks
-    one for all positions by the length that it is started with. Their KV is incompatible."""
+    one for all positions by its configured length. Their KV is incompatible."""
     chosen = {rotary.use_long_rope for rotary in _ROPE_DICT.values() if hasattr(rotary, "use_long_rope")}
     return model_fingerprint + "-long" if True in chosen else model_fingerprint
 
 
 def _order(vllm_config: Any, layer_names: Sequence[str]) -> str:
-    """Return a name of the order of data within a block. Blocks may be copied between two engines only when all of it
-    is equal. If the heads come first, blocks of unlike numbers of ranks may be: vLLM computes each head by itself.
+    """Name the order of data within a block. Two engines can exchange blocks only if the whole order is equal. If heads
+    come first, their rank counts may differ: vLLM computes each head separately.
 
     On the CPU the instruction set decides: "vec" holds K transposed, "amx" in tiles.
     """
@@ -176,6 +174,6 @@ def _order(vllm_config: Any, layer_names: Sequence[str]) -> str:
     if len(kinds) != 1:
         raise ConfigError("model", f"its layers have different attention backends on vLLM: {', '.join(sorted(kinds))}")
     physical = vllm_config.cache_config.get_resolved_kv_cache_layout()
-    # The layout's letters: layer, block, head, token, and the data of one token and head.
+    # Letters of vLLM's layout: layer, block, head, token, and the data of one token and head.
     heads_first = HEADS_FIRST if physical.name.startswith("LBH") else ""
     return f"{heads_first}vllm-{vllm.__version__}-{kinds.pop().rstrip('-').lower()}-{physical.name}"

@@ -1,4 +1,4 @@
-"""vLLM's own options as a user gives them: a JSON object, or a YAML or JSON file. Imports vLLM only to check names."""
+"""Parses vLLM's own options, given as a JSON object or a YAML or JSON file. Imports vLLM only to check names."""
 
 import difflib
 import json
@@ -13,10 +13,8 @@ from kaveri.errors import ConfigError
 
 
 def parse_engine_args(text: str) -> Mapping[str, Any]:
-    """Parser for `kaveri.config.setting`: '{"max_num_seqs": 64}', or the path of such a file, with or without @.
-
-    Names may be written as on vLLM's command line, max-num-seqs. Nothing is checked that needs vLLM. Raises ValueError.
-    """
+    """Parse the value of a setting: '{"max_num_seqs": 64}', or the path of a file, with or without @. Names may also be
+    spelled as on vLLM's command line: max-num-seqs. Values are not validated. Raises ValueError."""
     text = text.strip()
     if not text:
         return {}
@@ -42,7 +40,7 @@ def _read(path: Path) -> Any:
 
 
 def require_known(engine_args: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a name that is no option of the installed vLLM."""
+    """Raise ConfigError for an option name unknown to the installed vLLM."""
     from vllm import EngineArgs
 
     known = [option.name for option in fields(EngineArgs)]

@@ -1,4 +1,4 @@
-"""A tensor-parallel rank as the engine sees it: rank_plane in this process, remote_rank in another."""
+"""Interface between the engine and a tensor-parallel rank, in this process (rank_plane) or another (remote_rank)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,25 +13,25 @@ from kaveri.kv.transfer.transport import Transport
 from kaveri.telemetry.logs import LogSettings
 
 LostListener = Callable[[str], None]
-"""Called at most once, with the reason, when the rank is lost. No event of it follows."""
+"""Called at most once, with the reason, when the rank is lost. No event of the rank follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """Setup of a rank. Plain values and a module-level function: it may be sent to another process."""
+    """Setup of a rank. Picklable: sent to the rank's process if it has its own."""
 
     listen: tuple[KvEndpoint, ...]
-    """Addresses where it takes pushes, best first. Empty: none."""
+    """Listening addresses for pushes, best first. Empty: none."""
     transports: "Callable[[], Sequence[Transport]] | None"
-    """Makes the transports of KV, the preferred first; None for the socket transports."""
+    """Creates the KV transports, preferred first; None: socket transports."""
     epoch: int
     receiving: ReceiverOptions = ReceiverOptions()  # noqa: RUF009 - it is frozen
     copy_slots: int = 0
-    """Staging slots for blocks that are copied to replicas."""
+    """Number of staging slots for blocks copied to replicas."""
     rank: int = 0
-    """Index of the rank among the engine's."""
+    """Index of the rank within the engine."""
     logs: LogSettings | None = None
-    """Log settings of the engine's process, for a rank that has a process of its own."""
+    """Log settings of the engine's process, for a rank in its own process."""
 
 
 class PromptChunk(NamedTuple):
@@ -39,47 +39,47 @@ class PromptChunk(NamedTuple):
 
     engine_id: str
     token_count: int
-    """Tokens of the whole prompt."""
+    """Number of tokens of the whole prompt."""
     new_block_ids: tuple[int, ...]
-    """Blocks that it was given for this step, after those that it has."""
+    """Blocks added for this step, after earlier ones."""
     before: int
-    """Tokens computed before the step, without those of the prefix cache."""
+    """Number of tokens computed before the step, without those of the prefix cache."""
     computed: int
-    """Tokens computed after the step, including those of the prefix cache."""
+    """Number of tokens computed after the step, including those of the prefix cache."""
 
 
 @dataclass(slots=True)
 class StepOrders:
-    """Orders of one step, the same for every rank."""
+    """Orders for one step, the same for every rank."""
 
     chunks: Sequence[PromptChunk] = ()
     landed_block_ids: list[int] = field(default_factory=list)
-    """Blocks that transfers have written, and that may be read from this step on."""
+    """Blocks written by transfers and readable from this step on."""
     released: list[str] = field(default_factory=list)
-    """vLLM's ids of requests that have ended and whose blocks nothing touches any more."""
+    """Ids in vLLM of ended requests whose blocks no transfer touches any more."""
     completed_block_ids: list[int] = field(default_factory=list)
-    """Blocks that the step completes and that are copied to replicas after it."""
+    """Blocks that the step completes, to be copied to replicas afterwards."""
     left_block_ids: list[int] = field(default_factory=list)
-    """Blocks that no step computes any more, and that are copied to replicas."""
+    """Finished blocks to be copied to replicas."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrantTicket:
-    """Lease the ticket's blocks. Granted or TransferReleased follows."""
+    """Lease the ticket's blocks. Followed by Granted or TransferReleased."""
 
     ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class RevokeTicket:
-    """Cancel a landing. TransferReleased follows, unless it has ended."""
+    """Cancel a landing. Followed by TransferReleased, unless it has ended."""
 
     transfer_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class BeginPush:
-    """Push a prompt as it is computed. PushAccepted or PushFailed follows."""
+    """Push a prompt during its computation. Followed by PushAccepted or PushFailed."""
 
     engine_id: str
     ticket: Ticket
@@ -87,14 +87,14 @@ class BeginPush:
 
 @dataclass(frozen=True, slots=True)
 class AbortPush:
-    """Cancel a push. PushFailed follows, unless it has ended."""
+    """Cancel a push. Followed by PushFailed, unless it has ended."""
 
     transfer_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PassFirstToken:
-    """Add a prompt's first token to every push of it: the prompt is computed."""
+    """Add a computed prompt's first token to every push of that prompt."""
 
     engine_id: str
     first_token_id: int
@@ -102,14 +102,12 @@ class PassFirstToken:
 
 @dataclass(frozen=True, slots=True)
 class ForgetPrompt:
-    """Forget a prompt, which is not pushed any more."""
-
     engine_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class StageBlock:
-    """Copy a block of the pool to a staging slot. BlockStaged follows."""
+    """Copy a block of the pool to a staging slot. Followed by BlockStaged."""
 
     serial: int
     block_id: int
@@ -118,14 +116,14 @@ class StageBlock:
 
 @dataclass(frozen=True, slots=True)
 class OpenCopy:
-    """Begin the push of a replica, out of the staging slots. Its events follow."""
+    """Start the push of a replica from the staging slots. Its events follow."""
 
     ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class WriteCopy:
-    """Push a slot, as this block of the replica."""
+    """Push a staging slot as this block of the replica."""
 
     transfer_id: bytes
     block_index: int
@@ -134,8 +132,6 @@ class WriteCopy:
 
 @dataclass(frozen=True, slots=True)
 class MarkCopy:
-    """Mark the push of a replica."""
-
     transfer_id: bytes
     block_count: int
     note: bytes
@@ -143,7 +139,7 @@ class MarkCopy:
 
 @dataclass(frozen=True, slots=True)
 class FinishCopy:
-    """Finish the push of a replica, whose blocks are all written. PushAccepted or PushFailed follows."""
+    """Finish the push of a replica whose blocks are all written. Followed by PushAccepted or PushFailed."""
 
     transfer_id: bytes
     note: bytes
@@ -151,7 +147,7 @@ class FinishCopy:
 
 @dataclass(frozen=True, slots=True)
 class AbortCopy:
-    """Cancel the push of a replica. PushFailed follows, unless it has ended."""
+    """Cancel the push of a replica. Followed by PushFailed, unless it has ended."""
 
     transfer_id: bytes
     keep_marked: bool
@@ -164,34 +160,32 @@ RankCall = GrantTicket | RevokeTicket | BeginPush | AbortPush | PassFirstToken |
 
 @dataclass(frozen=True, slots=True)
 class BlockStaged:
-    """A block is in its staging slot."""
-
     serial: int
 
 
 RankEvent = PlaneEvent | BlockStaged
 RankListener = Callable[[RankEvent], None]
-"""Called on any thread, and within do() too."""
+"""Called on any thread, also within do()."""
 
 
 class Rank(Protocol):
-    """A tensor-parallel rank. Every call but attach() and detach() returns without waiting."""
+    """A tensor-parallel rank. Only attach() and detach() may block."""
 
     @property
     def layout(self) -> KvLayout:
         """Layout of the whole engine."""
 
     def attach(self, setup: RankSetup, listener: RankListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
-        """Make the rank's end of the data plane; return where it takes pushes. Raises ConfigError."""
+        """Attach the rank's data plane; return its listening addresses for pushes. Raises ConfigError."""
 
     def detach(self) -> None:
-        """End it, with all transfers. Idempotent; waits 10 s at most."""
+        """End the data plane with all transfers. Idempotent; waits at most 10 s."""
 
     def do(self, call: RankCall) -> None:
-        """Carry out a call. Its events go to the listener."""
+        """Carry out a call. Its events are passed to the listener."""
 
     def flow(self) -> KvFlow:
-        """Snapshot of the transfers, now or shortly before."""
+        """Return a recent snapshot of the transfers."""
 
     def shutdown(self) -> None:
-        """Shut down a rank that is not needed any more. Idempotent."""
+        """Shut down a rank that is no longer needed. Idempotent."""

@@ -1,8 +1,6 @@
-"""One rank's end of the data plane: its pool's sender and receiver, and the prompts that are pushed out of it.
-
-It lives in the process of the rank's memory: in the engine's process, or in that of one tensor-parallel rank. The
-engine gives all ranks the same calls, and each has its own listener (data_plane).
-"""
+"""Data plane of one rank: the pool's sender and receiver, and the prompts pushed from it. Runs in the process that owns
+the rank's memory: the engine's, or a tensor-parallel rank's. All ranks get the same calls; each has its own listener
+(data_plane)."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -44,10 +42,8 @@ from kaveri.kv.transports import make_transports
 
 
 class StagedCopies:
-    """A rank's staging slots, and the pushes of replicas out of them. Decides nothing (copier.py).
-
-    layout: of the whole engine. pool: of the rank; its blocks are copied.
-    """
+    """A rank's staging slots, and replica pushes from them; copier.py makes the decisions. layout: of the whole engine.
+    pool: of the rank; its blocks are copied."""
 
     def __init__(
         self,
@@ -65,7 +61,7 @@ class StagedCopies:
         self._sender = PartSender(layout, rank, listener, partial(KvSender, self._staging, transports=transports))
 
     def do(self, call: CopyCall) -> None:
-        """Carry out a call. Its events go to the listener."""
+        """Carry out a call. Its events are passed to the listener."""
         match call:
             case StageBlock(serial, block_id, slot):
                 self._staging.memory[:, slot] = self._pool.memory[:, block_id]
@@ -85,26 +81,23 @@ class StagedCopies:
                 self._sender.abort(transfer_id, keep_marked=keep_marked)
 
     def close(self) -> None:
-        """End all pushes. Idempotent."""
         self._sender.close()
 
 
 class RankPlane:
-    """A Rank in this process. Any thread may call it; the calls about a step belong to the thread that computes.
-
-    layout: of the whole engine. pool: of this rank. The listener is called within do(), too.
-    """
+    """Rank in this process. Thread-safe, except for the calls about a step, which belong to the computing thread.
+    layout: of the whole engine. pool: of this rank. The listener is also called within do()."""
 
     def __init__(self, layout: KvLayout, pool: KvPool) -> None:
         self.layout = layout
         self._pool = pool
         self._lock = threading.Lock()
         self._kv: PoolPlane | None = None
-        # Makes the copies, and the copies once there are any.
+        # Factory of the copies, and the copies once created.
         self._make_copies: Callable[[], StagedCopies] | None = None
         self._copies: StagedCopies | None = None
         self._sources: dict[str, Source] = {}
-        # The step under way: its prompts, with how many tokens they had before.
+        # Prompts of the current step, with the number of tokens that each had before.
         self._in_step: list[tuple[Source, int]] = []
 
     def attach(self, setup: RankSetup, listener: RankListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
@@ -128,7 +121,7 @@ class RankPlane:
         return kv.endpoints[0] if setup.listen else ()
 
     def detach(self) -> None:
-        # Kept: what is opened from now on fails.
+        # Kept, so that later calls fail.
         if self._kv is not None:
             self._kv.close()
         with self._lock:
@@ -188,13 +181,12 @@ class RankPlane:
             kv.layer_done(layer)
 
     def end_step(self) -> None:
-        """Record the same for all layers."""
         if self._in_step and (kv := self._kv) is not None:
             kv.end_step()
         self._in_step.clear()
 
     def written_blocks(self) -> set[int]:
-        """Return the blocks that the step completes; with a prompt's first chunk those of the prefix cache, too."""
+        """Return the blocks that the step completes; with a prompt's first chunk also those of the prefix cache."""
         block_tokens = self._pool.layout.block_tokens
         return {
             block
@@ -203,7 +195,7 @@ class RankPlane:
         }
 
     def _source(self, engine_id: str, token_count: int) -> Source:
-        # On whichever comes first: the step that begins it, or the ticket for it.
+        # Created by whichever comes first: the step that begins the prompt, or its ticket.
         with self._lock:
             source = self._sources.get(engine_id)
             if source is None:

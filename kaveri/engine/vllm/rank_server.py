@@ -1,8 +1,6 @@
-"""Serves the engine's calls to a tensor-parallel rank, in the rank's own process.
-
-The connection carries calls and events, a few hundred bytes each; KV goes from this process to the other instance's.
-When the connection ends, so does the data plane: the engine is gone.
-"""
+"""Serves the engine's calls to a tensor-parallel rank, in the rank's own process. The connection carries small calls
+and events; KV is pushed directly to the other instance. The end of the connection means that the engine has ended, and
+ends the data plane."""
 
 import os
 import signal
@@ -19,26 +17,27 @@ from kaveri.errors import ConfigError
 from kaveri.telemetry.logs import configure_logs, get_logger
 
 END_GRACE_S = 10.0
-"""Seconds in which a rank's process may end by itself once its engine is gone."""
+"""Seconds for a rank's process to exit by itself after its engine has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """End the data plane. Answered ("detached", None)."""
+    """End the data plane. Response: ("detached", None)."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskFlow:
-    """Request a snapshot of the transfers. Answered ("flow", KvFlow)."""
+    """Request a snapshot of the transfers. Response: ("flow", KvFlow)."""
 
 
 RankMessage = RankSetup | Detach | AskFlow | RankCall
-"""Message to a rank. A setup attaches it; answered ("attached", endpoints) or ("refused", (field, reason))."""
+"""Message to a rank. A RankSetup attaches the rank; response: ("attached", endpoints) or ("refused", (field,
+reason))."""
 
 
 def serve_rank(plane: RankPlane, rank: int, path: str) -> None:
-    """Connect to the engine, which listens at `path`, and serve it on a thread until the connection ends. Then this
-    process ends, within END_GRACE_S: inside a collective it would wait for a killed rank without end."""
+    """Connect to the engine's socket at `path`, and serve it on a thread until the connection ends. The process then
+    exits within END_GRACE_S: inside a collective it would wait for a killed rank forever."""
     connection = Client(path, "AF_UNIX")
     server = RankServer(plane, rank, connection)
     connection.send((rank, plane.layout))
@@ -48,12 +47,12 @@ def serve_rank(plane: RankPlane, rank: int, path: str) -> None:
 def _serve_until_the_end(server: "RankServer") -> None:
     server.run()
     time.sleep(END_GRACE_S)
-    # Its main thread may be in native code that handles no signal.
+    # The main thread may be in native code that handles no signal.
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 class RankServer:
-    """Takes messages (RankMessage), sends answers and events: (kind, value)."""
+    """Receives messages (RankMessage); sends responses and events: (kind, value)."""
 
     def __init__(self, plane: RankPlane, rank: int, connection: "Connection[Any, Any]") -> None:
         self._plane = plane
@@ -62,14 +61,13 @@ class RankServer:
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        """Serve until the engine is gone."""
         try:
             while True:
                 self._answer(self._connection.recv())
         except (EOFError, OSError):
             pass
         except Exception as error:
-            # The engine notices the end of the connection.
+            # The engine detects the end of the connection.
             get_logger().exception("rank_data_plane_failed", error=repr(error))
         finally:
             self._plane.detach()
@@ -102,5 +100,5 @@ class RankServer:
             with self._lock:
                 self._connection.send((kind, value))
         except OSError:
-            # The engine is gone; run() notices it, too.
+            # The engine has ended; run() detects this as well.
             return

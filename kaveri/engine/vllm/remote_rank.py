@@ -1,8 +1,6 @@
-"""Tensor-parallel ranks in processes of their own, as the engine sees them; rank_server is the other end.
-
-vLLM makes the processes. Orders of a step go through vLLM's own messages; all else goes over one connection to each, a
-Unix socket in a folder that only this user can enter.
-"""
+"""Tensor-parallel ranks in their own processes, as used by the engine; rank_server is the other end. vLLM starts the
+processes and carries the orders of a step. Everything else uses one connection per rank: a Unix socket in a folder that
+only this user can enter."""
 
 import contextlib
 import os
@@ -24,22 +22,20 @@ from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.telemetry.logs import get_logger
 
 _MEET_TIMEOUT_S = 60.0
-"""Time limit for a rank to connect, once vLLM says that all are ready."""
+"""Time limit for a rank to connect after vLLM reports all ranks as ready."""
 _ANSWER_TIMEOUT_S = 60.0
 _DETACH_TIMEOUT_S = 10.0
 _SEND_TIMEOUT_S = 10.0
-"""A rank that accepts no call for this long is lost."""
+"""Time after which a rank that accepts no call is lost."""
 _QUIET_S = 15.0
-"""A rank that has sent nothing for this long is asked for an answer."""
+"""Time without any message after which a rank is probed."""
 _CALLS_MAX = 65_536
-"""Calls that may wait for a rank: a few for each request that can be under way."""
+"""Max queued calls of a rank: a few for each request that can be in flight."""
 
 
 class RankMeeting:
-    """Accepts the connections of the ranks of one engine. Ends with its context: no other rank is expected then.
-
-    Raises ConfigError when it cannot listen.
-    """
+    """Accepts the connections of one engine's ranks while the context lasts. Raises ConfigError when listening
+    fails."""
 
     def __init__(self, rank_count: int) -> None:
         self._folder = tempfile.mkdtemp(prefix="kaveri-ranks-")
@@ -54,7 +50,7 @@ class RankMeeting:
         self._socket.listen(rank_count)
 
     def ranks(self) -> "tuple[RemoteRank, ...]":
-        """Return all ranks, in their order. Raises ConfigError when one does not connect."""
+        """Return all ranks, in order. Raises ConfigError when one does not connect."""
         self._socket.settimeout(_MEET_TIMEOUT_S)
         met: dict[int, RemoteRank] = {}
         try:
@@ -82,10 +78,11 @@ class RankMeeting:
 
 
 class RemoteRank:
-    """A rank in another process; see Rank. flow() is as of the last answer, so that no caller waits for it.
+    """Rank in another process; see Rank. flow() returns the last received snapshot, so callers do not wait.
 
-    Calls are sent on a thread of their own, and answers are read on another. A rank that answers nothing for twice
-    _QUIET_S is lost, as one that has ended is.
+    One thread sends calls, another reads responses. A rank is lost when its process ends or after 2 * _QUIET_S without
+    a
+    response.
     """
 
     def __init__(self, rank: int, layout: KvLayout, connection: "Connection[Any, Any]") -> None:
@@ -110,7 +107,7 @@ class RemoteRank:
         try:
             kind, value = self._answers.get(timeout=_ANSWER_TIMEOUT_S)
         except queue.Empty:
-            # It may answer late, and must not be taken for the answer to another call.
+            # A late response must not be taken for the response to another call.
             self.shutdown()
             kind, value = "refused", ("engine", f"rank {self._rank} does not answer")
         if kind != "attached":
@@ -147,14 +144,14 @@ class RemoteRank:
             self._lose("takes no calls")
 
     def _write(self) -> None:
-        """Send calls until the rank is lost, or not needed any more."""
+        """Send calls until the rank is lost or shut down."""
         try:
             while (call := self._calls.get()) is not None and not self._is_lost:
                 self._connection.send(call)
         except (BrokenPipeError, ConnectionResetError):
             self._lose("has ended")
         except OSError:
-            # Part of a message may have been sent: the connection is unusable.
+            # A message may be partly sent: the connection is unusable.
             self._lose("takes no calls")
         except Exception as error:
             self._lose(f"cannot be called: {error!r}")
@@ -187,7 +184,7 @@ class RemoteRank:
             get_logger().exception("rank_receive_failed", rank=self._rank)
         finally:
             self._end()
-            # It may be within a send, which has ended by now or does so in time.
+            # The writer may be inside a send, which ends within its timeout.
             self._writer.join()
             self._connection.close()
 
@@ -199,7 +196,7 @@ class RemoteRank:
             on_lost(f"tensor-parallel rank {self._rank} {what}")
 
     def _end(self) -> None:
-        """End both directions; the reader closes the connection."""
+        """Shut down both directions; the reader closes the connection."""
         with self._ending:
             if self._is_lost:
                 return

@@ -1,4 +1,4 @@
-"""One request of the vLLM engine, and its entry in vLLM. No I/O, no locks; needs no vLLM."""
+"""A request of the vLLM engine, and its entry in vLLM. No I/O, no locks; needs no vLLM."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,38 +8,38 @@ from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.engine.vllm.life import State, VllmEnded, VllmReserved
 
 RAISED_DRAWS: dict[str, str] = {}
-"""Error of each draw that has raised, by engine id. A logits processor of vLLM cannot end one request of a step: it
-enters the error here, and the engine removes it after the step."""
+"""Error of each failed sampling, by engine id. A vLLM logits processor cannot end a single request of a step, so it
+records the error here, and the engine removes it after the step."""
 
 
 @dataclass(eq=False, slots=True)
 class VllmRequest:
-    """The cell that holds a request's state. The engine's lock guards its state."""
+    """Mutable record of a request and its current state. The engine's lock guards the state."""
 
     request: EngineRequest
     state: State
     entry: "Entry | None" = None
-    """Its entry in vLLM now. Used by the engine thread only."""
+    """The request's current entry in vLLM. Used by the engine thread only."""
     drawn: list[int] = field(default_factory=list)
-    """Tokens after those of the request, including the one that prefill drew."""
+    """Tokens generated so far on this engine, including the one that prefill sampled."""
     is_copied: bool = False
-    """Its blocks are copied to a replica."""
+    """True if the request's blocks are copied to a replica."""
     whole_block_ids: tuple[int, ...] = ()
-    """Its first blocks whose last token is computed and whose KV is in the pool. Known from its landing, and from the
-    steps that compute it while it is copied."""
+    """Leading blocks that are full and whose KV is in the pool. Set by the landing, and by each step while the request
+    is copied."""
     tail_block_ids: tuple[int, ...] | None = None
-    """The part-full block after the whole ones, if any, of a request that has left. None: not in the pool yet."""
+    """Partly filled block after the full ones, if any, of a released request. None: not in the pool yet."""
     generation: int = 0
-    """Times that it has given its blocks up."""
+    """Number of times that the request gave its blocks up."""
 
     @property
     def engine_id(self) -> str:
-        """The request's id in vLLM."""
+        """Id of the request in vLLM."""
         return self.state.facts.engine_id
 
     @property
     def key(self) -> EngineKey:
-        """The service's key of the request."""
+        """Key of the request in the service."""
         return self.state.facts.key
 
     @property
@@ -52,7 +52,7 @@ class VllmRequest:
 
     @property
     def source(self) -> str:
-        """Key of its blocks at the ranks."""
+        """Key of the request's blocks at the ranks."""
         return self.engine_id
 
     @property
@@ -65,34 +65,34 @@ class VllmRequest:
 
     @property
     def draw_index(self) -> int:
-        """Index within the answer of the next token to draw."""
+        """Index within the answer of the next token to sample."""
         return self.request.generated_count + len(self.drawn)
 
     @property
     def is_suspect(self) -> bool:
-        """True if vLLM computes no other suspect at the same time."""
+        """True if vLLM must compute no other suspect request at the same time."""
         suspect_until = self.request.suspect_until
         return suspect_until > 0 and not self.done and self.draw_index < suspect_until
 
     @property
     def awaits_kv(self) -> bool:
-        """True if vLLM has given it blocks, and does not compute it before it is told of their KV."""
+        """True if vLLM has allocated blocks but waits for their KV."""
         return self.entry is not None and isinstance(self.entry.state, AwaitingKv)
 
     def give_up_blocks(self) -> None:
-        """Give its blocks up to others."""
+        """Release the blocks for other requests."""
         self.whole_block_ids = ()
         self.generation += 1
 
     def enter(self, vllm_id: str, record: Any) -> "Entry":
-        """Record that vLLM has accepted it."""
+        """Record that vLLM has accepted the request."""
         self.entry = Entry(
             self, vllm_id, record, AwaitingBlocks() if isinstance(self.state, VllmReserved) else EntryQueued()
         )
         return self.entry
 
     def leave_entry(self) -> "VllmRequest | None":
-        """Detach its entry in vLLM: that belongs to the returned stand-in, which has ended. None: it has none."""
+        """Detach the entry in vLLM and return an ended stand-in that owns it; None if there is no entry."""
         if self.entry is None:
             return None
         left = VllmRequest(self.request, VllmEnded(facts=self.state.facts), self.entry)
@@ -102,44 +102,42 @@ class VllmRequest:
 
 @dataclass(frozen=True, slots=True)
 class EntryQueued:
-    """Not begun by vLLM."""
+    """Entry state: not started by vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitingBlocks:
-    """Waits for blocks of vLLM for the KV that a transfer brings."""
+    """Entry state: waits for blocks of vLLM to receive a transfer's KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitingKv:
-    """Has blocks, and waits for KV: vLLM counts it as unfinished, but cannot compute it."""
+    """Entry state: has blocks and waits for KV; vLLM counts the entry as unfinished but cannot compute it."""
 
     landing_blocks: Sequence[int]
-    """Blocks that the transfer writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryComputing:
-    """Computed by vLLM, now or when there are blocks."""
+    """Entry state: computed by vLLM, now or when blocks are free."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryKept:
-    """Not computed by vLLM any more, which may keep its blocks."""
+    """Entry state: no longer computed by vLLM, but may keep its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryReleased:
-    """Blocks go back to vLLM with the next step."""
+    """Entry state: its blocks return to vLLM with the next step."""
 
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """State of a request that vLLM was given. A request that is given again has another. Used by the engine thread
-    only."""
+    """State of a request inside vLLM; a resubmitted request has a new entry. Used by the engine thread only."""
 
     owner: VllmRequest
     vllm_id: str
     record: Any
-    """vLLM's own record; VllmCore.begin_answer writes its last token, nothing else is written."""
+    """vLLM's own record; only VllmCore.begin_answer writes to it (the last token)."""
     state: EntryQueued | AwaitingBlocks | AwaitingKv | EntryComputing | EntryKept | EntryReleased

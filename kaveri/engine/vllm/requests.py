@@ -1,4 +1,4 @@
-"""Every request of a vLLM engine, and the blocks of vLLM that are promised to it. No I/O, no locks; needs no vLLM."""
+"""Table of a vLLM engine's requests, and the blocks reserved for them. No I/O, no locks; needs no vLLM."""
 
 import itertools
 from collections import deque
@@ -51,10 +51,8 @@ _SERIALS = itertools.count()
 
 
 class Requests:
-    """Requests from their submission until vLLM has their blocks back. A TransferAccount (transfers.py).
-
-    put: takes events, in order. on_work: called when the engine thread has something to do.
-    """
+    """Requests from submission until vLLM has their blocks back. A TransferAccount (transfers.py). put: receives
+    events, in order. on_work: called when the engine thread has something to do."""
 
     def __init__(
         self,
@@ -67,15 +65,15 @@ class Requests:
         self.prefills: dict[EngineKey, VllmRequest] = {}
         self.decodes: dict[EngineKey, VllmRequest] = {}
         self.waiting: deque[VllmRequest] = deque()
-        """Requests of `decodes` that are Waiting, in the order of admission."""
+        """Admitted requests in state Waiting, in the order of admission."""
         self.by_id: dict[str, VllmRequest] = {}
-        """Live and ended ones, by engine id."""
+        """Live and ended requests by engine id."""
         self.ended: set[VllmRequest] = set()
-        """Done, but vLLM does not have their blocks back, or a transfer may still touch them."""
+        """Ended requests whose blocks vLLM does not have back, or that a transfer may still touch."""
         self.added: list[VllmRequest] = []
-        """Requests that vLLM has not been given."""
+        """Requests not yet given to vLLM."""
         self.unused_blocks = total_blocks
-        """Blocks that no request held at the end of the last step."""
+        """Number of blocks that no request held at the end of the last step."""
         self._layout = layout
         self._max_model_len = max_model_len
         self._put = put
@@ -83,12 +81,12 @@ class Requests:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that no request holds and none was promised."""
+        """Number of blocks that are neither held nor reserved."""
         return max(0, self.unused_blocks - sum(request.state.promised for request in self._live()))
 
     @property
     def short_of_blocks(self) -> bool:
-        """True if a request that gave its blocks up waits for others."""
+        """True if a request that gave its blocks up waits for new ones."""
         return any(isinstance(request.state, Evicted) for request in self.decodes.values())
 
     def open_prefill(self, request: EngineRequest) -> VllmRequest:
@@ -96,7 +94,7 @@ class Requests:
         return self._open("prefill", self.prefills, request, submitted(_new_id(), request, self._layout))
 
     def adopt(self, key: EngineKey) -> None:
-        """Turn a computed prompt without an open push into one that has arrived. Others are ignored."""
+        """Move a computed prompt without an open push to the decode side. Others are ignored."""
         request = self.prefills.get(key)
         if request is not None and isinstance(request.state, VllmComputed) and request.transfer_id is None:
             if key in self.decodes:
@@ -106,7 +104,7 @@ class Requests:
             self._on_work()
 
     def admit(self, key: EngineKey) -> None:
-        """Let a request whose KV is here run. Others are ignored."""
+        """Let a request whose KV has landed run. Others are ignored."""
         request = self.decodes.get(key)
         if request is not None and isinstance(request.state, Arrived):
             self.apply(request, Admitted())
@@ -114,7 +112,7 @@ class Requests:
             self._on_work()
 
     def apply(self, request: VllmRequest, event: Event) -> list[TokenStep | AbortPush | PassFirstToken]:
-        """Apply one event to a request. Returns its tokens, and the calls to the ranks that the caller makes."""
+        """Apply an event to a request. Returns its tokens, and calls to the ranks for the caller to make."""
         before = request.state
         request.state, actions = step(before, event)
         match event:
@@ -139,7 +137,7 @@ class Requests:
         return rest
 
     def take_waiting(self, max_batch: int) -> list[VllmRequest]:
-        """Take the waiting requests that the running batch has room for, in order; the caller lets them join."""
+        """Dequeue the waiting requests that fit into the running batch, in order; the caller lets them join."""
         room = max_batch - self.running_count()
         taken = _without_later_suspects(self.waiting, self._computes_suspect)[: max(0, room)]
         for request in taken:
@@ -147,13 +145,12 @@ class Requests:
         return taken
 
     def take_added(self) -> list[VllmRequest]:
-        """Take the new requests to give to vLLM now, at most one suspect's prompt at a time."""
+        """Dequeue the new requests to give to vLLM now, including at most one suspect prompt at a time."""
         taken = _without_later_suspects(self.added, self._computes_suspect)
         self.added = [request for request in self.added if request not in taken]
         return taken
 
     def _computes_suspect(self) -> bool:
-        """Return True if vLLM has a suspect to compute."""
         live = (request for request in self._live() if request.is_suspect and request not in self.added)
         return any(isinstance(request.state, (Submitted, VllmPrefilling, *IN_BATCH)) for request in live)
 
@@ -164,7 +161,7 @@ class Requests:
             self.ended.add(left)
 
     def forget(self, request: VllmRequest) -> None:
-        """Forget an ended request whose blocks vLLM has back."""
+        """Remove an ended request whose blocks vLLM has back."""
         self.ended.discard(request)
         if self.by_id.get(request.engine_id) is request:
             del self.by_id[request.engine_id]
@@ -174,8 +171,8 @@ class Requests:
         return sum(isinstance(request.state, IN_BATCH) for request in self.decodes.values())
 
     def held(self, max_batch: int) -> list[VllmRequest]:
-        """Return the requests that vLLM has begun and must not compute further now. The others of those that are not
-        admitted may run ahead: the batch has room for them, and no request can lose its blocks by it."""
+        """Return the requests that vLLM has started but must not compute now. Other unadmitted requests may run ahead:
+        the batch has room for them, and no request can lose its blocks by this."""
         begun = [
             request
             for request in self._live()
@@ -197,17 +194,17 @@ class Requests:
         return held
 
     def awaiting_kv_count(self) -> int:
-        """Return how many requests wait for KV: vLLM counts them as unfinished, but cannot compute them."""
+        """Number of requests that wait for KV: vLLM counts them as unfinished, but cannot compute them."""
         return sum(request.awaits_kv for request in (*self.decodes.values(), *self.ended))
 
     def clear(self, total_blocks: int) -> None:
-        """Forget all requests: vLLM has all blocks back and no transfer is open."""
+        """Remove all requests. Precondition: vLLM has all blocks back and no transfer is open."""
         for table in (self.prefills, self.decodes, self.waiting, self.by_id, self.ended, self.added):
             table.clear()
         self.unused_blocks = total_blocks
 
     def stats(self) -> EngineStats:
-        """Snapshot of the engine; takes time in proportion to the live requests."""
+        """Return a snapshot of the engine; takes time proportional to the live requests."""
         prefilling = [r for r in self.prefills.values() if isinstance(r.state, Submitted | VllmPrefilling)]
         admitted = len(self.waiting) + self.running_count()
         return EngineStats(
@@ -219,7 +216,7 @@ class Requests:
         )
 
     def check_integrity(self, vllm_ids: Iterable[str]) -> None:
-        """Assert that each request is in the tables of its state, and that vLLM holds none that is unknown here."""
+        """Assert that each request is in the tables of its state, and that vLLM holds no unknown request."""
         known = {r.entry.vllm_id for r in (*self._live(), *self.ended) if r.entry is not None}
         for vllm_id in vllm_ids:
             assert vllm_id in known, f"vLLM keeps {vllm_id}, which is unknown here"
@@ -256,7 +253,7 @@ class Requests:
         facts, entry = request.state.facts, request.entry
         if entry is not None and isinstance(entry.state, AwaitingKv):
             block_ids = entry.state.landing_blocks
-            # The first step says where they are when vLLM's prefix cache has given the first ones.
+            # The first step reports the blocks when vLLM's prefix cache has supplied the first ones.
             if len(block_ids) == facts.block_count(facts.landing_tokens):
                 request.whole_block_ids = tuple(block_ids[: facts.landing_tokens // facts.block_tokens])
         return None
@@ -323,13 +320,13 @@ class Requests:
             self._on_work()
 
     def left(self, request: VllmRequest, block_ids: Sequence[int]) -> None:
-        """Record that all KV of a request that has left its batch is in the pool, in these blocks."""
+        """Record the pool blocks that hold all KV of a request that has left its batch."""
         if isinstance(request.state, Left):
             whole = request.state.computed // self._layout.block_tokens
             request.whole_block_ids, request.tail_block_ids = tuple(block_ids[:whole]), tuple(block_ids[whole:])
 
     def goes_on(self, request: VllmRequest) -> bool:
-        """Return True if there is room for a token after the one that prefill draws."""
+        """Return True if there is room for a token after the one that prefill samples."""
         return request.prompt_tokens + 1 < self._max_model_len
 
     def _open(
@@ -350,7 +347,7 @@ class Requests:
         return opened
 
     def _retire(self, request: VllmRequest, before: State) -> None:
-        """Record that a request is done: no event of it follows. Its blocks are freed when no transfer touches them."""
+        """Record the end of a request; no event follows. Its blocks are freed when no transfer touches them."""
         del (self.prefills if isinstance(before, OF_PREFILL) else self.decodes)[request.key]
         if isinstance(before, Waiting) and request in self.waiting:
             self.waiting.remove(request)
@@ -369,7 +366,7 @@ def _may_run_ahead(request: VllmRequest) -> bool:
 
 
 def _without_later_suspects(requests: Iterable[VllmRequest], computes_suspect: Callable[[], bool]) -> list[VllmRequest]:
-    """Leave out the suspects that must wait for another one. A request that waits for its KV is not computed yet."""
+    """Filter out suspects that must wait for another one. A request that waits for its KV is not being computed."""
     taken, has_suspect = list[VllmRequest](), False
     for request in requests:
         if request.is_suspect and not isinstance(request.state, VllmReserved):

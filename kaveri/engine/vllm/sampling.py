@@ -1,4 +1,4 @@
-"""Translates sampling between Kaveri and vLLM: parameters, finish reasons, log-probabilities, refusals."""
+"""Converts sampling parameters, finish reasons, log-probabilities and errors between Kaveri and vLLM."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,28 +14,26 @@ from kaveri.errors import EngineError, InvalidArgument, KaveriError
 
 
 def prefill_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> VllmSamplingParams:
-    """Return vLLM's parameters for a prompt. Its answer may continue as the same request of vLLM."""
+    """Build vLLM's parameters for a prompt, whose answer may continue as the same request of vLLM."""
     params = decode_params(request, eos_token_ids)
     if request.scores_prompt:
         params.prompt_logprobs = request.params.prompt_logprobs
-        # Nothing is computed for tokens from the prefix cache, and so no log-probabilities.
+        # Tokens of the prefix cache are not computed and have no log-probabilities.
         params.skip_reading_prefix_cache = True
     return params
 
 
 def decode_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> VllmSamplingParams:
-    """Return the parameters of a vLLM request over request.token_ids that draws the rest of the answer.
-
-    vLLM ends the request as kaveri.engine.stopping would.
-    """
+    """Build vLLM's parameters for a request over request.token_ids that generates the rest of the answer. vLLM ends the
+    request under the same conditions as kaveri.engine.stopping."""
     params = request.params
     assert params.max_tokens is not None, "an EngineRequest says how many tokens it wants"
     stop_token_ids = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
     generated = request.generated_count
     draw = Draw(request.params, len(request.token_ids) - generated, generated, eos_token_ids)
     return VllmSamplingParams(
-        # Greedy among the tokens that KeyedDraws leaves. It also enforces min_tokens: vLLM would count this placement's
-        # tokens.
+        # Greedy among the tokens that KeyedDraws leaves, which also enforces min_tokens: vLLM would count only the
+        # tokens of this placement.
         temperature=0.0,
         max_tokens=max(1, params.max_tokens - generated),
         # vLLM would add the ids of the checkpoint's generation config; ours are in stop_token_ids.
@@ -50,10 +48,8 @@ def decode_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> Vllm
 
 
 def logprobs_of(position: Mapping[int, Any] | None, token_id: int, asked: int | None) -> Logprobs | None:
-    """Convert one position of vLLM's logprobs; None if none were requested.
-
-    position: vLLM's Logprob (logprob, rank from 1) by token id: the drawn token's and those of the `asked` likeliest.
-    """
+    """Convert one position of vLLM's logprobs; None if not requested. position: vLLM's Logprob (logprob, rank from 1)
+    by token id, for the sampled token and the `asked` likeliest."""
     if asked is None or position is None:
         return None
     top = sorted((entry.rank, other_id, entry.logprob) for other_id, entry in position.items() if entry.rank <= asked)
@@ -61,10 +57,8 @@ def logprobs_of(position: Mapping[int, Any] | None, token_id: int, asked: int | 
 
 
 def prompt_logprobs_of(request: EngineRequest, positions: Sequence[Mapping[int, Any] | None]) -> list[PromptLogprobs]:
-    """Convert vLLM's prompt_logprobs to events. Raises EngineError when there are fewer than the prompt has tokens.
-
-    positions: vLLM's Logprob by token id for each token of the prompt; None for the first one.
-    """
+    """Convert vLLM's prompt_logprobs to events. Raises EngineError when there are fewer than prompt tokens. positions:
+    vLLM's Logprob by token id for each token of the prompt; None for the first one."""
     token_ids, count = request.token_ids, request.params.prompt_logprobs
     entries = [logprobs_of(each, token_id, count) for each, token_id in zip(positions, token_ids, strict=False)][1:]
     known = tuple(entry for entry in entries if entry is not None)
@@ -77,7 +71,6 @@ def prompt_logprobs_of(request: EngineRequest, positions: Sequence[Mapping[int, 
 
 
 def refusal_of(error: Exception) -> KaveriError:
-    """Convert an error of vLLM's add_request."""
     if isinstance(error, KaveriError):
         return error
     if isinstance(error, VLLMClientError | ValueError):

@@ -1,7 +1,5 @@
-"""One turn of the engine: passes new work to vLLM, lets it make a step, and applies the result to the requests.
-
-Called by the engine thread, which alone calls vLLM. Within a step vLLM's scheduler calls back (StepHooks).
-"""
+"""Runs the engine's turns: passes new work to vLLM, runs a vLLM step, and applies the result to the requests. Runs on
+the engine thread, which alone calls vLLM. During a step vLLM's scheduler calls back (StepHooks)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -60,7 +58,7 @@ from kaveri.errors import NoCapacity
 
 _RETRY_AFTER_S = 0.1
 _UNKNOWN = 0
-"""Placeholder for the token that prefill will draw; nothing is computed from it before it is known."""
+"""Placeholder for the token that prefill samples later; nothing is computed from the placeholder."""
 
 _HELD_BACK = (Arrived, Waiting)
 
@@ -68,7 +66,7 @@ _Actions = list[TokenStep | AbortPush | PassFirstToken]
 
 
 class Steps:
-    """StepHooks, and the turns that they are called in."""
+    """Runs the engine's turns and implements StepHooks, which vLLM calls during them."""
 
     def __init__(
         self,
@@ -94,23 +92,21 @@ class Steps:
         self._advances: Sequence[RequestAdvance] = ()
 
     def held(self) -> Sequence[VllmRequest]:
-        """Return the requests that must not be part of the next step. The caller holds the lock."""
+        """Return the requests to leave out of the next step. The caller holds the lock."""
         return self._requests.held(self._max_batch)
 
     def can_compute(self, held: Sequence[VllmRequest]) -> bool:
-        """Return True if vLLM can compute any request other than these. The caller holds the lock."""
+        """Return True if vLLM can compute any request other than `held`. The caller holds the lock."""
         return self._core.unfinished_count > self._requests.awaiting_kv_count() + len(held)
 
     @property
     def has_reports(self) -> bool:
-        """Return True if the next step has something to report to vLLM."""
+        """True if the next step has something to report to vLLM."""
         return self._core.scheduler_side.has_reports
 
     def turn(self, added: Sequence[VllmRequest], stalled: bool) -> bool:
-        """Pass changes to vLLM and let it make a step. True if anything was done.
-
-        added: new requests. stalled: the last turn did nothing.
-        """
+        """Pass changes to vLLM and let it make a step. Returns True if anything was done. added: new requests. stalled:
+        the last turn did nothing."""
         for request in added:
             self._add(request)
         left = self._take_leaving()
@@ -131,7 +127,7 @@ class Steps:
                 self._requests.left(request, block_ids)
         self._apply_step(outputs)
         self._advances = ()
-        # Nothing waits for room inside vLLM: room would come when it is not needed any more.
+        # No queueing inside vLLM: by the time it had room, the request might not be needed any more.
         for request in added:
             unplaced = request.entry is None or isinstance(request.entry.state, AwaitingBlocks)
             if unplaced and isinstance(request.state, VllmReserved):
@@ -139,13 +135,13 @@ class Steps:
         return reporting or advanced or bool(added)
 
     def members(self) -> list[StepMember]:
-        """Return the requests of the step that has raised, without those that are done; none outside of a step."""
+        """Return the unfinished requests of the step that has raised; empty outside of a step."""
         owners = [advance.entry.owner for advance in self._advances]
         return [StepMember(each.key, each.draw_index, each.request.suspect_until) for each in owners if not each.done]
 
     def check_integrity(self) -> None:
-        """Assert that vLLM's blocks and the requests agree. Between steps: on the engine thread, or when it is not
-        running."""
+        """Assert that vLLM's blocks and the requests agree. Between steps: on the engine thread, or when it is
+        stopped."""
         tables, counts = self._core.tables(), self._core.reference_counts()
         held: dict[int, int] = {}
         for block_ids in tables.values():
@@ -175,7 +171,7 @@ class Steps:
                 state = entry.owner.state
                 if isinstance(state, Submitted | VllmPrefilling):
                     chunks.append(_chunk(entry.owner, computed, block_ids))
-                # Scheduled changes nothing for a running request that has a block for its next token.
+                # Scheduled does not change a running request that already has a block for its next token.
                 if not (isinstance(state, VllmEnded) or (isinstance(state, VllmRunning) and not state.promised)):
                     actions += self._requests.apply(entry.owner, Scheduled(len(block_ids)))
             for entry, _, block_count in placements:
@@ -187,13 +183,13 @@ class Steps:
             assert isinstance(entry.state, AwaitingKv), "a placed request waits for its KV"
             self._transfers.grant(entry.owner, entry.state.landing_blocks, first_block)
         self._advances = advances
-        # A request that has begun reports it before the step that begins it is computed.
+        # Report the start of a request before its first step is computed.
         self._shared.outbox.publish()
         return chunks
 
     def keeps_blocks(self, entry: Entry) -> bool:
         if isinstance(entry.state, AwaitingBlocks | AwaitingKv):
-            # vLLM itself keeps those of a request that still waits for its KV.
+            # vLLM itself keeps the blocks of a request that still waits for its KV.
             return False
         with self._shared.lock:
             # A prompt that ran ahead to the end of its answer may still be pushed.
@@ -211,7 +207,7 @@ class Steps:
         elif request.held_tokens is not None:
             self._give(request, given.token_ids, decode_params(given, self._info.eos_token_ids))
         else:
-            # The token that prefill will draw is the last of this prompt: vLLM must compute its KV, and no other's.
+            # The token that prefill samples is the last of this prompt, and the only one whose KV vLLM must compute.
             token_ids, drawn_count = given.token_ids, given.generated_count
             if self._requests.goes_on(request):
                 token_ids, drawn_count = (*token_ids, _UNKNOWN), drawn_count + 1
@@ -225,7 +221,7 @@ class Steps:
             self._transfers.refuse(request, refusal_of(error))
 
     def _release_ended(self) -> None:
-        """End in vLLM the requests that have ended here, and give back the blocks that no transfer touches any more."""
+        """End requests in vLLM that have ended here, and return the blocks that no transfer touches any more."""
         with self._shared.lock:
             ended = [(request, request.entry, request.transfer_id is None) for request in self._requests.ended]
         gone = []
@@ -245,8 +241,8 @@ class Steps:
             self._plane.do(ForgetPrompt(request.engine_id))
 
     def _take_leaving(self) -> list[tuple[VllmRequest, Sequence[int]]]:
-        """Hold requests that are to be released. Returns them with their blocks, which can be read after the next
-        step."""
+        """Stop computing requests that are to be released. Returns them with their blocks, which are readable after the
+        next step."""
         with self._shared.lock:
             decodes = tuple(self._requests.decodes.values())
             leaving = [request for request in decodes if isinstance(request.state, Leaving)]
@@ -257,18 +253,19 @@ class Steps:
             assert request.entry is not None, "vLLM has a request that it computes"
             computed = request.state.computed
             block_ids = self._core.blocks_of(request.entry.vllm_id)[: request.state.facts.block_count(computed)]
-            # It may have ended, or continued, just now.
+            # The request may have ended, or continued, just now.
             if isinstance(request.state, Left):
                 self._core.scheduler_side.left(block_ids[len(request.whole_block_ids) :])
                 left.append((request, block_ids))
         return left
 
     def _make_room(self, stalled: bool) -> None:
-        """If requests wait for blocks, take those of adopted ones that are not computed.
+        """Free blocks for requests that wait for some, taking those of adopted requests that are not being computed.
 
-        While vLLM is stalled the last one that landed and is not computed loses its own, too, and is computed from the
-        beginning later. Otherwise there would be a deadlock between a service that admits none until the running ones
-        advance, and running ones that wait for the blocks of those it holds back.
+        While vLLM is stalled, the last landed request that is not being computed loses its blocks too, and is
+        recomputed
+        later. This breaks a deadlock between a service that admits nothing until running requests advance, and running
+        requests that wait for blocks of unadmitted ones.
         """
         with self._shared.lock:
             if not self._requests.short_of_blocks:
@@ -292,7 +289,7 @@ class Steps:
                 assert isinstance(request.state, Waiting), "only a waiting request joins"
                 first_token_id = request.state.first_token_id
                 for ahead in self._requests.apply(request, JoinedAnew() if request.entry is None else Joined()):
-                    # Each was drawn by a step of its own.
+                    # Each token was sampled by its own step.
                     self._put_tokens([ahead])
                 joined.append((request, first_token_id))
         self._shared.outbox.publish()
@@ -319,7 +316,6 @@ class Steps:
     # After the step.
 
     def _apply_step(self, outputs: Sequence[StepOutput]) -> None:
-        """Apply a step to the requests that it computed."""
         actions: _Actions = []
         apply = self._requests.apply
         by_id = {output.engine_id: output for output in outputs}
@@ -339,7 +335,7 @@ class Steps:
                 if advance.block_ids and isinstance(request.state, VllmRunning | Leaving):
                     block_tokens = request.state.facts.block_tokens
                     request.whole_block_ids = tuple(advance.block_ids[: advance.computed // block_tokens])
-            # vLLM has ended the others without computing them.
+            # vLLM has ended these requests without computing them.
             for engine_id, output in by_id.items():
                 found = self._requests.by_id.get(engine_id)
                 if found is not None and not found.done:
@@ -347,23 +343,23 @@ class Steps:
             for request in self._requests.decodes.values():
                 entry = request.entry
                 if isinstance(request.state, Joining) and entry is not None and isinstance(entry.state, EntryQueued):
-                    # Others must not take what it waits for.
+                    # Other requests must not take the blocks that this one waits for.
                     actions += apply(request, LeftOut())
             self._put_tokens(actions)
             self._requests.unused_blocks = self._core.free_blocks
-        # No first token waits for the hand-over of its KV.
+        # The first token must not wait for the hand-over of its KV.
         self._shared.outbox.publish()
         self._call_ranks(actions)
         self._on_stepped()
 
     def _put_tokens(self, actions: Iterable[TokenStep | AbortPush | PassFirstToken]) -> None:
-        """Queue the tokens for the listener. The caller holds the lock."""
+        """Queue tokens for the listener. The caller holds the lock."""
         tokens = tuple(action for action in actions if isinstance(action, TokenStep))
         if tokens:
             self._shared.outbox.put(StepTokens(tokens))
 
     def _outcome(self, request: VllmRequest, computed: int, output: StepOutput | None) -> Stepped | Drawn | VllmFailed:
-        """Return the result of the step for a request. computed: the tokens whose KV it has now."""
+        """Convert the step's result for one request. computed: number of tokens that now have KV."""
         if output is None:
             return Stepped(computed)
         if not output.token_ids:
@@ -381,7 +377,7 @@ class Steps:
         return Drawn(computed, token_id, logprobs, finish)
 
     def _finish(self, request: VllmRequest, token_id: int) -> FinishReason | None:
-        """Return why the request ends with this token, its next; None if it continues."""
+        """Return the reason if the request ends with this next token; None if it continues."""
         params, index = request.request.params, request.draw_index
         context_tokens = request.prompt_tokens + len(request.drawn) + 1
         eos_token_ids, max_model_len = self._info.eos_token_ids, self._info.max_model_len
@@ -394,7 +390,7 @@ class Steps:
 
 
 def _chunk(request: VllmRequest, computed: int, block_ids: Sequence[int]) -> PromptChunk:
-    """Return a step's addition to a prompt. Called before it is applied to the request."""
+    """Build the chunk that a step adds to a prompt. Called before the step is applied to the request."""
     state = request.state
     known = state.block_count if isinstance(state, VllmPrefilling) else 0
     return PromptChunk(request.engine_id, request.prompt_tokens, tuple(block_ids[known:]), state.computed, computed)
