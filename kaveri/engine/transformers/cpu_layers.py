@@ -1,17 +1,14 @@
-"""Linear layers on a CPU: weights packed once in oneDNN's layout, and one product for layers that share an input.
+"""Faster layers for a CPU, which replace a loaded model's own: packed and joined linear layers, and RMS norms."""
 
-torch packs a weight again in every call. Here that is done while loading, and the query, key and value projections, or
-gate and up, become one matrix. Layers with the same input are detected in a run, not by name. Packed weights replace
-the layers' own, so memory does not grow; the model's code stays as it is.
-"""
-
+import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import layer_norm
 
 _TYPICAL_ROWS = 16
 """oneDNN chooses a layout for a number of rows: the one for 4 to 32 rows is among the best for a chunk of 512, too. For
@@ -50,6 +47,10 @@ def watched_linears(model: nn.Module) -> Iterator[list[LinearCall]]:
 @torch.inference_mode()
 def pack_linears(model: nn.Module, calls: Sequence[LinearCall]) -> None:
     """Replace the linear layers in `calls` of one run. From here on the model runs in inference mode only.
+
+    torch packs a weight again in every call. Here that is done once, in oneDNN's layout, and layers that share an input
+    (query, key and value projections, or gate and up) become one matrix. Packed weights replace the layers' own, so
+    memory does not grow; the model's code stays as it is.
 
     Not replaced: layers that oneDNN cannot compute here, and those whose weight another module shares (an output layer
     tied to the embedding would need its weight twice).
@@ -154,3 +155,46 @@ def _computes(weight: Tensor) -> bool:
     if weight.dtype == torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return weight.dtype == torch.float32
+
+
+class RmsNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension; rounded before the weight, as in transformers.
+
+    RMS norm (Zhang and Sennrich 2019, equation 4) by torch's layer norm, which is one kernel on a CPU; theirs are six.
+    The layer norm of (x, -x) is the RMS norm of x followed by that of -x: its mean is zero and its mean square that of
+    x.
+    """
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        """weight: [size]."""
+        super().__init__()
+        self.weight = weight
+        self._eps = eps
+        self._size = len(weight)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """rows: [..., size], of the weight's dtype. Returns the same shape."""
+        both = layer_norm(torch.cat((rows, -rows), -1), (2 * self._size,), eps=self._eps)
+        return both[..., : self._size] * self.weight
+
+
+@torch.inference_mode()
+def replace_rms_norms(model: nn.Module) -> None:
+    """Replace the RMS norms that lie on a CPU. A norm of another kind is recognized by its output, and stays."""
+    for name, module in list(model.named_modules()):
+        eps = getattr(module, "variance_epsilon", None)
+        weight = getattr(module, "weight", None)
+        if eps is None or not isinstance(weight, nn.Parameter) or weight.dim() != 1 or weight.device.type != "cpu":
+            continue
+        replacement = RmsNorm(weight, eps)
+        if _same(module, replacement, weight):
+            model.set_submodule(name, replacement)
+
+
+def _same(module: Any, replacement: RmsNorm, weight: Tensor) -> bool:
+    # Some take a gate as well.
+    if len(inspect.signature(module.forward).parameters) != 1:
+        return False
+    scales = torch.tensor([[1e-3], [1.0], [30.0]])
+    rows = (torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0)) * scales).to(weight.dtype)
+    return torch.allclose(module(rows), replacement(rows), rtol=8 * torch.finfo(weight.dtype).eps)
