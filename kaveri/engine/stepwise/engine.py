@@ -18,10 +18,9 @@ from kaveri.engine.copier_thread import CopierThread, PoolCopyPlane, slots_of
 from kaveri.engine.kv_plane import PoolPlane
 from kaveri.engine.limits import require_room
 from kaveri.engine.shared import Shared
-from kaveri.engine.stepwise.batch import PlannedSlice
 from kaveri.engine.stepwise.lifecycle import Lifecycle
 from kaveri.engine.stepwise.runner import ModelRunner
-from kaveri.engine.stepwise.sequence import Sequence
+from kaveri.engine.stepwise.sequence import PlannedSlice, Sequence
 from kaveri.engine.transfers import Transfers
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout

@@ -25,11 +25,9 @@ from kaveri.engine.contract import (
 )
 from kaveri.engine.copier import BlockPlace
 from kaveri.engine.kv_plane import Source
-from kaveri.engine.stepwise.batch import PlannedSlice, form_step
-from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.engine.stepwise.residency import Residency
 from kaveri.engine.stepwise.runner import Drawn, NoToken, ScoredSlice
-from kaveri.engine.stepwise.sequence import Sequence
+from kaveri.engine.stepwise.sequence import PlannedSlice, Sequence, SequencePhase, form_step
 from kaveri.engine.stopping import finish_reason
 from kaveri.errors import NoCapacity, RequestAlreadyExists
 from kaveri.kv.tiers.blocks import BlockAllocator

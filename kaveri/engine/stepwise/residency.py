@@ -17,8 +17,7 @@ from bisect import insort
 from collections.abc import Iterable
 from operator import attrgetter
 
-from kaveri.engine.stepwise.phase import SequencePhase
-from kaveri.engine.stepwise.sequence import Sequence
+from kaveri.engine.stepwise.sequence import Sequence, SequencePhase
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.blocks import BlockAllocator
 
@@ -106,12 +105,23 @@ class Residency:
             del self.stopping[sequence]
 
     def prepare_step(self) -> list[Sequence]:
-        """Make the running batch able to take one step, and return those that gave up their blocks for it.
+        """Give every running sequence blocks for all of its tokens, and fill the batch. Returns those that gave up
+        their blocks for it: the latest admitted ones.
 
         Called between steps only: blocks that are given up here are free at once.
         """
         preempted: list[Sequence] = []
-        self._grow(preempted)
+        block_tokens = self._layout.block_tokens
+        index = 0
+        # The list shrinks at its end only, by preemption, so the index stays right.
+        while index < len(self.running):
+            sequence = self.running[index]
+            if len(sequence.token_ids) > len(sequence.block_ids) * block_tokens:
+                wanted = self._layout.block_count(len(sequence.token_ids)) - len(sequence.block_ids)
+                if not self._make_room(wanted, sequence, preempted):
+                    continue
+                sequence.block_ids += self._allocator.allocate(sequence, wanted)
+            index += 1
         self._join(preempted)
         return preempted
 
@@ -134,20 +144,6 @@ class Residency:
             counted += phase not in (SequencePhase.RESERVED, SequencePhase.STOPPED)
         containers = (self.landed, self.waiting, self.running, self.stopping)
         assert counted == sum(map(len, containers)), "an ended sequence is still here"
-
-    def _grow(self, preempted: list[Sequence]) -> None:
-        """Give every running sequence blocks for all of its tokens; preempt the latest admitted if need be."""
-        block_tokens = self._layout.block_tokens
-        index = 0
-        # The list shrinks at its end only, by preemption, so the index stays right.
-        while index < len(self.running):
-            sequence = self.running[index]
-            if len(sequence.token_ids) > len(sequence.block_ids) * block_tokens:
-                wanted = self._layout.block_count(len(sequence.token_ids)) - len(sequence.block_ids)
-                if not self._make_room(wanted, sequence, preempted):
-                    continue
-                sequence.block_ids += self._allocator.allocate(sequence, wanted)
-            index += 1
 
     def _make_room(self, wanted: int, sequence: Sequence, preempted: list[Sequence]) -> bool:
         """Preempt until `wanted` blocks are free. False if `sequence` itself was preempted."""

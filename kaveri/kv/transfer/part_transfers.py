@@ -77,10 +77,6 @@ class PartSender:
         give_up = partial(self._inner.abort, keep_marked=True)
         self._table.begin(ticket.transfer_id, tickets, lambda own: self._inner.open(own, part=True), give_up)
 
-    def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
-        for name in self._table.names(transfer_id):
-            self._inner.write(name, layer, first_index, source_blocks)
-
     def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
         for name in self._table.names(transfer_id):
             self._inner.write_layers(name, layers, first_index, source_blocks)
