@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kaveri.errors import ConfigError, InvalidArgument
+from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 
 
@@ -87,11 +87,6 @@ class KvPool:
         self.memory = memory
         self._shared = shared
         self._layers = [layer.data.cast("B") for layer in memory.reshape(layout.layer_count, -1)]
-
-    def require_blocks(self, field: str, block_ids: Sequence[int]) -> None:
-        """Raise InvalidArgument, naming the field, for a block outside the pool."""
-        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.block_count:
-            raise InvalidArgument(field, f"{min(block_ids)} to {max(block_ids)}", f"in [0, {self.block_count})")
 
     def regions(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
         """The bytes of these blocks of one layer, in this order; adjacent blocks are one region. Views, not copies.
