@@ -30,7 +30,7 @@ from kaveri.engine.stepwise.runner import Drawn, NoToken, ScoredSlice
 from kaveri.engine.stepwise.sequence import PlannedSlice, Sequence, SequencePhase, form_step
 from kaveri.engine.stopping import finish_reason
 from kaveri.errors import NoCapacity, RequestAlreadyExists
-from kaveri.kv.tiers.blocks import BlockAllocator
+from kaveri.kv.tiers.pool import BlockAllocator
 
 _RETRY_AFTER_S = 0.1
 

@@ -19,7 +19,7 @@ from operator import attrgetter
 
 from kaveri.engine.stepwise.sequence import Sequence, SequencePhase
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.tiers.blocks import BlockAllocator
+from kaveri.kv.tiers.pool import BlockAllocator
 
 _admission = attrgetter("admission")
 

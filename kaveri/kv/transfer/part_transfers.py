@@ -12,8 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from kaveri.errors import KaveriError
-from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.layout.parts import PartPlace, source_rank
+from kaveri.kv.layout.layout import KvLayout, PartPlace, source_rank
 from kaveri.kv.transfer.flow import ReceiverFlow, SenderFlow
 from kaveri.kv.transfer.gathering import Gathering, TransferEnd, TransferStep
 from kaveri.kv.transfer.landing import TransferLanded, TransferMarked, TransferReleased

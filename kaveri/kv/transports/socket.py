@@ -129,9 +129,6 @@ class SocketTransport:
 
     def _stream(self, connected: socket.socket, progress_timeout_s: float, *, is_accepted: bool = False) -> ByteStream:
         self._set_up(connected, progress_timeout_s)
-        return self._make_stream(connected, progress_timeout_s, is_accepted=is_accepted)
-
-    def _make_stream(self, connected: socket.socket, progress_timeout_s: float, *, is_accepted: bool) -> ByteStream:
         return ByteStream(connected, progress_timeout_s)
 
     def _set_up(self, connected: socket.socket, progress_timeout_s: float) -> None:

@@ -11,7 +11,7 @@ from kaveri.engine.stepwise.residency import Residency
 from kaveri.engine.stepwise.sequence import Sequence, SequencePhase, form_step
 from kaveri.errors import NoCapacity
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.tiers.blocks import BlockAllocator
+from kaveri.kv.tiers.pool import BlockAllocator
 
 _LAYOUT = KvLayout("test", 1, 4, 1, 4, "float32")
 

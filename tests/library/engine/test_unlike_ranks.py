@@ -18,8 +18,7 @@ from kaveri.engine.vllm.data_plane import DataPlane
 from kaveri.engine.vllm.rank import PassFirstToken, PromptChunk, RankSetup, RevokeTicket
 from kaveri.engine.vllm.rank_plane import RankPlane
 from kaveri.errors import InvalidArgument, LayoutMismatch
-from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.layout.parts import part_places, source_rank
+from kaveri.kv.layout.layout import KvLayout, part_places, source_rank
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.part_transfers import PartSender
 from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased

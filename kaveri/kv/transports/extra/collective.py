@@ -245,7 +245,8 @@ class GlooReceivingConnection(ReceivingConnection):
 
     def _take_data(self, header: Header, landing: Landing | None) -> None:
         # Settled when the message has arrived.
-        self._spend(header)
+        assert self._credit is not None
+        self._credit.spend(self._cost_bytes(header))
         self._take_blocks(header, landing)
 
     def _take_message(self) -> None:
@@ -259,8 +260,9 @@ class GlooReceivingConnection(ReceivingConnection):
                 self._scatter(header, landing, staged)
             except TransferFailed:
                 self._failed(header.transfer_id)
-        self._settle(header)
-        self._say(Header(Kind.GRANTED, header.transfer_id))
+        assert self._credit is not None
+        self._credit.settle(self._cost_bytes(header))
+        self._say(Header(Kind.GRANTED, header.transfer_id).pack())
 
     def _scatter(self, header: Header, landing: Landing, staged: npt.NDArray[np.uint8]) -> None:
         blocks, digest = landing.begin_write(header.layers, header.first_index, header.block_count)
