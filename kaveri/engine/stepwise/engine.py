@@ -252,7 +252,8 @@ class StepwiseEngine:
         else:
             drawn = self._runner.run(batch, None)
         mirrored = self._lifecycle.unmirrored_blocks(planned)
-        self._runner.completed([block for _, block_ids in mirrored for block in block_ids])
+        if mirrored:
+            self._runner.completed([block for _, block_ids in mirrored for block in block_ids])
         with self._shared.lock:
             self._shared.computed_tokens += sum(token_count for _, token_count in planned)
             computed, unwanted = self._lifecycle.apply(planned, drawn, mirrored)

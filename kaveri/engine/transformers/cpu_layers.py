@@ -4,6 +4,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -89,24 +90,16 @@ class PackedLinear(nn.Module):
         return product
 
 
+@dataclass(eq=False, slots=True)
 class _Joined:
     """The product that several layers share: the first one called computes it, the others take their parts."""
 
-    def __init__(self, packed: PackedLinear, sizes: list[int]) -> None:
-        self.packed = packed
-        self._sizes = sizes
-        self._rows: Tensor | None = None
-        self._parts: dict[int, Tensor] = {}
-
-    def part(self, index: int, rows: Tensor) -> Tensor:
-        """Return [..., sizes[index]], a view with gaps between its rows."""
-        # The same object, kept alive from here: another tensor cannot have its identity.
-        if rows is not self._rows or index not in self._parts:
-            self._rows, self._parts = rows, dict(enumerate(self.packed(rows).split(self._sizes, -1)))
-        part = self._parts.pop(index)
-        if not self._parts:
-            self._rows = None
-        return part
+    packed: PackedLinear
+    sizes: list[int]
+    """Outputs of each layer."""
+    rows: Tensor | None = None
+    """Input of the product, while parts of it are left."""
+    parts: dict[int, Tensor] = field(default_factory=dict)
 
 
 class _JoinedPart(nn.Module):
@@ -118,7 +111,15 @@ class _JoinedPart(nn.Module):
         self._joined, self._index = joined, index
 
     def forward(self, rows: Tensor) -> Tensor:
-        return self._joined.part(self._index, rows)
+        """rows: [..., in_features]. Returns [..., out_features], a view with gaps between its rows."""
+        joined = self._joined
+        # The same object, kept alive from here: another tensor cannot have its identity.
+        if rows is not joined.rows or self._index not in joined.parts:
+            joined.rows, joined.parts = rows, dict(enumerate(joined.packed(rows).split(joined.sizes, -1)))
+        part = joined.parts.pop(self._index)
+        if not joined.parts:
+            joined.rows = None
+        return part
 
 
 def _joinable(model: nn.Module, calls: Sequence[LinearCall]) -> Iterable[list[str]]:

@@ -21,8 +21,8 @@ from kaveri.kv.transports.frames import (
     HELLO_BYTES,
     MARKS_VERSION,
     Header,
-    Hello,
     Kind,
+    pack_hello,
     pack_opening,
     unpack_credit,
     unpack_extension,
@@ -81,14 +81,17 @@ class SocketTransport:
 
     def connect(self, endpoint: KvEndpoint, epoch: int, pool: KvPool, listener: LinkListener) -> "SocketLink":
         try:
-            connection = self._connect(endpoint.address)
+            if self._is_unix:
+                connection = _connected_path(endpoint.address, self.connect_timeout_s)
+            else:
+                connection = socket.create_connection(split_address(endpoint.address), self.connect_timeout_s)
         except (OSError, ValueError, OverflowError) as error:
             raise LinkLost(f"{endpoint.transport} {endpoint.address}: {error}") from error
         try:
             # The kernel accepts connections for a hanging process; the hello proves that the process runs.
             meeting = self._stream(connection, self.connect_timeout_s)
             meeting.start()
-            meeting.send_bytes(Hello().pack())
+            meeting.send_bytes(pack_hello())
             hello = unpack_hello(meeting.receive_bytes(HELLO_BYTES))
             if hello.epoch != epoch:
                 raise LinkLost(f"epoch {hello.epoch} answers at {endpoint.address}, the ticket is of epoch {epoch}")
@@ -154,18 +157,6 @@ class SocketTransport:
         meeting, stream: the connection with the time limit of a connect, and with that of the link.
         """
         return SocketLink(stream, pool, listener, endpoint)
-
-    def _connect(self, address: str) -> socket.socket:
-        if not self._is_unix:
-            return socket.create_connection(split_address(address), self.connect_timeout_s)
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.settimeout(self.connect_timeout_s)
-            connection.connect(address)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
 
     def _listen(self, address: str) -> tuple[socket.socket, UnixPath | None]:
         listening = socket.socket(socket.AF_UNIX) if self._is_unix else bind_socket(*split_address(address))
@@ -300,6 +291,17 @@ class SocketLink:
             self._listener.extended(header.transfer_id, header.first_index, unpack_extension(header, payload))
         else:
             raise LinkLost(f"protocol error: {header.kind.name} from a receiver")
+
+
+def _connected_path(path: str, timeout_s: float) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(path)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def _address_of(listening: socket.socket, advertise_host: str | None) -> str:

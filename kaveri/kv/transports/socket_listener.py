@@ -17,10 +17,10 @@ from kaveri.kv.transports.frames import (
     OLDEST_VERSION,
     SMALL_PAYLOAD_BYTES,
     Header,
-    Hello,
     Kind,
     pack_credit,
     pack_extensions,
+    pack_hello,
     unpack_header,
     unpack_hello,
     unpack_opening,
@@ -194,7 +194,7 @@ class ReceivingConnection:
             # A silent stranger is dropped after the progress limit.
             self._stream.start()
             self._version = unpack_hello(self._stream.receive_bytes(HELLO_BYTES)).version
-            self._greet(Hello(self._intake.epoch, self._with_digests).pack())
+            self._greet(pack_hello(self._intake.epoch, self._with_digests))
             self._greeted_at_s = time.monotonic()
             self._credit = self._intake.admit(lambda given, window_bytes: self._say(pack_credit(given, window_bytes)))
             while True:

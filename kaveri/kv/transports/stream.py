@@ -270,7 +270,7 @@ def batches(pool: KvPool, layers: range, blocks: Sequence[int], batch_bytes: int
         start = 0
         while start < len(blocks):
             batch = blocks[start : start + room]
-            regions += pool.regions(layer, batch)
+            regions += pool.regions_at(layer, pool.spans(batch))
             start += len(batch)
             room -= len(batch)
             if not room:

@@ -43,7 +43,7 @@ from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import Digest
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Landing, LinkListener, LinkLost, TransferIntake
-from kaveri.kv.transports.frames import HELLO_BYTES, Header, Hello, Kind, unpack_hello
+from kaveri.kv.transports.frames import HELLO_BYTES, Header, Kind, pack_hello, unpack_hello
 from kaveri.kv.transports.socket import SocketLink, SocketTransport
 from kaveri.kv.transports.socket_listener import ReceivingConnection
 from kaveri.kv.transports.stream import ByteStream
@@ -101,7 +101,7 @@ class CollectiveTransport(SocketTransport):
     ) -> "CollectiveLink":
         port, prefix = _MEETING.unpack(meeting.receive_bytes(_MEETING.size))
         # The receiver does not wait for a peer that has disconnected.
-        meeting.send_bytes(Hello().pack())
+        meeting.send_bytes(pack_hello())
         # Holds no reference to the connection, which is closed when the meeting is abandoned.
         there, here, block_bytes, timeout_s = (
             meeting.peer_host,
