@@ -228,7 +228,7 @@ class Lifecycle:
         running, prefilling = self._residency.running, self._prefilling
         planned = form_step(running, prefilling, self._chunk_tokens, suspect_first=not self._was_suspects)
         # Suspects and others take turns.
-        self._was_suspects = any(sequence.is_suspect for sequence, _ in planned)
+        self._was_suspects = any(sequence.suspect_until and sequence.is_suspect for sequence, _ in planned)
         for sequence, _ in planned:
             sequence.in_step = True
             if sequence.phase is SequencePhase.PREFILLING and sequence.computed == 0:

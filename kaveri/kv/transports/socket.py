@@ -30,7 +30,7 @@ from kaveri.kv.transports.frames import (
     unpack_hello,
 )
 from kaveri.kv.transports.socket_listener import ReceivingConnection, SocketListener
-from kaveri.kv.transports.stream import ByteStream, batches
+from kaveri.kv.transports.stream import BATCH_BYTES, ByteStream, batches
 from kaveri.kv.transports.unix_path import UnixPath
 from kaveri.telemetry.logs import get_logger
 
@@ -213,7 +213,8 @@ class SocketLink:
         left_bytes = block_count * self._pool.layout.block_bytes
         place = layers.start, first_index, len(source_blocks)
         head = Header(Kind.DATA, ticket.transfer_id, left_bytes, *place, layer_count=len(layers)).pack()
-        for regions in batches(self._pool, layers, source_blocks, self._stream.send_batch_bytes(digest)):
+        batch_bytes_max = BATCH_BYTES if digest is None else self._stream.digested_send_bytes
+        for regions in batches(self._pool, layers, source_blocks, batch_bytes_max):
             if digest is not None:
                 # Digest first: the kernel then copies from the cache.
                 for region in regions:

@@ -25,7 +25,7 @@ from kaveri.kv.transports.frames import (
     unpack_hello,
     unpack_opening,
 )
-from kaveri.kv.transports.stream import ByteStream, batches
+from kaveri.kv.transports.stream import BATCH_BYTES, ByteStream, batches
 from kaveri.kv.transports.unix_path import UnixPath
 from kaveri.telemetry.logs import get_logger
 
@@ -353,7 +353,8 @@ class ReceivingConnection:
         if left_bytes != block_count * self._pool.layout.block_bytes:
             landing.abort(f"{left_bytes} bytes came for {block_count} blocks")
         try:
-            for regions in batches(self._pool, header.layers, blocks, self._stream.receive_batch_bytes(digest)):
+            batch_bytes = BATCH_BYTES if digest is None else self._stream.digested_receive_bytes
+            for regions in batches(self._pool, header.layers, blocks, batch_bytes):
                 missing_bytes = self._stream.receive(regions, landing.is_stopped)
                 left_bytes -= sum(map(len, regions)) - missing_bytes
                 if missing_bytes:
