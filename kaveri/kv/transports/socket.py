@@ -89,15 +89,15 @@ class SocketTransport:
             raise LinkLost(f"{endpoint.transport} {endpoint.address}: {error}") from error
         try:
             # The kernel accepts connections for a hanging process; the hello proves that the process runs.
-            meeting = self._stream(connection, self.connect_timeout_s)
-            meeting.start()
-            meeting.send_bytes(pack_hello())
-            hello = unpack_hello(meeting.receive_bytes(HELLO_BYTES))
+            stream = self._stream(connection, self.connect_timeout_s)
+            stream.start()
+            stream.send_bytes(pack_hello())
+            hello = unpack_hello(stream.receive_bytes(HELLO_BYTES))
             if hello.epoch != epoch:
                 raise LinkLost(f"epoch {hello.epoch} answers at {endpoint.address}, the ticket is of epoch {epoch}")
             self._set_up(connection, self.progress_timeout_s)
-            stream = meeting.within(self.progress_timeout_s)
-            link = self._link(meeting, stream, pool, listener, endpoint)
+            link = self._link(stream, pool, listener, endpoint)
+            stream.progress_timeout_s = self.progress_timeout_s
             link.wants_digest, link.has_marks = hello.with_digests, hello.version >= MARKS_VERSION
             return link
         except BaseException:
@@ -149,13 +149,8 @@ class SocketTransport:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
 
-    def _link(
-        self, meeting: ByteStream, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
-    ) -> "SocketLink":
-        """Create the link over a connection whose hellos were exchanged.
-
-        meeting, stream: the connection with the time limit of a connect, and with that of the link.
-        """
+    def _link(self, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint) -> "SocketLink":
+        """Create the link over a connection whose hellos were exchanged. The limit of a connect still holds."""
         return SocketLink(stream, pool, listener, endpoint)
 
     def _listen(self, address: str) -> tuple[socket.socket, UnixPath | None]:

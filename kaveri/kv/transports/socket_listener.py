@@ -196,7 +196,7 @@ class ReceivingConnection:
             self._version = unpack_hello(self._stream.receive_bytes(HELLO_BYTES)).version
             self._greet(pack_hello(self._intake.epoch, self._with_digests))
             self._greeted_at_s = time.monotonic()
-            self._credit = self._intake.admit(lambda given, window_bytes: self._say(pack_credit(given, window_bytes)))
+            self._credit = self._intake.admit(lambda given, window_bytes: self._send(pack_credit(given, window_bytes)))
             while True:
                 self._take_frame()
         except LinkLost as error:
@@ -229,11 +229,11 @@ class ReceivingConnection:
         self._stream.break_off()
 
     def marked(self, transfer_id: bytes, block_count: int) -> None:
-        self._say(Header(Kind.MARKED, transfer_id, block_count=block_count).pack())
+        self._send(Header(Kind.MARKED, transfer_id, block_count=block_count).pack())
 
     def extended(self, transfer_id: bytes, first_index: int, block_ids: Sequence[int]) -> None:
         for frame in pack_extensions(transfer_id, first_index, block_ids):
-            self._say(frame)
+            self._send(frame)
 
     def close(self) -> None:
         """Close the descriptor, after run()."""
@@ -396,13 +396,13 @@ class ReceivingConnection:
 
     def _answer(self, transfer_id: bytes, rejection: str | None) -> None:
         if rejection is None:
-            self._say(Header(Kind.ACCEPTED, transfer_id).pack())
+            self._send(Header(Kind.ACCEPTED, transfer_id).pack())
         else:
             reason = rejection.encode()[:SMALL_PAYLOAD_BYTES]
-            self._say(Header(Kind.REJECTED, transfer_id, len(reason)).pack() + reason)
+            self._send(Header(Kind.REJECTED, transfer_id, len(reason)).pack() + reason)
             self._forget_stopped(transfer_id)
 
-    def _say(self, frame: bytes) -> None:
+    def _send(self, frame: bytes) -> None:
         try:
             with self._answering:
                 self._stream.send_now(frame)

@@ -1,14 +1,12 @@
 """A blocking socket with a limit on every wait, gathering from and scattering into memory. Independent of frames."""
 
 import contextlib
-import copy
 import os
 import select
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Self
 
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.transport import LinkLost
@@ -60,12 +58,6 @@ class ByteStream:
 
     def start(self) -> None:
         """Negotiate with the peer before all else; no-op over a plain socket."""
-
-    def within(self, progress_timeout_s: float) -> Self:
-        """Return the same stream with another progress limit."""
-        other = copy.copy(self)
-        other.progress_timeout_s = progress_timeout_s
-        return other
 
     def wait_readable(self, timeout_s: float | None = None) -> bool:
         """Wait for the first byte, the peer's end or break_off(); None: without a limit. Return True unless timed

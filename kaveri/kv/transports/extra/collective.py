@@ -96,18 +96,16 @@ class CollectiveTransport(SocketTransport):
             self.capabilities, is_byte_stream=backend == "gloo", write_bytes=_BUFFER_COUNT * _MESSAGE_BYTES
         )
 
-    def _link(
-        self, meeting: ByteStream, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
-    ) -> "CollectiveLink":
-        port, prefix = _MEETING.unpack(meeting.receive_bytes(_MEETING.size))
+    def _link(self, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint) -> "CollectiveLink":
+        port, prefix = _MEETING.unpack(stream.receive_bytes(_MEETING.size))
         # The receiver does not wait for a peer that has disconnected.
-        meeting.send_bytes(pack_hello())
+        stream.send_bytes(pack_hello())
         # Holds no reference to the connection, which is closed when the meeting is abandoned.
         there, here, block_bytes, timeout_s = (
-            meeting.peer_host,
-            meeting.local_host,
+            stream.peer_host,
+            stream.local_host,
             pool.layout.block_bytes,
-            stream.progress_timeout_s,
+            self.progress_timeout_s,
         )
         pair = _Meeting(
             lambda: _Pair(self.name, _SENDER, _joined_store(there, port), prefix, here, timeout_s, block_bytes)
@@ -262,7 +260,7 @@ class GlooReceivingConnection(ReceivingConnection):
                 self._failed(header.transfer_id)
         assert self._credit is not None
         self._credit.settle(self._cost_bytes(header))
-        self._say(Header(Kind.GRANTED, header.transfer_id).pack())
+        self._send(Header(Kind.GRANTED, header.transfer_id).pack())
 
     def _scatter(self, header: Header, landing: Landing, staged: npt.NDArray[np.uint8]) -> None:
         blocks, digest = landing.begin_write(header.layers, header.first_index, header.block_count)
