@@ -106,7 +106,7 @@ class Residency:
 
     def prepare_step(self) -> list[Sequence]:
         """Give every running sequence blocks for all of its tokens, and fill the batch. Returns those that gave up
-        their blocks for it: the latest admitted ones.
+        their blocks for it.
 
         Called between steps only: blocks that are given up here are free at once.
         """
@@ -122,7 +122,17 @@ class Residency:
                     continue
                 sequence.block_ids += self._allocator.allocate(sequence, wanted)
             index += 1
-        self._join(preempted)
+        # Fill the batch from those waiting, in order; only the first that lacks blocks may take some.
+        blocked = False
+        for sequence in self.waiting.copy():
+            if len(self.running) >= self._max_batch:
+                break
+            if not sequence.block_ids and (blocked or not self._resume(sequence, preempted)):
+                blocked = True
+                continue
+            self.waiting.remove(sequence)
+            sequence.phase = SequencePhase.RUNNING
+            insort(self.running, sequence, key=_admission)
         return preempted
 
     def clear(self) -> None:
@@ -157,19 +167,6 @@ class Residency:
             if victim is sequence:
                 return False
         return True
-
-    def _join(self, preempted: list[Sequence]) -> None:
-        """Fill the batch from those waiting, in order; only the first that lacks blocks may take some."""
-        blocked = False
-        for sequence in self.waiting.copy():
-            if len(self.running) >= self._max_batch:
-                return
-            if not sequence.block_ids and (blocked or not self._resume(sequence, preempted)):
-                blocked = True
-                continue
-            self.waiting.remove(sequence)
-            sequence.phase = SequencePhase.RUNNING
-            insort(self.running, sequence, key=_admission)
 
     def _resume(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
         """Give a preempted sequence blocks for all its tokens and the next, at the cost of later ones outside the
