@@ -16,8 +16,8 @@ import torch
 from benchmarks.support.harness import Options, Report, run
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.stepwise.runner import SequenceSlice
+from kaveri.engine.transformers.attention import PagedMemory
 from kaveri.engine.transformers.loading import load_runner
-from kaveri.engine.transformers.memory import PagedMemory
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 

@@ -114,9 +114,9 @@ class EngineInfo:
         if max_tokens is not None and request.generated_count >= max_tokens:
             raise InvalidArgument("params.max_tokens", max_tokens, f"above the {request.generated_count} drawn already")
 
-    def require_known_ids(self, token_ids: Sequence[int], params: ResolvedParams, field: str = "token_ids") -> None:
+    def require_known_ids(self, token_ids: Sequence[int], params: ResolvedParams) -> None:
         """Raise InvalidArgument for ids outside the vocabulary, of tokens and of those that end the answer."""
-        check_token_ids(field, token_ids, self.vocab_size)
+        check_token_ids("token_ids", token_ids, self.vocab_size)
         check_token_ids("params.stop_token_ids", params.stop_token_ids, self.vocab_size)
 
     def require_held_tokens(self, request: EngineRequest, held_tokens: int) -> None:

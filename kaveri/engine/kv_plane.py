@@ -14,7 +14,7 @@ from kaveri.kv.transfer.part_transfers import PartReceiver, PartSender, TicketRe
 from kaveri.kv.transfer.push import PushSender
 from kaveri.kv.transfer.receiver import LandingListener, TransferEvent, TransferReleased
 from kaveri.kv.transfer.sender import PushAccepted, PushEvent, PushFailed, PushListener
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, first_source_block, require_pushable
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, first_source_block
 from kaveri.v1 import kv_pb2
 
 
@@ -40,9 +40,6 @@ class KvPlane(Protocol):
     @property
     def endpoints(self) -> tuple[tuple[KvEndpoint, ...], ...]:
         """Addresses where it takes pushes: for each tensor-parallel rank, best first. Empty when it takes none."""
-
-    def require_fit(self, ticket: Ticket) -> None:
-        """Raise LayoutMismatch and InvalidArgument for a ticket that this pool's blocks cannot be pushed by."""
 
     def open_push(self, source: Any, ticket: Ticket) -> None:
         """Begin to push the KV of `source`, as it is computed."""
@@ -113,9 +110,6 @@ class PoolPlane:
         self._lock = threading.Lock()
         self._in_step: list[Source] = []
         self._layers_done = 0
-
-    def require_fit(self, ticket: Ticket) -> None:
-        require_pushable(self._layout, ticket)
 
     def open_push(self, source: Source, ticket: Ticket) -> None:
         """Queue the computed blocks, and hand over if those are all. The sender no longer reads for an earlier push of
@@ -209,7 +203,8 @@ class PoolPlane:
         if block_count > first:
             source.written[layer] = block_count
             index = first - source.first_block
-            self._sender.write(source.transfer_id, layer, index, source.block_ids[first:block_count])
+            blocks = source.block_ids[first:block_count]
+            self._sender.write_layers(source.transfer_id, range(layer, layer + 1), index, blocks)
 
 
 def first_token_of(note: bytes) -> int | None:

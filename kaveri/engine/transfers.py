@@ -33,7 +33,7 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.receiver import TransferLanded, TransferMarked, TransferReleased
 from kaveri.kv.transfer.sender import PushAccepted, PushExtended, PushFailed, PushMarked
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, ticket_parts
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, require_pushable, ticket_parts
 from kaveri.seconds import require_seconds
 
 
@@ -177,7 +177,7 @@ class Transfers(Generic[OwnerT]):
 
     def push_to(self, key: EngineKey, ticket: Ticket) -> None:
         """See PrefillEngine.push_to()."""
-        self._plane.require_fit(ticket)
+        require_pushable(self._info.layout, ticket)
         with self._shared.lock:
             self._shared.require_alive()
             owner = self._account.find_prefill(key)

@@ -109,7 +109,7 @@ class EngineHost(ServiceHost):
             stuck_s = watch.look(stats, time.monotonic())
             if stuck_s is not None:
                 self.break_off(f"the engine is stuck: no step for {stuck_s:.1f} s")
-                get_logger().error("engine_stuck", stuck_s=stuck_s, limit_s=watch.limit_s(stats))
+                get_logger().error("engine_stuck", stuck_s=stuck_s, limit_s=watch.limit_s)
                 return
 
     def _handle(self, events: Sequence[EngineEvent]) -> None:
@@ -118,7 +118,8 @@ class EngineHost(ServiceHost):
                 self._trial.handle(events)
             else:
                 self._phases.handle(events)
-                self.note_work()
+                if self._heartbeat is not None:
+                    self._heartbeat.note_work()
         except Exception as error:
             # The lost events are unknown, and a request without them would wait forever.
             self.break_off(f"the instance lost its engine's events: {error!r}")
@@ -135,17 +136,13 @@ class EngineWatch:
     def __init__(self, stuck_after_s: float, now_s: float) -> None:
         """stuck_after_s: min time before an engine counts as stuck, however short its steps are."""
         self._stuck_after_s = stuck_after_s
+        self.limit_s = _FIRST_STEP_S
+        """Max duration of a step at the last look, in seconds."""
         # A process that is stopped as a whole is not a stuck engine.
         self._clock = RunningClock(now_s, 2 * LOOK_EVERY_S)
         self._turn_count = 0
         self._since_s: float | None = None
         """First sight of the current turn, on the clock; None if the engine was idle."""
-
-    def limit_s(self, stats: EngineStats) -> float:
-        """Max duration of a step now, in seconds."""
-        # The longest step, not the mean: a prompt's chunk takes many times a token's step.
-        usual_s = stats.longest_step_s
-        return max(self._stuck_after_s, _USUAL_STEPS * usual_s if usual_s > 0 else _FIRST_STEP_S)
 
     def look(self, stats: EngineStats, now_s: float) -> float | None:
         """Seconds for which the engine has been stuck; None if it is not."""
@@ -157,4 +154,7 @@ class EngineWatch:
         if self._since_s is None or stats.turn_count != self._turn_count:
             self._since_s, self._turn_count = at_s, stats.turn_count
         busy_s = at_s - self._since_s
-        return busy_s if busy_s > self.limit_s(stats) else None
+        # The longest step, not the mean: a prompt's chunk takes many times a token's step.
+        usual_s = stats.longest_step_s
+        self.limit_s = max(self._stuck_after_s, _USUAL_STEPS * usual_s if usual_s > 0 else _FIRST_STEP_S)
+        return busy_s if busy_s > self.limit_s else None

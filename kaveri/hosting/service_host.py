@@ -215,11 +215,6 @@ class ServiceHost:
         if self._heartbeat is not None:
             self._heartbeat.beat_now()
 
-    def note_work(self) -> None:
-        """See Heartbeat.note_work."""
-        if self._heartbeat is not None:
-            self._heartbeat.note_work()
-
     def _rpc_server(self, service_names: Sequence[str], register: Callable[[aio.Server], None] | None) -> ProcessServer:
         server = RpcServer(self._config.host, self._config.port, (*service_names, drain_server.SERVICE_NAME))
         if register is not None:

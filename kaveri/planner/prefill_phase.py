@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
-from kaveri.engine.stepwise.batch import form_step
-from kaveri.engine.stepwise.phase import SequencePhase
+from kaveri.engine.stepwise.sequence import SequencePhase, form_step
 from kaveri.latency.model import LatencyModel
 from kaveri.simulator.sequence import CountedSequence
 from kaveri.workload.requests import PlannedRequest

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.view import ClusterView, InstanceRecord, ViewedInstance
-from kaveri.engine.stepwise.phase import SequencePhase
+from kaveri.engine.stepwise.sequence import SequencePhase
 from kaveri.errors import KaveriError, NoCapacity
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.replication import CopyRules, choose_holder, copy_bytes

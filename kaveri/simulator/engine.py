@@ -14,9 +14,8 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, cast
 
-from kaveri.engine.stepwise.batch import form_step
-from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.engine.stepwise.residency import Residency
+from kaveri.engine.stepwise.sequence import SequencePhase, form_step
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.simulator.sequence import CountedBlocks, CountedSequence
 from kaveri.simulator.spec import Overheads, PoolSpec

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kaveri.domain.view import ClusterView, InstanceRecord, ViewedInstance
-from kaveri.engine.stepwise.phase import SequencePhase
+from kaveri.engine.stepwise.sequence import SequencePhase
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, Unavailable
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.prompt_queue import PromptQueue

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kaveri.engine.stepwise.phase import SequencePhase
+from kaveri.engine.stepwise.sequence import SequencePhase
 
 
 class CountedSequence:

@@ -21,8 +21,7 @@ import numpy.typing as npt
 
 from kaveri.errors import NoCapacity
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.tiers.blocks import BlockAllocator
-from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.tiers.pool import BlockAllocator, KvPool
 from kaveri.kv.transfer.digest import Digest, xxh3
 from kaveri.kv.transfer.receiver import CREDIT_BYTES, TransferLanded
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed

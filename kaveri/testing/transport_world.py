@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.tiers.blocks import BlockAllocator
-from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.tiers.pool import BlockAllocator, KvPool
 from kaveri.kv.transfer.digest import DigestFactory, Digests, xxh3
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed

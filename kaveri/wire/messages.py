@@ -22,8 +22,7 @@ from kaveri.domain.view import (
     ViewedInstance,
 )
 from kaveri.errors import EngineBroke, EngineError, InvalidArgument, Unavailable
-from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.layout.parts import PartPlace
+from kaveri.kv.layout.layout import KvLayout, PartPlace
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, TicketPart
 from kaveri.seconds import DAY_S, require_seconds
 from kaveri.v1 import cluster_pb2, decode_pb2, kv_pb2, predictor_pb2, sampling_pb2

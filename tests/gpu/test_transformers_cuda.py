@@ -14,8 +14,8 @@ import torch
 
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.stepwise.runner import SequenceSlice
+from kaveri.engine.transformers.attention import PagedMemory
 from kaveri.engine.transformers.loading import load_runner
-from kaveri.engine.transformers.memory import PagedMemory
 from kaveri.engine.transformers.sampler import draw_tokens
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from kaveri.engine.stepwise.engine import StepwiseEngine
+from kaveri.engine.transformers.attention import PagedMemory
 from kaveri.engine.transformers.loading import load_runner
-from kaveri.engine.transformers.memory import PagedMemory
 from kaveri.engine.transformers.runner import TransformersRunner
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.host import HostReplicas

@@ -18,10 +18,9 @@ from kaveri.engine.copier_thread import CopierThread, PoolCopyPlane, slots_of
 from kaveri.engine.kv_plane import PoolPlane
 from kaveri.engine.limits import require_room
 from kaveri.engine.shared import Shared
-from kaveri.engine.stepwise.batch import PlannedSlice
 from kaveri.engine.stepwise.lifecycle import Lifecycle
 from kaveri.engine.stepwise.runner import ModelRunner
-from kaveri.engine.stepwise.sequence import Sequence
+from kaveri.engine.stepwise.sequence import PlannedSlice, Sequence
 from kaveri.engine.transfers import Transfers
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
@@ -253,7 +252,8 @@ class StepwiseEngine:
         else:
             drawn = self._runner.run(batch, None)
         mirrored = self._lifecycle.unmirrored_blocks(planned)
-        self._runner.completed([block for _, block_ids in mirrored for block in block_ids])
+        if mirrored:
+            self._runner.completed([block for _, block_ids in mirrored for block in block_ids])
         with self._shared.lock:
             self._shared.computed_tokens += sum(token_count for _, token_count in planned)
             computed, unwanted = self._lifecycle.apply(planned, drawn, mirrored)

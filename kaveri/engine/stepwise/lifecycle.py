@@ -25,14 +25,12 @@ from kaveri.engine.contract import (
 )
 from kaveri.engine.copier import BlockPlace
 from kaveri.engine.kv_plane import Source
-from kaveri.engine.stepwise.batch import PlannedSlice, form_step
-from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.engine.stepwise.residency import Residency
 from kaveri.engine.stepwise.runner import Drawn, NoToken, ScoredSlice
-from kaveri.engine.stepwise.sequence import Sequence
+from kaveri.engine.stepwise.sequence import PlannedSlice, Sequence, SequencePhase, form_step
 from kaveri.engine.stopping import finish_reason
 from kaveri.errors import NoCapacity, RequestAlreadyExists
-from kaveri.kv.tiers.blocks import BlockAllocator
+from kaveri.kv.tiers.pool import BlockAllocator
 
 _RETRY_AFTER_S = 0.1
 
@@ -230,7 +228,7 @@ class Lifecycle:
         running, prefilling = self._residency.running, self._prefilling
         planned = form_step(running, prefilling, self._chunk_tokens, suspect_first=not self._was_suspects)
         # Suspects and others take turns.
-        self._was_suspects = any(sequence.is_suspect for sequence, _ in planned)
+        self._was_suspects = any(sequence.suspect_until and sequence.is_suspect for sequence, _ in planned)
         for sequence, _ in planned:
             sequence.in_step = True
             if sequence.phase is SequencePhase.PREFILLING and sequence.computed == 0:

@@ -17,10 +17,9 @@ from bisect import insort
 from collections.abc import Iterable
 from operator import attrgetter
 
-from kaveri.engine.stepwise.phase import SequencePhase
-from kaveri.engine.stepwise.sequence import Sequence
+from kaveri.engine.stepwise.sequence import Sequence, SequencePhase
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.tiers.blocks import BlockAllocator
+from kaveri.kv.tiers.pool import BlockAllocator
 
 _admission = attrgetter("admission")
 
@@ -106,13 +105,34 @@ class Residency:
             del self.stopping[sequence]
 
     def prepare_step(self) -> list[Sequence]:
-        """Make the running batch able to take one step, and return those that gave up their blocks for it.
+        """Give every running sequence blocks for all of its tokens, and fill the batch. Returns those that gave up
+        their blocks for it.
 
         Called between steps only: blocks that are given up here are free at once.
         """
         preempted: list[Sequence] = []
-        self._grow(preempted)
-        self._join(preempted)
+        block_tokens = self._layout.block_tokens
+        index = 0
+        # The list shrinks at its end only, by preemption, so the index stays right.
+        while index < len(self.running):
+            sequence = self.running[index]
+            if len(sequence.token_ids) > len(sequence.block_ids) * block_tokens:
+                wanted = self._layout.block_count(len(sequence.token_ids)) - len(sequence.block_ids)
+                if not self._make_room(wanted, sequence, preempted):
+                    continue
+                sequence.block_ids += self._allocator.allocate(sequence, wanted)
+            index += 1
+        # Fill the batch from those waiting, in order; only the first that lacks blocks may take some.
+        blocked = False
+        for sequence in self.waiting.copy():
+            if len(self.running) >= self._max_batch:
+                break
+            if not sequence.block_ids and (blocked or not self._resume(sequence, preempted)):
+                blocked = True
+                continue
+            self.waiting.remove(sequence)
+            sequence.phase = SequencePhase.RUNNING
+            insort(self.running, sequence, key=_admission)
         return preempted
 
     def clear(self) -> None:
@@ -135,20 +155,6 @@ class Residency:
         containers = (self.landed, self.waiting, self.running, self.stopping)
         assert counted == sum(map(len, containers)), "an ended sequence is still here"
 
-    def _grow(self, preempted: list[Sequence]) -> None:
-        """Give every running sequence blocks for all of its tokens; preempt the latest admitted if need be."""
-        block_tokens = self._layout.block_tokens
-        index = 0
-        # The list shrinks at its end only, by preemption, so the index stays right.
-        while index < len(self.running):
-            sequence = self.running[index]
-            if len(sequence.token_ids) > len(sequence.block_ids) * block_tokens:
-                wanted = self._layout.block_count(len(sequence.token_ids)) - len(sequence.block_ids)
-                if not self._make_room(wanted, sequence, preempted):
-                    continue
-                sequence.block_ids += self._allocator.allocate(sequence, wanted)
-            index += 1
-
     def _make_room(self, wanted: int, sequence: Sequence, preempted: list[Sequence]) -> bool:
         """Preempt until `wanted` blocks are free. False if `sequence` itself was preempted."""
         while self._allocator.free_count < wanted:
@@ -161,19 +167,6 @@ class Residency:
             if victim is sequence:
                 return False
         return True
-
-    def _join(self, preempted: list[Sequence]) -> None:
-        """Fill the batch from those waiting, in order; only the first that lacks blocks may take some."""
-        blocked = False
-        for sequence in self.waiting.copy():
-            if len(self.running) >= self._max_batch:
-                return
-            if not sequence.block_ids and (blocked or not self._resume(sequence, preempted)):
-                blocked = True
-                continue
-            self.waiting.remove(sequence)
-            sequence.phase = SequencePhase.RUNNING
-            insort(self.running, sequence, key=_admission)
 
     def _resume(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
         """Give a preempted sequence blocks for all its tokens and the next, at the cost of later ones outside the

@@ -1,12 +1,35 @@
-"""One request inside the stepwise engine: its tokens, its blocks, its progress. No I/O, no locks."""
+"""One request inside the stepwise engine, and the steps that are formed of several. No I/O, no locks."""
 
+import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kaveri.domain.sampling import ResolvedParams
-from kaveri.engine.contract import EngineKey, EngineRequest
+from kaveri.engine.contract import MAX_SCORED_TOKENS, EngineKey, EngineRequest
 from kaveri.engine.kv_plane import Source
-from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.engine.stepwise.runner import SequenceSlice
+
+
+class SequencePhase(enum.Enum):
+    """Phase of a request. The prefill side uses the first two, the decode side the others."""
+
+    PREFILLING = enum.auto()
+    """Submitted, the prompt not fully computed."""
+    COMPUTED = enum.auto()
+    """The first token is drawn; the KV waits to be accepted elsewhere."""
+    RESERVED = enum.auto()
+    """Blocks are leased to a transfer that has not landed."""
+    LANDED = enum.auto()
+    """The KV is here, or must be recomputed after a preemption; not admitted."""
+    WAITING = enum.auto()
+    """Admitted, not in the running batch: the batch is full, or the blocks were given up."""
+    RUNNING = enum.auto()
+    """Drawing tokens in the running batch, or recomputing."""
+    STOPPING = enum.auto()
+    """Being released: it joins no further step. Its last block is not in the pool yet."""
+    STOPPED = enum.auto()
+    """All its KV is in the pool, for the holder of its replica."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,10 +73,8 @@ class Sequence:
     """Ended. Its blocks are free as soon as neither a step nor a transfer can touch them."""
     suspect_until: int = 0
     """See EngineRequest."""
-    prompt_tokens: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.prompt_tokens = len(self.token_ids)
+    prompt_tokens: int = 0
+    """Tokens that it came with: the prompt, and those that earlier attempts have generated."""
 
     @classmethod
     def of(cls, request: EngineRequest, phase: SequencePhase, held_tokens: int | None = None) -> "Sequence":
@@ -66,6 +87,7 @@ class Sequence:
             phase,
             held_tokens,
             suspect_until=request.suspect_until,
+            prompt_tokens=len(request.token_ids),
         )
 
     @property
@@ -97,3 +119,55 @@ class Sequence:
         """True if the log-probabilities of its tokens are reported while they are computed."""
         is_first = self.phase is SequencePhase.PREFILLING and self.draw_index == 0
         return is_first and self.params.prompt_logprobs is not None
+
+
+class PlannedSlice(NamedTuple):
+    """A step's part of a sequence: its next `token_count` tokens."""
+
+    sequence: Sequence
+    token_count: int
+
+
+def form_step(
+    running: Iterable[Sequence], prefilling: Iterable[Sequence], chunk_tokens: int, *, suspect_first: bool = True
+) -> list[PlannedSlice]:
+    """Form a step: one token of every running sequence that only lacks its newest, and a chunk of up to `chunk_tokens`.
+
+    The chunk is filled in order, first with what preempted sequences recompute, then with prompts; several share a
+    chunk, a long one is spread over several, and each sequence records its progress (TetriInfer, arXiv 2401.11181,
+    section 3.3.3). At most MAX_SCORED_TOKENS are of prompts whose log-probabilities are reported.
+
+    A suspect (EngineRequest.suspect_until) is computed alone: otherwise it could be blamed for a first failure of
+    another. suspect_first: True to compute the first suspect, if there is one; False the others.
+    """
+    running, prefilling = tuple(running), tuple(prefilling)
+    # Most have never been one.
+    suspects = [each for each in (*running, *prefilling) if each.suspect_until and each.is_suspect]
+    if suspects and suspect_first:
+        return _packed((), suspects[:1], chunk_tokens)
+    innocent = [each for each in running if each not in suspects] if suspects else running
+    planned = _packed(innocent, [each for each in prefilling if each not in suspects], chunk_tokens)
+    return planned or _packed((), suspects[:1], chunk_tokens)
+
+
+def _packed(running: Iterable[Sequence], prefilling: Iterable[Sequence], chunk_tokens: int) -> list[PlannedSlice]:
+    planned: list[PlannedSlice] = []
+    recomputing: list[Sequence] = []
+    for sequence in running:
+        if sequence.pending == 1:
+            planned.append(PlannedSlice(sequence, 1))
+        else:
+            recomputing.append(sequence)
+    room, scored_room = chunk_tokens, MAX_SCORED_TOKENS
+    for queue in (recomputing, prefilling):
+        for sequence in queue:
+            if room == 0:
+                return planned
+            token_count = min(room, sequence.pending)
+            if sequence.is_scored:
+                token_count = min(token_count, scored_room)
+                scored_room -= token_count
+            if token_count:
+                planned.append(PlannedSlice(sequence, token_count))
+                room -= token_count
+    return planned

@@ -1,19 +1,111 @@
-"""The attention that transformers calls in each layer: writes the layer's KV into blocks, reports it, attends.
+"""Attention over the KV pool, which transformers calls in each layer, and the pool's memory as the model sees it.
 
 PagedAttention (Kwon et al. 2023, section 4.1) with gathered blocks instead of a kernel of our own: a chunk attends over
 its own K and V, or over its gathered history; decoding sequences are gathered into one padded batch per group.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from kaveri.engine.transformers.memory import PagedMemory
+from kaveri.engine.host_window import copy_blocks, host_window, in_words
 from kaveri.engine.transformers.step import Step
+from kaveri.kv.tiers.pool import KvPool
 
 ATTENTION_NAME = "kaveri_paged"
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class PagedMemory:
+    """The KV pool as tensors of one layer each, written by token and gathered by block.
+
+    On the CPU the tensors are views of the pool itself. On a GPU they are a device copy of the same shape, and the pool
+    is the host's end of every transfer: `mirror` copies blocks to the pool before they are pushed, `landed` copies
+    blocks to the device after they have arrived, both through a window on the pool (host_window.py). Where there is no
+    window, as on a GPU whose driver does not lock the pool's pages and in tests with a copy on the CPU, blocks go
+    through ordinary memory.
+
+    separate: work on a copy of the pool; None for a copy on a GPU only. The scratch is as large as the largest gather:
+    one layer's KV of a running batch. It comes on top of the pool.
+
+    A block is [2, block_tokens, kv_head_count, head_dim], K before V, so the pool is also a table of half blocks: half
+    2 * block is K, half 2 * block + 1 is V; and a table of token rows, 2 * block_tokens of them to a block.
+    """
+
+    def __init__(self, pool: KvPool, device: torch.device, separate: bool | None = None) -> None:
+        layout = pool.layout
+        self._block_tokens = layout.block_tokens
+        self._head_count, self._head_dim = layout.kv_head_count, layout.head_dim
+        self._dtype = TORCH_DTYPES[layout.dtype]
+        # In elements and not in bytes: torch copies rows of bytes several times slower.
+        host = torch.from_numpy(pool.memory).view(self._dtype)
+        if separate is None:
+            separate = device.type != "cpu"
+        self._host = host if separate else None
+        self._device = host.to(device, copy=True) if separate else host
+        window = host_window(pool.memory, device, self) if separate else None
+        self._window = None if window is None else in_words(window)
+        # The device's tensor in the elements of the other end of a copy.
+        self._words = self._device if window is None else in_words(self._device.view(torch.uint8))
+        halves = self._device.view(layout.layer_count, 2 * pool.block_count, -1).unbind(0)
+        self._halves = halves
+        self._rows = [half.view(-1, layout.kv_head_count * layout.head_dim) for half in halves]
+        self._scratch = torch.empty(0, dtype=self._dtype, device=device)
+
+    def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor, fresh_halves: Tensor | None) -> None:
+        """Store the K and V of T tokens, in half blocks of which some are filled with zeros first.
+
+        rows: [2 * T], int64: the token rows of the keys, then of the values. keys, values: [kv_heads, T, head_dim].
+        """
+        if fresh_halves is not None:
+            self._halves[layer].index_fill_(0, fresh_halves, 0)
+        both = torch.stack((keys.transpose(0, 1), values.transpose(0, 1)))
+        self._rows[layer].index_copy_(0, rows, both.view(rows.shape[0], -1))
+
+    def gather(self, layer: int, halves: Tensor) -> tuple[Tensor, Tensor]:
+        """Copy half blocks into one contiguous K and one contiguous V; both are valid until the next gather.
+
+        halves: [2, sequences, blocks], int64. Returns K and V: [sequences, kv_heads, blocks * block_tokens, head_dim].
+        """
+        _, sequence_count, block_count = halves.shape
+        source = self._halves[layer]
+        size = halves.numel() * source.shape[1]
+        if self._scratch.numel() < size:
+            # Grown by half at least: a running batch gets longer with every step.
+            self._scratch = torch.empty(
+                max(size, self._scratch.numel() * 3 // 2), dtype=self._dtype, device=source.device
+            )
+        gathered = self._scratch[:size].view(halves.numel(), source.shape[1])
+        torch.index_select(source, 0, halves.view(-1), out=gathered)
+        shape = (2, sequence_count, block_count * self._block_tokens, self._head_count, self._head_dim)
+        keys, values = gathered.view(shape).transpose(2, 3).unbind(0)
+        return keys, values
+
+    def mirror(self, layer: int, block_ids: Tensor) -> torch.cuda.Event | None:
+        """Copy blocks of one layer to the pool. They are complete when the event has passed; None: at once. Nothing to
+        do where the pool itself is used."""
+        if self._host is None:
+            return None
+        if self._window is None:
+            self._host[layer].index_copy_(0, block_ids.cpu(), self._device[layer].index_select(0, block_ids).cpu())
+            return None
+        self._window[layer].index_copy_(0, block_ids, self._words[layer].index_select(0, block_ids))
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device.device))
+        return event
+
+    def mirror_all(self, block_ids: Sequence[int]) -> None:
+        """Copy blocks of all layers to the pool and wait. Nothing to do where the pool itself is used."""
+        if self._host is not None and block_ids:
+            copy_blocks(self._words, self._host if self._window is None else self._window, block_ids)
+
+    def landed(self, block_ids: Sequence[int]) -> None:
+        """Copy blocks of all layers from the pool to the device and wait. Nothing to do without a device copy."""
+        if self._host is not None and block_ids:
+            copy_blocks(self._host if self._window is None else self._window, self._words, block_ids)
 
 
 def paged_attention(
@@ -38,9 +130,7 @@ def paged_attention(
     """
     step, memory = kaveri_step, kaveri_memory
     layer: int = module.layer_idx  # type: ignore[assignment]
-    if step.fresh_halves is not None:
-        memory.clear(layer, step.fresh_halves)
-    memory.write(layer, step.kv_rows, key[0], value[0])
+    memory.write(layer, step.kv_rows, key[0], value[0], step.fresh_halves)
     if step.on_layer is not None:
         step.tell(layer, memory.mirror(layer, step.written_blocks))
     parts = []
@@ -56,6 +146,7 @@ def paged_attention(
         # 1.9 times as fast as enable_gqa in float32 and 8 times in bfloat16, on a CPU with 32 sequences of 256 tokens.
         grouped = query[0].transpose(0, 1).view(query.shape[2], key.shape[1], -1, query.shape[3])
     for group in step.decodes:
+        assert group.halves is not None, "a decoding sequence has context"
         keys, values = memory.gather(layer, group.halves)
         mask = group.mask(sliding_window, query.dtype)
         parts.append(_attend(grouped[group.first : group.last], keys, values, mask, scaling, softcap).flatten(1, 2))

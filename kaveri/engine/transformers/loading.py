@@ -20,11 +20,9 @@ from kaveri.engine.checkpoint import (
 )
 from kaveri.engine.limits import require_model_len
 from kaveri.engine.onednn import limit_primitive_cache
-from kaveri.engine.transformers.attention import ATTENTION_NAME, paged_attention
-from kaveri.engine.transformers.memory import TORCH_DTYPES
-from kaveri.engine.transformers.packed_linear import pack_linears, watched_linears
+from kaveri.engine.transformers.attention import ATTENTION_NAME, TORCH_DTYPES, paged_attention
+from kaveri.engine.transformers.cpu_layers import pack_linears, replace_rms_norms, watched_linears
 from kaveri.engine.transformers.probe import probe_attention, require_paged, require_plain_positions
-from kaveri.engine.transformers.rms_norm import replace_rms_norms
 from kaveri.engine.transformers.runner import TransformersRunner
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout

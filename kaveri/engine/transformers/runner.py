@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kaveri.engine.stepwise.runner import Drawn, LayerListener, NoToken, ScoredSlice, SequenceSlice
-from kaveri.engine.transformers.memory import PagedMemory
+from kaveri.engine.transformers.attention import PagedMemory
 from kaveri.engine.transformers.sampler import draw_tokens, score_tokens
 from kaveri.engine.transformers.step import pack
 from kaveri.errors import ConfigError

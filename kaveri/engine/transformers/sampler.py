@@ -22,8 +22,9 @@ _NO_EOS: frozenset[int] = frozenset()
 _SCORED_TOGETHER = 64
 """Rows of float32 logits that are made at a time: 37 MiB with a vocabulary of 150,000."""
 _MASK_64 = 2**64 - 1
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-_MIX_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - 2**64
+"""This and the factors are less 2**64, which changes no bit: tensors have int64 only."""
+_MIX_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
 """Each: value ^= value >> shift; value *= factor."""
 
 
@@ -42,14 +43,15 @@ def waiting_times(states: Sequence[int], vocab_size: int, device: torch.device) 
 
     SplitMix64 again: token id i is the i-th number after the state. 52 random bits each.
     """
-    gammas = torch.arange(1, vocab_size + 1, device=device).mul_(_signed(_GOLDEN_GAMMA))
-    bits = gammas + torch.tensor([_signed(state) for state in states], device=device).unsqueeze(1)
+    gammas = torch.arange(1, vocab_size + 1, device=device).mul_(_GOLDEN_GAMMA)
+    signed = [state - (state >> 63 << 64) for state in states]
+    bits = gammas + torch.tensor(signed, device=device).unsqueeze(1)
     # int64 wraps as uint64 does; only its right shift must not copy the sign.
     shifted = torch.empty_like(bits)
     for shift, factor in _MIX_ROUNDS:
         bits ^= torch.bitwise_right_shift(bits, shift, out=shifted).bitwise_and_(_MASK_64 >> shift)
         if factor != 1:
-            bits *= _signed(factor)
+            bits *= factor
     uniform = bits.bitwise_right_shift_(12).bitwise_and_(_MASK_64 >> 12).double().add_(0.5).mul_(2.0**-52)
     return uniform.log_().neg_()
 
@@ -58,11 +60,6 @@ def _mix(value: int) -> int:
     for shift, factor in _MIX_ROUNDS:
         value = ((value ^ (value >> shift)) * factor) & _MASK_64
     return value
-
-
-def _signed(value: int) -> int:
-    """Return the int64 with the bits of a uint64."""
-    return value - ((value >> 63) << 64)
 
 
 def draw_tokens(

@@ -24,46 +24,34 @@ _GPU_PADDING_BYTES = 32 * 2**20
 
 
 @dataclass(slots=True)
-class ChunkSegment:
-    """One prefill chunk: rows [first, last) of the step are positions [start, start + last - first)."""
+class Segment:
+    """Rows [first, last) of the step that attend together: one prefill chunk, or decoding sequences of similar length,
+    one row each."""
 
     first: int
     last: int
-    start: int
+    positions: Tensor
+    """Positions of the rows' tokens, int64: [tokens, 1] for a chunk, else [sequences, 1, 1, 1]."""
     halves: Tensor | None
-    """[2, 1, blocks], int64: K and V of [0, end). None when start is 0: the chunk is the whole context."""
+    """[2, sequences, blocks], int64: K and V of the context; shorter sequences repeat their last block. None for a
+    chunk that is its whole context."""
     context_tokens: int
-    device: torch.device
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Added to the scores: [tokens, context], 0 for visible positions, else -inf. None: plain causal."""
-        end = self.start + self.last - self.first
-        if self.start == 0 and (window is None or window >= end):
+        """Mask added to the scores, 0 for visible positions and -inf elsewhere. None: plain causal.
+
+        Returns [tokens, context] for a chunk, else [sequences, 1, 1, context].
+        """
+        if self.halves is None and (window is None or window >= self.context_tokens):
             return None
         if window not in self._masks:
-            query = torch.arange(self.start, end, device=self.device).unsqueeze(1)
-            self._masks[window] = _mask(query, self.context_tokens, window, dtype)
-        return self._masks[window]
-
-
-@dataclass(slots=True)
-class DecodeSegment:
-    """Decoding sequences of similar length: row first + i of the step is the last token of sequence i."""
-
-    first: int
-    last: int
-    halves: Tensor
-    """[2, sequences, blocks], int64; shorter sequences repeat their last block."""
-    positions: Tensor
-    """[sequences], int64: the position of each sequence's token, the last one visible to it."""
-    context_tokens: int
-    _masks: dict[int | None, Tensor] = field(default_factory=dict)
-
-    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Mask added to the scores: [sequences, 1, 1, context], 0 for visible positions and -inf elsewhere."""
-        if window not in self._masks:
-            self._masks[window] = _mask(self.positions.view(-1, 1, 1, 1), self.context_tokens, window, dtype)
+            context = torch.arange(self.context_tokens, device=self.positions.device)
+            visible = context <= self.positions
+            if window is not None:
+                visible &= context > self.positions - window
+            zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+            self._masks[window] = zeros.masked_fill_(~visible, -torch.inf)
         return self._masks[window]
 
 
@@ -80,8 +68,8 @@ class Step:
     fresh_halves: Tensor | None
     """Half blocks that a slice enters without filling them. They are cleared first: an earlier owner's data there is
     masked, yet a NaN among it would survive the mask's zero weight."""
-    chunks: list[ChunkSegment]
-    decodes: list[DecodeSegment]
+    chunks: list[Segment]
+    decodes: list[Segment]
     drawn_rows: Tensor
     """[draws], int64: rows of the step after which a token is drawn."""
     drawn_slices: list[int]
@@ -157,15 +145,16 @@ def pack(
     drawn = [(bounds[row + 1] - 1, index) for row, index in enumerate(order) if batch[index].draw]
     scored = [(bounds[row], index) for row, index in enumerate(order) if batch[index].scored_ids]
     slot_array = np.asarray(slots, np.int64)
+    row_positions = _on(device, positions)
     return Step(
         token_ids=_on(device, tokens).unsqueeze(0),
-        position_ids=_on(device, positions).unsqueeze(0),
+        position_ids=row_positions.unsqueeze(0),
         kv_rows=_on(device, np.concatenate((slot_array, slot_array + block_tokens))),
         fresh_halves=_on(device, _halves(np.asarray(fresh, np.int64)).ravel()) if fresh else None,
         chunks=[
-            _chunk_segment(batch[index], bounds[row], block_tokens, device) for row, index in enumerate(chunk_order)
+            _chunk_segment(batch[index], bounds[row], row_positions, layout) for row, index in enumerate(chunk_order)
         ],
-        decodes=_decode_segments([batch[index] for index in decode_order], first_decode, layout, device),
+        decodes=_decode_segments([batch[index] for index in decode_order], first_decode, row_positions, layout),
         drawn_rows=_on(device, [row for row, _ in drawn]),
         drawn_slices=[index for _, index in drawn],
         scored_rows=_on(
@@ -177,38 +166,34 @@ def pack(
     )
 
 
-def _chunk_segment(piece: SequenceSlice, first: int, block_tokens: int, device: torch.device) -> ChunkSegment:
+def _chunk_segment(piece: SequenceSlice, first: int, positions: Tensor, layout: KvLayout) -> Segment:
+    """positions: of the step's rows."""
     last = first + len(piece.token_ids)
     end = piece.start + len(piece.token_ids)
+    queries = positions[first:last].view(-1, 1)
     if piece.start == 0:
-        return ChunkSegment(first, last, 0, None, end, device)
-    blocks = np.asarray(piece.block_ids[: -(-end // block_tokens)], np.int64)
-    halves = _on(device, _halves(blocks[None]))
-    return ChunkSegment(first, last, piece.start, halves, len(blocks) * block_tokens, device)
+        return Segment(first, last, queries, None, end)
+    blocks = np.asarray(piece.block_ids[: layout.block_count(end)], np.int64)
+    return Segment(
+        first, last, queries, _on(positions.device, _halves(blocks[None])), len(blocks) * layout.block_tokens
+    )
 
 
-def _decode_segments(
-    pieces: Sequence[SequenceSlice], first: int, layout: KvLayout, device: torch.device
-) -> list[DecodeSegment]:
-    """Group decoding sequences of similar length. pieces: longest context first."""
+def _decode_segments(pieces: Sequence[SequenceSlice], first: int, positions: Tensor, layout: KvLayout) -> list[Segment]:
+    """Group decoding sequences of similar length. pieces: longest context first. positions: of the step's rows."""
     block_counts = [piece.start // layout.block_tokens + 1 for piece in pieces]
     segments = []
-    padding_bytes = _PADDING_BYTES if device.type == "cpu" else _GPU_PADDING_BYTES
+    padding_bytes = _PADDING_BYTES if positions.device.type == "cpu" else _GPU_PADDING_BYTES
     for group in _groups(block_counts, padding_bytes // layout.block_bytes):
         members, counts = pieces[group], block_counts[group]
         table = np.empty((len(members), counts[0]), np.int64)
         for row, piece, count in zip(table, members, counts, strict=True):
             row[:count] = piece.block_ids[:count]
             row[count:] = piece.block_ids[count - 1]
-        segments.append(
-            DecodeSegment(
-                first + group.start,
-                first + group.stop,
-                _on(device, _halves(table)),
-                _on(device, [piece.start for piece in members]),
-                counts[0] * layout.block_tokens,
-            )
-        )
+        start, stop = first + group.start, first + group.stop
+        queries = positions[start:stop].view(-1, 1, 1, 1)
+        halves = _on(positions.device, _halves(table))
+        segments.append(Segment(start, stop, queries, halves, counts[0] * layout.block_tokens))
     return segments
 
 
@@ -233,12 +218,3 @@ def _halves(blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 def _on(device: torch.device, values: npt.ArrayLike) -> Tensor:
     return torch.from_numpy(np.asarray(values, np.int64)).to(device)
-
-
-def _mask(query: Tensor, context_tokens: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """query: positions. Returns 0 where a position sees one of the context, else -inf."""
-    context = torch.arange(context_tokens, device=query.device)
-    visible = context <= query
-    if window is not None:
-        visible &= context > query - window
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)

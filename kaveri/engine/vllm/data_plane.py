@@ -36,7 +36,7 @@ from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow, SenderFlow
 from kaveri.kv.transfer.gathering import Gathering, TransferStep
 from kaveri.kv.transfer.push import PushListener
 from kaveri.kv.transfer.sender import PushEvent
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, require_pushable
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports import PATH_NAMES
 
 _STAGED_TIMEOUT_S = 10.0
@@ -83,9 +83,6 @@ class DataPlane:
             self.close()
             raise
         self.endpoints = tuple(endpoints) if setup.listen else ()
-
-    def require_fit(self, ticket: Ticket) -> None:
-        require_pushable(self.layout, ticket)
 
     def grant(self, ticket: Ticket) -> None:
         self._open(self._landings, ticket, GrantTicket)

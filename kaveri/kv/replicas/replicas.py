@@ -23,7 +23,7 @@ from kaveri.kv.replicas.store import (
     ReplicaOrphaned,
     ReplicaUsage,
 )
-from kaveri.kv.tiers.blocks import BlockAllocator
+from kaveri.kv.tiers.pool import BlockAllocator
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.part_transfers import PartReceiver, PartSender, TicketReceiver
 from kaveri.kv.transfer.push import PushAccepted, PushEvent, PushFailed, PushListener, PushSender

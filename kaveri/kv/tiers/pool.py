@@ -1,15 +1,16 @@
-"""Memory of KV blocks. Owns bytes, independent of requests."""
+"""Memory of KV blocks, and the allocation of its blocks to owners. Knows no request."""
 
 import fcntl
 import mmap
 import os
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kaveri.errors import ConfigError, InvalidArgument
+from kaveri.errors import ConfigError, NoCapacity
 from kaveri.kv.layout.layout import KvLayout
 
 
@@ -73,7 +74,7 @@ class KvPool:
 
     def split(self, part: KvLayout) -> "KvPool":
         """View the same memory as blocks of a part of the heads: block b is sub-blocks [ways * b, ways * (b + 1)), if
-        `ways` parts make a whole (parts.py)."""
+        `ways` parts make a whole (PartPlace)."""
         ways, rest = divmod(self.layout.block_bytes, part.block_bytes)
         assert not rest, "parts of another size"
         shape = (self.layout.layer_count, self.block_count * ways, part.block_bytes)
@@ -87,11 +88,6 @@ class KvPool:
         self.memory = memory
         self._shared = shared
         self._layers = [layer.data.cast("B") for layer in memory.reshape(layout.layer_count, -1)]
-
-    def require_blocks(self, field: str, block_ids: Sequence[int]) -> None:
-        """Raise InvalidArgument, naming the field, for a block outside the pool."""
-        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.block_count:
-            raise InvalidArgument(field, f"{min(block_ids)} to {max(block_ids)}", f"in [0, {self.block_count})")
 
     def regions(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
         """The bytes of these blocks of one layer, in this order; adjacent blocks are one region. Views, not copies.
@@ -129,3 +125,75 @@ def is_run(block_ids: Sequence[int]) -> bool:
     each."""
     first, count = block_ids[0], len(block_ids)
     return block_ids[-1] - first == count - 1 and list(block_ids) == list(range(first, first + count))
+
+
+class BlockAllocator:
+    """Blocks [0, total), each either free or held by exactly one owner. Thread-safe."""
+
+    def __init__(self, total: int) -> None:
+        self._lock = threading.Lock()
+        # Popped from the end; reversed so that a fresh pool allocates low ids first.
+        self._free = list(range(total - 1, -1, -1))
+        self._held: dict[Hashable, list[int]] = {}
+        self.total = total
+
+    @property
+    def free_count(self) -> int:
+        """Number of free blocks."""
+        return len(self._free)
+
+    def allocate(self, owner: Hashable, count: int) -> list[int]:
+        """Allocate `count` more blocks to `owner` and return just those. Raises NoCapacity, having allocated none."""
+        with self._lock:
+            if count > len(self._free):
+                reason = f"{count} blocks wanted, {len(self._free)} of {self.total} free"
+                raise NoCapacity("kv pool", retry_after_s=0.1, reason=reason)
+            split = len(self._free) - count
+            blocks = self._free[split:][::-1]
+            del self._free[split:]
+            self._held.setdefault(owner, []).extend(blocks)
+            return blocks
+
+    def release(self, owner: Hashable) -> int:
+        """Free all blocks of `owner` and return their number; 0 for an unknown owner."""
+        with self._lock:
+            blocks = self._held.pop(owner, [])
+            self._free.extend(reversed(blocks))
+            return len(blocks)
+
+    def release_last(self, owner: Hashable, count: int) -> None:
+        """Free the last `count` blocks allocated to `owner`."""
+        with self._lock:
+            blocks = self._held[owner]
+            assert 0 < count <= len(blocks), f"{count} of {len(blocks)} blocks"
+            self._free.extend(reversed(blocks[-count:]))
+            del blocks[-count:]
+
+    def move(self, owner: Hashable, new_owner: Hashable) -> None:
+        """Transfer all blocks of `owner` to `new_owner`, for quarantine for example. Both keep their order."""
+        with self._lock:
+            blocks = self._held.pop(owner, [])
+            if blocks:
+                self._held.setdefault(new_owner, []).extend(blocks)
+
+    def blocks_of(self, owner: Hashable) -> tuple[int, ...]:
+        """The blocks of `owner`, in allocation order."""
+        with self._lock:
+            return tuple(self._held.get(owner, ()))
+
+    def owners(self) -> tuple[Hashable, ...]:
+        """All owners of blocks."""
+        with self._lock:
+            return tuple(self._held)
+
+    def check_integrity(self, expected_owners: Iterable[Hashable] | None = None) -> None:
+        """Assert that every block is free or held exactly once, and that only `expected_owners` hold any.
+
+        Does not check the blocks' contents.
+        """
+        with self._lock:
+            seen = self._free + [block for blocks in self._held.values() for block in blocks]
+            assert sorted(seen) == list(range(self.total)), "a block is leaked or held twice"
+            if expected_owners is not None:
+                strangers = set(self._held) - set(expected_owners)
+                assert not strangers, f"blocks are held by {strangers}"

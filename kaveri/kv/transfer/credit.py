@@ -28,14 +28,11 @@ stands still keeps what it has."""
 
 @dataclass(slots=True)
 class _SenderAccount:
-    outstanding_bytes: int = 0
+    held_bytes: int = 0
+    """Outstanding and arriving."""
     arriving_bytes: int = 0
-    # Bytes of its open transfers that have not arrived yet.
     due_bytes: int = 0
-
-    @property
-    def held_bytes(self) -> int:
-        return self.outstanding_bytes + self.arriving_bytes
+    """Bytes of its open transfers that have not arrived yet."""
 
 
 class CreditBook(Generic[SenderT]):
@@ -100,9 +97,8 @@ class CreditBook(Generic[SenderT]):
     def spend(self, sender: SenderT, byte_count: int) -> bool:
         """Record that bytes of the sender arrive. False, and nothing changes, if it has no credit for them."""
         account = self._accounts[sender]
-        if byte_count > account.outstanding_bytes:
+        if byte_count > account.held_bytes - account.arriving_bytes:
             return False
-        account.outstanding_bytes -= byte_count
         account.arriving_bytes += byte_count
         return True
 
@@ -111,6 +107,7 @@ class CreditBook(Generic[SenderT]):
         account = self._accounts[sender]
         assert byte_count <= account.arriving_bytes, "settled before it was spent"
         account.arriving_bytes -= byte_count
+        account.held_bytes -= byte_count
         self._held_bytes -= byte_count
 
     def grants(self) -> list[tuple[SenderT, int, int]]:
@@ -131,7 +128,7 @@ class CreditBook(Generic[SenderT]):
             has_enough = account.held_bytes >= account.due_bytes
             if given_bytes >= max(1, reach_bytes // (2 if has_enough else 4)):
                 free_bytes += self._shared_bytes(account)
-                account.outstanding_bytes += given_bytes
+                account.held_bytes += given_bytes
                 free_bytes -= self._shared_bytes(account)
                 self._held_bytes += given_bytes
                 granted.append((sender, given_bytes, reach_bytes))
@@ -140,7 +137,7 @@ class CreditBook(Generic[SenderT]):
     def check_integrity(self) -> None:
         """Assert that the account is consistent and within its bounds."""
         accounts = self._accounts.values()
-        assert all(account.outstanding_bytes >= 0 and account.arriving_bytes >= 0 for account in accounts)
+        assert all(0 <= account.arriving_bytes <= account.held_bytes for account in accounts)
         assert self._held_bytes == sum(account.held_bytes for account in accounts), "credit was lost or made"
         assert sum(map(self._shared_bytes, accounts)) <= self.total_bytes, "too much was given"
         assert sorted(map(id, self._ring)) == sorted(map(id, self._accounts)), "a sender is forgotten"
@@ -157,11 +154,6 @@ class SharedCredit:
     def __init__(self, total_bytes: int, least_bytes: int) -> None:
         self.lock = threading.Lock()
         self.book: CreditBook[SenderCredit] = CreditBook(total_bytes, least_bytes)
-
-    def admit(self, give: GiveCredit) -> "SenderCredit":
-        credit = SenderCredit(self, give)
-        self.change(lambda book: book.join(credit))
-        return credit
 
     def change(self, change: "Callable[[CreditBook[SenderCredit]], None]") -> None:
         """Change the account, then give the credit that can be given."""
@@ -182,13 +174,13 @@ class SharedCredit:
             self.book.check_integrity()
 
 
+@dataclass(eq=False, slots=True)
 class SenderCredit:
     """The credit of one connection; see Credit."""
 
-    def __init__(self, shared: SharedCredit, give: GiveCredit) -> None:
-        self.give = give
-        self._shared = shared
-        self._is_closed = False
+    _shared: SharedCredit
+    give: GiveCredit
+    _is_closed: bool = False
 
     def spend(self, byte_count: int) -> None:
         with self._shared.lock:

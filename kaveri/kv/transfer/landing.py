@@ -219,7 +219,8 @@ class PoolLanding:
             raise self._refuse(problem)
         if self._credit is not None and due_bytes:
             self._credit.expect(-due_bytes)
-        self._tell(None)
+        if self._answer is not None:
+            self._answer(self.ticket.transfer_id, None)
 
     def abort(self, reason: str, *, given_up: bool = False) -> None:
         """See Landing.abort; for revocation and expiry too."""
@@ -232,7 +233,8 @@ class PoolLanding:
                 self._end(self._stopped)
         if self._credit is not None:
             self._credit.expect(-due_bytes)
-        self._tell(reason)
+        if self._answer is not None:
+            self._answer(self.ticket.transfer_id, reason)
         get_logger().info("kv_transfer_ended", transfer_id=self.ticket.transfer_id.hex(), reason=reason)
 
     def _problem(self, note: bytes, sender_digest: int) -> str | None:
@@ -267,7 +269,3 @@ class PoolLanding:
     def _end(self, event: TransferLanded | TransferReleased) -> None:
         self._ended = True
         self._report(event)
-
-    def _tell(self, rejection: str | None) -> None:
-        if self._answer is not None:
-            self._answer(self.ticket.transfer_id, rejection)

@@ -1,41 +1,38 @@
-"""Pushes under way on the sending side: their queues and progress, and the connection that they use."""
+"""Pushes under way on the sending side: their queues, progress and turns, and the connection that they use."""
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Generic, TypeVar
 
 from kaveri.errors import InvalidArgument
 from kaveri.kv.transfer.digest import Digest
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Link, Transport
 
+MemberT = TypeVar("MemberT", bound=Hashable)
+
 _RETRY_S = 0.25
 _RETRY_MAX_S = 4.0
 """First delay, doubled each time, before an unreachable receiver is notified again of pushes that were given up."""
 
 
+@dataclass(eq=False, slots=True)
 class Connection:
     """A link to a receiver, and its credit. Guarded by the sender's lock. A push never moves to another connection."""
 
-    def __init__(self, transport: Transport, endpoint: KvEndpoint) -> None:
-        self.transport = transport
-        self.endpoint = endpoint
-        self.link: Link
-        """Set once it is connected; credit may arrive before."""
-        self.lost_reason: str | None = None
-        self.credit_bytes = 0
-        """Bytes that may be written now."""
-        self.window_bytes = 0
-        """Bytes that may be in flight."""
-
-    def room(self, block_bytes: int) -> int:
-        """Return how many blocks one write may take: at most half of the window, so that credit for the next one
-        returns while it is in flight."""
-        write_bytes = min(self.transport.capabilities.write_bytes, self.window_bytes // 2)
-        return min(max(1, write_bytes // block_bytes), self.credit_bytes // block_bytes)
+    transport: Transport
+    endpoint: KvEndpoint
+    link: Link = field(init=False)
+    """Set once it is connected; credit may arrive before."""
+    lost_reason: str | None = None
+    credit_bytes: int = 0
+    """Bytes that may be written now."""
+    window_bytes: int = 0
+    """Bytes that may be in flight."""
 
 
 @dataclass(slots=True)
@@ -68,6 +65,7 @@ class Push:
         to stop the push and notify the receiver."""
         self.ticket = ticket
         """Includes the blocks that the receiver has added."""
+        self.transfer_id = ticket.transfer_id
         self.expires_at_s = time.monotonic() + ticket.expires_in_s
         """Expiry of the push; that of an open push counts from the last mark that was answered."""
         self.digest = digest
@@ -92,11 +90,6 @@ class Push:
         # Blocks that the latest queued mark covers.
         self._marked_count = 0
         self._unanswered_marks: deque[int] = deque()
-
-    @property
-    def transfer_id(self) -> bytes:
-        """The ticket's."""
-        return self.ticket.transfer_id
 
     def write(self, layers: range, first_index: int, blocks: tuple[int, ...]) -> None:
         """Queue blocks, at least one, of each layer; see KvSender.write. Ignored once the push is given up or finished.
@@ -201,14 +194,14 @@ class Push:
         link.finish(self.ticket, note, self.digest.intdigest() if link.wants_digest else 0)
 
 
+@dataclass(eq=False, slots=True)
 class UnsentAborts:
     """Pushes that were given up before they were open. Until their receiver is notified it keeps blocks for them, at
     most until their tickets end; they are forgotten then. Used by the peer's thread only."""
 
-    def __init__(self) -> None:
-        self.pushes: list[Push] = []
-        self.retry_at_s = 0.0
-        self._retry_s = _RETRY_S
+    pushes: list[Push] = field(default_factory=list)
+    retry_at_s: float = 0.0
+    _retry_s: float = _RETRY_S
 
     def is_due(self) -> bool:
         """True if there are some, and a retry is due."""
@@ -230,3 +223,53 @@ class UnsentAborts:
             self._retry_s = min(2 * self._retry_s, _RETRY_MAX_S)
         else:
             self.retry_at_s, self._retry_s = 0.0, _RETRY_S
+
+
+class Turns(Generic[MemberT]):
+    """Fair turns of members that have work, counted in bytes: as many for one huge transfer as for many small ones
+    together would be unfair, so each member gets a quantum a round (M. Shreedhar and G. Varghese, "Efficient Fair
+    Queueing Using Deficit Round Robin", SIGCOMM 1995).
+
+    A piece is never cut to fit: a member continues while its balance is above zero, and any excess is deducted from its
+    next round. While two members have work, the bytes that they were charged differ by at most three times the larger
+    of the quantum and a piece.
+    """
+
+    def __init__(self, quantum_bytes: int) -> None:
+        """quantum_bytes: at least 1."""
+        self._quantum_bytes = quantum_bytes
+        self._ring: deque[MemberT] = deque()
+        self._balances: dict[MemberT, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._ring)
+
+    def join(self, member: MemberT) -> None:
+        """Add a member that has work: its turn comes after all others'. No effect if it has some already."""
+        if member not in self._balances:
+            self._balances[member] = self._quantum_bytes
+            self._ring.append(member)
+
+    def leave(self, member: MemberT) -> None:
+        """Remove a member that has no work. No effect if it has none already."""
+        if self._balances.pop(member, None) is not None:
+            self._ring.remove(member)
+
+    def next(self, is_ready: Callable[[MemberT], bool]) -> MemberT | None:
+        """Return the member whose turn it is; None if none is ready. One that is not ready keeps its balance."""
+        passed_count = 0
+        while passed_count < len(self._ring):
+            member = self._ring[0]
+            if not is_ready(member):
+                passed_count += 1
+            elif self._balances[member] > 0:
+                return member
+            else:
+                passed_count = 0
+                self._balances[member] += self._quantum_bytes
+            self._ring.rotate(-1)
+        return None
+
+    def charge(self, member: MemberT, byte_count: int) -> None:
+        """Charge the member whose turn it is for the bytes that it takes."""
+        self._balances[member] -= byte_count

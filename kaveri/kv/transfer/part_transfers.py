@@ -9,15 +9,14 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 from kaveri.errors import KaveriError
-from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.layout.parts import PartPlace, source_rank
+from kaveri.kv.layout.layout import KvLayout, PartPlace, source_rank
 from kaveri.kv.transfer.flow import ReceiverFlow, SenderFlow
 from kaveri.kv.transfer.gathering import Gathering, TransferEnd, TransferStep
 from kaveri.kv.transfer.landing import TransferLanded, TransferMarked, TransferReleased
-from kaveri.kv.transfer.push import PushAccepted, PushExtended, PushFailed, PushListener, PushMarked, PushSender
+from kaveri.kv.transfer.push import PushListener, PushSender
 from kaveri.kv.transfer.receiver import LandingListener
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, part_blocks, pushed_tickets, taken_tickets
 
@@ -60,13 +59,13 @@ class PartSender:
     ) -> None:
         self._layout = layout
         self._rank = rank
-        self._listener = listener
-        self._table = _PartTable(self._report)
+        # The events of a sender's transfers are pushes' events.
+        self._table = _PartTable(cast(Callable[[TransferEnd | TransferStep], None], listener))
         self._inner = make_sender(self._table.handle)
 
     def has_part(self, ticket: Ticket) -> bool:
         """Return True if this rank has something to push for the ticket."""
-        return any(source_rank(self._layout, part.place) == self._rank for part in ticket.parts) or not ticket.parts
+        return not ticket.parts or any(source_rank(self._layout, part.place) == self._rank for part in ticket.parts)
 
     def open(self, ticket: Ticket, *, part: bool = False) -> None:
         if not ticket.parts:
@@ -76,10 +75,6 @@ class PartSender:
         # One part's failure must not make the receiver drop what all parts have marked.
         give_up = partial(self._inner.abort, keep_marked=True)
         self._table.begin(ticket.transfer_id, tickets, lambda own: self._inner.open(own, part=True), give_up)
-
-    def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
-        for name in self._table.names(transfer_id):
-            self._inner.write(name, layer, first_index, source_blocks)
 
     def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
         for name in self._table.names(transfer_id):
@@ -102,10 +97,6 @@ class PartSender:
 
     def close(self) -> None:
         self._inner.close()
-
-    def _report(self, event: TransferEnd | TransferStep) -> None:
-        assert isinstance(event, PushAccepted | PushFailed | PushMarked | PushExtended)
-        self._listener(event)
 
 
 class PartReceiver:

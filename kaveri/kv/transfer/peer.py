@@ -4,19 +4,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kaveri.errors import TransferFailed
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import DigestFactory
 from kaveri.kv.transfer.flow import PeerFlow, SenderFlow
-from kaveri.kv.transfer.outgoing import Connection, Push, QueuedWrite, UnsentAborts
+from kaveri.kv.transfer.outgoing import Connection, Push, QueuedWrite, Turns, UnsentAborts
 from kaveri.kv.transfer.push import LocalDoneListener, PushAccepted, PushEvent, PushExtended, PushFailed, PushMarked
 from kaveri.kv.transfer.reporter import Reporter
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import LinkLost, Transport
-from kaveri.kv.transfer.turns import Turns
 from kaveri.telemetry.logs import get_logger
 
 Route = tuple[Transport, KvEndpoint]
@@ -257,26 +256,26 @@ class Peer:
         return push.connection.credit_bytes >= self._block_bytes
 
     def _next_of(self, push: Push) -> Callable[[], None]:
+        """Take what the push has queued first. Of a write as much as there is credit for, with the following layers'
+        writes of the same blocks: a frame and a system call for each layer would cost more than the bytes of a short
+        push."""
         head = push.queue[0]
-        if isinstance(head, QueuedWrite):
-            action = self._take_write(push)
-        else:
+        if not isinstance(head, QueuedWrite):
             push.queue.popleft()
-            action = head
-        if not push.queue:
-            self._turns.leave(push)
-        return action
-
-    def _take_write(self, push: Push) -> Callable[[], None]:
-        """Take as much of the next write as there is credit for, and the following layers' writes of the same blocks: a
-        frame and a system call for each layer would cost more than the bytes of a short push."""
+            if not push.queue:
+                self._turns.leave(push)
+            return head
         connection = push.connection
         assert connection is not None
-        room = connection.room(self._block_bytes)
+        # At most half of the window, so that credit for the next write returns while this one is in flight.
+        write_bytes = min(connection.transport.capabilities.write_bytes, connection.window_bytes // 2)
+        room = min(max(1, write_bytes // self._block_bytes), connection.credit_bytes // self._block_bytes)
         layers, index, blocks = push.take_write(room, min(room, _QUANTUM_BYTES // self._block_bytes))
         byte_count = len(layers) * len(blocks) * self._block_bytes
         connection.credit_bytes -= byte_count
         self._turns.charge(push, byte_count)
+        if not push.queue:
+            self._turns.leave(push)
         push.is_reading = True
         self._waiting_since_s = None
         return partial(self._write, push, connection, layers, index, blocks)
@@ -459,12 +458,12 @@ class Peer:
             link.close()
 
 
+@dataclass(frozen=True, slots=True)
 class _Answers:
     """Applies the messages that come over a peer's connection to its pushes; the link's listener, on its thread."""
 
-    def __init__(self, peer: Peer, connection: Connection) -> None:
-        self._peer = peer
-        self._connection = connection
+    _peer: Peer
+    _connection: Connection
 
     def credited(self, byte_count: int, window_bytes: int) -> None:
         with self._peer.lock:

@@ -58,11 +58,8 @@ class PushSender(Protocol):
     def open(self, ticket: Ticket, *, part: bool = False) -> None:
         """Begin a transfer. part: of some of the layers or heads. Raises LayoutMismatch and TransferFailed."""
 
-    def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
-        """Queue blocks of one layer, in index order, each once. Never waits."""
-
     def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
-        """Queue the same blocks of several layers, together."""
+        """Queue the same blocks of some layers: within a layer in index order, each once. Never waits."""
 
     def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
         """Mark an open push; see KvSender.mark."""

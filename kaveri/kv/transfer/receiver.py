@@ -151,7 +151,11 @@ class KvReceiver:
         The blocks of a ticket for some of the heads are those of the pool split by them (KvPool.split). Raises
         TransferFailed when closed.
         """
-        pool = self._pool_of(ticket.layout)
+        pool = self.pool
+        if ticket.layout.block_bytes != pool.layout.block_bytes:
+            with self._lock:
+                pool = self._split.get(ticket.layout.kv_head_count) or self.pool.split(ticket.layout)
+                self._split[ticket.layout.kv_head_count] = pool
         assert all(0 <= block < pool.block_count for block in ticket.block_ids), "a block outside the pool"
         with self._lock:
             if self._closed:
@@ -216,7 +220,9 @@ class KvReceiver:
         self._credit.check_integrity()
 
     def admit(self, give: GiveCredit) -> SenderCredit:
-        return self._credit.admit(give)
+        credit = SenderCredit(self._credit, give)
+        self._credit.change(lambda book: book.join(credit))
+        return credit
 
     def wants_digests(self, capabilities: Capabilities) -> bool:
         return self._digests is Digests.ON or (self._digests is Digests.AUTO and capabilities.is_byte_stream)
@@ -250,15 +256,6 @@ class KvReceiver:
         answer(transfer_id, reason)
         get_logger().warning("kv_transfer_refused", transfer_id=transfer_id.hex(), reason=reason)
         raise TransferFailed(reason)
-
-    def _pool_of(self, layout: KvLayout) -> KvPool:
-        if layout.block_bytes == self.pool.layout.block_bytes:
-            return self.pool
-        with self._lock:
-            pool = self._split.get(layout.kv_head_count)
-            if pool is None:
-                pool = self._split[layout.kv_head_count] = self.pool.split(layout)
-        return pool
 
     def _lease_size(self, landing: PoolLanding) -> float:
         """Size in blocks of the pool; a part of a block is a fraction."""

@@ -86,7 +86,8 @@ class Reporter(Generic[EventT]):
                 while (work := self._take()) is None:
                     if self._closing and not self._events and not self._is_telling:
                         return
-                    self._changed.wait(self._rest_s())
+                    rest_s = min(self._timers[0][0] - time.monotonic(), _LONGEST_WAIT_S) if self._timers else None
+                    self._changed.wait(rest_s)
             try:
                 work()
             except Exception:
@@ -94,9 +95,6 @@ class Reporter(Generic[EventT]):
                 get_logger().exception("kv_listener_failed")
             # It keeps an event, or a timer's owner, alive.
             del work
-
-    def _rest_s(self) -> float | None:
-        return min(self._timers[0][0] - time.monotonic(), _LONGEST_WAIT_S) if self._timers else None
 
     def _take(self) -> Callable[[], None] | None:
         if self._events and not self._is_telling:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from kaveri.errors import TransferFailed
+from kaveri.errors import InvalidArgument, TransferFailed
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import DigestFactory, xxh3
 from kaveri.kv.transfer.flow import SenderFlow
@@ -30,7 +30,7 @@ from kaveri.kv.transfer.push import (
 from kaveri.kv.transfer.reporter import Reporter
 from kaveri.kv.transfer.staged_pushes import StagedPush
 from kaveri.kv.transfer.ticket import Ticket
-from kaveri.kv.transfer.transport import Transport, require_note
+from kaveri.kv.transfer.transport import NOTE_BYTES_MAX, Transport
 
 __all__ = ["KvSender", "PushAccepted", "PushEvent", "PushExtended", "PushFailed", "PushListener", "PushMarked"]
 
@@ -117,7 +117,9 @@ class KvSender:
     def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
         """Queue the same blocks of several layers; see write(). They are sent together, as far as there is credit."""
         # Its bytes would be missing from a frame, and the receiver would take those of other pushes for them.
-        self.pool.require_blocks("source_blocks", source_blocks)
+        if source_blocks and not 0 <= min(source_blocks) <= max(source_blocks) < self.pool.block_count:
+            given = f"{min(source_blocks)} to {max(source_blocks)}"
+            raise InvalidArgument("source_blocks", given, f"in [0, {self.pool.block_count})")
         push = self._find(transfer_id)
         if push is not None and source_blocks:
             push.write(layers, first_index, tuple(source_blocks))
@@ -189,3 +191,9 @@ class KvSender:
             self._reporter.call_after(left_s, partial(self._expire, transfer_id))
         else:
             push.abort("the ticket expired", keep_marked=True)
+
+
+def require_note(note: bytes) -> None:
+    """Raise ValueError for a note that is too long."""
+    if len(note) > NOTE_BYTES_MAX:
+        raise ValueError(f"a note of {len(note)} bytes; at most {NOTE_BYTES_MAX} travel")

@@ -402,7 +402,7 @@ class StagedPushes:
             self._report(event)
             return
         # Failed since: ignored there.
-        self._sender.write(push.transfer_id, layer, first_index, staging_ids)
+        self._sender.write_layers(push.transfer_id, range(layer, layer + 1), first_index, staging_ids)
 
     def _open(self, push: StagedPush) -> None:
         try:

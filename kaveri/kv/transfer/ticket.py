@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kaveri.errors import InvalidArgument
-from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.layout.parts import PartPlace, part_index, part_places, source_rank
+from kaveri.kv.layout.layout import KvLayout, PartPlace, part_index, part_places, source_rank
 from kaveri.seconds import DAY_S, require_seconds
 
 

@@ -28,12 +28,6 @@ NOTE_BYTES_MAX = 4096
 """Most bytes of the note of a mark or of the end of a transfer."""
 
 
-def require_note(note: bytes) -> None:
-    """Raise ValueError for a note that is too long."""
-    if len(note) > NOTE_BYTES_MAX:
-        raise ValueError(f"a note of {len(note)} bytes; at most {NOTE_BYTES_MAX} travel")
-
-
 class LinkLost(TransferFailed):
     """The connection cannot be opened or is lost. It is fenced: this side neither reads nor writes blocks through
     it."""

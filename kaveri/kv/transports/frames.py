@@ -129,16 +129,17 @@ def unpack_header(data: bytes | bytearray) -> Header:
 
 
 class Hello(NamedTuple):
-    """First message of each side; from the sender only the versions matter."""
+    """First message of the other side; from the sender only the version matters."""
 
-    epoch: int = 0
-    with_digests: bool = False
-    version: int = VERSION
-    """The newest version of the side; from unpack_hello(): the newest version of both."""
+    epoch: int
+    with_digests: bool
+    version: int
+    """The newest that both sides speak."""
 
-    def pack(self) -> bytes:
-        """Encode the hello."""
-        return _HELLO.pack(_MAGIC, OLDEST_VERSION, self.with_digests, self.version, self.epoch)
+
+def pack_hello(epoch: int = 0, with_digests: bool = False, version: int = VERSION) -> bytes:
+    """Encode a hello. version: the newest one of this side."""
+    return _HELLO.pack(_MAGIC, OLDEST_VERSION, with_digests, version, epoch)
 
 
 def unpack_hello(data: bytes | bytearray) -> Hello:

@@ -87,14 +87,12 @@ class NixlTransport(SocketTransport):
         # Each write costs a round trip between two polling processes.
         self.capabilities = replace(self.capabilities, can_revoke=False, is_byte_stream=False, write_bytes=16 << 20)
 
-    def _link(
-        self, meeting: ByteStream, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
-    ) -> "NixlLink":
-        address, layer_bytes, metadata_bytes = _OFFER.unpack(meeting.receive_bytes(_OFFER.size))
+    def _link(self, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint) -> "NixlLink":
+        address, layer_bytes, metadata_bytes = _OFFER.unpack(stream.receive_bytes(_OFFER.size))
         if metadata_bytes > _OFFER_BYTES_MAX:
             raise LinkLost(f"protocol error: an offer of {metadata_bytes} bytes")
         block_count = layer_bytes // pool.layout.block_bytes
-        agent = _SendingAgent(pool, address, block_count, bytes(meeting.receive_bytes(metadata_bytes)))
+        agent = _SendingAgent(pool, address, block_count, bytes(stream.receive_bytes(metadata_bytes)))
         try:
             return NixlLink(stream, pool, listener, endpoint, agent)
         except BaseException:

@@ -190,7 +190,7 @@ class OneSidedReceivingConnection(ReceivingConnection):
     def _opened(self, transfer_id: bytes, landing: Landing) -> None:
         landing.hold()
         super()._opened(transfer_id, landing)
-        self._say(Header(Kind.GRANTED, transfer_id))
+        self._send(Header(Kind.GRANTED, transfer_id).pack())
 
     def _take_blocks(self, header: Header, landing: Landing | None) -> None:
         self._stream.discard(header.payload_bytes)

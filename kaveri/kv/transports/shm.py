@@ -52,10 +52,8 @@ class ShmTransport(SocketTransport):
         _ = pool.descriptor
         return super().listen(address, pool, intake)
 
-    def _link(
-        self, meeting: ByteStream, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
-    ) -> "ShmLink":
-        offer, descriptor = meeting.receive_descriptor(_OFFER.size)
+    def _link(self, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint) -> "ShmLink":
+        offer, descriptor = stream.receive_descriptor(_OFFER.size)
         try:
             (layer_bytes,) = _OFFER.unpack(offer)
             target = _map_pool(descriptor, layer_bytes, pool)

@@ -21,8 +21,8 @@ from kaveri.kv.transports.frames import (
     HELLO_BYTES,
     MARKS_VERSION,
     Header,
-    Hello,
     Kind,
+    pack_hello,
     pack_opening,
     unpack_credit,
     unpack_extension,
@@ -30,7 +30,7 @@ from kaveri.kv.transports.frames import (
     unpack_hello,
 )
 from kaveri.kv.transports.socket_listener import ReceivingConnection, SocketListener
-from kaveri.kv.transports.stream import ByteStream, batches
+from kaveri.kv.transports.stream import BATCH_BYTES, ByteStream, batches
 from kaveri.kv.transports.unix_path import UnixPath
 from kaveri.telemetry.logs import get_logger
 
@@ -81,20 +81,23 @@ class SocketTransport:
 
     def connect(self, endpoint: KvEndpoint, epoch: int, pool: KvPool, listener: LinkListener) -> "SocketLink":
         try:
-            connection = self._connect(endpoint.address)
+            if self._is_unix:
+                connection = _connected_path(endpoint.address, self.connect_timeout_s)
+            else:
+                connection = socket.create_connection(split_address(endpoint.address), self.connect_timeout_s)
         except (OSError, ValueError, OverflowError) as error:
             raise LinkLost(f"{endpoint.transport} {endpoint.address}: {error}") from error
         try:
             # The kernel accepts connections for a hanging process; the hello proves that the process runs.
-            meeting = self._stream(connection, self.connect_timeout_s)
-            meeting.start()
-            meeting.send_bytes(Hello().pack())
-            hello = unpack_hello(meeting.receive_bytes(HELLO_BYTES))
+            stream = self._stream(connection, self.connect_timeout_s)
+            stream.start()
+            stream.send_bytes(pack_hello())
+            hello = unpack_hello(stream.receive_bytes(HELLO_BYTES))
             if hello.epoch != epoch:
                 raise LinkLost(f"epoch {hello.epoch} answers at {endpoint.address}, the ticket is of epoch {epoch}")
             self._set_up(connection, self.progress_timeout_s)
-            stream = meeting.within(self.progress_timeout_s)
-            link = self._link(meeting, stream, pool, listener, endpoint)
+            link = self._link(stream, pool, listener, endpoint)
+            stream.progress_timeout_s = self.progress_timeout_s
             link.wants_digest, link.has_marks = hello.with_digests, hello.version >= MARKS_VERSION
             return link
         except BaseException:
@@ -129,9 +132,6 @@ class SocketTransport:
 
     def _stream(self, connected: socket.socket, progress_timeout_s: float, *, is_accepted: bool = False) -> ByteStream:
         self._set_up(connected, progress_timeout_s)
-        return self._make_stream(connected, progress_timeout_s, is_accepted=is_accepted)
-
-    def _make_stream(self, connected: socket.socket, progress_timeout_s: float, *, is_accepted: bool) -> ByteStream:
         return ByteStream(connected, progress_timeout_s)
 
     def _set_up(self, connected: socket.socket, progress_timeout_s: float) -> None:
@@ -149,26 +149,9 @@ class SocketTransport:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
 
-    def _link(
-        self, meeting: ByteStream, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
-    ) -> "SocketLink":
-        """Create the link over a connection whose hellos were exchanged.
-
-        meeting, stream: the connection with the time limit of a connect, and with that of the link.
-        """
+    def _link(self, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint) -> "SocketLink":
+        """Create the link over a connection whose hellos were exchanged. The limit of a connect still holds."""
         return SocketLink(stream, pool, listener, endpoint)
-
-    def _connect(self, address: str) -> socket.socket:
-        if not self._is_unix:
-            return socket.create_connection(split_address(address), self.connect_timeout_s)
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.settimeout(self.connect_timeout_s)
-            connection.connect(address)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
 
     def _listen(self, address: str) -> tuple[socket.socket, UnixPath | None]:
         listening = socket.socket(socket.AF_UNIX) if self._is_unix else bind_socket(*split_address(address))
@@ -225,7 +208,8 @@ class SocketLink:
         left_bytes = block_count * self._pool.layout.block_bytes
         place = layers.start, first_index, len(source_blocks)
         head = Header(Kind.DATA, ticket.transfer_id, left_bytes, *place, layer_count=len(layers)).pack()
-        for regions in batches(self._pool, layers, source_blocks, self._stream.send_batch_bytes(digest)):
+        batch_bytes_max = BATCH_BYTES if digest is None else self._stream.digested_send_bytes
+        for regions in batches(self._pool, layers, source_blocks, batch_bytes_max):
             if digest is not None:
                 # Digest first: the kernel then copies from the cache.
                 for region in regions:
@@ -303,6 +287,17 @@ class SocketLink:
             self._listener.extended(header.transfer_id, header.first_index, unpack_extension(header, payload))
         else:
             raise LinkLost(f"protocol error: {header.kind.name} from a receiver")
+
+
+def _connected_path(path: str, timeout_s: float) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(path)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def _address_of(listening: socket.socket, advertise_host: str | None) -> str:

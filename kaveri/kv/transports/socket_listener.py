@@ -17,15 +17,15 @@ from kaveri.kv.transports.frames import (
     OLDEST_VERSION,
     SMALL_PAYLOAD_BYTES,
     Header,
-    Hello,
     Kind,
     pack_credit,
     pack_extensions,
+    pack_hello,
     unpack_header,
     unpack_hello,
     unpack_opening,
 )
-from kaveri.kv.transports.stream import ByteStream, batches
+from kaveri.kv.transports.stream import BATCH_BYTES, ByteStream, batches
 from kaveri.kv.transports.unix_path import UnixPath
 from kaveri.telemetry.logs import get_logger
 
@@ -111,9 +111,7 @@ class SocketListener:
             self._wait_for_leaving()
             try:
                 with self._lock:
-                    has_room = self._make_room()
-                    if has_room:
-                        self._begin(accepted)
+                    has_room = self._begin(accepted)
             except Exception as error:
                 # Out of threads, or the connection is gone already: continue with the next one.
                 accepted.close()
@@ -134,19 +132,15 @@ class SocketListener:
                 last = next(iter(self._leaving))
             last.join(_LEAVING_CHECK_S)
 
-    def _make_room(self) -> bool:
-        """Return True if there is a place for a connection, dropping a stranger if needed. Under the lock."""
-        if len(self._connections) < self._connection_limit:
-            return True
-        stranger = next((thread for thread, each in self._connections.items() if each.drop_stranger()), None)
-        if stranger is None:
-            return False
-        del self._connections[stranger]
-        self._leaving.add(stranger)
-        return True
-
-    def _begin(self, accepted: socket.socket) -> None:
-        """Serve a connection. Under the lock. If it raises, the caller still owns the socket."""
+    def _begin(self, accepted: socket.socket) -> bool:
+        """Serve a connection, dropping a stranger if needed. Under the lock. If it raises, or returns False as there is
+        no place, the caller still owns the socket."""
+        if len(self._connections) >= self._connection_limit:
+            stranger = next((thread for thread, each in self._connections.items() if each.drop_stranger()), None)
+            if stranger is None:
+                return False
+            del self._connections[stranger]
+            self._leaving.add(stranger)
         connection = self._connection_type(self._make_stream(accepted), self._pool, self._intake, self._with_digests)
         name = f"kv-receive-{self.endpoint.transport}"
         thread = threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True)
@@ -156,6 +150,7 @@ class SocketListener:
         except BaseException:
             del self._connections[thread]
             raise
+        return True
 
     def _serve(self, connection: "ReceivingConnection") -> None:
         try:
@@ -199,9 +194,9 @@ class ReceivingConnection:
             # A silent stranger is dropped after the progress limit.
             self._stream.start()
             self._version = unpack_hello(self._stream.receive_bytes(HELLO_BYTES)).version
-            self._greet(Hello(self._intake.epoch, self._with_digests).pack())
+            self._greet(pack_hello(self._intake.epoch, self._with_digests))
             self._greeted_at_s = time.monotonic()
-            self._credit = self._intake.admit(self._give)
+            self._credit = self._intake.admit(lambda given, window_bytes: self._send(pack_credit(given, window_bytes)))
             while True:
                 self._take_frame()
         except LinkLost as error:
@@ -234,11 +229,11 @@ class ReceivingConnection:
         self._stream.break_off()
 
     def marked(self, transfer_id: bytes, block_count: int) -> None:
-        self._say(Header(Kind.MARKED, transfer_id, block_count=block_count))
+        self._send(Header(Kind.MARKED, transfer_id, block_count=block_count).pack())
 
     def extended(self, transfer_id: bytes, first_index: int, block_ids: Sequence[int]) -> None:
         for frame in pack_extensions(transfer_id, first_index, block_ids):
-            self._say_now(frame)
+            self._send(frame)
 
     def close(self) -> None:
         """Close the descriptor, after run()."""
@@ -333,19 +328,13 @@ class ReceivingConnection:
         self._landings[transfer_id] = landing
 
     def _take_data(self, header: Header, landing: Landing | None) -> None:
-        self._spend(header)
+        assert self._credit is not None
+        cost_bytes = self._cost_bytes(header)
+        self._credit.spend(cost_bytes)
         try:
             self._take_blocks(header, landing)
         finally:
-            self._settle(header)
-
-    def _spend(self, header: Header) -> None:
-        assert self._credit is not None
-        self._credit.spend(self._cost_bytes(header))
-
-    def _settle(self, header: Header) -> None:
-        assert self._credit is not None
-        self._credit.settle(self._cost_bytes(header))
+            self._credit.settle(cost_bytes)
 
     def _cost_bytes(self, header: Header) -> int:
         # The two differ where the sender's blocks are in memory already, or where it breaks the rules.
@@ -364,7 +353,8 @@ class ReceivingConnection:
         if left_bytes != block_count * self._pool.layout.block_bytes:
             landing.abort(f"{left_bytes} bytes came for {block_count} blocks")
         try:
-            for regions in batches(self._pool, header.layers, blocks, self._stream.receive_batch_bytes(digest)):
+            batch_bytes = BATCH_BYTES if digest is None else self._stream.digested_receive_bytes
+            for regions in batches(self._pool, header.layers, blocks, batch_bytes):
                 missing_bytes = self._stream.receive(regions, landing.is_stopped)
                 left_bytes -= sum(map(len, regions)) - missing_bytes
                 if missing_bytes:
@@ -406,19 +396,13 @@ class ReceivingConnection:
 
     def _answer(self, transfer_id: bytes, rejection: str | None) -> None:
         if rejection is None:
-            self._say(Header(Kind.ACCEPTED, transfer_id))
+            self._send(Header(Kind.ACCEPTED, transfer_id).pack())
         else:
             reason = rejection.encode()[:SMALL_PAYLOAD_BYTES]
-            self._say(Header(Kind.REJECTED, transfer_id, len(reason)), reason)
+            self._send(Header(Kind.REJECTED, transfer_id, len(reason)).pack() + reason)
             self._forget_stopped(transfer_id)
 
-    def _say(self, header: Header, payload: bytes = b"") -> None:
-        self._say_now(header.pack() + payload)
-
-    def _give(self, byte_count: int, window_bytes: int) -> None:
-        self._say_now(pack_credit(byte_count, window_bytes))
-
-    def _say_now(self, frame: bytes) -> None:
+    def _send(self, frame: bytes) -> None:
         try:
             with self._answering:
                 self._stream.send_now(frame)

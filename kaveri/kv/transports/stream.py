@@ -1,17 +1,14 @@
 """A blocking socket with a limit on every wait, gathering from and scattering into memory. Independent of frames."""
 
 import contextlib
-import copy
 import os
 import select
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Self
 
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.digest import Digest
 from kaveri.kv.transfer.transport import LinkLost
 
 _BUFFERS_PER_CALL = 1024  # IOV_MAX on Linux
@@ -21,7 +18,7 @@ _CHECK_S = 0.05
 CACHED_BYTES = 1 << 19
 """Bytes that stay in the second-level cache after a copy, so that a digest of them is cheap."""
 
-_BATCH_BYTES = 1 << 24
+BATCH_BYTES = 1 << 24
 """Bytes per call if only the kernel reads them."""
 
 # Sink for discarded bytes: written by all threads, read by none.
@@ -44,8 +41,10 @@ class ByteStream:
         # A longer call costs the kernel and the interpreter less per byte, a shorter one leaves its bytes in the cache
         # for their digest. On tcp, larger ones than these make the two ends wait for one another.
         is_unix = connected.family == socket.AF_UNIX
-        self._send_batch_bytes = 4 * CACHED_BYTES if is_unix else 2 * CACHED_BYTES
-        self._receive_batch_bytes = 2 * CACHED_BYTES if is_unix else CACHED_BYTES
+        self.digested_send_bytes = 4 * CACHED_BYTES if is_unix else 2 * CACHED_BYTES
+        """Bytes per sending call, few enough to be sent from the cache in which a digest has left them."""
+        self.digested_receive_bytes = 2 * CACHED_BYTES if is_unix else CACHED_BYTES
+        """Bytes per receiving call, few enough to stay in the cache for a digest."""
         connected.settimeout(None)
         interval = struct.pack("ll", 0, int(_CHECK_S * 1e6))
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
@@ -57,22 +56,8 @@ class ByteStream:
     def is_worn(self) -> bool:
         return False
 
-    def send_batch_bytes(self, digest: Digest | None) -> int:
-        """Bytes per sending call; with a digest, few enough to be sent from the cache."""
-        return self._send_batch_bytes if digest is not None else _BATCH_BYTES
-
-    def receive_batch_bytes(self, digest: Digest | None) -> int:
-        """Bytes per receiving call; with a digest, few enough to stay in the cache."""
-        return self._receive_batch_bytes if digest is not None else _BATCH_BYTES
-
     def start(self) -> None:
         """Negotiate with the peer before all else; no-op over a plain socket."""
-
-    def within(self, progress_timeout_s: float) -> Self:
-        """Return the same stream with another progress limit."""
-        other = copy.copy(self)
-        other.progress_timeout_s = progress_timeout_s
-        return other
 
     def wait_readable(self, timeout_s: float | None = None) -> bool:
         """Wait for the first byte, the peer's end or break_off(); None: without a limit. Return True unless timed
@@ -270,7 +255,7 @@ def batches(pool: KvPool, layers: range, blocks: Sequence[int], batch_bytes: int
         start = 0
         while start < len(blocks):
             batch = blocks[start : start + room]
-            regions += pool.regions(layer, batch)
+            regions += pool.regions_at(layer, pool.spans(batch))
             start += len(batch)
             room -= len(batch)
             if not room:

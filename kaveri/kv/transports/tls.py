@@ -50,7 +50,8 @@ class TlsTransport(SocketTransport):
         self._files = WatchedTlsFiles(files, "kv_tls_")
         self._contexts = self._make_contexts()
 
-    def _make_stream(self, connected: socket.socket, progress_timeout_s: float, *, is_accepted: bool) -> ByteStream:
+    def _stream(self, connected: socket.socket, progress_timeout_s: float, *, is_accepted: bool = False) -> ByteStream:
+        self._set_up(connected, progress_timeout_s)
         if self._files.now().generation != self._contexts.generation:
             # Files in the middle of a change cannot be used; the former ones can.
             with contextlib.suppress(ConfigError):

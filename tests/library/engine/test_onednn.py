@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(
 _PROGRAM = """
 import torch
 from kaveri.engine.transformers.loading import load_runner
-from kaveri.engine.transformers.packed_linear import PackedLinear
+from kaveri.engine.transformers.cpu_layers import PackedLinear
 
 load_runner("kaveri-tiny", "float32", "cpu", None, 16)
 with torch.inference_mode():

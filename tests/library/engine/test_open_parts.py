@@ -62,8 +62,7 @@ class PartSenders:
         return ticket
 
     def write(self, rank: int, ticket: Ticket, start: int, end: int) -> None:
-        for layer in range(WHOLE.layer_count):
-            self.senders[rank].write(ticket.transfer_id, layer, start, SOURCE[start:end])
+        self.senders[rank].write_layers(ticket.transfer_id, range(WHOLE.layer_count), start, SOURCE[start:end])
 
     def held(self, block: int) -> np.ndarray:
         """The two parts of a block, [layer, part, byte], as they lie side by side."""
@@ -160,12 +159,11 @@ def test_a_sender_of_all_heads_marks_the_parts_of_two_ranks(tmp_path: Path, orde
         sender.open(ticket)
 
         def write(start: int, end: int) -> None:
-            for layer in range(WHOLE.layer_count):
-                sender.write(name, layer, start, SOURCE[start:end])
+            sender.write_layers(name, range(WHOLE.layer_count), start, SOURCE[start:end])
 
         write(0, 2)
         with pytest.raises(InvalidArgument, match="in 2"):
-            sender.write(name, 0, 2, SOURCE[2:3])
+            sender.write_layers(name, range(1), 2, SOURCE[2:3])
         with pytest.raises(InvalidArgument, match="block_count"):
             sender.mark(name, 3, b"")
         sender.mark(name, 1, b"one")

@@ -66,15 +66,15 @@ def test_ticket_that_comes_between_two_layers_of_a_step_gets_every_block_once(
 ) -> None:
     runner = HeldRunner()
     written: list[tuple[int, int, int]] = []
-    write = KvSender.write
+    write_layers = KvSender.write_layers
 
     def recorded(
-        self: KvSender, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]
+        self: KvSender, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]
     ) -> None:
-        written.append((layer, first_index, len(source_blocks)))
-        write(self, transfer_id, layer, first_index, source_blocks)
+        written.extend((layer, first_index, len(source_blocks)) for layer in layers)
+        write_layers(self, transfer_id, layers, first_index, source_blocks)
 
-    monkeypatch.setattr(KvSender, "write", recorded)
+    monkeypatch.setattr(KvSender, "write_layers", recorded)
     prefill, decode = bench.engine(runner, receives=False), bench.engine()
     prefilled, decoded = start_recording(prefill), start_recording(decode, admit=True)
     request = make_stepwise_request("r", prompt_tokens, 6)

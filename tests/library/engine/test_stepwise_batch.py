@@ -2,9 +2,7 @@
 
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineKey
-from kaveri.engine.stepwise.batch import form_step
-from kaveri.engine.stepwise.phase import SequencePhase
-from kaveri.engine.stepwise.sequence import Sequence
+from kaveri.engine.stepwise.sequence import Sequence, SequencePhase, form_step
 
 
 def _sequence(name: str, token_count: int, computed: int = 0) -> Sequence:

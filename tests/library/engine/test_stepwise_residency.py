@@ -7,13 +7,11 @@ import pytest
 
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineKey
-from kaveri.engine.stepwise.batch import form_step
-from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.engine.stepwise.residency import Residency
-from kaveri.engine.stepwise.sequence import Sequence
+from kaveri.engine.stepwise.sequence import Sequence, SequencePhase, form_step
 from kaveri.errors import NoCapacity
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.tiers.blocks import BlockAllocator
+from kaveri.kv.tiers.pool import BlockAllocator
 
 _LAYOUT = KvLayout("test", 1, 4, 1, 4, "float32")
 

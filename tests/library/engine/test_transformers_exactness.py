@@ -12,8 +12,8 @@ import torch
 
 from kaveri.domain.sampling import Logprobs, ResolvedParams
 from kaveri.engine.stepwise.runner import LayerListener, ScoredSlice, SequenceSlice
+from kaveri.engine.transformers.attention import PagedMemory
 from kaveri.engine.transformers.loading import load_runner
-from kaveri.engine.transformers.memory import PagedMemory
 from kaveri.engine.transformers.runner import TransformersRunner
 from kaveri.errors import LayoutMismatch
 from kaveri.kv.tiers.pool import KvPool

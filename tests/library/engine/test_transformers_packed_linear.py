@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kaveri.engine.transformers.cpu_layers import PackedLinear, pack_linears, watched_linears
 from kaveri.engine.transformers.loading import load_runner
-from kaveri.engine.transformers.packed_linear import PackedLinear, pack_linears, watched_linears
 from tests.support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.skipif(

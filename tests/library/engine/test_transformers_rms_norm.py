@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from kaveri.engine.transformers.rms_norm import RmsNorm, replace_rms_norms
+from kaveri.engine.transformers.cpu_layers import RmsNorm, replace_rms_norms
 
 SIZE = 24
 

@@ -18,13 +18,12 @@ from kaveri.engine.vllm.data_plane import DataPlane
 from kaveri.engine.vllm.rank import PassFirstToken, PromptChunk, RankSetup, RevokeTicket
 from kaveri.engine.vllm.rank_plane import RankPlane
 from kaveri.errors import InvalidArgument, LayoutMismatch
-from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.layout.parts import part_places, source_rank
+from kaveri.kv.layout.layout import KvLayout, part_places, source_rank
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.part_transfers import PartSender
 from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, pushed_tickets, taken_tickets, ticket_parts
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, pushed_tickets, require_pushable, taken_tickets, ticket_parts
 from kaveri.kv.transports import make_transports
 from kaveri.testing.engine_conformance import make_request
 from kaveri.testing.engine_recorder import EngineRecorder
@@ -154,7 +153,7 @@ class UnlikePair:
         self.receiving = UnlikeInstance(target, transport, [KvEndpoint(transport, address)])
 
     def push(self, ticket: Ticket, name: str = "r") -> None:
-        self.sending.plane.require_fit(ticket)
+        require_pushable(self.sending.layout, ticket)
         self.sending.plane.open_push(name, ticket)
 
 
@@ -415,7 +414,7 @@ def test_a_ticket_without_the_parts_of_these_ranks_is_refused(make_pair: Any) ->
     ticket = pair.receiving.grant(source, [5, 1, 6])
     for parts in ((), ticket.parts[:1], ticket.parts[::-1]):
         with pytest.raises(InvalidArgument, match=r"ticket\.parts"):
-            pair.sending.plane.require_fit(replace(ticket, parts=parts))
+            require_pushable(source, replace(ticket, parts=parts))
 
 
 @pytest.mark.parametrize("here", [1, 2, 4, 8, 16])

@@ -33,7 +33,7 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import PushAccepted, PushFailed
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, ticket_parts
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, require_pushable, ticket_parts
 from kaveri.kv.transports import make_transports
 
 RANKS = 2
@@ -161,7 +161,7 @@ def test_a_ticket_of_other_ranks_is_refused_before_a_byte_moves(
 ) -> None:
     ticket = change(pair.receiving.grant([5, 1, 6]))
     with pytest.raises(raised, match=named):
-        pair.sending.plane.require_fit(ticket)
+        require_pushable(pair.sending.plane.layout, ticket)
     assert pair.sending.plane.flow().sending.peers == ()
 
 

@@ -17,8 +17,8 @@ from kaveri.kv.transports.frames import (
     HEADER_BYTES,
     HELLO_BYTES,
     Header,
-    Hello,
     Kind,
+    pack_hello,
     pack_opening,
     unpack_header,
     unpack_hello,
@@ -48,7 +48,7 @@ class Stranger:
         return Stranger(connection)
 
     def greet(self) -> None:
-        self.socket.sendall(Hello().pack())
+        self.socket.sendall(pack_hello())
         assert unpack_hello(self.read(HELLO_BYTES)).epoch == EPOCH
 
     def send(self, header: Header, payload: bytes = b"") -> None:
@@ -93,7 +93,7 @@ class Stranger:
         with contextlib.suppress(ConnectionResetError):
             while data := self.socket.recv(1 << 16):
                 # It was greeted, and given credit, before it was found out.
-                frame = data.removeprefix(Hello(EPOCH, with_digests=True).pack())
+                frame = data.removeprefix(pack_hello(EPOCH, with_digests=True))
                 assert not frame or unpack_header(frame[:HEADER_BYTES]).kind == Kind.CREDIT
 
 

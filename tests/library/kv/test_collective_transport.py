@@ -27,7 +27,7 @@ from kaveri.kv.transfer.transport import LinkLost
 from kaveri.kv.transports import make_transports, transport_names
 from kaveri.kv.transports.extra import collective
 from kaveri.kv.transports.extra.collective import _BUFFER_COUNT, _MESSAGE_BYTES, CollectiveLink, CollectiveTransport
-from kaveri.kv.transports.frames import HELLO_BYTES, Header, Hello, Kind, unpack_hello
+from kaveri.kv.transports.frames import HELLO_BYTES, Header, Kind, pack_hello, unpack_hello
 from kaveri.testing.transport_peer import WAIT_S, PeerNursery, Recorder, wait_until
 from tests.library.kv.kv_pair import failure, kv_pair, push, release
 
@@ -111,7 +111,7 @@ def test_a_stranger_that_does_not_join_the_pair_holds_nobody_up(receiver: KvRece
     host, port = receiver.endpoints[0].address.split(":")
     with socket.create_connection((host, int(port))) as stranger:
         stranger.settimeout(WAIT_S)
-        stranger.sendall(Hello().pack())
+        stranger.sendall(pack_hello())
         hello = b""
         while len(hello) < HELLO_BYTES:
             hello += stranger.recv(HELLO_BYTES - len(hello))

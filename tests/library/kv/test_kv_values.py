@@ -9,8 +9,7 @@ import pytest
 
 from kaveri.errors import LayoutMismatch, NoCapacity
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.tiers.blocks import BlockAllocator
-from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.tiers.pool import BlockAllocator, KvPool
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.wire.messages import layout_from_proto, layout_to_proto
 

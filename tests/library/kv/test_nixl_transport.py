@@ -21,7 +21,7 @@ from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transfer.transport import LinkLost
 from kaveri.kv.transports import make_transports
-from kaveri.kv.transports.frames import Hello
+from kaveri.kv.transports.frames import pack_hello
 from kaveri.kv.transports.nixl import _OFFER, NixlTransport, _Agent, _SendingAgent
 from kaveri.testing.transport_peer import WAIT_S, Recorder, open_descriptors, wait_until
 from kaveri.testing.transport_runs import FREED
@@ -185,7 +185,7 @@ def test_a_receiver_with_a_bad_offer_is_not_connected_to(source: KvPool, offer: 
         def answer() -> None:
             accepted, _ = server.accept()
             with accepted:
-                accepted.sendall(Hello(EPOCH).pack() + offer)
+                accepted.sendall(pack_hello(EPOCH) + offer)
 
         thread = threading.Thread(target=answer)
         thread.start()

@@ -24,9 +24,9 @@ from kaveri.kv.transports.frames import (
     HELLO_BYTES,
     VERSION,
     Header,
-    Hello,
     Kind,
     pack_credit,
+    pack_hello,
     unpack_credit,
     unpack_header,
 )
@@ -63,7 +63,7 @@ def connect(receiver: KvReceiver) -> Iterator[Callable[[], Stranger]]:
 Connect = Callable[[], Stranger]
 
 
-HELLO = Hello().pack()
+HELLO = pack_hello()
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def pushing_to_deaf(
         sender.write(ticket.transfer_id, 0, 0, range(1024))
         accepted, _ = listening.accept()
         with accepted:
-            accepted.sendall(Hello(EPOCH).pack() + pack_credit(credit_bytes, credit_bytes))
+            accepted.sendall(pack_hello(EPOCH) + pack_credit(credit_bytes, credit_bytes))
             yield sender, pushed, ticket, accepted
 
 

@@ -24,7 +24,7 @@ from kaveri.kv.transfer.sender import KvSender, PushAccepted
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import LinkLost, Transport
 from kaveri.kv.transports import make_transports, tcp_transport
-from kaveri.kv.transports.frames import HELLO_BYTES, Hello
+from kaveri.kv.transports.frames import HELLO_BYTES, pack_hello
 from kaveri.kv.transports.tls import TlsTransport
 from kaveri.kv.transports.tls_stream import TlsStream
 from kaveri.security import tls_files
@@ -157,7 +157,7 @@ def test_nobody_on_the_way_reads_a_push_as_over_plain_tcp(files: TlsFiles, kind:
     ):
         source = require_lands(transport, receiver, landed, address)
     # Frames, and the bytes of a block.
-    shown = [what in seen for what in (Hello().pack(), source.memory[0, 3].tobytes())]
+    shown = [what in seen for what in (pack_hello(), source.memory[0, 3].tobytes())]
     assert shown == [kind == "tcp"] * 2
     assert len(seen) > SMALL_LAYOUT.layer_count * 3 * SMALL_LAYOUT.block_bytes
 
@@ -259,7 +259,7 @@ def test_a_sender_without_a_certificate_is_refused(files: TlsFiles, capfd: pytes
         with connected(receiver) as plain:
             nameless = TlsStream(plain, WAIT_S, context, is_server=False)
             nameless.start()  # TLS 1.3: the receiver looks at certificates after this
-            nameless.send_bytes(Hello().pack())
+            nameless.send_bytes(pack_hello())
             with pytest.raises(LinkLost, match="refused this side: tlsv13 alert certificate required"):
                 nameless.receive_bytes(HELLO_BYTES)
         require_lands(TlsTransport(files), receiver, landed)
@@ -350,7 +350,7 @@ def test_a_sender_that_says_it_sends_nothing_more_is_gone(files: TlsFiles, sent_
     with receiving(TlsTransport(files)) as (receiver, landed), connected(receiver) as plain:
         leaving = TlsStream(plain, WAIT_S, context, is_server=False)
         leaving.start()
-        leaving.send_bytes(Hello().pack())
+        leaving.send_bytes(pack_hello())
         leaving.receive_bytes(HELLO_BYTES)
         if sent_first:
             leaving.send_bytes(bytes([1] * sent_first))
@@ -372,7 +372,7 @@ def test_a_receiver_that_says_it_sends_nothing_more_fails_the_push(files: TlsFil
                 leaving = TlsStream(plain, WAIT_S, context, is_server=True)
                 leaving.start()
                 leaving.receive_bytes(HELLO_BYTES)
-                leaving.send_bytes(Hello(7).pack())
+                leaving.send_bytes(pack_hello(7))
                 _say_no_more(leaving)
                 assert ended.wait(WAIT_S)
 

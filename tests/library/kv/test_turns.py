@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kaveri.kv.transfer.turns import Turns
+from kaveri.kv.transfer.outgoing import Turns
 
 QUANTUM_BYTES = 100
 

@@ -27,6 +27,7 @@ from kaveri.kv.transports.frames import (
     Kind,
     pack_credit,
     pack_extensions,
+    pack_hello,
     pack_opening,
     unpack_extension,
     unpack_header,
@@ -58,13 +59,13 @@ SEQUENCES = 300
 
 
 def test_two_sides_use_the_newest_version_that_both_speak() -> None:
-    assert unpack_hello(Hello(7).pack()) == Hello(7, False, VERSION)
-    assert unpack_hello(Hello(7, True, 200).pack()) == Hello(7, True, VERSION)
+    assert unpack_hello(pack_hello(7)) == Hello(7, False, VERSION)
+    assert unpack_hello(pack_hello(7, True, 200)) == Hello(7, True, VERSION)
     # The former version's hello: the one version, and nothing behind the digests.
     former = struct.pack("<8sHB5xQ", b"KAVERIKV", 4, 1, 7)
     assert unpack_hello(former) == Hello(7, True, OLDEST_VERSION)
     # What the former version reads in ours.
-    assert struct.unpack("<8sHB5xQ", Hello(7, True).pack()) == (b"KAVERIKV", 4, 1, 7)
+    assert struct.unpack("<8sHB5xQ", pack_hello(7, True)) == (b"KAVERIKV", 4, 1, 7)
     for version in (3, VERSION + 1):
         with pytest.raises(LinkLost, match=f"versions {version} to {version}"):
             unpack_hello(struct.pack("<8sHB5xQ", b"KAVERIKV", version, 1, 7))
@@ -75,7 +76,7 @@ def test_a_sender_of_the_former_version_is_served_but_for_open_transfers(
 ) -> None:
     former = Stranger.at(receiver.endpoints[0])
     with former.socket:
-        former.socket.sendall(Hello(version=0).pack())
+        former.socket.sendall(pack_hello(version=0))
         unpack_hello(former.read(HELLO_BYTES))
         ticket = receiver.grant([0, 1, 4], 12, 30.0, is_open=True)
         former.open(ticket)
@@ -112,7 +113,7 @@ class Scripted:
             with accepted:
                 peer = Stranger(accepted)
                 accepted.sendall(
-                    Hello(EPOCH, with_digests=True, version=self._version).pack() + pack_credit(1 << 20, 1 << 20)
+                    pack_hello(EPOCH, with_digests=True, version=self._version) + pack_credit(1 << 20, 1 << 20)
                 )
                 peer.read(HELLO_BYTES)
                 yield sender, peer, ticket

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kaveri.engine.stepwise.phase import SequencePhase
+from kaveri.engine.stepwise.sequence import SequencePhase
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.latency.model import load_latency_model
 from kaveri.simulator.engine import CountedEngine, EngineListener

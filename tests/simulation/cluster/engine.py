@@ -24,10 +24,10 @@ from kaveri.engine.contract import (
 from kaveri.engine.copier import Copier
 from kaveri.engine.kv_plane import Granted, PlaneEvent, PoolPlane
 from kaveri.engine.shared import Shared
-from kaveri.engine.stepwise.batch import PlannedSlice
 from kaveri.engine.stepwise.fake import FakeModel, StaleKv
 from kaveri.engine.stepwise.lifecycle import Lifecycle
 from kaveri.engine.stepwise.runner import Drawn, NoToken, SequenceSlice
+from kaveri.engine.stepwise.sequence import PlannedSlice
 from kaveri.engine.transfers import Transfers
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout

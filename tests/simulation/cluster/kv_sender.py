@@ -14,9 +14,8 @@ from functools import partial
 from kaveri.errors import InvalidArgument, TransferFailed
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import PeerFlow, SenderFlow
-from kaveri.kv.transfer.sender import PushAccepted, PushExtended, PushFailed, PushListener, PushMarked
+from kaveri.kv.transfer.sender import PushAccepted, PushExtended, PushFailed, PushListener, PushMarked, require_note
 from kaveri.kv.transfer.ticket import Ticket
-from kaveri.kv.transfer.transport import require_note
 from tests.simulation.cluster.kv_memory import KvMemory
 from tests.simulation.cluster.kv_wire import (
     TRANSPORT,

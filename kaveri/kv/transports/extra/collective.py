@@ -43,7 +43,7 @@ from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import Digest
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Landing, LinkListener, LinkLost, TransferIntake
-from kaveri.kv.transports.frames import HELLO_BYTES, Header, Hello, Kind, unpack_hello
+from kaveri.kv.transports.frames import HELLO_BYTES, Header, Kind, pack_hello, unpack_hello
 from kaveri.kv.transports.socket import SocketLink, SocketTransport
 from kaveri.kv.transports.socket_listener import ReceivingConnection
 from kaveri.kv.transports.stream import ByteStream
@@ -96,18 +96,16 @@ class CollectiveTransport(SocketTransport):
             self.capabilities, is_byte_stream=backend == "gloo", write_bytes=_BUFFER_COUNT * _MESSAGE_BYTES
         )
 
-    def _link(
-        self, meeting: ByteStream, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
-    ) -> "CollectiveLink":
-        port, prefix = _MEETING.unpack(meeting.receive_bytes(_MEETING.size))
+    def _link(self, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint) -> "CollectiveLink":
+        port, prefix = _MEETING.unpack(stream.receive_bytes(_MEETING.size))
         # The receiver does not wait for a peer that has disconnected.
-        meeting.send_bytes(Hello().pack())
+        stream.send_bytes(pack_hello())
         # Holds no reference to the connection, which is closed when the meeting is abandoned.
         there, here, block_bytes, timeout_s = (
-            meeting.peer_host,
-            meeting.local_host,
+            stream.peer_host,
+            stream.local_host,
             pool.layout.block_bytes,
-            stream.progress_timeout_s,
+            self.progress_timeout_s,
         )
         pair = _Meeting(
             lambda: _Pair(self.name, _SENDER, _joined_store(there, port), prefix, here, timeout_s, block_bytes)
@@ -245,7 +243,8 @@ class GlooReceivingConnection(ReceivingConnection):
 
     def _take_data(self, header: Header, landing: Landing | None) -> None:
         # Settled when the message has arrived.
-        self._spend(header)
+        assert self._credit is not None
+        self._credit.spend(self._cost_bytes(header))
         self._take_blocks(header, landing)
 
     def _take_message(self) -> None:
@@ -259,8 +258,9 @@ class GlooReceivingConnection(ReceivingConnection):
                 self._scatter(header, landing, staged)
             except TransferFailed:
                 self._failed(header.transfer_id)
-        self._settle(header)
-        self._say(Header(Kind.GRANTED, header.transfer_id))
+        assert self._credit is not None
+        self._credit.settle(self._cost_bytes(header))
+        self._send(Header(Kind.GRANTED, header.transfer_id).pack())
 
     def _scatter(self, header: Header, landing: Landing, staged: npt.NDArray[np.uint8]) -> None:
         blocks, digest = landing.begin_write(header.layers, header.first_index, header.block_count)

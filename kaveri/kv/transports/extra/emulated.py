@@ -130,9 +130,7 @@ class MockTransport(SocketTransport):
         self.name = self.label = "mock"
         self.connection_type = _MockReceivingConnection
 
-    def _link(
-        self, meeting: ByteStream, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
-    ) -> SocketLink:
+    def _link(self, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint) -> SocketLink:
         return _MockLink(stream, pool, listener, endpoint)
 
 

@@ -1,17 +1,15 @@
-"""Linear layers on a CPU: weights packed once in oneDNN's layout, and one product for layers that share an input.
+"""Faster layers for a CPU, which replace a loaded model's own: packed and joined linear layers, and RMS norms."""
 
-torch packs a weight again in every call. Here that is done while loading, and the query, key and value projections, or
-gate and up, become one matrix. Layers with the same input are detected in a run, not by name. Packed weights replace
-the layers' own, so memory does not grow; the model's code stays as it is.
-"""
-
+import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import layer_norm
 
 _TYPICAL_ROWS = 16
 """oneDNN chooses a layout for a number of rows: the one for 4 to 32 rows is among the best for a chunk of 512, too. For
@@ -51,6 +49,10 @@ def watched_linears(model: nn.Module) -> Iterator[list[LinearCall]]:
 def pack_linears(model: nn.Module, calls: Sequence[LinearCall]) -> None:
     """Replace the linear layers in `calls` of one run. From here on the model runs in inference mode only.
 
+    torch packs a weight again in every call. Here that is done once, in oneDNN's layout, and layers that share an input
+    (query, key and value projections, or gate and up) become one matrix. Packed weights replace the layers' own, so
+    memory does not grow; the model's code stays as it is.
+
     Not replaced: layers that oneDNN cannot compute here, and those whose weight another module shares (an output layer
     tied to the embedding would need its weight twice).
     """
@@ -88,24 +90,16 @@ class PackedLinear(nn.Module):
         return product
 
 
+@dataclass(eq=False, slots=True)
 class _Joined:
     """The product that several layers share: the first one called computes it, the others take their parts."""
 
-    def __init__(self, packed: PackedLinear, sizes: list[int]) -> None:
-        self.packed = packed
-        self._sizes = sizes
-        self._rows: Tensor | None = None
-        self._parts: dict[int, Tensor] = {}
-
-    def part(self, index: int, rows: Tensor) -> Tensor:
-        """Return [..., sizes[index]], a view with gaps between its rows."""
-        # The same object, kept alive from here: another tensor cannot have its identity.
-        if rows is not self._rows or index not in self._parts:
-            self._rows, self._parts = rows, dict(enumerate(self.packed(rows).split(self._sizes, -1)))
-        part = self._parts.pop(index)
-        if not self._parts:
-            self._rows = None
-        return part
+    packed: PackedLinear
+    sizes: list[int]
+    """Outputs of each layer."""
+    rows: Tensor | None = None
+    """Input of the product, while parts of it are left."""
+    parts: dict[int, Tensor] = field(default_factory=dict)
 
 
 class _JoinedPart(nn.Module):
@@ -117,7 +111,15 @@ class _JoinedPart(nn.Module):
         self._joined, self._index = joined, index
 
     def forward(self, rows: Tensor) -> Tensor:
-        return self._joined.part(self._index, rows)
+        """rows: [..., in_features]. Returns [..., out_features], a view with gaps between its rows."""
+        joined = self._joined
+        # The same object, kept alive from here: another tensor cannot have its identity.
+        if rows is not joined.rows or self._index not in joined.parts:
+            joined.rows, joined.parts = rows, dict(enumerate(joined.packed(rows).split(joined.sizes, -1)))
+        part = joined.parts.pop(self._index)
+        if not joined.parts:
+            joined.rows = None
+        return part
 
 
 def _joinable(model: nn.Module, calls: Sequence[LinearCall]) -> Iterable[list[str]]:
@@ -154,3 +156,46 @@ def _computes(weight: Tensor) -> bool:
     if weight.dtype == torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return weight.dtype == torch.float32
+
+
+class RmsNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension; rounded before the weight, as in transformers.
+
+    RMS norm (Zhang and Sennrich 2019, equation 4) by torch's layer norm, which is one kernel on a CPU; theirs are six.
+    The layer norm of (x, -x) is the RMS norm of x followed by that of -x: its mean is zero and its mean square that of
+    x.
+    """
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        """weight: [size]."""
+        super().__init__()
+        self.weight = weight
+        self._eps = eps
+        self._size = len(weight)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """rows: [..., size], of the weight's dtype. Returns the same shape."""
+        both = layer_norm(torch.cat((rows, -rows), -1), (2 * self._size,), eps=self._eps)
+        return both[..., : self._size] * self.weight
+
+
+@torch.inference_mode()
+def replace_rms_norms(model: nn.Module) -> None:
+    """Replace the RMS norms that lie on a CPU. A norm of another kind is recognized by its output, and stays."""
+    for name, module in list(model.named_modules()):
+        eps = getattr(module, "variance_epsilon", None)
+        weight = getattr(module, "weight", None)
+        if eps is None or not isinstance(weight, nn.Parameter) or weight.dim() != 1 or weight.device.type != "cpu":
+            continue
+        replacement = RmsNorm(weight, eps)
+        if _same(module, replacement, weight):
+            model.set_submodule(name, replacement)
+
+
+def _same(module: Any, replacement: RmsNorm, weight: Tensor) -> bool:
+    # Some take a gate as well.
+    if len(inspect.signature(module.forward).parameters) != 1:
+        return False
+    scales = torch.tensor([[1e-3], [1.0], [30.0]])
+    rows = (torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0)) * scales).to(weight.dtype)
+    return torch.allclose(module(rows), replacement(rows), rtol=8 * torch.finfo(weight.dtype).eps)
