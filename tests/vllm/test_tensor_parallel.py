@@ -137,10 +137,7 @@ async def ask_all(
 
 
 async def test_answers_equal_one_plain_engine_of_as_many_ranks(
-    cluster: LocalCluster,
-    prompts: list[tuple[int, ...]],
-    asked: list[SamplingParams],
-    expected: list[tuple[int, ...]],
+    cluster: LocalCluster, prompts: list[tuple[int, ...]], asked: list[SamplingParams], expected: list[tuple[int, ...]]
 ) -> None:
     async with AsyncClient(cluster.target) as client:
         assert await ask_all(client, prompts, asked) == expected
@@ -150,10 +147,7 @@ async def test_answers_equal_one_plain_engine_of_as_many_ranks(
 
 
 async def test_a_rank_that_dies_ends_its_instance_and_the_next_one_serves(
-    cluster: LocalCluster,
-    prompts: list[tuple[int, ...]],
-    asked: list[SamplingParams],
-    expected: list[tuple[int, ...]],
+    cluster: LocalCluster, prompts: list[tuple[int, ...]], asked: list[SamplingParams], expected: list[tuple[int, ...]]
 ) -> None:
     ranks = ranks_of(cluster.pids()["decode-0"])
     assert len(ranks) == 2
@@ -184,10 +178,7 @@ def is_pushing(view: ClusterView) -> bool:
 
 
 async def test_a_prefill_rank_that_dies_mid_push_ends_its_instance_and_nothing_is_kept_for_it(
-    cluster: LocalCluster,
-    prompts: list[tuple[int, ...]],
-    asked: list[SamplingParams],
-    expected: list[tuple[int, ...]],
+    cluster: LocalCluster, prompts: list[tuple[int, ...]], asked: list[SamplingParams], expected: list[tuple[int, ...]]
 ) -> None:
     def broken_transfers() -> Counter[int]:
         """Number of incomplete transfers that each rank of decode-0 has given up, by its log."""

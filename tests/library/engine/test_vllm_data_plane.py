@@ -109,10 +109,7 @@ class DataPlanePair:
         self.sources = [RankMemory(rank) for rank in range(RANKS)]
         self.targets = [RankMemory(rank) for rank in range(RANKS)]
         self.sending = DataPlaneInstance([memory.plane for memory in self.sources])
-        self.receiving = DataPlaneInstance(
-            [memory.plane for memory in self.targets],
-            [KvEndpoint(transport, address)],
-        )
+        self.receiving = DataPlaneInstance([memory.plane for memory in self.targets], [KvEndpoint(transport, address)])
 
 
 @pytest.fixture(params=["shm", "tcp"])

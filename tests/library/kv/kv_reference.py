@@ -150,9 +150,7 @@ def layouts(draw: st.DrawFn) -> KvLayout:
 def partitions(draw: st.DrawFn, layout: KvLayout) -> KvPartition:
     """Ways to partition one model: its own block size and order each time."""
     layout = replace(
-        layout,
-        block_tokens=draw(st.sampled_from((16, 32, 48, 64, 128))),
-        order=draw(st.sampled_from(ORDERS)),
+        layout, block_tokens=draw(st.sampled_from((16, 32, 48, 64, 128))), order=draw(st.sampled_from(ORDERS))
     )
     stages = draw(st.integers(1, min(4, layout.layer_count)))
     ends = (

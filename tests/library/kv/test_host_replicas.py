@@ -56,11 +56,7 @@ class ReplicaHarness:
 
     def store(self, memory_bytes: int) -> HostReplicas:
         return HostReplicas(
-            self.layout,
-            memory_bytes,
-            listen=self._listen,
-            transports=self.transports,
-            epoch=secrets.randbits(63),
+            self.layout, memory_bytes, listen=self._listen, transports=self.transports, epoch=secrets.randbits(63)
         )
 
 

@@ -66,12 +66,7 @@ def receiver(landed: Recorder) -> Iterator[KvReceiver]:
 @needs_nixl
 @pytest.mark.parametrize(("way", "is_warm"), [("tcp", True), ("posix,self,tcp", True), ("all", False)])
 def test_a_write_that_is_given_up_costs_the_connection_and_never_lands(
-    source: KvPool,
-    receiver: KvReceiver,
-    landed: Recorder,
-    monkeypatch: pytest.MonkeyPatch,
-    way: str,
-    is_warm: bool,
+    source: KvPool, receiver: KvReceiver, landed: Recorder, monkeypatch: pytest.MonkeyPatch, way: str, is_warm: bool
 ) -> None:
     """is_warm: UCX has its connection, and has sent the bytes to where the receiver has only to take them."""
     monkeypatch.setenv("UCX_TLS", way)

@@ -151,10 +151,7 @@ def tapped(address: str) -> Iterator[tuple[str, bytearray]]:
 @pytest.mark.parametrize("kind", ["tls", "tcp"])
 def test_nobody_on_the_way_reads_a_push_as_over_plain_tcp(files: TlsFiles, kind: str) -> None:
     transport = make_transports((kind,), tls=files)[0]
-    with (
-        receiving(transport) as (receiver, landed),
-        tapped(receiver.endpoints[0].address) as (address, seen),
-    ):
+    with receiving(transport) as (receiver, landed), tapped(receiver.endpoints[0].address) as (address, seen):
         source = require_lands(transport, receiver, landed, address)
     # Frames, and the bytes of a block.
     shown = [what in seen for what in (Hello().pack(), source.memory[0, 3].tobytes())]
@@ -165,11 +162,7 @@ def test_nobody_on_the_way_reads_a_push_as_over_plain_tcp(files: TlsFiles, kind:
 @pytest.mark.parametrize("refusing", ["receiver", "sender"])
 @pytest.mark.parametrize("trouble", ["stranger", "expired"])
 def test_a_certificate_of_another_authority_or_time_is_refused(
-    files: TlsFiles,
-    trouble: str,
-    refusing: str,
-    request: pytest.FixtureRequest,
-    capfd: pytest.CaptureFixture[str],
+    files: TlsFiles, trouble: str, refusing: str, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
 ) -> None:
     bad = request.getfixturevalue(trouble)
     # Both trust the same authority; one shows what that has not signed, or not for now.

@@ -206,10 +206,7 @@ def test_work_just_sent_counts_before_a_heartbeat_shows_it() -> None:
 
 
 def test_blocks_just_placed_count_as_taken_and_as_requests() -> None:
-    one, other = (
-        status("d0", DECODE, free_blocks=10),
-        status("d1", DECODE, free_blocks=10, running_requests=1),
-    )
+    one, other = (status("d0", DECODE, free_blocks=10), status("d1", DECODE, free_blocks=10, running_requests=1))
     placed = UnconfirmedWork[str]()
     placed.add("first", one, 4)
     placed.add("second", one, 3)
@@ -289,8 +286,7 @@ def test_heavy_light_takes_the_lower_ratio_whatever_the_number_of_requests() -> 
 
 def test_heavy_light_breaks_ties_by_load_so_that_an_idle_instance_is_used() -> None:
     view = view_of(
-        status("d0", DECODE, free_blocks=9),
-        status("d1", DECODE, free_blocks=9, light_requests=5, running_requests=5),
+        status("d0", DECODE, free_blocks=9), status("d1", DECODE, free_blocks=9, light_requests=5, running_requests=5)
     )
     for heavy in (False, True):
         policy = DecodePlacementPolicy.HEAVY_LIGHT

@@ -12,12 +12,7 @@ from kaveri.policy.admission import DecodeBatch, admitted_count, kept_blocks
 from kaveri.policy.demand import Demand
 from kaveri.policy.growth import BatchGrowth, BatchMember
 from kaveri.policy.ordering import order_prompts
-from kaveri.policy.placement import (
-    DecodePlacementPolicy,
-    PlacementPolicy,
-    choose_decode,
-    choose_prefill,
-)
+from kaveri.policy.placement import DecodePlacementPolicy, PlacementPolicy, choose_decode, choose_prefill
 from kaveri.policy.plugins import (
     BatchAdmission,
     DecodePlacement,

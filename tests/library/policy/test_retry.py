@@ -63,10 +63,7 @@ def test_a_request_ends_by_lost_placements_or_by_time_out_of_reach_and_by_nothin
         assert state.lost_attempts == lost
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(SETBACKS), st.integers(0, 3), jitters), max_size=20),
-    st.floats(0, 3),
-)
+@given(st.lists(st.tuples(st.sampled_from(SETBACKS), st.integers(0, 3), jitters), max_size=20), st.floats(0, 3))
 def test_who_has_failed_rests_for_a_bounded_time_and_others_never_do(
     steps: list[tuple[Setback, int, float]], retry_after_s: float
 ) -> None:
