@@ -66,13 +66,11 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
         assert self._process.pid is not None
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """False once it is closed or has ended by itself."""
         return self._reader.is_alive()
 
     def kill(self) -> None:
@@ -83,7 +81,6 @@ class EngineProcess:
 
     @property
     def is_free(self) -> bool:
-        """Whether the last engine is closed, if there was one."""
         return self._engine is None or self._engine.closed
 
     def open(self, **arguments: object) -> "RemoteEngine":
@@ -95,7 +92,6 @@ class EngineProcess:
         return self._engine
 
     def close(self) -> None:
-        """Ends the process, whatever it does."""
         self.kill()
         self._connection.close()
 

@@ -42,7 +42,6 @@ class LocalCluster:
         return self.stack.pids()
 
     def view(self) -> ClusterView:
-        """The cluster as its store has it now."""
         return self.stack.view()
 
     def log_text(self, name: str) -> str:
@@ -58,7 +57,6 @@ class LocalCluster:
         os.killpg(self.stack.process(name).pid, signal.SIGSTOP)
 
     def thaw(self, name: str) -> None:
-        """Ends freeze()."""
         os.killpg(self.stack.process(name).pid, signal.SIGCONT)
 
     async def stop(self, name: str, grace_s: float = 10.0) -> int:

@@ -71,8 +71,6 @@ def make_params(count: int, max_tokens: int) -> list[SamplingParams]:
 
 @dataclass(frozen=True)
 class ExactnessCases:
-    """Requests to a model, and the answers of one plain engine."""
-
     folder: Path
     prompts: tuple[tuple[int, ...], ...]
     params: tuple[SamplingParams, ...]
@@ -112,7 +110,6 @@ def pool_bytes(architecture: str, blocks: int) -> str:
 async def ask_all(
     client: AsyncClient, prompts: Sequence[tuple[int, ...]], params: Sequence[SamplingParams]
 ) -> list[Completion]:
-    """All at once; every answer's indices are checked by the SDK."""
     return await asyncio.gather(
         *(
             client.generate(prompt_token_ids=prompt, params=each, timeout_s=200)
@@ -182,7 +179,6 @@ async def cancel_some(client: AsyncClient, count: int) -> None:
 
 
 def transport_flags(transport: str, folder: Path) -> dict[str, tuple[str, ...]]:
-    """Flags of prefill and decode instances that push and take KV over this transport alone."""
     flags = ("--kv-transports", transport)
     if transport != "tls":
         return {"prefill_flags": flags, "decode_flags": flags}

@@ -210,14 +210,12 @@ class Bare:
         return vllm_id
 
     def step(self) -> list[Call]:
-        """The calls of one step."""
         start = len(SCRIPT.calls)
         for output in self.llm.step():
             self.outputs[output.request_id] = list(output.outputs[0].token_ids)
         return SCRIPT.calls[start:]
 
     def run(self, most: int = 200) -> None:
-        """Until no request runs or waits."""
         for _ in range(most):
             if not self.llm.has_unfinished_requests():
                 return

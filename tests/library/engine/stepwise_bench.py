@@ -56,8 +56,6 @@ class HeldRunner(FakeRunner):
 
 
 class StepwiseBench:
-    """Makes engines on Unix sockets and closes them."""
-
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder = folder
         self._stack = stack
@@ -91,7 +89,6 @@ def make_stepwise_request(name: str, prompt_tokens: int, max_tokens: int, **para
 
 
 def hand_over(prefill: StepwiseEngine, decode: StepwiseEngine, request: EngineRequest) -> Ticket:
-    """Prefill a request on one engine, and push it by a ticket of the other."""
     ticket = decode.reserve(request, 60.0).result()
     prefill.prefill(request)
     prefill.push_to(request.key, ticket)

@@ -153,7 +153,6 @@ class _CopierBench:
         return self.senders[0]
 
     def ticket(self, block_count: int, holder: str = "a") -> Ticket:
-        """An open ticket of a holder, for so many blocks."""
         return Ticket(
             transfer_id=secrets.token_bytes(16),
             secret=bytes(16),
@@ -172,7 +171,6 @@ class _CopierBench:
         return ticket.transfer_id
 
     def run(self) -> None:
-        """Does all that is due."""
         while self.copier.advance():
             with self.shared.lock:
                 self.copier.check_integrity()
@@ -184,9 +182,6 @@ class _CopierBench:
     def _sender(self, listener: PushListener) -> _RecordingSender:
         self.senders.append(_RecordingSender(listener))
         return self.senders[0]
-
-
-# What is copied, and when.
 
 
 def test_blocks_are_copied_when_they_are_whole_and_marked_with_their_tokens() -> None:
@@ -226,9 +221,6 @@ def test_long_prompt_is_marked_in_as_many_steps_as_its_tokens_need() -> None:
     bench.run()
     assert [block_count for _, block_count, _ in bench.sender.marks] == [3, 6, 7]
     assert max(len(token_ids) for _, _, token_ids in bench.sender.marks) <= NOTE_TOKENS_MAX
-
-
-# Blocks that are given up.
 
 
 def test_copy_of_a_block_that_was_given_up_meanwhile_is_thrown_away() -> None:
@@ -301,9 +293,6 @@ def test_failed_copy_may_be_made_again_elsewhere() -> None:
     again = bench.replicate(request, 10, "b")
     bench.run()
     assert bench.sender.marks[-1] == (again, 2, tuple(range(8)))
-
-
-# Requests that are let go.
 
 
 def test_released_request_ends_its_push_with_its_part_full_block() -> None:
@@ -380,9 +369,6 @@ def test_request_that_cannot_be_released_hears_why(copied: bool) -> None:
     assert bench.events == [ReleaseFailed(_KEY, "not now" if copied else "it has no replica")]
 
 
-# What fails.
-
-
 def test_block_that_cannot_be_copied_ends_its_copy_and_no_other() -> None:
     request, other = _CopiedRequest(_KEY, whole=2), _CopiedRequest(EngineKey("other", 1), whole=2)
     bench = _CopierBench(request, other)
@@ -421,9 +407,6 @@ def test_engine_outlives_a_copier_that_fails(tmp_path: Path, stack: ExitStack) -
     assert recorder.token_ids[request.key] == model.answer(request.token_ids, 0, 20)
 
 
-# Copies leave room for others.
-
-
 def test_pace_spreads_bytes_evenly_and_saves_nothing_up() -> None:
     pace = Pace(1000)
     assert [pace.wait_s(100, now_s) for now_s in (10.0, 10.0, 10.25, 20.0)] == pytest.approx([0, 0.1, 0, 0])
@@ -446,9 +429,6 @@ def test_copies_wait_for_their_rate_and_for_prompts_and_requests_do_not(
     engine.admit(request.key)
     recorder.wait_for_finish(request.key)
     assert set(waits[1:]) == {1.0 if bytes_per_s else 0.005}
-
-
-# Holders that have stopped reading.
 
 
 def test_holder_that_answers_nothing_leaves_slots_to_the_others() -> None:
@@ -511,7 +491,6 @@ def stack() -> Iterator[ExitStack]:
 def _copying_engine(
     folder: Path, stack: ExitStack, replicas: ReplicaOptions | None = None, **shape: Any
 ) -> tuple[FakeModel, StepwiseEngine, EngineRecorder, ReplicaHoldingEngine]:
-    """An engine and a holder of its replicas."""
     model = FakeModel(max_model_len=400, block_tokens=4, **shape)
     listen = [KvEndpoint("unix", str(folder / "kv.sock"))]
     engine = StepwiseEngine(FakeRunner(model), 600, listen=listen, replicas=replicas or ReplicaOptions())

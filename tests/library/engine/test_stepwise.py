@@ -339,9 +339,6 @@ def test_adoption_lets_a_preempted_request_go_on_before_the_adopted_one_is_admit
     wait_until_free(engine)
 
 
-# Both sides in one engine, and many threads.
-
-
 def test_one_engine_may_push_to_itself(bench: StepwiseBench) -> None:
     model = FakeModel(max_model_len=128, block_tokens=4, eos_probability=0.05)
     engine = bench.engine(FakeRunner(model))

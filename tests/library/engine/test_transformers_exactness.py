@@ -51,8 +51,6 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @dataclass
 class RunSequence:
-    """One sequence that the driver below runs, with the blocks it holds."""
-
     prompt: list[int]
     params: ResolvedParams = GREEDY
     blocks: list[int] = field(default_factory=list)
@@ -119,7 +117,6 @@ class BatchDriver:
     def step(
         self, pieces: Sequence[tuple[RunSequence, SequenceSlice]], on_layer: LayerListener | None
     ) -> list[Logprobs]:
-        """Returns what was said of prompts."""
         drawn = self.runner.run([piece for _, piece in pieces], on_layer)
         entries: list[Logprobs] = []
         for (one, piece), token in zip(pieces, drawn, strict=True):

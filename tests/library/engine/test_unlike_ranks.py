@@ -146,8 +146,6 @@ def values_of(layout: KvLayout, seed: int) -> Values:
 
 
 class UnlikePair:
-    """Two instances and the link between them."""
-
     def __init__(self, folder: Path, transport: str, source: KvLayout, target: KvLayout) -> None:
         address = "127.0.0.1:0" if transport == "tcp" else str(folder / "kv.sock")
         self.sending = UnlikeInstance(source, transport)

@@ -45,8 +45,6 @@ SOON_S = 60.0
 
 
 class DataPlaneInstance:
-    """Ranks, their data plane, and what it told."""
-
     def __init__(self, ranks: Sequence[Rank], listen: Sequence[KvEndpoint] = (), epoch: int = 1) -> None:
         self.events: queue.Queue[PlaneEvent] = queue.Queue()
         self.lost: queue.Queue[str] = queue.Queue()
@@ -55,7 +53,6 @@ class DataPlaneInstance:
         self.plane = DataPlane(ranks, setup, self.events.put, self.lost.put)
 
     def next(self) -> Any:
-        """Its next event."""
         return self.events.get(timeout=SOON_S)
 
     def grant(self, block_ids: Sequence[int], expires_in_s: float = 60.0) -> Ticket:
@@ -94,7 +91,6 @@ class RankMemory:
         self.pool.memory[:] = np.random.default_rng(seed).integers(0, 256, self.pool.memory.shape, np.uint8)
 
     def compute(self, number: str, block_ids: Sequence[int]) -> None:
-        """One step that computes a whole prompt."""
         self.plane.begin_step([PromptChunk(number, TOKENS, tuple(block_ids), 0, TOKENS)])
         for layer in range(self.layout.layer_count):
             self.plane.layer_done(layer)
@@ -102,8 +98,6 @@ class RankMemory:
 
 
 class DataPlanePair:
-    """Two instances in this process: of each rank the memory is at hand."""
-
     def __init__(self, folder: Path, transport: str) -> None:
         address = "127.0.0.1:0" if transport == "tcp" else str(folder / "kv.sock")
         self.sources = [RankMemory(rank) for rank in range(RANKS)]
@@ -183,9 +177,6 @@ def test_ranks_that_cannot_all_listen_leave_none_listening(tmp_path: Path) -> No
         # The first rank's address is free again.
         next_holder = DataPlaneInstance([RankMemory(0, replace(LAYOUT, tensor_ranks=1)).plane], [taken])
         next_holder.plane.close()
-
-
-# Ranks in processes of their own.
 
 
 def _serve(path: str, rank: int, seed: int, block_ids: Sequence[int], compute: Any, done: Any) -> None:

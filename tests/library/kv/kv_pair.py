@@ -15,15 +15,12 @@ from kaveri.testing.transport_peer import Recorder
 
 @dataclass
 class KvPair:
-    """A sender and a receiver, with their events."""
-
     receiver: KvReceiver
     sender: KvSender
     landed: Recorder
     pushed: Recorder = field(repr=False)
 
     def push(self, block_ids: Sequence[int], source: Sequence[int], expires_in_s: float = 60.0) -> Ticket:
-        """Push source blocks of each layer to these; returns the ticket."""
         token_count = len(block_ids) * self.receiver.pool.layout.block_tokens
         ticket = self.receiver.grant(block_ids, token_count, expires_in_s)
         push(self.sender, ticket, source)
@@ -59,7 +56,6 @@ def push(sender: KvSender, ticket: Ticket, source: Sequence[int]) -> None:
 
 
 def failure(pushed: Recorder, ticket: Ticket) -> str:
-    """Wait until a push has failed; returns the reason."""
     event = pushed.wait(ticket)
     assert isinstance(event, PushFailed), event
     return event.reason

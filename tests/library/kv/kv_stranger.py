@@ -59,7 +59,6 @@ class Stranger:
         self.send(Header(Kind.OPEN, ticket.transfer_id, len(opening)), opening)
 
     def opened(self, receiver: KvReceiver, block_ids: list[int]) -> Ticket:
-        """Open a transfer into these blocks."""
         ticket = receiver.grant(block_ids, len(block_ids) * LAYOUT.block_tokens, 30.0)
         self.open(ticket)
         return ticket

@@ -38,8 +38,6 @@ _MAKERS: dict[str, Callable[[], Transport]] = {
 
 
 class ReceiverWithSenders:
-    """A receiver, and the senders that connect to it."""
-
     def __init__(self, transport: Transport, folder: Path, stack: contextlib.ExitStack) -> None:
         address = "127.0.0.1:0" if transport.name == "tcp" else str(folder / "kv.sock")
         self._stack = stack
@@ -66,7 +64,6 @@ class ReceiverWithSenders:
         return stranger
 
     def push(self) -> None:
-        """A sender's, which lands."""
         source, pushed = KvPool(LAYOUT, 4), Recorder()
         fill_pool(source, 1)
         ticket = self.receiver.grant([7, 0], 8, 60.0)
@@ -199,9 +196,6 @@ def test_a_connection_that_loses_its_place_while_it_shows_its_ticket_writes_noth
             assert stranger.answer()[0] == Kind.REJECTED
 
 
-# What of a transfer stays
-
-
 def _landings(receiver: KvReceiver) -> int:
     """Of this receiver, in memory."""
     gc.collect()
@@ -261,9 +255,6 @@ def test_a_second_opening_of_a_transfer_leaves_the_first_one_as_it_is(
     sender.push(ticket, content)
     assert sender.answer() == (Kind.ACCEPTED, ticket.transfer_id, "")
     assert isinstance(place.landed.wait(ticket), TransferLanded)
-
-
-# Blocks of one-sided transfers
 
 
 @pytest.mark.parametrize("last_word", ["fenced", "abort", "end", "gone"])
@@ -339,9 +330,6 @@ def test_a_one_sided_sender_writes_nothing_once_it_has_let_go(make_place: MakePl
         assert not place.receiver.pool.memory.any()
 
 
-# Threads
-
-
 @pytest.mark.usefixtures("breaks_are_expected")
 def test_a_transfer_that_cannot_be_aborted_keeps_no_other_of_its_connection(
     make_place: MakePlace, monkeypatch: pytest.MonkeyPatch
@@ -366,9 +354,6 @@ def test_a_transfer_that_cannot_be_aborted_keeps_no_other_of_its_connection(
         assert isinstance(place.landed.wait(ticket), TransferReleased)
     place.receiver.close()
     assert isinstance(place.landed.wait(tickets[0]), TransferReleased)
-
-
-# Credit
 
 
 @pytest.mark.parametrize("how", ["revoked", "given up", "landed", "gone"])

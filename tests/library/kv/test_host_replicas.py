@@ -74,7 +74,6 @@ class ReplicaOwner:
         self.sender = KvSender(self.pool, self.log, transports=harness.transports)
 
     def tokens(self, block_count: int) -> int:
-        """Return the tokens of this many blocks."""
         return block_count * self.layout.block_tokens
 
     def write(self, ticket: Ticket, first: int, end: int) -> None:
@@ -89,21 +88,17 @@ class ReplicaOwner:
         self.sender.mark(ticket.transfer_id, end, note)
 
     def unanswered_bytes(self) -> int:
-        """Bytes written by pushes that are under way."""
         return sum(peer.unaccepted_bytes for peer in self.sender.flow().peers)
 
     def wait_for_mark(self, ticket: Ticket, block_count: int) -> None:
-        """Wait until the store has answered a mark."""
         marked = PushMarked(ticket.transfer_id, block_count)
         self.log.wait_for(PushMarked, lambda event: event == marked)
 
     def wait_for_blocks(self, ticket: Ticket, block_count: int) -> None:
-        """Wait until the store has granted this many blocks in all."""
         extended = PushExtended(ticket.transfer_id, block_count)
         self.log.wait_for(PushExtended, lambda event: event == extended)
 
     def wait_for_failure(self, ticket: Ticket) -> str:
-        """Return why the push has failed."""
         return self.log.wait_for(PushFailed, lambda event: event.transfer_id == ticket.transfer_id).reason
 
 
@@ -125,7 +120,6 @@ class Target:
         return self.receiver.grant(blocks, token_count, 60.0)
 
     def require_holds(self, ticket: Ticket, owner: ReplicaOwner) -> None:
-        """Assert that the ticket's blocks hold the owner's first blocks."""
         self.log.wait_for(TransferLanded, lambda event: event.transfer_id == ticket.transfer_id)
         theirs = owner.pool.memory[:, : len(ticket.block_ids)]
         assert (self.pool.memory[:, list(ticket.block_ids)] == theirs).all(), "the replica is not what its owner wrote"
@@ -147,13 +141,11 @@ class ReplicaWorld:
         self._count = 0
 
     def owner(self, seed: int = 0) -> ReplicaOwner:
-        """Make another instance that owns requests."""
         owner = ReplicaOwner(self.harness, seed)
         self._stack.callback(owner.sender.close)
         return owner
 
     def target(self) -> Target:
-        """Make another engine."""
         self._count += 1
         target = Target(self.harness, self._folder / f"target{self._count}.sock")
         self._stack.callback(target.receiver.close)
@@ -175,30 +167,25 @@ class ReplicaWorld:
         return ticket
 
     def wait_until_used(self, block_count: int) -> None:
-        """Wait until exactly this many blocks of the store are in use."""
         used_bytes = block_count * self.block_bytes
         self.wait_until(lambda: self.store.usage().used_bytes == used_bytes, f"{block_count} blocks in use")
         self.store.check_integrity()
 
     def wait_until_grown(self, token_count: int) -> None:
-        """Wait until a replica has reported this watermark."""
         self.log.wait_for(ReplicaGrew, lambda event: event.token_count == token_count)
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until the condition holds."""
         give_up_at_s = time.monotonic() + SOON_S
         while not condition():
             assert time.monotonic() < give_up_at_s, f"no {what} after {SOON_S} s: {self.store.usage()}"
             threading.Event().wait(0.002)
 
     def told(self, name: str) -> list[ReplicaEvent]:
-        """Return the events of a replica."""
         kinds = (ReplicaGrew, ReplicaOrphaned, ReplicaDropped, ReplicaGivenUp)
         return [event for event in self.log.of(object) if isinstance(event, kinds) and event.key == key_of(name)]
 
 
 def key_of(name: str) -> ReplicaKey:
-    """Return the key of a test's replica."""
     return ReplicaKey(name, 0, 1)
 
 
@@ -209,7 +196,6 @@ def harness(request: pytest.FixtureRequest, tmp_path: Path) -> ReplicaHarness:
 
 @pytest.fixture
 def open_world(harness: ReplicaHarness, tmp_path: Path) -> Iterator[Callable[[int], ReplicaWorld]]:
-    """Make the world of a store of this many blocks."""
     with ExitStack() as stack:
         yield lambda block_count: ReplicaWorld(harness, block_count, tmp_path, stack)
 
@@ -217,9 +203,6 @@ def open_world(harness: ReplicaHarness, tmp_path: Path) -> Iterator[Callable[[in
 @pytest.fixture
 def world(open_world: Callable[[int], ReplicaWorld]) -> ReplicaWorld:
     return open_world(10)
-
-
-# Growing.
 
 
 def test_replica_grows_with_each_mark_and_names_its_tokens(world: ReplicaWorld) -> None:
@@ -261,9 +244,6 @@ def test_owner_gets_its_next_block_with_each_mark(open_world: Callable[[int], Re
     landing = target.grant(owner.tokens(20))
     world.store.push(key_of("r"), landing).result(SOON_S)
     target.require_holds(landing, owner)
-
-
-# Pushing.
 
 
 def test_replica_is_pushed_to_several_engines_whole_and_in_part(world: ReplicaWorld) -> None:
@@ -316,9 +296,6 @@ def test_more_than_is_held_is_not_pushed(world: ReplicaWorld) -> None:
         assert raised.value.field == field
     with pytest.raises(TransferRefused):
         world.store.push(key_of("other"), target.grant(owner.tokens(1))).result(SOON_S)
-
-
-# Owners that end.
 
 
 def test_sealed_replica_takes_no_more_from_its_owner(world: ReplicaWorld) -> None:
@@ -431,9 +408,6 @@ def test_ticket_of_a_former_incarnation_is_refused(harness: ReplicaHarness, tmp_
         assert world.log.events == []
 
 
-# Memory.
-
-
 def test_memory_is_exactly_what_was_asked_for(open_world: Callable[[int], ReplicaWorld]) -> None:
     world = open_world(7)
     assert world.store.usage().total_bytes == 7 * world.block_bytes
@@ -482,9 +456,6 @@ def test_drop_ends_the_owners_push_and_pushes_to_engines(world: ReplicaWorld) ->
     assert push.exception(SOON_S) is None or isinstance(push.exception(), TransferRefused)
     world.wait_until_used(0)
     assert world.told("r") == [ReplicaGrew(key_of("r"), owner.tokens(3))]
-
-
-# Bad calls, and the end.
 
 
 def test_replicas_of_other_layouts_are_refused_by_field(open_world: Callable[[int], ReplicaWorld]) -> None:

@@ -55,7 +55,6 @@ class FlowWorld(TransportWorld):
     digest: Callable[[], Digest] = xxh3
 
     def start_receiver(self) -> KvReceiver:
-        """See TransportWorld."""
         self.epoch += 1
         transport = load_transport(self.factory)
         self.receiver = KvReceiver(
@@ -95,13 +94,11 @@ class SlowDigest:
         self._digest: Digest = xxh3()
 
     def update(self, data: memoryview, /) -> None:
-        """Takes more bytes, in its own time."""
         if data[0] == self.SLOW_BYTE:
             assert SlowDigest.go.wait(WAIT_S)
         self._digest.update(data)
 
     def intdigest(self) -> int:
-        """As of xxh3."""
         return self._digest.intdigest()
 
 
@@ -163,7 +160,6 @@ class WrittenBytes:
         self._released.set()
 
     def of(self, transfer_id: bytes) -> int:
-        """Bytes of a transfer."""
         return sum(byte_count for writer, byte_count in self.writes if writer == transfer_id)
 
     def before_the_end_of(self, transfer_id: bytes, other_id: bytes) -> int:
@@ -201,9 +197,6 @@ def first_block_arrived(world: TransportWorld, ticket: Ticket, layer: int) -> bo
     return bool((world.target.memory[layer, ticket.block_ids[0]] == world.source.memory[layer, 0]).all())
 
 
-# Between the pushes of one sender
-
-
 def test_a_short_push_overtakes_a_long_one_of_the_same_sender(world: FlowWorld) -> None:
     written = WrittenBytes()
     with contextlib.closing(sender_of(world, written)) as sender:
@@ -217,9 +210,6 @@ def test_a_short_push_overtakes_a_long_one_of_the_same_sender(world: FlowWorld) 
     # A turn of the long one, and what was under way.
     assert written.before_the_end_of(short.transfer_id, long.transfer_id) <= 12 * MIB
     assert written.of(long.transfer_id) == 32 * MIB
-
-
-# Between senders
 
 
 def test_a_sender_that_stands_still_holds_up_no_other(world: FlowWorld) -> None:
@@ -379,9 +369,6 @@ def test_the_credit_of_a_killed_sender_comes_home(name: str, nursery: PeerNurser
             assert isinstance(world.landed.wait(ticket), TransferReleased)
         wait_until(lambda: world.receiver.flow().held_bytes == 0, "its credit is home")
         assert world.receiver.flow().leased_block_count == 0
-
-
-# Between receivers
 
 
 @pytest.mark.parametrize("credit_bytes", [128 * MIB, MIB])

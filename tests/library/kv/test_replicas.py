@@ -33,22 +33,18 @@ class _ReplicasBench:
         return self.store.open(key, _LAYOUT, max(1, 4 * block_count), 60.0)
 
     def mark(self, ticket: Ticket, first: int, end: int) -> None:
-        """The owner marks blocks [first, end)."""
         self.receiver.tell(TransferMarked(ticket.transfer_id, end, token_note(range(4 * first, 4 * end))))
         self.store.check_integrity()
 
     def end(self, ticket: Ticket, *, given_up: bool = False) -> None:
-        """The owner's push has ended."""
         self.receiver.tell(TransferReleased(ticket.transfer_id, "gone", given_up))
         self.store.check_integrity()
 
     def landing(self, token_count: int) -> Ticket:
-        """A ticket of an engine."""
         blocks = tuple(range(-(-token_count // 4)))
         return Ticket(bytes([token_count] * 16), bytes(16), 2, (), blocks, token_count, 60.0, _LAYOUT)
 
     def used_blocks(self) -> int:
-        """Blocks that are not free."""
         return self.store.usage().used_bytes // _LAYOUT.block_bytes
 
     def _receiver(self, listener: LandingListener) -> Mock:

@@ -164,8 +164,6 @@ def test_the_receiver_says_whether_a_transfer_is_verified_and_it_lands_either_wa
     digested = threading.Event()
 
     class Seen:
-        """Notes that it was given bytes."""
-
         def __init__(self) -> None:
             self._digest: Digest = xxh3()
 

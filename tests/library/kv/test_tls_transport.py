@@ -145,9 +145,6 @@ def tapped(address: str) -> Iterator[tuple[str, bytearray]]:
         yield f"127.0.0.1:{listening.getsockname()[1]}", seen
 
 
-# Who is let in
-
-
 @pytest.mark.parametrize("kind", ["tls", "tcp"])
 def test_nobody_on_the_way_reads_a_push_as_over_plain_tcp(files: TlsFiles, kind: str) -> None:
     transport = make_transports((kind,), tls=files)[0]
@@ -211,8 +208,6 @@ def test_replaced_files_are_used_by_the_next_connection(
 
 
 class CountedTls(TlsTransport):
-    """Counts its connections."""
-
     connections = 0
 
     def connect(self, *arguments: Any) -> Any:
@@ -308,9 +303,6 @@ def test_a_handshake_that_trickles_in_has_a_time_limit(files: TlsFiles) -> None:
                 slow.sendall(next(pieces))
 
 
-# Files
-
-
 def test_each_bad_file_is_named(files: TlsFiles, stranger: TlsFiles, tmp_path: Path) -> None:
     locked = tmp_path / "locked.key"
     encrypt = ("openssl", "pkey", "-in", files.key, "-aes256", "-passout", "pass:secret", "-out", str(locked))
@@ -331,9 +323,6 @@ def test_each_bad_file_is_named(files: TlsFiles, stranger: TlsFiles, tmp_path: P
 def test_tls_without_files_says_what_is_missing() -> None:
     with pytest.raises(ConfigError, match="tls needs kv_tls_cert"):
         make_transports(("tls",))
-
-
-# The end of a peer that keeps its connection
 
 
 @pytest.mark.parametrize("sent_first", [0, 7])

@@ -54,9 +54,6 @@ SEQUENCES = 300
 """Of about eight frames each, which are well formed and say what they like."""
 
 
-# Versions
-
-
 def test_two_sides_use_the_newest_version_that_both_speak() -> None:
     assert unpack_hello(Hello(7).pack()) == Hello(7, False, VERSION)
     assert unpack_hello(Hello(7, True, 200).pack()) == Hello(7, True, VERSION)
@@ -135,9 +132,6 @@ def test_an_open_push_to_a_receiver_of_the_former_version_fails_and_names_why(
         assert [_frame(peer)[0].kind for _ in range(2)] == [Kind.OPEN, Kind.END]
         peer.send(Header(Kind.ACCEPTED, plain.transfer_id))
         assert isinstance(scripted.pushed.wait(plain), PushAccepted)
-
-
-# What a mark says
 
 
 def test_a_mark_is_behind_its_blocks_with_the_digest_of_all_before(tmp_path: Path, nothing_left: None) -> None:
@@ -264,9 +258,6 @@ def test_a_mark_within_the_next_write_of_a_frozen_sender_stands(
     assert (receiver.pool.memory[:, 0] == content[:, 0]).all()
 
 
-# Credit
-
-
 def test_what_an_open_transfer_did_not_use_is_not_expected_any_more(
     receiver: KvReceiver, landed: Recorder, stranger: Stranger, content: np.ndarray
 ) -> None:
@@ -292,9 +283,6 @@ def test_what_an_open_transfer_did_not_use_is_not_expected_any_more(
         landed.wait(ticket)
         wait_until(lambda: due_bytes() == 0, "nothing is expected")
         receiver.check_integrity()
-
-
-# Garbage
 
 
 def test_an_extension_of_the_wrong_size_cannot_be_a_frame() -> None:

@@ -28,7 +28,6 @@ class Lender:
         self._processes: list[EngineProcess] = []
 
     def lend(self) -> EngineProcess:
-        """A process whose last engine is closed."""
         for process in self._processes:
             if process.is_alive and process.is_free:
                 return process
@@ -61,7 +60,6 @@ class Lender:
         return process
 
     def close(self) -> None:
-        """Ends the processes."""
         for process in self._processes:
             process.close()
 

@@ -36,8 +36,6 @@ _BLOCKS = 60
 
 
 class _VllmEngines:
-    """Engines of a test, closed at its end."""
-
     def __init__(self, prefills: Any, decodes: Any, folder: Path, stack: ExitStack) -> None:
         self._prefills = prefills
         self._decodes = decodes
