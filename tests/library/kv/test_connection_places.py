@@ -16,7 +16,6 @@ from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import xxh3
 from kaveri.kv.transfer.landing import PoolLanding
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
-from kaveri.kv.transfer.sender import KvSender, PushAccepted
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transfer.transport import Transport
 from kaveri.kv.transports import make_transports, socket_listener
@@ -24,10 +23,8 @@ from kaveri.kv.transports.frames import Header, Kind
 from kaveri.kv.transports.shm import ShmTransport
 from kaveri.kv.transports.socket import SocketTransport
 from kaveri.testing.transport_peer import WAIT_S, Recorder, fill_pool, wait_until
-from tests.library.kv.kv_pair import push, release
-from tests.library.kv.kv_stranger import EPOCH, LAYOUT, Stranger, content, nothing_left, require_lands
-
-__all__ = ["content", "nothing_left"]
+from tests.library.kv.kv_pair import release, require_lands
+from tests.library.kv.kv_stranger import EPOCH, LAYOUT, Stranger, require_landing
 
 LIMIT = 4
 _MAKERS: dict[str, Callable[[], Transport]] = {
@@ -64,16 +61,8 @@ class ReceiverWithSenders:
         return stranger
 
     def push(self) -> None:
-        source, pushed = KvPool(LAYOUT, 4), Recorder()
-        fill_pool(source, 1)
-        ticket = self.receiver.grant([7, 0], 8, 60.0)
-        transports = make_transports((self.receiver.endpoints[0].transport,))
-        with contextlib.closing(KvSender(source, pushed, transports=transports)) as sender:
-            push(sender, ticket, [2, 3])
-            event = pushed.wait(ticket)
-            assert isinstance(event, PushAccepted), event
-        assert isinstance(self.landed.wait(ticket), TransferLanded)
-        assert (self.receiver.pool.memory[:, [7, 0]] == source.memory[:, [2, 3]]).all()
+        (transport,) = make_transports((self.receiver.endpoints[0].transport,))
+        require_lands(self.receiver, self.landed, transport)
 
 
 MakePlace = Callable[[Transport], ReceiverWithSenders]
@@ -107,7 +96,7 @@ def test_a_new_connection_takes_the_place_of_the_oldest_stranger(make_place: Mak
     strangers = [place.greet() for _ in range(LIMIT)]
     place.greet()
     strangers[0].require_closed()
-    require_lands(place.receiver, place.landed, strangers[1], content)
+    require_landing(place.receiver, place.landed, strangers[1], content)
 
 
 def test_senders_that_have_shown_a_ticket_keep_their_places_however_many_strangers_come(
@@ -116,11 +105,11 @@ def test_senders_that_have_shown_a_ticket_keep_their_places_however_many_strange
     place = make_place(_MAKERS["tcp"]())
     known = [place.greet() for _ in range(LIMIT - 1)]
     for sender in known:
-        require_lands(place.receiver, place.landed, sender, content)
+        require_landing(place.receiver, place.landed, sender, content)
     for _ in range(3 * LIMIT):
         place.greet()
     for sender in known:
-        require_lands(place.receiver, place.landed, sender, content)
+        require_landing(place.receiver, place.landed, sender, content)
 
 
 def test_a_wrong_secret_is_no_ticket(make_place: MakePlace) -> None:
@@ -154,7 +143,7 @@ def test_a_stranger_is_sent_away_in_time_and_an_idle_sender_is_not(
 ) -> None:
     place = make_place(_MAKERS["tcp"]())
     known = place.greet()
-    require_lands(place.receiver, place.landed, known, content)
+    require_landing(place.receiver, place.landed, known, content)
     monkeypatch.setattr(socket_listener, "_TICKET_WITHIN_S", 0.2)
     stranger = place.greet()
     stranger.socket.settimeout(0.01 if is_talking else WAIT_S)
@@ -168,7 +157,7 @@ def test_a_stranger_is_sent_away_in_time_and_an_idle_sender_is_not(
 
     with contextlib.suppress(ConnectionError):
         wait_until(is_sent_away, "the stranger is sent away")
-    require_lands(place.receiver, place.landed, known, content)
+    require_landing(place.receiver, place.landed, known, content)
 
 
 @pytest.mark.parametrize("kind", _MAKERS)
@@ -221,7 +210,7 @@ def test_transfers_of_an_idle_sender_that_were_ended_here_leave_nothing(
         assert isinstance(place.landed.wait(ticket), TransferReleased)
     # Its thread may be at the last one still.
     wait_until(lambda: _landings(place.receiver) == 0, "nothing is left of them")
-    require_lands(place.receiver, place.landed, sender, content)
+    require_landing(place.receiver, place.landed, sender, content)
 
 
 def test_a_transfer_that_is_revoked_while_it_is_being_opened_leaves_nothing(

@@ -34,19 +34,7 @@ from kaveri.kv.transports.frames import (
 )
 from kaveri.testing.transport_peer import Recorder, wait_until
 from tests.library.kv.kv_pair import failure
-from tests.library.kv.kv_stranger import (
-    EPOCH,
-    LAYOUT,
-    Stranger,
-    content,
-    landed,
-    nothing_left,
-    receiver,
-    require_lands,
-    stranger,
-)
-
-__all__ = ["content", "landed", "nothing_left", "receiver", "stranger"]
+from tests.library.kv.kv_stranger import EPOCH, LAYOUT, Stranger, require_landing
 
 FUZZ_ROUNDS = 900
 """Of three mutated frames each."""
@@ -81,7 +69,7 @@ def test_a_sender_of_the_former_version_is_served_but_for_open_transfers(
         assert "no open transfers" in reason
         # At once: the blocks do not wait for the end of the ticket.
         assert landed.wait(ticket) == TransferReleased(ticket.transfer_id, reason)
-        require_lands(receiver, landed, former, content)
+        require_landing(receiver, landed, former, content)
 
 
 class Scripted:
@@ -180,6 +168,7 @@ def test_extensions_that_leave_blocks_out_end_the_push(tmp_path: Path, nothing_l
         ([("layer 0", 0, 2), ("mark", 1)], "behind 0 marked and 0 there"),
         ([("data", 0, 1), ("wrong mark", 1)], "wrong digest"),
         ([("data", 0, 1), ("mark", 1), ("data", 2, 3)], "block 2 came where block 1 was due"),
+        ([("data", 0, 1), ("data", 0, 1)], "block 0 came where block 1 was due"),
         ([("data", 0, 1), ("mark", 1), ("data", 1, 4)], "block 3 of 3"),
         ([("data", 0, 1), ("mark", 1), ("layer 0", 1, 2), ("end",)], "1 layers are incomplete"),
     ],
@@ -218,7 +207,7 @@ def test_a_mark_that_lies_and_blocks_outside_the_grant_end_their_transfer_only(
     event = landed.wait(ticket)
     assert event == TransferReleased(ticket.transfer_id, answer[2], False)
     assert len(landed.steps.get(ticket.transfer_id, ())) == kept_count
-    require_lands(receiver, landed, stranger, content)
+    require_landing(receiver, landed, stranger, content)
 
 
 def test_an_ordinary_transfer_is_not_marked(receiver: KvReceiver, landed: Recorder, stranger: Stranger) -> None:
@@ -235,7 +224,7 @@ def test_a_mark_of_a_foreign_transfer_is_refused_and_changes_nothing(
     ticket = receiver.grant([0], 4, 30.0, is_open=True)
     stranger.send(Header(Kind.MARK, ticket.transfer_id, block_count=1))
     assert stranger.answer() == (Kind.REJECTED, ticket.transfer_id, "no such transfer on this connection")
-    require_lands(receiver, landed, stranger, content)
+    require_landing(receiver, landed, stranger, content)
     stranger.open(ticket)
     stranger.send(Header(Kind.ABORT, ticket.transfer_id))
     assert landed.wait(ticket) == TransferReleased(ticket.transfer_id, "the sender gave up", given_up=True)
@@ -337,7 +326,7 @@ def test_no_mutated_mark_breaks_a_receiver_or_moves_a_mark(
     honest = Stranger.at(receiver.endpoints[0])
     with honest.socket:
         honest.greet()
-        require_lands(receiver, landed, honest, content)
+        require_landing(receiver, landed, honest, content)
 
 
 def _drawn_frames(chance: random.Random, ticket: Ticket, content: np.ndarray) -> Iterator[bytes]:
@@ -405,7 +394,7 @@ def test_no_sequence_of_frames_breaks_a_receiver_or_moves_a_mark_back(
     honest = Stranger.at(receiver.endpoints[0])
     with honest.socket:
         honest.greet()
-        require_lands(receiver, landed, honest, content)
+        require_landing(receiver, landed, honest, content)
 
 
 def test_no_mutated_answer_breaks_a_sender(tmp_path: Path, nothing_left: None) -> None:
