@@ -1,17 +1,33 @@
 """A push from a sender to a receiver in one process, and how it ends."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.digest import xxh3
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Transport
 from kaveri.kv.transports import make_transports
 from kaveri.testing.transport_peer import Recorder, fill_pool
+
+
+class HookedDigest:
+    """An xxh3 that passes each piece to on_update first."""
+
+    def __init__(self, on_update: Callable[[memoryview], object]) -> None:
+        self._on_update = on_update
+        self._digest = xxh3()
+
+    def update(self, data: memoryview, /) -> None:
+        self._on_update(data)
+        self._digest.update(data)
+
+    def intdigest(self) -> int:
+        return self._digest.intdigest()
 
 
 @dataclass

@@ -98,3 +98,11 @@ def require_landing(receiver: KvReceiver, landed: Recorder, stranger: Stranger, 
     assert stranger.answer() == (Kind.ACCEPTED, ticket.transfer_id, "")
     assert isinstance(landed.wait(ticket), TransferLanded)
     assert (receiver.pool.memory[:, [6, 2, 3]] == content).all()
+
+
+def require_honest_lands(receiver: KvReceiver, landed: Recorder, content: np.ndarray) -> None:
+    """A new sender that keeps the rules is served."""
+    honest = Stranger.at(receiver.endpoints[0])
+    with honest.socket:
+        honest.greet()
+        require_landing(receiver, landed, honest, content)

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from unittest.mock import Mock
 
 import numpy as np
@@ -19,7 +20,6 @@ from kaveri.engine.settings import EngineSettings
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.digest import xxh3
 from kaveri.kv.transfer.receiver import KvReceiver, TransferReleased
 from kaveri.kv.transfer.sender import PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint
@@ -29,7 +29,7 @@ from kaveri.kv.transports.extra import collective
 from kaveri.kv.transports.extra.collective import _BUFFER_COUNT, _MESSAGE_BYTES, CollectiveLink, CollectiveTransport
 from kaveri.kv.transports.frames import HELLO_BYTES, Header, Hello, Kind, unpack_hello
 from kaveri.testing.transport_peer import WAIT_S, PeerNursery, Recorder, wait_until
-from tests.library.kv.kv_pair import failure, kv_pair, push, receiving, release, require_lands, sending
+from tests.library.kv.kv_pair import HookedDigest, failure, kv_pair, push, receiving, release, require_lands, sending
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 LARGE_LAYOUT = KvLayout("m", 2, block_tokens=64, kv_head_count=4, head_dim=128, dtype="float32")
@@ -114,31 +114,18 @@ def test_a_stranger_that_does_not_join_the_pair_holds_nobody_up(receiver: KvRece
 
 def test_a_sender_whose_receiver_takes_nothing_gives_its_blocks_back_and_reads_no_more() -> None:
     source, target = KvPool(LARGE_LAYOUT, 64), KvPool(LARGE_LAYOUT, 64)
-    takes = threading.Event()
+    takes, read_bytes = threading.Event(), list[int]()
 
-    class StalledDigest:
-        """A digest that takes nothing before it may."""
-
-        def __init__(self) -> None:
-            self._digest = xxh3()
-
-        def update(self, data: memoryview, /) -> None:
-            assert takes.wait(WAIT_S)
-            self._digest.update(data)
-
-        def intdigest(self) -> int:
-            return self._digest.intdigest()
-
-    read_bytes: list[int] = []
-
-    class Counted(StalledDigest):
-        def update(self, data: memoryview, /) -> None:
-            read_bytes.append(len(data))
+    def wait(_: memoryview) -> None:
+        assert takes.wait(WAIT_S)
 
     transports = make_transports(("gloo",))
     with (
-        receiving(target, ANYWHERE, transports=transports, digest=StalledDigest) as (receiver, landed),
-        sending(source, transports, digest=Counted) as (sender, pushed),
+        receiving(target, ANYWHERE, transports=transports, digest=partial(HookedDigest, wait)) as (receiver, landed),
+        sending(source, transports, digest=partial(HookedDigest, lambda data: read_bytes.append(len(data)))) as (
+            sender,
+            pushed,
+        ),
     ):
         ticket = receiver.grant(range(64), 64, 60.0)
         push(sender, ticket, list(range(64)))

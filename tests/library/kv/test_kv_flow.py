@@ -27,6 +27,7 @@ from kaveri.testing.transport_peer import (
     wait_until,
 )
 from kaveri.testing.transport_world import PEER_BLOCKS, PEER_LAYOUT, TransportWorld
+from tests.library.kv.kv_pair import HookedDigest
 from tests.library.kv.kv_pair import push as push_all
 
 LAYOUT = KvLayout("flow", 8, block_tokens=16, kv_head_count=8, head_dim=64, dtype="float32")
@@ -84,28 +85,20 @@ class SmallCreditWorld(FlowWorld):
     credit_bytes = 8 * LAYOUT.block_bytes
 
 
-class SlowDigest:
-    """Takes nothing in of blocks that begin with SLOW_BYTE until `go` is set: a receiving thread that stands still."""
+SLOW_BYTE = 0xAA
+GO = threading.Event()
 
-    SLOW_BYTE = 0xAA
-    go = threading.Event()
 
-    def __init__(self) -> None:
-        self._digest: Digest = xxh3()
-
-    def update(self, data: memoryview, /) -> None:
-        if data[0] == self.SLOW_BYTE:
-            assert SlowDigest.go.wait(WAIT_S)
-        self._digest.update(data)
-
-    def intdigest(self) -> int:
-        return self._digest.intdigest()
+def stand_still(data: memoryview) -> None:
+    """A receiving thread takes in no block that begins with SLOW_BYTE until GO is set."""
+    if data[0] == SLOW_BYTE:
+        assert GO.wait(WAIT_S)
 
 
 class SlowWorld(FlowWorld):
     """Its receiver stands still in the middle of certain transfers."""
 
-    digest = SlowDigest
+    digest = partial(HookedDigest, stand_still)
 
 
 @contextlib.contextmanager
@@ -230,9 +223,9 @@ def test_a_sender_that_stands_still_holds_up_no_other(world: FlowWorld) -> None:
 def test_a_flood_that_is_taken_in_slowly_holds_up_no_other_sender_and_stays_in_its_window(
     name: str, tmp_path: Path
 ) -> None:
-    SlowDigest.go.clear()
+    GO.clear()
     with open_world(SlowWorld, name, tmp_path) as world, contextlib.closing(sender_of(world)) as flooding:
-        world.source.memory[:, :LONG_BLOCKS, 0] = SlowDigest.SLOW_BYTE
+        world.source.memory[:, :LONG_BLOCKS, 0] = SLOW_BYTE
         world.source.memory[:, LONG_BLOCKS:, 0] = 1
         flood, short = (world.grant(LONG_BLOCKS), list(range(LONG_BLOCKS))), (world.grant(SHORT_BLOCKS), [70, 79])
         world.push(*flood, flooding)
@@ -243,7 +236,7 @@ def test_a_flood_that_is_taken_in_slowly_holds_up_no_other_sender_and_stays_in_i
         (peer,) = flooding.flow().peers
         assert peer.unaccepted_bytes <= world.receiver.flow().window_bytes
         assert world.receiver.flow().held_bytes <= 128 * MIB
-        SlowDigest.go.set()
+        GO.set()
         world.expect_landed(flood, short)
 
 

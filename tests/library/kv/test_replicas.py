@@ -9,7 +9,7 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.notes import token_note
 from kaveri.kv.replicas.replicas import Replicas
 from kaveri.kv.replicas.store import ReplicaDropped, ReplicaEvent, ReplicaGrew, ReplicaKey, ReplicaOrphaned
-from kaveri.kv.transfer.push import PushAccepted, PushFailed, PushListener
+from kaveri.kv.transfer.push import PushFailed, PushListener
 from kaveri.kv.transfer.receiver import KvReceiver, LandingListener, TransferLanded, TransferMarked, TransferReleased
 from kaveri.kv.transfer.sender import KvSender
 from kaveri.kv.transfer.ticket import Ticket
@@ -95,17 +95,6 @@ def test_blocks_of_a_dropped_replica_wait_for_all_that_touches_them() -> None:
     assert bench.used_blocks() == 0
     assert isinstance(push.exception(), TransferFailed)
     assert bench.events == [ReplicaGrew(_KEY, 8)]
-
-
-def test_push_that_was_accepted_leaves_the_replica() -> None:
-    bench = _ReplicasBench()
-    ticket = bench.open(2)
-    bench.mark(ticket, 0, 2)
-    landing = bench.landing(4)
-    push = bench.store.push(_KEY, landing)
-    bench.sender.tell(PushAccepted(landing.transfer_id, 1, "test"))
-    assert push.result(0) is None
-    assert bench.store.watermark(_KEY) == 8
 
 
 def test_push_that_its_owner_has_ended_in_order_leaves_an_orphan() -> None:

@@ -7,6 +7,7 @@ import gc
 import os
 import socket
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool, SharedMemory
-from kaveri.kv.transfer.digest import Digest, Digests, xxh3
+from kaveri.kv.transfer.digest import Digests
 from kaveri.kv.transfer.receiver import TransferLanded
 from kaveri.kv.transfer.sender import PushAccepted
 from kaveri.kv.transfer.ticket import KvEndpoint
@@ -24,7 +25,7 @@ from kaveri.kv.transports import make_transports, transport_names
 from kaveri.kv.transports.shm import ShmTransport
 from kaveri.kv.transports.stream import ByteStream
 from kaveri.testing.transport_peer import fill_pool
-from tests.library.kv.kv_pair import failure, kv_pair, push, receiving, sending
+from tests.library.kv.kv_pair import HookedDigest, failure, kv_pair, push, receiving, sending
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 
@@ -157,25 +158,13 @@ def test_the_receiver_says_whether_a_transfer_is_verified_and_it_lands_either_wa
     tmp_path: Path, digests: Digests, transport: str, is_verified: bool
 ) -> None:
     digested = threading.Event()
-
-    class Seen:
-        def __init__(self) -> None:
-            self._digest: Digest = xxh3()
-
-        def update(self, data: memoryview, /) -> None:
-            digested.set()
-            self._digest.update(data)
-
-        def intdigest(self) -> int:
-            return self._digest.intdigest()
-
     source, target = KvPool(LAYOUT, 4), KvPool(LAYOUT, 8)
     fill_pool(source, 1)
     listen = KvEndpoint(transport, "127.0.0.1:0" if transport == "tcp" else str(tmp_path / "kv.sock"))
     spoken = make_transports((transport,))
     with (
         receiving(target, listen, transports=spoken, digests=digests) as (receiver, _),
-        sending(source, spoken, digest=Seen) as (sender, pushed),
+        sending(source, spoken, digest=partial(HookedDigest, lambda _: digested.set())) as (sender, pushed),
     ):
         ticket = receiver.grant([6, 2], 8, 60.0)
         push(sender, ticket, [1, 3])

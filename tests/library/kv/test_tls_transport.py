@@ -55,6 +55,11 @@ def expired(authority: Authority) -> TlsFiles:
     return authority.certify("expired", days=-1)
 
 
+@pytest.fixture(scope="module")
+def misnamed(authority: Authority) -> TlsFiles:
+    return authority.certify("misnamed", dns="other-cluster")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def files(authority: Authority) -> Iterator[TlsFiles]:
     files = authority.certify("instance")
@@ -138,41 +143,41 @@ def test_nobody_on_the_way_reads_a_push_as_over_plain_tcp(files: TlsFiles, kind:
 
 
 @pytest.mark.parametrize("refusing", ["receiver", "sender"])
-@pytest.mark.parametrize("trouble", ["stranger", "expired"])
-def test_a_certificate_of_another_authority_or_time_is_refused(
-    files: TlsFiles, trouble: str, refusing: str, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("trouble", "words", "alert"),
+    [
+        ("stranger", "the peer's certificate: unable to get local issuer certificate", "unknown ca"),
+        ("expired", "the peer's certificate: certificate has expired", "expired"),
+        # It asks for our name, and carries another.
+        ("misnamed", "the peer's certificate does not carry the name kaveri", None),
+    ],
+)
+def test_a_certificate_of_another_authority_time_or_cluster_is_refused(
+    files: TlsFiles,
+    trouble: str,
+    words: str,
+    alert: str | None,
+    refusing: str,
+    request: pytest.FixtureRequest,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     bad = request.getfixturevalue(trouble)
     # Both trust the same authority; one shows what that has not signed, or not for now.
-    bad = TlsFiles(bad.certificate, bad.key, files.authority)
+    bad = TlsFiles(bad.certificate, bad.key, files.authority, files.name)
     sender, owner = (bad, files) if refusing == "receiver" else (files, bad)
-    words = "certificate has expired" if trouble == "expired" else "unable to get local issuer certificate"
     with listening_with(TlsTransport(owner)) as (receiver, landed):
         reason = refusal(TlsTransport(sender), receiver)
         if refusing == "sender":
-            assert f"the peer's certificate: {words}" in reason
+            assert words in reason
         else:
-            assert "the peer refused this side" in reason
-            assert ("expired" if trouble == "expired" else "unknown ca") in reason
+            assert alert is None or ("the peer refused this side" in reason and alert in reason)
             require_lands(receiver, landed, TlsTransport(files))
     logged = capfd.readouterr().out
     assert "kv_connection_ended" in logged
-    assert (words if refusing == "receiver" else "the peer refused this side") in logged
-
-
-@pytest.mark.parametrize("refusing", ["receiver", "sender"])
-def test_a_certificate_of_another_cluster_is_refused(
-    files: TlsFiles, authority: Authority, refusing: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    # It asks for our name, and carries another.
-    bad = replace(authority.certify("misnamed", dns="other-cluster"), name=files.name)
-    sender, owner = (bad, files) if refusing == "receiver" else (files, bad)
-    with listening_with(TlsTransport(owner)) as (receiver, landed):
-        reason = refusal(TlsTransport(sender), receiver)
-        if refusing == "receiver":
-            require_lands(receiver, landed, TlsTransport(files))
-    said = capfd.readouterr().out if refusing == "receiver" else reason
-    assert f"the peer's certificate does not carry the name {files.name}" in said
+    if refusing == "receiver":
+        assert words in logged
+    else:
+        assert alert is None or "the peer refused this side" in logged
 
 
 def test_replaced_files_are_used_by_the_next_connection(

@@ -34,7 +34,7 @@ from kaveri.kv.transports.frames import (
 )
 from kaveri.testing.transport_peer import Recorder, wait_until
 from tests.library.kv.kv_pair import failure
-from tests.library.kv.kv_stranger import EPOCH, LAYOUT, Stranger, require_landing
+from tests.library.kv.kv_stranger import EPOCH, LAYOUT, Stranger, require_honest_lands, require_landing
 
 FUZZ_ROUNDS = 900
 """Of three mutated frames each."""
@@ -323,10 +323,7 @@ def test_no_mutated_mark_breaks_a_receiver_or_moves_a_mark(
         landed.wait(ticket)
         assert all(step.block_count == 1 for step in landed.steps.get(ticket.transfer_id, ()))
         receiver.check_integrity()
-    honest = Stranger.at(receiver.endpoints[0])
-    with honest.socket:
-        honest.greet()
-        require_landing(receiver, landed, honest, content)
+    require_honest_lands(receiver, landed, content)
 
 
 def _drawn_frames(chance: random.Random, ticket: Ticket, content: np.ndarray) -> Iterator[bytes]:
@@ -391,10 +388,7 @@ def test_no_sequence_of_frames_breaks_a_receiver_or_moves_a_mark_back(
         assert (receiver.pool.memory[:, [2, 3, 5, 6, 7]] == before).all(), "a block outside the grant was written"
         receiver.check_integrity()
     assert kept, "no sequence was right for long enough"
-    honest = Stranger.at(receiver.endpoints[0])
-    with honest.socket:
-        honest.greet()
-        require_landing(receiver, landed, honest, content)
+    require_honest_lands(receiver, landed, content)
 
 
 def test_no_mutated_answer_breaks_a_sender(tmp_path: Path, nothing_left: None) -> None:
