@@ -266,30 +266,3 @@ async def test_answers_equal_one_plain_engine_over_every_other_transport_when_de
         pytest.skip("no openssl command to make certificates with")
     asked = asked_of(architecture).only(FEWER_LENGTHS)
     await check_exactness(architecture, asked, transport, TIGHT_BLOCKS, cancel_count=40, transport_folder=tmp_path)
-
-
-@pytest.mark.timeout(600)
-async def test_answers_equal_one_plain_engine_when_decode_preempts(tmp_path: Path) -> None:
-    folder = make_model(tmp_path, "llama")
-    prompts = [prompt[:900] for prompt in make_prompts(seed=2)]
-    params = make_params(len(prompts), ANSWER_TOKENS)
-    expected = bare_vllm_answers(folder, prompts, params, max_num_batched_tokens=CHUNK_TOKENS)
-    chunks = ("--chunk-tokens", str(CHUNK_TOKENS))
-    tight = ("--kv-cache-memory", pool_bytes("llama", TIGHT_BLOCKS))
-    async with (
-        run_cluster(
-            model=str(folder),
-            engine="vllm",
-            dtype="float32",
-            prefill_count=1,
-            decode_count=2,
-            kv_cache_memory=pool_bytes("llama", ROOMY_BLOCKS),
-            prefill_flags=chunks,
-            decode_flags=(*chunks, *tight),
-            start_timeout_s=300.0,
-        ) as cluster,
-        AsyncClient(cluster.target) as client,
-    ):
-        require_equal(await ask_all(client, prompts, params), expected, prompts)
-        assert count_in_logs(cluster, r'"preemptions": (\d+)') > 0
-        await all_free(cluster)

@@ -27,7 +27,7 @@ from kaveri.errors import ConfigError, EngineError, InvalidArgument
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.sender import KvSender
 from kaveri.kv.transports import make_transports
-from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
+from kaveri.testing.engine_recorder import SOON_S, wait_until_free
 from tests.library.engine.stepwise_bench import (
     MODEL,
     HeldRunner,
@@ -36,6 +36,7 @@ from tests.library.engine.stepwise_bench import (
     make_stepwise_request,
     start_recording,
 )
+from tests.support.engine_suite import start_adopting
 
 # When things break.
 
@@ -176,14 +177,7 @@ def test_request_without_a_first_token_fails_alone(bench: StepwiseBench, pushed:
 
 def test_request_without_a_next_token_fails_alone(bench: StepwiseBench) -> None:
     engine = bench.engine(_NoTokenRunner(14), receives=False)
-
-    def adopt(event: EngineEvent) -> None:
-        if isinstance(event, FirstToken):
-            engine.adopt(event.key)
-            engine.admit(event.key)
-
-    recorder = EngineRecorder(on_event=adopt)
-    engine.start(recorder)
+    recorder = start_adopting(engine)
     unlucky, other = _unlucky(10), make_stepwise_request("other", 30, 9)
     for request in (unlucky, other):
         engine.prefill(request)
