@@ -109,6 +109,16 @@ async def run_cluster(**settings: Any) -> AsyncIterator[LocalCluster]:
     assert not left, f"processes left behind: {left}"
 
 
+def run_vllm_cluster(model: Path, **settings: Any) -> contextlib.AbstractAsyncContextManager[LocalCluster]:
+    """A cluster on vLLM in float32."""
+    given = {"model": str(model), "engine": "vllm", "dtype": "float32", "start_timeout_s": 600.0}
+    return run_cluster(**given | settings)
+
+
+def all_blocks_free(view: ClusterView) -> bool:
+    return all(status.load.free_blocks == status.load.total_blocks for status in view.instances.values())
+
+
 def _report(line: str) -> None:
     # With the time, so that a test that took too long shows where.
     print(f"{time.strftime('%X')} {line}", file=sys.stderr)

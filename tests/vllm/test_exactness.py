@@ -16,7 +16,7 @@ from kaveri import AsyncClient, Completion, SamplingParams, ServerTiming
 from kaveri.domain.view import ClusterView, Role
 from tests.support.bare_vllm import bare_vllm_answers
 from tests.support.certificates import Authority
-from tests.support.local_cluster import LocalCluster, run_cluster
+from tests.support.local_cluster import LocalCluster, run_vllm_cluster
 from tests.support.tiny_models import make_tiny_model
 
 VOCAB_SIZE = 320
@@ -211,14 +211,11 @@ async def check_exactness(
     flags = {name: (*chunks, *more) for name, more in transport_flags(transport, transport_folder).items()}
     flags["decode_flags"] += ("--kv-cache-memory", pool_bytes(architecture, decode_blocks))
     async with (
-        run_cluster(
-            model=str(asked.folder),
-            engine="vllm",
-            dtype="float32",
+        run_vllm_cluster(
+            asked.folder,
             prefill_count=1,
             decode_count=2,
             kv_cache_memory=pool_bytes(architecture, ROOMY_BLOCKS),
-            start_timeout_s=300.0,
             **flags,
         ) as cluster,
         AsyncClient(cluster.target) as client,

@@ -18,7 +18,7 @@ from kaveri import AsyncClient, Completion, SamplingParams, ServerTiming
 from kaveri.domain.view import ClusterView, Role
 from kaveri.errors import Unavailable
 from tests.support.bare_vllm import bare_vllm_answers
-from tests.support.local_cluster import LocalCluster, run_cluster
+from tests.support.local_cluster import LocalCluster, run_vllm_cluster
 from tests.support.tiny_models import make_tiny_model
 
 VOCAB_SIZE = 320
@@ -78,10 +78,8 @@ def asked(folder: Path) -> Mapping[str, UncachedPrompts]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(folder: Path) -> AsyncIterator[LocalCluster]:
     """Two and two instances; every test leaves all of them alive and all blocks free."""
-    async with run_cluster(
-        model=str(folder),
-        engine="vllm",
-        dtype="float32",
+    async with run_vllm_cluster(
+        folder,
         prefill_count=2,
         decode_count=2,
         kv_cache_memory="32MiB",

