@@ -222,35 +222,6 @@ def test_half_precision_runs_and_its_logits_stay_near_float32(
         assert values[0] == pytest.approx(values[1], abs=0.25)
 
 
-def test_sequence_recomputed_after_preemption_goes_on_with_the_same_tokens(
-    device: str, model_folders: dict[str, Path]
-) -> None:
-    driver = BatchDriver(new_runner(model_folders["qwen3"], device), seed=4)
-    for params in (GREEDY, ResolvedParams(temperature=0.9, top_p=0.95, seed=77)):
-        (prompt,) = prompts(10, [50])
-        whole = RunSequence(prompt, params)
-        driver.finish([whole], 30)
-        resumed = RunSequence(prompt, params, answer=whole.answer[:11])
-        driver.finish([resumed], 30)
-        assert resumed.answer == whole.answer
-
-
-def test_sampled_tokens_depend_on_the_seed_and_not_on_the_batch(device: str, model_folders: dict[str, Path]) -> None:
-    driver = BatchDriver(new_runner(model_folders["llama"], device), seed=4)
-    params = [
-        ResolvedParams(temperature=1.0, seed=1),
-        ResolvedParams(temperature=0.7, top_p=0.9, seed=2),
-        ResolvedParams(temperature=1.3, top_k=12, seed=3),
-        GREEDY,
-    ]
-    together = [RunSequence(prompt, entry) for prompt, entry in zip(prompts(11, [7, 20, 41, 9]), params, strict=True)]
-    driver.finish(together, 16)
-    for one in together:
-        alone = RunSequence(one.prompt, one.params)
-        driver.finish([alone], 16)
-        assert alone.answer == one.answer, one.params
-
-
 @pytest.mark.parametrize("separate_memory", [False, True], ids=["in the pool", "in a copy as on a GPU"])
 def test_kv_copied_into_other_blocks_of_another_runner_goes_on_with_the_same_tokens(
     device: str, model_folders: dict[str, Path], separate_memory: bool

@@ -2,8 +2,6 @@
 letters as in kaveri.planner.pipeline_equations), and the M/D/1 queue of DistServe's section 3.1 (arXiv 2401.09670):
 average TTFT for prompts of one length, Poisson arrivals, first come first served, and one prompt in a step."""
 
-import math
-
 
 def token_machines(machines: int, prompt_s: float, token_s: float, new_tokens: float, streaming: float) -> float:
     """Equations 1 and 6: D_t = D N t / (m Y + N t), not rounded."""
@@ -30,5 +28,5 @@ def average_ttft_inter_op_s(rate_per_s: float, service_s: float, stages: int = 2
 
     For two stages that is the paper's D + R D^2 / (4 (2 - R D)).
     """
-    busy = rate_per_s * service_s / stages
-    return service_s + (rate_per_s * (service_s / stages) ** 2 / (2 * (1 - busy)) if busy < 1 else math.inf)
+    stage_s = service_s / stages
+    return service_s + rate_per_s * stage_s**2 / (2 * (1 - rate_per_s * stage_s))
