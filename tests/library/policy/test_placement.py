@@ -85,18 +85,6 @@ def test_decode_goes_to_a_ready_instance_with_room_whenever_there_is_one(
 
 
 @given(views(), st.sampled_from(list(PlacementPolicy)), st.integers(0, 2**32))
-def test_the_same_seed_makes_the_same_choice(view: ClusterView, policy: PlacementPolicy, seed: int) -> None:
-    def choose() -> tuple[ViewedInstance | None, ViewedInstance | None]:
-        rng = random.Random(seed)
-        nothing = UnconfirmedWork[str]()
-        return choose_prefill(view, MODEL, nothing, policy, rng), choose_decode(
-            view, MODEL, Demand(1), nothing, POWER_OF_TWO, rng
-        )
-
-    assert choose() == choose()
-
-
-@given(views(), st.sampled_from(list(PlacementPolicy)), st.integers(0, 2**32))
 def test_whoever_is_chosen_while_no_phase_is_missing_can_see_the_request_to_its_end(
     view: ClusterView, policy: PlacementPolicy, seed: int
 ) -> None:
@@ -127,15 +115,6 @@ def test_a_colocated_instance_needs_no_other_and_both_kinds_share_the_load() -> 
     assert chosen(prefill, colocated) == {"c0"}
 
 
-@given(st.lists(st.integers(0, 9), min_size=2, max_size=6), st.integers(0, 2**32))
-def test_power_of_two_never_takes_the_most_loaded_prefill_instance(loads: list[int], seed: int) -> None:
-    view = view_of(*(status(f"p{number}", queued_prefill_tokens=load) for number, load in enumerate(loads)))
-    chosen = choose_prefill(view, MODEL, UnconfirmedWork[str](), PlacementPolicy.POWER_OF_TWO, random.Random(seed))
-    assert chosen is not None
-    # Of any pair drawn, the worst of all can only be the better one when others are as bad.
-    assert chosen.load.queued_prefill_tokens < max(loads) or loads.count(max(loads)) > 1
-
-
 @given(st.integers(0, 2**32))
 def test_power_of_two_takes_the_better_decode_instance_of_its_two(seed: int) -> None:
     view = view_of(
@@ -144,14 +123,6 @@ def test_power_of_two_takes_the_better_decode_instance_of_its_two(seed: int) -> 
     )
     chosen = choose_decode(view, MODEL, Demand(1), UnconfirmedWork[str](), POWER_OF_TWO, random.Random(seed))
     assert chosen is view.instances["b"], "equal in requests; fewer tokens of context decide"
-
-
-def test_power_of_two_does_draw_every_pair() -> None:
-    view = view_of(*(status(f"p{number}", queued_prefill_tokens=number) for number in range(4)))
-    rng = random.Random(5)
-    nothing = UnconfirmedWork[str]()
-    chosen = [choose_prefill(view, MODEL, nothing, PlacementPolicy.POWER_OF_TWO, rng) for _ in range(200)]
-    assert {entry.record.instance_id for entry in chosen if entry} == {"p0", "p1", "p2"}
 
 
 def test_least_loaded_takes_the_least_and_round_robin_takes_turns() -> None:

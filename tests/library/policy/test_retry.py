@@ -127,16 +127,6 @@ def test_an_instance_that_had_done_its_part_need_not_rest() -> None:
     assert not state.failed(view_of(record()))
 
 
-def test_time_out_of_reach_counts_from_the_first_refusal_in_a_row() -> None:
-    state = RetryState()
-    for now_s in (0.0, 4.0, 8.0):
-        state = after(state, Setback.UNREACHED, now_s)
-    state = after(state, Setback.FULL, 9.0)
-    for now_s in (20.0, 25.0, 29.9):
-        state = after(state, Setback.UNREACHED, now_s)
-    assert after_setback(state, LIMITS, Setback.UNREACHED, record(), 30.0, 0.0) is None
-
-
 @pytest.mark.parametrize("odd_s", [math.nan, math.inf, -math.inf, -1.0, 1e300])
 def test_an_odd_delay_is_taken_for_the_longest(odd_s: float) -> None:
     state = after(RetryState(), Setback.FULL, retry_after_s=odd_s)
