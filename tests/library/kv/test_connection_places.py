@@ -74,6 +74,11 @@ def make_place(tmp_path: Path, nothing_left: None) -> Iterator[MakePlace]:
         yield lambda transport: ReceiverWithSenders(transport, tmp_path, stack)
 
 
+@pytest.fixture
+def place(make_place: MakePlace) -> ReceiverWithSenders:
+    return make_place(_MAKERS["tcp"]())
+
+
 def test_a_flood_of_silent_connections_keeps_no_sender_out(make_place: MakePlace) -> None:
     place = make_place(SocketTransport("tcp"))
     for number in range(300):
@@ -91,8 +96,9 @@ def test_strangers_keep_no_sender_out_of_any_transport(make_place: MakePlace, ki
     place.push()
 
 
-def test_a_new_connection_takes_the_place_of_the_oldest_stranger(make_place: MakePlace, content: np.ndarray) -> None:
-    place = make_place(_MAKERS["tcp"]())
+def test_a_new_connection_takes_the_place_of_the_oldest_stranger(
+    place: ReceiverWithSenders, content: np.ndarray
+) -> None:
     strangers = [place.greet() for _ in range(LIMIT)]
     place.greet()
     strangers[0].require_closed()
@@ -100,9 +106,8 @@ def test_a_new_connection_takes_the_place_of_the_oldest_stranger(make_place: Mak
 
 
 def test_senders_that_have_shown_a_ticket_keep_their_places_however_many_strangers_come(
-    make_place: MakePlace, content: np.ndarray
+    place: ReceiverWithSenders, content: np.ndarray
 ) -> None:
-    place = make_place(_MAKERS["tcp"]())
     known = [place.greet() for _ in range(LIMIT - 1)]
     for sender in known:
         require_landing(place.receiver, place.landed, sender, content)
@@ -112,8 +117,7 @@ def test_senders_that_have_shown_a_ticket_keep_their_places_however_many_strange
         require_landing(place.receiver, place.landed, sender, content)
 
 
-def test_a_wrong_secret_is_no_ticket(make_place: MakePlace) -> None:
-    place = make_place(_MAKERS["tcp"]())
+def test_a_wrong_secret_is_no_ticket(place: ReceiverWithSenders) -> None:
     strangers = [place.greet() for _ in range(LIMIT)]
     for stranger in strangers:
         ticket = place.receiver.grant([1], 4, 60.0)
@@ -123,8 +127,9 @@ def test_a_wrong_secret_is_no_ticket(make_place: MakePlace) -> None:
     strangers[0].require_closed()
 
 
-def test_a_ticket_of_another_life_is_refused_on_the_data_plane_too(make_place: MakePlace, content: np.ndarray) -> None:
-    place = make_place(_MAKERS["tcp"]())
+def test_a_ticket_of_another_life_is_refused_on_the_data_plane_too(
+    place: ReceiverWithSenders, content: np.ndarray
+) -> None:
     sender = place.greet()
     ticket = place.receiver.grant([6, 2, 3], 12, 60.0)
     sender.open(replace(ticket, epoch=EPOCH - 1))
@@ -139,9 +144,8 @@ def test_a_ticket_of_another_life_is_refused_on_the_data_plane_too(make_place: M
 
 @pytest.mark.parametrize("is_talking", [False, True])
 def test_a_stranger_is_sent_away_in_time_and_an_idle_sender_is_not(
-    make_place: MakePlace, content: np.ndarray, monkeypatch: pytest.MonkeyPatch, is_talking: bool
+    place: ReceiverWithSenders, content: np.ndarray, monkeypatch: pytest.MonkeyPatch, is_talking: bool
 ) -> None:
-    place = make_place(_MAKERS["tcp"]())
     known = place.greet()
     require_landing(place.receiver, place.landed, known, content)
     monkeypatch.setattr(socket_listener, "_TICKET_WITHIN_S", 0.2)
@@ -214,9 +218,8 @@ def test_transfers_of_an_idle_sender_that_were_ended_here_leave_nothing(
 
 
 def test_a_transfer_that_is_revoked_while_it_is_being_opened_leaves_nothing(
-    make_place: MakePlace, monkeypatch: pytest.MonkeyPatch
+    place: ReceiverWithSenders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = make_place(_MAKERS["tcp"]())
     opened = KvReceiver.open
 
     def open_and_revoke(self: KvReceiver, transfer_id: bytes, *arguments: object) -> PoolLanding:
@@ -233,9 +236,8 @@ def test_a_transfer_that_is_revoked_while_it_is_being_opened_leaves_nothing(
 
 
 def test_a_second_opening_of_a_transfer_leaves_the_first_one_as_it_is(
-    make_place: MakePlace, content: np.ndarray
+    place: ReceiverWithSenders, content: np.ndarray
 ) -> None:
-    place = make_place(_MAKERS["tcp"]())
     sender = place.greet()
     ticket = place.receiver.grant([6, 2, 3], 12, 30.0)
     sender.open(ticket)
@@ -321,9 +323,8 @@ def test_a_one_sided_sender_writes_nothing_once_it_has_let_go(make_place: MakePl
 
 @pytest.mark.usefixtures("breaks_are_expected")
 def test_a_transfer_that_cannot_be_aborted_keeps_no_other_of_its_connection(
-    make_place: MakePlace, monkeypatch: pytest.MonkeyPatch
+    place: ReceiverWithSenders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = make_place(_MAKERS["tcp"]())
     sender = place.greet()
     tickets = [place.receiver.grant([block], 4, 60.0) for block in range(3)]
     for ticket in tickets:

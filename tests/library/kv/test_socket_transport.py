@@ -35,6 +35,8 @@ from kaveri.testing.transport_peer import WAIT_S, Recorder, wait_until
 from tests.library.kv.kv_pair import failure, receiving, release
 from tests.library.kv.kv_stranger import EPOCH, LAYOUT, Stranger, require_landing
 
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
 
 @pytest.fixture
 def connect(receiver: KvReceiver) -> Iterator[Callable[[], Stranger]]:
@@ -200,9 +202,7 @@ def test_a_sender_that_stops_within_a_frame_loses_its_connection(
     assert "nothing arrived" in release(landed, ticket)
 
 
-def test_a_sender_that_overruns_its_credit_is_refused_before_a_byte_of_it_is_let_in(
-    nothing_left: None, content: np.ndarray
-) -> None:
+def test_a_sender_that_overruns_its_credit_is_refused_before_a_byte_of_it_is_let_in(content: np.ndarray) -> None:
     pool = KvPool(LAYOUT, 8)
     with (
         receiving(pool, KvEndpoint("tcp", "127.0.0.1:0"), epoch=EPOCH, credit_bytes=1) as (receiver, landed),
@@ -252,16 +252,12 @@ def pushing_to_deaf(
             yield sender, pushed, ticket, accepted
 
 
-def test_a_receiver_that_reads_nothing_fails_the_push_after_the_progress_limit(
-    tmp_path: Path, nothing_left: None
-) -> None:
+def test_a_receiver_that_reads_nothing_fails_the_push_after_the_progress_limit(tmp_path: Path) -> None:
     with pushing_to_deaf(tmp_path, progress_timeout_s=0.3) as (_, pushed, ticket, _):
         assert "nothing was taken" in failure(pushed, ticket)
 
 
-def test_a_push_aborted_within_a_frame_is_fenced_while_its_receiver_stands_still(
-    tmp_path: Path, nothing_left: None
-) -> None:
+def test_a_push_aborted_within_a_frame_is_fenced_while_its_receiver_stands_still(tmp_path: Path) -> None:
     with pushing_to_deaf(tmp_path) as (sender, pushed, ticket, accepted):
         # Once a block is here the sender is in the middle of a frame that is not read.
         accepted.recv(BLOCK_BYTES, socket.MSG_WAITALL)
@@ -269,12 +265,12 @@ def test_a_push_aborted_within_a_frame_is_fenced_while_its_receiver_stands_still
         assert pushed.wait(ticket) == PushFailed(ticket.transfer_id, "aborted")
 
 
-def test_a_push_that_waits_for_credit_past_its_ticket_fails(tmp_path: Path, nothing_left: None) -> None:
+def test_a_push_that_waits_for_credit_past_its_ticket_fails(tmp_path: Path) -> None:
     with pushing_to_deaf(tmp_path, credit_bytes=BLOCK_BYTES, expires_in_s=0.2) as (_, pushed, ticket, _):
         assert pushed.wait(ticket) == PushFailed(ticket.transfer_id, "the ticket expired")
 
 
-def test_a_sender_writes_as_far_as_its_credit(tmp_path: Path, nothing_left: None) -> None:
+def test_a_sender_writes_as_far_as_its_credit(tmp_path: Path) -> None:
     with pushing_to_deaf(tmp_path, credit_bytes=3 * BLOCK_BYTES + 100) as (sender, pushed, ticket, accepted):
         stranger = Stranger(accepted)
         stranger.read(HELLO_BYTES)
@@ -302,7 +298,7 @@ def take_blocks(stranger: Stranger) -> int:
     return header.block_count
 
 
-def test_a_receiver_that_gives_no_credit_is_taken_for_gone(tmp_path: Path, nothing_left: None) -> None:
+def test_a_receiver_that_gives_no_credit_is_taken_for_gone(tmp_path: Path) -> None:
     with pushing_to_deaf(tmp_path, credit_bytes=0, credit_timeout_s=0.2) as (_, pushed, ticket, accepted):
         assert "no credit came for 0.2 s" in failure(pushed, ticket)
         accepted.settimeout(WAIT_S)
@@ -310,7 +306,7 @@ def test_a_receiver_that_gives_no_credit_is_taken_for_gone(tmp_path: Path, nothi
             pass
 
 
-def test_an_address_that_cannot_be_had_is_named(nothing_left: None, tmp_path: Path) -> None:
+def test_an_address_that_cannot_be_had_is_named(tmp_path: Path) -> None:
     pool = KvPool(LAYOUT, 1)
     with socket.create_server(("127.0.0.1", 0)) as holder:
         taken = f"127.0.0.1:{holder.getsockname()[1]}"
@@ -326,13 +322,13 @@ def test_an_address_that_cannot_be_had_is_named(nothing_left: None, tmp_path: Pa
                 KvReceiver(pool, Recorder(), listen=[endpoint], epoch=1, transports=make_transports())
 
 
-def test_a_wildcard_listener_says_the_advertised_host(nothing_left: None) -> None:
+def test_a_wildcard_listener_says_the_advertised_host() -> None:
     transport = SocketTransport("tcp", advertise_host="decode-1.example")
     with receiving(KvPool(LAYOUT, 1), KvEndpoint("tcp", "0.0.0.0:0"), transports=[transport]) as (receiver, _):
         assert receiver.endpoints[0].address.startswith("decode-1.example:")
 
 
-def test_connecting_to_a_frozen_receiver_ends(tmp_path: Path, nothing_left: None) -> None:
+def test_connecting_to_a_frozen_receiver_ends(tmp_path: Path) -> None:
     path = str(tmp_path / "kv.sock")
     with socket.socket(socket.AF_UNIX) as frozen:
         frozen.bind(path)

@@ -35,6 +35,8 @@ from kaveri.testing.transport_peer import Recorder, wait_until
 from tests.library.kv.kv_pair import failure
 from tests.library.kv.kv_stranger import EPOCH, LAYOUT, Stranger, require_honest_lands, require_landing
 
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
 FUZZ_ROUNDS = 900
 """Of three mutated frames each."""
 
@@ -105,9 +107,7 @@ def _frame(peer: Stranger) -> tuple[Header, bytes]:
     return header, peer.read(header.payload_bytes)
 
 
-def test_an_open_push_to_a_receiver_of_the_former_version_fails_and_names_why(
-    tmp_path: Path, nothing_left: None
-) -> None:
+def test_an_open_push_to_a_receiver_of_the_former_version_fails_and_names_why(tmp_path: Path) -> None:
     scripted = Scripted(str(tmp_path / "kv.sock"), version=0)
     with scripted.pushing() as (sender, peer, ticket):
         assert "no open transfers" in failure(scripted.pushed, ticket)
@@ -119,7 +119,7 @@ def test_an_open_push_to_a_receiver_of_the_former_version_fails_and_names_why(
         assert isinstance(scripted.pushed.wait(plain), PushAccepted)
 
 
-def test_a_mark_is_behind_its_blocks_with_the_digest_of_all_before(tmp_path: Path, nothing_left: None) -> None:
+def test_a_mark_is_behind_its_blocks_with_the_digest_of_all_before(tmp_path: Path) -> None:
     scripted = Scripted(str(tmp_path / "kv.sock"), VERSION)
     with scripted.pushing() as (sender, peer, ticket):
         digest = xxhash.xxh3_64()
@@ -143,7 +143,7 @@ def test_a_mark_is_behind_its_blocks_with_the_digest_of_all_before(tmp_path: Pat
         assert "block 3 was marked by the receiver" in failure(scripted.pushed, ticket)
 
 
-def test_extensions_that_leave_blocks_out_end_the_push(tmp_path: Path, nothing_left: None) -> None:
+def test_extensions_that_leave_blocks_out_end_the_push(tmp_path: Path) -> None:
     scripted = Scripted(str(tmp_path / "kv.sock"), VERSION)
     with scripted.pushing() as (_, peer, ticket):
         assert _frame(peer)[0].kind == Kind.OPEN
@@ -323,7 +323,7 @@ def test_no_mutated_mark_breaks_a_receiver_or_moves_a_mark(
     require_honest_lands(receiver, landed, content)
 
 
-def test_no_mutated_answer_breaks_a_sender(tmp_path: Path, nothing_left: None) -> None:
+def test_no_mutated_answer_breaks_a_sender(tmp_path: Path) -> None:
     chance = random.Random(seed := random.randrange(1 << 30))
     print(f"seed {seed}")
     for number in range(FUZZ_ROUNDS // 9):

@@ -18,11 +18,32 @@ class QueuedPrompt:
     computed_tokens: int = 0
 
 
+def new_queue(
+    max_waiting: int = 100, policy: OrderingPolicy = OrderingPolicy.FCFS, batch: int = 16
+) -> PromptQueue[QueuedPrompt]:
+    return PromptQueue(policy, CHUNK_TOKENS, max_waiting, batch)
+
+
+def add(queue: PromptQueue[QueuedPrompt], *token_counts: int) -> list[QueuedPrompt]:
+    prompts = [QueuedPrompt(token_count) for token_count in token_counts]
+    for prompt in prompts:
+        queue.hold(prompt)
+        queue.release(prompt)
+    return prompts
+
+
 def submitted(queue: PromptQueue[QueuedPrompt]) -> Iterator[QueuedPrompt]:
     """What an engine with free blocks is given now."""
     while (prompt := queue.next()) is not None:
         queue.submitted(prompt)
         yield prompt
+
+
+def test_the_engine_gets_two_chunks_of_work_and_the_rest_waits() -> None:
+    queue = new_queue()
+    prompts = add(queue, 80, 80, 80, 80, 80)
+    assert list(submitted(queue)) == prompts[:3]
+    assert queue.queued_tokens == 400
 
 
 @given(
@@ -38,7 +59,7 @@ def submitted(queue: PromptQueue[QueuedPrompt]) -> Iterator[QueuedPrompt]:
 def test_the_engine_is_never_idle_never_far_ahead_and_every_token_is_counted(
     policy: OrderingPolicy, batch: int, steps: list[tuple[str, int]]
 ) -> None:
-    queue = PromptQueue[QueuedPrompt](policy, CHUNK_TOKENS, 100, batch)
+    queue = new_queue(policy=policy, batch=batch)
     held: list[QueuedPrompt] = []
     waiting: list[QueuedPrompt] = []
     computing: list[QueuedPrompt] = []
