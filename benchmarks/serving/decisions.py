@@ -12,7 +12,6 @@ from functools import partial
 
 from benchmarks.support.harness import Options, Report, run
 from kaveri.cluster.membership import Membership
-from kaveri.domain.length import TokenRange
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, Phase, Role
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.admission import AdmissionPolicy, admitted_count
@@ -30,7 +29,6 @@ from kaveri.policy.placement import (
 )
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from tests.library.policy import reference_admission
-from tests.library.policy.reference_admission import DecodeSnapshot, LandedRequest, RunningRequest
 
 MODEL = "kaveri-tiny"
 SIZES = (8, 1_000)
@@ -187,31 +185,15 @@ def _admission(policy: AdmissionPolicy, report: Report, repeats: int, calls: int
         name = f"{policy}, {landed_count} landed at batch {BATCH}"
         report.ratio(f"{ADMISSION_LIMIT_US:g} us / admission, {name}", ADMISSION_LIMIT_US / cost_us, target=1.0)
 
-        snapshot = _snapshot(members, running, free_blocks)
-        ask_plainly = partial(reference_admission.choose_admitted, policy, snapshot)
-        assert len(ask_plainly()) == landed_count
+        arguments = members[:running], landed, landed_count, free_blocks, BLOCK_TOKENS
+        ask_plainly = partial(reference_admission.admitted_count, policy, *arguments)
+        assert ask_plainly() == landed_count
         plain = [cost_us / landed_count for cost_us in _timed(ask_plainly, repeats, max(1, calls // 10))]
         plain_us = report.row("admission, over all members", plain, "us", policy=policy, landed=landed_count)
         if policy is not AdmissionPolicy.GREEDY:
             report.ratio(f"over all members / kept up to date, {name}", plain_us / cost_us)
     everyone = set(range(BATCH - LANDED[-1]))
     report.row("a step of the batch", _timed(lambda: batch.step(everyone), repeats, calls), "us", policy=policy)
-
-
-def _snapshot(members: list[BatchMember], running: int, free_blocks: int) -> DecodeSnapshot:
-    def ranges(member: BatchMember) -> tuple[int, int, TokenRange]:
-        tokens, left = member.context_tokens, member.remaining_tokens
-        return tokens, -(-(tokens + 1) // BLOCK_TOKENS), TokenRange(left, left + 1)
-
-    return DecodeSnapshot(
-        landed=tuple(LandedRequest(number, *ranges(member)) for number, member in enumerate(members[running:])),
-        running_requests=running,
-        max_batch=len(members),
-        free_blocks=free_blocks,
-        total_blocks=free_blocks,
-        block_tokens=BLOCK_TOKENS,
-        running=tuple(RunningRequest(*ranges(member)) for member in members[:running]),
-    )
 
 
 if __name__ == "__main__":

@@ -54,7 +54,6 @@ _ERROR = re.compile(r'"level": ?"(?:error|critical)"|^Traceback|^\w*Error\b|SIGS
 
 
 def stack_settings(engine: str, metrics_port: int, *, over_links: bool) -> dict[str, Any]:
-    """Settings of run_cluster()."""
     settings: dict[str, Any] = {
         "router_count": 2,
         "prefill_count": 2,

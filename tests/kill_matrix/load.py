@@ -23,8 +23,6 @@ _LONGEST = 5
 
 @dataclass(slots=True)
 class MatrixAnswers:
-    """What came of the requests."""
-
     exact: int = 0
     refused: int = 0
     """Sendings that no router has taken: none could be reached. They are sent again."""
@@ -42,8 +40,6 @@ class MatrixAnswers:
 
 
 class AskedRequest:
-    """One request that is under way."""
-
     def __init__(self, stream: object, reading: Reading) -> None:
         self._stream = stream
         self.reading = reading
@@ -80,7 +76,6 @@ class MatrixLoad:
         return self._expected
 
     def start(self, client_count: int) -> None:
-        """Starts the clients."""
         self._open.set()
         self._tasks = [asyncio.create_task(self._run()) for _ in range(client_count)]
 
@@ -98,11 +93,9 @@ class MatrixLoad:
         return [f"{request_id} hangs, asked {now_s - at_s:.1f} s ago" for request_id, at_s in self._in_flight.items()]
 
     def go_on(self) -> None:
-        """Ends pause()."""
         self._open.set()
 
     async def stop(self) -> None:
-        """Ends the clients."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -45,8 +45,6 @@ _LARGEST_TOKEN = 250
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixOptions:
-    """What a run does."""
-
     engine: str = "fake"
     faults: int = 100
     seed: int = 0
@@ -64,8 +62,6 @@ class MatrixOptions:
 
 @dataclass(slots=True)
 class MatrixAccount:
-    """What a run came to."""
-
     faults: Counter[str] = field(default_factory=Counter)
     """By "kind role", "kind phase" and "kind aim"."""
     count: int = 0
@@ -74,8 +70,6 @@ class MatrixAccount:
 
 
 class KillMatrix:
-    """One run on one cluster."""
-
     def __init__(
         self, options: MatrixOptions, cluster: LocalCluster, load: MatrixLoad, rest: Rest, links: Links | None
     ):
@@ -263,7 +257,6 @@ class KillMatrix:
 
 
 def say(line: str) -> None:
-    """A line for people, with the time."""
     print(f"{time.strftime('%X')} {line}", file=sys.stderr, flush=True)
 
 

@@ -14,8 +14,6 @@ _STOP_TEXT = "the"
 
 
 class HitKind(enum.StrEnum):
-    """What happens to a process."""
-
     KILLED = "killed"
     FROZEN = "frozen"
     CUT_OFF = "cut off"
@@ -65,7 +63,6 @@ _WEIGHTS = {"router": 4, "prefill": 4, "decode": 7, "redis": 1, "predictor": 0.5
 
 
 def draw_fault(rng: random.Random, kinds: Sequence[HitKind]) -> DrawnFault:
-    """The next fault."""
     role = rng.choices(tuple(_WEIGHTS), tuple(_WEIGHTS.values()))[0]
     kind = rng.choice(kinds)
     if role == "client" or (role == "redis" and kind is HitKind.DRAINED):
@@ -84,8 +81,6 @@ def draw_fault(rng: random.Random, kinds: Sequence[HitKind]) -> DrawnFault:
 
 @dataclass(frozen=True, slots=True)
 class MatrixQuestion:
-    """One request that is asked again and again."""
-
     prompt: tuple[int, ...]
     params: SamplingParams
 

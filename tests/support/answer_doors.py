@@ -53,7 +53,6 @@ class AskedDoors:
 
     @property
     def expected(self) -> list[tuple[int, ...]]:
-        """Tokens."""
         return [answer.token_ids for answer in self.answers]
 
     async def check_router(self) -> None:
@@ -91,7 +90,6 @@ class AskedDoors:
 
 @contextlib.asynccontextmanager
 async def asked_doors(cluster: LocalCluster) -> AsyncIterator[AskedDoors]:
-    """Asks all prompts by the SDK."""
     async with AsyncClient(cluster.target, timeout_s=WITHIN_S) as client, plain_channel(cluster.target) as channel:
         prompts = make_prompts()
         answers = await asyncio.gather(*(client.generate(**_given(prompt), params=_GREEDY) for prompt in prompts))
@@ -101,12 +99,10 @@ async def asked_doors(cluster: LocalCluster) -> AsyncIterator[AskedDoors]:
 
 
 async def read_tokens(cluster: LocalCluster) -> float:
-    """Return the number of tokens that clients have read at decode instances."""
     return sum((await read_tokens_at_each(cluster)).values())
 
 
 async def read_tokens_at_each(cluster: LocalCluster) -> dict[str, float]:
-    """Return the number of tokens that clients have read at each decode instance."""
     names = [name for name in cluster.stack.instance_ids if name.startswith("decode-")]
     ports = [cluster.stack.config.metrics_port_of(name) for name in names]
     pages = await asyncio.gather(*(asyncio.to_thread(read_page, f"127.0.0.1:{port}") for port in ports))
@@ -115,7 +111,6 @@ async def read_tokens_at_each(cluster: LocalCluster) -> dict[str, float]:
 
 
 async def ask(stub: Any, prompt: str | list[int], stream: bool) -> tuple[int, ...]:
-    """The tokens that VllmEngine answers."""
     responses = [each async for each in stub.Generate(_request(prompt, stream), timeout=WITHIN_S)]
     if stream:
         return tuple(token_id for response in responses for token_id in response.chunk.token_ids)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from kaveri.engine.contract import EngineEvent, EngineInfo, EngineKey, EngineListener, EngineRequest, EngineStats
@@ -66,13 +67,11 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
         assert self._process.pid is not None
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """False once it is closed or has ended by itself."""
         return self._reader.is_alive()
 
     def kill(self) -> None:
@@ -83,7 +82,6 @@ class EngineProcess:
 
     @property
     def is_free(self) -> bool:
-        """Whether the last engine is closed, if there was one."""
         return self._engine is None or self._engine.closed
 
     def open(self, **arguments: object) -> "RemoteEngine":
@@ -95,7 +93,6 @@ class EngineProcess:
         return self._engine
 
     def close(self) -> None:
-        """Ends the process, whatever it does."""
         self.kill()
         self._connection.close()
 
@@ -132,6 +129,25 @@ class EngineProcess:
             self._answers.clear()
         for answer in answers:
             answer.set_exception(ConnectionError("the process of the engine has ended"))
+
+
+def vllm_process(model: Path, *, has_children: bool = False, **loading: Any) -> EngineProcess:
+    """A process with a small vLLM. loading: see tests.support.vllm_engines.prepare."""
+    # Only where vLLM is installed.
+    from tests.support.vllm_engines import prepare
+
+    return EngineProcess(
+        prepare,
+        str(model),
+        {"dtype": "float32", "block_tokens": 32, "chunk_tokens": 16, **loading},
+        preload=["tests.support.imported_vllm", "tests.support.vllm_engines"],
+        has_children=has_children,
+        # Ranks may share a core here.
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        OMP_NUM_THREADS="1",
+        VLLM_LOGGING_LEVEL="ERROR",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    )
 
 
 class RemoteEngine:

@@ -43,12 +43,10 @@ def render_values(values: dict[str, Any], release: str = "kaveri") -> tuple[Mani
 
 @functools.cache
 def render(name: str) -> tuple[Manifest, ...]:
-    """The manifests of one set of VALUES."""
     return render_values(VALUES[name])
 
 
 def kinds(name: str, kind: str) -> list[Manifest]:
-    """Those of one kind."""
     return [manifest for manifest in render(name) if manifest["kind"] == kind]
 
 

@@ -42,7 +42,6 @@ class LocalCluster:
         return self.stack.pids()
 
     def view(self) -> ClusterView:
-        """The cluster as its store has it now."""
         return self.stack.view()
 
     def log_text(self, name: str) -> str:
@@ -58,7 +57,6 @@ class LocalCluster:
         os.killpg(self.stack.process(name).pid, signal.SIGSTOP)
 
     def thaw(self, name: str) -> None:
-        """Ends freeze()."""
         os.killpg(self.stack.process(name).pid, signal.SIGCONT)
 
     async def stop(self, name: str, grace_s: float = 10.0) -> int:
@@ -109,6 +107,16 @@ async def run_cluster(**settings: Any) -> AsyncIterator[LocalCluster]:
             pids.update(cluster.pids().values())
     left = [pid for pid in pids if _is_alive(pid)]
     assert not left, f"processes left behind: {left}"
+
+
+def run_vllm_cluster(model: Path, **settings: Any) -> contextlib.AbstractAsyncContextManager[LocalCluster]:
+    """A cluster on vLLM in float32."""
+    given = {"model": str(model), "engine": "vllm", "dtype": "float32", "start_timeout_s": 600.0}
+    return run_cluster(**given | settings)
+
+
+def all_blocks_free(view: ClusterView) -> bool:
+    return all(status.load.free_blocks == status.load.total_blocks for status in view.instances.values())
 
 
 def _report(line: str) -> None:

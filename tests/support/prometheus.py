@@ -37,7 +37,6 @@ def prometheus_program(name: str) -> str:
 
 
 def rule_groups() -> list[dict[str, Any]]:
-    """The groups of all rule files."""
     return [
         group for path in sorted(DEPLOYED.glob("rules/*.yml")) for group in yaml.safe_load(path.read_text())["groups"]
     ]
@@ -53,8 +52,6 @@ def _prompt_rule_groups() -> list[dict[str, Any]]:
 
 
 class PrometheusApi:
-    """Asks a running Prometheus."""
-
     def __init__(self, url: str) -> None:
         """Use run_prometheus()."""
         self._url = url

@@ -10,8 +10,6 @@ from kaveri.client.answer import ServerTiming
 
 
 class Reading:
-    """One answer that is read as it comes."""
-
     def __init__(self, stream: AsyncStream) -> None:
         self.chunks: list[Chunk] = []
         self.times_s: list[float] = []
@@ -24,13 +22,11 @@ class Reading:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
     async def has(self, token_count: int, within_s: float = 60.0) -> None:
-        """Waits until so many tokens have come."""
         async with asyncio.timeout(within_s), self._grown:
             await self._grown.wait_for(lambda: self.token_count >= token_count)
 
     @property
     def timing(self) -> ServerTiming:
-        """Of the answer, which is complete."""
         timing = self.chunks[-1].timing
         assert timing is not None
         return timing.server

@@ -101,7 +101,6 @@ class VllmEngines:
         return known[generated_count : generated_count + token_count]
 
     def close(self) -> None:
-        """Ends the processes."""
         for process in self._processes:
             process.close()
 

@@ -103,7 +103,6 @@ def has(*instance_ids: str) -> Callable[[ClusterView], bool]:
 
 
 def named(record: InstanceRecord, sequence_number: int) -> InstanceStatus:
-    """Return an instance as a leader reports it."""
     return InstanceStatus(record, InstanceLoad(sequence_number), heartbeat_age_s=0.01)
 
 
@@ -123,7 +122,6 @@ async def lead(store: ClusterStore, candidate_id: str, ttl_s: float = 60.0) -> i
 
 
 def changing_load() -> Callable[[], InstanceLoad]:
-    """Return a function that returns another load each time."""
     numbers = itertools.count()
     return lambda: InstanceLoad(context_tokens=next(numbers))
 

@@ -16,8 +16,6 @@ Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWrite
 
 
 class RelayedConnection:
-    """A connection and its relayed counterpart."""
-
     def __init__(self) -> None:
         self._flows = asyncio.Event()
         self._flows.set()
@@ -32,14 +30,12 @@ class RelayedConnection:
             self._flows.set()
 
     def close(self) -> None:
-        """Break it."""
         self._closed = True
         self._flows.set()
         for writer in self._writers:
             writer.transport.abort()
 
     async def run(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connect: Connect) -> None:
-        """Relay bytes until one side ends."""
         self._writers.append(writer)
         await self._flows.wait()
         try:

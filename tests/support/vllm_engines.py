@@ -105,7 +105,6 @@ class LentCore(VllmCore):
         self._withheld = self._blocks.get_new_blocks(self._blocks.get_num_free_blocks() - total_blocks)
 
     def step(self, batch_count: int, held: Collection[Any] = ()) -> list[Any]:
-        """As the core's, except the one that fails or hangs."""
         self._step_count += 1
         if self._step_count == self._fail_at_step:
             raise RuntimeError("a step that fails")
@@ -116,13 +115,11 @@ class LentCore(VllmCore):
         return super().step(batch_count, held)
 
     def reference_counts(self) -> dict[int, int]:
-        """As the core's, without the blocks that the engine has not got."""
         withheld = {block.block_id for block in self._withheld}
         counts = super().reference_counts()
         return {block: count for block, count in counts.items() if block not in withheld}
 
     def plant(self, fault: AbstractContextManager[object]) -> None:
-        """A planted fault that lasts until the engine is closed."""
         self._planted.enter_context(fault)
 
     def shutdown(self) -> None:

@@ -51,7 +51,6 @@ class ShapedCore(LentCore):
         self._step_s = step_s
 
     def step(self, batch_count: int, held: Collection[Any] = ()) -> list[Any]:
-        """As the core's, and as slow as it was made."""
         outputs = super().step(batch_count, held)
         if self._step_s and (outputs or self.running_count):
             threading.Event().wait(self._step_s)

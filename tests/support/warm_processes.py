@@ -111,7 +111,6 @@ class _WarmProcess:
         return self._statuses.get(pid)
 
     def close(self) -> None:
-        """Ends the process, and so its copies."""
         self._process.kill()
         self._process.communicate()
 

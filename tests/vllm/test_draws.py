@@ -100,7 +100,6 @@ class OlderBatch:
 
     @property
     def rows(self) -> list[OlderRow]:
-        """In the batch's order."""
         return [self._requests[name] for name in self._batch.req_ids]
 
     def add(self, request: EngineRequest, outputs: Sequence[int] = ()) -> OlderRow:

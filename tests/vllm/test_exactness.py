@@ -16,7 +16,7 @@ from kaveri import AsyncClient, Completion, SamplingParams, ServerTiming
 from kaveri.domain.view import ClusterView, Role
 from tests.support.bare_vllm import bare_vllm_answers
 from tests.support.certificates import Authority
-from tests.support.local_cluster import LocalCluster, run_cluster
+from tests.support.local_cluster import LocalCluster, run_vllm_cluster
 from tests.support.tiny_models import make_tiny_model
 
 VOCAB_SIZE = 320
@@ -71,8 +71,6 @@ def make_params(count: int, max_tokens: int) -> list[SamplingParams]:
 
 @dataclass(frozen=True)
 class ExactnessCases:
-    """Requests to a model, and the answers of one plain engine."""
-
     folder: Path
     prompts: tuple[tuple[int, ...], ...]
     params: tuple[SamplingParams, ...]
@@ -112,7 +110,6 @@ def pool_bytes(architecture: str, blocks: int) -> str:
 async def ask_all(
     client: AsyncClient, prompts: Sequence[tuple[int, ...]], params: Sequence[SamplingParams]
 ) -> list[Completion]:
-    """All at once; every answer's indices are checked by the SDK."""
     return await asyncio.gather(
         *(
             client.generate(prompt_token_ids=prompt, params=each, timeout_s=200)
@@ -182,7 +179,6 @@ async def cancel_some(client: AsyncClient, count: int) -> None:
 
 
 def transport_flags(transport: str, folder: Path) -> dict[str, tuple[str, ...]]:
-    """Flags of prefill and decode instances that push and take KV over this transport alone."""
     flags = ("--kv-transports", transport)
     if transport != "tls":
         return {"prefill_flags": flags, "decode_flags": flags}
@@ -215,14 +211,11 @@ async def check_exactness(
     flags = {name: (*chunks, *more) for name, more in transport_flags(transport, transport_folder).items()}
     flags["decode_flags"] += ("--kv-cache-memory", pool_bytes(architecture, decode_blocks))
     async with (
-        run_cluster(
-            model=str(asked.folder),
-            engine="vllm",
-            dtype="float32",
+        run_vllm_cluster(
+            asked.folder,
             prefill_count=1,
             decode_count=2,
             kv_cache_memory=pool_bytes(architecture, ROOMY_BLOCKS),
-            start_timeout_s=300.0,
             **flags,
         ) as cluster,
         AsyncClient(cluster.target) as client,
@@ -270,30 +263,3 @@ async def test_answers_equal_one_plain_engine_over_every_other_transport_when_de
         pytest.skip("no openssl command to make certificates with")
     asked = asked_of(architecture).only(FEWER_LENGTHS)
     await check_exactness(architecture, asked, transport, TIGHT_BLOCKS, cancel_count=40, transport_folder=tmp_path)
-
-
-@pytest.mark.timeout(600)
-async def test_answers_equal_one_plain_engine_when_decode_preempts(tmp_path: Path) -> None:
-    folder = make_model(tmp_path, "llama")
-    prompts = [prompt[:900] for prompt in make_prompts(seed=2)]
-    params = make_params(len(prompts), ANSWER_TOKENS)
-    expected = bare_vllm_answers(folder, prompts, params, max_num_batched_tokens=CHUNK_TOKENS)
-    chunks = ("--chunk-tokens", str(CHUNK_TOKENS))
-    tight = ("--kv-cache-memory", pool_bytes("llama", TIGHT_BLOCKS))
-    async with (
-        run_cluster(
-            model=str(folder),
-            engine="vllm",
-            dtype="float32",
-            prefill_count=1,
-            decode_count=2,
-            kv_cache_memory=pool_bytes("llama", ROOMY_BLOCKS),
-            prefill_flags=chunks,
-            decode_flags=(*chunks, *tight),
-            start_timeout_s=300.0,
-        ) as cluster,
-        AsyncClient(cluster.target) as client,
-    ):
-        require_equal(await ask_all(client, prompts, params), expected, prompts)
-        assert count_in_logs(cluster, r'"preemptions": (\d+)') > 0
-        await all_free(cluster)

@@ -18,7 +18,7 @@ from kaveri import AsyncClient, Completion, SamplingParams, ServerTiming
 from kaveri.domain.view import ClusterView, Role
 from kaveri.errors import Unavailable
 from tests.support.bare_vllm import bare_vllm_answers
-from tests.support.local_cluster import LocalCluster, run_cluster
+from tests.support.local_cluster import LocalCluster, run_vllm_cluster
 from tests.support.tiny_models import make_tiny_model
 
 VOCAB_SIZE = 320
@@ -78,10 +78,8 @@ def asked(folder: Path) -> Mapping[str, UncachedPrompts]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(folder: Path) -> AsyncIterator[LocalCluster]:
     """Two and two instances; every test leaves all of them alive and all blocks free."""
-    async with run_cluster(
-        model=str(folder),
-        engine="vllm",
-        dtype="float32",
+    async with run_vllm_cluster(
+        folder,
         prefill_count=2,
         decode_count=2,
         kv_cache_memory="32MiB",
@@ -94,7 +92,6 @@ async def cluster(folder: Path) -> AsyncIterator[LocalCluster]:
 
 
 def lives_in(view: ClusterView) -> Mapping[str, int]:
-    """The incarnations of the instances with an engine."""
     return {
         name: status.record.incarnation
         for name, status in view.instances.items()
@@ -103,7 +100,6 @@ def lives_in(view: ClusterView) -> Mapping[str, int]:
 
 
 def all_free(view: ClusterView, names: Collection[str]) -> bool:
-    """True if these instances are idle and all their blocks are free."""
     loads = [view.instances[name].load for name in names if name in view.instances]
     return len(loads) == len(names) and all(
         load.free_blocks == load.total_blocks and load.running_requests == load.waiting_requests == 0 for load in loads
@@ -118,13 +114,11 @@ class Survivors:
         self._lives = lives_in(cluster.view())
 
     async def come_free(self, *, without: Collection[str] = ()) -> None:
-        """Waits until all but `without` have nothing to do and every block."""
         names = self._lives.keys() - set(without)
         view = await self._cluster.wait_for_view(lambda view: all_free(view, names), within_s=60)
         assert {name: lives_in(view)[name] for name in names} == {name: self._lives[name] for name in names}, "one died"
 
     async def replace(self, killed: str) -> None:
-        """Waits for the others, and restarts an instance."""
         await self.come_free(without=[killed])
         await self._cluster.restart(killed, within_s=START_S)
         self._lives = {**self._lives, killed: lives_in(self._cluster.view())[killed]}
@@ -180,12 +174,10 @@ class WatchedRequests:
         return tuple(tokens), chunk.timing.server
 
     async def all_have(self, token_count: int) -> None:
-        """Waits until every request has that many tokens."""
         async with asyncio.timeout(200), self._progress:
             await self._progress.wait_for(lambda: min(self._token_counts) >= token_count)
 
     async def answers(self) -> list[tuple[int, ...]]:
-        """The tokens of each; all have ended then, with what errors they may."""
         outcomes = await self.outcomes()
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -197,11 +189,9 @@ class WatchedRequests:
         return await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def attempts(self) -> list[int]:
-        """Number of placements of each."""
         return [(await task)[1].attempts for task in self._tasks]
 
     async def decoded_by(self) -> set[str]:
-        """Ids of the decode instances that answered."""
         return {(await task)[1].decode_instance_id for task in self._tasks}
 
 
@@ -235,12 +225,10 @@ def being_pushed(instance_id: str) -> Callable[[ClusterView], bool]:
 
 
 def broken_transfers(cluster: LocalCluster) -> int:
-    """Number of incomplete transfers that decode instances have given up."""
     return sum(cluster.log_text(f"decode-{number}").count('"kv_transfer_ended"') for number in range(2))
 
 
 def failed_pushes(cluster: LocalCluster) -> int:
-    """Number of failed pushes that prefill instances have placed elsewhere."""
     return sum(cluster.log_text(f"prefill-{number}").count('"outcome": "push_failed"') for number in range(2))
 
 

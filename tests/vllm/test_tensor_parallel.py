@@ -24,7 +24,7 @@ from kaveri import AsyncClient, Completion, SamplingParams
 from kaveri.domain.view import ClusterView
 from kaveri.errors import Unavailable
 from tests.support.bare_vllm import bare_vllm_answers
-from tests.support.local_cluster import LocalCluster, run_cluster
+from tests.support.local_cluster import LocalCluster, all_blocks_free, run_vllm_cluster
 from tests.support.tiny_models import make_tiny_model
 
 VOCAB_SIZE = 320
@@ -75,15 +75,12 @@ def expected(folder: Path, prompts: list[tuple[int, ...]], asked: list[SamplingP
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(folder: Path) -> AsyncIterator[LocalCluster]:
-    async with run_cluster(
-        model=str(folder),
-        engine="vllm",
-        dtype="float32",
+    async with run_vllm_cluster(
+        folder,
         kv_cache_memory="32MiB",
         prefill_flags=("--chunk-tokens", "256", "--engine-args", '{"tensor_parallel_size": 2}', *SLOW_LINK),
         decode_flags=("--chunk-tokens", "256", "--engine-args", '{"tensor_parallel_size": 2}'),
         router_flags=("--unavailable-after-s", "3"),
-        start_timeout_s=600.0,
     ) as cluster:
         yield cluster
 
@@ -120,10 +117,6 @@ def wait_until_gone(pids: Sequence[int], within_s: float = 60.0) -> None:
         threading.Event().wait(0.05)
 
 
-def is_free(view: ClusterView) -> bool:
-    return all(status.load.free_blocks == status.load.total_blocks for status in view.instances.values())
-
-
 async def ask_all(
     client: AsyncClient, prompts: Sequence[tuple[int, ...]], asked: Sequence[SamplingParams]
 ) -> list[tuple[int, ...]]:
@@ -137,23 +130,17 @@ async def ask_all(
 
 
 async def test_answers_equal_one_plain_engine_of_as_many_ranks(
-    cluster: LocalCluster,
-    prompts: list[tuple[int, ...]],
-    asked: list[SamplingParams],
-    expected: list[tuple[int, ...]],
+    cluster: LocalCluster, prompts: list[tuple[int, ...]], asked: list[SamplingParams], expected: list[tuple[int, ...]]
 ) -> None:
     async with AsyncClient(cluster.target) as client:
         assert await ask_all(client, prompts, asked) == expected
         # Both sides have the prompts in their prefix caches by now.
         assert await ask_all(client, prompts, asked) == expected
-    await cluster.wait_for_view(is_free)
+    await cluster.wait_for_view(all_blocks_free)
 
 
 async def test_a_rank_that_dies_ends_its_instance_and_the_next_one_serves(
-    cluster: LocalCluster,
-    prompts: list[tuple[int, ...]],
-    asked: list[SamplingParams],
-    expected: list[tuple[int, ...]],
+    cluster: LocalCluster, prompts: list[tuple[int, ...]], asked: list[SamplingParams], expected: list[tuple[int, ...]]
 ) -> None:
     ranks = ranks_of(cluster.pids()["decode-0"])
     assert len(ranks) == 2
@@ -173,7 +160,7 @@ async def test_a_rank_that_dies_ends_its_instance_and_the_next_one_serves(
         shared = min(len(tokens), ANSWER_TOKENS)
         assert answers[LONG][:shared] == tuple(tokens[:shared])
     await asyncio.to_thread(wait_until_gone, ranks)
-    await cluster.wait_for_view(is_free)
+    await cluster.wait_for_view(all_blocks_free)
 
 
 def is_pushing(view: ClusterView) -> bool:
@@ -184,10 +171,7 @@ def is_pushing(view: ClusterView) -> bool:
 
 
 async def test_a_prefill_rank_that_dies_mid_push_ends_its_instance_and_nothing_is_kept_for_it(
-    cluster: LocalCluster,
-    prompts: list[tuple[int, ...]],
-    asked: list[SamplingParams],
-    expected: list[tuple[int, ...]],
+    cluster: LocalCluster, prompts: list[tuple[int, ...]], asked: list[SamplingParams], expected: list[tuple[int, ...]]
 ) -> None:
     def broken_transfers() -> Counter[int]:
         """Number of incomplete transfers that each rank of decode-0 has given up, by its log."""
@@ -210,7 +194,9 @@ async def test_a_prefill_rank_that_dies_mid_push_ends_its_instance_and_nothing_i
         kinds = {type(outcome) for outcome in await asking}
         assert Unavailable in kinds
         assert kinds <= {Unavailable, Completion}
-        await cluster.wait_for_view(lambda view: "prefill-0" not in view.instances and is_free(view), within_s=60)
+        await cluster.wait_for_view(
+            lambda view: "prefill-0" not in view.instances and all_blocks_free(view), within_s=60
+        )
         # The rank that lives gives its half up, too.
         assert all(broken_transfers()[rank] > broken_before[rank] for rank in (0, 1)), (
             "nothing was caught half way: the test has shown nothing"
@@ -218,7 +204,7 @@ async def test_a_prefill_rank_that_dies_mid_push_ends_its_instance_and_nothing_i
         await cluster.restart("prefill-0", within_s=300)
         assert await ask_all(client, prompts, asked) == expected
     await asyncio.to_thread(wait_until_gone, ranks)
-    await cluster.wait_for_view(is_free)
+    await cluster.wait_for_view(all_blocks_free)
 
 
 async def test_no_rank_outlives_an_instance_that_is_killed(cluster: LocalCluster) -> None:

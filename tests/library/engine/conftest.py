@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.library.engine.stepwise_bench import StepwiseBench
+from tests.support.engine_suite import one_torch_thread
+
+__all__ = ["one_torch_thread"]
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import random
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from kaveri.domain.sampling import ResolvedParams
@@ -56,8 +57,6 @@ class HeldRunner(FakeRunner):
 
 
 class StepwiseBench:
-    """Makes engines on Unix sockets and closes them."""
-
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder = folder
         self._stack = stack
@@ -83,19 +82,41 @@ class StepwiseBench:
         self._stack.callback(engine.close)
         return engine
 
+    def pair(
+        self,
+        source: FakeRunner | None = None,
+        target: FakeRunner | None = None,
+        prefill_blocks: int = 200,
+        decode_blocks: int = 200,
+        *,
+        admit: bool = True,
+    ) -> "StepwisePair":
+        prefill = self.engine(source, prefill_blocks, receives=False)
+        decode = self.engine(target, decode_blocks)
+        return StepwisePair(prefill, decode, start_recording(prefill), start_recording(decode, admit=admit))
+
+
+@dataclass(frozen=True)
+class StepwisePair:
+    """Started engines and what they told; decode admits what lands."""
+
+    prefill: StepwiseEngine
+    decode: StepwiseEngine
+    prefilled: EngineRecorder
+    decoded: EngineRecorder
+
+    def hand_over(self, request: EngineRequest) -> Ticket:
+        """Prefill a request, and push it by a ticket of decode."""
+        ticket = self.decode.reserve(request, 60.0).result()
+        self.prefill.prefill(request)
+        self.prefill.push_to(request.key, ticket)
+        return ticket
+
 
 def make_stepwise_request(name: str, prompt_tokens: int, max_tokens: int, **params: object) -> EngineRequest:
     token_ids = tuple(random.Random(name).randrange(1, 1000) for _ in range(prompt_tokens))
     wanted = ResolvedParams(**{"max_tokens": max_tokens, "seed": 1} | params)
     return EngineRequest(EngineKey(name, 1), token_ids, 0, wanted)
-
-
-def hand_over(prefill: StepwiseEngine, decode: StepwiseEngine, request: EngineRequest) -> Ticket:
-    """Prefill a request on one engine, and push it by a ticket of the other."""
-    ticket = decode.reserve(request, 60.0).result()
-    prefill.prefill(request)
-    prefill.push_to(request.key, ticket)
-    return ticket
 
 
 def start_recording(engine: StepwiseEngine, *, admit: bool = False) -> EngineRecorder:

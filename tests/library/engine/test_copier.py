@@ -153,7 +153,6 @@ class _CopierBench:
         return self.senders[0]
 
     def ticket(self, block_count: int, holder: str = "a") -> Ticket:
-        """An open ticket of a holder, for so many blocks."""
         return Ticket(
             transfer_id=secrets.token_bytes(16),
             secret=bytes(16),
@@ -172,7 +171,6 @@ class _CopierBench:
         return ticket.transfer_id
 
     def run(self) -> None:
-        """Does all that is due."""
         while self.copier.advance():
             with self.shared.lock:
                 self.copier.check_integrity()
@@ -186,13 +184,15 @@ class _CopierBench:
         return self.senders[0]
 
 
-# What is copied, and when.
+def copying(block_count: int = 10, holder: str = "a", **request: Any) -> tuple[_CopiedRequest, _CopierBench, bytes]:
+    """A request whose copy is begun, and the name of its push."""
+    copied = _CopiedRequest(_KEY, **request)
+    bench = _CopierBench(copied)
+    return copied, bench, bench.replicate(copied, block_count, holder)
 
 
 def test_blocks_are_copied_when_they_are_whole_and_marked_with_their_tokens() -> None:
-    request = _CopiedRequest(_KEY)
-    bench = _CopierBench(request)
-    push = bench.replicate(request, 10)
+    request, bench, push = copying()
     bench.run()
     assert not bench.staged
     for whole in (2, 3):
@@ -208,9 +208,7 @@ def test_blocks_are_copied_when_they_are_whole_and_marked_with_their_tokens() ->
 
 
 def test_no_more_is_written_than_the_holder_has_granted() -> None:
-    request = _CopiedRequest(_KEY, whole=5)
-    bench = _CopierBench(request)
-    push = bench.replicate(request, 2)
+    _, bench, push = copying(2, whole=5)
     bench.run()
     assert [block_count for _, block_count, _ in bench.sender.marks] == [2]
     bench.sender.tell(PushExtended(push, 4))
@@ -228,13 +226,8 @@ def test_long_prompt_is_marked_in_as_many_steps_as_its_tokens_need() -> None:
     assert max(len(token_ids) for _, _, token_ids in bench.sender.marks) <= NOTE_TOKENS_MAX
 
 
-# Blocks that are given up.
-
-
 def test_copy_of_a_block_that_was_given_up_meanwhile_is_thrown_away() -> None:
-    request = _CopiedRequest(_KEY, whole=2)
-    bench = _CopierBench(request)
-    bench.replicate(request, 10)
+    request, bench, _ = copying(whole=2)
 
     def preempt() -> None:
         # The request gives its blocks up, and computes the first one again in the very same block.
@@ -248,9 +241,7 @@ def test_copy_of_a_block_that_was_given_up_meanwhile_is_thrown_away() -> None:
 
 
 def test_replica_does_not_shrink_while_its_request_computes_its_blocks_again() -> None:
-    request = _CopiedRequest(_KEY, whole=3)
-    bench = _CopierBench(request)
-    push = bench.replicate(request, 10)
+    request, bench, push = copying(whole=3)
     bench.run()
     bench.sender.tell(PushMarked(push, 3))
     request.generation, request.whole = 1, 0
@@ -264,9 +255,7 @@ def test_replica_does_not_shrink_while_its_request_computes_its_blocks_again() -
 
 @pytest.mark.parametrize("moment", ["between", "staging"])
 def test_push_of_an_ended_request_is_given_up_and_nothing_is_said(moment: str) -> None:
-    request = _CopiedRequest(_KEY, whole=3)
-    bench = _CopierBench(request)
-    push = bench.replicate(request, 10)
+    request, bench, push = copying(whole=3)
 
     def end() -> None:
         request.done = True
@@ -292,9 +281,7 @@ def test_request_that_ended_before_its_copy_began_leaves_no_blocks_at_the_holder
 
 
 def test_failed_copy_may_be_made_again_elsewhere() -> None:
-    request = _CopiedRequest(_KEY, whole=2)
-    bench = _CopierBench(request)
-    push = bench.replicate(request, 10)
+    request, bench, push = copying(whole=2)
     bench.run()
     bench.sender.tell(PushFailed(push, "gone"))
     assert bench.events == [ReplicaEnded(_KEY, "gone")]
@@ -303,13 +290,8 @@ def test_failed_copy_may_be_made_again_elsewhere() -> None:
     assert bench.sender.marks[-1] == (again, 2, tuple(range(8)))
 
 
-# Requests that are let go.
-
-
 def test_released_request_ends_its_push_with_its_part_full_block() -> None:
-    request = _CopiedRequest(_KEY, whole=2)
-    bench = _CopierBench(request)
-    push = bench.replicate(request, 10)
+    request, bench, push = copying(whole=2)
     bench.run()
     bench.copier.release(_KEY, 2.0)
     bench.run()
@@ -327,9 +309,7 @@ def test_released_request_ends_its_push_with_its_part_full_block() -> None:
 
 
 def test_released_request_without_a_part_full_block_names_no_token() -> None:
-    request = _CopiedRequest(_KEY, whole=2, stopped_tokens=8)
-    bench = _CopierBench(request)
-    push = bench.replicate(request, 10)
+    _, bench, push = copying(whole=2, stopped_tokens=8)
     bench.copier.release(_KEY, 2.0)
     bench.run()
     assert bench.sender.marks == [(push, 2, tuple(range(8)))]
@@ -337,9 +317,7 @@ def test_released_request_without_a_part_full_block_names_no_token() -> None:
 
 
 def test_request_goes_on_when_its_holder_does_not_take_the_rest_in_time() -> None:
-    request = _CopiedRequest(_KEY, whole=2, stopped_tokens=9)
-    bench = _CopierBench(request)
-    push = bench.replicate(request, 2)
+    request, bench, push = copying(2, whole=2, stopped_tokens=9)
     bench.copier.release(_KEY, 2.0)
     bench.run()
     bench.sender.tell(PushMarked(push, 2))
@@ -357,9 +335,7 @@ def test_request_goes_on_when_its_holder_does_not_take_the_rest_in_time() -> Non
 
 
 def test_request_that_loses_its_blocks_is_not_released_and_keeps_its_replica() -> None:
-    request = _CopiedRequest(_KEY, whole=2)
-    bench = _CopierBench(request)
-    push = bench.replicate(request, 10)
+    request, bench, push = copying(whole=2)
     bench.run()
     bench.copier.release(_KEY, 2.0)
     request.whole, request.generation, request.stopped_tokens = 0, 1, 0
@@ -378,9 +354,6 @@ def test_request_that_cannot_be_released_hears_why(copied: bool) -> None:
         bench.replicate(request, 10)
     bench.copier.release(_KEY, 2.0)
     assert bench.events == [ReleaseFailed(_KEY, "not now" if copied else "it has no replica")]
-
-
-# What fails.
 
 
 def test_block_that_cannot_be_copied_ends_its_copy_and_no_other() -> None:
@@ -421,9 +394,6 @@ def test_engine_outlives_a_copier_that_fails(tmp_path: Path, stack: ExitStack) -
     assert recorder.token_ids[request.key] == model.answer(request.token_ids, 0, 20)
 
 
-# Copies leave room for others.
-
-
 def test_pace_spreads_bytes_evenly_and_saves_nothing_up() -> None:
     pace = Pace(1000)
     assert [pace.wait_s(100, now_s) for now_s in (10.0, 10.0, 10.25, 20.0)] == pytest.approx([0, 0.1, 0, 0])
@@ -448,9 +418,6 @@ def test_copies_wait_for_their_rate_and_for_prompts_and_requests_do_not(
     assert set(waits[1:]) == {1.0 if bytes_per_s else 0.005}
 
 
-# Holders that have stopped reading.
-
-
 def test_holder_that_answers_nothing_leaves_slots_to_the_others() -> None:
     silent = [_CopiedRequest(EngineKey(f"silent{i}", 1), whole=9) for i in range(6)]
     lively = _CopiedRequest(EngineKey("lively", 1), whole=20)
@@ -469,9 +436,7 @@ def test_holder_that_answers_nothing_leaves_slots_to_the_others() -> None:
 
 
 def test_copy_whose_holder_answers_no_mark_for_long_is_given_up_and_another_holder_takes_its_place() -> None:
-    request = _CopiedRequest(_KEY, whole=2)
-    bench = _CopierBench(request)
-    silent = bench.replicate(request, 10, "silent")
+    request, bench, silent = copying(10, "silent", whole=2)
     bench.run()
     bench.now_s += 9
     bench.run()
@@ -487,9 +452,7 @@ def test_copy_whose_holder_answers_no_mark_for_long_is_given_up_and_another_hold
 
 
 def test_holder_that_answers_is_kept_however_long_its_request_completes_no_block() -> None:
-    request = _CopiedRequest(_KEY, whole=2)
-    bench = _CopierBench(request)
-    push = bench.replicate(request, 10)
+    request, bench, push = copying(whole=2)
     bench.run()
     request.whole = 3
     bench.run()
@@ -511,7 +474,6 @@ def stack() -> Iterator[ExitStack]:
 def _copying_engine(
     folder: Path, stack: ExitStack, replicas: ReplicaOptions | None = None, **shape: Any
 ) -> tuple[FakeModel, StepwiseEngine, EngineRecorder, ReplicaHoldingEngine]:
-    """An engine and a holder of its replicas."""
     model = FakeModel(max_model_len=400, block_tokens=4, **shape)
     listen = [KvEndpoint("unix", str(folder / "kv.sock"))]
     engine = StepwiseEngine(FakeRunner(model), 600, listen=listen, replicas=replicas or ReplicaOptions())

@@ -19,16 +19,9 @@ from kaveri.engine.own_process import OwnProcessEngine
 from kaveri.engine.settings import EngineSettings
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError, EngineError, NoCapacity, RequestAlreadyExists
-from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.replicas.host import HostReplicas
-from kaveri.kv.transfer.ticket import KvEndpoint
-from kaveri.kv.transports import make_transports
-from kaveri.testing.engine_conformance import EngineConformance, make_request, running_pair
-from kaveri.testing.engine_endings import EndingConformance
+from kaveri.testing.engine_conformance import make_request, running_pair
 from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free, wait_until_idle
-from kaveri.testing.engine_release import ReleaseConformance
-from kaveri.testing.engine_replication import ReplicationConformance
-from kaveri.testing.engine_resumption import ResumptionConformance
+from tests.support.engine_suite import EngineSuite, ReplicaStores
 
 _EOS = 0.02
 _BLOCK_TOKENS = 16
@@ -76,11 +69,13 @@ def pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return started
 
 
-class _Harness:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._count = 0
+def _started(**given: Any) -> tuple[OwnProcessEngine, EngineRecorder]:
+    engine, recorder = OwnProcessEngine(_settings(**given)), EngineRecorder()
+    engine.start(recorder)
+    return engine, recorder
 
+
+class _Harness(ReplicaStores):
     def prefill_engine(self, *, max_model_len: int, total_blocks: int, chunk_tokens: int) -> OwnProcessEngine:
         # Calls that follow an event arrive before the next step.
         given = {"max_model_len": max_model_len, "chunk_tokens": chunk_tokens, "fake_step_s": 0.005}
@@ -92,19 +87,11 @@ class _Harness:
         given = {"max_model_len": max_model_len, "chunk_tokens": chunk_tokens, "max_batch": max_batch}
         return OwnProcessEngine(_settings(total_blocks, **given))
 
-    def replica_store(self, layout: KvLayout, block_count: int) -> HostReplicas:
-        self._count += 1
-        memory_bytes = block_count * layout.layer_count * layout.block_bytes
-        listen = [KvEndpoint("unix", str(self._folder / f"replicas{self._count}.sock"))]
-        return HostReplicas(layout, memory_bytes, listen=listen, transports=make_transports(), epoch=self._count)
-
     def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
         return FakeModel(eos_probability=_EOS).answer(token_ids, 0, token_count)
 
 
-class TestEngineInItsOwnProcess(
-    EngineConformance, EndingConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance
-):
+class TestEngineInItsOwnProcess(EngineSuite):
     @pytest.fixture
     def harness(self, pids: list[int], tmp_path: Path) -> _Harness:
         return _Harness(tmp_path)
@@ -123,8 +110,7 @@ class TestEngineInItsOwnProcess(
 
 
 def test_the_end_of_the_process_stops_the_engine_and_fails_what_is_asked_of_it(pids: list[int]) -> None:
-    engine, recorder = OwnProcessEngine(_settings(fake_step_s=0.05)), EngineRecorder()
-    engine.start(recorder)
+    engine, recorder = _started(fake_step_s=0.05)
     request = make_request(engine, "r", 40, 20)
     engine.prefill(request)
     os.kill(pids[0], signal.SIGKILL)
@@ -156,8 +142,7 @@ def test_the_process_of_an_engine_is_not_scheduled_as_the_instance_that_started_
 def test_a_process_that_stands_still_is_ended_and_stops_the_engine(
     pids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, recorder = OwnProcessEngine(_settings()), EngineRecorder()
-    engine.start(recorder)
+    engine, recorder = _started()
     monkeypatch.setattr(own_process, "_INTEGRITY_TIMEOUT_S", 0.5)
     os.kill(pids[0], signal.SIGSTOP)
     engine.prefill(make_request(engine, "r", 40, 20))
@@ -171,8 +156,7 @@ def test_a_process_that_stands_still_is_ended_and_stops_the_engine(
 def test_a_prompt_that_finds_no_room_against_what_the_last_message_said_fails(
     pids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, recorder = OwnProcessEngine(_settings(total_blocks=8, max_model_len=120)), EngineRecorder()
-    engine.start(recorder)
+    engine, recorder = _started(total_blocks=8, max_model_len=120)
     first, second = (make_request(engine, name, 100, 5) for name in ("first", "second"))
     engine.prefill(first)
     with pytest.raises(NoCapacity):
@@ -191,8 +175,7 @@ def test_a_prompt_that_finds_no_room_against_what_the_last_message_said_fails(
 async def test_calls_of_one_turn_are_sent_together_and_in_order(
     pids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, recorder = OwnProcessEngine(_settings()), EngineRecorder()
-    engine.start(recorder)
+    engine, _ = _started()
     await asyncio.sleep(0)
     messages: list[Any] = []
     send = own_process.send
@@ -212,8 +195,7 @@ async def test_calls_of_one_turn_are_sent_together_and_in_order(
 
 
 def test_a_prompt_that_is_refused_does_not_keep_the_engine_busy(pids: list[int]) -> None:
-    engine, recorder = OwnProcessEngine(_settings()), EngineRecorder()
-    engine.start(recorder)
+    engine, recorder = _started()
     request = make_request(engine, "r", 40, 20)
     engine.prefill(request)
     assert recorder.wait_for(FirstToken, request.key)
@@ -242,9 +224,7 @@ def test_a_process_that_dies_while_it_loads_is_a_clear_error(monkeypatch: pytest
 
 
 def test_the_process_of_an_engine_that_is_started_as_services_start_it_ends_with_close() -> None:
-    engine = OwnProcessEngine(_settings())
-    recorder = EngineRecorder()
-    engine.start(recorder)
+    engine, recorder = _started()
     request = make_request(engine, "r", 40, 1)
     engine.prefill(request)
     recorder.wait_for_finish(request.key)

@@ -33,31 +33,27 @@ from tests.library.engine.stepwise_bench import (
     MODEL,
     HeldRunner,
     StepwiseBench,
-    hand_over,
+    StepwisePair,
     make_stepwise_request,
     start_recording,
 )
 
-# While a step is running.
-
 
 def test_layer_goes_out_while_later_layers_are_computed(bench: StepwiseBench) -> None:
     source, target = HeldRunner(), HeldRunner()
-    prefill, decode = bench.engine(source, receives=False), bench.engine(target)
-    start_recording(prefill)
-    decoded = start_recording(decode, admit=True)
+    pair = bench.pair(source, target)
     request = make_stepwise_request("r", 10, 5)
-    ticket = decode.reserve(request, 60.0).result()
+    ticket = pair.decode.reserve(request, 60.0).result()
     source.hold()
-    prefill.prefill(request)
-    prefill.push_to(request.key, ticket)
+    pair.prefill.prefill(request)
+    pair.prefill.push_to(request.key, ticket)
     source.wait_until_held()
     arrived = threading.Event()
     while not target.pool.memory[0, list(ticket.block_ids)].any(axis=1).all():
         assert not arrived.wait(0.002)
     assert not target.pool.memory[1].any()
     source.let_go()
-    assert decoded.wait_for_finish(request.key) is FinishReason.LENGTH
+    assert pair.decoded.wait_for_finish(request.key) is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("prompt_tokens", [7, 40])
@@ -75,27 +71,26 @@ def test_ticket_that_comes_between_two_layers_of_a_step_gets_every_block_once(
         write_layers(self, transfer_id, layers, first_index, source_blocks)
 
     monkeypatch.setattr(KvSender, "write_layers", recorded)
-    prefill, decode = bench.engine(runner, receives=False), bench.engine()
-    prefilled, decoded = start_recording(prefill), start_recording(decode, admit=True)
+    pair = bench.pair(runner)
     request = make_stepwise_request("r", prompt_tokens, 6)
     runner.hold()
-    prefill.prefill(request)
+    pair.prefill.prefill(request)
     runner.wait_until_held()
-    prefill.push_to(request.key, decode.reserve(request, 60.0).result())
+    pair.prefill.push_to(request.key, pair.decode.reserve(request, 60.0).result())
     # The step is behind layer 0 and computes 7 or 16 tokens: blocks of 4, the part-full one only with the last chunk.
     assert written == [(0, 0, 2 if prompt_tokens == 7 else 4)]
     runner.let_go()
-    decoded.wait_for_finish(request.key)
-    block_count = decode.info.layout.block_count(prompt_tokens)
-    for layer in range(decode.info.layout.layer_count):
+    pair.decoded.wait_for_finish(request.key)
+    block_count = pair.decode.info.layout.block_count(prompt_tokens)
+    for layer in range(pair.decode.info.layout.layer_count):
         runs = [(first_index, count) for written_layer, first_index, count in written if written_layer == layer]
         assert [index for first_index, count in runs for index in range(first_index, first_index + count)] == list(
             range(block_count)
         )
-    first = prefilled.wait_for(FirstToken, request.key)
-    assert [first.token_id, *decoded.token_ids[request.key]] == MODEL.answer(request.token_ids, 0, 6)
-    prefilled.wait_for(KvPushed, request.key)
-    wait_until_free(prefill, decode)
+    first = pair.prefilled.wait_for(FirstToken, request.key)
+    assert [first.token_id, *pair.decoded.token_ids[request.key]] == MODEL.answer(request.token_ids, 0, 6)
+    pair.prefilled.wait_for(KvPushed, request.key)
+    wait_until_free(pair.prefill, pair.decode)
 
 
 def test_blocks_of_a_running_step_outlive_an_abort(bench: StepwiseBench) -> None:
@@ -189,22 +184,20 @@ def test_abort_that_overtakes_the_grant_of_a_ticket_cancels_the_reservation(
 
 def test_events_of_a_step_come_in_one_call(bench: StepwiseBench) -> None:
     runner = HeldRunner()
-    prefill, decode = bench.engine(receives=False), bench.engine(runner)
-    start_recording(prefill)
-    decoded = start_recording(decode)
+    pair = bench.pair(target=runner, admit=False)
     requests = [make_stepwise_request(f"r{i}", 10 + i, 12) for i in range(4)]
     for request in requests:
-        hand_over(prefill, decode, request)
-        decoded.wait_for(Landed, request.key)
+        pair.hand_over(request)
+        pair.decoded.wait_for(Landed, request.key)
     runner.hold()
-    decode.admit(requests[0].key)
+    pair.decode.admit(requests[0].key)
     runner.wait_until_held()
     for request in requests[1:]:
-        decode.admit(request.key)
+        pair.decode.admit(request.key)
     runner.let_go()
     for request in requests:
-        decoded.wait_for_finish(request.key)
-    steps = [call for call in decoded.calls if any(isinstance(event, StepTokens) for event in call)]
+        pair.decoded.wait_for_finish(request.key)
+    steps = [call for call in pair.decoded.calls if any(isinstance(event, StepTokens) for event in call)]
     # The first one runs a step ahead of the others.
     assert [len(call) for call in steps] == [1] * 12
     assert [len(call[0].steps) for call in steps if isinstance(call[0], StepTokens)] == [1, *[4] * 10, 3]
@@ -212,12 +205,10 @@ def test_events_of_a_step_come_in_one_call(bench: StepwiseBench) -> None:
 
 def test_runner_is_told_of_landed_blocks_before_it_reads_them(bench: StepwiseBench) -> None:
     runner = HeldRunner()
-    prefill, decode = bench.engine(receives=False), bench.engine(runner)
-    start_recording(prefill)
-    decoded = start_recording(decode, admit=True)
+    pair = bench.pair(target=runner)
     request = make_stepwise_request("r", 18, 4)
-    ticket = hand_over(prefill, decode, request)
-    decoded.wait_for_finish(request.key)
+    ticket = pair.hand_over(request)
+    pair.decoded.wait_for_finish(request.key)
     assert tuple(runner.told_landed) == ticket.block_ids
 
 
@@ -281,18 +272,15 @@ def test_runner_that_tells_of_no_layer_still_hands_over(bench: StepwiseBench) ->
         def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
             return super().run(batch, None)
 
-    prefill, decode = bench.engine(Silent(MODEL), receives=False), bench.engine()
-    start_recording(prefill)
-    decoded = start_recording(decode, admit=True)
+    pair = bench.pair(Silent(MODEL))
     request = make_stepwise_request("r", 50, 4)
-    hand_over(prefill, decode, request)
-    decoded.wait_for_finish(request.key)
-    assert decoded.token_ids[request.key] == MODEL.answer(request.token_ids, 0, 4)[1:]
+    pair.hand_over(request)
+    pair.decoded.wait_for_finish(request.key)
+    assert pair.decoded.token_ids[request.key] == MODEL.answer(request.token_ids, 0, 4)[1:]
 
 
 def test_new_requests_do_not_take_the_blocks_that_a_preempted_one_waits_for(bench: StepwiseBench) -> None:
-    prefill, decode = bench.engine(receives=False), bench.engine(total_blocks=32)
-    start_recording(prefill)
+    decode = bench.engine(total_blocks=32)
     refusals: list[str] = []
 
     def reserve_more(event: EngineEvent) -> None:
@@ -304,9 +292,11 @@ def test_new_requests_do_not_take_the_blocks_that_a_preempted_one_waits_for(benc
 
     decoded = EngineRecorder(admit_to=decode, on_event=reserve_more)
     decode.start(decoded)
+    prefill = bench.engine(receives=False)
+    pair = StepwisePair(prefill, decode, start_recording(prefill), decoded)
     requests = [make_stepwise_request(f"r{i}", 50, 40) for i in range(2)]
     for request in requests:
-        hand_over(prefill, decode, request)
+        pair.hand_over(request)
     for request in requests:
         decoded.wait_for_finish(request.key)
         assert decoded.token_ids[request.key] == MODEL.answer(request.token_ids, 0, 40)[1:]
@@ -336,9 +326,6 @@ def test_adoption_lets_a_preempted_request_go_on_before_the_adopted_one_is_admit
     for request, token_count in ((first, 80), (second, 10)):
         assert recorder.token_ids[request.key] == MODEL.answer(request.token_ids, 0, token_count)
     wait_until_free(engine)
-
-
-# Both sides in one engine, and many threads.
 
 
 def test_one_engine_may_push_to_itself(bench: StepwiseBench) -> None:

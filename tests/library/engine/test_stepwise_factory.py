@@ -8,14 +8,16 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kaveri.config.settings import read_settings
 from kaveri.engine import limits
-from kaveri.engine.factory import build_engine
+from kaveri.engine.factory import BuiltEngine, build_engine
 from kaveri.engine.settings import EngineSettings
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
@@ -30,6 +32,10 @@ class _Advertised(EngineSettings):
     @property
     def kv_advertise_host(self) -> str:
         return "decode.example"
+
+
+def built(**settings: Any) -> AbstractContextManager[BuiltEngine]:
+    return closing(build_engine(replace(_FAKE, **settings)))
 
 
 def test_decode_engine_listens_for_every_transport_and_cleans_up() -> None:
@@ -66,17 +72,17 @@ def test_pool_is_as_large_as_the_memory_given_for_it() -> None:
 
 
 def test_model_length_is_the_models_own_unless_the_pool_holds_less() -> None:
-    engine = build_engine(replace(_FAKE, fake_shape=FakeModel(max_model_len=500)))
-    assert engine.info.max_model_len == 500
-    engine.close()
-    engine = build_engine(replace(_FAKE, fake_shape=FakeModel(max_model_len=10**5)))
-    assert engine.info.max_model_len == engine.info.total_blocks * engine.info.layout.block_tokens < 10**5
-    engine.close()
+    with built(fake_shape=FakeModel(max_model_len=500)) as engine:
+        assert engine.info.max_model_len == 500
+    for beyond in (10**5, 10**15):
+        with built(fake_shape=FakeModel(max_model_len=beyond)) as engine:
+            assert engine.info.max_model_len == engine.info.total_blocks * engine.info.layout.block_tokens < 10**5
 
 
-def test_model_length_that_was_asked_for_and_does_not_fit_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"100000, which takes \d+ bytes .* is 1048576, enough for 4096") as raised:
-        build_engine(replace(_FAKE, max_model_len=100_000))
+@pytest.mark.parametrize("tokens", [10**5, 10**15])
+def test_model_length_that_was_asked_for_and_does_not_fit_is_refused_with_the_numbers(tokens: int) -> None:
+    with pytest.raises(ConfigError, match=rf"{tokens}, which takes \d+ bytes .* is 1048576, enough for 4096") as raised:
+        build_engine(replace(_FAKE, max_model_len=tokens))
     assert raised.value.field == "max_model_len"
 
 
@@ -114,24 +120,15 @@ def test_pool_that_holds_no_request_is_refused() -> None:
 
 
 def test_made_up_kv_takes_the_bytes_that_were_asked_for() -> None:
-    engine = build_engine(replace(_FAKE, fake_kv_token_bytes=64 * 2**10, max_model_len=16))
-    assert engine.info.layout.token_bytes == 64 * 2**10
-    assert engine.info.total_blocks == 1
-    engine.close()
+    with built(fake_kv_token_bytes=64 * 2**10, max_model_len=16) as engine:
+        assert engine.info.layout.token_bytes == 64 * 2**10
+        assert engine.info.total_blocks == 1
 
 
 def test_size_of_made_up_kv_that_no_records_fill_is_refused_with_the_unit() -> None:
     with pytest.raises(ConfigError, match="is 1500; it must be a multiple of 1024 bytes") as raised:
         read_settings(DecodeConfig, "kaveri decode", ["--fake-kv-token-bytes", "1500"], {})
     assert raised.value.field == "--fake-kv-token-bytes"
-
-
-def test_model_length_beyond_every_pool_costs_no_memory() -> None:
-    engine = build_engine(replace(_FAKE, fake_shape=FakeModel(max_model_len=10**15)))
-    assert engine.info.max_model_len == engine.info.total_blocks * engine.info.layout.block_tokens
-    engine.close()
-    with pytest.raises(ConfigError, match="enough for 4096"):
-        build_engine(replace(_FAKE, max_model_len=10**15))
 
 
 def test_pool_that_cannot_be_allocated_is_refused_by_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,9 +183,8 @@ def test_a_fake_engine_takes_the_prompts_of_the_served_models_tokenizer(
 ) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
-    engine = build_engine(replace(_FAKE, model=str(tmp_path)))
-    assert engine.info.vocab_size == vocab_size
-    engine.close()
+    with built(model=str(tmp_path)) as engine:
+        assert engine.info.vocab_size == vocab_size
 
 
 def test_a_fake_engine_knows_bundled_models_and_takes_hub_ids_for_unknown() -> None:

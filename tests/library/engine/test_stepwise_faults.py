@@ -27,17 +27,15 @@ from kaveri.errors import ConfigError, EngineError, InvalidArgument
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.sender import KvSender
 from kaveri.kv.transports import make_transports
-from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
+from kaveri.testing.engine_recorder import SOON_S, wait_until_free
 from tests.library.engine.stepwise_bench import (
     MODEL,
     HeldRunner,
     StepwiseBench,
-    hand_over,
     make_stepwise_request,
     start_recording,
 )
-
-# When things break.
+from tests.support.engine_suite import start_adopting
 
 
 class _BrokenRunner(FakeRunner):
@@ -155,35 +153,27 @@ def _unlucky(prompt_tokens: int) -> EngineRequest:
 
 @pytest.mark.parametrize("pushed", [False, True])
 def test_request_without_a_first_token_fails_alone(bench: StepwiseBench, pushed: bool) -> None:
-    prefill, decode = bench.engine(_NoTokenRunner(10), receives=False), bench.engine()
-    prefilled, decoded = start_recording(prefill), start_recording(decode, admit=True)
+    pair = bench.pair(_NoTokenRunner(10))
     unlucky, other = _unlucky(10), make_stepwise_request("other", 30, 5)
-    ticket = decode.reserve(unlucky, 60.0).result()
-    prefill.prefill(unlucky)
+    ticket = pair.decode.reserve(unlucky, 60.0).result()
+    pair.prefill.prefill(unlucky)
     if pushed:
-        prefill.push_to(unlucky.key, ticket)
-    hand_over(prefill, decode, other)
-    assert prefilled.wait_for(RequestFailed, unlucky.key).reason == "not a number"
-    decoded.wait_for_finish(other.key)
+        pair.prefill.push_to(unlucky.key, ticket)
+    pair.hand_over(other)
+    assert pair.prefilled.wait_for(RequestFailed, unlucky.key).reason == "not a number"
+    pair.decoded.wait_for_finish(other.key)
     if pushed:
         # The push is given up, and decode hears of it.
-        decoded.wait_for(LandingFailed, unlucky.key)
-    decode.abort(unlucky.key)
-    wait_until_free(prefill, decode)
-    told = [type(event) for event in prefilled.events if getattr(event, "key", None) == unlucky.key]
+        pair.decoded.wait_for(LandingFailed, unlucky.key)
+    pair.decode.abort(unlucky.key)
+    wait_until_free(pair.prefill, pair.decode)
+    told = [type(event) for event in pair.prefilled.events if getattr(event, "key", None) == unlucky.key]
     assert told == [PrefillStarted, RequestFailed]
 
 
 def test_request_without_a_next_token_fails_alone(bench: StepwiseBench) -> None:
     engine = bench.engine(_NoTokenRunner(14), receives=False)
-
-    def adopt(event: EngineEvent) -> None:
-        if isinstance(event, FirstToken):
-            engine.adopt(event.key)
-            engine.admit(event.key)
-
-    recorder = EngineRecorder(on_event=adopt)
-    engine.start(recorder)
+    recorder = start_adopting(engine)
     unlucky, other = _unlucky(10), make_stepwise_request("other", 30, 9)
     for request in (unlucky, other):
         engine.prefill(request)
@@ -232,31 +222,28 @@ def test_hand_over_that_makes_no_sense_fails_the_request_aloud(bench: StepwiseBe
 
 
 def test_ticket_for_another_length_fails_the_push_and_keeps_the_kv(bench: StepwiseBench) -> None:
-    prefill, decode = bench.engine(receives=False), bench.engine()
-    prefilled, decoded = start_recording(prefill), start_recording(decode, admit=True)
+    pair = bench.pair()
     request = make_stepwise_request("r", 10, 5)
-    prefill.prefill(request)
-    other = decode.reserve(make_stepwise_request("other", 30, 5), 60.0).result()
-    prefill.push_to(request.key, other)
-    assert "30 tokens" in prefilled.wait_for(KvPushFailed, request.key).reason
-    ticket = decode.reserve(request, 60.0).result()
-    prefill.push_to(request.key, ticket)
-    decoded.wait_for_finish(request.key)
+    pair.prefill.prefill(request)
+    other = pair.decode.reserve(make_stepwise_request("other", 30, 5), 60.0).result()
+    pair.prefill.push_to(request.key, other)
+    assert "30 tokens" in pair.prefilled.wait_for(KvPushFailed, request.key).reason
+    ticket = pair.decode.reserve(request, 60.0).result()
+    pair.prefill.push_to(request.key, ticket)
+    pair.decoded.wait_for_finish(request.key)
 
 
 def test_second_ticket_while_a_push_is_open_is_refused(bench: StepwiseBench) -> None:
     runner = HeldRunner()
-    prefill, decode = bench.engine(runner, receives=False), bench.engine()
-    start_recording(prefill)
-    decoded = start_recording(decode, admit=True)
+    pair = bench.pair(runner)
     request = make_stepwise_request("r", 10, 5)
     runner.hold()
-    hand_over(prefill, decode, request)
-    second = decode.reserve(EngineRequest(EngineKey("r", 2), request.token_ids, 0, request.params), 60.0).result()
+    pair.hand_over(request)
+    second = pair.decode.reserve(EngineRequest(EngineKey("r", 2), request.token_ids, 0, request.params), 60.0).result()
     with pytest.raises(InvalidArgument, match="ticket"):
-        prefill.push_to(request.key, second)
+        pair.prefill.push_to(request.key, second)
     runner.let_go()
-    decoded.wait_for_finish(request.key)
+    pair.decoded.wait_for_finish(request.key)
 
 
 def test_pool_that_cannot_hold_one_longest_request_is_refused(bench: StepwiseBench) -> None:
@@ -277,10 +264,8 @@ def test_closed_engine_leaves_no_thread_behind(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     with ExitStack() as stack:
         bench = StepwiseBench(tmp_path, stack)
-        prefill, decode = bench.engine(receives=False), bench.engine()
-        start_recording(prefill)
-        decoded = start_recording(decode, admit=True)
+        pair = bench.pair()
         request = make_stepwise_request("r", 10, 5)
-        hand_over(prefill, decode, request)
-        decoded.wait_for_finish(request.key)
+        pair.hand_over(request)
+        pair.decoded.wait_for_finish(request.key)
     assert set(threading.enumerate()) <= before

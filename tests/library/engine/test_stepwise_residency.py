@@ -56,7 +56,6 @@ class _Pool:
         return sequence
 
     def take_blocks_of(self, sequence: Sequence) -> None:
-        """As a preemption does."""
         self.allocator.release(sequence)
         sequence.block_ids, sequence.computed, sequence.phase = [], 0, SequencePhase.WAITING
         self.residency.running.remove(sequence)

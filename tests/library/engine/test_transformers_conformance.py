@@ -1,27 +1,18 @@
 """The stepwise engine on the transformers runner does what every engine must, KV pushed over real sockets."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from kaveri.testing.engine_conformance import EngineConformance
-from kaveri.testing.engine_endings import EndingConformance
 from kaveri.testing.engine_release import ReleaseConformance
 from kaveri.testing.engine_replication import ReplicationConformance
 from kaveri.testing.engine_resumption import ResumptionConformance
+from tests.support.engine_suite import EngineSuite
 from tests.support.plain_transformers import PlainTransformers
 from tests.support.tiny_models import make_tiny_model
 from tests.support.transformers_harness import CopiedMemoryHarness, TransformersHarness
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +25,7 @@ def reference(model_folder: Path) -> PlainTransformers:
     return PlainTransformers(model_folder, ignore_eos=True)
 
 
-class TestStepwiseOnTransformers(
-    EngineConformance, EndingConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance
-):
+class TestStepwiseOnTransformers(EngineSuite):
     @pytest.fixture
     def harness(self, model_folder: Path, reference: PlainTransformers, tmp_path: Path) -> TransformersHarness:
         return TransformersHarness(model_folder, tmp_path, reference)

@@ -1,7 +1,7 @@
 """The transformers runner gives the tokens of model.generate, however its steps are cut, packed and scattered."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,7 @@ VOCAB_SIZE = 320
 GREEDY = ResolvedParams(temperature=0.0)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +46,6 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @dataclass
 class RunSequence:
-    """One sequence that the driver below runs, with the blocks it holds."""
-
     prompt: list[int]
     params: ResolvedParams = GREEDY
     blocks: list[int] = field(default_factory=list)
@@ -119,7 +112,6 @@ class BatchDriver:
     def step(
         self, pieces: Sequence[tuple[RunSequence, SequenceSlice]], on_layer: LayerListener | None
     ) -> list[Logprobs]:
-        """Returns what was said of prompts."""
         drawn = self.runner.run([piece for _, piece in pieces], on_layer)
         entries: list[Logprobs] = []
         for (one, piece), token in zip(pieces, drawn, strict=True):
@@ -228,35 +220,6 @@ def test_half_precision_runs_and_its_logits_stay_near_float32(
             assert token.logprobs is not None
             values.append(token.logprobs.top[0][1])
         assert values[0] == pytest.approx(values[1], abs=0.25)
-
-
-def test_sequence_recomputed_after_preemption_goes_on_with_the_same_tokens(
-    device: str, model_folders: dict[str, Path]
-) -> None:
-    driver = BatchDriver(new_runner(model_folders["qwen3"], device), seed=4)
-    for params in (GREEDY, ResolvedParams(temperature=0.9, top_p=0.95, seed=77)):
-        (prompt,) = prompts(10, [50])
-        whole = RunSequence(prompt, params)
-        driver.finish([whole], 30)
-        resumed = RunSequence(prompt, params, answer=whole.answer[:11])
-        driver.finish([resumed], 30)
-        assert resumed.answer == whole.answer
-
-
-def test_sampled_tokens_depend_on_the_seed_and_not_on_the_batch(device: str, model_folders: dict[str, Path]) -> None:
-    driver = BatchDriver(new_runner(model_folders["llama"], device), seed=4)
-    params = [
-        ResolvedParams(temperature=1.0, seed=1),
-        ResolvedParams(temperature=0.7, top_p=0.9, seed=2),
-        ResolvedParams(temperature=1.3, top_k=12, seed=3),
-        GREEDY,
-    ]
-    together = [RunSequence(prompt, entry) for prompt, entry in zip(prompts(11, [7, 20, 41, 9]), params, strict=True)]
-    driver.finish(together, 16)
-    for one in together:
-        alone = RunSequence(one.prompt, one.params)
-        driver.finish([alone], 16)
-        assert alone.answer == one.answer, one.params
 
 
 @pytest.mark.parametrize("separate_memory", [False, True], ids=["in the pool", "in a copy as on a GPU"])

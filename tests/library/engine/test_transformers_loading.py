@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.checkpoint import fingerprint
-from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest, FirstToken
+from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.transformers.loading import load_runner
 from kaveri.engine.transformers.runner import TransformersRunner
 from kaveri.errors import ConfigError
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.testing.engine_recorder import EngineRecorder
 from tests.support.broken_checkpoints import BROKEN, QUANTIZED, broken_copy, edit
+from tests.support.engine_suite import start_adopting
 from tests.support.tiny_models import make_tiny_model
 
 
@@ -72,19 +72,12 @@ def test_ends_that_no_token_has_change_nothing_as_in_generate(copied: Path) -> N
         plain = AutoModelForCausalLM.from_pretrained(copied)
         whole = plain.generate(torch.tensor([prompt]), min_new_tokens=12, max_new_tokens=12, do_sample=False)
         engine = StepwiseEngine(load(copied), 64, chunk_tokens=16)
-        recorder = EngineRecorder(on_event=lambda event, engine=engine: _decode(engine, event))
-        engine.start(recorder)
+        recorder = start_adopting(engine)
         params = ResolvedParams(max_tokens=12, min_tokens=12, temperature=0, seed=0)
         engine.prefill(request := EngineRequest(EngineKey("one", 0), prompt, 0, params))
         recorder.wait_for_finish(request.key)
         engine.close()
         assert recorder.token_ids[request.key] == whole[0, len(prompt) :].tolist()
-
-
-def _decode(engine: StepwiseEngine, event: EngineEvent) -> None:
-    if isinstance(event, FirstToken) and event.finish is None:
-        engine.adopt(event.key)
-        engine.admit(event.key)
 
 
 @pytest.mark.parametrize("value", ["2", [[2]], True])
@@ -121,26 +114,13 @@ def test_fingerprint_of_a_large_file_reads_its_header_and_samples(
         assert fingerprint(copied) != ours, f"byte {position} of {len(whole)}"
 
 
-def test_model_of_another_kind_is_refused(copied: Path) -> None:
-    edit(copied, "config.json", model_type="t5", architectures=["T5ForConditionalGeneration"])
-    assert "encoder-decoder" in refusal(copied)
-    edit(copied, "config.json", model_type="vit", is_encoder_decoder=False)
-    assert "cannot be loaded" in refusal(copied)
-    edit(copied, "config.json", model_type="nobody-knows-it")
-    assert "cannot be loaded" in refusal(copied)
-
-
-def test_bundled_model_loads_by_its_name() -> None:
-    runner = load("kaveri-tiny")
-    assert runner.max_model_len >= 2048
-
-
 @pytest.mark.parametrize(("has_bfloat16", "computed"), [(True, "bfloat16"), (False, "float32")])
 def test_auto_computes_in_float32_where_the_cpu_has_no_bfloat16(
     has_bfloat16: bool, computed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": has_bfloat16, "amx_bf16": False})
     runner = load("kaveri-tiny")
+    assert runner.max_model_len >= 2048
     assert runner.layout.dtype == computed
     assert {weight.dtype for weight in runner._model.parameters()} == {getattr(torch, computed)}
     said = capsys.readouterr().out
@@ -159,12 +139,22 @@ def test_a_quantized_checkpoint_is_refused_with_its_method_and_what_to_use(
     assert "use the checkpoint that is not quantized" in said
 
 
+_SAID_OF = {
+    "encoder and decoder": "encoder-decoder",
+    "images": "cannot be loaded",
+    "unknown model type": "cannot be loaded",
+    "config.json is cut off": "config.json cannot be read",
+    "weights cut off": "cannot be loaded",
+}
+
+
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_folder_that_is_no_whole_model_is_refused_in_one_line(fault: str, llama: Path, tmp_path: Path) -> None:
     said = refusal(broken_copy(llama, tmp_path / "copy", fault))
     assert str(tmp_path / "copy") in said
     if "generation_config" in fault:
         assert "generation_config.json" in said
+    assert _SAID_OF.get(fault, "") in said
 
 
 def test_what_is_no_model_is_refused(llama: Path, copied: Path, tmp_path: Path) -> None:
@@ -180,13 +170,6 @@ def test_hub_id_that_cannot_be_had_is_refused_within_seconds(monkeypatch: pytest
     # A port without a listener replaces the hub, so no test leaves the machine.
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert "cannot be had from the hub" in refusal("kaveri-tests/no-such-model")
-
-
-def test_broken_files_are_refused(copied: Path) -> None:
-    (copied / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0garbage")
-    assert "cannot be loaded" in refusal(copied)
-    (copied / "config.json").write_text("{")
-    assert "config.json cannot be read" in refusal(copied)
 
 
 def test_checkpoint_with_missing_weights_is_refused(copied: Path) -> None:

@@ -68,7 +68,6 @@ def require_same(model: nn.Module, expected: nn.Module) -> None:
 
 
 def stored_weights(model: nn.Module) -> int:
-    """Number of weight matrices of the layers."""
     return len({id(module.weight) for module in model.modules() if hasattr(module, "weight")})
 
 

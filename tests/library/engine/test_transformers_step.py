@@ -37,17 +37,7 @@ def test_a_layer_is_told_of_when_its_copy_is_done_and_the_next_layer_has_been_be
         step.tell(layer, SlowCopy(heard, layer))  # type: ignore[arg-type]
     step.tell_last()
     step.tell_last()
-    assert heard == [
-        "computed 0",
-        "computed 1",
-        "waited for 0",
-        0,
-        "computed 2",
-        "waited for 1",
-        1,
-        "waited for 2",
-        2,
-    ]
+    assert heard == ["computed 0", "computed 1", "waited for 0", 0, "computed 2", "waited for 1", 1, "waited for 2", 2]
 
 
 def test_a_layer_that_needs_no_copy_is_told_of_at_once() -> None:

@@ -4,44 +4,38 @@ import queue
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kaveri.engine.kv_plane import Granted, first_token_of
+from kaveri.engine.kv_plane import first_token_of
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
-from kaveri.engine.vllm.data_plane import DataPlane
-from kaveri.engine.vllm.rank import PassFirstToken, PromptChunk, RankSetup, RevokeTicket
+from kaveri.engine.vllm.rank import PassFirstToken, PromptChunk, RevokeTicket
 from kaveri.engine.vllm.rank_plane import RankPlane
-from kaveri.errors import InvalidArgument, LayoutMismatch
+from kaveri.errors import LayoutMismatch
 from kaveri.kv.layout.layout import KvLayout, part_places, source_rank
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.part_transfers import PartSender
 from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, pushed_tickets, require_pushable, taken_tickets, ticket_parts
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, pushed_tickets, require_pushable, taken_tickets
 from kaveri.kv.transports import make_transports
 from kaveri.testing.engine_conformance import make_request
 from kaveri.testing.engine_recorder import EngineRecorder
-from kaveri.wire.messages import ticket_from_proto, ticket_to_proto
+from tests.library.engine.plane_instance import BLOCKS, SOON_S, TOKENS, PlaneInstance, compute_prompt
 
 MODEL = KvLayout("model", 2, block_tokens=4, kv_head_count=4, head_dim=8, dtype="float32")
 OPAQUE = "H-engine-7"
-BLOCKS = 8
-TOKENS = 10
-"""Length of a prompt: two and a half blocks."""
-SOON_S = 60.0
 
 Values = np.ndarray[Any, np.dtype[np.uint8]]
 """[layer, token, KV head, K or V, byte]; of an opaque order [layer, block, KV head, byte]."""
 
 
-class UnlikeInstance:
-    """The ranks of one engine, in this process, and what its data plane told."""
+class UnlikeInstance(PlaneInstance):
+    """An instance whose ranks are in this process."""
 
     def __init__(
         self, layout: KvLayout, transport: str, listen: Sequence[KvEndpoint] = (), block_count: int = BLOCKS
@@ -49,45 +43,13 @@ class UnlikeInstance:
         self.layout = layout
         self.pools = [KvPool(layout.rank(rank), block_count) for rank in range(layout.tensor_ranks)]
         self.ranks = [RankPlane(layout, pool) for pool in self.pools]
-        self.events: queue.Queue[Any] = queue.Queue()
-        self.lost: queue.Queue[str] = queue.Queue()
-        setup = RankSetup(tuple(listen), partial(make_transports, (transport,)), 1)
-        self.plane = DataPlane(self.ranks, setup, self.events.put, self.lost.put)
-        self._granted = 0
-
-    def next(self) -> Any:
-        return self.events.get(timeout=SOON_S)
-
-    def grant(
-        self, source: KvLayout, block_ids: Sequence[int], first_block: int = 0, token_count: int = TOKENS
-    ) -> Ticket:
-        """A ticket for KV of the source, as it arrives there."""
-        self._granted += 1
-        parts = ticket_parts(source, self.layout, self.plane.endpoints)
-        ticket = Ticket(
-            transfer_id=self._granted.to_bytes(16, "little"),
-            secret=b"s" * 16,
-            epoch=1,
-            endpoints=() if parts else self.plane.endpoints[0],
-            block_ids=tuple(block_ids),
-            token_count=token_count,
-            expires_in_s=60.0,
-            layout=self.layout,
-            first_block=first_block,
-            parts=parts,
-        )
-        self.plane.grant(ticket)
-        assert self.next() == Granted(ticket.transfer_id)
-        return ticket_from_proto(ticket_to_proto(ticket))
+        super().__init__(self.ranks, listen, transports=(transport,))
 
     def compute(self, name: str, block_ids: Sequence[int], values: Values, first_token_id: int = 7) -> None:
         """One step that computes a whole prompt, whose KV is `values`."""
         self.fill(block_ids, values)
         for rank in self.ranks:
-            rank.begin_step([PromptChunk(name, TOKENS, tuple(block_ids), 0, TOKENS)])
-            for layer in range(self.layout.layer_count):
-                rank.layer_done(layer)
-            rank.end_step()
+            compute_prompt(rank, self.layout, name, block_ids)
         self.plane.do(PassFirstToken(name, first_token_id))
 
     def fill(self, block_ids: Sequence[int], values: Values) -> None:
@@ -145,8 +107,6 @@ def values_of(layout: KvLayout, seed: int) -> Values:
 
 
 class UnlikePair:
-    """Two instances and the link between them."""
-
     def __init__(self, folder: Path, transport: str, source: KvLayout, target: KvLayout) -> None:
         address = "127.0.0.1:0" if transport == "tcp" else str(folder / "kv.sock")
         self.sending = UnlikeInstance(source, transport)
@@ -190,7 +150,7 @@ def test_every_head_lands_in_its_place(
     values = values_of(source, seed=here)
     target_blocks = [5, 1, 6, 2, 7][: target.block_count(TOKENS)]
     ticket = pair.receiving.grant(source, target_blocks)
-    assert pair.receiving.plane.flow().receiving.leased_block_count == len(target_blocks)
+    assert pair.receiving.leased_blocks() == len(target_blocks)
     pair.push(ticket)
     pair.sending.compute("r", [0, 3, 2], values)
     landed, accepted = pair.receiving.next(), pair.sending.next()
@@ -201,7 +161,7 @@ def test_every_head_lands_in_its_place(
     assert (landed.transfer_id, landed.kv_bytes) == (ticket.transfer_id, kv_bytes)
     assert (accepted.transfer_id, accepted.kv_bytes) == (ticket.transfer_id, kv_bytes)
     pair.receiving.require(target_blocks, values)
-    assert pair.receiving.plane.flow().receiving.leased_block_count == 0
+    assert pair.receiving.leased_blocks() == 0
     assert pair.sending.events.empty()
     assert pair.receiving.events.empty()
 
@@ -237,7 +197,7 @@ def test_what_one_rank_refuses_fails_as_a_whole_and_may_be_pushed_again(
     released = pair.receiving.next()
     assert isinstance(released, TransferReleased)
     assert released.reason == ("revoked" if there == 1 else f"rank {there - 1}: revoked")
-    assert pair.receiving.plane.flow().receiving.leased_block_count == 0
+    assert pair.receiving.leased_blocks() == 0
     pair.push(ticket)
     pair.sending.compute("r", [0, 3, 2], values)
     failed = pair.sending.next()
@@ -259,7 +219,7 @@ def test_a_sending_rank_that_gives_up_its_part_fails_the_whole_on_both_sides(mak
     failed, released = pair.sending.next(), pair.receiving.next()
     assert (type(failed), failed.transfer_id) == (PushFailed, ticket.transfer_id)
     assert (type(released), released.transfer_id) == (TransferReleased, ticket.transfer_id)
-    assert pair.receiving.plane.flow().receiving.leased_block_count == 0
+    assert pair.receiving.leased_blocks() == 0
 
 
 def test_a_part_that_fails_frees_what_was_leased_to_a_silent_one(make_pair: Any) -> None:
@@ -276,7 +236,7 @@ def test_a_part_that_fails_frees_what_was_leased_to_a_silent_one(make_pair: Any)
                 sender.abort(part.transfer_id)
         released = pair.receiving.next()
         assert (type(released), released.transfer_id) == (TransferReleased, ticket.transfer_id)
-        assert pair.receiving.plane.flow().receiving.leased_block_count == 0
+        assert pair.receiving.leased_blocks() == 0
     assert pair.receiving.events.empty()
 
 
@@ -406,15 +366,6 @@ def test_opaque_heads_are_not_mapped_to_blocks_of_another_size() -> None:
         with pytest.raises(LayoutMismatch) as refused:
             part_places(source, replace(source, tensor_ranks=1, block_tokens=block_tokens))
         assert refused.value.field == "block_tokens"
-
-
-def test_a_ticket_without_the_parts_of_these_ranks_is_refused(make_pair: Any) -> None:
-    source = replace(MODEL, tensor_ranks=2)
-    pair = make_pair("unix", source, MODEL)
-    ticket = pair.receiving.grant(source, [5, 1, 6])
-    for parts in ((), ticket.parts[:1], ticket.parts[::-1]):
-        with pytest.raises(InvalidArgument, match=r"ticket\.parts"):
-            require_pushable(source, replace(ticket, parts=parts))
 
 
 @pytest.mark.parametrize("here", [1, 2, 4, 8, 16])

@@ -5,15 +5,12 @@ Real pools, senders and receivers; the ranks are in this process, or each in one
 
 import multiprocessing
 import os
-import queue
-import random
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kaveri.engine.kv_plane import Granted, PlaneEvent
+from kaveri.engine.kv_plane import Granted
 from kaveri.engine.vllm import remote_rank
-from kaveri.engine.vllm.data_plane import DataPlane
-from kaveri.engine.vllm.rank import ForgetPrompt, PassFirstToken, PromptChunk, Rank, RankSetup
+from kaveri.engine.vllm.rank import ForgetPrompt, PassFirstToken
 from kaveri.engine.vllm.rank_plane import RankPlane
 from kaveri.engine.vllm.rank_server import serve_rank
 from kaveri.engine.vllm.remote_rank import RankMeeting
@@ -33,52 +29,11 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import PushAccepted, PushFailed
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, require_pushable, ticket_parts
-from kaveri.kv.transports import make_transports
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, require_pushable
+from tests.library.engine.plane_instance import BLOCKS, SOON_S, PlaneInstance, compute_prompt
 
 RANKS = 2
 LAYOUT = KvLayout("model", 2, block_tokens=4, kv_head_count=4, head_dim=8, dtype="float32", tensor_ranks=RANKS)
-BLOCKS = 8
-TOKENS = 10
-"""Length of a prompt: two and a half blocks."""
-SOON_S = 60.0
-
-
-class DataPlaneInstance:
-    """Ranks, their data plane, and what it told."""
-
-    def __init__(self, ranks: Sequence[Rank], listen: Sequence[KvEndpoint] = (), epoch: int = 1) -> None:
-        self.events: queue.Queue[PlaneEvent] = queue.Queue()
-        self.lost: queue.Queue[str] = queue.Queue()
-        self.epoch = epoch
-        setup = RankSetup(tuple(listen), partial(make_transports, ("shm", "tcp")), epoch)
-        self.plane = DataPlane(ranks, setup, self.events.put, self.lost.put)
-
-    def next(self) -> Any:
-        """Its next event."""
-        return self.events.get(timeout=SOON_S)
-
-    def grant(self, block_ids: Sequence[int], expires_in_s: float = 60.0) -> Ticket:
-        ticket = self.ticket(random.Random(str(block_ids)).randbytes(16), block_ids, expires_in_s)
-        self.plane.grant(ticket)
-        assert self.next() == Granted(ticket.transfer_id)
-        return ticket
-
-    def ticket(self, transfer_id: bytes, block_ids: Sequence[int], expires_in_s: float) -> Ticket:
-        return Ticket(
-            transfer_id=transfer_id,
-            secret=b"s" * 16,
-            epoch=self.epoch,
-            endpoints=(),
-            block_ids=tuple(block_ids),
-            token_count=TOKENS,
-            expires_in_s=expires_in_s,
-            layout=self.plane.layout,
-            parts=ticket_parts(LAYOUT, self.plane.layout, self.plane.endpoints),
-        )
-
-    def told_nothing(self) -> bool:
-        return self.events.empty()
 
 
 class RankMemory:
@@ -94,25 +49,16 @@ class RankMemory:
         self.pool.memory[:] = np.random.default_rng(seed).integers(0, 256, self.pool.memory.shape, np.uint8)
 
     def compute(self, number: str, block_ids: Sequence[int]) -> None:
-        """One step that computes a whole prompt."""
-        self.plane.begin_step([PromptChunk(number, TOKENS, tuple(block_ids), 0, TOKENS)])
-        for layer in range(self.layout.layer_count):
-            self.plane.layer_done(layer)
-        self.plane.end_step()
+        compute_prompt(self.plane, self.layout, number, block_ids)
 
 
 class DataPlanePair:
-    """Two instances in this process: of each rank the memory is at hand."""
-
     def __init__(self, folder: Path, transport: str) -> None:
         address = "127.0.0.1:0" if transport == "tcp" else str(folder / "kv.sock")
         self.sources = [RankMemory(rank) for rank in range(RANKS)]
         self.targets = [RankMemory(rank) for rank in range(RANKS)]
-        self.sending = DataPlaneInstance([memory.plane for memory in self.sources])
-        self.receiving = DataPlaneInstance(
-            [memory.plane for memory in self.targets],
-            [KvEndpoint(transport, address)],
-        )
+        self.sending = PlaneInstance([memory.plane for memory in self.sources])
+        self.receiving = PlaneInstance([memory.plane for memory in self.targets], [KvEndpoint(transport, address)])
 
 
 @pytest.fixture(params=["shm", "tcp"])
@@ -124,25 +70,26 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DataPlanePa
 
 
 def test_a_push_that_is_aborted_ends_in_every_rank(pair: DataPlanePair) -> None:
-    ticket = pair.receiving.grant([5, 1, 6])
+    ticket = pair.receiving.grant(LAYOUT, [5, 1, 6])
     pair.sending.plane.open_push("r", ticket)
     pair.sending.plane.abort_push(ticket.transfer_id)
     assert isinstance(pair.sending.next(), PushFailed)
     pair.receiving.plane.revoke(ticket.transfer_id)
     assert isinstance(pair.receiving.next(), TransferReleased)
-    assert pair.receiving.plane.flow().receiving.leased_block_count == 0
+    assert pair.receiving.leased_blocks() == 0
 
 
 def test_a_ticket_that_runs_out_is_told_of_once(pair: DataPlanePair) -> None:
-    pair.receiving.plane.grant(pair.receiving.ticket(b"t" * 16, [5, 1, 6], 0.01))
+    ticket = pair.receiving.ticket(LAYOUT, [5, 1, 6], expires_in_s=0.01)
+    pair.receiving.plane.grant(ticket)
     told = [pair.receiving.next()]
     if isinstance(told[0], Granted):
         # It may have expired in the one rank before it was granted in the other.
         told = [pair.receiving.next()]
-    assert (type(told[0]), told[0].transfer_id) == (TransferReleased, b"t" * 16)
+    assert (type(told[0]), told[0].transfer_id) == (TransferReleased, ticket.transfer_id)
     assert "expired" in told[0].reason
     pair.receiving.plane.close()
-    assert pair.receiving.told_nothing()
+    assert pair.receiving.events.empty()
 
 
 @pytest.mark.parametrize(
@@ -150,6 +97,7 @@ def test_a_ticket_that_runs_out_is_told_of_once(pair: DataPlanePair) -> None:
     [
         (lambda ticket: replace(ticket, parts=ticket.parts[:1]), InvalidArgument, "ticket.parts"),
         (lambda ticket: replace(ticket, parts=()), InvalidArgument, "ticket.parts"),
+        (lambda ticket: replace(ticket, parts=ticket.parts[::-1]), InvalidArgument, "ticket.parts"),
         (lambda ticket: replace(ticket, layout=replace(LAYOUT, tensor_ranks=1)), InvalidArgument, "ticket.parts"),
         (lambda ticket: replace(ticket, layout=replace(LAYOUT, tensor_ranks=4)), InvalidArgument, "ticket.parts"),
         (lambda ticket: replace(ticket, layout=replace(LAYOUT, tensor_ranks=3)), LayoutMismatch, "tensor_ranks"),
@@ -159,7 +107,7 @@ def test_a_ticket_that_runs_out_is_told_of_once(pair: DataPlanePair) -> None:
 def test_a_ticket_of_other_ranks_is_refused_before_a_byte_moves(
     pair: DataPlanePair, change: Callable[[Ticket], Ticket], raised: type[Exception], named: str
 ) -> None:
-    ticket = change(pair.receiving.grant([5, 1, 6]))
+    ticket = change(pair.receiving.grant(LAYOUT, [5, 1, 6]))
     with pytest.raises(raised, match=named):
         require_pushable(pair.sending.plane.layout, ticket)
     assert pair.sending.plane.flow().sending.peers == ()
@@ -167,28 +115,25 @@ def test_a_ticket_of_other_ranks_is_refused_before_a_byte_moves(
 
 def test_a_closed_rank_grants_nothing_and_nobody_keeps_waiting(pair: DataPlanePair) -> None:
     pair.targets[1].plane.detach()
-    pair.receiving.plane.grant(pair.receiving.ticket(b"t" * 16, [0, 1, 2], 60.0))
+    pair.receiving.plane.grant(pair.receiving.ticket(LAYOUT, [0, 1, 2]))
     released = pair.receiving.next()
     assert isinstance(released, TransferReleased)
     assert released.reason.startswith("rank 1")
-    assert pair.receiving.plane.flow().receiving.leased_block_count == 0
+    assert pair.receiving.leased_blocks() == 0
 
 
 def test_ranks_that_cannot_all_listen_leave_none_listening(tmp_path: Path) -> None:
     taken = KvEndpoint("shm", str(tmp_path / "kv.sock"))
     second = KvEndpoint("shm", str(tmp_path / "kv-1.sock"))
     memories = [RankMemory(rank) for rank in range(RANKS)]
-    holder = DataPlaneInstance([RankMemory(0, replace(LAYOUT, tensor_ranks=1)).plane], [second])
+    holder = PlaneInstance([RankMemory(0, replace(LAYOUT, tensor_ranks=1)).plane], [second])
     with ExitStack() as stack:
         stack.callback(holder.plane.close)
         with pytest.raises(ConfigError):
-            DataPlaneInstance([memory.plane for memory in memories], [taken])
+            PlaneInstance([memory.plane for memory in memories], [taken])
         # The first rank's address is free again.
-        next_holder = DataPlaneInstance([RankMemory(0, replace(LAYOUT, tensor_ranks=1)).plane], [taken])
+        next_holder = PlaneInstance([RankMemory(0, replace(LAYOUT, tensor_ranks=1)).plane], [taken])
         next_holder.plane.close()
-
-
-# Ranks in processes of their own.
 
 
 def _serve(path: str, rank: int, seed: int, block_ids: Sequence[int], compute: Any, done: Any) -> None:
@@ -256,8 +201,8 @@ def test_a_rank_that_never_returns_from_its_step_ends_when_its_engine_is_gone(re
 def test_ranks_in_processes_of_their_own_do_the_same_for_one_engine_after_another(remote_pair: Any) -> None:
     source, target = remote_pair.source, remote_pair.target
     for epoch in (1, 2):
-        sending, receiving = DataPlaneInstance(source.ranks), DataPlaneInstance(target.ranks, remote_pair.listen, epoch)
-        ticket = receiving.grant([5, 1, 6])
+        sending, receiving = PlaneInstance(source.ranks), PlaneInstance(target.ranks, remote_pair.listen, epoch)
+        ticket = receiving.grant(LAYOUT, [5, 1, 6])
         assert ticket.epoch == epoch
         sending.plane.open_push("r", ticket)
         ours = source.ask("compute")
@@ -274,8 +219,8 @@ def test_ranks_in_processes_of_their_own_do_the_same_for_one_engine_after_anothe
 @pytest.mark.timeout(180)
 def test_a_rank_that_dies_is_told_of_and_its_peers_transfers_end(remote_pair: Any) -> None:
     source, target = remote_pair.source, remote_pair.target
-    sending, receiving = DataPlaneInstance(source.ranks), DataPlaneInstance(target.ranks, remote_pair.listen)
-    ticket = receiving.grant([5, 1, 6])
+    sending, receiving = PlaneInstance(source.ranks), PlaneInstance(target.ranks, remote_pair.listen)
+    ticket = receiving.grant(LAYOUT, [5, 1, 6])
     sending.plane.open_push("r", ticket)
     target.processes[1].kill()
     assert receiving.lost.get(timeout=SOON_S) == "tensor-parallel rank 1 has ended"
@@ -298,11 +243,11 @@ def test_a_sending_rank_that_dies_frees_what_was_leased_to_all_ranks_of_its_engi
     with ExitStack() as stack:
         source = RemoteInstance(1, [0, 3, 2])
         stack.callback(source.close)
-        sending = DataPlaneInstance(source.ranks)
+        sending = PlaneInstance(source.ranks)
         stack.callback(sending.plane.close)
-        receiving = DataPlaneInstance([memory.plane], [KvEndpoint(transport, address)])
+        receiving = PlaneInstance([memory.plane], [KvEndpoint(transport, address)])
         stack.callback(receiving.plane.close)
-        ticket = receiving.grant([5, 1, 6])
+        ticket = receiving.grant(LAYOUT, [5, 1, 6])
         sending.plane.open_push("r", ticket)
         # Both ranks push, and neither hands over. The receiver has heard of a push when its bytes are here.
         source.ask("compute")
@@ -315,8 +260,8 @@ def test_a_sending_rank_that_dies_frees_what_was_leased_to_all_ranks_of_its_engi
         assert sending.lost.get(timeout=SOON_S) == "tensor-parallel rank 1 has ended"
         released = receiving.next()
         assert (type(released), released.transfer_id) == (TransferReleased, ticket.transfer_id)
-        assert receiving.plane.flow().receiving.leased_block_count == 0
-        assert receiving.told_nothing()
+        assert receiving.leased_blocks() == 0
+        assert receiving.events.empty()
 
 
 @pytest.mark.timeout(180)
@@ -326,7 +271,7 @@ def test_a_rank_that_stands_still_is_lost_and_nobody_waits_for_it(
     monkeypatch.setattr(remote_rank, "_QUIET_S", 2.0)
     target = remote_pair.target
     # The readers have begun to wait for as long as before; what comes ends that.
-    receiving = DataPlaneInstance(target.ranks, remote_pair.listen)
+    receiving = PlaneInstance(target.ranks, remote_pair.listen)
     assert receiving.lost.empty()
     os.kill(target.processes[0].pid, signal.SIGSTOP)
     # More than its connection takes. The other rank has none of them ahead of what it is asked.
@@ -346,9 +291,9 @@ def test_where_ranks_cannot_be_met_is_said_by_name(tmp_path: Path, monkeypatch: 
 
 
 def test_a_transfer_that_the_ranks_were_handed_over_to_differently_ends_the_engine(pair: DataPlanePair) -> None:
-    pair.sending.plane.open_push("r", pair.receiving.grant([5, 1, 6]))
+    pair.sending.plane.open_push("r", pair.receiving.grant(LAYOUT, [5, 1, 6]))
     for rank, memory in enumerate(pair.sources):
         memory.compute("r", [0, 3, 2])
         memory.plane.do(PassFirstToken("r", rank))
     assert "differently" in pair.receiving.lost.get(timeout=SOON_S)
-    assert pair.receiving.told_nothing()
+    assert pair.receiving.events.empty()

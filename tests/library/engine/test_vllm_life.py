@@ -90,20 +90,11 @@ _EVENTS: dict[type[Any], Event] = {
         NoLongerNeeded(),
     )
 }
+_OF_PROMPTS = {TransferOpened, TransferEnded, Scheduled, BlocksTaken, VllmFailed, NoLongerNeeded}
 _LEGAL: dict[type[Any], set[type[Any]]] = {
-    Submitted: {TransferOpened, TransferEnded, Scheduled, BlocksTaken, VllmFailed, NoLongerNeeded},
-    VllmPrefilling: {TransferOpened, TransferEnded, Scheduled, Stepped, Drawn, BlocksTaken, VllmFailed, NoLongerNeeded},
-    VllmComputed: {
-        TransferOpened,
-        TransferEnded,
-        AdoptedForDecode,
-        Scheduled,
-        Stepped,
-        Drawn,
-        BlocksTaken,
-        VllmFailed,
-        NoLongerNeeded,
-    },
+    Submitted: _OF_PROMPTS,
+    VllmPrefilling: _OF_PROMPTS | {Stepped, Drawn},
+    VllmComputed: _OF_PROMPTS | {AdoptedForDecode, Stepped, Drawn},
     VllmReserved: {TransferOpened, TransferEnded, BlocksAllocated, KvArrived, NoLongerNeeded},
     Arrived: {Admitted, LeaveAsked, Scheduled, Stepped, Drawn, BlocksGivenUp, VllmFailed, NoLongerNeeded},
     Waiting: {Joined, JoinedAnew, Scheduled, Stepped, Drawn, BlocksGivenUp, VllmFailed, NoLongerNeeded},

@@ -1,29 +1,43 @@
 """A push from a sender to a receiver in one process, and how it ends."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.receiver import KvReceiver, TransferReleased
+from kaveri.kv.transfer.digest import xxh3
+from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Transport
 from kaveri.kv.transports import make_transports
-from kaveri.testing.transport_peer import Recorder
+from kaveri.testing.transport_peer import Recorder, fill_pool
+
+
+class HookedDigest:
+    """An xxh3 that passes each piece to on_update first."""
+
+    def __init__(self, on_update: Callable[[memoryview], object]) -> None:
+        self._on_update = on_update
+        self._digest = xxh3()
+
+    def update(self, data: memoryview, /) -> None:
+        self._on_update(data)
+        self._digest.update(data)
+
+    def intdigest(self) -> int:
+        return self._digest.intdigest()
 
 
 @dataclass
 class KvPair:
-    """A sender and a receiver, with their events."""
-
     receiver: KvReceiver
     sender: KvSender
     landed: Recorder
     pushed: Recorder = field(repr=False)
 
     def push(self, block_ids: Sequence[int], source: Sequence[int], expires_in_s: float = 60.0) -> Ticket:
-        """Push source blocks of each layer to these; returns the ticket."""
         token_count = len(block_ids) * self.receiver.pool.layout.block_tokens
         ticket = self.receiver.grant(block_ids, token_count, expires_in_s)
         push(self.sender, ticket, source)
@@ -37,17 +51,52 @@ class KvPair:
 
 
 @contextlib.contextmanager
+def receiving(
+    pool: KvPool, *listen: KvEndpoint, transports: Sequence[Transport] = (), epoch: int = 1, **options: Any
+) -> Iterator[tuple[KvReceiver, Recorder]]:
+    """A receiver and its events. transports: () for the usual ones. options: of KvReceiver."""
+    landed, spoken = Recorder(), transports or make_transports()
+    receiver = KvReceiver(pool, landed, listen=listen, epoch=epoch, transports=spoken, **options)
+    with contextlib.closing(receiver):
+        yield receiver, landed
+
+
+@contextlib.contextmanager
+def sending(pool: KvPool, transports: Sequence[Transport] = (), **options: Any) -> Iterator[tuple[KvSender, Recorder]]:
+    """A sender and its events. transports: () for the usual ones. options: of KvSender."""
+    pushed = Recorder()
+    with contextlib.closing(KvSender(pool, pushed, transports=transports or make_transports(), **options)) as sender:
+        yield sender, pushed
+
+
+@contextlib.contextmanager
 def kv_pair(
     source: KvPool, target: KvPool, listen: KvEndpoint, transports: Sequence[Transport] = ()
 ) -> Iterator[KvPair]:
-    """Closed at the end. transports: of both; () for the usual ones."""
-    transports = transports or make_transports()
-    landed, pushed = Recorder(), Recorder()
+    """transports: of both; () for the usual ones."""
     with (
-        contextlib.closing(KvReceiver(target, landed, listen=[listen], epoch=1, transports=transports)) as receiver,
-        contextlib.closing(KvSender(source, pushed, transports=transports)) as sender,
+        receiving(target, listen, transports=transports) as (receiver, landed),
+        sending(source, transports) as (sender, pushed),
     ):
         yield KvPair(receiver, sender, landed, pushed)
+
+
+def require_lands(
+    receiver: KvReceiver, landed: Recorder, transport: Transport, address: str | None = None
+) -> tuple[KvPool, PushAccepted]:
+    """Push three blocks of each layer of a new sender's pool, which land. address: None for the receiver's own."""
+    source = KvPool(receiver.pool.layout, 8)
+    fill_pool(source, 3)
+    (endpoint, *_) = receiver.endpoints
+    ticket = receiver.grant([1, 5, 2], 3 * source.layout.block_tokens, 60.0)
+    ticket = replace(ticket, endpoints=(KvEndpoint(endpoint.transport, address or endpoint.address),))
+    with sending(source, [transport]) as (sender, pushed):
+        push(sender, ticket, [0, 3, 4])
+        event = pushed.wait(ticket)
+    assert isinstance(event, PushAccepted), event
+    assert isinstance(landed.wait(ticket), TransferLanded)
+    assert (receiver.pool.memory[:, [1, 5, 2]] == source.memory[:, [0, 3, 4]]).all()
+    return source, event
 
 
 def push(sender: KvSender, ticket: Ticket, source: Sequence[int]) -> None:
@@ -59,7 +108,6 @@ def push(sender: KvSender, ticket: Ticket, source: Sequence[int]) -> None:
 
 
 def failure(pushed: Recorder, ticket: Ticket) -> str:
-    """Wait until a push has failed; returns the reason."""
     event = pushed.wait(ticket)
     assert isinstance(event, PushFailed), event
     return event.reason

@@ -33,27 +33,22 @@ class KvPartition:
 
     @classmethod
     def even(cls, layout: KvLayout, pipeline_stages: int = 1, tensor_ranks: int = 1) -> "KvPartition":
-        """Layers spread as evenly as possible."""
         least, more = divmod(layout.layer_count, pipeline_stages)
         return cls(layout, tuple(least + (stage < more) for stage in range(pipeline_stages)), tensor_ranks)
 
     @property
     def rank_count(self) -> int:
-        """Ranks of the instance, each with a pool of its own."""
         return len(self.stage_layers) * self.tensor_ranks
 
     def layers(self, rank: int) -> range:
-        """The model's layers that a rank holds."""
         stage = rank // self.tensor_ranks
         first = sum(self.stage_layers[:stage])
         return range(first, first + self.stage_layers[stage])
 
     def heads(self, rank: int) -> range:
-        """The model's KV heads that a rank holds."""
         return self.rank_layout(rank).kv_heads
 
     def rank_layout(self, rank: int) -> KvLayout:
-        """The layout of a rank's pool."""
         split = replace(self.layout, tensor_ranks=self.tensor_ranks).rank(rank % self.tensor_ranks)
         layers = self.layers(rank)
         return replace(split, layer_count=len(layers), first_layer=layers.start)
@@ -104,7 +99,6 @@ class RankPools:
         return block.reshape(-1, 2, layout.kv_head_count, layout.block_tokens, row_bytes)[:, :, :, within]
 
     def expected(self, rank: int, reference: Reference) -> Reference:
-        """What read() should give."""
         layers, heads = self.partition.layers(rank), self.partition.heads(rank)
         return reference[layers.start : layers.stop, :, :, heads.start : heads.stop]
 
@@ -150,9 +144,7 @@ def layouts(draw: st.DrawFn) -> KvLayout:
 def partitions(draw: st.DrawFn, layout: KvLayout) -> KvPartition:
     """Ways to partition one model: its own block size and order each time."""
     layout = replace(
-        layout,
-        block_tokens=draw(st.sampled_from((16, 32, 48, 64, 128))),
-        order=draw(st.sampled_from(ORDERS)),
+        layout, block_tokens=draw(st.sampled_from((16, 32, 48, 64, 128))), order=draw(st.sampled_from(ORDERS))
     )
     stages = draw(st.integers(1, min(4, layout.layer_count)))
     ends = (

@@ -2,14 +2,10 @@
 
 import contextlib
 import socket
-import threading
-from collections.abc import Iterator
 
 import numpy as np
-import pytest
 
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import xxh3
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
@@ -23,8 +19,7 @@ from kaveri.kv.transports.frames import (
     unpack_header,
     unpack_hello,
 )
-from kaveri.kv.transports.socket import SocketTransport
-from kaveri.testing.transport_peer import WAIT_S, Recorder, open_descriptors
+from kaveri.testing.transport_peer import WAIT_S, Recorder
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 EPOCH = 2**63 + 5
@@ -59,7 +54,6 @@ class Stranger:
         self.send(Header(Kind.OPEN, ticket.transfer_id, len(opening)), opening)
 
     def opened(self, receiver: KvReceiver, block_ids: list[int]) -> Ticket:
-        """Open a transfer into these blocks."""
         ticket = receiver.grant(block_ids, len(block_ids) * LAYOUT.block_tokens, 30.0)
         self.open(ticket)
         return ticket
@@ -97,46 +91,18 @@ class Stranger:
                 assert not frame or unpack_header(frame[:HEADER_BYTES]).kind == Kind.CREDIT
 
 
-@pytest.fixture
-def nothing_left() -> Iterator[None]:
-    threads, descriptors = set(threading.enumerate()), open_descriptors()
-    yield
-    assert set(threading.enumerate()) <= threads
-    assert not open_descriptors() - descriptors
-
-
-@pytest.fixture
-def landed() -> Recorder:
-    return Recorder()
-
-
-@pytest.fixture
-def receiver(landed: Recorder, nothing_left: None) -> Iterator[KvReceiver]:
-    listen = [KvEndpoint("tcp", "127.0.0.1:0")]
-    transport = SocketTransport("tcp", progress_timeout_s=0.6, connection_limit=4)
-    receiver = KvReceiver(KvPool(LAYOUT, 8), landed, listen=listen, epoch=EPOCH, transports=[transport])
-    yield receiver
-    receiver.close()
-    assert not landed.doubled
-
-
-@pytest.fixture
-def stranger(receiver: KvReceiver) -> Iterator[Stranger]:
-    stranger = Stranger.at(receiver.endpoints[0])
-    with stranger.socket:
-        stranger.greet()
-        yield stranger
-
-
-@pytest.fixture
-def content() -> np.ndarray:
-    return np.random.default_rng(3).integers(0, 256, (2, 3, LAYOUT.block_bytes), dtype=np.uint8)
-
-
-def require_lands(receiver: KvReceiver, landed: Recorder, stranger: Stranger, content: np.ndarray) -> None:
+def require_landing(receiver: KvReceiver, landed: Recorder, stranger: Stranger, content: np.ndarray) -> None:
     ticket = receiver.grant([6, 2, 3], 12, 30.0)
     stranger.open(ticket)
     stranger.push(ticket, content)
     assert stranger.answer() == (Kind.ACCEPTED, ticket.transfer_id, "")
     assert isinstance(landed.wait(ticket), TransferLanded)
     assert (receiver.pool.memory[:, [6, 2, 3]] == content).all()
+
+
+def require_honest_lands(receiver: KvReceiver, landed: Recorder, content: np.ndarray) -> None:
+    """A new sender that keeps the rules is served."""
+    honest = Stranger.at(receiver.endpoints[0])
+    with honest.socket:
+        honest.greet()
+        require_landing(receiver, landed, honest, content)

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from unittest.mock import Mock
 
 import numpy as np
@@ -19,9 +20,8 @@ from kaveri.engine.settings import EngineSettings
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.digest import xxh3
-from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
-from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.transfer.receiver import KvReceiver, TransferReleased
+from kaveri.kv.transfer.sender import PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transfer.transport import LinkLost
 from kaveri.kv.transports import make_transports, transport_names
@@ -29,28 +29,32 @@ from kaveri.kv.transports.extra import collective
 from kaveri.kv.transports.extra.collective import _BUFFER_COUNT, _MESSAGE_BYTES, CollectiveLink, CollectiveTransport
 from kaveri.kv.transports.frames import HELLO_BYTES, Header, Kind, pack_hello, unpack_hello
 from kaveri.testing.transport_peer import WAIT_S, PeerNursery, Recorder, wait_until
-from tests.library.kv.kv_pair import failure, kv_pair, push, release
+from tests.library.kv.kv_pair import HookedDigest, failure, kv_pair, push, receiving, release, require_lands, sending
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 LARGE_LAYOUT = KvLayout("m", 2, block_tokens=64, kv_head_count=4, head_dim=128, dtype="float32")
 """256 KiB blocks, eight to a message."""
 EPOCH = 7
+ANYWHERE = KvEndpoint("gloo", "127.0.0.1:0")
 PROGRESS_TIMEOUT_S = 2.0
 """Of the receiver: the pushes that are in order take far less, on a busy machine too."""
 
 
 @pytest.fixture
-def landed() -> Recorder:
-    return Recorder()
+def end() -> Iterator[tuple[KvReceiver, Recorder]]:
+    transport = CollectiveTransport("gloo", progress_timeout_s=PROGRESS_TIMEOUT_S)
+    with receiving(KvPool(LAYOUT, 8), ANYWHERE, transports=[transport], epoch=EPOCH) as end:
+        yield end
 
 
 @pytest.fixture
-def receiver(landed: Recorder) -> Iterator[KvReceiver]:
-    transport = CollectiveTransport("gloo", progress_timeout_s=PROGRESS_TIMEOUT_S)
-    listen = [KvEndpoint("gloo", "127.0.0.1:0")]
-    pool = KvPool(LAYOUT, 8)
-    with contextlib.closing(KvReceiver(pool, landed, listen=listen, epoch=EPOCH, transports=[transport])) as receiver:
-        yield receiver
+def receiver(end: tuple[KvReceiver, Recorder]) -> KvReceiver:
+    return end[0]
+
+
+@pytest.fixture
+def landed(end: tuple[KvReceiver, Recorder]) -> Recorder:
+    return end[1]
 
 
 @pytest.fixture
@@ -64,17 +68,6 @@ def link(receiver: KvReceiver) -> Iterator[CollectiveLink]:
     link.close()
 
 
-def require_lands(receiver: KvReceiver, landed: Recorder) -> None:
-    source, pushed = KvPool(LAYOUT, 8), Recorder()
-    source.memory[:] = 7
-    with contextlib.closing(KvSender(source, pushed, transports=[CollectiveTransport("gloo")])) as sender:
-        ticket = receiver.grant([5, 1], 8, 60.0)
-        push(sender, ticket, [1, 2])
-        assert isinstance(pushed.wait(ticket), PushAccepted)
-        assert isinstance(landed.wait(ticket), TransferLanded)
-    assert (receiver.pool.memory[:, [5, 1]] == 7).all()
-
-
 def test_a_message_that_never_comes_costs_its_connection_and_the_next_pair_works(
     receiver: KvReceiver, landed: Recorder, link: CollectiveLink
 ) -> None:
@@ -83,7 +76,7 @@ def test_a_message_that_never_comes_costs_its_connection_and_the_next_pair_works
     link._send(Header(Kind.DATA, ticket.transfer_id, 0, 0, 0, 2))
     assert "connection lost" in release(landed, ticket)
     assert not receiver.pool.memory.any()
-    require_lands(receiver, landed)
+    require_lands(receiver, landed, CollectiveTransport("gloo"))
 
 
 @pytest.mark.parametrize("block_count", [0, _MESSAGE_BYTES // LAYOUT.block_bytes + 1, 2**31])
@@ -104,7 +97,7 @@ def test_more_announcements_than_buffers_end_the_connection(
     for _ in range(_BUFFER_COUNT + 1):
         link._send(Header(Kind.DATA, ticket.transfer_id, 0, 0, 0, 2))
     assert isinstance(landed.wait(ticket), TransferReleased)
-    require_lands(receiver, landed)
+    require_lands(receiver, landed, CollectiveTransport("gloo"))
 
 
 def test_a_stranger_that_does_not_join_the_pair_holds_nobody_up(receiver: KvReceiver, landed: Recorder) -> None:
@@ -116,40 +109,23 @@ def test_a_stranger_that_does_not_join_the_pair_holds_nobody_up(receiver: KvRece
         while len(hello) < HELLO_BYTES:
             hello += stranger.recv(HELLO_BYTES - len(hello))
         assert unpack_hello(hello).epoch == EPOCH
-        require_lands(receiver, landed)
+        require_lands(receiver, landed, CollectiveTransport("gloo"))
 
 
 def test_a_sender_whose_receiver_takes_nothing_gives_its_blocks_back_and_reads_no_more() -> None:
     source, target = KvPool(LARGE_LAYOUT, 64), KvPool(LARGE_LAYOUT, 64)
-    takes = threading.Event()
+    takes, read_bytes = threading.Event(), list[int]()
 
-    class StalledDigest:
-        """A digest that takes nothing before it may."""
+    def wait(_: memoryview) -> None:
+        assert takes.wait(WAIT_S)
 
-        def __init__(self) -> None:
-            self._digest = xxh3()
-
-        def update(self, data: memoryview, /) -> None:
-            assert takes.wait(WAIT_S)
-            self._digest.update(data)
-
-        def intdigest(self) -> int:
-            return self._digest.intdigest()
-
-    read_bytes: list[int] = []
-
-    class Counted(StalledDigest):
-        def update(self, data: memoryview, /) -> None:
-            read_bytes.append(len(data))
-
-    pushed, landed = Recorder(), Recorder()
-    listen = [KvEndpoint("gloo", "127.0.0.1:0")]
     transports = make_transports(("gloo",))
     with (
-        contextlib.closing(
-            KvReceiver(target, landed, listen=listen, epoch=1, transports=transports, digest=StalledDigest)
-        ) as receiver,
-        contextlib.closing(KvSender(source, pushed, transports=transports, digest=Counted)) as sender,
+        receiving(target, ANYWHERE, transports=transports, digest=partial(HookedDigest, wait)) as (receiver, landed),
+        sending(source, transports, digest=partial(HookedDigest, lambda data: read_bytes.append(len(data)))) as (
+            sender,
+            pushed,
+        ),
     ):
         ticket = receiver.grant(range(64), 64, 60.0)
         push(sender, ticket, list(range(64)))
@@ -166,7 +142,7 @@ def test_blocks_larger_than_a_message_land() -> None:
     assert layout.block_bytes > _MESSAGE_BYTES
     source, target = KvPool(layout, 8), KvPool(layout, 8)
     source.memory[:] = np.random.default_rng(5).integers(0, 256, source.memory.shape, dtype=np.uint8)
-    with kv_pair(source, target, KvEndpoint("gloo", "127.0.0.1:0"), make_transports(("gloo",))) as pair:
+    with kv_pair(source, target, ANYWHERE, make_transports(("gloo",))) as pair:
         pair.accepted(pair.push([6, 2, 3, 0, 7], [0, 1, 5, 3, 2]))
     assert (target.memory[:, [6, 2, 3, 0, 7]] == source.memory[:, [0, 1, 5, 3, 2]]).all()
     assert not target.memory[:, [1, 4, 5]].any()
@@ -192,7 +168,7 @@ def test_a_receiver_that_freezes_while_the_pair_meets_holds_up_neither_the_push_
     factory = "kaveri.kv.transports:gloo_transport"
     name = "_joined_store" if when == "before the store is joined" else "_gloo_group"
     original = getattr(collective, name)
-    pushed, threads = Recorder(), set(threading.enumerate())
+    threads = set(threading.enumerate())
     with PeerNursery(factory) as nursery, nursery.start() as peer:
 
         def freeze(*arguments: object) -> object:
@@ -203,7 +179,7 @@ def test_a_receiver_that_freezes_while_the_pair_meets_holds_up_neither_the_push_
         ticket = peer.ask("grant", [1], 4, 60.0)
         monkeypatch.setattr(collective, name, freeze)
         transport = CollectiveTransport("gloo", connect_timeout_s=1.0)
-        with contextlib.closing(KvSender(KvPool(LAYOUT, 8), pushed, transports=[transport])) as sender:
+        with sending(KvPool(LAYOUT, 8), [transport]) as (sender, pushed):
             sender.open(ticket)
             assert "meeting the other side: not within 1 s" in failure(pushed, ticket)
         peer.signal(signal.SIGCONT)

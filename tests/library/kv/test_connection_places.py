@@ -16,7 +16,6 @@ from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import xxh3
 from kaveri.kv.transfer.landing import PoolLanding
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
-from kaveri.kv.transfer.sender import KvSender, PushAccepted
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transfer.transport import Transport
 from kaveri.kv.transports import make_transports, socket_listener
@@ -24,10 +23,8 @@ from kaveri.kv.transports.frames import Header, Kind
 from kaveri.kv.transports.shm import ShmTransport
 from kaveri.kv.transports.socket import SocketTransport
 from kaveri.testing.transport_peer import WAIT_S, Recorder, fill_pool, wait_until
-from tests.library.kv.kv_pair import push, release
-from tests.library.kv.kv_stranger import EPOCH, LAYOUT, Stranger, content, nothing_left, require_lands
-
-__all__ = ["content", "nothing_left"]
+from tests.library.kv.kv_pair import release, require_lands
+from tests.library.kv.kv_stranger import EPOCH, LAYOUT, Stranger, require_landing
 
 LIMIT = 4
 _MAKERS: dict[str, Callable[[], Transport]] = {
@@ -38,8 +35,6 @@ _MAKERS: dict[str, Callable[[], Transport]] = {
 
 
 class ReceiverWithSenders:
-    """A receiver, and the senders that connect to it."""
-
     def __init__(self, transport: Transport, folder: Path, stack: contextlib.ExitStack) -> None:
         address = "127.0.0.1:0" if transport.name == "tcp" else str(folder / "kv.sock")
         self._stack = stack
@@ -66,17 +61,8 @@ class ReceiverWithSenders:
         return stranger
 
     def push(self) -> None:
-        """A sender's, which lands."""
-        source, pushed = KvPool(LAYOUT, 4), Recorder()
-        fill_pool(source, 1)
-        ticket = self.receiver.grant([7, 0], 8, 60.0)
-        transports = make_transports((self.receiver.endpoints[0].transport,))
-        with contextlib.closing(KvSender(source, pushed, transports=transports)) as sender:
-            push(sender, ticket, [2, 3])
-            event = pushed.wait(ticket)
-            assert isinstance(event, PushAccepted), event
-        assert isinstance(self.landed.wait(ticket), TransferLanded)
-        assert (self.receiver.pool.memory[:, [7, 0]] == source.memory[:, [2, 3]]).all()
+        (transport,) = make_transports((self.receiver.endpoints[0].transport,))
+        require_lands(self.receiver, self.landed, transport)
 
 
 MakePlace = Callable[[Transport], ReceiverWithSenders]
@@ -86,6 +72,11 @@ MakePlace = Callable[[Transport], ReceiverWithSenders]
 def make_place(tmp_path: Path, nothing_left: None) -> Iterator[MakePlace]:
     with contextlib.ExitStack() as stack:
         yield lambda transport: ReceiverWithSenders(transport, tmp_path, stack)
+
+
+@pytest.fixture
+def place(make_place: MakePlace) -> ReceiverWithSenders:
+    return make_place(_MAKERS["tcp"]())
 
 
 def test_a_flood_of_silent_connections_keeps_no_sender_out(make_place: MakePlace) -> None:
@@ -105,29 +96,28 @@ def test_strangers_keep_no_sender_out_of_any_transport(make_place: MakePlace, ki
     place.push()
 
 
-def test_a_new_connection_takes_the_place_of_the_oldest_stranger(make_place: MakePlace, content: np.ndarray) -> None:
-    place = make_place(_MAKERS["tcp"]())
+def test_a_new_connection_takes_the_place_of_the_oldest_stranger(
+    place: ReceiverWithSenders, content: np.ndarray
+) -> None:
     strangers = [place.greet() for _ in range(LIMIT)]
     place.greet()
     strangers[0].require_closed()
-    require_lands(place.receiver, place.landed, strangers[1], content)
+    require_landing(place.receiver, place.landed, strangers[1], content)
 
 
 def test_senders_that_have_shown_a_ticket_keep_their_places_however_many_strangers_come(
-    make_place: MakePlace, content: np.ndarray
+    place: ReceiverWithSenders, content: np.ndarray
 ) -> None:
-    place = make_place(_MAKERS["tcp"]())
     known = [place.greet() for _ in range(LIMIT - 1)]
     for sender in known:
-        require_lands(place.receiver, place.landed, sender, content)
+        require_landing(place.receiver, place.landed, sender, content)
     for _ in range(3 * LIMIT):
         place.greet()
     for sender in known:
-        require_lands(place.receiver, place.landed, sender, content)
+        require_landing(place.receiver, place.landed, sender, content)
 
 
-def test_a_wrong_secret_is_no_ticket(make_place: MakePlace) -> None:
-    place = make_place(_MAKERS["tcp"]())
+def test_a_wrong_secret_is_no_ticket(place: ReceiverWithSenders) -> None:
     strangers = [place.greet() for _ in range(LIMIT)]
     for stranger in strangers:
         ticket = place.receiver.grant([1], 4, 60.0)
@@ -137,8 +127,9 @@ def test_a_wrong_secret_is_no_ticket(make_place: MakePlace) -> None:
     strangers[0].require_closed()
 
 
-def test_a_ticket_of_another_life_is_refused_on_the_data_plane_too(make_place: MakePlace, content: np.ndarray) -> None:
-    place = make_place(_MAKERS["tcp"]())
+def test_a_ticket_of_another_life_is_refused_on_the_data_plane_too(
+    place: ReceiverWithSenders, content: np.ndarray
+) -> None:
     sender = place.greet()
     ticket = place.receiver.grant([6, 2, 3], 12, 60.0)
     sender.open(replace(ticket, epoch=EPOCH - 1))
@@ -153,11 +144,10 @@ def test_a_ticket_of_another_life_is_refused_on_the_data_plane_too(make_place: M
 
 @pytest.mark.parametrize("is_talking", [False, True])
 def test_a_stranger_is_sent_away_in_time_and_an_idle_sender_is_not(
-    make_place: MakePlace, content: np.ndarray, monkeypatch: pytest.MonkeyPatch, is_talking: bool
+    place: ReceiverWithSenders, content: np.ndarray, monkeypatch: pytest.MonkeyPatch, is_talking: bool
 ) -> None:
-    place = make_place(_MAKERS["tcp"]())
     known = place.greet()
-    require_lands(place.receiver, place.landed, known, content)
+    require_landing(place.receiver, place.landed, known, content)
     monkeypatch.setattr(socket_listener, "_TICKET_WITHIN_S", 0.2)
     stranger = place.greet()
     stranger.socket.settimeout(0.01 if is_talking else WAIT_S)
@@ -171,7 +161,7 @@ def test_a_stranger_is_sent_away_in_time_and_an_idle_sender_is_not(
 
     with contextlib.suppress(ConnectionError):
         wait_until(is_sent_away, "the stranger is sent away")
-    require_lands(place.receiver, place.landed, known, content)
+    require_landing(place.receiver, place.landed, known, content)
 
 
 @pytest.mark.parametrize("kind", _MAKERS)
@@ -199,9 +189,6 @@ def test_a_connection_that_loses_its_place_while_it_shows_its_ticket_writes_noth
             assert stranger.answer()[0] == Kind.REJECTED
 
 
-# What of a transfer stays
-
-
 def _landings(receiver: KvReceiver) -> int:
     """Of this receiver, in memory."""
     gc.collect()
@@ -227,13 +214,12 @@ def test_transfers_of_an_idle_sender_that_were_ended_here_leave_nothing(
         assert isinstance(place.landed.wait(ticket), TransferReleased)
     # Its thread may be at the last one still.
     wait_until(lambda: _landings(place.receiver) == 0, "nothing is left of them")
-    require_lands(place.receiver, place.landed, sender, content)
+    require_landing(place.receiver, place.landed, sender, content)
 
 
 def test_a_transfer_that_is_revoked_while_it_is_being_opened_leaves_nothing(
-    make_place: MakePlace, monkeypatch: pytest.MonkeyPatch
+    place: ReceiverWithSenders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = make_place(_MAKERS["tcp"]())
     opened = KvReceiver.open
 
     def open_and_revoke(self: KvReceiver, transfer_id: bytes, *arguments: object) -> PoolLanding:
@@ -250,9 +236,8 @@ def test_a_transfer_that_is_revoked_while_it_is_being_opened_leaves_nothing(
 
 
 def test_a_second_opening_of_a_transfer_leaves_the_first_one_as_it_is(
-    make_place: MakePlace, content: np.ndarray
+    place: ReceiverWithSenders, content: np.ndarray
 ) -> None:
-    place = make_place(_MAKERS["tcp"]())
     sender = place.greet()
     ticket = place.receiver.grant([6, 2, 3], 12, 30.0)
     sender.open(ticket)
@@ -261,9 +246,6 @@ def test_a_second_opening_of_a_transfer_leaves_the_first_one_as_it_is(
     sender.push(ticket, content)
     assert sender.answer() == (Kind.ACCEPTED, ticket.transfer_id, "")
     assert isinstance(place.landed.wait(ticket), TransferLanded)
-
-
-# Blocks of one-sided transfers
 
 
 @pytest.mark.parametrize("last_word", ["fenced", "abort", "end", "gone"])
@@ -339,14 +321,10 @@ def test_a_one_sided_sender_writes_nothing_once_it_has_let_go(make_place: MakePl
         assert not place.receiver.pool.memory.any()
 
 
-# Threads
-
-
 @pytest.mark.usefixtures("breaks_are_expected")
 def test_a_transfer_that_cannot_be_aborted_keeps_no_other_of_its_connection(
-    make_place: MakePlace, monkeypatch: pytest.MonkeyPatch
+    place: ReceiverWithSenders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = make_place(_MAKERS["tcp"]())
     sender = place.greet()
     tickets = [place.receiver.grant([block], 4, 60.0) for block in range(3)]
     for ticket in tickets:
@@ -366,9 +344,6 @@ def test_a_transfer_that_cannot_be_aborted_keeps_no_other_of_its_connection(
         assert isinstance(place.landed.wait(ticket), TransferReleased)
     place.receiver.close()
     assert isinstance(place.landed.wait(tickets[0]), TransferReleased)
-
-
-# Credit
 
 
 @pytest.mark.parametrize("how", ["revoked", "given up", "landed", "gone"])

@@ -72,16 +72,6 @@ def test_a_sender_is_given_no_more_than_is_still_to_come_from_it(book: CreditBoo
     assert granted(book) == {"sender": LEAST_BYTES - 30}
 
 
-def test_windows_grow_again_when_others_have_pushed_all_they_had(book: CreditBook[str]) -> None:
-    senders = [f"sender {i}" for i in range(10)]
-    for sender in senders:
-        join(book, sender)
-    assert book.window_bytes == TOTAL_BYTES // 10
-    for sender in senders[1:]:
-        book.expect(sender, -ENDLESS_BYTES)
-    assert book.window_bytes == TOTAL_BYTES // 4
-
-
 def test_what_is_expected_of_a_sender_that_has_left_is_nobodys(book: CreditBook[str]) -> None:
     join(book, "sender")
     book.leave("sender")
@@ -113,33 +103,6 @@ def test_a_newcomer_finds_credit_even_when_the_others_hold_it_all_and_stand_stil
     assert given == sorted(given, reverse=True)
     assert given[-1] == LEAST_BYTES
     assert book.held_bytes == TOTAL_BYTES + 24 * LEAST_BYTES
-
-
-def test_the_windows_of_old_senders_come_down_as_they_write_and_the_newcomers_grow(book: CreditBook[str]) -> None:
-    senders = [f"sender {i}" for i in range(8)]
-    credit = dict.fromkeys(senders, 0)
-
-    def give() -> None:
-        for sender, byte_count, _ in book.grants():
-            credit[sender] += byte_count
-
-    for sender in senders:
-        book.join(sender)
-        book.expect(sender, ENDLESS_BYTES)
-        give()
-    assert credit["sender 0"] == 250
-    # All write as much as they may, a little each.
-    for _ in range(200):
-        for sender in senders:
-            byte_count = min(20, credit[sender])
-            credit[sender] -= byte_count
-            assert book.spend(sender, byte_count)
-            book.settle(sender, byte_count)
-            give()
-        book.check_integrity()
-    assert book.window_bytes == TOTAL_BYTES // 8
-    assert all(LEAST_BYTES * 3 // 4 <= byte_count <= TOTAL_BYTES // 8 for byte_count in credit.values()), credit
-    assert book.held_bytes <= TOTAL_BYTES
 
 
 def test_senders_that_always_have_something_to_write_are_given_about_the_same() -> None:

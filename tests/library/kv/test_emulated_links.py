@@ -41,7 +41,6 @@ class TestSlowedTcp(TransportConformance):
 def timed_push(
     transports: tuple[Transport, ...], listen: KvEndpoint
 ) -> tuple[PushAccepted, TransferLanded, KvPool, float]:
-    """One transfer of two blocks a layer; also how long it took, in seconds."""
     source, target = KvPool(LAYOUT, 4), KvPool(LAYOUT, 4)
     source.memory[:] = 7
     with kv_pair(source, target, listen, transports) as pair:

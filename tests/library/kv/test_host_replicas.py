@@ -43,47 +43,33 @@ from kaveri.testing.engine_recorder import SOON_S, EventLog
 _LAYOUT = KvLayout("model", layer_count=3, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 _POOL_BLOCKS = 64
 """Blocks of an owner's pool, and of an engine's."""
+_BLOCK_BYTES = _LAYOUT.layer_count * _LAYOUT.block_bytes
 
 
-class ReplicaHarness:
-    """Makes the stores under test, and the transports of their owners and engines."""
-
-    layout = _LAYOUT
-
-    def __init__(self, transport: str, folder: Path) -> None:
-        self.transports = make_transports()
-        self._listen = [KvEndpoint(transport, str(folder / "replicas.sock"))]
-
-    def store(self, memory_bytes: int) -> HostReplicas:
-        return HostReplicas(
-            self.layout,
-            memory_bytes,
-            listen=self._listen,
-            transports=self.transports,
-            epoch=secrets.randbits(63),
-        )
+def store_at(folder: Path, memory_bytes: int, transport: str = "unix", layout: KvLayout = _LAYOUT) -> HostReplicas:
+    listen = [KvEndpoint(transport, str(folder / "replicas.sock"))]
+    epoch = secrets.randbits(63)
+    return HostReplicas(layout, memory_bytes, listen=listen, transports=make_transports(), epoch=epoch)
 
 
 class ReplicaOwner:
     """An instance that owns requests: a pool of random bytes, and a sender that pushes them."""
 
-    def __init__(self, harness: ReplicaHarness, seed: int = 0) -> None:
-        self.layout = harness.layout
-        self.pool = KvPool(harness.layout, _POOL_BLOCKS)
+    def __init__(self, seed: int) -> None:
+        self.pool = KvPool(_LAYOUT, _POOL_BLOCKS)
         rng = np.random.default_rng(seed)
         self.pool.memory[:] = rng.integers(0, 256, self.pool.memory.shape, np.uint8)
         self.token_ids = [int(token_id) for token_id in rng.integers(0, 2**32, self.tokens(_POOL_BLOCKS))]
         """Tokens of a request that has the pool's blocks in their order."""
         self.log = EventLog()
-        self.sender = KvSender(self.pool, self.log, transports=harness.transports)
+        self.sender = KvSender(self.pool, self.log, transports=make_transports())
 
     def tokens(self, block_count: int) -> int:
-        """Return the tokens of this many blocks."""
-        return block_count * self.layout.block_tokens
+        return block_count * _LAYOUT.block_tokens
 
     def write(self, ticket: Ticket, first: int, end: int) -> None:
         """Queue blocks [first, end)."""
-        for layer in range(self.layout.layer_count):
+        for layer in range(_LAYOUT.layer_count):
             self.sender.write(ticket.transfer_id, layer, first, range(first, end))
 
     def mark(self, ticket: Ticket, first: int, end: int) -> None:
@@ -93,43 +79,37 @@ class ReplicaOwner:
         self.sender.mark(ticket.transfer_id, end, note)
 
     def unanswered_bytes(self) -> int:
-        """Bytes written by pushes that are under way."""
         return sum(peer.unaccepted_bytes for peer in self.sender.flow().peers)
 
     def wait_for_mark(self, ticket: Ticket, block_count: int) -> None:
-        """Wait until the store has answered a mark."""
         marked = PushMarked(ticket.transfer_id, block_count)
         self.log.wait_for(PushMarked, lambda event: event == marked)
 
     def wait_for_blocks(self, ticket: Ticket, block_count: int) -> None:
-        """Wait until the store has granted this many blocks in all."""
         extended = PushExtended(ticket.transfer_id, block_count)
         self.log.wait_for(PushExtended, lambda event: event == extended)
 
     def wait_for_failure(self, ticket: Ticket) -> str:
-        """Return why the push has failed."""
         return self.log.wait_for(PushFailed, lambda event: event.transfer_id == ticket.transfer_id).reason
 
 
 class Target:
     """An engine's pool that replicas are pushed to."""
 
-    def __init__(self, harness: ReplicaHarness, socket: Path) -> None:
-        self.pool = KvPool(harness.layout, _POOL_BLOCKS)
+    def __init__(self, socket: Path) -> None:
+        self.pool = KvPool(_LAYOUT, _POOL_BLOCKS)
         self.log = EventLog()
-        self.receiver = KvReceiver(
-            self.pool, self.log, listen=[KvEndpoint("unix", str(socket))], epoch=7, transports=harness.transports
-        )
+        listen = [KvEndpoint("unix", str(socket))]
+        self.receiver = KvReceiver(self.pool, self.log, listen=listen, epoch=7, transports=make_transports())
         self._free = list(range(_POOL_BLOCKS))
 
     def grant(self, token_count: int) -> Ticket:
         """Grant a ticket for blocks of no other ticket of this pool."""
-        count = self.pool.layout.block_count(token_count)
+        count = _LAYOUT.block_count(token_count)
         blocks, self._free = self._free[:count], self._free[count:]
         return self.receiver.grant(blocks, token_count, 60.0)
 
     def require_holds(self, ticket: Ticket, owner: ReplicaOwner) -> None:
-        """Assert that the ticket's blocks hold the owner's first blocks."""
         self.log.wait_for(TransferLanded, lambda event: event.transfer_id == ticket.transfer_id)
         theirs = owner.pool.memory[:, : len(ticket.block_ids)]
         assert (self.pool.memory[:, list(ticket.block_ids)] == theirs).all(), "the replica is not what its owner wrote"
@@ -138,12 +118,9 @@ class Target:
 class ReplicaWorld:
     """A store with its owners and engines; all are closed at the end."""
 
-    def __init__(self, harness: ReplicaHarness, block_count: int, folder: Path, stack: ExitStack) -> None:
-        self.harness = harness
-        self.layout = harness.layout
-        self.block_bytes = harness.layout.layer_count * harness.layout.block_bytes
+    def __init__(self, transport: str, block_count: int, folder: Path, stack: ExitStack) -> None:
         self.log = EventLog()
-        self.store = harness.store(block_count * self.block_bytes)
+        self.store = store_at(folder, block_count * _BLOCK_BYTES, transport)
         self.store.start(self.log)
         stack.callback(self.store.close)
         self._folder = folder
@@ -151,22 +128,20 @@ class ReplicaWorld:
         self._count = 0
 
     def owner(self, seed: int = 0) -> ReplicaOwner:
-        """Make another instance that owns requests."""
-        owner = ReplicaOwner(self.harness, seed)
+        owner = ReplicaOwner(seed)
         self._stack.callback(owner.sender.close)
         return owner
 
     def target(self) -> Target:
-        """Make another engine."""
         self._count += 1
-        target = Target(self.harness, self._folder / f"target{self._count}.sock")
+        target = Target(self._folder / f"target{self._count}.sock")
         self._stack.callback(target.receiver.close)
         return target
 
     def open(self, owner: ReplicaOwner, name: str = "r", block_count: int = 1, expires_in_s: float = 60.0) -> Ticket:
         """Open a replica of a request that has this many whole blocks, and the owner's push for it."""
         token_count = max(1, owner.tokens(block_count))
-        ticket = self.store.open(key_of(name), self.layout, token_count, expires_in_s)
+        ticket = self.store.open(key_of(name), _LAYOUT, token_count, expires_in_s)
         owner.sender.open(ticket)
         return ticket
 
@@ -178,52 +153,49 @@ class ReplicaWorld:
         self.log.wait_for(ReplicaGrew, lambda event: event.key == key_of(name))
         return ticket
 
+    def require_pushed(self, owner: ReplicaOwner, token_count: int) -> None:
+        """Push a replica of the owner's first tokens to another engine, where they must arrive."""
+        target = self.target()
+        landing = target.grant(token_count)
+        self.store.push(key_of("r"), landing).result(SOON_S)
+        target.require_holds(landing, owner)
+
     def wait_until_used(self, block_count: int) -> None:
-        """Wait until exactly this many blocks of the store are in use."""
-        used_bytes = block_count * self.block_bytes
+        used_bytes = block_count * _BLOCK_BYTES
         self.wait_until(lambda: self.store.usage().used_bytes == used_bytes, f"{block_count} blocks in use")
         self.store.check_integrity()
 
     def wait_until_grown(self, token_count: int) -> None:
-        """Wait until a replica has reported this watermark."""
         self.log.wait_for(ReplicaGrew, lambda event: event.token_count == token_count)
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until the condition holds."""
         give_up_at_s = time.monotonic() + SOON_S
         while not condition():
             assert time.monotonic() < give_up_at_s, f"no {what} after {SOON_S} s: {self.store.usage()}"
             threading.Event().wait(0.002)
 
     def told(self, name: str) -> list[ReplicaEvent]:
-        """Return the events of a replica."""
         kinds = (ReplicaGrew, ReplicaOrphaned, ReplicaDropped, ReplicaGivenUp)
         return [event for event in self.log.of(object) if isinstance(event, kinds) and event.key == key_of(name)]
 
 
 def key_of(name: str) -> ReplicaKey:
-    """Return the key of a test's replica."""
     return ReplicaKey(name, 0, 1)
 
 
+OpenWorld = Callable[[int], ReplicaWorld]
+
+
 @pytest.fixture(params=["unix", "shm"])
-def harness(request: pytest.FixtureRequest, tmp_path: Path) -> ReplicaHarness:
-    return ReplicaHarness(request.param, tmp_path)
-
-
-@pytest.fixture
-def open_world(harness: ReplicaHarness, tmp_path: Path) -> Iterator[Callable[[int], ReplicaWorld]]:
-    """Make the world of a store of this many blocks."""
+def open_world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenWorld]:
+    """Open the world of a store of this many blocks."""
     with ExitStack() as stack:
-        yield lambda block_count: ReplicaWorld(harness, block_count, tmp_path, stack)
+        yield lambda block_count: ReplicaWorld(request.param, block_count, tmp_path, stack)
 
 
 @pytest.fixture
-def world(open_world: Callable[[int], ReplicaWorld]) -> ReplicaWorld:
+def world(open_world: OpenWorld) -> ReplicaWorld:
     return open_world(10)
-
-
-# Growing.
 
 
 def test_replica_grows_with_each_mark_and_names_its_tokens(world: ReplicaWorld) -> None:
@@ -240,16 +212,7 @@ def test_replica_grows_with_each_mark_and_names_its_tokens(world: ReplicaWorld) 
     world.store.check_integrity()
 
 
-def test_what_is_written_and_not_marked_does_not_count(world: ReplicaWorld) -> None:
-    owner = world.owner()
-    ticket = world.copied(owner, block_count=2)
-    owner.write(ticket, 2, 3)
-    owner.sender.abort(ticket.transfer_id)
-    world.log.wait_for(ReplicaDropped)
-    assert world.log.of(ReplicaGrew) == [ReplicaGrew(key_of("r"), owner.tokens(2))]
-
-
-def test_owner_gets_its_next_block_with_each_mark(open_world: Callable[[int], ReplicaWorld]) -> None:
+def test_owner_gets_its_next_block_with_each_mark(open_world: OpenWorld) -> None:
     world = open_world(30)
     owner = world.owner()
     ticket = world.open(owner, block_count=0)
@@ -261,13 +224,7 @@ def test_owner_gets_its_next_block_with_each_mark(open_world: Callable[[int], Re
     world.store.seal(key_of("r"))
     # The block ahead is not needed any more.
     world.wait_until_used(20)
-    target = world.target()
-    landing = target.grant(owner.tokens(20))
-    world.store.push(key_of("r"), landing).result(SOON_S)
-    target.require_holds(landing, owner)
-
-
-# Pushing.
+    world.require_pushed(owner, owner.tokens(20))
 
 
 def test_replica_is_pushed_to_several_engines_whole_and_in_part(world: ReplicaWorld) -> None:
@@ -299,7 +256,7 @@ def test_failed_push_leaves_the_replica_as_it_was(world: ReplicaWorld) -> None:
     target.receiver.revoke(refused.transfer_id)
     with pytest.raises(TransferRefused):
         world.store.push(key_of("r"), refused).result(SOON_S)
-    foreign = replace(target.grant(owner.tokens(3)), layout=replace(world.layout, model_fingerprint="another"))
+    foreign = replace(target.grant(owner.tokens(3)), layout=replace(_LAYOUT, model_fingerprint="another"))
     with pytest.raises(LayoutMismatch):
         world.store.push(key_of("r"), foreign).result(SOON_S)
     ticket = target.grant(owner.tokens(3))
@@ -322,20 +279,15 @@ def test_more_than_is_held_is_not_pushed(world: ReplicaWorld) -> None:
         world.store.push(key_of("other"), target.grant(owner.tokens(1))).result(SOON_S)
 
 
-# Owners that end.
-
-
 def test_sealed_replica_takes_no_more_from_its_owner(world: ReplicaWorld) -> None:
-    owner, target = world.owner(), world.target()
+    owner = world.owner()
     ticket = world.copied(owner, block_count=3)
     world.store.seal(key_of("r"))
     world.store.seal(key_of("r"))
     owner.mark(ticket, 3, 4)
     owner.wait_for_failure(ticket)
     assert world.store.watermark(key_of("r")) == owner.tokens(3)
-    landing = target.grant(owner.tokens(3))
-    world.store.push(key_of("r"), landing).result(SOON_S)
-    target.require_holds(landing, owner)
+    world.require_pushed(owner, owner.tokens(3))
     world.wait_until_used(3)
     grew, orphaned = world.told("r")
     assert grew == ReplicaGrew(key_of("r"), owner.tokens(3))
@@ -343,16 +295,14 @@ def test_sealed_replica_takes_no_more_from_its_owner(world: ReplicaWorld) -> Non
 
 
 def test_replica_of_an_owner_that_is_lost_is_kept_until_it_is_dropped(world: ReplicaWorld) -> None:
-    owner, target = world.owner(), world.target()
+    owner = world.owner()
     ticket = world.copied(owner, block_count=3)
     owner.write(ticket, 3, 4)
     # Seen by all others, its process has ended.
     owner.sender.close()
     world.log.wait_for(ReplicaOrphaned)
     world.wait_until_used(3)
-    landing = target.grant(owner.tokens(3))
-    world.store.push(key_of("r"), landing).result(SOON_S)
-    target.require_holds(landing, owner)
+    world.require_pushed(owner, owner.tokens(3))
     world.store.drop(key_of("r"))
     world.wait_until_used(0)
 
@@ -368,20 +318,18 @@ def test_replica_that_its_owner_gave_up_is_dropped(world: ReplicaWorld) -> None:
 
 
 def test_replica_that_stays_is_kept_when_its_owner_gives_it_up(world: ReplicaWorld) -> None:
-    owner, target = world.owner(), world.target()
-    ticket = world.store.open(key_of("r"), world.layout, owner.tokens(3), 60.0, stays=True)
+    owner = world.owner()
+    ticket = world.store.open(key_of("r"), _LAYOUT, owner.tokens(3), 60.0, stays=True)
     owner.sender.open(ticket)
     owner.mark(ticket, 0, 3)
     world.wait_until_grown(owner.tokens(3))
     owner.sender.abort(ticket.transfer_id)
     world.log.wait_for(ReplicaGivenUp)
     world.wait_until_used(3)
-    landing = target.grant(owner.tokens(3))
-    world.store.push(key_of("r"), landing).result(SOON_S)
-    target.require_holds(landing, owner)
+    world.require_pushed(owner, owner.tokens(3))
     world.store.drop(key_of("r"))
     world.wait_until_used(0)
-    empty = world.store.open(key_of("empty"), world.layout, owner.tokens(1), 60.0, stays=True)
+    empty = world.store.open(key_of("empty"), _LAYOUT, owner.tokens(1), 60.0, stays=True)
     owner.sender.open(empty)
     owner.sender.abort(empty.transfer_id)
     world.log.wait_for(ReplicaDropped, lambda event: event.key == key_of("empty"))
@@ -392,7 +340,7 @@ def test_replica_without_a_whole_block_goes_with_its_owner(world: ReplicaWorld) 
     owner = world.owner()
     ticket = world.open(owner, block_count=2)
     owner.write(ticket, 0, 1)
-    world.wait_until(lambda: owner.unanswered_bytes() == world.block_bytes, "block under way")
+    world.wait_until(lambda: owner.unanswered_bytes() == _BLOCK_BYTES, "block under way")
     owner.sender.close()
     world.log.wait_for(ReplicaDropped)
     world.wait_until_used(0)
@@ -422,29 +370,25 @@ def test_mark_that_does_not_name_its_tokens_is_refused(world: ReplicaWorld) -> N
     assert world.store.token_ids(key_of("r")) == tuple(owner.token_ids[: owner.tokens(2)])
 
 
-def test_ticket_of_a_former_incarnation_is_refused(harness: ReplicaHarness, tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        former = ReplicaWorld(harness, 10, tmp_path, stack)
-        ticket = former.store.open(key_of("r"), former.layout, 1, 60.0)
-        former.store.close()
-        world = ReplicaWorld(harness, 10, tmp_path, stack)
-        owner = world.owner()
-        owner.sender.open(ticket)
-        owner.mark(ticket, 0, 1)
-        owner.wait_for_failure(ticket)
-        assert world.log.events == []
+def test_ticket_of_a_former_incarnation_is_refused(open_world: OpenWorld) -> None:
+    former = open_world(10)
+    ticket = former.store.open(key_of("r"), _LAYOUT, 1, 60.0)
+    former.store.close()
+    world = open_world(10)
+    owner = world.owner()
+    owner.sender.open(ticket)
+    owner.mark(ticket, 0, 1)
+    owner.wait_for_failure(ticket)
+    assert world.log.events == []
 
 
-# Memory.
-
-
-def test_memory_is_exactly_what_was_asked_for(open_world: Callable[[int], ReplicaWorld]) -> None:
+def test_memory_is_exactly_what_was_asked_for(open_world: OpenWorld) -> None:
     world = open_world(7)
-    assert world.store.usage().total_bytes == 7 * world.block_bytes
+    assert world.store.usage().total_bytes == 7 * _BLOCK_BYTES
     owner = world.owner()
     world.copied(owner, "a", block_count=2)
     world.open(owner, "b", block_count=3)
-    assert world.store.usage().used_bytes == 7 * world.block_bytes
+    assert world.store.usage().used_bytes == 7 * _BLOCK_BYTES
     with pytest.raises(NoCapacity) as raised:
         world.open(owner, "c", block_count=0)
     assert raised.value.role == "replica"
@@ -456,7 +400,7 @@ def test_memory_is_exactly_what_was_asked_for(open_world: Callable[[int], Replic
     assert world.store.usage().replica_count == 2
 
 
-def test_replica_that_grows_in_a_full_store_waits_and_goes_on(open_world: Callable[[int], ReplicaWorld]) -> None:
+def test_replica_that_grows_in_a_full_store_waits_and_goes_on(open_world: OpenWorld) -> None:
     world = open_world(6)
     owner = world.owner()
     ticket = world.open(owner, "a", block_count=0)
@@ -488,26 +432,23 @@ def test_drop_ends_the_owners_push_and_pushes_to_engines(world: ReplicaWorld) ->
     assert world.told("r") == [ReplicaGrew(key_of("r"), owner.tokens(3))]
 
 
-# Bad calls, and the end.
-
-
-def test_replicas_of_other_layouts_are_refused_by_field(open_world: Callable[[int], ReplicaWorld]) -> None:
+def test_replicas_of_other_layouts_are_refused_by_field(open_world: OpenWorld) -> None:
     world = open_world(4)
-    for field, value in (("model_fingerprint", "another"), ("block_tokens", world.layout.block_tokens * 2)):
+    for field, value in (("model_fingerprint", "another"), ("block_tokens", _LAYOUT.block_tokens * 2)):
         with pytest.raises(LayoutMismatch) as raised:
-            world.store.open(key_of("r"), replace(world.layout, **{field: value}), 1, 60.0)  # type: ignore[arg-type]
+            world.store.open(key_of("r"), replace(_LAYOUT, **{field: value}), 1, 60.0)  # type: ignore[arg-type]
         assert raised.value.field == field
     assert world.store.usage().used_bytes == 0
 
 
-def test_bad_calls_are_refused_and_change_nothing(open_world: Callable[[int], ReplicaWorld]) -> None:
+def test_bad_calls_are_refused_and_change_nothing(open_world: OpenWorld) -> None:
     world = open_world(4)
     for token_count, expires_in_s, field in ((0, 60.0, "token_count"), (1, float("nan"), "expires_in_s")):
         with pytest.raises(InvalidArgument) as raised:
-            world.store.open(key_of("r"), world.layout, token_count, expires_in_s)
+            world.store.open(key_of("r"), _LAYOUT, token_count, expires_in_s)
         assert raised.value.field == field
     with pytest.raises(NoCapacity):
-        world.store.open(key_of("r"), world.layout, 1000 * world.layout.block_tokens, 60.0)
+        world.store.open(key_of("r"), _LAYOUT, 1000 * _LAYOUT.block_tokens, 60.0)
     unknown = key_of("unknown")
     world.store.seal(unknown)
     world.store.drop(unknown)
@@ -515,7 +456,7 @@ def test_bad_calls_are_refused_and_change_nothing(open_world: Callable[[int], Re
     world.wait_until_used(0)
 
 
-def test_replica_that_is_opened_again_begins_again(open_world: Callable[[int], ReplicaWorld]) -> None:
+def test_replica_that_is_opened_again_begins_again(open_world: OpenWorld) -> None:
     world = open_world(4)
     owner = world.owner()
     former = world.copied(owner, block_count=2)
@@ -537,11 +478,11 @@ def test_closed_store_ends_its_transfers_and_says_nothing(world: ReplicaWorld) -
     owner.wait_for_failure(ticket)
     assert world.log.events == told
     with pytest.raises(TransferRefused):
-        world.store.open(key_of("other"), world.layout, 1, 60.0)
+        world.store.open(key_of("other"), _LAYOUT, 1, 60.0)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_owners_and_drops_leave_no_block_behind(open_world: Callable[[int], ReplicaWorld], seed: int) -> None:
+def test_random_owners_and_drops_leave_no_block_behind(open_world: OpenWorld, seed: int) -> None:
     print(f"seed {seed}")
     rng = random.Random(seed)
     world = open_world(24)
@@ -578,14 +519,12 @@ def test_random_owners_and_drops_leave_no_block_behind(open_world: Callable[[int
 
 
 def test_memory_is_rounded_down_to_whole_blocks_and_holds_at_least_one(tmp_path: Path) -> None:
-    harness = ReplicaHarness("unix", tmp_path)
-    block_bytes = _LAYOUT.layer_count * _LAYOUT.block_bytes
-    store = harness.store(3 * block_bytes - 1)
-    assert store.usage().total_bytes == 2 * block_bytes
+    store = store_at(tmp_path, 3 * _BLOCK_BYTES - 1)
+    assert store.usage().total_bytes == 2 * _BLOCK_BYTES
     store.close()
-    for memory_bytes in (block_bytes - 1, 0, 2**60):
+    for memory_bytes in (_BLOCK_BYTES - 1, 0, 2**60):
         with pytest.raises(ConfigError) as raised:
-            harness.store(memory_bytes)
+            store_at(tmp_path, memory_bytes)
         assert raised.value.field == "replica_memory"
 
 
@@ -598,10 +537,8 @@ def test_note_names_as_many_tokens_as_fit() -> None:
 
 def test_replica_of_two_ranks_is_in_one_pool_and_is_pushed_to_two_ranks(tmp_path: Path) -> None:
     layout = replace(_LAYOUT, order="H-engine", tensor_ranks=2)
-    harness = ReplicaHarness("unix", tmp_path)
-    harness.layout = layout
     with ExitStack() as stack:
-        store = harness.store(8 * layout.layer_count * layout.block_bytes)
+        store = store_at(tmp_path, 8 * layout.layer_count * layout.block_bytes, layout=layout)
         stack.callback(store.close)
         log = EventLog()
         store.start(log)
@@ -612,7 +549,7 @@ def test_replica_of_two_ranks_is_in_one_pool_and_is_pushed_to_two_ranks(tmp_path
         assert len(ticket.parts) == 2
         token_ids = list(range(12))
         for rank, pool in enumerate(pools):
-            make_sender = partial(KvSender, pool, transports=harness.transports)
+            make_sender = partial(KvSender, pool, transports=make_transports())
             sender = PartSender(layout, rank, lambda _: None, make_sender)
             stack.callback(sender.close)
             sender.open(ticket)
@@ -627,7 +564,7 @@ def test_replica_of_two_ranks_is_in_one_pool_and_is_pushed_to_two_ranks(tmp_path
         receivers = []
         for rank, pool in enumerate(targets):
             listen = [KvEndpoint("unix", str(tmp_path / f"target{rank}.sock"))]
-            make_receiver = partial(KvReceiver, pool, listen=listen, epoch=1, transports=harness.transports)
+            make_receiver = partial(KvReceiver, pool, listen=listen, epoch=1, transports=make_transports())
             receivers.append(PartReceiver(rank, landed, make_receiver))
             stack.callback(receivers[-1].close)
             endpoints.append(receivers[-1].endpoints)
@@ -642,7 +579,7 @@ def test_replica_of_two_ranks_is_in_one_pool_and_is_pushed_to_two_ranks(tmp_path
 
 
 def test_ranks_whose_heads_are_not_apart_are_refused(tmp_path: Path) -> None:
-    store = ReplicaHarness("unix", tmp_path).store(2**16)
+    store = store_at(tmp_path, 2**16)
     with pytest.raises(LayoutMismatch) as raised:
         store.open(key_of("r"), replace(_LAYOUT, tensor_ranks=2), 4, 60.0)
     assert raised.value.field == "tensor_ranks"

@@ -27,6 +27,7 @@ from kaveri.testing.transport_peer import (
     wait_until,
 )
 from kaveri.testing.transport_world import PEER_BLOCKS, PEER_LAYOUT, TransportWorld
+from tests.library.kv.kv_pair import HookedDigest
 from tests.library.kv.kv_pair import push as push_all
 
 LAYOUT = KvLayout("flow", 8, block_tokens=16, kv_head_count=8, head_dim=64, dtype="float32")
@@ -55,7 +56,6 @@ class FlowWorld(TransportWorld):
     digest: Callable[[], Digest] = xxh3
 
     def start_receiver(self) -> KvReceiver:
-        """See TransportWorld."""
         self.epoch += 1
         transport = load_transport(self.factory)
         self.receiver = KvReceiver(
@@ -85,30 +85,20 @@ class SmallCreditWorld(FlowWorld):
     credit_bytes = 8 * LAYOUT.block_bytes
 
 
-class SlowDigest:
-    """Takes nothing in of blocks that begin with SLOW_BYTE until `go` is set: a receiving thread that stands still."""
+SLOW_BYTE = 0xAA
+GO = threading.Event()
 
-    SLOW_BYTE = 0xAA
-    go = threading.Event()
 
-    def __init__(self) -> None:
-        self._digest: Digest = xxh3()
-
-    def update(self, data: memoryview, /) -> None:
-        """Takes more bytes, in its own time."""
-        if data[0] == self.SLOW_BYTE:
-            assert SlowDigest.go.wait(WAIT_S)
-        self._digest.update(data)
-
-    def intdigest(self) -> int:
-        """As of xxh3."""
-        return self._digest.intdigest()
+def stand_still(data: memoryview) -> None:
+    """A receiving thread takes in no block that begins with SLOW_BYTE until GO is set."""
+    if data[0] == SLOW_BYTE:
+        assert GO.wait(WAIT_S)
 
 
 class SlowWorld(FlowWorld):
     """Its receiver stands still in the middle of certain transfers."""
 
-    digest = SlowDigest
+    digest = partial(HookedDigest, stand_still)
 
 
 @contextlib.contextmanager
@@ -163,7 +153,6 @@ class WrittenBytes:
         self._released.set()
 
     def of(self, transfer_id: bytes) -> int:
-        """Bytes of a transfer."""
         return sum(byte_count for writer, byte_count in self.writes if writer == transfer_id)
 
     def before_the_end_of(self, transfer_id: bytes, other_id: bytes) -> int:
@@ -201,9 +190,6 @@ def first_block_arrived(world: TransportWorld, ticket: Ticket, layer: int) -> bo
     return bool((world.target.memory[layer, ticket.block_ids[0]] == world.source.memory[layer, 0]).all())
 
 
-# Between the pushes of one sender
-
-
 def test_a_short_push_overtakes_a_long_one_of_the_same_sender(world: FlowWorld) -> None:
     written = WrittenBytes()
     with contextlib.closing(sender_of(world, written)) as sender:
@@ -217,9 +203,6 @@ def test_a_short_push_overtakes_a_long_one_of_the_same_sender(world: FlowWorld) 
     # A turn of the long one, and what was under way.
     assert written.before_the_end_of(short.transfer_id, long.transfer_id) <= 12 * MIB
     assert written.of(long.transfer_id) == 32 * MIB
-
-
-# Between senders
 
 
 def test_a_sender_that_stands_still_holds_up_no_other(world: FlowWorld) -> None:
@@ -240,9 +223,9 @@ def test_a_sender_that_stands_still_holds_up_no_other(world: FlowWorld) -> None:
 def test_a_flood_that_is_taken_in_slowly_holds_up_no_other_sender_and_stays_in_its_window(
     name: str, tmp_path: Path
 ) -> None:
-    SlowDigest.go.clear()
+    GO.clear()
     with open_world(SlowWorld, name, tmp_path) as world, contextlib.closing(sender_of(world)) as flooding:
-        world.source.memory[:, :LONG_BLOCKS, 0] = SlowDigest.SLOW_BYTE
+        world.source.memory[:, :LONG_BLOCKS, 0] = SLOW_BYTE
         world.source.memory[:, LONG_BLOCKS:, 0] = 1
         flood, short = (world.grant(LONG_BLOCKS), list(range(LONG_BLOCKS))), (world.grant(SHORT_BLOCKS), [70, 79])
         world.push(*flood, flooding)
@@ -253,7 +236,7 @@ def test_a_flood_that_is_taken_in_slowly_holds_up_no_other_sender_and_stays_in_i
         (peer,) = flooding.flow().peers
         assert peer.unaccepted_bytes <= world.receiver.flow().window_bytes
         assert world.receiver.flow().held_bytes <= 128 * MIB
-        SlowDigest.go.set()
+        GO.set()
         world.expect_landed(flood, short)
 
 
@@ -379,9 +362,6 @@ def test_the_credit_of_a_killed_sender_comes_home(name: str, nursery: PeerNurser
             assert isinstance(world.landed.wait(ticket), TransferReleased)
         wait_until(lambda: world.receiver.flow().held_bytes == 0, "its credit is home")
         assert world.receiver.flow().leased_block_count == 0
-
-
-# Between receivers
 
 
 @pytest.mark.parametrize("credit_bytes", [128 * MIB, MIB])

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,7 +15,7 @@ from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Capabilities, LinkListener, LinkLost
 from kaveri.testing.transport_peer import WAIT_S, Recorder, wait_until
-from tests.library.kv.kv_pair import failure, push
+from tests.library.kv.kv_pair import failure, push, sending
 
 LAYOUT = KvLayout("m", 1, block_tokens=4, kv_head_count=1, head_dim=8, dtype="float32")
 TICKET = Ticket(bytes(16), bytes(16), 1, (KvEndpoint("scripted", "here"),), (0,), 4, 60.0, LAYOUT)
@@ -79,6 +79,24 @@ class ScriptedTransport:
         raise AssertionError
 
 
+def nothing() -> None:
+    """What most links do when they are closed."""
+
+
+def give_credit(listener: LinkListener) -> None:
+    listener.credited(1 << 20, 1 << 20)
+
+
+@contextlib.contextmanager
+def sending_over(
+    on_connect: Callable[[LinkListener], None] = give_credit, on_close: Callable[[], None] = nothing, **options: float
+) -> Iterator[tuple[KvSender, Recorder, ScriptedTransport]]:
+    """options: of KvSender."""
+    transport = ScriptedTransport(on_connect, on_close)
+    with sending(KvPool(LAYOUT, 1), [transport], **options) as (sender, pushed):
+        yield sender, pushed, transport
+
+
 def test_a_new_connection_has_all_its_time_to_give_credit_though_the_last_one_gave_none() -> None:
     second = replace(TICKET, transfer_id=bytes([2] * 16))
     listeners: list[LinkListener] = []
@@ -89,10 +107,7 @@ def test_a_new_connection_has_all_its_time_to_give_credit_though_the_last_one_ga
         # The next push comes while the connection that gave no credit is on its way out.
         assert closed.wait(WAIT_S)
 
-    pushed = Recorder()
-    transport = ScriptedTransport(listeners.append, on_close)
-    sender = KvSender(KvPool(LAYOUT, 1), pushed, transports=[transport], credit_timeout_s=1.0)
-    with contextlib.closing(sender):
+    with sending_over(listeners.append, on_close, credit_timeout_s=1.0) as (sender, pushed, _):
         push(sender, TICKET, [0])
         assert "no credit" in failure(pushed, TICKET)
         assert closing.wait(WAIT_S)
@@ -102,10 +117,6 @@ def test_a_new_connection_has_all_its_time_to_give_credit_though_the_last_one_ga
         listeners[1].credited(2 * LAYOUT.block_bytes, 2 * LAYOUT.block_bytes)
         event = pushed.wait(second)
     assert isinstance(event, PushAccepted), event
-
-
-def nothing() -> None:
-    """What most links do when they are closed."""
 
 
 def test_a_receiver_that_cannot_be_reached_at_first_is_told_of_what_was_given_up_meanwhile() -> None:
@@ -118,8 +129,7 @@ def test_a_receiver_that_cannot_be_reached_at_first_is_told_of_what_was_given_up
         if len(attempts) <= 3:
             raise LinkLost("nobody answers")
 
-    pushed, transport = Recorder(), ScriptedTransport(on_connect, nothing)
-    with contextlib.closing(KvSender(KvPool(LAYOUT, 1), pushed, transports=[transport])) as sender:
+    with sending_over(on_connect) as (sender, pushed, transport):
         for ticket in tickets:
             sender.open(ticket)
             sender.abort(ticket.transfer_id)
@@ -141,9 +151,7 @@ def test_a_receiver_that_is_never_reached_is_tried_no_longer_than_the_ticket_las
         attempts.append(listener)
         raise LinkLost("nobody answers")
 
-    pushed, transport = Recorder(), ScriptedTransport(on_connect, nothing)
-    sender = KvSender(KvPool(LAYOUT, 1), pushed, transports=[transport], idle_s=0.01)
-    with contextlib.closing(sender):
+    with sending_over(on_connect, idle_s=0.01) as (sender, pushed, transport):
         ticket = replace(TICKET, expires_in_s=1.0)
         sender.open(ticket)
         sender.abort(ticket.transfer_id)
@@ -164,9 +172,8 @@ def test_source_blocks_are_not_given_back_while_they_are_read(monkeypatch: pytes
         return len(layers) * len(blocks)
 
     monkeypatch.setattr(ScriptedLink, "write", write)
-    pushed, sentinel = Recorder(), replace(TICKET, transfer_id=bytes([2] * 16), epoch=2)
-    transport = ScriptedTransport(lambda listener: listener.credited(1 << 20, 1 << 20), nothing)
-    with contextlib.closing(KvSender(KvPool(LAYOUT, 1), pushed, transports=[transport])) as sender:
+    sentinel = replace(TICKET, transfer_id=bytes([2] * 16), epoch=2)
+    with sending_over() as (sender, pushed, _):
         push(sender, TICKET, [0])
         assert writing.wait(WAIT_S)
         sender.abort(TICKET.transfer_id)
@@ -181,9 +188,7 @@ def test_source_blocks_are_not_given_back_while_they_are_read(monkeypatch: pytes
 
 
 def test_a_note_that_is_too_long_is_refused_and_a_shorter_one_taken() -> None:
-    pushed = Recorder()
-    transport = ScriptedTransport(lambda listener: listener.credited(1 << 20, 1 << 20), nothing)
-    with contextlib.closing(KvSender(KvPool(LAYOUT, 1), pushed, transports=[transport])) as sender:
+    with sending_over() as (sender, pushed, _):
         sender.open(TICKET)
         sender.write(TICKET.transfer_id, 0, 0, [0])
         with pytest.raises(ValueError, match="a note of 4097 bytes"):
@@ -198,9 +203,7 @@ def test_a_receiver_that_accepts_before_the_end_is_not_believed(monkeypatch: pyt
         return len(layers) * len(blocks)
 
     monkeypatch.setattr(ScriptedLink, "write", write)
-    pushed = Recorder()
-    transport = ScriptedTransport(lambda listener: listener.credited(1 << 20, 1 << 20), nothing)
-    with contextlib.closing(KvSender(KvPool(LAYOUT, 1), pushed, transports=[transport])) as sender:
+    with sending_over() as (sender, pushed, _):
         sender.open(TICKET)
         sender.write(TICKET.transfer_id, 0, 0, [0])
         assert pushed.wait(TICKET) == PushFailed(TICKET.transfer_id, "accepted before its end")
@@ -213,29 +216,24 @@ def test_the_answer_of_a_former_connection_ends_no_push_of_the_next() -> None:
         listeners.append(listener)
         # The second one gives no credit yet.
         if len(listeners) == 1:
-            listener.credited(1 << 20, 1 << 20)
+            give_credit(listener)
 
-    pushed, second = Recorder(), replace(TICKET, transfer_id=bytes([2] * 16))
-    with contextlib.closing(
-        KvSender(KvPool(LAYOUT, 1), pushed, transports=[ScriptedTransport(on_connect, nothing)])
-    ) as sender:
+    second = replace(TICKET, transfer_id=bytes([2] * 16))
+    with sending_over(on_connect) as (sender, pushed, _):
         push(sender, TICKET, [0])
         assert isinstance(pushed.wait(TICKET), PushAccepted)
         listeners[0].lost("gone")
         push(sender, second, [0])
         wait_until(lambda: sender.flow().credit_waits == 1, "it waits for credit")
         listeners[0].answered(second.transfer_id, "an old answer")
-        listeners[1].credited(1 << 20, 1 << 20)
+        give_credit(listeners[1])
         assert isinstance(pushed.wait(second), PushAccepted)
     assert len(listeners) == 2
 
 
 def test_a_receiver_that_gives_credit_too_little_for_a_block_is_not_taken_for_gone() -> None:
     listeners = list[LinkListener]()
-    pushed = Recorder()
-    transport = ScriptedTransport(listeners.append, nothing)
-    sender = KvSender(KvPool(LAYOUT, 1), pushed, transports=[transport], credit_timeout_s=1.0)
-    with contextlib.closing(sender):
+    with sending_over(listeners.append, credit_timeout_s=1.0) as (sender, pushed, _):
         push(sender, TICKET, [0])
         wait_until(lambda: sender.flow().credit_waits == 1, "it waits for credit")
         began_s = time.monotonic()
@@ -244,5 +242,5 @@ def test_a_receiver_that_gives_credit_too_little_for_a_block_is_not_taken_for_go
             listeners[0].credited(1, 1 << 20)
             time.sleep(0.1)
         assert not pushed.events
-        listeners[0].credited(1 << 20, 1 << 20)
+        give_credit(listeners[0])
         assert isinstance(pushed.wait(TICKET), PushAccepted)

@@ -22,10 +22,8 @@ from kaveri.kv.transfer.transport import LinkListener
 from kaveri.kv.transports import make_transports
 from kaveri.testing.transport_peer import Recorder, fill_pool, wait_until
 from tests.library.kv.kv_pair import failure, kv_pair, push
-from tests.library.kv.kv_stranger import LAYOUT, nothing_left
-from tests.library.kv.test_kv_peer import TICKET, ScriptedTransport, nothing
-
-__all__ = ["nothing_left"]
+from tests.library.kv.kv_stranger import LAYOUT
+from tests.library.kv.test_kv_peer import TICKET, give_credit, sending_over
 
 
 @pytest.fixture(params=["tcp", "shm"])
@@ -105,12 +103,10 @@ def test_a_transport_that_breaks_fails_its_pushes_with_a_reason_and_the_next_one
     def on_connect(listener: LinkListener) -> None:
         if is_broken:
             raise ValueError("not as it should be")
-        listener.credited(1 << 20, 1 << 20)
+        give_credit(listener)
 
-    pushed, second = Recorder(), replace(TICKET, transfer_id=bytes([2] * 16))
-    transport = ScriptedTransport(on_connect, nothing)
-    pool = KvPool(TICKET.layout, 1)
-    with contextlib.closing(KvSender(pool, pushed, transports=[transport])) as sender:
+    second = replace(TICKET, transfer_id=bytes([2] * 16))
+    with sending_over(on_connect) as (sender, pushed, _):
         with structlog.testing.capture_logs() as lines:
             sender.open(TICKET)
             failed = pushed.wait(TICKET)

@@ -57,7 +57,6 @@ class _TransferRun:
         """Whether the transfer is to land; None while it is under way."""
 
     def carry_out(self) -> None:
-        """Raises AssertionError."""
         chance = self._chance
         grant = [self._free.pop() for _ in range(chance.randint(0, 4))]
         self._ticket = self._receiver.grant(grant, 4, 60.0, is_open=True)

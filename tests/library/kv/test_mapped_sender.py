@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from kaveri.errors import InvalidArgument, LayoutMismatch, TransferFailed
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.digest import Digest, DigestFactory, xxh3
+from kaveri.kv.transfer.digest import DigestFactory, xxh3
 from kaveri.kv.transfer.mapped_pushes import STAGINGS_MAX
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
@@ -30,6 +31,7 @@ from kaveri.kv.transfer.transport import Transport
 from kaveri.kv.transports import PATH_NAMES, make_transports
 from kaveri.kv.transports.socket import SocketTransport
 from kaveri.testing.transport_peer import WAIT_S, Recorder, open_descriptors, wait_until
+from tests.library.kv.kv_pair import HookedDigest
 from tests.library.kv.kv_reference import MARK, KvPartition, RankPools, Reference, make_reference, whole_and_split
 
 MODEL = KvLayout("model", 4, block_tokens=16, kv_head_count=4, head_dim=8, dtype="float16")
@@ -199,19 +201,13 @@ def test_optional_transports_carry_mapped_pushes_too(folder: str, transport: str
             pair.require_landed(receiving, pair.source.push(receiving.grant(500)))
 
 
-class HeldDigest:
-    """Takes nothing in until it is let go: a receiver that does not read on."""
+def held_digest(gate: threading.Event) -> DigestFactory:
+    """Take nothing in until it is let go: a receiver that does not read on."""
 
-    def __init__(self, gate: threading.Event) -> None:
-        self._gate = gate
-        self._digest: Digest = xxh3()
+    def wait(_: memoryview) -> None:
+        assert gate.wait(WAIT_S), "never let go"
 
-    def update(self, data: memoryview, /) -> None:
-        assert self._gate.wait(WAIT_S), "never let go"
-        self._digest.update(data)
-
-    def intdigest(self) -> int:
-        return self._digest.intdigest()
+    return partial(HookedDigest, wait)
 
 
 def one_rank(block_tokens: int, order: str = "2NHD", model: KvLayout = MODEL) -> KvPartition:
@@ -267,7 +263,7 @@ def test_a_receiver_that_takes_nothing_holds_up_nobody_else(folder: str) -> None
     # An eighth of the prompt.
     with MappedPair(folder, one_rank(16, model=WIDE), 1000, 1 << 20, "unix") as pair:
         gate = threading.Event()
-        stuck = pair.receiving(one_rank(32, model=WIDE), digest=lambda: HeldDigest(gate))
+        stuck = pair.receiving(one_rank(32, model=WIDE), digest=held_digest(gate))
         free = pair.receiving(one_rank(32, model=WIDE))
         held = pair.source.push(stuck.grant(1000))
         landed = [pair.source.wait(pair.source.push(free.grant(1000), seed)) for seed in range(3)]
@@ -285,7 +281,7 @@ def test_a_push_that_waits_for_staging_ends_with_its_ticket_and_gives_all_back(f
     sending = SocketTransport("unix", progress_timeout_s=2.0)
     with MappedPair(folder, one_rank(16, model=WIDE), 1000, 1 << 20, "unix", sending) as pair:
         gate = threading.Event()
-        stuck = pair.receiving(one_rank(32, model=WIDE), digest=lambda: HeldDigest(gate))
+        stuck = pair.receiving(one_rank(32, model=WIDE), digest=held_digest(gate))
         name = pair.source.push(stuck.grant(1000, expires_in_s=0.3))
         failed = pair.source.wait(name)
         assert isinstance(failed, PushFailed)

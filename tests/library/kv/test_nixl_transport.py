@@ -25,7 +25,7 @@ from kaveri.kv.transports.frames import pack_hello
 from kaveri.kv.transports.nixl import _OFFER, NixlTransport, _Agent, _SendingAgent
 from kaveri.testing.transport_peer import WAIT_S, Recorder, open_descriptors, wait_until
 from kaveri.testing.transport_runs import FREED
-from tests.library.kv.kv_pair import failure, push, release
+from tests.library.kv.kv_pair import failure, push, receiving, release, sending
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 EPOCH = 7
@@ -49,34 +49,30 @@ def source() -> KvPool:
 
 
 @pytest.fixture
-def landed() -> Recorder:
-    return Recorder()
+def end() -> Iterator[tuple[KvReceiver, Recorder]]:
+    nixl = make_transports(("nixl",))
+    with receiving(KvPool(LAYOUT, 4), KvEndpoint("nixl", "127.0.0.1:0"), transports=nixl, epoch=EPOCH) as end:
+        yield end
 
 
 @pytest.fixture
-def receiver(landed: Recorder) -> Iterator[KvReceiver]:
-    listen = [KvEndpoint("nixl", "127.0.0.1:0")]
-    transports = make_transports(("nixl",))
-    with contextlib.closing(
-        KvReceiver(KvPool(LAYOUT, 4), landed, listen=listen, epoch=EPOCH, transports=transports)
-    ) as receiver:
-        yield receiver
+def receiver(end: tuple[KvReceiver, Recorder]) -> KvReceiver:
+    return end[0]
+
+
+@pytest.fixture
+def landed(end: tuple[KvReceiver, Recorder]) -> Recorder:
+    return end[1]
 
 
 @needs_nixl
 @pytest.mark.parametrize(("way", "is_warm"), [("tcp", True), ("posix,self,tcp", True), ("all", False)])
 def test_a_write_that_is_given_up_costs_the_connection_and_never_lands(
-    source: KvPool,
-    receiver: KvReceiver,
-    landed: Recorder,
-    monkeypatch: pytest.MonkeyPatch,
-    way: str,
-    is_warm: bool,
+    source: KvPool, receiver: KvReceiver, landed: Recorder, monkeypatch: pytest.MonkeyPatch, way: str, is_warm: bool
 ) -> None:
     """is_warm: UCX has its connection, and has sent the bytes to where the receiver has only to take them."""
     monkeypatch.setenv("UCX_TLS", way)
-    pushed = Recorder()
-    with contextlib.closing(KvSender(source, pushed, transports=make_transports(("nixl",)))) as sender:
+    with sending(source, make_transports(("nixl",))) as (sender, pushed):
         if is_warm:
             require_lands(sender, receiver, pushed, landed)
         posted = threading.Event()
@@ -140,8 +136,7 @@ def test_a_receiver_polls_only_while_something_is_written(
         progress(agent)
 
     monkeypatch.setattr(_Agent, "progress", counted)
-    pushed = Recorder()
-    with contextlib.closing(KvSender(source, pushed, transports=make_transports(("nixl",)))) as sender:
+    with sending(source, make_transports(("nixl",))) as (sender, pushed):
         ticket = receiver.grant([2, 0], 8, 60.0)
         sender.open(ticket)
         sender.write(ticket.transfer_id, 0, 0, [1, 3])
@@ -161,8 +156,7 @@ def test_a_receiver_polls_only_while_something_is_written(
 
 @needs_nixl
 def test_a_ticket_for_blocks_beyond_the_pool_fails_and_writes_nothing(source: KvPool, receiver: KvReceiver) -> None:
-    pushed = Recorder()
-    with contextlib.closing(KvSender(source, pushed, transports=make_transports(("nixl",)))) as sender:
+    with sending(source, make_transports(("nixl",))) as (sender, pushed):
         ticket = replace(receiver.grant([3], 4, 30.0), block_ids=(4,))
         sender.open(ticket)
         sender.write(ticket.transfer_id, 0, 0, [1])

@@ -9,7 +9,7 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.notes import token_note
 from kaveri.kv.replicas.replicas import Replicas
 from kaveri.kv.replicas.store import ReplicaDropped, ReplicaEvent, ReplicaGrew, ReplicaKey, ReplicaOrphaned
-from kaveri.kv.transfer.push import PushAccepted, PushFailed, PushListener
+from kaveri.kv.transfer.push import PushFailed, PushListener
 from kaveri.kv.transfer.receiver import KvReceiver, LandingListener, TransferLanded, TransferMarked, TransferReleased
 from kaveri.kv.transfer.sender import KvSender
 from kaveri.kv.transfer.ticket import Ticket
@@ -33,22 +33,18 @@ class _ReplicasBench:
         return self.store.open(key, _LAYOUT, max(1, 4 * block_count), 60.0)
 
     def mark(self, ticket: Ticket, first: int, end: int) -> None:
-        """The owner marks blocks [first, end)."""
         self.receiver.tell(TransferMarked(ticket.transfer_id, end, token_note(range(4 * first, 4 * end))))
         self.store.check_integrity()
 
     def end(self, ticket: Ticket, *, given_up: bool = False) -> None:
-        """The owner's push has ended."""
         self.receiver.tell(TransferReleased(ticket.transfer_id, "gone", given_up))
         self.store.check_integrity()
 
     def landing(self, token_count: int) -> Ticket:
-        """A ticket of an engine."""
         blocks = tuple(range(-(-token_count // 4)))
         return Ticket(bytes([token_count] * 16), bytes(16), 2, (), blocks, token_count, 60.0, _LAYOUT)
 
     def used_blocks(self) -> int:
-        """Blocks that are not free."""
         return self.store.usage().used_bytes // _LAYOUT.block_bytes
 
     def _receiver(self, listener: LandingListener) -> Mock:
@@ -99,17 +95,6 @@ def test_blocks_of_a_dropped_replica_wait_for_all_that_touches_them() -> None:
     assert bench.used_blocks() == 0
     assert isinstance(push.exception(), TransferFailed)
     assert bench.events == [ReplicaGrew(_KEY, 8)]
-
-
-def test_push_that_was_accepted_leaves_the_replica() -> None:
-    bench = _ReplicasBench()
-    ticket = bench.open(2)
-    bench.mark(ticket, 0, 2)
-    landing = bench.landing(4)
-    push = bench.store.push(_KEY, landing)
-    bench.sender.tell(PushAccepted(landing.transfer_id, 1, "test"))
-    assert push.result(0) is None
-    assert bench.store.watermark(_KEY) == 8
 
 
 def test_push_that_its_owner_has_ended_in_order_leaves_an_orphan() -> None:

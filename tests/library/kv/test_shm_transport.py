@@ -7,6 +7,7 @@ import gc
 import os
 import socket
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +16,16 @@ import pytest
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool, SharedMemory
-from kaveri.kv.transfer.digest import Digest, Digests, xxh3
-from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded
-from kaveri.kv.transfer.sender import KvSender, PushAccepted
+from kaveri.kv.transfer.digest import Digests
+from kaveri.kv.transfer.receiver import TransferLanded
+from kaveri.kv.transfer.sender import PushAccepted
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transfer.transport import LinkLost
 from kaveri.kv.transports import make_transports, transport_names
 from kaveri.kv.transports.shm import ShmTransport
 from kaveri.kv.transports.stream import ByteStream
-from kaveri.testing.transport_peer import Recorder, fill_pool, wait_until
-from tests.library.kv.kv_pair import failure, kv_pair, push
+from kaveri.testing.transport_peer import fill_pool
+from tests.library.kv.kv_pair import HookedDigest, failure, kv_pair, push, receiving, sending
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 
@@ -100,21 +101,16 @@ def test_a_sender_that_cannot_reach_the_memory_falls_back_to_the_next_transport(
     source.memory[:] = np.arange(LAYOUT.block_bytes, dtype=np.uint8)
     path = tmp_path / "kv.sock"
     listen = [KvEndpoint("shm", str(path)), KvEndpoint("tcp", "127.0.0.1:0")]
-    pushed, landed = Recorder(), Recorder()
-    with contextlib.closing(
-        KvReceiver(target, landed, listen=listen, epoch=1, transports=make_transports())
-    ) as receiver:
+    with receiving(target, *listen) as (receiver, landed):
         # As in another container: the path is not there.
         path.rename(tmp_path / "elsewhere.sock")
-        with contextlib.closing(KvSender(source, pushed, transports=make_transports())) as sender:
+        with sending(source) as (sender, pushed):
             ticket = receiver.grant([2, 0], 8, 30.0)
             push(sender, ticket, [1, 3])
             event = pushed.wait(ticket)
         assert isinstance(event, PushAccepted)
         assert event.transport == "tcp"
-        # Told on another thread than its acceptance.
-        wait_until(lambda: event.transfer_id in landed.events, "it has landed")
-        assert isinstance(landed.events[event.transfer_id], TransferLanded)
+        assert isinstance(landed.wait(ticket), TransferLanded)
 
 
 def test_transport_names_are_read_in_order_and_unknown_ones_refused() -> None:
@@ -162,29 +158,13 @@ def test_the_receiver_says_whether_a_transfer_is_verified_and_it_lands_either_wa
     tmp_path: Path, digests: Digests, transport: str, is_verified: bool
 ) -> None:
     digested = threading.Event()
-
-    class Seen:
-        """Notes that it was given bytes."""
-
-        def __init__(self) -> None:
-            self._digest: Digest = xxh3()
-
-        def update(self, data: memoryview, /) -> None:
-            digested.set()
-            self._digest.update(data)
-
-        def intdigest(self) -> int:
-            return self._digest.intdigest()
-
-    source, target, pushed = KvPool(LAYOUT, 4), KvPool(LAYOUT, 8), Recorder()
+    source, target = KvPool(LAYOUT, 4), KvPool(LAYOUT, 8)
     fill_pool(source, 1)
-    listen = [KvEndpoint(transport, "127.0.0.1:0" if transport == "tcp" else str(tmp_path / "kv.sock"))]
+    listen = KvEndpoint(transport, "127.0.0.1:0" if transport == "tcp" else str(tmp_path / "kv.sock"))
     spoken = make_transports((transport,))
     with (
-        contextlib.closing(
-            KvReceiver(target, Recorder(), listen=listen, epoch=1, transports=spoken, digests=digests)
-        ) as receiver,
-        contextlib.closing(KvSender(source, pushed, transports=spoken, digest=Seen)) as sender,
+        receiving(target, listen, transports=spoken, digests=digests) as (receiver, _),
+        sending(source, spoken, digest=partial(HookedDigest, lambda _: digested.set())) as (sender, pushed),
     ):
         ticket = receiver.grant([6, 2], 8, 60.0)
         push(sender, ticket, [1, 3])

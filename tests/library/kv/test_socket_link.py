@@ -61,7 +61,6 @@ class LinkPair:
         self.link = SocketLink(self.stream, self.pool, EndListener(on_lost), ENDPOINT)
 
     def read(self, byte_count: int) -> bytes:
-        """Exactly so many."""
         data = b""
         while len(data) < byte_count:
             part = self.far.recv(byte_count - len(data))
@@ -70,12 +69,10 @@ class LinkPair:
         return data
 
     def frame(self) -> tuple[Header, bytes]:
-        """The next one."""
         header = unpack_header(self.read(HEADER_BYTES))
         return header, self.read(header.payload_bytes)
 
     def is_silent(self) -> bool:
-        """Whether nothing more has come."""
         return not select.select([self.far], [], [], 0)[0]
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.receiver import KvReceiver, TransferReleased
-from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.transfer.sender import KvSender, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import LinkLost
 from kaveri.kv.transports import make_transports
@@ -32,20 +32,10 @@ from kaveri.kv.transports.frames import (
 )
 from kaveri.kv.transports.socket import SocketTransport
 from kaveri.testing.transport_peer import WAIT_S, Recorder, wait_until
-from tests.library.kv.kv_pair import failure, release
-from tests.library.kv.kv_stranger import (
-    EPOCH,
-    LAYOUT,
-    Stranger,
-    content,
-    landed,
-    nothing_left,
-    receiver,
-    require_lands,
-    stranger,
-)
+from tests.library.kv.kv_pair import failure, receiving, release
+from tests.library.kv.kv_stranger import EPOCH, LAYOUT, Stranger, require_landing
 
-__all__ = ["content", "landed", "nothing_left", "receiver", "stranger"]
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 @pytest.fixture
@@ -88,7 +78,7 @@ def test_garbage_is_sent_away_and_disturbs_nobody(
     stranger = connect()
     stranger.socket.sendall(garbage)
     stranger.require_closed()
-    require_lands(receiver, landed, honest, content)
+    require_landing(receiver, landed, honest, content)
 
 
 def test_a_sender_does_not_stay_connected_to_another_life_of_its_receiver(receiver: KvReceiver) -> None:
@@ -102,9 +92,9 @@ def test_one_connection_too_many_is_closed_and_the_others_work(
     guests = [connect() for _ in range(4)]
     for guest in guests:
         guest.greet()
-        require_lands(receiver, landed, guest, content)
+        require_landing(receiver, landed, guest, content)
     connect().require_closed()
-    require_lands(receiver, landed, guests[0], content)
+    require_landing(receiver, landed, guests[0], content)
 
 
 def test_a_connection_that_there_is_no_thread_for_is_closed_and_the_next_is_served(
@@ -118,7 +108,7 @@ def test_a_connection_that_there_is_no_thread_for_is_closed_and_the_next_is_serv
         connect().require_closed()
     guest = connect()
     guest.greet()
-    require_lands(receiver, landed, guest, content)
+    require_landing(receiver, landed, guest, content)
 
 
 @pytest.mark.parametrize(
@@ -149,19 +139,7 @@ def test_a_frame_outside_the_lease_ends_its_transfer_only(
     assert isinstance(event, TransferReleased)
     assert event.reason == reason
     assert (receiver.pool.memory == before).all()
-    require_lands(receiver, landed, stranger, content)
-
-
-def test_blocks_that_come_twice_are_refused(
-    receiver: KvReceiver, landed: Recorder, stranger: Stranger, content: np.ndarray
-) -> None:
-    ticket = stranger.opened(receiver, [0, 1, 4])
-    data = Header(Kind.DATA, ticket.transfer_id, content[0].nbytes, 0, 0, 3)
-    stranger.send(data, content[0].tobytes())
-    stranger.send(data, content[0].tobytes())
-    assert stranger.answer()[0] == Kind.REJECTED
-    assert isinstance(landed.wait(ticket), TransferReleased)
-    require_lands(receiver, landed, stranger, content)
+    require_landing(receiver, landed, stranger, content)
 
 
 def test_the_same_blocks_of_all_layers_land_from_one_frame(
@@ -178,7 +156,7 @@ def test_the_same_blocks_of_all_layers_land_from_one_frame(
 def test_a_second_end_is_refused_and_the_landing_stands(
     receiver: KvReceiver, landed: Recorder, stranger: Stranger, content: np.ndarray
 ) -> None:
-    require_lands(receiver, landed, stranger, content)
+    require_landing(receiver, landed, stranger, content)
     (transfer_id,) = landed.events
     stranger.send(Header(Kind.END, transfer_id))
     kind, refused, _ = stranger.answer()
@@ -212,7 +190,7 @@ def test_a_transfer_revoked_within_a_frame_is_fenced_while_its_sender_stands_sti
     # The blocks belong to another transfer by now, and the rest of the frame must not touch them.
     receiver.pool.memory[:] = 0
     stranger.socket.sendall(data[half:])
-    require_lands(receiver, landed, stranger, content)
+    require_landing(receiver, landed, stranger, content)
     assert not receiver.pool.memory[:, [0, 1, 4]].any()
 
 
@@ -224,14 +202,10 @@ def test_a_sender_that_stops_within_a_frame_loses_its_connection(
     assert "nothing arrived" in release(landed, ticket)
 
 
-def test_a_sender_that_overruns_its_credit_is_refused_before_a_byte_of_it_is_let_in(
-    landed: Recorder, nothing_left: None, content: np.ndarray
-) -> None:
-    pool, listen = KvPool(LAYOUT, 8), [KvEndpoint("tcp", "127.0.0.1:0")]
+def test_a_sender_that_overruns_its_credit_is_refused_before_a_byte_of_it_is_let_in(content: np.ndarray) -> None:
+    pool = KvPool(LAYOUT, 8)
     with (
-        contextlib.closing(
-            KvReceiver(pool, landed, listen=listen, epoch=EPOCH, credit_bytes=1, transports=make_transports())
-        ) as receiver,
+        receiving(pool, KvEndpoint("tcp", "127.0.0.1:0"), epoch=EPOCH, credit_bytes=1) as (receiver, landed),
         Stranger.at(receiver.endpoints[0]).socket as connection,
     ):
         stranger = Stranger(connection)
@@ -278,16 +252,12 @@ def pushing_to_deaf(
             yield sender, pushed, ticket, accepted
 
 
-def test_a_receiver_that_reads_nothing_fails_the_push_after_the_progress_limit(
-    tmp_path: Path, nothing_left: None
-) -> None:
+def test_a_receiver_that_reads_nothing_fails_the_push_after_the_progress_limit(tmp_path: Path) -> None:
     with pushing_to_deaf(tmp_path, progress_timeout_s=0.3) as (_, pushed, ticket, _):
         assert "nothing was taken" in failure(pushed, ticket)
 
 
-def test_a_push_aborted_within_a_frame_is_fenced_while_its_receiver_stands_still(
-    tmp_path: Path, nothing_left: None
-) -> None:
+def test_a_push_aborted_within_a_frame_is_fenced_while_its_receiver_stands_still(tmp_path: Path) -> None:
     with pushing_to_deaf(tmp_path) as (sender, pushed, ticket, accepted):
         # Once a block is here the sender is in the middle of a frame that is not read.
         accepted.recv(BLOCK_BYTES, socket.MSG_WAITALL)
@@ -295,12 +265,12 @@ def test_a_push_aborted_within_a_frame_is_fenced_while_its_receiver_stands_still
         assert pushed.wait(ticket) == PushFailed(ticket.transfer_id, "aborted")
 
 
-def test_a_push_that_waits_for_credit_past_its_ticket_fails(tmp_path: Path, nothing_left: None) -> None:
+def test_a_push_that_waits_for_credit_past_its_ticket_fails(tmp_path: Path) -> None:
     with pushing_to_deaf(tmp_path, credit_bytes=BLOCK_BYTES, expires_in_s=0.2) as (_, pushed, ticket, _):
         assert pushed.wait(ticket) == PushFailed(ticket.transfer_id, "the ticket expired")
 
 
-def test_a_sender_writes_as_far_as_its_credit(tmp_path: Path, nothing_left: None) -> None:
+def test_a_sender_writes_as_far_as_its_credit(tmp_path: Path) -> None:
     with pushing_to_deaf(tmp_path, credit_bytes=3 * BLOCK_BYTES + 100) as (sender, pushed, ticket, accepted):
         stranger = Stranger(accepted)
         stranger.read(HELLO_BYTES)
@@ -328,7 +298,7 @@ def take_blocks(stranger: Stranger) -> int:
     return header.block_count
 
 
-def test_a_receiver_that_gives_no_credit_is_taken_for_gone(tmp_path: Path, nothing_left: None) -> None:
+def test_a_receiver_that_gives_no_credit_is_taken_for_gone(tmp_path: Path) -> None:
     with pushing_to_deaf(tmp_path, credit_bytes=0, credit_timeout_s=0.2) as (_, pushed, ticket, accepted):
         assert "no credit came for 0.2 s" in failure(pushed, ticket)
         accepted.settimeout(WAIT_S)
@@ -336,41 +306,7 @@ def test_a_receiver_that_gives_no_credit_is_taken_for_gone(tmp_path: Path, nothi
             pass
 
 
-def test_the_next_endpoint_is_tried_when_one_does_not_answer(tmp_path: Path, nothing_left: None) -> None:
-    pushed, landed = Recorder(), Recorder()
-    listen = [KvEndpoint("unix", str(tmp_path / "kv.sock")), KvEndpoint("tcp", "127.0.0.1:0")]
-    pool = KvPool(LAYOUT, 4)
-    with (
-        contextlib.closing(KvReceiver(pool, landed, listen=listen, epoch=1, transports=make_transports())) as receiver,
-        contextlib.closing(KvSender(pool, pushed, transports=make_transports())) as sender,
-    ):
-        for expected in ("unix", "tcp"):
-            ticket = receiver.grant([], 0, 30.0)
-            sender.open(ticket)
-            sender.finish(ticket.transfer_id, b"")
-            assert pushed.wait(ticket) == PushAccepted(ticket.transfer_id, 0, expected)
-            # Gone from this host's file system, as it is from every other host's.
-            (tmp_path / "kv.sock").unlink(missing_ok=True)
-            sender.close()
-            sender = KvSender(pool, pushed, transports=make_transports())
-        sender.close()
-
-
-def test_a_unix_listener_replaces_the_file_of_a_dead_one_and_leaves_none(tmp_path: Path, nothing_left: None) -> None:
-    path = tmp_path / "kv.sock"
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(path))
-    listen = [KvEndpoint("unix", str(path))]
-    with contextlib.closing(
-        KvReceiver(KvPool(LAYOUT, 1), Recorder(), listen=listen, epoch=1, transports=make_transports())
-    ):
-        assert path.stat().st_mode & 0o777 == 0o600
-        with pytest.raises(ConfigError, match="in use"):
-            KvReceiver(KvPool(LAYOUT, 1), Recorder(), listen=listen, epoch=2, transports=make_transports())
-    assert not path.exists()
-
-
-def test_an_address_that_cannot_be_had_is_named(nothing_left: None, tmp_path: Path) -> None:
+def test_an_address_that_cannot_be_had_is_named(tmp_path: Path) -> None:
     pool = KvPool(LAYOUT, 1)
     with socket.create_server(("127.0.0.1", 0)) as holder:
         taken = f"127.0.0.1:{holder.getsockname()[1]}"
@@ -386,15 +322,13 @@ def test_an_address_that_cannot_be_had_is_named(nothing_left: None, tmp_path: Pa
                 KvReceiver(pool, Recorder(), listen=[endpoint], epoch=1, transports=make_transports())
 
 
-def test_a_wildcard_listener_says_the_advertised_host(nothing_left: None) -> None:
+def test_a_wildcard_listener_says_the_advertised_host() -> None:
     transport = SocketTransport("tcp", advertise_host="decode-1.example")
-    listen = [KvEndpoint("tcp", "0.0.0.0:0")]
-    pool = KvPool(LAYOUT, 1)
-    with contextlib.closing(KvReceiver(pool, Recorder(), listen=listen, epoch=1, transports=[transport])) as receiver:
+    with receiving(KvPool(LAYOUT, 1), KvEndpoint("tcp", "0.0.0.0:0"), transports=[transport]) as (receiver, _):
         assert receiver.endpoints[0].address.startswith("decode-1.example:")
 
 
-def test_connecting_to_a_frozen_receiver_ends(tmp_path: Path, nothing_left: None) -> None:
+def test_connecting_to_a_frozen_receiver_ends(tmp_path: Path) -> None:
     path = str(tmp_path / "kv.sock")
     with socket.socket(socket.AF_UNIX) as frozen:
         frozen.bind(path)

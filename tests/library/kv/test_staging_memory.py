@@ -1,6 +1,5 @@
 """How much memory a mapped sender takes beside its pool, whatever the shapes that it serves, and when it is free."""
 
-import contextlib
 import gc
 import os
 import re
@@ -16,12 +15,11 @@ import pytest
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.mapped_pushes import STAGINGS_MAX
-from kaveri.kv.transfer.receiver import KvReceiver
-from kaveri.kv.transfer.sender import KvSender, PushAccepted
+from kaveri.kv.transfer.sender import PushAccepted
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transports import make_transports
-from kaveri.testing.transport_peer import Recorder, wait_until
-from tests.library.kv.kv_pair import push
+from kaveri.testing.transport_peer import wait_until
+from tests.library.kv.kv_pair import push, receiving, sending
 
 LAYOUT = KvLayout("m", 2, block_tokens=16, kv_head_count=2, head_dim=32, dtype="float32")
 TRANSPORTS = make_transports(("unix",))
@@ -52,23 +50,20 @@ def without_collector() -> Iterator[None]:
 
 
 def test_thirty_shapes_in_rotation_take_no_more_staging_than_four(tmp_path: Path, without_collector: None) -> None:
-    pushed, source = Recorder(), KvPool(LAYOUT, 128)
+    source = KvPool(LAYOUT, 128)
     staging_bytes = source.memory.nbytes // 4
     # The source, and pools that earlier tests of this process have left.
     known = mapped_pools().keys()
     assert os.fstat(source.descriptor).st_ino in known
     threads = threading.active_count()
     most_bytes = 0
-    with contextlib.closing(KvSender(source, pushed, transports=TRANSPORTS, staging_bytes=staging_bytes)) as sender:
+    with sending(source, TRANSPORTS, staging_bytes=staging_bytes) as (sender, pushed):
         for number in range(2 * 30):
             other = replace(LAYOUT, block_tokens=17 + number % 30)
-            path = str(tmp_path / f"{number}.sock")
+            listen = KvEndpoint("unix", str(tmp_path / f"{number}.sock"))
             # In no memory file, so that only staging counts.
             target = KvPool.over(other, np.zeros((2, 4, other.block_bytes), np.uint8))
-            receiver = KvReceiver(
-                target, Recorder(), listen=[KvEndpoint("unix", path)], epoch=number, transports=TRANSPORTS
-            )
-            with contextlib.closing(receiver):
+            with receiving(target, listen, transports=TRANSPORTS, epoch=number) as (receiver, _):
                 ticket = receiver.grant([0, 1], 2 * 16, 60.0)
                 push(sender, ticket, [0, 1])
                 event = pushed.wait(ticket)
@@ -81,14 +76,14 @@ def test_thirty_shapes_in_rotation_take_no_more_staging_than_four(tmp_path: Path
 
 
 def test_a_shape_waits_for_the_memory_of_those_that_were_evicted(tmp_path: Path, without_collector: None) -> None:
-    pushed, source = Recorder(), KvPool(LAYOUT, 128)
+    source = KvPool(LAYOUT, 128)
     other = replace(LAYOUT, block_tokens=17)
     target = KvPool.over(other, np.zeros((2, 4, other.block_bytes), np.uint8))
-    listen = [KvEndpoint("unix", str(tmp_path / "kv.sock"))]
+    listen = KvEndpoint("unix", str(tmp_path / "kv.sock"))
     known = mapped_pools().keys()
     with (
-        contextlib.closing(KvReceiver(target, Recorder(), listen=listen, epoch=1, transports=TRANSPORTS)) as receiver,
-        contextlib.closing(KvSender(source, pushed, transports=TRANSPORTS)) as sender,
+        receiving(target, listen, transports=TRANSPORTS) as (receiver, _),
+        sending(source, TRANSPORTS) as (sender, pushed),
     ):
         room: Any = sender._mapped._room
         for _ in range(STAGINGS_MAX):

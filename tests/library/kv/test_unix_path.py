@@ -29,7 +29,6 @@ def listener(path: str) -> tuple[socket.socket, UnixPath]:
 
 
 def reaches(path: str, listening: socket.socket) -> bool:
-    """Whether a connection to the path arrives there."""
     listening.settimeout(0.0)
     with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(BlockingIOError):
         connection.connect(path)

@@ -2,8 +2,6 @@
 letters as in kaveri.planner.pipeline_equations), and the M/D/1 queue of DistServe's section 3.1 (arXiv 2401.09670):
 average TTFT for prompts of one length, Poisson arrivals, first come first served, and one prompt in a step."""
 
-import math
-
 
 def token_machines(machines: int, prompt_s: float, token_s: float, new_tokens: float, streaming: float) -> float:
     """Equations 1 and 6: D_t = D N t / (m Y + N t), not rounded."""
@@ -25,34 +23,10 @@ def apart_inverse_throughput_s(
     return max(prompts_s, tokens_s)
 
 
-def prompt_transfer_s(kv_bytes: float, bytes_per_s: float) -> float:
-    """Transfer time of the KV of a microbatch's prompts over a link, in seconds (table 6)."""
-    return kv_bytes / bytes_per_s
-
-
-def extra_s(transfer_s: float, prompt_s: float) -> float:
-    """Additional seconds of a transfer that overlaps with the next prompt (table 6): 0 if it takes no longer."""
-    return max(0.0, transfer_s - prompt_s)
-
-
-def average_ttft_s(rate_per_s: float, service_s: float) -> float:
-    """Equation 1: D + R D^2 / (2 (1 - R D)). Infinite from R D = 1 on."""
-    return service_s + _wait_s(rate_per_s, service_s)
-
-
 def average_ttft_inter_op_s(rate_per_s: float, service_s: float, stages: int = 2) -> float:
     """Equation 2, for any number of equal stages: D + R D_m^2 / (2 (1 - R D_m)), where D_m is D / stages.
 
     For two stages that is the paper's D + R D^2 / (4 (2 - R D)).
     """
-    return service_s + _wait_s(rate_per_s, service_s / stages)
-
-
-def average_ttft_intra_op_s(rate_per_s: float, service_s: float, speedup: float) -> float:
-    """Equation 3: D / K + R D^2 / (2 K (K - R D)), where K is the speed-up of tensor parallelism."""
-    return average_ttft_s(rate_per_s, service_s / speedup)
-
-
-def _wait_s(rate_per_s: float, service_s: float) -> float:
-    busy = rate_per_s * service_s
-    return rate_per_s * service_s**2 / (2 * (1 - busy)) if busy < 1 else math.inf
+    stage_s = service_s / stages
+    return service_s + rate_per_s * stage_s**2 / (2 * (1 - rate_per_s * stage_s))

@@ -33,7 +33,7 @@ from kaveri.simulator.spec import ClusterSpec, DecodeSpec, Overheads, PoolSpec, 
 from kaveri.simulator.spec_file import read_spec
 from kaveri.workload.requests import PlannedRequest, RequestLengths, gamma_arrivals, plan_requests
 from kaveri.workload.summary import Slo
-from tests.library.planner.paper_equations import average_ttft_inter_op_s, average_ttft_intra_op_s, average_ttft_s
+from tests.library.planner.paper_equations import average_ttft_inter_op_s
 
 A100 = read_hardware("a100-80g")
 OPT_13B = read_model_shape("opt-13b")
@@ -85,18 +85,6 @@ def test_only_what_divides_the_model_and_fits_is_tried() -> None:
     assert Parallelism(5, 1) not in found, "5 does not divide 72 heads"
     assert Parallelism(2, 3) not in found, "3 does not divide 64 layers"
     assert {Parallelism(2, 1), Parallelism(2, 2), Parallelism(4, 1), Parallelism(8, 1)} <= set(found)
-
-
-@pytest.mark.parametrize("busy", [0.1, 0.5, 0.9])
-def test_two_stages_are_the_papers_closed_form(busy: float) -> None:
-    """DistServe (arXiv 2401.09670), section 3.1, equations 2 and 3."""
-    service_s, speedup = 0.2, 1.7
-    rate = busy / service_s
-    paper = service_s + rate * service_s**2 / (4 * (2 - rate * service_s))
-    assert average_ttft_inter_op_s(rate, service_s) == pytest.approx(paper)
-    paper = service_s / speedup + rate * service_s**2 / (2 * speedup * (speedup - rate * service_s))
-    assert average_ttft_intra_op_s(rate, service_s, speedup) == pytest.approx(paper)
-    assert average_ttft_s(1 / service_s, service_s) == math.inf
 
 
 @pytest.mark.parametrize(("busy", "stages"), [(0.3, 1), (0.6, 1), (0.6, 2)])
@@ -373,10 +361,7 @@ def test_too_few_gpus_are_refused_with_what_is_needed() -> None:
         ),
         ({"prefill_parallelism": Parallelism(3, 1)}, "--prefill-tp-pp: is 3,1: TP must divide the 40 heads"),
         ({"decode_parallelism": Parallelism(1, 3)}, "--decode-tp-pp: is 1,3: PP must divide the 40 layers"),
-        (
-            {"profiles": ["nothing"]},
-            "--profile: is 'nothing', which is no file and none of: opt-13b-a100",
-        ),
+        ({"profiles": ["nothing"]}, "--profile: is 'nothing', which is no file and none of: opt-13b-a100"),
         ({"profiles": []}, "--profile: is not given"),
         ({"hardware": read_hardware("h100-80g")}, "measured on a100; --hardware h100-80g is H100"),
         ({"hardware": read_hardware("v100-16g"), "decode_parallelism": Parallelism(1, 1)}, "no room for the weights"),

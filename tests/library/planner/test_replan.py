@@ -86,9 +86,6 @@ def view_of(*some: tuple[str, Sequence[Phase], int], **load: Any) -> ClusterView
     return ClusterView(statuses)
 
 
-# What was observed.
-
-
 def test_arrivals_and_lengths_count_for_the_time_that_every_router_has_observed() -> None:
     late = sample_of(observed_s=20.0, arrived_ago_s=[float(number) / 2 for number in range(1, 40)])
     observed = observed_workload([sample_of(), late], 600.0, 2048)
@@ -194,9 +191,6 @@ def test_too_few_requests_are_refused_with_their_number() -> None:
         observed_workload([sample_of()], 600.0, 100)
 
 
-# What runs.
-
-
 def test_instances_are_counted_by_the_phases_that_they_serve_and_the_smallest_pool_counts() -> None:
     view = view_of(("p0", [Phase.PREFILL], 50), ("d0", [Phase.DECODE], 100), ("d1", [Phase.DECODE], 80), ("r", [], 0))
     found = running_cluster(view, "m", ())
@@ -264,9 +258,6 @@ def test_links_within_machines_count_for_what_runs_as_for_the_plan() -> None:
     assert running_attainment(question_of(hardware=slow, same_node=True), running).low > 0.9
 
 
-# The comparison.
-
-
 @pytest.fixture(scope="module")
 def found() -> ClusterPlan:
     return plan(question_of())
@@ -278,7 +269,6 @@ def observed() -> ObservedWorkload:
 
 
 def compared(found: ClusterPlan, observed: ObservedWorkload, running: RunningCluster) -> Replan:
-    """As `kaveri plan` does."""
     attainment = running_attainment(found.question, running)
     return Replan(observed=observed, running=running, attainment=attainment, plan=found)
 

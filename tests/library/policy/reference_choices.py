@@ -47,12 +47,10 @@ class PlainUnconfirmedWork:
         self._sent: dict[str, dict[str, _UnconfirmedPiece]] = {}
 
     def add(self, key: str, target: InstanceStatus, amount: int, heavy: bool) -> None:
-        """See UnconfirmedWork.add."""
         piece = _UnconfirmedPiece(target.record.incarnation, target.load.sequence_number, amount, heavy)
         self._sent.setdefault(target.record.instance_id, {})[key] = piece
 
     def remove(self, key: str, instance_id: str) -> None:
-        """See UnconfirmedWork.remove."""
         self._sent.get(instance_id, {}).pop(key, None)
 
     def sums(self, instance: InstanceStatus) -> tuple[int, int, int]:

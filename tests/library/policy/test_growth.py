@@ -1,73 +1,42 @@
 """Growth that is kept up to date through any life of a batch equals growth computed from all members."""
 
-from dataclasses import dataclass
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kaveri.domain.length import RangeEnd, TokenRange
 from kaveri.policy.admission import AdmissionPolicy, admitted_count, kept_blocks
 from kaveri.policy.growth import BatchGrowth, BatchMember
 from tests.library.policy import reference_admission
-from tests.library.policy.reference_admission import RunningRequest
-
-_LENGTHS = st.none() | st.builds(
-    lambda low, width: TokenRange(low, low + width), st.integers(1, 40), st.integers(1, 40)
-)
-
-
-@dataclass
-class _GrowingRequest:
-    context_tokens: int
-    predicted: TokenRange | None
-    drawn: int = 0
-    has_blocks: bool = True
-
-    @property
-    def remaining(self) -> TokenRange | None:
-        return self.predicted.after(self.drawn) if self.predicted is not None else None
-
-    def member(self, end: RangeEnd) -> BatchMember:
-        remaining = self.remaining
-        return BatchMember(self.context_tokens, remaining.at(end) if remaining is not None else 0, self.has_blocks)
-
-    def running(self, block_tokens: int) -> RunningRequest:
-        held = -(-(self.context_tokens + 1) // block_tokens) if self.has_blocks else 0
-        return RunningRequest(self.context_tokens, held, self.remaining)
 
 
 class BatchLives(RuleBasedStateMachine):
     """A batch whose requests join, draw tokens, lose their blocks and leave."""
 
-    @initialize(block_tokens=st.sampled_from([1, 2, 4, 16]), end=st.sampled_from(RangeEnd))
-    def begin(self, block_tokens: int, end: RangeEnd) -> None:
+    @initialize(block_tokens=st.sampled_from([1, 2, 4, 16]))
+    def begin(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
-        self.end = end
         self.batch = BatchGrowth(block_tokens)
-        self.requests: dict[int, _GrowingRequest] = {}
+        self.members: dict[int, BatchMember] = {}
         self.numbers = 0
 
-    @rule(context=st.integers(1, 40), predicted=_LENGTHS, has_blocks=st.booleans())
-    def join(self, context: int, predicted: TokenRange | None, has_blocks: bool) -> None:
+    @rule(member=st.builds(BatchMember, st.integers(1, 40), st.integers(0, 80), st.booleans()))
+    def join(self, member: BatchMember) -> None:
         self.numbers += 1
-        request = _GrowingRequest(context, predicted, has_blocks=has_blocks)
-        self.requests[self.numbers] = request
-        self.batch.add(self.numbers, request.member(self.end))
+        self.members[self.numbers] = member
+        self.batch.add(self.numbers, member)
 
     @rule(count=st.integers(1, 20))
     def all_draw(self, count: int) -> None:
         for _ in range(count):
-            self._draw({number for number, request in self.requests.items() if request.has_blocks})
+            self._draw({number for number, member in self.members.items() if member.holds_blocks})
 
-    @precondition(lambda self: all(request.has_blocks for request in self.requests.values()))
+    @precondition(lambda self: all(member.holds_blocks for member in self.members.values()))
     @rule(count=st.integers(1, 40), data=st.data())
     def most_draw_in_a_run(self, count: int, data: st.DataObject) -> None:
         resting = data.draw(st.sets(st.integers(1, self.numbers + 1), max_size=3))
         self.batch.run(count, resting)
-        for request in (request for number, request in self.requests.items() if number not in resting):
-            request.context_tokens += count
-            request.drawn += count
+        for number in self.members.keys() - resting:
+            self._grow(number, count)
 
     @rule(data=st.data())
     def some_draw(self, data: st.DataObject) -> None:
@@ -78,14 +47,14 @@ class BatchLives(RuleBasedStateMachine):
     def loses_its_blocks(self, data: st.DataObject) -> None:
         number = data.draw(st.integers(1, self.numbers + 1))
         self.batch.preempt(number)
-        if number in self.requests:
-            self.requests[number].has_blocks = False
+        if number in self.members:
+            self.members[number] = self.members[number]._replace(holds_blocks=False)
 
     @rule(data=st.data())
     def leaves(self, data: st.DataObject) -> None:
         number = data.draw(st.integers(1, self.numbers + 1))
         self.batch.remove(number)
-        self.requests.pop(number, None)
+        self.members.pop(number, None)
 
     @rule(landed=st.lists(st.integers(1, 40), max_size=3), free_blocks=st.integers(0, 30))
     def asks_for_admission(self, landed: list[int], free_blocks: int) -> None:
@@ -95,19 +64,19 @@ class BatchLives(RuleBasedStateMachine):
 
     @invariant()
     def growth_is_that_of_all_members(self) -> None:
-        running = [request.running(self.block_tokens) for request in self.requests.values()]
-        assert len(self.batch) == len(running)
+        assert len(self.batch) == len(self.members)
         for policy in AdmissionPolicy:
-            wanted = reference_admission.kept_blocks(policy, running, self.block_tokens, self.end)
+            wanted = reference_admission.kept_blocks(policy, [*self.members.values()], self.block_tokens)
             assert kept_blocks(policy, self.batch) == wanted, policy
 
     def _draw(self, numbers: set[int]) -> None:
         self.batch.step(numbers)
-        for number in numbers & self.requests.keys():
-            request = self.requests[number]
-            request.context_tokens += 1
-            request.drawn += 1
-            request.has_blocks = True
+        for number in numbers & self.members.keys():
+            self._grow(number, 1)
+
+    def _grow(self, number: int, count: int) -> None:
+        context_tokens, remaining_tokens, _ = self.members[number]
+        self.members[number] = BatchMember(context_tokens + count, max(0, remaining_tokens - count))
 
 
 def test_a_request_that_is_preempted_for_one_step_ends_once() -> None:

@@ -12,16 +12,12 @@ from kaveri.domain.length import TokenRange
 from kaveri.domain.view import (
     BOTH_PHASES,
     ClusterView,
-    InstanceLoad,
-    InstanceRecord,
     InstanceState,
     InstanceStatus,
     Phase,
-    Role,
     ViewedInstance,
     takes_pushes,
 )
-from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.demand import Demand
 from kaveri.policy.placement import (
     DecodePlacementPolicy,
@@ -35,25 +31,11 @@ from kaveri.policy.placement import (
     missing_phases,
 )
 from kaveri.policy.unconfirmed import UnconfirmedWork
+from tests.library.policy.views import DECODE, LAYOUT, MODEL, OTHER_LAYOUT, PREFILL, view_of
+from tests.library.policy.views import instance as status
 
-MODEL = "tiny"
 NO_PHASE: tuple[Phase, ...] = ()
-PREFILL, DECODE = (Phase.PREFILL,), (Phase.DECODE,)
 POWER_OF_TWO = DecodePlacementPolicy.POWER_OF_TWO
-LAYOUT = KvLayout("fingerprint", 2, 16, 2, 32, "float32")
-
-
-def status(
-    instance_id: str, can: tuple[Phase, ...] = PREFILL, model: str = MODEL, incarnation: int = 1, **load: object
-) -> InstanceStatus:
-    """can: the phases of an instance with an engine."""
-    role = Role.ENGINE if can else Role.ROUTER
-    record = InstanceRecord(instance_id, incarnation, role, "h:1", model, phases=can)
-    return InstanceStatus(record, replace(InstanceLoad(sequence_number=10), **load))  # type: ignore[arg-type]
-
-
-def view_of(*statuses: InstanceStatus) -> ClusterView:
-    return ClusterView({entry.record.instance_id: entry for entry in statuses})
 
 
 @st.composite
@@ -64,7 +46,7 @@ def views(draw: st.DrawFn) -> ClusterView:
             status(
                 f"i{number}",
                 draw(st.sampled_from([PREFILL, DECODE, NO_PHASE, BOTH_PHASES])),
-                draw(st.sampled_from([MODEL, "other"])),
+                model=draw(st.sampled_from([MODEL, "other"])),
                 state=draw(st.sampled_from(list(InstanceState))),
                 queued_prefill_tokens=draw(st.integers(0, 3)),
                 running_requests=draw(st.integers(0, 3)),
@@ -103,18 +85,6 @@ def test_decode_goes_to_a_ready_instance_with_room_whenever_there_is_one(
 
 
 @given(views(), st.sampled_from(list(PlacementPolicy)), st.integers(0, 2**32))
-def test_the_same_seed_makes_the_same_choice(view: ClusterView, policy: PlacementPolicy, seed: int) -> None:
-    def choose() -> tuple[ViewedInstance | None, ViewedInstance | None]:
-        rng = random.Random(seed)
-        nothing = UnconfirmedWork[str]()
-        return choose_prefill(view, MODEL, nothing, policy, rng), choose_decode(
-            view, MODEL, Demand(1), nothing, POWER_OF_TWO, rng
-        )
-
-    assert choose() == choose()
-
-
-@given(views(), st.sampled_from(list(PlacementPolicy)), st.integers(0, 2**32))
 def test_whoever_is_chosen_while_no_phase_is_missing_can_see_the_request_to_its_end(
     view: ClusterView, policy: PlacementPolicy, seed: int
 ) -> None:
@@ -145,15 +115,6 @@ def test_a_colocated_instance_needs_no_other_and_both_kinds_share_the_load() -> 
     assert chosen(prefill, colocated) == {"c0"}
 
 
-@given(st.lists(st.integers(0, 9), min_size=2, max_size=6), st.integers(0, 2**32))
-def test_power_of_two_never_takes_the_most_loaded_prefill_instance(loads: list[int], seed: int) -> None:
-    view = view_of(*(status(f"p{number}", queued_prefill_tokens=load) for number, load in enumerate(loads)))
-    chosen = choose_prefill(view, MODEL, UnconfirmedWork[str](), PlacementPolicy.POWER_OF_TWO, random.Random(seed))
-    assert chosen is not None
-    # Of any pair drawn, the worst of all can only be the better one when others are as bad.
-    assert chosen.load.queued_prefill_tokens < max(loads) or loads.count(max(loads)) > 1
-
-
 @given(st.integers(0, 2**32))
 def test_power_of_two_takes_the_better_decode_instance_of_its_two(seed: int) -> None:
     view = view_of(
@@ -162,14 +123,6 @@ def test_power_of_two_takes_the_better_decode_instance_of_its_two(seed: int) -> 
     )
     chosen = choose_decode(view, MODEL, Demand(1), UnconfirmedWork[str](), POWER_OF_TWO, random.Random(seed))
     assert chosen is view.instances["b"], "equal in requests; fewer tokens of context decide"
-
-
-def test_power_of_two_does_draw_every_pair() -> None:
-    view = view_of(*(status(f"p{number}", queued_prefill_tokens=number) for number in range(4)))
-    rng = random.Random(5)
-    nothing = UnconfirmedWork[str]()
-    chosen = [choose_prefill(view, MODEL, nothing, PlacementPolicy.POWER_OF_TWO, rng) for _ in range(200)]
-    assert {entry.record.instance_id for entry in chosen if entry} == {"p0", "p1", "p2"}
 
 
 def test_least_loaded_takes_the_least_and_round_robin_takes_turns() -> None:
@@ -206,10 +159,7 @@ def test_work_just_sent_counts_before_a_heartbeat_shows_it() -> None:
 
 
 def test_blocks_just_placed_count_as_taken_and_as_requests() -> None:
-    one, other = (
-        status("d0", DECODE, free_blocks=10),
-        status("d1", DECODE, free_blocks=10, running_requests=1),
-    )
+    one, other = (status("d0", DECODE, free_blocks=10), status("d1", DECODE, free_blocks=10, running_requests=1))
     placed = UnconfirmedWork[str]()
     placed.add("first", one, 4)
     placed.add("second", one, 3)
@@ -234,27 +184,20 @@ def test_sent_work_is_confirmed_by_the_second_heartbeat_and_by_a_new_life() -> N
 
 
 def test_decode_instances_with_another_kv_layout_are_left_out() -> None:
-    layout = KvLayout("fingerprint", 2, 16, 2, 32, "float32")
-    fitting, other = status("d0", DECODE, free_blocks=1), status("d1", DECODE, free_blocks=9)
-    fitting = replace(fitting, record=replace(fitting.record, layout=layout))
-    demand, sent = Demand(1, layout=layout), UnconfirmedWork[str]()
+    fitting, other = status("d0", DECODE, layout=LAYOUT, free_blocks=1), status("d1", DECODE, free_blocks=9)
+    demand, sent = Demand(1, layout=LAYOUT), UnconfirmedWork[str]()
     assert choose_decode(view_of(fitting, other), MODEL, demand, sent, POWER_OF_TWO, random.Random(1)) is fitting
 
 
 def test_room_is_counted_in_the_blocks_of_each_decode_instance() -> None:
-    here = KvLayout("fingerprint", 2, 16, 2, 32, "float32")
-    small, large, opaque = (
-        replace(entry, record=replace(entry.record, layout=replace(here, **changes)))  # type: ignore[arg-type]
-        for entry, changes in (
-            (status("d0", DECODE, free_blocks=12), {}),
-            (status("d1", DECODE, free_blocks=2), {"block_tokens": 128}),
-            (status("d2", DECODE, free_blocks=99), {"block_tokens": 128, "order": "opaque"}),
-        )
-    )
+    large_blocks = replace(LAYOUT, block_tokens=128)
+    small = status("d0", DECODE, layout=LAYOUT, free_blocks=12)
+    large = status("d1", DECODE, layout=large_blocks, free_blocks=2)
+    opaque = status("d2", DECODE, layout=replace(large_blocks, order="opaque"), free_blocks=99)
     view = view_of(small, large, opaque)
 
     def choice(token_count: int, seed: int = 1) -> ViewedInstance | None:
-        demand = Demand(token_count, layout=here)
+        demand = Demand(token_count, layout=LAYOUT)
         return choose_decode(view, MODEL, demand, UnconfirmedWork[str](), POWER_OF_TWO, random.Random(seed))
 
     assert choice(193) is large, "13 blocks of 16, 2 of 128"
@@ -289,8 +232,7 @@ def test_heavy_light_takes_the_lower_ratio_whatever_the_number_of_requests() -> 
 
 def test_heavy_light_breaks_ties_by_load_so_that_an_idle_instance_is_used() -> None:
     view = view_of(
-        status("d0", DECODE, free_blocks=9),
-        status("d1", DECODE, free_blocks=9, light_requests=5, running_requests=5),
+        status("d0", DECODE, free_blocks=9), status("d1", DECODE, free_blocks=9, light_requests=5, running_requests=5)
     )
     for heavy in (False, True):
         policy = DecodePlacementPolicy.HEAVY_LIGHT
@@ -389,8 +331,8 @@ def test_the_largest_prompt_is_what_the_largest_pool_holds_with_one_token_more()
     def decode(
         instance_id: str, total_blocks: int, can: tuple[Phase, ...] = DECODE, **record: object
     ) -> InstanceStatus:
-        entry = status(instance_id, can, total_blocks=total_blocks)
-        return replace(entry, record=replace(entry.record, **{"layout": LAYOUT, **record}))  # type: ignore[arg-type]
+        entry = status(instance_id, can, layout=LAYOUT, total_blocks=total_blocks)
+        return replace(entry, record=replace(entry.record, **record))  # type: ignore[arg-type]
 
     def largest(*statuses: InstanceStatus) -> int | None:
         return largest_prompt(view_of(*statuses), MODEL, LAYOUT)
@@ -404,8 +346,8 @@ def test_the_largest_prompt_is_what_the_largest_pool_holds_with_one_token_more()
     assert largest(decode("d0", 3), decode("d1", 0)) is None
     assert largest_prompt(view_of(decode("d0", 3, layout=None)), MODEL) is None
     # Others do not count: another model's, another phase's, one whose pool cannot take the KV.
-    other = replace(LAYOUT, model_fingerprint="other")
-    assert largest(decode("d0", 3), decode("d1", 9, model="other"), decode("d2", 9, layout=other)) == 3 * tokens - 1
+    others = decode("d1", 9, model="other"), decode("d2", 9, layout=OTHER_LAYOUT)
+    assert largest(decode("d0", 3), *others) == 3 * tokens - 1
     assert largest(decode("d0", 3), decode("c0", 9, BOTH_PHASES)) == 3 * tokens - 1, "it takes no pushes"
     # Without a layout nothing is pushed.
     assert largest_prompt(view_of(decode("d0", 3), decode("c0", 9, BOTH_PHASES)), MODEL) == 9 * tokens - 1

@@ -12,12 +12,7 @@ from kaveri.policy.admission import DecodeBatch, admitted_count, kept_blocks
 from kaveri.policy.demand import Demand
 from kaveri.policy.growth import BatchGrowth, BatchMember
 from kaveri.policy.ordering import order_prompts
-from kaveri.policy.placement import (
-    DecodePlacementPolicy,
-    PlacementPolicy,
-    choose_decode,
-    choose_prefill,
-)
+from kaveri.policy.placement import DecodePlacementPolicy, PlacementPolicy, choose_decode, choose_prefill
 from kaveri.policy.plugins import (
     BatchAdmission,
     DecodePlacement,
@@ -64,44 +59,10 @@ BAD_PLACEMENTS: list[Callable[..., Any]] = [
 ]
 
 
-class _Prefill(PrefillPlacement):
-    def __init__(self, decide: Callable[..., Any]) -> None:
-        self.decide = decide
-
-    def choose(self, options: Sequence[Option], rng: random.Random) -> str:
-        return self.decide(options, rng)
-
-
-class _Decode(DecodePlacement):
-    def __init__(self, decide: Callable[..., Any]) -> None:
-        self.decide = decide
-
-    def choose(self, options: Sequence[Option], demand: Demand, rng: random.Random) -> str:
-        return self.decide(options, demand, rng)
-
-
-class _CopyChoice(HolderPlacement):
-    def __init__(self, decide: Callable[..., Any]) -> None:
-        self.decide = decide
-
-    def choose(self, options: Sequence[Option], owner: InstanceRecord, needed_bytes: int, rng: random.Random) -> str:
-        return self.decide(options, owner, needed_bytes, rng)
-
-
-class _Order(PromptOrder):
-    def __init__(self, decide: Callable[..., Any]) -> None:
-        self.decide = decide
-
-    def order(self, token_counts: Sequence[int]) -> Sequence[int]:
-        return self.decide(token_counts)
-
-
-class _Admission(BatchAdmission):
-    def __init__(self, decide: Callable[..., Any]) -> None:
-        self.decide = decide
-
-    def admit(self, batch: RunningBatch, landed: Sequence[BatchMember]) -> int:
-        return self.decide(batch, landed)
+def _plugin(kind: type[Any], decide: Callable[..., Any]) -> Any:
+    """A plug-in of this kind whose one method is `decide`."""
+    (method,) = kind.__abstractmethods__
+    return type("_Plugin", (kind,), {method: lambda self, *arguments: decide(*arguments)})()
 
 
 class _Prompt:
@@ -139,7 +100,7 @@ def test_a_plug_in_chooses_among_the_prefill_instances_that_take_the_request() -
     unconfirmed: UnconfirmedWork[str] = UnconfirmedWork()
     unconfirmed.add("a", PREFILLS.ready(Phase.PREFILL, MODEL)[0], 40)
     faults: list[str] = []
-    policy = Guarded(_Prefill(lambda options, _: (seen.append(options), "i1")[1]), faults.append)
+    policy = Guarded(_plugin(PrefillPlacement, lambda options, _: (seen.append(options), "i1")[1]), faults.append)
     assert _chosen_prefill(PREFILLS, policy, unconfirmed=unconfirmed) == "i1"
     assert [(option.instance_id, option.sent_count, option.sent_amount) for option in seen[0]] == [
         ("i0", 1, 40),
@@ -155,12 +116,12 @@ def test_a_plug_in_is_not_shown_what_is_avoided_or_full() -> None:
         seen.append([option.instance_id for option in options])
         return options[-1].instance_id
 
-    policy = Guarded(_Prefill(decide), _raise)
+    policy = Guarded(_plugin(PrefillPlacement, decide), _raise)
     assert _chosen_prefill(PREFILLS, policy, avoid={"i1"}) == "i0"
     assert _chosen_prefill(PREFILLS, policy, avoid={"i0", "i1"}) == "i1"
     assert _chosen_prefill(PREFILLS, policy, exclude={"i0", "i1"}) is None
     demand = Demand(tokens=4 * LAYOUT.block_tokens, layout=LAYOUT)
-    decode = Guarded(_Decode(decide), _raise)
+    decode = Guarded(_plugin(DecodePlacement, decide), _raise)
     assert _id(choose_decode(DECODES, MODEL, demand, UnconfirmedWork[str](), decode, random.Random(0))) == "i1"
     assert seen == [["i0"], ["i0", "i1"], ["i0", "i1"]]
 
@@ -170,18 +131,18 @@ def test_what_a_placement_raises_or_answers_wrongly_is_reported_and_the_default_
     decide: Callable[..., Any],
 ) -> None:
     faults: list[str] = []
-    policy = Guarded(_Prefill(decide), faults.append)
+    policy = Guarded(_plugin(PrefillPlacement, decide), faults.append)
     assert _chosen_prefill(PREFILLS, policy) == _chosen_prefill(PREFILLS, PlacementPolicy.POWER_OF_TWO)
     demand, power_of_two = Demand(tokens=1, layout=LAYOUT), DecodePlacementPolicy.POWER_OF_TWO
     chosen = [
         _id(choose_decode(DECODES, MODEL, demand, UnconfirmedWork[str](), decides, random.Random(3)))
-        for decides in (Guarded(_Decode(decide), faults.append), power_of_two)
+        for decides in (Guarded(_plugin(DecodePlacement, decide), faults.append), power_of_two)
     ]
     assert chosen[0] == chosen[1] is not None
     owner = HOLDERS.instances["i0"].record
     holders = [
         _id(choose_holder(decides, HOLDERS, owner, 50, UnconfirmedWork[str](), random.Random(3)))
-        for decides in (Guarded(_CopyChoice(decide), faults.append), ReplicationMode.SPREAD)
+        for decides in (Guarded(_plugin(HolderPlacement, decide), faults.append), ReplicationMode.SPREAD)
     ]
     assert holders[0] == holders[1] is not None
     assert len(faults) == 3
@@ -195,7 +156,7 @@ def test_a_plug_in_chooses_the_holder_of_a_copy_and_never_the_owner() -> None:
         seen.extend(option.instance_id for option in options)
         return "i2"
 
-    policy = Guarded(_CopyChoice(decide), _raise)
+    policy = Guarded(_plugin(HolderPlacement, decide), _raise)
     assert _id(choose_holder(policy, HOLDERS, owner, 50, UnconfirmedWork[str](), random.Random(0))) == "i2"
     assert seen == ["i1", "i2"]
     assert choose_holder(policy, HOLDERS, owner, 100, UnconfirmedWork[str](), random.Random(0)) is None
@@ -203,7 +164,7 @@ def test_a_plug_in_chooses_the_holder_of_a_copy_and_never_the_owner() -> None:
 
 def test_a_plug_in_orders_prompts() -> None:
     prompts = [_Prompt(5), _Prompt(3), _Prompt(9)]
-    order = Guarded(_Order(lambda counts: sorted(range(len(counts)), key=counts.__getitem__)), _raise)
+    order = Guarded(_plugin(PromptOrder, lambda counts: sorted(range(len(counts)), key=counts.__getitem__)), _raise)
     assert [prompt.token_count for prompt in order_prompts(order, prompts)] == [3, 5, 9]
 
 
@@ -212,7 +173,7 @@ def test_a_plug_in_orders_prompts() -> None:
 )
 def test_an_order_that_loses_or_repeats_a_prompt_is_first_come_first_served(decide: Callable[..., Any]) -> None:
     prompts, faults = [_Prompt(5), _Prompt(3), _Prompt(9)], list[str]()
-    assert order_prompts(Guarded(_Order(decide), faults.append), prompts) == prompts
+    assert order_prompts(Guarded(_plugin(PromptOrder, decide), faults.append), prompts) == prompts
     assert len(faults) == 1
 
 
@@ -220,7 +181,9 @@ def test_a_plug_in_admits_some_of_the_landed_requests_and_keeps_no_blocks() -> N
     asked: list[RunningBatch] = []
     batch, landed = BatchGrowth(16), [BatchMember(10)] * 5
     batch.add(1, BatchMember(16, 20))
-    policy = Guarded(_Admission(lambda running, members: (asked.append(running), len(members) - 1)[1]), _raise)
+    policy = Guarded(
+        _plugin(BatchAdmission, lambda running, members: (asked.append(running), len(members) - 1)[1]), _raise
+    )
     assert admitted_count(policy, batch, iter(landed), 4, 30) == 3
     assert asked == [RunningBatch(1, 4, 30, batch.until_first_ends(), batch.until_all_end())]
     assert admitted_count(policy, batch, iter(landed), 0, 30) == 0
@@ -231,7 +194,7 @@ def test_a_plug_in_admits_some_of_the_landed_requests_and_keeps_no_blocks() -> N
 @pytest.mark.parametrize("answer", [-1, 6, True, 2.0, None, "1"])
 def test_a_number_that_cannot_be_admitted_is_reported_and_all_that_fit_are(answer: object) -> None:
     faults: list[str] = []
-    policy = Guarded(_Admission(lambda *_: answer), faults.append)
+    policy = Guarded(_plugin(BatchAdmission, lambda *_: answer), faults.append)
     running = BatchGrowth(16)
     running.add(1, BatchMember(16))
     assert admitted_count(policy, running, [BatchMember(10)] * 5, 3, 30) == 3
@@ -240,7 +203,7 @@ def test_a_number_that_cannot_be_admitted_is_reported_and_all_that_fit_are(answe
 
 def test_a_plug_in_that_admits_none_cannot_keep_an_idle_instance_idle() -> None:
     faults: list[str] = []
-    batch = DecodeBatch(Guarded(_Admission(lambda *_: 0), faults.append), 16, 8)
+    batch = DecodeBatch(Guarded(_plugin(BatchAdmission, lambda *_: 0), faults.append), 16, 8)
     batch.expect(1, BatchMember(10), 0.0)
     batch.land(1)
     assert batch.admissible(30) == (1,)

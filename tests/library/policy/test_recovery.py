@@ -7,44 +7,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kaveri.domain.replica import ReplicaLocation
-from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Phase, Role
+from kaveri.domain.view import InstanceState, InstanceStatus, Phase
 from kaveri.policy import replication
 from kaveri.policy.replication import is_worth_a_resume
+from tests.library.policy.views import DECODE, MODEL, instance, view_of
 
-MODEL = "tiny"
 REPLICA = ReplicaLocation("decode-1", 7, 960)
 CONTEXT = 1_000
-
-
-def instance(
-    instance_id: str, phase: Phase, incarnation: int = 1, model: str = MODEL, load: InstanceLoad | None = None
-) -> InstanceStatus:
-    record = InstanceRecord(instance_id, incarnation, Role.ENGINE, "h:1", model, phases=(phase,))
-    return InstanceStatus(record, load or InstanceLoad())
-
-
-HOLDER = instance("decode-1", Phase.DECODE, incarnation=7)
-
-
-def view_of(*statuses: InstanceStatus) -> ClusterView:
-    return ClusterView({status.record.instance_id: status for status in statuses})
+HOLDER = instance("decode-1", DECODE, incarnation=7)
 
 
 def prefill(number: int = 0, queued: int = 0) -> InstanceStatus:
-    return instance(f"prefill-{number}", Phase.PREFILL, load=InstanceLoad(queued_prefill_tokens=queued))
-
-
-def test_a_replica_that_lacks_little_is_used() -> None:
-    assert is_worth_a_resume(REPLICA, CONTEXT, view_of(HOLDER, prefill()), MODEL)
+    return instance(f"prefill-{number}", queued_prefill_tokens=queued)
 
 
 @pytest.mark.parametrize(
     "holder",
     [
         None,
-        replace(HOLDER, record=replace(HOLDER.record, incarnation=8)),
-        replace(HOLDER, record=replace(HOLDER.record, model="other")),
-        replace(HOLDER, load=InstanceLoad(phases=(Phase.PREFILL,), phase_order=1)),
+        instance("decode-1", DECODE, incarnation=8),
+        instance("decode-1", DECODE, incarnation=7, model="other"),
+        instance("decode-1", DECODE, incarnation=7, phases=(Phase.PREFILL,), phase_order=1),
     ],
     ids=["gone", "restarted", "other model", "other phase"],
 )
@@ -54,7 +37,7 @@ def test_a_holder_that_cannot_go_on_is_not_asked(holder: InstanceStatus | None) 
 
 
 def test_a_holder_that_drains_is_asked_since_it_pushes_the_replica_on() -> None:
-    holder = replace(HOLDER, load=InstanceLoad(state=InstanceState.DRAINING))
+    holder = instance("decode-1", DECODE, incarnation=7, state=InstanceState.DRAINING)
     assert is_worth_a_resume(REPLICA, CONTEXT, view_of(prefill(), holder), MODEL)
 
 

@@ -63,10 +63,7 @@ def test_a_request_ends_by_lost_placements_or_by_time_out_of_reach_and_by_nothin
         assert state.lost_attempts == lost
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(SETBACKS), st.integers(0, 3), jitters), max_size=20),
-    st.floats(0, 3),
-)
+@given(st.lists(st.tuples(st.sampled_from(SETBACKS), st.integers(0, 3), jitters), max_size=20), st.floats(0, 3))
 def test_who_has_failed_rests_for_a_bounded_time_and_others_never_do(
     steps: list[tuple[Setback, int, float]], retry_after_s: float
 ) -> None:
@@ -128,16 +125,6 @@ def test_an_instance_that_had_done_its_part_need_not_rest() -> None:
     assert state is not None
     assert state.lost_attempts == 1
     assert not state.failed(view_of(record()))
-
-
-def test_time_out_of_reach_counts_from_the_first_refusal_in_a_row() -> None:
-    state = RetryState()
-    for now_s in (0.0, 4.0, 8.0):
-        state = after(state, Setback.UNREACHED, now_s)
-    state = after(state, Setback.FULL, 9.0)
-    for now_s in (20.0, 25.0, 29.9):
-        state = after(state, Setback.UNREACHED, now_s)
-    assert after_setback(state, LIMITS, Setback.UNREACHED, record(), 30.0, 0.0) is None
 
 
 @pytest.mark.parametrize("odd_s", [math.nan, math.inf, -math.inf, -1.0, 1e300])

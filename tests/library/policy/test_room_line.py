@@ -31,7 +31,6 @@ class LineMachine:
             self.waiting[request_id] = needed_blocks
 
     def ask_next(self) -> str | None:
-        """The engine is asked for one request."""
         request_id = self.line.next_to_ask(self.free, POOL)
         if request_id is not None:
             assert request_id not in self.asked
@@ -41,7 +40,6 @@ class LineMachine:
         return request_id
 
     def answer(self, granted: bool) -> None:
-        """The engine answers for the request that it was asked for first."""
         if not self.asked:
             return
         request_id = self.asked.pop(0)

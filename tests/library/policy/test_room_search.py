@@ -1,32 +1,21 @@
 """Where a computed prompt asks for room, and where it waits."""
 
 import random
-from dataclasses import replace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Phase, Role
+from kaveri.domain.view import InstanceState, InstanceStatus, Phase
 from kaveri.errors import InvalidArgument
-from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.placement import DecodePlacementPolicy
 from kaveri.policy.room_search import Ask, Hopeless, NoInstance, RoomSearch, Seeker, StopWaiting
-
-MODEL = "tiny"
-LAYOUT = KvLayout("fingerprint", 2, 16, 2, 32, "float32")
-OTHER_LAYOUT = KvLayout("other", 2, 16, 2, 32, "float32")
+from tests.library.policy.views import DECODE, LAYOUT, MODEL, OTHER_LAYOUT, instance, view_of
 
 
-def decode(
-    instance_id: str, free_blocks: int, total_blocks: int = 10, layout: KvLayout = LAYOUT, **load: object
-) -> InstanceStatus:
-    record = InstanceRecord(instance_id, 1, Role.ENGINE, "h:1", MODEL, layout=layout, phases=(Phase.DECODE,))
-    fields = {"sequence_number": 10, "free_blocks": free_blocks, "total_blocks": total_blocks, **load}
-    return InstanceStatus(record, replace(InstanceLoad(), **fields))  # type: ignore[arg-type]
-
-
-def view_of(*statuses: InstanceStatus) -> ClusterView:
-    return ClusterView({status.record.instance_id: status for status in statuses})
+def decode(instance_id: str, free_blocks: int, total_blocks: int = 10, **more: Any) -> InstanceStatus:
+    room = {"free_blocks": free_blocks, "total_blocks": total_blocks}
+    return instance(instance_id, DECODE, **{"layout": LAYOUT, **room, **more})
 
 
 def new_search() -> RoomSearch[str]:

@@ -4,14 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kaveri.domain.sampling import ResolvedParams
-from kaveri.engine.contract import (
-    EngineInfo,
-    EngineKey,
-    EngineRequest,
-    FirstToken,
-    Preempted,
-    StepTokens,
-)
+from kaveri.engine.contract import EngineInfo, EngineKey, EngineRequest, FirstToken, Preempted, StepTokens
 from kaveri.engine.stepwise.lifecycle import Lifecycle
 from kaveri.engine.stepwise.runner import DrawnToken
 from kaveri.errors import NoCapacity
@@ -56,7 +49,6 @@ class ReferenceEngine:
         """Prompts that go on here when they are computed: landed, and not admitted."""
 
     def advance(self, until_s: float) -> None:
-        """Takes all steps that end by then."""
         while self._planned and self._ends_s <= until_s:
             now_s = self._ends_s
             drawn = [DrawnToken(1, None) for _ in self._planned]

@@ -171,21 +171,9 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_others() -> None:
     requests = poisson(80, 20.0)
 
     def report(seed: int) -> str:
+        about: dict[str, Any] = {"model": "m", "seed": seed, "rate_per_s": 20.0, "lengths_known": True, "too_long": 0}
         tables = [simulate(spec_of(seed=seed), requests)]
-        slo = Slo(1.0, 0.1)
-        return json.dumps(
-            report_of(
-                tables,
-                slo,
-                {},
-                model="m",
-                seed=seed,
-                rate_per_s=20.0,
-                lengths_known=True,
-                too_long=0,
-                all_rows=True,
-            )
-        )
+        return json.dumps(report_of(tables, Slo(1.0, 0.1), {}, **about, all_rows=True))
 
     assert report(1) == report(1)
     assert report(1).replace('"seed": 1', "") != report(2).replace('"seed": 2', "")

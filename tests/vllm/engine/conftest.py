@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine_process import EngineProcess
+from tests.support.engine_process import EngineProcess, vllm_process
 from tests.support.plain_transformers import PlainTransformers
 from tests.support.tiny_models import make_tiny_model
 
 MAX_MODEL_LEN = 128
-CHUNK_TOKENS = 16
-BLOCK_TOKENS = 32
-"""Minimum of vLLM's CPU kernels."""
 _BLOCKS = 401
 """One more than a test takes: vLLM keeps the first for itself."""
 
@@ -28,40 +25,22 @@ class Lender:
         self._processes: list[EngineProcess] = []
 
     def lend(self) -> EngineProcess:
-        """A process whose last engine is closed."""
         for process in self._processes:
             if process.is_alive and process.is_free:
                 return process
-        # Only where vLLM is installed, which the fixtures have made sure of.
-        from tests.support.vllm_engines import prepare
-
-        loading = {
-            "dtype": "float32",
-            "max_model_len": MAX_MODEL_LEN,
-            "block_tokens": BLOCK_TOKENS,
-            "kv_cache_memory": 2**27,
-            "chunk_tokens": CHUNK_TOKENS,
-            "max_batch": 8,
-            "engine_args": {"num_gpu_blocks_override": _BLOCKS, "tensor_parallel_size": self._tensor_ranks},
-            "mirrored": self._mirrored,
-        }
-        process = EngineProcess(
-            prepare,
-            str(self._model),
-            loading,
-            preload=["tests.support.imported_vllm", "tests.support.vllm_engines"],
+        process = vllm_process(
+            self._model,
             has_children=self._tensor_ranks > 1,
-            # Ranks may share a core here.
-            VLLM_CPU_OMP_THREADS_BIND="nobind",
-            OMP_NUM_THREADS="1",
-            VLLM_LOGGING_LEVEL="ERROR",
-            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            max_model_len=MAX_MODEL_LEN,
+            kv_cache_memory=2**27,
+            max_batch=8,
+            engine_args={"num_gpu_blocks_override": _BLOCKS, "tensor_parallel_size": self._tensor_ranks},
+            mirrored=self._mirrored,
         )
         self._processes.append(process)
         return process
 
     def close(self) -> None:
-        """Ends the processes."""
         for process in self._processes:
             process.close()
 

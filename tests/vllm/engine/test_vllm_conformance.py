@@ -7,29 +7,23 @@ from typing import Any
 import pytest
 
 from kaveri.engine.contract import PromptLogprobs
-from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.replicas.host import HostReplicas
 from kaveri.kv.transfer.ticket import KvEndpoint
-from kaveri.kv.transports import make_transports
 from kaveri.testing.engine_conformance import CHUNK_TOKENS, MAX_MODEL_LEN, EngineConformance, make_request, running_pair
-from kaveri.testing.engine_endings import EndingConformance
-from kaveri.testing.engine_release import ReleaseConformance
 from kaveri.testing.engine_replication import ReplicationConformance
-from kaveri.testing.engine_resumption import ResumptionConformance
 from tests.support.engine_process import RemoteEngine
+from tests.support.engine_suite import EngineSuite, ReplicaStores
 from tests.support.plain_transformers import PlainTransformers
 
 # The first test of a module loads vLLM.
 pytestmark = pytest.mark.timeout(300)
 
 
-class _VllmHarness:
-    def __init__(self, prefills: Any, decodes: Any, socket_folder: Path, reference: PlainTransformers) -> None:
+class _VllmHarness(ReplicaStores):
+    def __init__(self, prefills: Any, decodes: Any, folder: Path, reference: PlainTransformers) -> None:
+        super().__init__(folder)
         self._prefills = prefills
         self._decodes = decodes
-        self._socket_folder = socket_folder
         self._reference = reference
-        self._count = 0
 
     def prefill_engine(self, *, max_model_len: int, total_blocks: int, chunk_tokens: int) -> RemoteEngine:
         assert (max_model_len, chunk_tokens) == (MAX_MODEL_LEN, CHUNK_TOKENS)
@@ -39,27 +33,15 @@ class _VllmHarness:
         self, *, max_model_len: int, total_blocks: int, chunk_tokens: int, max_batch: int
     ) -> RemoteEngine:
         assert (max_model_len, chunk_tokens) == (MAX_MODEL_LEN, CHUNK_TOKENS)
-        self._count += 1
-        listen = [
-            KvEndpoint("unix", str(self._socket_folder / f"kv{self._count}.sock")),
-            KvEndpoint("tcp", "127.0.0.1:0"),
-        ]
+        listen = [self._endpoint("kv"), KvEndpoint("tcp", "127.0.0.1:0")]
         # A little before each step: changes between two steps are seen.
         return self._decodes.lend().open(total_blocks=total_blocks, max_batch=max_batch, listen=listen, pause_s=0.002)
-
-    def replica_store(self, layout: KvLayout, block_count: int) -> HostReplicas:
-        self._count += 1
-        memory_bytes = block_count * layout.layer_count * layout.block_bytes
-        listen = [KvEndpoint("unix", str(self._socket_folder / f"replicas{self._count}.sock"))]
-        return HostReplicas(layout, memory_bytes, listen=listen, transports=make_transports(), epoch=self._count)
 
     def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
         return self._reference.answer(token_ids, token_count)
 
 
-class TestVllmEngine(
-    EngineConformance, EndingConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance
-):
+class TestVllmEngine(EngineSuite):
     @pytest.fixture
     def harness(self, prefills: Any, decodes: Any, reference: PlainTransformers, tmp_path: Path) -> _VllmHarness:
         return _VllmHarness(prefills, decodes, tmp_path, reference)

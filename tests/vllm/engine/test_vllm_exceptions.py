@@ -10,8 +10,9 @@ import pytest
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest, EngineStopped, FirstToken, RequestFailed
 from kaveri.testing.engine_conformance import make_request
-from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
+from kaveri.testing.engine_recorder import SOON_S, wait_until_free
 from tests.support.engine_process import RemoteEngine
+from tests.support.engine_suite import start_adopting
 
 # The first test that needs it loads vLLM.
 pytestmark = pytest.mark.timeout(300)
@@ -21,14 +22,7 @@ _DEADLY = 13
 
 def test_a_draw_that_raises_ends_its_request_and_the_engine_goes_on(prefills: Any) -> None:
     engine: RemoteEngine = prefills.lend().open(total_blocks=60, max_batch=4, deadly_seed=_DEADLY)
-
-    def adopt(event: EngineEvent) -> None:
-        if isinstance(event, FirstToken) and event.finish is None:
-            engine.adopt(event.key)
-            engine.admit(event.key)
-
-    recorder = EngineRecorder(on_event=adopt)
-    engine.start(recorder)
+    recorder = start_adopting(engine)
     try:
         sampled = [make_request(engine, f"r{n}", 8, 9, temperature=1.0) for n in range(3)]
         seeds = (_DEADLY, 1, 2)

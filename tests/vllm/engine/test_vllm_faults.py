@@ -36,8 +36,6 @@ _BLOCKS = 60
 
 
 class _VllmEngines:
-    """Engines of a test, closed at its end."""
-
     def __init__(self, prefills: Any, decodes: Any, folder: Path, stack: ExitStack) -> None:
         self._prefills = prefills
         self._decodes = decodes
@@ -61,6 +59,12 @@ class _VllmEngines:
     def pair(self, *transports: str, admit: bool = True, **arguments: Any) -> Pair:
         prefilled = EngineRecorder()
         prefill = self.prefill(prefilled, **({"transports": transports} if transports else {}))
+        return self.pair_with(prefill, prefilled, *transports, admit=admit, **arguments)
+
+    def pair_with(
+        self, prefill: Any, prefilled: EngineRecorder, *transports: str, admit: bool = True, **arguments: Any
+    ) -> Pair:
+        """Another decode engine for a prefill engine."""
         decoded = EngineRecorder()
         decode = self.decode(decoded, *transports, **arguments)
         if admit:
@@ -114,10 +118,8 @@ def test_kv_goes_by_way_of_a_copy_where_vllms_memory_is_on_a_device(
         wait_until_free(pair.prefill, pair.decode)
         # All of it is in the prefix cache of prefill, and nothing in that of the new decode.
         pair.decode.close()
-        decoded = EngineRecorder()
-        decode = _VllmEngines(mirrored_prefills, mirrored_decodes, tmp_path, stack).decode(decoded, "tcp")
-        decoded.on_event = lambda event: decode.admit(event.key) if isinstance(event, Landed) else None
-        again = Pair(pair.prefill, decode, pair.prefilled, decoded)
+        engines = _VllmEngines(mirrored_prefills, mirrored_decodes, tmp_path, stack)
+        again = engines.pair_with(pair.prefill, pair.prefilled, "tcp")
         third = replace(first, key=EngineKey("third", 2))
         again.hand_over(third)
         assert again.answer(third) == reference.answer(first.token_ids, 12)
@@ -188,10 +190,7 @@ def test_killed_decode_leaves_the_kv_for_another(bench: _VllmEngines, reference:
     pair.decode.process.kill()  # type: ignore[attr-defined]
     pair.prefill.push_to(request.key, ticket)
     pair.prefilled.wait_for(KvPushFailed, request.key)
-    decoded = EngineRecorder()
-    decode = bench.decode(decoded)
-    decoded.on_event = lambda event: decode.admit(event.key) if isinstance(event, Landed) else None
-    again = Pair(pair.prefill, decode, pair.prefilled, decoded)
+    again = bench.pair_with(pair.prefill, pair.prefilled)
     again.prefill.push_to(request.key, again.reserve(request))
     assert again.answer(request) == reference.answer(request.token_ids, 8)
     wait_until_free(again.prefill, again.decode)
@@ -233,25 +232,6 @@ def test_two_hundred_random_cancels_leak_no_block_and_disturb_nobody(
         if request.params.max_tokens == 1:
             pair.decode.abort(request.key)
     wait_until_free(pair.prefill, pair.decode)
-
-
-def test_sampled_and_preempted_answers_are_those_of_a_roomy_pool(bench: _VllmEngines) -> None:
-    answers = []
-    for total_blocks in (_BLOCKS, 5):
-        with ExitStack() as stack:
-            pair = bench.pair(total_blocks=total_blocks)
-            stack.callback(pair.prefill.close)
-            stack.callback(pair.decode.close)
-            requests = [
-                make_request(pair.prefill, f"r{i}", 30, 90, temperature=0.8, top_p=0.9, seed=i, logprobs=2)
-                for i in range(4)
-            ]
-            for request in requests:
-                pair.hand_over(request)
-            answers.append([pair.answer(request) for request in requests])
-            assert bool(pair.decoded.of(Preempted)) == (total_blocks == 5)
-            wait_until_free(pair.prefill, pair.decode)
-    assert answers[0] == answers[1]
 
 
 def test_growing_answers_never_take_the_blocks_of_a_prompt(bench: _VllmEngines, reference: PlainTransformers) -> None:

@@ -4,18 +4,20 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kaveri.domain.sampling import ResolvedParams
-from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest, FirstToken, RequestFailed
+from kaveri.engine.contract import EngineKey, EngineRequest, RequestFailed
 from kaveri.errors import ConfigError
 from kaveri.hosting.trial import Trial
 from kaveri.testing.engine_conformance import make_request
-from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
-from tests.support.engine_process import EngineProcess
+from kaveri.testing.engine_recorder import SOON_S, wait_until_free
+from tests.support.engine_process import EngineProcess, vllm_process
+from tests.support.engine_suite import start_adopting
 from tests.support.plain_transformers import PlainTransformers
 from tests.support.tiny_models import make_tiny_model
 
@@ -33,25 +35,12 @@ def load() -> Iterator[Callable[..., EngineProcess]]:
     with ExitStack() as stack:
 
         def start(folder: Path, max_model_len: int | None = 128) -> EngineProcess:
-            loading = {
-                "dtype": "float32",
-                "max_model_len": max_model_len or 0,
-                "block_tokens": 32,
-                "kv_cache_memory": 2**24,
-                "chunk_tokens": 16,
-                "max_batch": 4,
-                "engine_args": {"num_gpu_blocks_override": 33},
-            }
-            process = EngineProcess(
-                # Only where vLLM is installed.
-                __import__("tests.support.vllm_engines", fromlist=["prepare"]).prepare,
-                str(folder),
-                loading,
-                preload=["tests.support.imported_vllm", "tests.support.vllm_engines"],
-                VLLM_CPU_OMP_THREADS_BIND="nobind",
-                OMP_NUM_THREADS="1",
-                VLLM_LOGGING_LEVEL="ERROR",
-                VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            process = vllm_process(
+                folder,
+                max_model_len=max_model_len or 0,
+                kv_cache_memory=2**24,
+                max_batch=4,
+                engine_args={"num_gpu_blocks_override": 33},
             )
             stack.callback(process.close)
             return process
@@ -72,22 +61,14 @@ def test_request_whose_logits_are_not_finite_fails_alone(load: Any, tmp_path: Pa
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
     engine = load(folder).open(total_blocks=32, max_batch=4)
+    recorder = start_adopting(engine)
 
-    def adopt(event: EngineEvent) -> None:
-        if isinstance(event, FirstToken) and event.finish is None:
-            engine.adopt(event.key)
-            engine.admit(event.key)
+    def request_of(name: str, prompt: tuple[int, ...], max_tokens: int = 12, **params: float) -> EngineRequest:
+        return replace(make_request(engine, name, 8, max_tokens, **params), token_ids=prompt)
 
-    recorder = EngineRecorder(on_event=adopt)
-    engine.start(recorder)
-    drawing = make_request(engine, "drawing", 8, 12)
-    reading = make_request(engine, "reading", 8, 12)
-    sampled = make_request(engine, "sampled", 8, 12, temperature=1.0)
-    drawing = type(drawing)(drawing.key, _PROMPT, 0, drawing.params)
-    neighbour = type(drawing)(make_request(engine, "neighbour", 8, 3).key, _PROMPT, 0, drawing.params)
-    neighbour = type(drawing)(neighbour.key, _PROMPT, 0, make_request(engine, "n", 8, index + 1).params)
-    reading = type(drawing)(reading.key, (*_PROMPT[:-1], whole[index]), 0, reading.params)
-    sampled = type(drawing)(sampled.key, (whole[index], *_PROMPT), 0, sampled.params)
+    drawing, neighbour = request_of("drawing", _PROMPT), request_of("neighbour", _PROMPT, index + 1)
+    reading = request_of("reading", (*_PROMPT[:-1], whole[index]))
+    sampled = request_of("sampled", (whole[index], *_PROMPT), temperature=1.0)
     for request in (drawing, reading, neighbour, sampled):
         engine.prefill(request)
     for request in (drawing, reading, sampled):
@@ -113,14 +94,7 @@ def test_ends_that_no_token_has_change_nothing_as_in_generate(load: Any, tmp_pat
     whole = plain.generate(torch.tensor([_PROMPT]), min_new_tokens=8, max_new_tokens=8, do_sample=False)
 
     engine = load(folder).open(total_blocks=32, max_batch=4)
-
-    def adopt(event: EngineEvent) -> None:
-        if isinstance(event, FirstToken) and event.finish is None:
-            engine.adopt(event.key)
-            engine.admit(event.key)
-
-    recorder = EngineRecorder(on_event=adopt)
-    engine.start(recorder)
+    recorder = start_adopting(engine)
     params = ResolvedParams(max_tokens=8, min_tokens=8, temperature=0, seed=0)
     request = EngineRequest(EngineKey("one", 0), _PROMPT, 0, params)
     engine.prefill(request)
@@ -166,13 +140,3 @@ async def test_model_that_vllm_cannot_run_is_found_out_by_the_trial(load: Any, t
     engine.start(lambda events: loop.call_soon_threadsafe(trial.handle, events))
     with pytest.raises(ConfigError, match="cannot run this model"):
         await asyncio.wait_for(trial.run(), SOON_S)
-
-
-async def test_model_that_vllm_can_run_passes_the_trial_and_nothing_is_left(load: Any, tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path, "qwen2", **_SHAPE)
-    loop = asyncio.get_running_loop()
-    engine = await asyncio.to_thread(load(folder).open, total_blocks=32, max_batch=4)
-    trial = Trial(engine, decodes=True)
-    engine.start(lambda events: loop.call_soon_threadsafe(trial.handle, events))
-    await asyncio.wait_for(trial.run(), SOON_S)
-    await asyncio.to_thread(wait_until_free, engine)
