@@ -2,16 +2,17 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kaveri.domain.length import TokenRange
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.policy.retry import RetryState
+from kaveri.policy.room_search import PlaceSearch
 from kaveri.simulator.sequence import CountedSequence
 
 if TYPE_CHECKING:
     from kaveri.simulator.decode import DecodeSide
-    from kaveri.simulator.prefill import SimulatedPrefill
+    from kaveri.simulator.prefill import SeekingRequest, SimulatedPrefill
 
 
 _NO_SETBACK = RetryState()
@@ -74,6 +75,17 @@ class SimulatedRequest:
     """Cost of losses; None: no instance was lost."""
 
 
+@dataclass(slots=True)
+class KvPush:
+    """Progress of a push. KV is sent layer by layer while its step computes."""
+
+    since_s: float
+    tokens: int = 0
+    """Tokens that link_free_s covers."""
+    link_free_s: float = 0.0
+    """Time at which the link has sent their KV."""
+
+
 class SimulatedAttempt:
     """One placement of a request on a prefill instance, through to its end. Hashed by identity."""
 
@@ -86,13 +98,9 @@ class SimulatedAttempt:
         "is_over",
         "key",
         "landed_s",
-        "link_free_s",
         "place_search",
         "prefill",
-        "prefill_s",
-        "pushed_tokens",
-        "pushing_since_s",
-        "queue_s",
+        "push",
         "replica",
         "request",
         "resumed_from",
@@ -114,16 +122,11 @@ class SimulatedAttempt:
         self.decode: DecodeSide | None = None
         self.sequence: CountedSequence | None = None
         """Its sequence at prefill."""
-        self.seeking: Any = None
-        self.place_search: Any = None
+        self.seeking: SeekingRequest | None = None
+        self.place_search: PlaceSearch | None = None
         self.heavy = False
         self.arrived_s = self.started_s = self.first_token_s = self.landed_s = -1.0
-        self.queue_s = self.prefill_s = 0.0
-        self.pushing_since_s = -1.0
-        self.pushed_tokens = 0
-        """Pushed tokens that link_free_s covers."""
-        self.link_free_s = 0.0
-        """Time at which the link has sent their KV."""
+        self.push: KvPush | None = None
         self.replica: ReplicaLocation | None = None
         """Copy from which it can be resumed after the loss of its instance."""
         self.resumed_from: SimulatedAttempt | None = None

@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kaveri.domain.view import InstanceRecord
 from kaveri.errors import KaveriError, NoCapacity, Unavailable
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.replication import HeldCopy, copy_bytes, drop_first
@@ -45,17 +44,12 @@ class HeldKv:
 class HeldCopies:
     """Copies held by one incarnation of an instance, at most one of each request."""
 
-    def __init__(
-        self, timeline: Timeline, spec: CopySpec, record: InstanceRecord, instance: "DecodeSide", hop_s: float
-    ) -> None:
-        layout = record.layout
-        assert isinstance(layout, KvLayout)
-        self.record = record
+    def __init__(self, timeline: Timeline, spec: CopySpec, instance: "DecodeSide", layout: KvLayout) -> None:
+        self.record = instance.record
         self._instance = instance
         self._timeline = timeline
         self._spec = spec
         self._layout = layout
-        self._hop_s = hop_s
         self._held: dict[int, HeldKv] = {}
         self._free_blocks = spec.replica_blocks
         self._starved: dict[HeldKv, None] = {}
@@ -149,7 +143,7 @@ class HeldCopies:
         self._free_blocks += held.blocks
         del self._held[held.number]
         if held.is_growing:
-            self._timeline.after(self._hop_s, held.owner.copy_lost, held)
+            self._timeline.post(held.owner.copy_lost, held)
 
     def die(self) -> None:
         """Kill the process: all copies are lost."""

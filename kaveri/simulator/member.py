@@ -32,9 +32,9 @@ class SimulatedLoad:
     queue_room: int | None
     free_blocks: int
     total_blocks: int
-    context_tokens: int
-    heavy_requests: int
-    light_requests: int
+    context_tokens: int = 0
+    heavy_requests: int = 0
+    light_requests: int = 0
     replica_free_bytes: int = 0
     replica_total_bytes: int = 0
 

@@ -88,16 +88,16 @@ class RunTable:
         self._received[number] = request.output_tokens
         server["router_s"][number] = request.router_s
         computed = attempt.resumed_from or attempt
-        server["prefill_queue_s"][number] = computed.queue_s
-        server["prefill_s"][number] = computed.prefill_s
+        server["prefill_queue_s"][number] = computed.started_s - computed.arrived_s
+        server["prefill_s"][number] = computed.first_token_s - computed.started_s
         self._prefill[number] = self._numbers[attempt.prefill.record.instance_id]
         handed = computed.landed_s >= 0
-        server["kv_transfer_s"][number] = computed.landed_s - computed.pushing_since_s if handed else 0.0
+        server["kv_transfer_s"][number] = computed.landed_s - computed.push.since_s if handed and computed.push else 0.0
         server["kv_tail_s"][number] = computed.landed_s - computed.first_token_s if handed else 0.0
         server["decode_queue_s"][number] = first_step_s - attempt.landed_s if first_step_s >= 0 else 0.0
         server["decode_s"][number] = end_s - first_step_s if first_step_s >= 0 else 0.0
         if attempt.decode is not None:
-            self._decode[number] = self._numbers[attempt.decode.member.record.instance_id]
+            self._decode[number] = self._numbers[attempt.decode.record.instance_id]
 
     def reason(self, number: int) -> str:
         """Return why the request failed."""
