@@ -118,7 +118,7 @@ class DecodeSide(SimulatedInstance):
             self.copies.owned.end(attempt)
         self._forget(sequence)
         preemptions = self._preemptions.pop(sequence.number, 0) if self._preemptions else 0
-        self._router.finished(attempt, self._timeline.now_s, sequence.first_step_s, preemptions)
+        self._router.finished(attempt, sequence.first_step_s, preemptions)
 
     def preempted(self, sequence: CountedSequence) -> None:
         self._preemptions[sequence.number] += 1

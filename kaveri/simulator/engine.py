@@ -99,9 +99,9 @@ class _Run:
         return steps * self.first_step_s + self.more_s * (steps * (steps - 1) // 2)
 
     def ended_steps(self, time_s: float) -> int:
-        """Steps that have ended by then; not the last one, which is an event."""
+        """Steps of several that have ended by then; not the last one, which is an event."""
         elapsed_s, first, more_s = time_s - self.began_s, self.first_step_s, self.more_s
-        if self.steps <= 1 or elapsed_s < first:
+        if elapsed_s < first:
             return 0
         half = more_s / 2
         if half * self.steps < first * _ALMOST:
@@ -166,7 +166,8 @@ class CountedEngine:
             return False
         blocks.free_count -= wanted
         sequence.block_ids = [0] * wanted
-        self._shorten()
+        if self._run.steps > 1:
+            self._shorten()
         return True
 
     # Requests.
@@ -196,7 +197,7 @@ class CountedEngine:
         """Turn a computed prompt into a landed request. False: it had to give its blocks up."""
         self._residency.land(sequence)
         preempted = self._residency.make_whole(sequence)
-        if not preempted:
+        if not preempted and self._run.steps > 1:
             self._shorten()
         self._blocks_may_be_taken()
         return not preempted
@@ -250,8 +251,7 @@ class CountedEngine:
     def sync(self, time_s: float) -> None:
         """Apply the steps of the run that have ended by then; not the last one, which is an event."""
         run, batch = self._run, self._batch
-        steps = run.ended_steps(time_s)
-        if not steps:
+        if run.steps <= 1 or not (steps := run.ended_steps(time_s)):
             return
         self.blocks.free_count -= batch.growth(steps)
         first_count = self._note_first_steps() if batch.joined else 0
@@ -272,7 +272,7 @@ class CountedEngine:
             return free, context + sum(sequence.computed for sequence in batch.members)
         # A member's last token has no KV yet.
         context += batch.context_tokens - len(batch.members)
-        if steps := self._run.ended_steps(time_s):
+        if self._run.steps > 1 and (steps := self._run.ended_steps(time_s)):
             return free - batch.growth(steps), context + steps * len(batch.members)
         return free, context
 
@@ -305,13 +305,11 @@ class CountedEngine:
 
     def _shorten(self) -> None:
         """Shorten the run if need be: blocks were taken."""
-        run = self._run
-        if run.steps > 1:
-            # sync() was called before blocks were taken.
-            steps = self._batch.steps_with_blocks(run.steps, self.blocks.free_count)
-            if steps < run.steps:
-                run.steps = max(1, steps)
-                self._schedule()
+        # sync() was called before blocks were taken.
+        steps = self._batch.steps_with_blocks(self._run.steps, self.blocks.free_count)
+        if steps < self._run.steps:
+            self._run.steps = max(1, steps)
+            self._schedule()
 
     def _schedule(self) -> None:
         self._version += 1
@@ -348,7 +346,7 @@ class CountedEngine:
             run.first_step_s, run.more_s = self._times.mixed_s(spans, count, batch.context_tokens), 0.0
         else:
             run.first_step_s, run.more_s = self._times.decode_s(count, batch.context_tokens)
-            run.steps = batch.steps_with_blocks(batch.last_step - batch.steps, self.blocks.free_count)
+            run.steps = batch.steps_with_blocks(batch.ends[0][0] - batch.steps, self.blocks.free_count)
         self._schedule()
 
     def _mark_planned(self) -> None:
@@ -408,7 +406,7 @@ class CountedEngine:
         if steps > 1:
             self.blocks.free_count -= batch.growth(steps - 1)
             batch.steps += steps - 1
-        if batch.ended_outside or batch.last_step <= batch.steps + 1:
+        if batch.ended_outside or batch.ends[0][0] <= batch.steps + 1:
             for sequence in batch.take_leaving():
                 sequence.phase = SequencePhase.COMPUTED
                 sequence.in_step = False

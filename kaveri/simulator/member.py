@@ -138,6 +138,8 @@ class Broadcasts:
         """Broadcasts until none_before_s, except those that last() has not computed."""
         self.none_before_s = 0.0
         """Time before which there is no other one."""
+        self.scheduled_s = -1.0
+        """Time of the next one that is an event; in the past: none is."""
 
     def last(self) -> tuple[float, int]:
         """Return the time of the last one, and its number."""
@@ -155,6 +157,7 @@ class Broadcasts:
 
     def make(self) -> None:
         """Make one at once; the next is due an interval later."""
+        self.scheduled_s = -1.0
         self.last()
         if self.timeline.now_s > self._last_s:
             self._last_s = self.timeline.now_s

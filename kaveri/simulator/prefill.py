@@ -196,7 +196,7 @@ class SimulatedPrefill(SimulatedInstance):
         self._router.drew_first(attempt, now_s)
         if sequence.done:
             self._live.discard(attempt)
-            self._router.finished(attempt, now_s, -1.0, 0)
+            self._router.finished(attempt)
             return
         if attempt.seeking is None:
             self._begin_search(attempt)

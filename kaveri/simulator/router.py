@@ -51,10 +51,7 @@ class SimulatedRouter:
         self.holders: dict[str, InstanceCopies] = {}
         """Instances that hold copies."""
         self.broadcasts = Broadcasts(timeline, spec.router.monitor_interval_s)
-        self._broadcast_at_s = -1.0
-        """Time of the next scheduled broadcast; in the past: none is."""
-        self.ended_count = 0
-        self.on_end: Callable[[SimulatedRequest], None] | None = None
+        self.on_end: Callable[[SimulatedRequest], object] = lambda _: None
         """Called when a request has ended."""
 
     # Calls of clients.
@@ -168,12 +165,13 @@ class SimulatedRouter:
         if request.losses is not None:
             request.losses.drew(drawn_s)
 
-    def finished(self, attempt: SimulatedAttempt, end_s: float, first_step_s: float, preemptions: int) -> None:
-        """Record that it has drawn its last token."""
+    def finished(self, attempt: SimulatedAttempt, first_step_s: float = -1.0, preemptions: int = 0) -> None:
+        """Record that it has drawn its last token. first_step_s: end of its first decode step, or less than 0."""
+        end_s = self.timeline.now_s
         attempt.is_over = True
         attempt.request.generated = attempt.request.output_tokens
         self.table.answered(attempt, end_s + 2 * self.timeline.hop_s, first_step_s, end_s, preemptions)
-        self._note_end(attempt.request)
+        self.on_end(attempt.request)
 
     def refused(self, attempt: SimulatedAttempt, error: NoCapacity) -> None:
         """Handle a refusal: the prefill instance's queue is full."""
@@ -256,24 +254,18 @@ class SimulatedRouter:
 
     def _fail(self, request: SimulatedRequest, error: KaveriError) -> None:
         self.table.failed(request, type(error).__name__, str(error))
-        self._note_end(request)
-
-    def _note_end(self, request: SimulatedRequest) -> None:
-        self.ended_count += 1
-        if self.on_end is not None:
-            self.on_end(request)
+        self.on_end(request)
 
     # Role of the cluster monitor.
 
     def wake_at_broadcast(self) -> None:
         """Wake a prefill instance at the next broadcast."""
         next_s = self.broadcasts.next_s()
-        if self._broadcast_at_s < self.timeline.now_s:
-            self._broadcast_at_s = next_s
+        if self.broadcasts.scheduled_s < self.timeline.now_s:
+            self.broadcasts.scheduled_s = next_s
             self.timeline.at(next_s, self._broadcast)
 
     def _broadcast(self, _: None) -> None:
-        self._broadcast_at_s = -1.0
         self.broadcasts.make()
         for prefill in self.prefills.values():
             prefill.broadcast_heard()

@@ -26,18 +26,13 @@ class RunningBatch:
         self._offset_sum = 0
         self._counts = [0] * block_tokens
         """Members by offset_tokens modulo block_tokens."""
-        self._ends: list[tuple[int, int, CountedSequence]] = []
-        """Heap by end_step."""
+        self.ends: list[tuple[int, int, CountedSequence]] = []
+        """Heap by end_step; entries of members that have left stay until then."""
 
     @property
     def context_tokens(self) -> int:
         """Tokens of all members."""
         return self._offset_sum + len(self.members) * self.steps
-
-    @property
-    def last_step(self) -> int:
-        """Step in which a member may draw its last token, the earliest of all."""
-        return self._ends[0][0]
 
     def join(self, sequence: CountedSequence) -> None:
         """Let a request run."""
@@ -54,7 +49,7 @@ class RunningBatch:
         """Take the members' tokens from the sequences, after steps that were tracked one by one."""
         self._offset_sum = 0
         self._counts = [0] * self._block_tokens
-        self._ends = []
+        self.ends = []
         self.joined = []
         for sequence in self.members:
             self._count_in(sequence)
@@ -71,8 +66,8 @@ class RunningBatch:
         """Remove the members that draw their last token in this step, or were ended by a caller."""
         leaving: list[CountedSequence] = []
         last_step = self.steps + 1
-        while self._ends and self._ends[0][0] <= last_step:
-            sequence = heapq.heappop(self._ends)[2]
+        while self.ends and self.ends[0][0] <= last_step:
+            sequence = heapq.heappop(self.ends)[2]
             if sequence.phase is SequencePhase.RUNNING and sequence.end_step == last_step and not sequence.done:
                 leaving.append(sequence)
         if self.ended_outside:
@@ -120,6 +115,6 @@ class RunningBatch:
         sequence.end_step = self.steps + sequence.remaining
         self._offset_sum += sequence.offset_tokens
         self._counts[sequence.offset_tokens % self._block_tokens] += 1
-        heapq.heappush(self._ends, (sequence.end_step, sequence.admission, sequence))
+        heapq.heappush(self.ends, (sequence.end_step, sequence.admission, sequence))
         if sequence.first_step_s < 0:
             self.joined.append(sequence)

@@ -132,7 +132,7 @@ class Simulation:
 
     def _die(self, instance_id: str) -> None:
         instance, failures = self._instance(instance_id), self._spec.failures
-        if instance.is_dead or self.router.ended_count == len(self._requests):
+        if instance.is_dead or all(self.table.ends):
             return
         instance.die()
         record = instance.member.record
