@@ -31,7 +31,6 @@ class NodeUnit:
 
     @property
     def gpus(self) -> int:
-        """GPUs of the whole unit."""
         prefill, decode = self.prefill.parallelism, self.decode.parallelism
         return self.prefill_count * prefill.gpus + self.decode_count * decode.gpus
 

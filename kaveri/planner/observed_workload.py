@@ -71,12 +71,10 @@ class ObservedWorkload:
 
     @property
     def arrival_count(self) -> int:
-        """Arrivals in the period."""
         return len(self.arrivals_s)
 
     @property
     def rate_per_s(self) -> float:
-        """Arrivals per second."""
         return self.arrival_count / self.period_s
 
     @property

@@ -42,7 +42,6 @@ def to_toml(plan: ClusterPlan, latency_files: dict[str, str]) -> str:
 
 
 def to_json(plan: ClusterPlan) -> dict[str, Any]:
-    """Return all findings as JSON."""
     cluster, question = plan.cluster, plan.question
     return {
         "model": question.model.name,
@@ -111,7 +110,6 @@ def summary_lines(plan: ClusterPlan) -> list[str]:
 
 
 def interval_text(attainment: Attainment) -> str:
-    """Format a share and its interval."""
     return f"{attainment.mean:.1%} (95 % interval {attainment.low:.1%} to {attainment.high:.1%})"
 
 

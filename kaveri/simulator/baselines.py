@@ -93,7 +93,6 @@ class BaselineRun:
         self.attempts = [1] * len(columns.due_s)
 
     def columns(self) -> RunColumns:
-        """Input of kaveri.workload.summary."""
         return self._columns
 
     def reason(self, number: int) -> str:
@@ -117,7 +116,6 @@ def baseline_of(cluster: ClusterSpec, rule: BaselineRule) -> BaselineSpec:
 
 
 def baseline_ids(count: int) -> tuple[str, ...]:
-    """Return the ids of `count` instances."""
     return tuple(f"baseline-{number}" for number in range(count))
 
 
@@ -181,7 +179,6 @@ class _BaselineInstance:
         self.preemptions = 0
 
     def run(self) -> None:
-        """See simulate_baseline()."""
         while self._has_work() or self._arrived < len(self._requests):
             if not self._has_work():
                 self._now_s = max(self._now_s, self._requests[self._arrived].arrival_s)

@@ -158,7 +158,6 @@ class _HolderChoice:
         return found
 
     def refused(self, number: int, instance_id: str, rests_until_s: float) -> None:
-        """Record a refusal, or a failed call."""
         self._unconfirmed.remove(number, instance_id)
         self._resting_until_s[instance_id] = rests_until_s
 
@@ -226,7 +225,6 @@ class OwnedCopies:
         self._sender.line.clear()
 
     def is_empty(self) -> bool:
-        """True if no request is followed."""
         return not self._owned and not self._sender.line
 
     def copy_lost(self, held: HeldKv) -> None:
@@ -323,7 +321,6 @@ class InstanceCopies:
 
     @property
     def is_dead(self) -> bool:
-        """True if the process was killed."""
         return self.held.is_dead
 
     def resume(self, attempt: SimulatedAttempt) -> None:
@@ -343,7 +340,6 @@ class InstanceCopies:
             router.timeline.after(router.spec.overheads.push_tail_s, self._land, (sequence, held_tokens))
 
     def die(self) -> None:
-        """Kill the process."""
         self.owned.die()
         self.held.die()
         for attempt in self._resuming:
@@ -351,7 +347,6 @@ class InstanceCopies:
         self._resuming.clear()
 
     def is_empty(self) -> bool:
-        """True if nothing is left here."""
         return self.owned.is_empty() and self.held.is_empty() and not self._resuming
 
     def _land(self, resumed: tuple[CountedSequence, int]) -> None:

@@ -57,12 +57,10 @@ class HeldCopies:
 
     @property
     def free_bytes(self) -> int:
-        """Free memory for copies."""
         return self._free_blocks * self._block_bytes
 
     @property
     def total_bytes(self) -> int:
-        """Total memory for copies."""
         return self._spec.replica_blocks * self._block_bytes
 
     @property
@@ -125,7 +123,6 @@ class HeldCopies:
         self._timeline.after(self._spec.orphan_grace_s, self.drop, held)
 
     def find(self, number: int) -> HeldKv | None:
-        """Return the copy of a request."""
         return self._held.get(number)
 
     def usable_tokens(self, held: HeldKv, context_tokens: int) -> int:
@@ -152,7 +149,6 @@ class HeldCopies:
             self.drop(held)
 
     def is_empty(self) -> bool:
-        """True if nothing is held, and all memory is free."""
         return not self._held and not self._starved and self._free_blocks == self._spec.replica_blocks
 
     def _touch(self) -> None:

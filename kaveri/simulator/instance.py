@@ -34,7 +34,6 @@ class SimulatedInstance(EngineListener):
         )
 
     def die(self) -> None:
-        """Kill the process."""
         self.is_dead = True
         self.engine.stop()
         self.member.stop()

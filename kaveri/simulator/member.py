@@ -39,7 +39,6 @@ class SimulatedLoad:
     replica_total_bytes: int = 0
 
     def numbered(self, sequence_number: int) -> "SimulatedLoad":
-        """Return the same load with another number."""
         return SimulatedLoad(
             sequence_number,
             self.waiting_requests,
@@ -97,7 +96,6 @@ class BeatingMember:
         return self._timeline.now_s - beat_s
 
     def stop(self) -> None:
-        """Stop the heartbeats."""
         self.take_beats(self._timeline.now_s)
         self.last_beat_s = self.next_beat_s - self._interval_s
         self.next_beat_s = float("inf")

@@ -69,7 +69,6 @@ class SeekingRequest:
     """Its room."""
 
     def seeker(self) -> Seeker[str]:
-        """Input of the policy."""
         attempt = self.attempt
         waits_at = None
         for name, question in self.questions.items():

@@ -57,7 +57,6 @@ class SimulatedRouter:
     # Calls of clients.
 
     def generate(self, request: SimulatedRequest) -> None:
-        """Accept a request from a client."""
         self.table.planned(request)
         longest = min(self.spec.prefill.engine.max_model_len, self.spec.decode.engine.max_model_len)
         if request.prompt_tokens + request.output_tokens > longest:
@@ -271,5 +270,4 @@ class SimulatedRouter:
             prefill.broadcast_heard()
 
     def is_empty(self) -> bool:
-        """True if no request is left."""
         return not self._line and not len(self._unconfirmed)

@@ -95,7 +95,6 @@ class CountedBlocks:
         return [0] * count
 
     def release(self, owner: CountedSequence) -> int:
-        """Free the blocks that the sequence holds."""
         count = len(owner.block_ids)
         self.free_count += count
         owner.block_ids = []

@@ -53,7 +53,6 @@ class RunTable:
         self._tokens["planned"][request.number] = request.output_tokens
 
     def failed(self, request: SimulatedRequest, error: str, reason: str) -> None:
-        """Record that it has ended with an error."""
         self._ended(request)
         self._error[request.number] = self._errors.setdefault(error, len(self._errors) + 1)
         self._reasons[request.number] = reason
@@ -96,7 +95,6 @@ class RunTable:
         return self._reasons.get(number, "")
 
     def outcome(self, number: int) -> EndedRequest:
-        """Outcome of a request that has ended."""
         first_s, last_s = self._times["first_s"][number], self._times["last_s"][number]
         return EndedRequest(
             self._times["due_s"][number],
@@ -107,7 +105,6 @@ class RunTable:
         )
 
     def columns(self) -> RunColumns:
-        """Input of kaveri.workload.summary."""
         times = {name: _floats(column) for name, column in self._times.items()}
         last_s = times["last_s"]
         ended_s = last_s[~np.isnan(last_s)]

@@ -81,7 +81,6 @@ class RunColumns:
         return np.where(self.answered, self.received_tokens, self.planned_tokens)
 
     def ttft_s(self) -> Floats:
-        """See kaveri.workload.latencies."""
         return ttft(self.due_s, self.first_s)
 
     def tpot_s(self) -> Floats:
@@ -90,5 +89,4 @@ class RunColumns:
         return tpot(self.first_s, self.last_s, several)
 
     def jct_s(self) -> Floats:
-        """See kaveri.workload.latencies."""
         return jct(self.due_s, self.last_s)
