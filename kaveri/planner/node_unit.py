@@ -37,10 +37,7 @@ class NodeUnit:
     @property
     def goodput_per_s(self) -> float:
         """Goodput of the slower phase. Each phase was searched by itself."""
-        return min(
-            self.prefill_count * self.prefill.goodput_per_s,
-            self.decode_count * self.decode.goodput_per_s,
-        )
+        return min(self.prefill_count * self.prefill.goodput_per_s, self.decode_count * self.decode.goodput_per_s)
 
     def count(self, rate_per_s: float) -> int:
         """Return how many units carry the rate."""

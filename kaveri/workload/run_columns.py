@@ -11,15 +11,7 @@ from kaveri.workload.latencies import jct, tpot, ttft
 Floats = npt.NDArray[np.float64]
 Whole = npt.NDArray[np.int64]
 
-SERVER_PHASES = (
-    "router_s",
-    "prefill_queue_s",
-    "prefill_s",
-    "kv_transfer_s",
-    "kv_tail_s",
-    "decode_queue_s",
-    "decode_s",
-)
+SERVER_PHASES = ("router_s", "prefill_queue_s", "prefill_s", "kv_transfer_s", "kv_tail_s", "decode_queue_s", "decode_s")
 """Phases of a request's time in the cluster; the names are those of kaveri.client.answer.ServerTiming."""
 
 SERVER_LOSSES = ("resumes", "held_tokens", "recomputed_tokens", "stall_s")

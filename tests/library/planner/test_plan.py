@@ -373,10 +373,7 @@ def test_too_few_gpus_are_refused_with_what_is_needed() -> None:
         ),
         ({"prefill_parallelism": Parallelism(3, 1)}, "--prefill-tp-pp: is 3,1: TP must divide the 40 heads"),
         ({"decode_parallelism": Parallelism(1, 3)}, "--decode-tp-pp: is 1,3: PP must divide the 40 layers"),
-        (
-            {"profiles": ["nothing"]},
-            "--profile: is 'nothing', which is no file and none of: opt-13b-a100",
-        ),
+        ({"profiles": ["nothing"]}, "--profile: is 'nothing', which is no file and none of: opt-13b-a100"),
         ({"profiles": []}, "--profile: is not given"),
         ({"hardware": read_hardware("h100-80g")}, "measured on a100; --hardware h100-80g is H100"),
         ({"hardware": read_hardware("v100-16g"), "decode_parallelism": Parallelism(1, 1)}, "no room for the weights"),

@@ -4,14 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kaveri.domain.sampling import ResolvedParams
-from kaveri.engine.contract import (
-    EngineInfo,
-    EngineKey,
-    EngineRequest,
-    FirstToken,
-    Preempted,
-    StepTokens,
-)
+from kaveri.engine.contract import EngineInfo, EngineKey, EngineRequest, FirstToken, Preempted, StepTokens
 from kaveri.engine.stepwise.lifecycle import Lifecycle
 from kaveri.engine.stepwise.runner import DrawnToken
 from kaveri.errors import NoCapacity

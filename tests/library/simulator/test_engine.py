@@ -141,9 +141,7 @@ class _Both:
 
 @pytest.mark.parametrize("is_tight", [False, True], ids=["ample", "tight"])
 @pytest.mark.parametrize(
-    "kinds",
-    [("decode",), ("prefill",), ("decode", "prefill"), ("both",), ("decode", "prefill", "both")],
-    ids="+".join,
+    "kinds", [("decode",), ("prefill",), ("decode", "prefill"), ("both",), ("decode", "prefill", "both")], ids="+".join
 )
 def test_every_token_comes_when_the_stepwise_engine_draws_it(kinds: Sequence[str], is_tight: bool) -> None:
     preemptions = 0

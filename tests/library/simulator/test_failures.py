@@ -20,10 +20,7 @@ def dying(*deaths: Death, repair_s: float | None = 2.0, mtbf_s: float | None = N
 
 @pytest.mark.parametrize(
     ("kind", "names"),
-    [
-        (spec_of, ("prefill-0", "prefill-1", "decode-0", "decode-1")),
-        (colocated_of, ("colocated-0", "colocated-1")),
-    ],
+    [(spec_of, ("prefill-0", "prefill-1", "decode-0", "decode-1")), (colocated_of, ("colocated-0", "colocated-1"))],
 )
 @pytest.mark.parametrize("seed", range(10))
 def test_every_request_is_answered_whatever_dies(kind: Any, names: tuple[str, ...], seed: int) -> None:

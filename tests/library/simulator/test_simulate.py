@@ -175,15 +175,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_others() -> None:
         slo = Slo(1.0, 0.1)
         return json.dumps(
             report_of(
-                tables,
-                slo,
-                {},
-                model="m",
-                seed=seed,
-                rate_per_s=20.0,
-                lengths_known=True,
-                too_long=0,
-                all_rows=True,
+                tables, slo, {}, model="m", seed=seed, rate_per_s=20.0, lengths_known=True, too_long=0, all_rows=True
             )
         )
 
