@@ -86,9 +86,16 @@ def simulate(
     taken = Overheads() if overheads is None else read_overheads(overheads)
     wanted = None if preset is None else preset_settings(preset)
     sections = {} if wanted is None else wanted.sections
-    read = read_spec(spec, setting_sections(), taken, seed, not natural_length, layers, sections)
+    read = read_spec(spec, setting_sections(), sections)
     failures = FailureSpec(deaths=tuple(map(parse_death, fail or ())), mtbf_s=mtbf, repair_s=repair)
-    cluster = replace(read.spec, failures=failures)
+    cluster = replace(
+        read.spec,
+        overheads=taken,
+        seed=seed,
+        lengths_known=not natural_length,
+        layer_count=layers,
+        failures=failures,
+    )
     slo, measured, too_long = Slo(slo_ttft_s, slo_tpot_s), None, 0
     if compare is not None:
         measured = _bench_file(compare)

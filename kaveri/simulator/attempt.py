@@ -1,7 +1,7 @@
 """One request of a simulation, and one placement of it. Pure."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kaveri.domain.length import TokenRange
@@ -86,48 +86,36 @@ class KvPush:
     """Time at which the link has sent their KV."""
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedAttempt:
     """One placement of a request on a prefill instance, through to its end. Hashed by identity."""
 
-    __slots__ = (
-        "arrived_s",
-        "decode",
-        "first_token_s",
-        "generated",
-        "heavy",
-        "is_over",
-        "key",
-        "landed_s",
-        "place_search",
-        "prefill",
-        "push",
-        "replica",
-        "request",
-        "resumed_from",
-        "seeking",
-        "sequence",
-        "started_s",
-        "token_count",
-    )
+    request: SimulatedRequest
+    prefill: "SimulatedPrefill"
+    key: str = field(init=False)
+    generated: int = field(init=False)
+    token_count: int = field(init=False)
+    """Tokens to compute. The policies' Prompt."""
+    is_over: bool = False
+    decode: "DecodeSide | None" = None
+    sequence: CountedSequence | None = None
+    """Its sequence at prefill."""
+    seeking: "SeekingRequest | None" = None
+    place_search: PlaceSearch | None = None
+    heavy: bool = False
+    arrived_s: float = -1.0
+    started_s: float = -1.0
+    first_token_s: float = -1.0
+    landed_s: float = -1.0
+    push: KvPush | None = None
+    replica: ReplicaLocation | None = None
+    """Copy from which it can be resumed after the loss of its instance."""
+    resumed_from: "SimulatedAttempt | None" = None
+    """The attempt that prefill computed, if this one was resumed from a copy."""
 
-    def __init__(self, request: SimulatedRequest, prefill: "SimulatedPrefill") -> None:
+    def __post_init__(self) -> None:
+        request = self.request
         request.attempt_count += 1
-        self.request = request
-        self.prefill = prefill
         self.key = f"{request.number}.{request.attempt_count}"
         self.generated = request.generated
         self.token_count = request.prompt_tokens + request.generated
-        """Tokens to compute. The policies' Prompt."""
-        self.is_over = False
-        self.decode: DecodeSide | None = None
-        self.sequence: CountedSequence | None = None
-        """Its sequence at prefill."""
-        self.seeking: SeekingRequest | None = None
-        self.place_search: PlaceSearch | None = None
-        self.heavy = False
-        self.arrived_s = self.started_s = self.first_token_s = self.landed_s = -1.0
-        self.push: KvPush | None = None
-        self.replica: ReplicaLocation | None = None
-        """Copy from which it can be resumed after the loss of its instance."""
-        self.resumed_from: SimulatedAttempt | None = None
-        """The attempt that prefill computed, if this one was resumed from a copy."""

@@ -79,8 +79,11 @@ class HeldCopies:
         blocks = needed_bytes // self._block_bytes
         # Copies that wait for a block have priority for the next free one.
         if self._starved or blocks > self._free_blocks:
-            growing = (held for held in self._held.values() if held.is_growing)
-            copies = (HeldCopy(held, self._tokens(held), held.blocks * self._block_bytes) for held in growing)
+            copies = (
+                HeldCopy(held, held.blocks * self._layout.block_tokens, held.blocks * self._block_bytes)
+                for held in self._held.values()
+                if held.is_growing
+            )
             dropped = drop_first(copies, token_count, self.free_bytes, needed_bytes)
             for held in dropped or ():
                 self.drop(held)
@@ -154,6 +157,3 @@ class HeldCopies:
     def _touch(self) -> None:
         """Record the last heartbeat before the load is changed."""
         self._instance.member.take_beats(self._timeline.now_s)
-
-    def _tokens(self, held: HeldKv) -> int:
-        return held.blocks * self._layout.block_tokens
