@@ -51,8 +51,8 @@ def to_json(plan: ClusterPlan) -> dict[str, Any]:
         "slo": {"ttft_s": question.slo_ttft_s, "tpot_s": question.slo_tpot_s, "attain": question.attain},
         "gpus": cluster.gpus,
         "price_per_hour": plan.price_per_hour,
-        "prefill": _chosen(cluster.prefill, cluster.prefill_count),
-        "decode": _chosen(cluster.decode, cluster.decode_count),
+        "prefill": {"instances": cluster.prefill_count, **_option(cluster.prefill)},
+        "decode": {"instances": cluster.decode_count, **_option(cluster.decode)},
         "is_estimate": plan.is_estimate,
         "attainment": asdict(plan.attainment),
         "binds": plan.binds,
@@ -146,10 +146,6 @@ def _point_line(one: SimulatedCluster) -> str:
 
 def _parallel(parallelism: Parallelism) -> list[int]:
     return [parallelism.tp, parallelism.pp]
-
-
-def _chosen(option: PhaseOption, count: int) -> dict[str, Any]:
-    return {"instances": count, **_option(option)}
 
 
 def _option(option: PhaseOption) -> dict[str, Any]:

@@ -172,15 +172,12 @@ class Simulation:
         timeline, generate = self.timeline, self.router.generate
         for number, planned in enumerate(self._requests):
             arrival_s = planned.arrival_s
-            if arrival_s < timeline.now_s and not arrival_s >= self._former_s(number):
+            if arrival_s < timeline.now_s:
                 raise ConfigError("requests", f"{number} comes at {arrival_s} s, before the one in front of it")
             timeline.run_until(arrival_s)
             timeline.now_s = arrival_s
             generate(self._request(number, planned, arrival_s))
         timeline.run_until(math.inf)
-
-    def _former_s(self, number: int) -> float:
-        return self._requests[number - 1].arrival_s if number else 0.0
 
     def _run_closed(self, concurrency: int) -> None:
         waiting = iter(enumerate(self._requests))
