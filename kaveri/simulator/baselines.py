@@ -69,14 +69,15 @@ class _BaselineRequest:
         return self.tokens - self.computed
 
 
-class _Times:
-    """Times and gaps of an instance's requests."""
+class _Results:
+    """Times, gaps and preemptions of an instance's requests."""
 
     def __init__(self, count: int) -> None:
         self.first_s = array("d", [math.nan]) * count
         self.last_s = array("d", [math.nan]) * count
         self.gaps_s = array("d")
         self.gap_counts = array("q")
+        self.preemptions = 0
 
     def gap(self, gap_s: float, count: int) -> None:
         """Record `count` tokens that have followed another one after gap_s."""
@@ -133,7 +134,7 @@ def simulate_baseline(spec: BaselineSpec, requests: Sequence[PlannedRequest], co
         instance.run()
     first_s, last_s = np.empty(len(requests)), np.empty(len(requests))
     for number, instance in enumerate(instances):
-        first_s[number::count], last_s[number::count] = instance.times.first_s, instance.times.last_s
+        first_s[number::count], last_s[number::count] = instance.results.first_s, instance.results.last_s
     due_s = np.array([one.arrival_s for one in requests])
     output = np.array([one.lengths.output_tokens for one in requests])
     placed = np.arange(len(requests)) % count
@@ -152,10 +153,10 @@ def simulate_baseline(spec: BaselineSpec, requests: Sequence[PlannedRequest], co
         decode_instance=placed,
         instance_ids=baseline_ids(count),
         duration_s=float(last_s.max()),
-        gaps_s=np.concatenate([np.array(one.times.gaps_s) for one in instances]),
-        gap_counts=np.concatenate([np.array(one.times.gap_counts, dtype=np.int64) for one in instances]),
+        gaps_s=np.concatenate([np.array(one.results.gaps_s) for one in instances]),
+        gap_counts=np.concatenate([np.array(one.results.gap_counts, dtype=np.int64) for one in instances]),
     )
-    return BaselineRun(columns, sum(one.preemptions for one in instances))
+    return BaselineRun(columns, sum(one.results.preemptions for one in instances))
 
 
 class _BaselineInstance:
@@ -175,8 +176,7 @@ class _BaselineInstance:
         """Admitted, and not computed completely."""
         self._running: list[_BaselineRequest] = []
         self._swapped: deque[_BaselineRequest] = deque()
-        self.times = _Times(len(requests))
-        self.preemptions = 0
+        self.results = _Results(len(requests))
 
     def run(self) -> None:
         while self._has_work() or self._arrived < len(self._requests):
@@ -279,9 +279,9 @@ class _BaselineInstance:
         one.computed = one.tokens
         one.drawn += 1
         if one.drawn == 1:
-            self.times.first_s[one.number] = self._now_s
+            self.results.first_s[one.number] = self._now_s
         else:
-            self.times.gap(self._now_s - one.last_s, 1)
+            self.results.gap(self._now_s - one.last_s, 1)
         one.last_s = self._now_s
         if one.drawn == one.output:
             self._end(one)
@@ -319,10 +319,10 @@ class _BaselineInstance:
         """Record that the running requests have drawn a token in each step. rest_s: of the steps after the first."""
         first_end_s = self._now_s - rest_s
         if steps > 1:
-            self.times.gap(rest_s / (steps - 1), (steps - 1) * len(self._running))
+            self.results.gap(rest_s / (steps - 1), (steps - 1) * len(self._running))
         ended = False
         for one in self._running:
-            self.times.gap(first_end_s - one.last_s, 1)
+            self.results.gap(first_end_s - one.last_s, 1)
             one.last_s = self._now_s
             one.drawn += steps
             one.computed += steps
@@ -335,7 +335,7 @@ class _BaselineInstance:
                 self._end(one)
 
     def _end(self, one: _BaselineRequest) -> None:
-        self.times.last_s[one.number] = self._now_s
+        self.results.last_s[one.number] = self._now_s
         self._release(one)
 
     # Blocks.
@@ -375,7 +375,7 @@ class _BaselineInstance:
                 self._preempt(self._running.pop())
 
     def _preempt(self, one: _BaselineRequest) -> None:
-        self.preemptions += 1
+        self.results.preemptions += 1
         self._release(one)
         if self._spec.swap_token_s is None:
             one.computed = 0

@@ -130,11 +130,13 @@ class _BlockSender:
 
 
 class _HolderChoice:
-    """Chooses holders for an instance's copies, by its view and by what they have refused."""
+    """Chooses holders for an instance's copies by its view and their refusals."""
 
     def __init__(self, mode: ReplicationMode, owner: InstanceRecord, rng: random.Random) -> None:
         self.view = ClusterView()
         """View as of the monitor's last broadcast."""
+        self.holders: dict[str, HeldCopies] = {}
+        """Holders by instance id. One that has died answers that it cannot be reached."""
         self.asked_count = 0
         self._mode = mode
         self._owner = owner
@@ -144,7 +146,7 @@ class _HolderChoice:
         self._none_before_s = 0.0
 
     def choose(self, number: int, needed_bytes: int, now_s: float) -> ViewedInstance | None:
-        """Choose the instance to ask for a copy of a request. None: nobody can be asked now."""
+        """Choose the instance to ask for a copy of a request. None: no instance can be asked now."""
         if self.asked_count >= COPY_REQUESTS_MAX or now_s < self._none_before_s:
             return None
         found = choose_holder(
@@ -181,8 +183,6 @@ class OwnedCopies:
         # Separate, so that other draws are the same with copies as without.
         self._rng = random.Random(f"{spec.seed} {record.instance_id} {record.incarnation}")
         self.choice = _HolderChoice(copies.replication, record, self._rng)
-        self.holders: dict[str, HeldCopies] = {}
-        """Holders by instance id. One that has died answers that it cannot be reached."""
         self._sender = _BlockSender(timeline, instance, layout, _blocks_per_s(spec, layout))
         self._owned: dict[int, OwnedRequest] = {}
         """Owned requests by number."""
@@ -267,7 +267,7 @@ class OwnedCopies:
         """Deliver a question to its holder."""
         owned, found = asked
         number = owned.attempt.request.number
-        holder = self.holders.get(found.record.instance_id)
+        holder = self.choice.holders.get(found.record.instance_id)
         answer: HeldKv | KaveriError | None = None
         if holder is not None and self._owned.get(number) is owned:
             answer = holder.open(self, number, self._engine.token_count(owned.sequence))

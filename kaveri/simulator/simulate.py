@@ -111,7 +111,7 @@ class Simulation:
         view = ClusterView(heard) if heard else decodes
         holders = {name: copies.held for name, copies in holding.items()}
         for copies in holding.values():
-            copies.owned.choice.view, copies.owned.holders = view, holders
+            copies.owned.choice.view, copies.owned.choice.holders = view, holders
 
     # Deaths.
 

@@ -29,10 +29,8 @@ class RunTable:
         self._times = {name: array("d", [math.nan]) * count for name in ("due_s", "first_s", "last_s", *SERVER_PHASES)}
         self._tokens = {name: array("q", [0]) * count for name in ("prompt", "planned", "received")}
         self._instances = {phase: array("q", [-1]) * count for phase in ("prefill", "decode")}
-        self._error = array("q", [0]) * count
-        self._errors: dict[str, int] = {}
-        """Error names, with their numbers in the column."""
-        self._reasons: dict[int, str] = {}
+        self._failures: dict[int, tuple[str, str]] = {}
+        """Error name and reason, by request."""
         self.attempts = array("q", [0]) * count
         self.preemptions = array("q", [0]) * count
         self.ends = array("q", [0]) * count
@@ -54,8 +52,7 @@ class RunTable:
 
     def failed(self, request: SimulatedRequest, error: str, reason: str) -> None:
         self._ended(request)
-        self._error[request.number] = self._errors.setdefault(error, len(self._errors) + 1)
-        self._reasons[request.number] = reason
+        self._failures[request.number] = error, reason
 
     def answered(
         self, attempt: SimulatedAttempt, last_s: float, first_step_s: float, end_s: float, preemptions: int
@@ -92,7 +89,7 @@ class RunTable:
 
     def reason(self, number: int) -> str:
         """Return why the request failed."""
-        return self._reasons.get(number, "")
+        return self._failures.get(number, ("", ""))[1]
 
     def outcome(self, number: int) -> EndedRequest:
         first_s, last_s = self._times["first_s"][number], self._times["last_s"][number]
@@ -101,13 +98,17 @@ class RunTable:
             None if math.isnan(first_s) else first_s,
             None if math.isnan(last_s) else last_s,
             self._tokens["received"][number],
-            self._reasons.get(number),
+            self._failures[number][1] if number in self._failures else None,
         )
 
     def columns(self) -> RunColumns:
         times = {name: _floats(column) for name, column in self._times.items()}
         last_s = times["last_s"]
         ended_s = last_s[~np.isnan(last_s)]
+        error_names = tuple(dict.fromkeys(name for name, _ in self._failures.values()))
+        error = np.zeros(len(last_s), dtype=np.int64)
+        for number, (name, _) in self._failures.items():
+            error[number] = error_names.index(name) + 1
         return RunColumns(
             due_s=times["due_s"],
             sent_s=times["due_s"],
@@ -116,8 +117,8 @@ class RunTable:
             prompt_tokens=_whole(self._tokens["prompt"]),
             planned_tokens=_whole(self._tokens["planned"]),
             received_tokens=_whole(self._tokens["received"]),
-            error=_whole(self._error),
-            error_names=tuple(self._errors),
+            error=error,
+            error_names=error_names,
             server={phase: times[phase] for phase in SERVER_PHASES},
             prefill_instance=_whole(self._instances["prefill"]),
             decode_instance=_whole(self._instances["decode"]),
