@@ -163,6 +163,11 @@ class _HolderChoice:
         self._unconfirmed.remove(number, instance_id)
         self._resting_until_s[instance_id] = rests_until_s
 
+    def pause_s(self, failures: int) -> float:
+        """Draw the pause of a request after this many consecutive failures."""
+        pause_s = _FIRST_PAUSE_S * (0.5 + self._rng.random() / 2) * 2 ** min(failures, _DOUBLINGS)
+        return min(_LONGEST_PAUSE_S, pause_s)
+
     def forget_old(self, now_s: float) -> None:
         """Forget rests that are over, and work that the view shows."""
         self._unconfirmed.retain(self.view)
@@ -181,8 +186,8 @@ class OwnedCopies:
         self._layout = layout
         self._engine = instance.engine
         # Separate, so that other draws are the same with copies as without.
-        self._rng = random.Random(f"{spec.seed} {record.instance_id} {record.incarnation}")
-        self.choice = _HolderChoice(copies.replication, record, self._rng)
+        rng = random.Random(f"{spec.seed} {record.instance_id} {record.incarnation}")
+        self.choice = _HolderChoice(copies.replication, record, rng)
         self._sender = _BlockSender(timeline, instance, layout, _blocks_per_s(spec, layout))
         self._owned: dict[int, OwnedRequest] = {}
         """Owned requests by number."""
@@ -190,7 +195,6 @@ class OwnedCopies:
         """Owned requests that have no copy, and for which no holder is asked."""
         self._looks = False
         self._looked_s = -COPY_LOOK_S
-        self.is_dead = False
 
     def follow(self, attempt: SimulatedAttempt, sequence: CountedSequence) -> None:
         """Start to copy a request that decodes here."""
@@ -212,7 +216,6 @@ class OwnedCopies:
     def die(self) -> None:
         """Kill the process. Requests can be resumed from the present state of their copies."""
         self._sender.send()
-        self.is_dead = True
         for owned in self._owned.values():
             held = owned.held or owned.former
             if owned.held is not None:
@@ -237,14 +240,12 @@ class OwnedCopies:
         self._pause(owned)
 
     def _look_soon(self) -> None:
-        if not self._looks and not self.is_dead:
+        if not self._looks:
             self._looks = True
             self._timeline.at(max(self._timeline.now_s, self._looked_s + COPY_LOOK_S), self._look)
 
     def _look(self, _: None) -> None:
         self._looks = False
-        if self.is_dead:
-            return
         now_s = self._looked_s = self._timeline.now_s
         self._sender.send()
         for owned in tuple(self._alone):
@@ -295,8 +296,7 @@ class OwnedCopies:
             self._sender.add(owned, answer)
 
     def _pause(self, owned: OwnedRequest) -> None:
-        pause_s = _FIRST_PAUSE_S * (0.5 + self._rng.random() / 2) * 2 ** min(owned.failures, _DOUBLINGS)
-        owned.none_before_s = self._timeline.now_s + min(_LONGEST_PAUSE_S, pause_s)
+        owned.none_before_s = self._timeline.now_s + self.choice.pause_s(owned.failures)
         owned.failures += 1
         self._alone[owned] = None
 

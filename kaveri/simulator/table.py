@@ -27,8 +27,8 @@ class RunTable:
     def __init__(self, count: int, instance_ids: tuple[str, ...]) -> None:
         self._numbers = {instance_id: number for number, instance_id in enumerate(instance_ids)}
         self._times = {name: array("d", [math.nan]) * count for name in ("due_s", "first_s", "last_s", *SERVER_PHASES)}
-        self._tokens = {name: array("q", [0]) * count for name in ("prompt", "planned", "received")}
-        self._instances = {phase: array("q", [-1]) * count for phase in ("prefill", "decode")}
+        self._whole = {name: array("q", [0]) * count for name in ("prompt_tokens", "planned_tokens", "received_tokens")}
+        self._whole |= {name: array("q", [-1]) * count for name in ("prefill_instance", "decode_instance")}
         self._failures: dict[int, tuple[str, str]] = {}
         """Error name and reason, by request."""
         self.attempts = array("q", [0]) * count
@@ -47,8 +47,8 @@ class RunTable:
     def planned(self, request: SimulatedRequest) -> None:
         """Record that the request is due."""
         self._times["due_s"][request.number] = request.due_s
-        self._tokens["prompt"][request.number] = request.prompt_tokens
-        self._tokens["planned"][request.number] = request.output_tokens
+        self._whole["prompt_tokens"][request.number] = request.prompt_tokens
+        self._whole["planned_tokens"][request.number] = request.output_tokens
 
     def failed(self, request: SimulatedRequest, error: str, reason: str) -> None:
         self._ended(request)
@@ -71,21 +71,21 @@ class RunTable:
         computed = attempt.resumed_from or attempt
         times["prefill_queue_s"][number] = computed.started_s - computed.arrived_s
         times["prefill_s"][number] = computed.first_token_s - computed.started_s
-        self._instances["prefill"][number] = self._numbers[attempt.prefill.record.instance_id]
+        self._whole["prefill_instance"][number] = self._numbers[attempt.prefill.record.instance_id]
         handed = computed.landed_s >= 0
         times["kv_transfer_s"][number] = computed.landed_s - computed.push.since_s if handed and computed.push else 0.0
         times["kv_tail_s"][number] = computed.landed_s - computed.first_token_s if handed else 0.0
         times["decode_queue_s"][number] = first_step_s - attempt.landed_s if first_step_s >= 0 else 0.0
         times["decode_s"][number] = end_s - first_step_s if first_step_s >= 0 else 0.0
         if attempt.decode is not None:
-            self._instances["decode"][number] = self._numbers[attempt.decode.record.instance_id]
+            self._whole["decode_instance"][number] = self._numbers[attempt.decode.record.instance_id]
 
     def _ended(self, request: SimulatedRequest) -> None:
         number = request.number
         self.ends[number] += 1
         self.attempts[number] = request.attempt_count
         self._times["first_s"][number] = request.first_s
-        self._tokens["received"][number] = request.generated
+        self._whole["received_tokens"][number] = request.generated
 
     def reason(self, number: int) -> str:
         """Return why the request failed."""
@@ -97,7 +97,7 @@ class RunTable:
             self._times["due_s"][number],
             None if math.isnan(first_s) else first_s,
             None if math.isnan(last_s) else last_s,
-            self._tokens["received"][number],
+            self._whole["received_tokens"][number],
             self._failures[number][1] if number in self._failures else None,
         )
 
@@ -114,14 +114,14 @@ class RunTable:
             sent_s=times["due_s"],
             first_s=times["first_s"],
             last_s=last_s,
-            prompt_tokens=_whole(self._tokens["prompt"]),
-            planned_tokens=_whole(self._tokens["planned"]),
-            received_tokens=_whole(self._tokens["received"]),
+            prompt_tokens=_whole(self._whole["prompt_tokens"]),
+            planned_tokens=_whole(self._whole["planned_tokens"]),
+            received_tokens=_whole(self._whole["received_tokens"]),
             error=error,
             error_names=error_names,
             server={phase: times[phase] for phase in SERVER_PHASES},
-            prefill_instance=_whole(self._instances["prefill"]),
-            decode_instance=_whole(self._instances["decode"]),
+            prefill_instance=_whole(self._whole["prefill_instance"]),
+            decode_instance=_whole(self._whole["decode_instance"]),
             instance_ids=tuple(self._numbers),
             duration_s=float(ended_s.max()) if len(ended_s) else float(np.nanmax(times["due_s"])) or 1.0,
             losses={name: _floats(column) for name, column in self._losses.items()},
