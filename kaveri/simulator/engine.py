@@ -128,10 +128,11 @@ class CountedEngine:
         self._times = _StepTimes(pool, overheads)
         self.blocks = CountedBlocks(pool.total_blocks)
         self.prefilling: deque[CountedSequence] = deque()
+        residency = Residency(cast(Any, self.blocks), layout, pool.max_batch)
         # As Any on the path of each step: the sequences are counted ones, and a cast() would cost a call.
-        self._residency: Any = Residency(cast(Any, self.blocks), layout, pool.max_batch)
-        self._waiting: list[CountedSequence] = self._residency.waiting
-        self._batch = RunningBatch(self._residency.running, pool.block_tokens)
+        self._residency: Any = residency
+        self._waiting = cast(list[CountedSequence], residency.waiting)
+        self._batch = RunningBatch(cast(list[CountedSequence], residency.running), pool.block_tokens)
         self._by_steps = False
         """True while a request lacks blocks, or computes its tokens again: sequences hold their own tokens."""
         self._run = _Run()
