@@ -165,7 +165,7 @@ class _HolderChoice:
 
     def pause_s(self, failures: int) -> float:
         """Draw the pause of a request after this many consecutive failures."""
-        pause_s = _FIRST_PAUSE_S * (0.5 + self._rng.random() / 2) * 2 ** min(failures, _DOUBLINGS)
+        pause_s: float = _FIRST_PAUSE_S * (0.5 + self._rng.random() / 2) * 2 ** min(failures, _DOUBLINGS)
         return min(_LONGEST_PAUSE_S, pause_s)
 
     def forget_old(self, now_s: float) -> None:
