@@ -85,10 +85,10 @@ def simulate(
         options.refuse_given(reason, concurrency=concurrency, fail=fail or None, mtbf=mtbf, overheads=overheads)
     taken = Overheads() if overheads is None else read_overheads(overheads)
     wanted = None if preset is None else preset_settings(preset)
-    sections = {} if wanted is None else wanted.sections
-    read = read_spec(spec, setting_sections(), taken, seed, not natural_length, layers, sections)
+    read = read_spec(spec, setting_sections(), {} if wanted is None else wanted.sections)
     failures = FailureSpec(deaths=tuple(map(parse_death, fail or ())), mtbf_s=mtbf, repair_s=repair)
-    cluster = replace(read.spec, failures=failures)
+    lengths_known = not natural_length
+    cluster = replace(read.spec, overheads=taken, lengths_known=lengths_known, layer_count=layers, failures=failures)
     slo, measured, too_long = Slo(slo_ttft_s, slo_tpot_s), None, 0
     if compare is not None:
         measured = _bench_file(compare)

@@ -38,12 +38,10 @@ def fit_decode(points: Sequence[DecodePoint]) -> tuple[DecodeLatency, FitError]:
 
 
 def predict_prefill_s(fitted: PrefillLatency, point: PrefillPoint) -> float:
-    """Predicted seconds of the step."""
     return fitted.step_s + point.tokens * fitted.token_s + point.squared_tokens * fitted.token_squared_s
 
 
 def predict_decode_s(fitted: DecodeLatency, point: DecodePoint) -> float:
-    """Predicted seconds of the step."""
     context_tokens = point.batch * point.context_tokens
     return fitted.step_s + context_tokens * fitted.context_token_s + point.batch * fitted.request_s
 

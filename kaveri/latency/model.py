@@ -110,7 +110,6 @@ class LatencyModel:
 
 
 def bundled_latency_models() -> tuple[str, ...]:
-    """Names of the bundled models."""
     return tuple(sorted(path.stem for path in _BUNDLED.glob("*.json")))
 
 

@@ -20,7 +20,6 @@ _FOLDER = Path(__file__).parent / "bundled"
 
 
 def bundled_names(table: str) -> tuple[str, ...]:
-    """Return the names of a bundled table's entries."""
     return tuple(tomllib.loads((_FOLDER / f"{table}.toml").read_text()))
 
 

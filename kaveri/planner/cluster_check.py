@@ -50,12 +50,10 @@ class PlannedCluster:
 
     @property
     def gpus(self) -> int:
-        """Total number of GPUs."""
         prefill, decode = self.prefill.parallelism, self.decode.parallelism
         return self.prefill_count * prefill.gpus + self.decode_count * decode.gpus
 
     def spec(self, seed: int, failures: FailureSpec) -> ClusterSpec:
-        """Return the simulator's spec."""
         question, hardware = self.question, self.question.hardware
         is_in_node = question.same_node or self.gpus <= hardware.gpus_per_node
         speed = hardware.link_in_node if is_in_node else hardware.link_between_nodes
@@ -77,7 +75,6 @@ class PlannedCluster:
 
     @property
     def replicates(self) -> bool:
-        """True if there are copies."""
         return self.question.replication is not ReplicationMode.OFF
 
     def attainment(self, died: Sequence[str] = ()) -> Attainment:

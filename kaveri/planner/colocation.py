@@ -40,7 +40,6 @@ class ColocatedPlan:
 
     @property
     def gpus(self) -> int:
-        """Total number of GPUs."""
         return self.count * self.parallelism.gpus
 
 
@@ -79,7 +78,6 @@ def colocated_spec(question: PlanQuestion, step: StepLatency, total_blocks: int)
 
 
 def colocated_attainment(question: PlanQuestion, spec: BaselineSpec, count: int) -> Attainment:
-    """Return the attainment of `count` instances."""
     runs = [_run(question, spec, count, seed) for seed in _seeds(question)]
     return attainment_of(runs, question.slo, question.attain)
 

@@ -85,10 +85,7 @@ def judge_decode(
     """Return the verdict, once it is certain, on whether a share of at least `target` has a TPOT of at most tpot_s."""
     prefill = PrefillSpec(
         engine=PoolSpec(
-            latency=NO_TIME,
-            total_blocks=_ROOMY_BLOCKS,
-            chunk_tokens=1 << 30,
-            max_model_len=pool.max_model_len,
+            latency=NO_TIME, total_blocks=_ROOMY_BLOCKS, chunk_tokens=1 << 30, max_model_len=pool.max_model_len
         ),
         max_queue=len(requests),
     )

@@ -33,7 +33,6 @@ class ExpectedLoad:
     from a random one on; a mean gap after the last comes the first. Empty: lengths and gaps are drawn."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError, naming the flag, its value and the limit."""
         if not self.lengths:
             raise ConfigError("--trace", "has no requests")
         for flag, value in (("--rate", self.rate_per_s), ("--burstiness", self.burstiness)):

@@ -3,11 +3,9 @@
 Where the link between machines is slow, KV must not cross it. KV goes only between the same layers of both phases, so
 the layers are divided into as many segments as the unit has machines, and machine k holds segment k of each instance
 (arXiv 2401.09670, section 4.2: "colocating prefill and decoding segments of the same stage within a single node").
-Within its machine a segment has the TP of its phase, and PP / machines stages: "Inside a node, we set the same
-parallelism and resource allocation for segments of the same instance", and algorithm 2's get_intra_node_configs lists
-those of each phase. So the machines must divide both PP, and PP itself may differ: with m machines, and one instance of
-each phase, TP_p PP_p / m + TP_d PP_d / m GPUs must be in one machine. The authors' simulator (search_configs.py of
-LLMServe/DistServe) accepts the same pairs.
+A segment has the TP of its phase, and PP / machines stages. The machines must divide both PP, and PP itself may differ:
+with m machines, and one instance of each phase, TP_p PP_p / m + TP_d PP_d / m GPUs must be in one machine. The authors'
+simulator (search_configs.py of LLMServe/DistServe) accepts the same pairs.
 """
 
 import math
@@ -31,17 +29,13 @@ class NodeUnit:
 
     @property
     def gpus(self) -> int:
-        """GPUs of the whole unit."""
         prefill, decode = self.prefill.parallelism, self.decode.parallelism
         return self.prefill_count * prefill.gpus + self.decode_count * decode.gpus
 
     @property
     def goodput_per_s(self) -> float:
         """Goodput of the slower phase. Each phase was searched by itself."""
-        return min(
-            self.prefill_count * self.prefill.goodput_per_s,
-            self.decode_count * self.decode.goodput_per_s,
-        )
+        return min(self.prefill_count * self.prefill.goodput_per_s, self.decode_count * self.decode.goodput_per_s)
 
     def count(self, rate_per_s: float) -> int:
         """Return how many units carry the rate."""

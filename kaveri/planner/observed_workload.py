@@ -1,13 +1,11 @@
 """The recent workload of a cluster, as the workload to plan for. Pure.
 
 DistServe replans from observations (arXiv 2401.09670, section 4.3): here the rate and the bursts of arrivals, and the
-lengths of whole answers. Requests that still run are left out, and so are those that were cut short; both are counted.
-In a steady stream the requests that ended last have the lengths of all; soon after a start, short answers are
-over-represented, and the requests that still run show it.
+lengths of whole answers. Running requests and those cut short are only counted. Soon after a start, short answers are
+over-represented, and the running requests show it.
 
-A pause cannot be distinguished from a burst: one long gap among short ones has the variance of heavy bursts. So a
-burstiness above MOST_BURSTINESS is not planned for unless it is given. Arrivals may also be used as recorded, pauses
-and all. The mapping of answers to arrivals is unknown: lengths are drawn.
+A pause cannot be distinguished from heavy bursts, so a burstiness above MOST_BURSTINESS is not planned for unless it is
+given. Arrivals may also be used as recorded. The mapping of answers to arrivals is unknown: lengths are drawn.
 """
 
 import itertools
@@ -71,12 +69,10 @@ class ObservedWorkload:
 
     @property
     def arrival_count(self) -> int:
-        """Arrivals in the period."""
         return len(self.arrivals_s)
 
     @property
     def rate_per_s(self) -> float:
-        """Arrivals per second."""
         return self.arrival_count / self.period_s
 
     @property

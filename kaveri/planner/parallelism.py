@@ -22,7 +22,6 @@ class Parallelism:
 
     @property
     def gpus(self) -> int:
-        """GPUs of one instance."""
         return self.tp * self.pp
 
     def __str__(self) -> str:

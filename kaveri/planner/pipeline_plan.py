@@ -55,7 +55,6 @@ class PipelineQuestion:
     """Bound of each simulation, which ends earlier when its interval is narrow."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError, naming the flag, its value and the limit."""
         for flag, value in (("--machines", self.machines), ("--gpus-per-machine", self.gpus_per_machine)):
             if value < 1:
                 raise ConfigError(flag, f"is {value}; it must be at least 1")
@@ -101,7 +100,6 @@ class Scheme:
 
     @property
     def requests_per_s(self) -> float:
-        """Steady rate."""
         return 1 / self.request_s
 
     @property
@@ -111,7 +109,6 @@ class Scheme:
 
     @property
     def machines(self) -> int:
-        """Number of machines used."""
         return self.pipelines * self.depth + self.prompt_depth
 
 

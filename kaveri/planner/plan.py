@@ -84,11 +84,7 @@ def plan(question: PlanQuestion) -> ClusterPlan:
         prefill, decode = cheapest(prefill_options, rate), cheapest(decode_options, rate)
         prefill_count, decode_count = instances(prefill, rate), instances(decode, rate)
     cluster = PlannedCluster(
-        question=question,
-        prefill=prefill,
-        prefill_count=prefill_count,
-        decode=decode,
-        decode_count=decode_count,
+        question=question, prefill=prefill, prefill_count=prefill_count, decode=decode, decode_count=decode_count
     )
     tried: list[SimulatedCluster] = []
     while True:
@@ -145,17 +141,9 @@ def search(question: PlanQuestion) -> tuple[tuple[PhaseOption, ...], tuple[Phase
         raise ConfigError("--gpus", reason)
     degrees = sorted({one.tp for some in candidates for one in some})
     steps = read_step_latencies(question.profiles, model, hardware, degrees)
-    prefill = search_each(
-        question,
-        candidates[0],
-        lambda one: search_prefill(question, one, steps[one.tp]),
-    )
+    prefill = search_each(question, candidates[0], lambda one: search_prefill(question, one, steps[one.tp]))
     _require_possible_slo(prefill, "--slo-ttft-s", question.slo_ttft_s, question.attain)
-    decode = search_each(
-        question,
-        candidates[1],
-        lambda one: search_decode(question, one, steps[one.tp]),
-    )
+    decode = search_each(question, candidates[1], lambda one: search_decode(question, one, steps[one.tp]))
     _require_possible_slo(decode, "--slo-tpot-s", question.slo_tpot_s, question.attain)
     return prefill, decode
 

@@ -42,7 +42,6 @@ def to_toml(plan: ClusterPlan, latency_files: dict[str, str]) -> str:
 
 
 def to_json(plan: ClusterPlan) -> dict[str, Any]:
-    """Return all findings as JSON."""
     cluster, question = plan.cluster, plan.question
     return {
         "model": question.model.name,
@@ -52,8 +51,8 @@ def to_json(plan: ClusterPlan) -> dict[str, Any]:
         "slo": {"ttft_s": question.slo_ttft_s, "tpot_s": question.slo_tpot_s, "attain": question.attain},
         "gpus": cluster.gpus,
         "price_per_hour": plan.price_per_hour,
-        "prefill": _chosen(cluster.prefill, cluster.prefill_count),
-        "decode": _chosen(cluster.decode, cluster.decode_count),
+        "prefill": {"instances": cluster.prefill_count, **_option(cluster.prefill)},
+        "decode": {"instances": cluster.decode_count, **_option(cluster.decode)},
         "is_estimate": plan.is_estimate,
         "attainment": asdict(plan.attainment),
         "binds": plan.binds,
@@ -111,7 +110,6 @@ def summary_lines(plan: ClusterPlan) -> list[str]:
 
 
 def interval_text(attainment: Attainment) -> str:
-    """Format a share and its interval."""
     return f"{attainment.mean:.1%} (95 % interval {attainment.low:.1%} to {attainment.high:.1%})"
 
 
@@ -148,10 +146,6 @@ def _point_line(one: SimulatedCluster) -> str:
 
 def _parallel(parallelism: Parallelism) -> list[int]:
     return [parallelism.tp, parallelism.pp]
-
-
-def _chosen(option: PhaseOption, count: int) -> dict[str, Any]:
-    return {"instances": count, **_option(option)}
 
 
 def _option(option: PhaseOption) -> dict[str, Any]:

@@ -44,7 +44,6 @@ class PlanQuestion:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ConfigError, naming the flag, its value and the limit."""
         for flag, value in (("--slo-ttft-s", self.slo_ttft_s), ("--slo-tpot-s", self.slo_tpot_s)):
             if not 0 < value < math.inf:
                 raise ConfigError(flag, f"is {value:g}; it must be a number of seconds above 0")
@@ -66,5 +65,4 @@ class PlanQuestion:
 
     @property
     def slo(self) -> Slo:
-        """Both limits."""
         return Slo(self.slo_ttft_s, self.slo_tpot_s)

@@ -10,11 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kaveri.errors import ConfigError
-from kaveri.latency.model import (
-    LatencyModel,
-    bundled_latency_models,
-    load_latency_model,
-)
+from kaveri.latency.model import LatencyModel, bundled_latency_models, load_latency_model
 from kaveri.latency.profile import read_profile
 from kaveri.latency.saturation import find_saturation
 from kaveri.planner.bundled_table import bundled_names

@@ -47,12 +47,10 @@ class RunningCluster:
 
     @property
     def gpus(self) -> int:
-        """Total number of GPUs."""
         return sum(some.count * some.tp for some in (self.prefill, self.decode, self.colocated) if some is not None)
 
     @property
     def counts(self) -> str:
-        """Describe the counts in words."""
         if self.colocated is not None:
             return f"{self.colocated.count} of both phases x TP {self.colocated.tp}"
         named = (("prefill", self.prefill), ("decode", self.decode))

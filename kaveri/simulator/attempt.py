@@ -1,17 +1,18 @@
 """One request of a simulation, and one placement of it. Pure."""
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kaveri.domain.length import TokenRange
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.policy.retry import RetryState
+from kaveri.policy.room_search import PlaceSearch
 from kaveri.simulator.sequence import CountedSequence
 
 if TYPE_CHECKING:
     from kaveri.simulator.decode import DecodeSide
-    from kaveri.simulator.prefill import SimulatedPrefill
+    from kaveri.simulator.prefill import SeekingRequest, SimulatedPrefill
 
 
 _NO_SETBACK = RetryState()
@@ -74,57 +75,47 @@ class SimulatedRequest:
     """Cost of losses; None: no instance was lost."""
 
 
+@dataclass(slots=True)
+class KvPush:
+    """Progress of a push. KV is sent layer by layer while its step computes."""
+
+    since_s: float
+    tokens: int = 0
+    """Tokens that link_free_s covers."""
+    link_free_s: float = 0.0
+    """Time at which the link has sent their KV."""
+
+
+@dataclass(slots=True, eq=False)
 class SimulatedAttempt:
     """One placement of a request on a prefill instance, through to its end. Hashed by identity."""
 
-    __slots__ = (
-        "arrived_s",
-        "decode",
-        "first_token_s",
-        "generated",
-        "heavy",
-        "is_over",
-        "key",
-        "landed_s",
-        "link_free_s",
-        "place_search",
-        "prefill",
-        "prefill_s",
-        "pushed_tokens",
-        "pushing_since_s",
-        "queue_s",
-        "replica",
-        "request",
-        "resumed_from",
-        "seeking",
-        "sequence",
-        "started_s",
-        "token_count",
-    )
+    request: SimulatedRequest
+    prefill: "SimulatedPrefill"
+    key: str = field(init=False)
+    generated: int = field(init=False)
+    token_count: int = field(init=False)
+    """Tokens to compute. The policies' Prompt."""
+    is_over: bool = False
+    decode: "DecodeSide | None" = None
+    sequence: CountedSequence | None = None
+    """Its sequence at prefill."""
+    seeking: "SeekingRequest | None" = None
+    place_search: PlaceSearch | None = None
+    heavy: bool = False
+    arrived_s: float = -1.0
+    started_s: float = -1.0
+    first_token_s: float = -1.0
+    landed_s: float = -1.0
+    push: KvPush | None = None
+    replica: ReplicaLocation | None = None
+    """Copy from which it can be resumed after the loss of its instance."""
+    resumed_from: "SimulatedAttempt | None" = None
+    """The attempt that prefill computed, if this one was resumed from a copy."""
 
-    def __init__(self, request: SimulatedRequest, prefill: "SimulatedPrefill") -> None:
+    def __post_init__(self) -> None:
+        request = self.request
         request.attempt_count += 1
-        self.request = request
-        self.prefill = prefill
         self.key = f"{request.number}.{request.attempt_count}"
         self.generated = request.generated
         self.token_count = request.prompt_tokens + request.generated
-        """Tokens to compute. The policies' Prompt."""
-        self.is_over = False
-        self.decode: DecodeSide | None = None
-        self.sequence: CountedSequence | None = None
-        """Its sequence at prefill."""
-        self.seeking: Any = None
-        self.place_search: Any = None
-        self.heavy = False
-        self.arrived_s = self.started_s = self.first_token_s = self.landed_s = -1.0
-        self.queue_s = self.prefill_s = 0.0
-        self.pushing_since_s = -1.0
-        self.pushed_tokens = 0
-        """Pushed tokens that link_free_s covers."""
-        self.link_free_s = 0.0
-        """Time at which the link has sent their KV."""
-        self.replica: ReplicaLocation | None = None
-        """Copy from which it can be resumed after the loss of its instance."""
-        self.resumed_from: SimulatedAttempt | None = None
-        """The attempt that prefill computed, if this one was resumed from a copy."""

@@ -39,7 +39,6 @@ class BaselineSpec:
     computed again."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError, naming the field, its value and the limit."""
         for name in ("total_blocks", "block_tokens", "max_batch", "step_tokens", "step_prompts"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, f"is {getattr(self, name)}; it must be at least 1")
@@ -47,30 +46,43 @@ class BaselineSpec:
             raise ConfigError("swap_token_s", f"is {self.swap_token_s!r}; it must be a number of at least 0")
 
 
+@dataclass(slots=True, eq=False)
 class _BaselineRequest:
-    """A request at the instance."""
+    """A request at the instance. Compared by identity."""
 
-    __slots__ = ("blocks", "computed", "drawn", "last_s", "number", "output", "prompt")
-
-    def __init__(self, number: int, prompt: int, output: int) -> None:
-        self.number = number
-        self.prompt = prompt
-        self.output = output
-        self.drawn = 0
-        self.computed = 0
-        """Tokens whose KV is computed."""
-        self.blocks = 0
-        self.last_s = math.nan
+    number: int
+    prompt: int
+    output: int
+    drawn: int = 0
+    computed: int = 0
+    """Tokens whose KV is computed."""
+    blocks: int = 0
+    last_s: float = math.nan
 
     @property
     def tokens(self) -> int:
-        """Tokens of prompt and answer so far."""
         return self.prompt + self.drawn
 
     @property
     def pending(self) -> int:
         """Tokens to compute before the next one is drawn."""
         return self.tokens - self.computed
+
+
+class _Results:
+    """Times, gaps and preemptions of an instance's requests."""
+
+    def __init__(self, count: int) -> None:
+        self.first_s = array("d", [math.nan]) * count
+        self.last_s = array("d", [math.nan]) * count
+        self.gaps_s = array("d")
+        self.gap_counts = array("q")
+        self.preemptions = 0
+
+    def gap(self, gap_s: float, count: int) -> None:
+        """Record `count` tokens that have followed another one after gap_s."""
+        self.gaps_s.append(gap_s)
+        self.gap_counts.append(count)
 
 
 class BaselineRun:
@@ -82,7 +94,6 @@ class BaselineRun:
         self.attempts = [1] * len(columns.due_s)
 
     def columns(self) -> RunColumns:
-        """Input of kaveri.workload.summary."""
         return self._columns
 
     def reason(self, number: int) -> str:
@@ -106,7 +117,6 @@ def baseline_of(cluster: ClusterSpec, rule: BaselineRule) -> BaselineSpec:
 
 
 def baseline_ids(count: int) -> tuple[str, ...]:
-    """Return the ids of `count` instances."""
     return tuple(f"baseline-{number}" for number in range(count))
 
 
@@ -124,7 +134,7 @@ def simulate_baseline(spec: BaselineSpec, requests: Sequence[PlannedRequest], co
         instance.run()
     first_s, last_s = np.empty(len(requests)), np.empty(len(requests))
     for number, instance in enumerate(instances):
-        first_s[number::count], last_s[number::count] = instance.first_s, instance.last_s
+        first_s[number::count], last_s[number::count] = instance.results.first_s, instance.results.last_s
     due_s = np.array([one.arrival_s for one in requests])
     output = np.array([one.lengths.output_tokens for one in requests])
     placed = np.arange(len(requests)) % count
@@ -143,10 +153,10 @@ def simulate_baseline(spec: BaselineSpec, requests: Sequence[PlannedRequest], co
         decode_instance=placed,
         instance_ids=baseline_ids(count),
         duration_s=float(last_s.max()),
-        gaps_s=np.concatenate([np.array(one.gaps_s) for one in instances]),
-        gap_counts=np.concatenate([np.array(one.gap_counts, dtype=np.int64) for one in instances]),
+        gaps_s=np.concatenate([np.array(one.results.gaps_s) for one in instances]),
+        gap_counts=np.concatenate([np.array(one.results.gap_counts, dtype=np.int64) for one in instances]),
     )
-    return BaselineRun(columns, sum(one.preemptions for one in instances))
+    return BaselineRun(columns, sum(one.results.preemptions for one in instances))
 
 
 class _BaselineInstance:
@@ -166,15 +176,9 @@ class _BaselineInstance:
         """Admitted, and not computed completely."""
         self._running: list[_BaselineRequest] = []
         self._swapped: deque[_BaselineRequest] = deque()
-        missing = array("d", [math.nan]) * len(requests)
-        self.first_s = array("d", missing)
-        self.last_s = array("d", missing)
-        self.gaps_s = array("d")
-        self.gap_counts = array("q")
-        self.preemptions = 0
+        self.results = _Results(len(requests))
 
     def run(self) -> None:
-        """See simulate_baseline()."""
         while self._has_work() or self._arrived < len(self._requests):
             if not self._has_work():
                 self._now_s = max(self._now_s, self._requests[self._arrived].arrival_s)
@@ -212,15 +216,6 @@ class _BaselineInstance:
         else:
             self._decode()
 
-    def _admit(self, one: _BaselineRequest) -> bool:
-        """Take the blocks of all its tokens and the next one. False: there are too few."""
-        wanted = self._block_count(one.tokens + 1)
-        if wanted > self._free:
-            return False
-        self._free -= wanted
-        one.blocks = wanted
-        return True
-
     def _whole_prompts(self) -> list[_BaselineRequest]:
         """Return the prompts of a step, first come, first served; none while a request is in host memory."""
         spec, taken = self._spec, list[_BaselineRequest]()
@@ -228,7 +223,7 @@ class _BaselineInstance:
         while self._waiting and not self._swapped and len(taken) < spec.step_prompts:
             one = self._waiting[0]
             is_full = len(self._running) + len(taken) >= spec.max_batch
-            if is_full or (taken and tokens + one.pending > spec.step_tokens) or not self._admit(one):
+            if is_full or (taken and tokens + one.pending > spec.step_tokens) or not self._take(one, one.tokens + 1):
                 break
             tokens += one.pending
             taken.append(self._waiting.popleft())
@@ -239,11 +234,8 @@ class _BaselineInstance:
         taken = list[_BaselineRequest]()
         while self._waiting and len(taken) < self._spec.max_batch:
             one = self._waiting[0]
-            wanted = self._block_count(one.prompt + one.output)
-            if wanted > self._free:
+            if not self._take(one, one.prompt + one.output):
                 break
-            self._free -= wanted
-            one.blocks = wanted
             taken.append(self._waiting.popleft())
         return taken
 
@@ -251,7 +243,7 @@ class _BaselineInstance:
         spec = self._spec
         self._swap_in()
         while self._waiting and not self._swapped and len(self._running) + len(self._prefilling) < spec.max_batch:
-            if not self._admit(self._waiting[0]):
+            if not self._take(self._waiting[0], self._waiting[0].tokens + 1):
                 break
             self._prefilling.append(self._waiting.popleft())
         if not self._prefilling:
@@ -287,9 +279,9 @@ class _BaselineInstance:
         one.computed = one.tokens
         one.drawn += 1
         if one.drawn == 1:
-            self.first_s[one.number] = self._now_s
+            self.results.first_s[one.number] = self._now_s
         else:
-            self._note_gap(self._now_s - one.last_s, 1)
+            self.results.gap(self._now_s - one.last_s, 1)
         one.last_s = self._now_s
         if one.drawn == one.output:
             self._end(one)
@@ -327,25 +319,24 @@ class _BaselineInstance:
         """Record that the running requests have drawn a token in each step. rest_s: of the steps after the first."""
         first_end_s = self._now_s - rest_s
         if steps > 1:
-            self._note_gap(rest_s / (steps - 1), (steps - 1) * len(self._running))
+            self.results.gap(rest_s / (steps - 1), (steps - 1) * len(self._running))
         ended = False
         for one in self._running:
-            self._note_gap(first_end_s - one.last_s, 1)
+            self.results.gap(first_end_s - one.last_s, 1)
             one.last_s = self._now_s
             one.drawn += steps
             one.computed += steps
             ended = ended or one.drawn == one.output
             if steps > 1:
-                self._take_blocks(one, one.tokens)
+                self._take(one, one.tokens)
         if ended:
             for one in [one for one in self._running if one.drawn == one.output]:
                 self._running.remove(one)
                 self._end(one)
 
     def _end(self, one: _BaselineRequest) -> None:
-        self.last_s[one.number] = self._now_s
-        self._free += one.blocks
-        one.blocks = 0
+        self.results.last_s[one.number] = self._now_s
+        self._release(one)
 
     # Blocks.
 
@@ -356,34 +347,36 @@ class _BaselineInstance:
         """Return the blocks that the running requests need for this many more tokens each."""
         return sum(max(0, self._block_count(one.tokens + steps) - one.blocks) for one in self._running)
 
-    def _take_blocks(self, one: _BaselineRequest, tokens: int) -> None:
+    def _take(self, one: _BaselineRequest, tokens: int) -> bool:
+        """Take the blocks that it lacks for this many tokens. False: there are too few."""
         more = max(0, self._block_count(tokens) - one.blocks)
+        if more > self._free:
+            return False
         one.blocks += more
         self._free -= more
+        return True
+
+    def _release(self, one: _BaselineRequest) -> None:
+        self._free += one.blocks
+        one.blocks = 0
 
     def _grow(self) -> None:
         """Give each running request a block for its next token; the latest give theirs up if need be."""
         index = 0
         while index < len(self._running):
             one = self._running[index]
-            more = max(0, self._block_count(one.tokens + 1) - one.blocks)
-            if more > self._free:
-                if self._prefilling and not self._prefilling[-1].computed:
-                    victim = self._prefilling.pop()
-                    self._free += victim.blocks
-                    victim.blocks = 0
-                    self._waiting.appendleft(victim)
-                else:
-                    self._preempt(self._running.pop())
-                continue
-            one.blocks += more
-            self._free -= more
-            index += 1
+            if self._take(one, one.tokens + 1):
+                index += 1
+            elif self._prefilling and not self._prefilling[-1].computed:
+                victim = self._prefilling.pop()
+                self._release(victim)
+                self._waiting.appendleft(victim)
+            else:
+                self._preempt(self._running.pop())
 
     def _preempt(self, one: _BaselineRequest) -> None:
-        self.preemptions += 1
-        self._free += one.blocks
-        one.blocks = 0
+        self.results.preemptions += 1
+        self._release(one)
         if self._spec.swap_token_s is None:
             one.computed = 0
             self._waiting.appendleft(one)
@@ -395,11 +388,8 @@ class _BaselineInstance:
         while self._swapped and len(self._running) < self._spec.max_batch:
             one = self._swapped[0]
             # A spare block for each running request, or it would be preempted again at once.
-            if self._block_count(one.tokens + 1) + len(self._running) > self._free or not self._admit(one):
+            if self._block_count(one.tokens + 1) + len(self._running) > self._free:
                 break
+            self._take(one, one.tokens + 1)
             self._now_s += one.computed * (self._spec.swap_token_s or 0.0)
             self._running.append(self._swapped.popleft())
-
-    def _note_gap(self, gap_s: float, count: int) -> None:
-        self.gaps_s.append(gap_s)
-        self.gap_counts.append(count)

@@ -4,56 +4,20 @@ It mirrors services/instance around services/prefill and services/decode: prompt
 the admission policy keeps for answers, and a computed prompt is adopted at once, without a push.
 """
 
-import random
-from typing import TYPE_CHECKING
-
-from kaveri.domain.view import InstanceRecord
 from kaveri.policy.prompt_queue import prompt_fits
 from kaveri.simulator.attempt import SimulatedAttempt
 from kaveri.simulator.decode import DecodeSide
 from kaveri.simulator.member import SimulatedLoad
 from kaveri.simulator.prefill import SimulatedPrefill
 from kaveri.simulator.sequence import CountedSequence
-from kaveri.simulator.spec import ClusterSpec
-from kaveri.simulator.timeline import Timeline
-
-if TYPE_CHECKING:
-    from kaveri.simulator.router import SimulatedRouter
 
 
 class SimulatedColocated(DecodeSide, SimulatedPrefill):
     """A prefill instance whose engine also decodes. It never asks for room elsewhere."""
 
-    def __init__(
-        self,
-        timeline: Timeline,
-        spec: ClusterSpec,
-        record: InstanceRecord,
-        first_beat_s: float,
-        router: "SimulatedRouter",
-        rng: random.Random,
-    ) -> None:
-        DecodeSide.__init__(self, timeline, spec, record, router)
-        SimulatedPrefill.__init__(self, timeline, spec, record, first_beat_s, router, rng, self.engine)
-
     def accept(self, attempt: SimulatedAttempt) -> None:
         self.touch()
         super().accept(attempt)
-
-    def die(self) -> None:
-        """Kill the process. Its decoding requests go on elsewhere."""
-        self.touch()
-        if self.copies is not None:
-            self.copies.die()
-        for sequence in self._decoding.values():
-            sequence.owner.sequence = None
-            self._lose(sequence)
-        self._decoding.clear()
-        super().die()
-
-    def is_empty(self) -> bool:
-        has_copies = self.copies is not None and not self.copies.is_empty()
-        return super().is_empty() and not self._decoding and not has_copies
 
     def _submit_again(self, _: None) -> None:
         self.touch()
@@ -65,7 +29,7 @@ class SimulatedColocated(DecodeSide, SimulatedPrefill):
         first = next(iter(computing), None)
         kept = self._batch.kept_blocks(self._timeline.now_s, None if first is None else self._member_of(first))
         counts = (other.token_count for other in computing)
-        block_tokens = self._spec.prefill.engine.block_tokens
+        block_tokens = self.pool.block_tokens
         return prompt_fits(attempt.token_count, counts, kept, self.engine.free_blocks, block_tokens)
 
     def _begin_search(self, attempt: SimulatedAttempt) -> None:
@@ -77,7 +41,7 @@ class SimulatedColocated(DecodeSide, SimulatedPrefill):
         number = sequence.number
         self._live.discard(attempt)
         attempt.decode = self
-        attempt.pushing_since_s = attempt.landed_s = now_s
+        attempt.landed_s = now_s
         self._batch.expect(number, self._member_of(attempt), now_s)
         self._decoding[number] = sequence
         self._heavy_count += attempt.heavy
@@ -102,6 +66,4 @@ class SimulatedColocated(DecodeSide, SimulatedPrefill):
 
     def _load_at(self, time_s: float, sequence_number: int) -> SimulatedLoad:
         # As kaveri.hosting.served_phases combines the loads of both sides.
-        queue, waiting = self._queue, self._waiting_count
-        running = len(self._live) - waiting
-        return self._decode_load(time_s, sequence_number, waiting, running, queue.queued_tokens, queue.room)
+        return self._decode_load(time_s, SimulatedPrefill._load_at(self, time_s, sequence_number))

@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from kaveri.domain.view import InstanceRecord
 from kaveri.engine.stepwise.sequence import SequencePhase
 from kaveri.errors import InvalidArgument, KaveriError, Unavailable
-from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.admission import DecodeBatch, expected_answer, member_of
 from kaveri.policy.decode_room import DecodeRoom, FreeRoom
 from kaveri.policy.growth import BatchMember
 from kaveri.simulator.attempt import SimulatedAttempt
 from kaveri.simulator.copies import InstanceCopies
-from kaveri.simulator.engine import CountedEngine, EngineListener
-from kaveri.simulator.member import BeatingMember, SimulatedLoad
+from kaveri.simulator.instance import SimulatedInstance
+from kaveri.simulator.member import SimulatedLoad
 from kaveri.simulator.sequence import CountedSequence
-from kaveri.simulator.spec import ClusterSpec
-from kaveri.simulator.timeline import Timeline
 
 if TYPE_CHECKING:
     from kaveri.simulator.router import SimulatedRouter
@@ -34,31 +31,33 @@ _COUNTED = BatchMember(0)
 """Member of a batch whose policy only counts its members."""
 
 
-class DecodeSide(EngineListener):
+class DecodeSide(SimulatedInstance):
     """The decoding requests of an instance, and their copies. Sequences are owned by their attempts."""
 
-    member: BeatingMember
-
-    def __init__(
-        self, timeline: Timeline, spec: ClusterSpec, record: InstanceRecord, router: "SimulatedRouter"
-    ) -> None:
-        pool, layout = spec.decode.engine, record.layout
-        assert isinstance(layout, KvLayout)
-        self._timeline = timeline
-        self._spec = spec
-        self._router = router
-        self._batch = DecodeBatch(spec.decode.decode_policy, pool.block_tokens, pool.max_batch)
-        self.room = DecodeRoom(pool.total_blocks, pool.block_tokens, self._batch)
+    def __init__(self, router: "SimulatedRouter", record: InstanceRecord) -> None:
+        super().__init__(router, record)
+        self._batch = DecodeBatch(self._spec.decode.decode_policy, self.pool.block_tokens, self.pool.max_batch)
+        self.room = DecodeRoom(self.pool.total_blocks, self.pool.block_tokens, self._batch)
         self._keeps_blocks = self._batch.keeps_blocks
         self._gaps = router.table.gaps
-        self.engine = CountedEngine(timeline, pool, layout, spec.overheads, self)
-        self._serial = 0
         self._decoding: dict[int, CountedSequence] = {}
         """Sequences by number: reserved, waiting for the batch, or in it."""
         self._preemptions: Counter[int] = Counter()
         self._heavy_count = 0
-        self.is_dead = False
-        self.copies = InstanceCopies(timeline, spec, record, self, router) if spec.decode.copies.is_on else None
+        self.copies = InstanceCopies(router, self) if self._spec.decode.copies.is_on else None
+
+    def die(self) -> None:
+        self.touch()
+        if self.copies is not None:
+            self.copies.die()
+        for sequence in self._decoding.values():
+            self._lose(sequence)
+        self._decoding.clear()
+        super().die()
+
+    def is_empty(self) -> bool:
+        has_copies = self.copies is not None and not self.copies.is_empty()
+        return super().is_empty() and not self._decoding and not has_copies
 
     # Requests that are resumed from copies.
 
@@ -95,11 +94,6 @@ class DecodeSide(EngineListener):
 
     # Events of the engine.
 
-    def before_step_ends(self) -> None:
-        now_s = self._timeline.now_s
-        if now_s >= self.member.next_beat_s:
-            self.member.take_beats(now_s)
-
     def drew(self, steps: int, gap_count: int, step_s: float, resting: list[CountedSequence]) -> None:
         if self._keeps_blocks:
             self._batch.run(steps, [sequence.number for sequence in resting] if resting else ())
@@ -124,7 +118,7 @@ class DecodeSide(EngineListener):
             self.copies.owned.end(attempt)
         self._forget(sequence)
         preemptions = self._preemptions.pop(sequence.number, 0) if self._preemptions else 0
-        self._router.finished(attempt, self._timeline.now_s, sequence.first_step_s, preemptions)
+        self._router.finished(attempt, sequence.first_step_s, preemptions)
 
     def preempted(self, sequence: CountedSequence) -> None:
         self._preemptions[sequence.number] += 1
@@ -158,49 +152,37 @@ class DecodeSide(EngineListener):
         self._batch.leave(sequence.number)
 
     def _lose(self, sequence: CountedSequence) -> None:
-        """Report a decoding request of an instance that dies."""
+        """Report a request of an instance that dies."""
         attempt: SimulatedAttempt = sequence.owner
+        if attempt.landed_s < 0:
+            self._timeline.post(attempt.prefill.push_failed, sequence)
+            return
+        attempt.sequence = None
         request, now_s = attempt.request, self._timeline.now_s
         request.generated = self.engine.token_count(sequence) - request.prompt_tokens
         has_drawn = sequence.first_step_s >= 0
         request.last_token_s = min(now_s, self.engine.step_began_s) if has_drawn else attempt.first_token_s
-        self._timeline.after(self._spec.overheads.hop_s, self._router.decode_lost, attempt)
+        self._timeline.post(self._router.decode_lost, attempt)
 
     def _free_room(self) -> FreeRoom:
         return FreeRoom(self.engine.blocks.free_count, 0, self.engine.admitted_count)
 
-    def _decode_load(
-        self,
-        time_s: float,
-        sequence_number: int,
-        waiting: int,
-        running: int,
-        queued_tokens: int,
-        queue_room: int | None,
-    ) -> SimulatedLoad:
-        """Load of a heartbeat, as DecodeRoom.load(). The other arguments are of requests that do not decode."""
+    def _decode_load(self, time_s: float, others: SimulatedLoad) -> SimulatedLoad:
+        """Load of a heartbeat, as DecodeRoom.load(). others: of requests that do not decode; changed and returned."""
         engine = self.engine
         if self._keeps_blocks:
             # The policy has to know of the steps.
             engine.sync(time_s)
-        free_blocks, context_tokens = engine.room_at(time_s)
+        free_blocks, others.context_tokens = engine.room_at(time_s)
         decoding, batch_size = len(self._decoding), self._batch.running_count
-        load = SimulatedLoad(
-            sequence_number,
-            waiting + decoding - batch_size,
-            running + batch_size,
-            queued_tokens,
-            queue_room,
-            self.room.shown_blocks(FreeRoom(free_blocks, 0, engine.admitted_count), time_s),
-            engine.blocks.total,
-            context_tokens,
-            self._heavy_count,
-            decoding - self._heavy_count,
-        )
+        others.waiting_requests += decoding - batch_size
+        others.running_requests += batch_size
+        others.free_blocks = self.room.shown_blocks(FreeRoom(free_blocks, 0, engine.admitted_count), time_s)
+        others.heavy_requests, others.light_requests = self._heavy_count, decoding - self._heavy_count
         if self.copies is not None:
             held = self.copies.held
-            load.replica_free_bytes, load.replica_total_bytes = held.free_bytes, held.total_bytes
-        return load
+            others.replica_free_bytes, others.replica_total_bytes = held.free_bytes, held.total_bytes
+        return others
 
 
 class _Waiting(NamedTuple):
@@ -215,18 +197,10 @@ class _Waiting(NamedTuple):
 class SimulatedDecode(DecodeSide):
     """A decode instance. A request's reserved sequence is its room."""
 
-    def __init__(
-        self,
-        timeline: Timeline,
-        spec: ClusterSpec,
-        record: InstanceRecord,
-        first_beat_s: float,
-        router: "SimulatedRouter",
-    ) -> None:
-        super().__init__(timeline, spec, record, router)
+    def __init__(self, router: "SimulatedRouter", record: InstanceRecord) -> None:
+        super().__init__(router, record)
         self._in_line: dict[str, _Waiting] = {}
         self._looks_again = False
-        self.member = BeatingMember(timeline, record, first_beat_s, spec.heartbeat_interval_s, self._load_at)
 
     # Calls of prefill instances.
 
@@ -280,22 +254,9 @@ class SimulatedDecode(DecodeSide):
             self.copies.owned.follow(reserved.owner, reserved)
 
     def die(self) -> None:
-        """Kill the process."""
-        self.touch()
-        if self.copies is not None:
-            self.copies.die()
-        self.is_dead = True
-        self.engine.stop()
-        self.member.stop()
-        placed, in_line = list(self._decoding.values()), list(self._in_line.values())
-        self._decoding.clear()
+        super().die()
+        in_line = list(self._in_line.values())
         self._in_line.clear()
-        for sequence in placed:
-            attempt: SimulatedAttempt = sequence.owner
-            if attempt.landed_s < 0:
-                self._timeline.after(self._spec.overheads.hop_s, attempt.prefill.push_failed, sequence)
-            else:
-                self._lose(sequence)
         for waiting in in_line:
             waiting.answer(self._unreachable())
 
@@ -305,10 +266,7 @@ class SimulatedDecode(DecodeSide):
             self._give_room()
 
     def is_empty(self) -> bool:
-        """True if nothing is left here."""
-        is_whole = self.is_dead or self.engine.free_blocks == self.engine.blocks.total
-        has_copies = self.copies is not None and not self.copies.is_empty()
-        return is_whole and not self._in_line and not self._decoding and not has_copies
+        return super().is_empty() and not self._in_line
 
     def _give_room(self) -> None:
         while self._in_line:
@@ -343,7 +301,8 @@ class SimulatedDecode(DecodeSide):
         return True
 
     def _load_at(self, time_s: float, sequence_number: int) -> SimulatedLoad:
-        return self._decode_load(time_s, sequence_number, len(self._in_line), 0, 0, None)
+        in_line, total = len(self._in_line), self.pool.total_blocks
+        return self._decode_load(time_s, SimulatedLoad(sequence_number, in_line, 0, 0, None, 0, total))
 
     def _unreachable(self) -> Unavailable:
-        return Unavailable(f"{self.member.record.instance_id} cannot be reached")
+        return Unavailable(f"{self.record.instance_id} cannot be reached")

@@ -28,7 +28,6 @@ class FailureSpec:
     """Seconds from a death until the instance is back, with an empty pool. None: it does not come back."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError, naming the field, its value and the limit."""
         for name, value in (("mtbf", self.mtbf_s), ("repair", self.repair_s)):
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(name, f"is {value!r}; it must be a number of seconds above 0")

@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kaveri.domain.view import InstanceRecord
 from kaveri.errors import KaveriError, NoCapacity, Unavailable
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.replication import HeldCopy, copy_bytes, drop_first
@@ -45,17 +44,12 @@ class HeldKv:
 class HeldCopies:
     """Copies held by one incarnation of an instance, at most one of each request."""
 
-    def __init__(
-        self, timeline: Timeline, spec: CopySpec, record: InstanceRecord, instance: "DecodeSide", hop_s: float
-    ) -> None:
-        layout = record.layout
-        assert isinstance(layout, KvLayout)
-        self.record = record
+    def __init__(self, timeline: Timeline, spec: CopySpec, instance: "DecodeSide", layout: KvLayout) -> None:
+        self.record = instance.record
         self._instance = instance
         self._timeline = timeline
         self._spec = spec
         self._layout = layout
-        self._hop_s = hop_s
         self._held: dict[int, HeldKv] = {}
         self._free_blocks = spec.replica_blocks
         self._starved: dict[HeldKv, None] = {}
@@ -63,12 +57,10 @@ class HeldCopies:
 
     @property
     def free_bytes(self) -> int:
-        """Free memory for copies."""
         return self._free_blocks * self._block_bytes
 
     @property
     def total_bytes(self) -> int:
-        """Total memory for copies."""
         return self._spec.replica_blocks * self._block_bytes
 
     @property
@@ -87,8 +79,11 @@ class HeldCopies:
         blocks = needed_bytes // self._block_bytes
         # Copies that wait for a block have priority for the next free one.
         if self._starved or blocks > self._free_blocks:
-            growing = (held for held in self._held.values() if held.is_growing)
-            copies = (HeldCopy(held, self._tokens(held), held.blocks * self._block_bytes) for held in growing)
+            copies = (
+                HeldCopy(held, held.blocks * self._layout.block_tokens, held.blocks * self._block_bytes)
+                for held in self._held.values()
+                if held.is_growing
+            )
             dropped = drop_first(copies, token_count, self.free_bytes, needed_bytes)
             for held in dropped or ():
                 self.drop(held)
@@ -131,7 +126,6 @@ class HeldCopies:
         self._timeline.after(self._spec.orphan_grace_s, self.drop, held)
 
     def find(self, number: int) -> HeldKv | None:
-        """Return the copy of a request."""
         return self._held.get(number)
 
     def usable_tokens(self, held: HeldKv, context_tokens: int) -> int:
@@ -149,7 +143,7 @@ class HeldCopies:
         self._free_blocks += held.blocks
         del self._held[held.number]
         if held.is_growing:
-            self._timeline.after(self._hop_s, held.owner.copy_lost, held)
+            self._timeline.post(held.owner.copy_lost, held)
 
     def die(self) -> None:
         """Kill the process: all copies are lost."""
@@ -158,12 +152,8 @@ class HeldCopies:
             self.drop(held)
 
     def is_empty(self) -> bool:
-        """True if nothing is held, and all memory is free."""
         return not self._held and not self._starved and self._free_blocks == self._spec.replica_blocks
 
     def _touch(self) -> None:
         """Record the last heartbeat before the load is changed."""
         self._instance.member.take_beats(self._timeline.now_s)
-
-    def _tokens(self, held: HeldKv) -> int:
-        return held.blocks * self._layout.block_tokens

@@ -32,14 +32,13 @@ class SimulatedLoad:
     queue_room: int | None
     free_blocks: int
     total_blocks: int
-    context_tokens: int
-    heavy_requests: int
-    light_requests: int
+    context_tokens: int = 0
+    heavy_requests: int = 0
+    light_requests: int = 0
     replica_free_bytes: int = 0
     replica_total_bytes: int = 0
 
     def numbered(self, sequence_number: int) -> "SimulatedLoad":
-        """Return the same load with another number."""
         return SimulatedLoad(
             sequence_number,
             self.waiting_requests,
@@ -97,7 +96,6 @@ class BeatingMember:
         return self._timeline.now_s - beat_s
 
     def stop(self) -> None:
-        """Stop the heartbeats."""
         self.take_beats(self._timeline.now_s)
         self.last_beat_s = self.next_beat_s - self._interval_s
         self.next_beat_s = float("inf")
@@ -138,6 +136,8 @@ class Broadcasts:
         """Broadcasts until none_before_s, except those that last() has not computed."""
         self.none_before_s = 0.0
         """Time before which there is no other one."""
+        self.scheduled_s = -1.0
+        """Time of the next one that is an event; in the past: none is."""
 
     def last(self) -> tuple[float, int]:
         """Return the time of the last one, and its number."""
@@ -155,6 +155,7 @@ class Broadcasts:
 
     def make(self) -> None:
         """Make one at once; the next is due an interval later."""
+        self.scheduled_s = -1.0
         self.last()
         if self.timeline.now_s > self._last_s:
             self._last_s = self.timeline.now_s

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from kaveri.domain.view import ClusterView, InstanceRecord, ViewedInstance
 from kaveri.engine.stepwise.sequence import SequencePhase
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, Unavailable
-from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.prompt_queue import PromptQueue
 from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.room_search import (
@@ -32,13 +31,11 @@ from kaveri.policy.waits import (
     ROOM_PATIENCE_S,
     ROOM_REST_WHEN_FAILED_S,
 )
-from kaveri.simulator.attempt import SimulatedAttempt
+from kaveri.simulator.attempt import KvPush, SimulatedAttempt
 from kaveri.simulator.decode import SimulatedDecode
-from kaveri.simulator.engine import CountedEngine, EngineListener
-from kaveri.simulator.member import BeatingMember, SimulatedLoad
+from kaveri.simulator.instance import SimulatedInstance
+from kaveri.simulator.member import SimulatedLoad
 from kaveri.simulator.sequence import CountedSequence
-from kaveri.simulator.spec import ClusterSpec
-from kaveri.simulator.timeline import Timeline
 
 if TYPE_CHECKING:
     from kaveri.simulator.router import SimulatedRouter
@@ -72,7 +69,6 @@ class SeekingRequest:
     """Its room."""
 
     def seeker(self) -> Seeker[str]:
-        """Input of the policy."""
         attempt = self.attempt
         waits_at = None
         for name, question in self.questions.items():
@@ -83,44 +79,26 @@ class SeekingRequest:
         return Seeker(attempt.key, attempt.token_count, predicted_tokens, attempt.heavy, waits_at, self.unfit)
 
 
-class SimulatedPrefill(EngineListener):
+class SimulatedPrefill(SimulatedInstance):
     """A prefill instance, or the prefill side of an instance of both phases."""
 
-    def __init__(
-        self,
-        timeline: Timeline,
-        spec: ClusterSpec,
-        record: InstanceRecord,
-        first_beat_s: float,
-        router: "SimulatedRouter",
-        rng: random.Random,
-        engine: CountedEngine | None = None,
-    ) -> None:
-        """engine: that of an instance of both phases. None: it gets its own."""
-        settings, pool = spec.prefill, spec.prefill.engine
-        layout = record.layout
-        assert isinstance(layout, KvLayout)
-        self.record = record
-        self._timeline = timeline
-        self._spec = spec
-        self._router = router
-        self._hop_s = spec.overheads.hop_s
+    def __init__(self, router: "SimulatedRouter", record: InstanceRecord) -> None:
+        super().__init__(router, record)
+        assert record.layout is not None
+        settings = router.spec.prefill
         self._queue: PromptQueue[SimulatedAttempt] = PromptQueue(
-            settings.prefill_policy, pool.chunk_tokens, settings.max_queue, settings.prefill_sched_batch
+            settings.prefill_policy, self.pool.chunk_tokens, settings.max_queue, settings.prefill_sched_batch
         )
-        self._search: RoomSearch[str] = RoomSearch(record.model, layout, settings.decode_placement, rng)
-        self.engine = engine or CountedEngine(timeline, pool, layout, spec.overheads, self)
+        rng = random.Random(router.seeds.random())
+        self._search: RoomSearch[str] = RoomSearch(record.model, record.layout, settings.decode_placement, rng)
         self._live: set[SimulatedAttempt] = set()
         self._waiting_count = 0
         self._retries = False
-        self.is_dead = False
-        self._serial = 0
         self._seeking: dict[SeekingRequest, None] = {}
         """Requests that wait for an answer or a change of the view."""
         self.view = ClusterView()
         """View as of the monitor's last broadcast."""
         self.peers: dict[str, SimulatedDecode] = {}
-        self.member = BeatingMember(timeline, record, first_beat_s, spec.heartbeat_interval_s, self._load_at)
 
     # Calls of the router.
 
@@ -130,16 +108,15 @@ class SimulatedPrefill(EngineListener):
             self._router.unreached(attempt)
             return
         now_s = self._timeline.now_s
-        if now_s >= self.member.next_beat_s:
-            self.member.take_beats(now_s)
+        self.member.take_beats(now_s)
         if not self._queue.room:
             reason = f"{self._queue.max_waiting} requests are queued already"
             self._router.refused(attempt, NoCapacity("prefill", QUEUE_FULL_RETRY_S, reason))
             return
-        request, pool = attempt.request, self._spec.prefill.engine
+        request, pool, tokens = attempt.request, self.pool, attempt.token_count
         attempt.arrived_s = now_s
-        more = draws_more(attempt.token_count, attempt.generated, request.output_tokens, pool.max_model_len)
-        attempt.place_search = place_search(attempt.token_count, pool.chunk_tokens, more, at_first_token=False)
+        more = draws_more(tokens, attempt.generated, request.output_tokens, pool.max_model_len)
+        attempt.place_search = place_search(tokens, pool.chunk_tokens, more, at_first_token=False)
         attempt.heavy = self._spec.thresholds.is_heavy(request.length, request.prompt_tokens)
         self._live.add(attempt)
         self._waiting_count += 1
@@ -148,21 +125,16 @@ class SimulatedPrefill(EngineListener):
         self._submit()
 
     def die(self) -> None:
-        """Kill the process."""
-        self.is_dead = True
-        self.engine.stop()
-        self.member.stop()
-        hop_s = self._spec.overheads.hop_s
+        super().die()
         for attempt in sorted(self._live, key=lambda one: one.request.number):
             attempt.is_over = True
-            seeking: SeekingRequest | None = attempt.seeking
-            if seeking is not None:
+            if (seeking := attempt.seeking) is not None:
                 for instance_id in list(seeking.questions):
                     self._drop(seeking, instance_id)
                 if seeking.reserved is not None and isinstance(attempt.decode, SimulatedDecode):
                     attempt.decode.give_back(seeking.reserved)
             error = Unavailable(f"{self.record.instance_id} has died")
-            self._timeline.after(hop_s, self._report_lost, (attempt, error))
+            self._timeline.post(self._report_lost, (attempt, error))
         self._live.clear()
         self._seeking.clear()
 
@@ -197,15 +169,9 @@ class SimulatedPrefill(EngineListener):
 
     # Events of the engine.
 
-    def before_step_ends(self) -> None:
-        now_s = self._timeline.now_s
-        if now_s >= self.member.next_beat_s:
-            self.member.take_beats(now_s)
-
     def prefill_started(self, sequence: CountedSequence) -> None:
         attempt: SimulatedAttempt = sequence.owner
         attempt.started_s = self._timeline.now_s
-        attempt.queue_s = attempt.started_s - attempt.arrived_s
         self._waiting_count -= 1
         self._router.started(attempt)
         if attempt.place_search is PlaceSearch.AT_START:
@@ -214,8 +180,8 @@ class SimulatedPrefill(EngineListener):
     def prefill_advanced(self, sequence: CountedSequence) -> None:
         attempt: SimulatedAttempt = sequence.owner
         self._queue.advance(attempt, sequence.computed)
-        if attempt.pushing_since_s >= 0:
-            self._push_chunk(attempt)
+        if attempt.push is not None:
+            self._push_chunk(attempt, attempt.push)
         if attempt.seeking is None and attempt.place_search is PlaceSearch.AFTER_FIRST_CHUNK:
             self._begin_search(attempt)
 
@@ -224,28 +190,21 @@ class SimulatedPrefill(EngineListener):
         now_s = self._timeline.now_s
         self._queue.advance(attempt, attempt.token_count)
         attempt.first_token_s = now_s
-        attempt.prefill_s = now_s - attempt.started_s
         if attempt.generated:
             self._router.table.gaps(now_s - attempt.request.last_token_s, 1)
         self._router.drew_first(attempt, now_s)
         if sequence.done:
             self._live.discard(attempt)
-            self._router.finished(attempt, now_s, -1.0, 0)
+            self._router.finished(attempt)
             return
         if attempt.seeking is None:
             self._begin_search(attempt)
-        elif attempt.pushing_since_s >= 0:
-            self._push_chunk(attempt)
-            self._finish_push(attempt)
+        elif attempt.push is not None:
+            self._push_chunk(attempt, attempt.push)
+            self._finish_push(attempt, attempt.push)
 
     def stepped(self) -> None:
         self._submit()
-
-    def preempted(self, sequence: CountedSequence) -> None:
-        raise AssertionError("a prefill engine preempts nothing")
-
-    def drew(self, steps: int, gap_count: int, step_s: float, resting: list[CountedSequence]) -> None:
-        raise AssertionError("a prefill engine decodes nothing")
 
     # The search for room.
 
@@ -312,10 +271,7 @@ class SimulatedPrefill(EngineListener):
         patient_until_s = now_s + patience_s if ask.waits else float("inf")
         question = _PendingReserve(attempt, ask.target, ask.waits, patient_until_s)
         seeking.questions[ask.target.record.instance_id] = question
-        if self._hop_s:
-            self._timeline.after(self._hop_s, self._reserve_arrives, question)
-        else:
-            self._reserve_arrives(question)
+        self._timeline.send(self._reserve_arrives, question)
 
     def _reserve_arrives(self, question: _PendingReserve) -> None:
         if question.is_dropped:
@@ -327,18 +283,15 @@ class SimulatedPrefill(EngineListener):
         """Send the decode instance's answer."""
         if isinstance(result, CountedSequence):
             question.reserved = result
-        if self._hop_s:
-            self._timeline.after(self._hop_s, self._answered, (question, result))
-        else:
-            self._answered((question, result))
+        self._timeline.send(self._answered, (question, result))
 
     def _answered(self, answer: tuple[_PendingReserve, CountedSequence | KaveriError]) -> None:
         question, result = answer
-        seeking: SeekingRequest = question.attempt.seeking
-        instance_id = question.target.record.instance_id
+        seeking, instance_id = question.attempt.seeking, question.target.record.instance_id
         if question.is_dropped or question.attempt.is_over:
             return  # the room was given back with it
         assert question.decode is not None
+        assert seeking is not None
         if isinstance(result, CountedSequence) and question.decode.is_dead:
             result = Unavailable(f"{instance_id} has died")
         if isinstance(result, CountedSequence):
@@ -385,54 +338,53 @@ class SimulatedPrefill(EngineListener):
         self._router.lost(attempt, error)
         self._submit()
 
-    # The push. KV is sent layer by layer while its step computes.
+    # The push.
 
     def _placed(self, attempt: SimulatedAttempt, decode: SimulatedDecode) -> None:
-        sequence = attempt.sequence
+        sequence, now_s = attempt.sequence, self._timeline.now_s
         assert sequence is not None
         attempt.decode = decode
-        attempt.pushing_since_s = attempt.link_free_s = self._timeline.now_s
         sequence.transfer_open = True
-        attempt.pushed_tokens = min(sequence.computed, attempt.token_count)
-        attempt.link_free_s += self._link_s(attempt.pushed_tokens)
+        tokens = min(sequence.computed, attempt.token_count)
+        attempt.push = KvPush(now_s, tokens, now_s + self._link_s(tokens))
         if attempt.first_token_s >= 0:
-            self._finish_push(attempt)
+            self._finish_push(attempt, attempt.push)
 
-    def _push_chunk(self, attempt: SimulatedAttempt) -> None:
+    def _push_chunk(self, attempt: SimulatedAttempt, push: KvPush) -> None:
         """Push the tokens that the ending step has computed of a prompt whose push is open."""
         assert attempt.sequence is not None
         now_s, layers = self._timeline.now_s, self._spec.layer_count
         computed = min(attempt.sequence.computed, attempt.token_count)
+        chunk_s = self._link_s(computed - push.tokens)
+        push.tokens = computed
         if self._spec.link is None:
-            attempt.pushed_tokens, attempt.link_free_s = computed, now_s
+            push.link_free_s = now_s
             return
-        chunk_s = self._link_s(computed - attempt.pushed_tokens)
-        attempt.pushed_tokens = computed
-        began_s = max(self.engine.last_step_began_s, attempt.pushing_since_s)
-        first_layer_s = max(attempt.link_free_s, began_s + (now_s - began_s) / layers)
-        attempt.link_free_s = max(first_layer_s + chunk_s, now_s + chunk_s / layers)
+        began_s = max(self.engine.last_step_began_s, push.since_s)
+        first_layer_s = max(push.link_free_s, began_s + (now_s - began_s) / layers)
+        push.link_free_s = max(first_layer_s + chunk_s, now_s + chunk_s / layers)
 
     def _link_s(self, token_count: int) -> float:
         link = self._spec.link
         return token_count * (link.token_bytes or 0) / link.bytes_per_s if link is not None else 0.0
 
-    def _finish_push(self, attempt: SimulatedAttempt) -> None:
-        link, now_s = self._spec.link, self._timeline.now_s
+    def _finish_push(self, attempt: SimulatedAttempt, push: KvPush) -> None:
+        assert attempt.seeking is not None
+        link = self._spec.link
         latency_s = link.latency_s if link is not None else 0.0
-        lands_s = max(now_s, attempt.link_free_s) + latency_s + self._spec.overheads.push_tail_s
+        lands_s = max(self._timeline.now_s, push.link_free_s) + latency_s + self._spec.overheads.push_tail_s
         self._timeline.at(lands_s, self._landed, attempt.seeking.reserved)
 
     def push_failed(self, reserved: CountedSequence) -> None:
         """Handle the loss of the decode instance: the KV is still here, and is pushed elsewhere."""
         attempt: SimulatedAttempt = reserved.owner
-        seeking: SeekingRequest = attempt.seeking
-        if attempt.is_over or seeking.reserved is not reserved:
+        seeking = attempt.seeking
+        if attempt.is_over or seeking is None or seeking.reserved is not reserved:
             return
         assert attempt.sequence is not None
         assert attempt.decode is not None
-        instance_id = attempt.decode.member.record.instance_id
-        seeking.reserved = attempt.decode = None
-        attempt.pushing_since_s = -1.0
+        instance_id = attempt.decode.record.instance_id
+        seeking.reserved = attempt.decode = attempt.push = None
         attempt.sequence.transfer_open = False
         self._search.forget(attempt.key, instance_id)
         self._search.rest(instance_id, self._timeline.now_s + ROOM_REST_WHEN_FAILED_S)
@@ -447,9 +399,7 @@ class SimulatedPrefill(EngineListener):
         assert isinstance(decode, SimulatedDecode)
         if decode.is_dead:
             return  # push_failed() is on its way
-        now_s = self._timeline.now_s
-        if now_s >= self.member.next_beat_s:
-            self.member.take_beats(now_s)
+        self.member.take_beats(self._timeline.now_s)
         decode.land(reserved)
         self._live.discard(attempt)
         sequence.transfer_open = False
@@ -461,21 +411,10 @@ class SimulatedPrefill(EngineListener):
             self._submit()
 
     def is_empty(self) -> bool:
-        """True if nothing is left here."""
-        is_whole = self.is_dead or self.engine.free_blocks == self.engine.blocks.total
-        return is_whole and not self._live and not self._seeking
+        return super().is_empty() and not self._live and not self._seeking
 
     def _load_at(self, _: float, sequence_number: int) -> SimulatedLoad:
-        queue, blocks, waiting = self._queue, self.engine.blocks, self._waiting_count
-        return SimulatedLoad(
-            sequence_number,
-            waiting,
-            len(self._live) - waiting,
-            queue.queued_tokens,
-            queue.room,
-            blocks.free_count,
-            blocks.total,
-            0,
-            0,
-            0,
-        )
+        queue, waiting = self._queue, self._waiting_count
+        running = len(self._live) - waiting
+        free, total = self.engine.free_blocks, self.pool.total_blocks
+        return SimulatedLoad(sequence_number, waiting, running, queue.queued_tokens, queue.room, free, total)

@@ -24,17 +24,20 @@ from kaveri.simulator.spec import ClusterSpec
 from kaveri.simulator.table import RunTable
 from kaveri.simulator.timeline import Timeline
 
+MODEL = "model"
+"""The served model of every instance."""
 _HOPELESS = (InvalidArgument, LayoutMismatch)
 
 
 class SimulatedRouter:
     """The only router of its cluster, and so the cluster monitor."""
 
-    def __init__(self, timeline: Timeline, spec: ClusterSpec, model: str, table: RunTable, rng: random.Random) -> None:
-        self._timeline = timeline
-        self._spec = spec
-        self._model = model
-        self._rng = rng
+    def __init__(self, timeline: Timeline, spec: ClusterSpec, table: RunTable, seeds: random.Random) -> None:
+        """seeds: draws the seeds of all parts of the cluster."""
+        self.timeline = timeline
+        self.spec = spec
+        self.seeds = seeds
+        self._rng = random.Random(seeds.random())
         self._limits = RetryLimits(spec.router.max_attempts, spec.router.unavailable_after_s)
         self._unconfirmed: UnconfirmedWork[str] = UnconfirmedWork()
         self._turn = 0
@@ -48,34 +51,26 @@ class SimulatedRouter:
         self.holders: dict[str, InstanceCopies] = {}
         """Instances that hold copies."""
         self.broadcasts = Broadcasts(timeline, spec.router.monitor_interval_s)
-        self._wakes_at_s = -1.0
-        self.ended_count = 0
-        self.on_end: Callable[[SimulatedRequest], None] | None = None
+        self.on_end: Callable[[SimulatedRequest], object] = lambda _: None
         """Called when a request has ended."""
-        self._longest = min(spec.prefill.engine.max_model_len, spec.decode.engine.max_model_len)
-        self._hop_s = spec.overheads.hop_s
 
     # Calls of clients.
 
     def generate(self, request: SimulatedRequest) -> None:
-        """Accept a request from a client."""
         self.table.planned(request)
-        if request.prompt_tokens + request.output_tokens > self._longest:
+        longest = min(self.spec.prefill.engine.max_model_len, self.spec.decode.engine.max_model_len)
+        if request.prompt_tokens + request.output_tokens > longest:
             tokens = f"{request.prompt_tokens} + {request.output_tokens} tokens"
-            self._fail(request, InvalidArgument("prompt", tokens, f"at most {self._longest} tokens together"))
+            self._fail(request, InvalidArgument("prompt", tokens, f"at most {longest} tokens together"))
             return
-        if self._spec.lengths_known:
+        if self.spec.lengths_known:
             request.length = TokenRange(request.output_tokens, request.output_tokens + 1)
-        hop_s = self._hop_s
-        if hop_s:
-            self._timeline.after(hop_s, self._place, request)
-        else:
-            self._place(request)
+        self.timeline.send(self._place, request)
 
     def _place(self, request: SimulatedRequest) -> None:
         """Search for an instance, unless others have waited longer."""
-        if missing_phases(self.view, self._model):
-            self._unserved[request] = self._timeline.now_s
+        if missing_phases(self.view, MODEL):
+            self._unserved[request] = self.timeline.now_s
             self._look_at_line_later()
         elif self._line and request not in self._line:
             self._line[request] = None
@@ -84,16 +79,16 @@ class SimulatedRouter:
             self._look_at_line_later()
 
     def _send(self, request: SimulatedRequest) -> bool:
-        now_s = self._timeline.now_s
+        now_s = self.timeline.now_s
         retry = request.retry
         resting = retry.resting(self.view, now_s) if retry.lost_attempts or request.attempt_count else {}
         failed = retry.failed(self.view) if request.attempt_count else ()
         self._turn += 1
         target = choose_prefill(
             self.view,
-            self._model,
+            MODEL,
             self._unconfirmed,
-            self._spec.router.placement_policy,
+            self.spec.router.placement_policy,
             self._rng,
             turn=self._turn,
             avoid=failed,
@@ -105,25 +100,21 @@ class SimulatedRouter:
         if request.losses is not None:
             request.losses.computes_again(attempt.token_count)
         self._unconfirmed.add(attempt.key, target, attempt.token_count)
-        hop_s = self._hop_s
         if request.attempt_count == 1:
-            request.router_s = now_s - request.due_s - hop_s
-        if hop_s:
-            self._timeline.after(hop_s, attempt.prefill.accept, attempt)
-        else:
-            attempt.prefill.accept(attempt)
+            request.router_s = now_s - request.due_s - self.timeline.hop_s
+        self.timeline.send(attempt.prefill.accept, attempt)
         return True
 
     def _look_at_line_later(self) -> None:
         if not self._line_looks:
             self._line_looks = True
             # Each heartbeat wakes the first in line.
-            pause_s = min(PREFILL_LOOK_S, self._spec.heartbeat_interval_s / len(self.prefills))
-            self._timeline.after(pause_s, self._look_at_line)
+            pause_s = min(PREFILL_LOOK_S, self.spec.heartbeat_interval_s / len(self.prefills))
+            self.timeline.after(pause_s, self._look_at_line)
 
     def _look_at_line(self, _: None) -> None:
         self._line_looks = False
-        if missing := missing_phases(self.view, self._model):
+        if missing := missing_phases(self.view, MODEL):
             self._wait_for_instances(missing[0])
             return
         if self._unserved:
@@ -140,7 +131,7 @@ class SimulatedRouter:
 
     def _wait_for_instances(self, phase: Phase) -> None:
         """Make each request wait by itself, not in the line, while nothing can be placed."""
-        now_s = self._timeline.now_s
+        now_s = self.timeline.now_s
         for request in self._line:
             self._unserved.setdefault(request, now_s)
         self._line.clear()
@@ -156,11 +147,7 @@ class SimulatedRouter:
 
     def started(self, attempt: SimulatedAttempt) -> None:
         """Record that its first chunk has begun."""
-        hop_s = self._hop_s
-        if hop_s:
-            self._timeline.after(hop_s, self._confirm, attempt)
-        else:
-            self._confirm(attempt)
+        self.timeline.send(self._confirm, attempt)
 
     def _confirm(self, attempt: SimulatedAttempt) -> None:
         self._unconfirmed.remove(attempt.key, attempt.prefill.record.instance_id)
@@ -173,16 +160,17 @@ class SimulatedRouter:
         request.generated = attempt.generated + 1
         request.last_token_s = drawn_s
         if not attempt.generated:
-            request.first_s = drawn_s + 2 * self._hop_s
+            request.first_s = drawn_s + 2 * self.timeline.hop_s
         if request.losses is not None:
             request.losses.drew(drawn_s)
 
-    def finished(self, attempt: SimulatedAttempt, end_s: float, first_step_s: float, preemptions: int) -> None:
-        """Record that it has drawn its last token."""
+    def finished(self, attempt: SimulatedAttempt, first_step_s: float = -1.0, preemptions: int = 0) -> None:
+        """Record that it has drawn its last token. first_step_s: end of its first decode step, or less than 0."""
+        end_s = self.timeline.now_s
         attempt.is_over = True
         attempt.request.generated = attempt.request.output_tokens
-        self.table.answered(attempt, end_s + 2 * self._hop_s, first_step_s, end_s, preemptions)
-        self._note_end(attempt.request)
+        self.table.answered(attempt, end_s + 2 * self.timeline.hop_s, first_step_s, end_s, preemptions)
+        self.on_end(attempt.request)
 
     def refused(self, attempt: SimulatedAttempt, error: NoCapacity) -> None:
         """Handle a refusal: the prefill instance's queue is full."""
@@ -234,7 +222,7 @@ class SimulatedRouter:
         error: KaveriError,
         retry_after_s: float = 0.0,
     ) -> None:
-        request, now_s = attempt.request, self._timeline.now_s
+        request, now_s = attempt.request, self.timeline.now_s
         after = after_setback(request.retry, self._limits, setback, at_fault, now_s, self._rng.random(), retry_after_s)
         if after is None:
             self._fail(request, error)
@@ -246,14 +234,14 @@ class SimulatedRouter:
         if attempt.replica is not None and self._is_usable(attempt.replica, request):
             self._resume(attempt, attempt.replica)
         else:
-            self._timeline.at(max(now_s, after.pause_until_s), self._place, request)
+            self.timeline.at(max(now_s, after.pause_until_s), self._place, request)
 
     def _is_usable(self, replica: ReplicaLocation, request: SimulatedRequest) -> bool:
         holder = self.holders.get(replica.holder_id)
         if holder is None or holder.is_dead or holder.record.incarnation != replica.holder_incarnation:
             return False  # it is unreachable
         context_tokens = request.prompt_tokens + request.generated
-        return is_worth_a_resume(replica, context_tokens, self.view, self._model)
+        return is_worth_a_resume(replica, context_tokens, self.view, MODEL)
 
     def _resume(self, former: SimulatedAttempt, replica: ReplicaLocation) -> None:
         attempt = SimulatedAttempt(former.request, former.prefill)
@@ -261,32 +249,25 @@ class SimulatedRouter:
         attempt.replica = replica
         # The next token follows the last one.
         attempt.first_token_s = former.request.last_token_s
-        self._timeline.after(self._hop_s, self.holders[replica.holder_id].resume, attempt)
+        self.timeline.post(self.holders[replica.holder_id].resume, attempt)
 
     def _fail(self, request: SimulatedRequest, error: KaveriError) -> None:
         self.table.failed(request, type(error).__name__, str(error))
-        self._note_end(request)
-
-    def _note_end(self, request: SimulatedRequest) -> None:
-        self.ended_count += 1
-        if self.on_end is not None:
-            self.on_end(request)
+        self.on_end(request)
 
     # Role of the cluster monitor.
 
     def wake_at_broadcast(self) -> None:
         """Wake a prefill instance at the next broadcast."""
         next_s = self.broadcasts.next_s()
-        if self._wakes_at_s < self._timeline.now_s:
-            self._wakes_at_s = next_s
-            self._timeline.at(next_s, self._broadcast)
+        if self.broadcasts.scheduled_s < self.timeline.now_s:
+            self.broadcasts.scheduled_s = next_s
+            self.timeline.at(next_s, self._broadcast)
 
     def _broadcast(self, _: None) -> None:
-        self._wakes_at_s = -1.0
         self.broadcasts.make()
         for prefill in self.prefills.values():
             prefill.broadcast_heard()
 
     def is_empty(self) -> bool:
-        """True if no request is left."""
         return not self._line and not len(self._unconfirmed)

@@ -1,10 +1,12 @@
 """One request inside a simulated engine: its tokens are counted, not kept. Pure."""
 
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from kaveri.engine.stepwise.sequence import SequencePhase
 
 
+@dataclass(slots=True, eq=False)
 class CountedSequence:
     """The sequence that kaveri.engine.stepwise's Residency and form_step work on, with counts for tokens and blocks.
 
@@ -12,58 +14,38 @@ class CountedSequence:
     `offset_tokens` and `end_step` only.
     """
 
-    __slots__ = (
-        "admission",
-        "block_ids",
-        "computed",
-        "done",
-        "end_step",
-        "first_step_s",
-        "generation",
-        "in_step",
-        "key",
-        "mirrored",
-        "number",
-        "offset_tokens",
-        "owner",
-        "phase",
-        "remaining",
-        "runner_unaware",
-        "started",
-        "tokens",
-        "transfer_open",
-    )
-    is_scored = False
+    is_scored: ClassVar = False
     """Simulated requests need no log-probabilities of their prompts."""
-    suspect_until = 0
+    suspect_until: ClassVar = 0
     """Simulated steps never raise."""
-    is_suspect = False
+    is_suspect: ClassVar = False
 
-    def __init__(self, number: int, owner: Any, tokens: int, remaining: int, phase: SequencePhase) -> None:
-        """number: unique in the engine. owner: of the caller's. tokens: prompt and the answer so far. remaining: tokens
-        that it will still draw, at least 1."""
-        self.number = number
-        self.key = number
-        self.owner = owner
-        self.tokens = tokens
-        self.remaining = remaining
-        self.phase = phase
-        self.computed = 0
-        self.block_ids: list[int] = []
-        self.admission = -1
-        self.started = False
-        self.in_step = False
-        self.transfer_open = False
-        """A push reads or writes its blocks."""
-        self.done = False
-        self.offset_tokens = 0
-        """Within a run: its tokens minus the steps of the engine."""
-        self.end_step = 0
-        """Within a run: the step of the engine in which it draws its last token."""
-        self.first_step_s = -1.0
-        """End of its first decode step."""
-        self.mirrored = self.generation = 0
-        self.runner_unaware = False
+    number: int
+    """Unique in the engine."""
+    owner: Any
+    """The caller's."""
+    tokens: int
+    """Prompt and the answer so far."""
+    remaining: int
+    """Tokens that it will still draw, at least 1."""
+    phase: SequencePhase
+    computed: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    admission: int = -1
+    started: bool = False
+    in_step: bool = False
+    transfer_open: bool = False
+    """A push reads or writes its blocks."""
+    done: bool = False
+    offset_tokens: int = 0
+    """Within a run: its tokens minus the steps of the engine."""
+    end_step: int = 0
+    """Within a run: the step of the engine in which it draws its last token."""
+    first_step_s: float = -1.0
+    """End of its first decode step."""
+    mirrored: int = 0
+    generation: int = 0
+    runner_unaware: bool = False
 
     @property
     def token_ids(self) -> range:
@@ -95,7 +77,6 @@ class CountedBlocks:
         return [0] * count
 
     def release(self, owner: CountedSequence) -> int:
-        """Free the blocks that the sequence holds."""
         count = len(owner.block_ids)
         self.free_count += count
         owner.block_ids = []

@@ -14,16 +14,14 @@ from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.simulator.attempt import SimulatedRequest
 from kaveri.simulator.colocated import SimulatedColocated
-from kaveri.simulator.decode import SimulatedDecode
+from kaveri.simulator.decode import DecodeSide, SimulatedDecode
 from kaveri.simulator.member import HeardMember
 from kaveri.simulator.prefill import SimulatedPrefill
-from kaveri.simulator.router import SimulatedRouter
+from kaveri.simulator.router import MODEL, SimulatedRouter
 from kaveri.simulator.spec import ClusterSpec
 from kaveri.simulator.table import RunTable
 from kaveri.simulator.timeline import Timeline
 from kaveri.workload.requests import PlannedRequest
-
-_MODEL = "model"
 
 
 def simulate(spec: ClusterSpec, requests: Sequence[PlannedRequest], concurrency: int | None = None) -> RunTable:
@@ -45,10 +43,10 @@ class Simulation:
         self._requests = requests
         self._concurrency = concurrency
         self._spec = spec
-        self.timeline = Timeline()
+        self.timeline = Timeline(spec.overheads.hop_s)
         self._rng = random.Random(spec.seed)
         self.table = RunTable(len(requests), spec.instance_ids)
-        self.router = SimulatedRouter(self.timeline, spec, _MODEL, self.table, random.Random(self._rng.random()))
+        self.router = SimulatedRouter(self.timeline, spec, self.table, self._rng)
         self.prefills = self.router.prefills
         self.decodes: dict[str, SimulatedDecode] = {}
         self._present: set[str] = set()
@@ -60,7 +58,7 @@ class Simulation:
         self._plan_deaths()
 
     def _start(self, instance_id: str, incarnation: int, first_beat_s: float) -> None:
-        spec, timeline, router = self._spec, self.timeline, self.router
+        spec, router = self._spec, self.router
         is_prefill, is_both = instance_id in spec.prefill_ids, instance_id in spec.colocated_ids
         pool = spec.prefill.engine if is_prefill else spec.decode.engine
         record = InstanceRecord(
@@ -68,22 +66,20 @@ class Simulation:
             incarnation,
             Role.ENGINE,
             "",
-            _MODEL,
+            MODEL,
             "simulated",
             KvLayout("simulated", spec.layer_count, pool.block_tokens, 1, 8, "float32"),
             max_model_len=pool.max_model_len,
             phases=BOTH_PHASES if is_both else (Phase.PREFILL if is_prefill else Phase.DECODE,),
         )
+        started: SimulatedPrefill | SimulatedDecode
         if is_prefill or is_both:
-            kind = SimulatedColocated if is_both else SimulatedPrefill
-            rng = random.Random(self._rng.random())
-            prefill = self.prefills[instance_id] = kind(timeline, spec, record, first_beat_s, router, rng)
-            copies = prefill.copies if isinstance(prefill, SimulatedColocated) else None
+            started = self.prefills[instance_id] = (SimulatedColocated if is_both else SimulatedPrefill)(router, record)
         else:
-            decode = self.decodes[instance_id] = SimulatedDecode(timeline, spec, record, first_beat_s, router)
-            copies = decode.copies
-        if copies is not None:
-            router.holders[instance_id] = copies
+            started = self.decodes[instance_id] = SimulatedDecode(router, record)
+        started.start(first_beat_s)
+        if isinstance(started, DecodeSide) and started.copies is not None:
+            router.holders[instance_id] = started.copies
         self._present.add(instance_id)
 
     def _show_members(self) -> None:
@@ -115,7 +111,7 @@ class Simulation:
         view = ClusterView(heard) if heard else decodes
         holders = {name: copies.held for name, copies in holding.items()}
         for copies in holding.values():
-            copies.owned.view, copies.owned.holders = view, holders
+            copies.owned.choice.view, copies.owned.choice.holders = view, holders
 
     # Deaths.
 
@@ -136,7 +132,7 @@ class Simulation:
 
     def _die(self, instance_id: str) -> None:
         instance, failures = self._instance(instance_id), self._spec.failures
-        if instance.is_dead or self.router.ended_count == len(self._requests):
+        if instance.is_dead or all(self.table.ends):
             return
         instance.die()
         record = instance.member.record
@@ -176,15 +172,12 @@ class Simulation:
         timeline, generate = self.timeline, self.router.generate
         for number, planned in enumerate(self._requests):
             arrival_s = planned.arrival_s
-            if arrival_s < timeline.now_s and not arrival_s >= self._former_s(number):
+            if arrival_s < timeline.now_s:
                 raise ConfigError("requests", f"{number} comes at {arrival_s} s, before the one in front of it")
             timeline.run_until(arrival_s)
             timeline.now_s = arrival_s
             generate(self._request(number, planned, arrival_s))
         timeline.run_until(math.inf)
-
-    def _former_s(self, number: int) -> float:
-        return self._requests[number - 1].arrival_s if number else 0.0
 
     def _run_closed(self, concurrency: int) -> None:
         waiting = iter(enumerate(self._requests))

@@ -53,7 +53,6 @@ class CopySpec:
     orphan_grace_s: float = 10.0
 
     def __post_init__(self) -> None:
-        """Raise ConfigError, naming the field, its value and the limit."""
         for name, least in (("replica_blocks", 1), ("replica_min_tokens", 1), ("blocks_per_s", 0)):
             if not least <= getattr(self, name) < math.inf:
                 raise ConfigError(name, f"is {getattr(self, name)!r}; it must be a number of at least {least}")
@@ -63,7 +62,6 @@ class CopySpec:
 
     @property
     def is_on(self) -> bool:
-        """True if there are copies."""
         return self.replication is not ReplicationMode.OFF
 
 
@@ -108,7 +106,6 @@ class Overheads:
 
     @property
     def are_known(self) -> bool:
-        """True if any was given."""
         return any(getattr(self, entry.name) > 0 for entry in fields(self))
 
 
@@ -137,26 +134,21 @@ class ClusterSpec:
 
     @property
     def prefill_ids(self) -> tuple[str, ...]:
-        """Ids of the prefill instances."""
         return tuple(f"prefill-{number}" for number in range(self.prefill_count))
 
     @property
     def decode_ids(self) -> tuple[str, ...]:
-        """Ids of the decode instances."""
         return tuple(f"decode-{number}" for number in range(self.decode_count))
 
     @property
     def colocated_ids(self) -> tuple[str, ...]:
-        """Ids of the instances of both phases."""
         return tuple(f"colocated-{number}" for number in range(self.colocated_count))
 
     @property
     def instance_ids(self) -> tuple[str, ...]:
-        """Ids of all instances."""
         return (*self.prefill_ids, *self.decode_ids, *self.colocated_ids)
 
     def __post_init__(self) -> None:
-        """Raise ConfigError, naming the field, its value and the limit."""
         for name, count in (("prefill", self.prefill_count), ("decode", self.decode_count)):
             if self.colocated_count and count:
                 raise ConfigError(name, f"is {count}; beside instances of both phases there are no others")

@@ -63,14 +63,10 @@ class ReadSpec:
 def read_spec(
     path: Path,
     known: Mapping[str, Collection[str]],
-    overheads: Overheads,
-    seed: int,
-    lengths_known: bool,
-    layer_count: int,
     preset: Mapping[str, Mapping[str, object]] | None = None,
 ) -> ReadSpec:
-    """Read a spec. known: section to the settings that its service has; others are refused. preset: sections, used for
-    settings that the file lacks. The other arguments are those of ClusterSpec."""
+    """Read the part of a spec that such a file has. known: section to the settings that its service has; others are
+    refused. preset: sections, used for settings that the file lacks."""
     table = _read_toml(path, "SPEC")
     preset = preset or {}
     shared = {key: value for key, value in table.items() if not isinstance(value, dict)}
@@ -116,14 +112,10 @@ def read_spec(
             monitor_interval_s=router.number("monitor_interval_s", 0.1),
         ),
         link=prefill.read("kv_link", parse_link_speed) if kv_link else None,
-        overheads=overheads,
-        layer_count=layer_count,
-        lengths_known=lengths_known,
         thresholds=HeavyThresholds(
             prefill.whole("heavy_output_tokens", DEFAULT_THRESHOLDS.output_tokens),
             prefill.whole("heavy_prompt_tokens", DEFAULT_THRESHOLDS.prompt_tokens),
         ),
-        seed=seed,
     )
     return ReadSpec(spec, not_simulated)
 

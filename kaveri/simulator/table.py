@@ -25,19 +25,12 @@ class RunTable:
     """One row per request, in planned order. Times are seconds of the run."""
 
     def __init__(self, count: int, instance_ids: tuple[str, ...]) -> None:
-        missing = array("d", [float("nan")]) * count
-        self._instance_ids = instance_ids
         self._numbers = {instance_id: number for number, instance_id in enumerate(instance_ids)}
-        self._due = array("d", missing)
-        self._first = array("d", missing)
-        self._last = array("d", missing)
-        self._prompt = array("q", [0]) * count
-        self._planned = array("q", [0]) * count
-        self._received = array("q", [0]) * count
-        self._error = array("q", [0]) * count
-        self._server = {phase: array("d", missing) for phase in SERVER_PHASES}
-        self._prefill = array("q", [-1]) * count
-        self._decode = array("q", [-1]) * count
+        self._times = {name: array("d", [math.nan]) * count for name in ("due_s", "first_s", "last_s", *SERVER_PHASES)}
+        self._whole = {name: array("q", [0]) * count for name in ("prompt_tokens", "planned_tokens", "received_tokens")}
+        self._whole |= {name: array("q", [-1]) * count for name in ("prefill_instance", "decode_instance")}
+        self._failures: dict[int, tuple[str, str]] = {}
+        """Error name and reason, by request."""
         self.attempts = array("q", [0]) * count
         self.preemptions = array("q", [0]) * count
         self.ends = array("q", [0]) * count
@@ -45,8 +38,6 @@ class RunTable:
         self._losses = {name: array("d", [0.0]) * count for name in SERVER_LOSSES}
         self._gap_s = array("d")
         self._gap_counts = array("q")
-        self._error_names: dict[str, int] = {}
-        self._reasons: dict[int, str] = {}
 
     def gaps(self, gap_s: float, count: int) -> None:
         """Record `count` tokens, at least 1, that have followed another one of their answer after gap_s."""
@@ -55,84 +46,84 @@ class RunTable:
 
     def planned(self, request: SimulatedRequest) -> None:
         """Record that the request is due."""
-        number = request.number
-        self._due[number] = request.due_s
-        self._prompt[number] = request.prompt_tokens
-        self._planned[number] = request.output_tokens
+        self._times["due_s"][request.number] = request.due_s
+        self._whole["prompt_tokens"][request.number] = request.prompt_tokens
+        self._whole["planned_tokens"][request.number] = request.output_tokens
 
     def failed(self, request: SimulatedRequest, error: str, reason: str) -> None:
-        """Record that it has ended with an error."""
-        number = request.number
-        self.ends[number] += 1
-        self.attempts[number] = request.attempt_count
-        self._error[number] = self._error_names.setdefault(error, len(self._error_names) + 1)
-        self._reasons[number] = reason
-        self._first[number] = request.first_s
-        self._received[number] = request.generated
+        self._ended(request)
+        self._failures[request.number] = error, reason
 
     def answered(
         self, attempt: SimulatedAttempt, last_s: float, first_step_s: float, end_s: float, preemptions: int
     ) -> None:
         """Record an answer. last_s: when its client had the last token. first_step_s: end of its first decode step, or
         less than 0. end_s: when its last token was drawn."""
-        request, server = attempt.request, self._server
+        request, times = attempt.request, self._times
         number = request.number
+        self._ended(request)
         if request.losses is not None:
             for name, column in self._losses.items():
                 column[number] = getattr(request.losses, name)
+        self.preemptions[number] = preemptions
+        times["last_s"][number] = last_s
+        times["router_s"][number] = request.router_s
+        computed = attempt.resumed_from or attempt
+        times["prefill_queue_s"][number] = computed.started_s - computed.arrived_s
+        times["prefill_s"][number] = computed.first_token_s - computed.started_s
+        self._whole["prefill_instance"][number] = self._numbers[attempt.prefill.record.instance_id]
+        handed = computed.landed_s >= 0
+        times["kv_transfer_s"][number] = computed.landed_s - computed.push.since_s if handed and computed.push else 0.0
+        times["kv_tail_s"][number] = computed.landed_s - computed.first_token_s if handed else 0.0
+        times["decode_queue_s"][number] = first_step_s - attempt.landed_s if first_step_s >= 0 else 0.0
+        times["decode_s"][number] = end_s - first_step_s if first_step_s >= 0 else 0.0
+        if attempt.decode is not None:
+            self._whole["decode_instance"][number] = self._numbers[attempt.decode.record.instance_id]
+
+    def _ended(self, request: SimulatedRequest) -> None:
+        number = request.number
         self.ends[number] += 1
         self.attempts[number] = request.attempt_count
-        self.preemptions[number] = preemptions
-        self._first[number] = request.first_s
-        self._last[number] = last_s
-        self._received[number] = request.output_tokens
-        server["router_s"][number] = request.router_s
-        computed = attempt.resumed_from or attempt
-        server["prefill_queue_s"][number] = computed.queue_s
-        server["prefill_s"][number] = computed.prefill_s
-        self._prefill[number] = self._numbers[attempt.prefill.record.instance_id]
-        handed = computed.landed_s >= 0
-        server["kv_transfer_s"][number] = computed.landed_s - computed.pushing_since_s if handed else 0.0
-        server["kv_tail_s"][number] = computed.landed_s - computed.first_token_s if handed else 0.0
-        server["decode_queue_s"][number] = first_step_s - attempt.landed_s if first_step_s >= 0 else 0.0
-        server["decode_s"][number] = end_s - first_step_s if first_step_s >= 0 else 0.0
-        if attempt.decode is not None:
-            self._decode[number] = self._numbers[attempt.decode.member.record.instance_id]
+        self._times["first_s"][number] = request.first_s
+        self._whole["received_tokens"][number] = request.generated
 
     def reason(self, number: int) -> str:
         """Return why the request failed."""
-        return self._reasons.get(number, "")
+        return self._failures.get(number, ("", ""))[1]
 
     def outcome(self, number: int) -> EndedRequest:
-        """Outcome of a request that has ended."""
-        first_s, last_s = self._first[number], self._last[number]
+        first_s, last_s = self._times["first_s"][number], self._times["last_s"][number]
         return EndedRequest(
-            self._due[number],
+            self._times["due_s"][number],
             None if math.isnan(first_s) else first_s,
             None if math.isnan(last_s) else last_s,
-            self._received[number],
-            self._reasons.get(number),
+            self._whole["received_tokens"][number],
+            self._failures[number][1] if number in self._failures else None,
         )
 
     def columns(self) -> RunColumns:
-        """Input of kaveri.workload.summary."""
-        last_s = _floats(self._last)
+        times = {name: _floats(column) for name, column in self._times.items()}
+        last_s = times["last_s"]
         ended_s = last_s[~np.isnan(last_s)]
+        error_names = tuple(dict.fromkeys(name for name, _ in self._failures.values()))
+        error = np.zeros(len(last_s), dtype=np.int64)
+        for number, (name, _) in self._failures.items():
+            error[number] = error_names.index(name) + 1
         return RunColumns(
-            due_s=_floats(self._due),
-            sent_s=_floats(self._due),
-            first_s=_floats(self._first),
+            due_s=times["due_s"],
+            sent_s=times["due_s"],
+            first_s=times["first_s"],
             last_s=last_s,
-            prompt_tokens=_whole(self._prompt),
-            planned_tokens=_whole(self._planned),
-            received_tokens=_whole(self._received),
-            error=_whole(self._error),
-            error_names=tuple(self._error_names),
-            server={phase: _floats(column) for phase, column in self._server.items()},
-            prefill_instance=_whole(self._prefill),
-            decode_instance=_whole(self._decode),
-            instance_ids=self._instance_ids,
-            duration_s=float(ended_s.max()) if len(ended_s) else float(np.nanmax(_floats(self._due))) or 1.0,
+            prompt_tokens=_whole(self._whole["prompt_tokens"]),
+            planned_tokens=_whole(self._whole["planned_tokens"]),
+            received_tokens=_whole(self._whole["received_tokens"]),
+            error=error,
+            error_names=error_names,
+            server={phase: times[phase] for phase in SERVER_PHASES},
+            prefill_instance=_whole(self._whole["prefill_instance"]),
+            decode_instance=_whole(self._whole["decode_instance"]),
+            instance_ids=tuple(self._numbers),
+            duration_s=float(ended_s.max()) if len(ended_s) else float(np.nanmax(times["due_s"])) or 1.0,
             losses={name: _floats(column) for name, column in self._losses.items()},
             gaps_s=_floats(self._gap_s),
             gap_counts=_whole(self._gap_counts),

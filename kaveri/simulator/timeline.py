@@ -8,8 +8,10 @@ from typing import Any
 class Timeline:
     """Calls in the order of their times; those of one time in the order of scheduling."""
 
-    def __init__(self) -> None:
+    def __init__(self, hop_s: float = 0.0) -> None:
+        """hop_s: seconds of a message from one process to another."""
         self.now_s = 0.0
+        self.hop_s = hop_s
         self._calls: list[tuple[float, int, Callable[[Any], object], Any]] = []
         self._count = 0
 
@@ -23,10 +25,16 @@ class Timeline:
         self._count += 1
         heapq.heappush(self._calls, (self.now_s + delay_s, self._count, call, argument))
 
-    @property
-    def next_s(self) -> float:
-        """Time of the next call; infinite when there is none."""
-        return self._calls[0][0] if self._calls else float("inf")
+    def post(self, call: Callable[[Any], object], argument: Any = None) -> None:
+        """Schedule `call(argument)` a hop later, never within this call."""
+        self.after(self.hop_s, call, argument)
+
+    def send(self, call: Callable[[Any], object], argument: Any) -> None:
+        """Schedule `call(argument)` a hop later, or make it now if hops take no time."""
+        if self.hop_s:
+            self.after(self.hop_s, call, argument)
+        else:
+            call(argument)
 
     def run_until(self, until_s: float) -> None:
         """Make all calls that are due by then, including those that they schedule."""
@@ -36,10 +44,3 @@ class Timeline:
             assert time_s >= self.now_s, f"{time_s} is before {self.now_s}"
             self.now_s = time_s
             call(argument)
-
-    def step(self) -> None:
-        """Make the next call. There must be one. The clock never runs back."""
-        time_s, _, call, argument = heapq.heappop(self._calls)
-        assert time_s >= self.now_s, f"{time_s} is before {self.now_s}"
-        self.now_s = time_s
-        call(argument)

@@ -48,17 +48,14 @@ class Outcome(Protocol):
 
 
 def ttft_s(record: Outcome) -> float | None:
-    """See ttft()."""
     return None if record.first_s is None else ttft(record.due_s, record.first_s)
 
 
 def tpot_s(record: Outcome) -> float | None:
-    """See tpot()."""
     if record.first_s is None or record.last_s is None or record.received_tokens < 2:
         return None
     return tpot(record.first_s, record.last_s, float(record.received_tokens))
 
 
 def jct_s(record: Outcome) -> float | None:
-    """See jct()."""
     return None if record.last_s is None else jct(record.due_s, record.last_s)

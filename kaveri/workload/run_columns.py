@@ -11,15 +11,7 @@ from kaveri.workload.latencies import jct, tpot, ttft
 Floats = npt.NDArray[np.float64]
 Whole = npt.NDArray[np.int64]
 
-SERVER_PHASES = (
-    "router_s",
-    "prefill_queue_s",
-    "prefill_s",
-    "kv_transfer_s",
-    "kv_tail_s",
-    "decode_queue_s",
-    "decode_s",
-)
+SERVER_PHASES = ("router_s", "prefill_queue_s", "prefill_s", "kv_transfer_s", "kv_tail_s", "decode_queue_s", "decode_s")
 """Phases of a request's time in the cluster; the names are those of kaveri.client.answer.ServerTiming."""
 
 SERVER_LOSSES = ("resumes", "held_tokens", "recomputed_tokens", "stall_s")
@@ -81,7 +73,6 @@ class RunColumns:
         return np.where(self.answered, self.received_tokens, self.planned_tokens)
 
     def ttft_s(self) -> Floats:
-        """See kaveri.workload.latencies."""
         return ttft(self.due_s, self.first_s)
 
     def tpot_s(self) -> Floats:
@@ -90,5 +81,4 @@ class RunColumns:
         return tpot(self.first_s, self.last_s, several)
 
     def jct_s(self) -> Floats:
-        """See kaveri.workload.latencies."""
         return jct(self.due_s, self.last_s)

@@ -28,7 +28,6 @@ class Slo:
 
     @property
     def is_set(self) -> bool:
-        """True if any limit is set."""
         return self.ttft_s is not None or self.tpot_s is not None
 
     def met_by(self, record: Outcome) -> bool:

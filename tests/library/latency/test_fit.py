@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kaveri.latency.fit import (
-    fit_decode,
-    fit_prefill,
-    nonnegative_least_squares,
-    predict_decode_s,
-    predict_prefill_s,
-)
+from kaveri.latency.fit import fit_decode, fit_prefill, nonnegative_least_squares, predict_decode_s, predict_prefill_s
 from kaveri.latency.model import bundled_latency_models, load_latency_model
 from kaveri.latency.profile import DecodePoint, PrefillPoint
 from kaveri.profiling.plan import StepLimits, StepPlan, plan_steps

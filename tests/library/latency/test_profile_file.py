@@ -83,14 +83,7 @@ def test_a_changed_file_is_refused_with_the_field(
 
 @pytest.mark.parametrize(
     "content",
-    [
-        b"",
-        b"[]",
-        b'{"format": "kaveri-profile"',
-        b"\xff\xfe\x00",
-        b"12",
-        pytest.param(b"[" * 100_000, id="nested"),
-    ],
+    [b"", b"[]", b'{"format": "kaveri-profile"', b"\xff\xfe\x00", b"12", pytest.param(b"[" * 100_000, id="nested")],
 )
 def test_what_is_no_profile_at_all_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "profile.json"
@@ -126,11 +119,7 @@ def test_the_same_weights_under_another_name_are_the_same_model() -> None:
 def test_a_timed_engine_may_have_the_profile_whose_time_it_takes() -> None:
     profile = make_profile(engine="transformers")
     timed = ProfiledEngine(
-        engine="timed",
-        model="made-up",
-        model_fingerprint=FAKE_FINGERPRINT + "-made-up",
-        dtype="float32",
-        device="cpu",
+        engine="timed", model="made-up", model_fingerprint=FAKE_FINGERPRINT + "-made-up", dtype="float32", device="cpu"
     )
     profile.require_for(timed, profile.latency_model)
     with pytest.raises(ConfigError, match="engine transformers"):

@@ -203,7 +203,7 @@ def test_the_same_question_has_the_same_answer(found: ClusterPlan) -> None:
 def test_the_file_of_a_plan_is_the_cluster_that_was_planned(found: ClusterPlan, tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_text(to_toml(found, {}))
-    spec = read_spec(path, setting_sections(), Overheads(), 0, True, OPT_13B.layers).spec
+    spec = dataclasses.replace(read_spec(path, setting_sections()).spec, layer_count=OPT_13B.layers)
     planned = found.cluster.spec(0, spec.failures)
     assert dataclasses.replace(spec, link=None) == dataclasses.replace(planned, link=None)
     assert spec.link is not None
@@ -327,7 +327,7 @@ def test_copies_make_the_death_of_a_decode_instance_cost_less_and_are_in_the_pla
     assert (to_json(without)["replication"], to_json(copied)["replication"]) == ("off", "ring")
     path = tmp_path / "plan.toml"
     path.write_text(to_toml(copied, {}))
-    read = read_spec(path, setting_sections(), copied.question.overheads, 0, True, OPT_13B.layers)
+    read = read_spec(path, setting_sections())
     assert read.not_simulated == ()
     assert read.spec.decode == copied.cluster.spec(0, FailureSpec()).decode
 

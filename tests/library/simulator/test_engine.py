@@ -76,8 +76,7 @@ class _Both:
         self.listener.on_first = self.adopt
 
     def go_to(self, time_s: float) -> None:
-        while self.timeline.next_s <= time_s:
-            self.timeline.step()
+        self.timeline.run_until(time_s)
         self.timeline.now_s = time_s
         self.reference.advance(time_s)
         self.engine.sync(time_s)

@@ -44,7 +44,7 @@ decode_policy = "reserve-dynamic"
 def read(tmp_path: Path, text: str) -> ReadSpec:
     path = tmp_path / "cluster.toml"
     path.write_text(text)
-    return read_spec(path, setting_sections(), Overheads(), 0, True, 2)
+    return read_spec(path, setting_sections())
 
 
 def test_sections_win_over_what_stands_in_front_of_them(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_preset_counts_where_the_file_says_nothing(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text('latency_model = "opt-13b-a100-tp2"\n[up]\nprefill = 3\n[prefill]\nprefill_policy = "ljf"\n')
     sections = preset_settings(Preset.TETRIINFER).sections
-    found = read_spec(path, setting_sections(), Overheads(), 0, True, 2, sections)
+    found = read_spec(path, setting_sections(), sections)
     assert (found.spec.prefill_count, found.spec.decode_count) == (3, 2)
     assert found.spec.prefill.prefill_policy is OrderingPolicy.LJF
     assert found.spec.prefill.decode_placement is DecodePlacementPolicy.HEAVY_LIGHT
