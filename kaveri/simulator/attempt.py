@@ -2,17 +2,38 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kaveri.domain.length import TokenRange
 from kaveri.domain.replica import ReplicaLocation
+from kaveri.domain.view import InstanceRecord
 from kaveri.policy.retry import RetryState
 from kaveri.policy.room_search import PlaceSearch
+from kaveri.simulator.engine import CountedEngine
+from kaveri.simulator.member import BeatingMember
 from kaveri.simulator.sequence import CountedSequence
 
-if TYPE_CHECKING:
-    from kaveri.simulator.decode import DecodeSide
-    from kaveri.simulator.prefill import SeekingRequest, SimulatedPrefill
+
+class PrefillingInstance(Protocol):
+    """The prefill instance of an attempt, as others see it."""
+
+    record: InstanceRecord
+
+    def accept(self, attempt: "SimulatedAttempt") -> None: ...
+    def push_failed(self, reserved: CountedSequence) -> None: ...
+
+
+class DecodingInstance(Protocol):
+    """The decode instance of an attempt, as others see it."""
+
+    record: InstanceRecord
+    engine: CountedEngine
+    member: BeatingMember
+    is_dead: bool
+
+    def touch(self) -> None: ...
+    def reserve_resumed(self, attempt: "SimulatedAttempt") -> CountedSequence | None: ...
+    def land_resumed(self, sequence: CountedSequence, held_tokens: int) -> None: ...
 
 
 _NO_SETBACK = RetryState()
@@ -91,16 +112,15 @@ class SimulatedAttempt:
     """One placement of a request on a prefill instance, through to its end. Hashed by identity."""
 
     request: SimulatedRequest
-    prefill: "SimulatedPrefill"
+    prefill: PrefillingInstance
     key: str = field(init=False)
     generated: int = field(init=False)
     token_count: int = field(init=False)
     """Tokens to compute. The policies' Prompt."""
     is_over: bool = False
-    decode: "DecodeSide | None" = None
+    decode: DecodingInstance | None = None
     sequence: CountedSequence | None = None
     """Its sequence at prefill."""
-    seeking: "SeekingRequest | None" = None
     place_search: PlaceSearch | None = None
     heavy: bool = False
     arrived_s: float = -1.0

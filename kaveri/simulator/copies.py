@@ -8,7 +8,6 @@ import math
 import random
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.view import ClusterView, InstanceRecord, ViewedInstance
@@ -19,15 +18,12 @@ from kaveri.policy.replication import CopyRules, ReplicationMode, choose_holder,
 from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.policy.waits import COPY_LOOK_S, COPY_REQUESTS_MAX, HOLDER_REST_S, NO_HOLDER_S
-from kaveri.simulator.attempt import SimulatedAttempt
+from kaveri.simulator.attempt import DecodingInstance, SimulatedAttempt
 from kaveri.simulator.held_copies import HeldCopies, HeldKv
+from kaveri.simulator.instance import InstanceRouter
 from kaveri.simulator.sequence import CountedSequence
 from kaveri.simulator.spec import ClusterSpec
 from kaveri.simulator.timeline import Timeline
-
-if TYPE_CHECKING:
-    from kaveri.simulator.decode import DecodeSide
-    from kaveri.simulator.router import SimulatedRouter
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _DOUBLINGS = 0.1, 5.0, 6
 
@@ -53,7 +49,7 @@ class OwnedRequest:
 class _BlockSender:
     """Sends blocks of copies in the background, one by one, round robin over the copies."""
 
-    def __init__(self, timeline: Timeline, instance: "DecodeSide", layout: KvLayout, blocks_per_s: float) -> None:
+    def __init__(self, timeline: Timeline, instance: DecodingInstance, layout: KvLayout, blocks_per_s: float) -> None:
         """blocks_per_s: 0: no limit."""
         self.line: deque[OwnedRequest] = deque()
         """Requests with a copy, in the order in which they send."""
@@ -179,7 +175,7 @@ class _HolderChoice:
 class OwnedCopies:
     """Copies of the requests of one incarnation of an instance."""
 
-    def __init__(self, timeline: Timeline, spec: ClusterSpec, instance: "DecodeSide", layout: KvLayout) -> None:
+    def __init__(self, timeline: Timeline, spec: ClusterSpec, instance: DecodingInstance, layout: KvLayout) -> None:
         record, copies = instance.record, spec.decode.copies
         self._timeline = timeline
         self._rules = CopyRules(copies.replica_min_tokens)
@@ -271,7 +267,7 @@ class OwnedCopies:
         holder = self.choice.holders.get(found.record.instance_id)
         answer: HeldKv | KaveriError | None = None
         if holder is not None and self._owned.get(number) is owned:
-            answer = holder.open(self, number, self._engine.token_count(owned.sequence))
+            answer = holder.open(self.copy_lost, number, self._engine.token_count(owned.sequence))
         self._timeline.post(self._asked, (owned, found, answer))
 
     def _asked(self, answered: tuple[OwnedRequest, ViewedInstance, HeldKv | KaveriError | None]) -> None:
@@ -308,7 +304,7 @@ class OwnedCopies:
 class InstanceCopies:
     """Copies at and from one incarnation of an instance."""
 
-    def __init__(self, router: "SimulatedRouter", instance: "DecodeSide") -> None:
+    def __init__(self, router: InstanceRouter, instance: DecodingInstance) -> None:
         layout = instance.record.layout
         assert isinstance(layout, KvLayout)
         self.record = instance.record

@@ -5,7 +5,7 @@ They mirror services/decode/instance.py and replicated.py, event by event.
 
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kaveri.domain.view import InstanceRecord
 from kaveri.engine.stepwise.sequence import SequencePhase
@@ -15,12 +15,9 @@ from kaveri.policy.decode_room import DecodeRoom, FreeRoom
 from kaveri.policy.growth import BatchMember
 from kaveri.simulator.attempt import SimulatedAttempt
 from kaveri.simulator.copies import InstanceCopies
-from kaveri.simulator.instance import SimulatedInstance
+from kaveri.simulator.instance import InstanceRouter, SimulatedInstance
 from kaveri.simulator.member import SimulatedLoad
 from kaveri.simulator.sequence import CountedSequence
-
-if TYPE_CHECKING:
-    from kaveri.simulator.router import SimulatedRouter
 
 _LINE_LOOK_S = 0.05
 """Poll interval while requests wait for room. Freed blocks are noticed at once, so this only finds blocks that are no
@@ -34,7 +31,7 @@ _COUNTED = BatchMember(0)
 class DecodeSide(SimulatedInstance):
     """The decoding requests of an instance, and their copies. Sequences are owned by their attempts."""
 
-    def __init__(self, router: "SimulatedRouter", record: InstanceRecord) -> None:
+    def __init__(self, router: InstanceRouter, record: InstanceRecord) -> None:
         super().__init__(router, record)
         self._batch = DecodeBatch(self._spec.decode.decode_policy, self.pool.block_tokens, self.pool.max_batch)
         self.room = DecodeRoom(self.pool.total_blocks, self.pool.block_tokens, self._batch)
@@ -197,7 +194,7 @@ class _Waiting(NamedTuple):
 class SimulatedDecode(DecodeSide):
     """A decode instance. A request's reserved sequence is its room."""
 
-    def __init__(self, router: "SimulatedRouter", record: InstanceRecord) -> None:
+    def __init__(self, router: InstanceRouter, record: InstanceRecord) -> None:
         super().__init__(router, record)
         self._in_line: dict[str, _Waiting] = {}
         self._looks_again = False

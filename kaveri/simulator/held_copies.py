@@ -4,20 +4,17 @@ It mirrors services/decode/holder.py and kaveri/kv/replicas, with blocks that ar
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kaveri.errors import KaveriError, NoCapacity, Unavailable
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.replication import HeldCopy, copy_bytes, drop_first
 from kaveri.policy.waits import COPY_MADE_ROOM_RETRY_S, COPY_STARVED_S
+from kaveri.simulator.attempt import DecodingInstance
 from kaveri.simulator.member import ALMOST_ALL
 from kaveri.simulator.spec import CopySpec
 from kaveri.simulator.timeline import Timeline
-
-if TYPE_CHECKING:
-    from kaveri.simulator.copies import OwnedCopies
-    from kaveri.simulator.decode import DecodeSide
 
 _FULL_RETRY_S = 0.5
 
@@ -27,7 +24,8 @@ class HeldKv:
     """One copy of another instance's request. Hashed by identity."""
 
     holder: "HeldCopies"
-    owner: "OwnedCopies"
+    on_lost: Callable[["HeldKv"], object]
+    """Called when the copy is gone before its owner has dropped it."""
     number: int
     """Number of the request."""
     blocks: int
@@ -44,7 +42,7 @@ class HeldKv:
 class HeldCopies:
     """Copies held by one incarnation of an instance, at most one of each request."""
 
-    def __init__(self, timeline: Timeline, spec: CopySpec, instance: "DecodeSide", layout: KvLayout) -> None:
+    def __init__(self, timeline: Timeline, spec: CopySpec, instance: DecodingInstance, layout: KvLayout) -> None:
         self.record = instance.record
         self._instance = instance
         self._timeline = timeline
@@ -67,7 +65,7 @@ class HeldCopies:
     def _block_bytes(self) -> int:
         return self._layout.layer_count * self._layout.block_bytes
 
-    def open(self, owner: "OwnedCopies", number: int, token_count: int) -> "HeldKv | KaveriError":
+    def open(self, on_lost: Callable[["HeldKv"], object], number: int, token_count: int) -> "HeldKv | KaveriError":
         """Take room for a copy of a request of this many tokens. A former copy of it is dropped first. When the memory
         is full, copies that are far cheaper to compute again are dropped, and the owner has to ask again."""
         if self.is_dead:
@@ -91,7 +89,7 @@ class HeldCopies:
                 return NoCapacity("replica", _FULL_RETRY_S, "the memory for copies is full")
             return NoCapacity("replica", COPY_MADE_ROOM_RETRY_S, "shorter copies were dropped to make room")
         self._free_blocks -= blocks
-        held = self._held[number] = HeldKv(self, owner, number, blocks)
+        held = self._held[number] = HeldKv(self, on_lost, number, blocks)
         return held
 
     def grow(self, held: HeldKv) -> bool:
@@ -116,7 +114,7 @@ class HeldCopies:
         is_late = self._timeline.now_s - held.starved_since_s >= COPY_STARVED_S * ALMOST_ALL
         if held.is_growing and not held.is_gone and is_late:
             self.shut(held)
-            held.owner.copy_lost(held)
+            held.on_lost(held)
 
     def shut(self, held: HeldKv) -> None:
         """Shut a copy to its owner. It is kept for the grace time."""
@@ -143,7 +141,7 @@ class HeldCopies:
         self._free_blocks += held.blocks
         del self._held[held.number]
         if held.is_growing:
-            self._timeline.post(held.owner.copy_lost, held)
+            self._timeline.post(held.on_lost, held)
 
     def die(self) -> None:
         """Kill the process: all copies are lost."""

@@ -1,14 +1,37 @@
 """A process of a simulated cluster: its record, engine and heartbeats. Pure."""
 
-from typing import TYPE_CHECKING
+import random
+from typing import Protocol
 
 from kaveri.domain.view import InstanceRecord, Phase
+from kaveri.errors import KaveriError, NoCapacity
 from kaveri.kv.layout.layout import KvLayout
+from kaveri.simulator.attempt import SimulatedAttempt
 from kaveri.simulator.engine import CountedEngine, EngineListener
 from kaveri.simulator.member import BeatingMember, SimulatedLoad
+from kaveri.simulator.spec import ClusterSpec
+from kaveri.simulator.table import RunTable
+from kaveri.simulator.timeline import Timeline
 
-if TYPE_CHECKING:
-    from kaveri.simulator.router import SimulatedRouter
+
+class InstanceRouter(Protocol):
+    """The router, as instances call it; see SimulatedRouter."""
+
+    timeline: Timeline
+    spec: ClusterSpec
+    seeds: random.Random
+    table: RunTable
+
+    def started(self, attempt: SimulatedAttempt) -> None: ...
+    def drew_first(self, attempt: SimulatedAttempt, drawn_s: float) -> None: ...
+    def finished(self, attempt: SimulatedAttempt, first_step_s: float = -1.0, preemptions: int = 0) -> None: ...
+    def refused(self, attempt: SimulatedAttempt, error: NoCapacity) -> None: ...
+    def unreached(self, attempt: SimulatedAttempt) -> None: ...
+    def decode_lost(self, attempt: SimulatedAttempt) -> None: ...
+    def not_resumed(self, attempt: SimulatedAttempt) -> None: ...
+    def resume_lost(self, attempt: SimulatedAttempt) -> None: ...
+    def lost(self, attempt: SimulatedAttempt, error: KaveriError) -> None: ...
+    def wake_at_broadcast(self) -> None: ...
 
 
 class SimulatedInstance(EngineListener):
@@ -16,7 +39,7 @@ class SimulatedInstance(EngineListener):
 
     member: BeatingMember
 
-    def __init__(self, router: "SimulatedRouter", record: InstanceRecord) -> None:
+    def __init__(self, router: InstanceRouter, record: InstanceRecord) -> None:
         assert isinstance(record.layout, KvLayout)
         self._router = router
         self._timeline = router.timeline

@@ -5,7 +5,6 @@ It mirrors services/prefill: role.py, engine_feed.py, room_finder.py and decode_
 
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kaveri.domain.view import ClusterView, InstanceRecord, ViewedInstance
 from kaveri.engine.stepwise.sequence import SequencePhase
@@ -33,12 +32,9 @@ from kaveri.policy.waits import (
 )
 from kaveri.simulator.attempt import KvPush, SimulatedAttempt
 from kaveri.simulator.decode import SimulatedDecode
-from kaveri.simulator.instance import SimulatedInstance
+from kaveri.simulator.instance import InstanceRouter, SimulatedInstance
 from kaveri.simulator.member import SimulatedLoad
 from kaveri.simulator.sequence import CountedSequence
-
-if TYPE_CHECKING:
-    from kaveri.simulator.router import SimulatedRouter
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +78,7 @@ class SeekingRequest:
 class SimulatedPrefill(SimulatedInstance):
     """A prefill instance, or the prefill side of an instance of both phases."""
 
-    def __init__(self, router: "SimulatedRouter", record: InstanceRecord) -> None:
+    def __init__(self, router: InstanceRouter, record: InstanceRecord) -> None:
         super().__init__(router, record)
         assert record.layout is not None
         settings = router.spec.prefill
@@ -94,6 +90,8 @@ class SimulatedPrefill(SimulatedInstance):
         self._live: set[SimulatedAttempt] = set()
         self._waiting_count = 0
         self._retries = False
+        self._searches: dict[SimulatedAttempt, SeekingRequest] = {}
+        """Searches for room of the live requests that have begun one."""
         self._seeking: dict[SeekingRequest, None] = {}
         """Requests that wait for an answer or a change of the view."""
         self.view = ClusterView()
@@ -128,7 +126,7 @@ class SimulatedPrefill(SimulatedInstance):
         super().die()
         for attempt in sorted(self._live, key=lambda one: one.request.number):
             attempt.is_over = True
-            if (seeking := attempt.seeking) is not None:
+            if (seeking := self._searches.get(attempt)) is not None:
                 for instance_id in list(seeking.questions):
                     self._drop(seeking, instance_id)
                 if seeking.reserved is not None and isinstance(attempt.decode, SimulatedDecode):
@@ -136,6 +134,7 @@ class SimulatedPrefill(SimulatedInstance):
             error = Unavailable(f"{self.record.instance_id} has died")
             self._timeline.post(self._report_lost, (attempt, error))
         self._live.clear()
+        self._searches.clear()
         self._seeking.clear()
 
     def _report_lost(self, lost: tuple[SimulatedAttempt, KaveriError]) -> None:
@@ -182,7 +181,7 @@ class SimulatedPrefill(SimulatedInstance):
         self._queue.advance(attempt, sequence.computed)
         if attempt.push is not None:
             self._push_chunk(attempt, attempt.push)
-        if attempt.seeking is None and attempt.place_search is PlaceSearch.AFTER_FIRST_CHUNK:
+        if attempt not in self._searches and attempt.place_search is PlaceSearch.AFTER_FIRST_CHUNK:
             self._begin_search(attempt)
 
     def first_token(self, sequence: CountedSequence) -> None:
@@ -197,7 +196,7 @@ class SimulatedPrefill(SimulatedInstance):
             self._live.discard(attempt)
             self._router.finished(attempt)
             return
-        if attempt.seeking is None:
+        if attempt not in self._searches:
             self._begin_search(attempt)
         elif attempt.push is not None:
             self._push_chunk(attempt, attempt.push)
@@ -209,8 +208,8 @@ class SimulatedPrefill(SimulatedInstance):
     # The search for room.
 
     def _begin_search(self, attempt: SimulatedAttempt) -> None:
-        attempt.seeking = SeekingRequest(attempt)
-        self._look(attempt.seeking)
+        seeking = self._searches[attempt] = SeekingRequest(attempt)
+        self._look(seeking)
 
     def broadcast_heard(self) -> None:
         """Handle a change of the view: all that wait search again, in the order in which they began to wait."""
@@ -287,7 +286,7 @@ class SimulatedPrefill(SimulatedInstance):
 
     def _answered(self, answer: tuple[_PendingReserve, CountedSequence | KaveriError]) -> None:
         question, result = answer
-        seeking, instance_id = question.attempt.seeking, question.target.record.instance_id
+        seeking, instance_id = self._searches.get(question.attempt), question.target.record.instance_id
         if question.is_dropped or question.attempt.is_over:
             return  # the room was given back with it
         assert question.decode is not None
@@ -369,16 +368,15 @@ class SimulatedPrefill(SimulatedInstance):
         return token_count * (link.token_bytes or 0) / link.bytes_per_s if link is not None else 0.0
 
     def _finish_push(self, attempt: SimulatedAttempt, push: KvPush) -> None:
-        assert attempt.seeking is not None
         link = self._spec.link
         latency_s = link.latency_s if link is not None else 0.0
         lands_s = max(self._timeline.now_s, push.link_free_s) + latency_s + self._spec.overheads.push_tail_s
-        self._timeline.at(lands_s, self._landed, attempt.seeking.reserved)
+        self._timeline.at(lands_s, self._landed, self._searches[attempt].reserved)
 
     def push_failed(self, reserved: CountedSequence) -> None:
         """Handle the loss of the decode instance: the KV is still here, and is pushed elsewhere."""
         attempt: SimulatedAttempt = reserved.owner
-        seeking = attempt.seeking
+        seeking = self._searches.get(attempt)
         if attempt.is_over or seeking is None or seeking.reserved is not reserved:
             return
         assert attempt.sequence is not None
@@ -392,7 +390,7 @@ class SimulatedPrefill(SimulatedInstance):
 
     def _landed(self, reserved: CountedSequence) -> None:
         attempt: SimulatedAttempt = reserved.owner
-        sequence, seeking, decode = attempt.sequence, attempt.seeking, attempt.decode
+        sequence, seeking, decode = attempt.sequence, self._searches.get(attempt), attempt.decode
         if attempt.is_over or seeking is None or seeking.reserved is not reserved:
             return
         assert sequence is not None
@@ -405,7 +403,8 @@ class SimulatedPrefill(SimulatedInstance):
         sequence.transfer_open = False
         self.engine.end(sequence)
         # Objects here refer to the attempt: drop references that are not needed any more.
-        attempt.sequence = attempt.seeking = None
+        attempt.sequence = None
+        del self._searches[attempt]
         if self._retries:
             # A prompt waits for blocks.
             self._submit()

@@ -4,7 +4,7 @@ import heapq
 from bisect import bisect_left
 from operator import attrgetter
 
-from kaveri.engine.stepwise.phase import SequencePhase
+from kaveri.engine.stepwise.sequence import SequencePhase
 from kaveri.simulator.sequence import CountedSequence
 
 _ADMISSION = attrgetter("admission")
