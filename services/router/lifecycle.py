@@ -119,9 +119,10 @@ def step(state: State, event: Event, now_s: float) -> Step:
 
 
 def _tokens(state: State, event: Tokens, now_s: float) -> Step:
+    # An announcement: the request has landed there and waits for its turn.
+    is_announcement = not event.token_ids and event.finish is None
     match state:
-        case Placed(attempt) | Decoding(attempt) if _is_announcement(event):
-            # The request has landed there and waits for its turn.
+        case Placed(attempt) | Decoding(attempt) if is_announcement:
             return _of_another_attempt(state, attempt, event)
         case Decoding(attempt, next_index, decode, _):
             if event.attempt != attempt.number:
@@ -149,7 +150,7 @@ def _tokens(state: State, event: Tokens, now_s: float) -> Step:
                 return _held(state, event)
             return _of_another_attempt(state, attempt, event)
         case Resuming(attempt, next_index, decode):
-            if event.attempt != attempt.number or event.source != decode or _is_announcement(event):
+            if event.attempt != attempt.number or event.source != decode or is_announcement:
                 # The former instance gets its Abort when the holder has answered.
                 return state, ()
             if event.first_index > next_index:
@@ -160,10 +161,6 @@ def _tokens(state: State, event: Tokens, now_s: float) -> Step:
             return _of_another_attempt(state, attempt, event)
         case Unplaced() | Finishing() | Ended():
             return state, ()
-
-
-def _is_announcement(event: Tokens) -> bool:
-    return not event.token_ids and event.finish is None
 
 
 def _of_another_attempt(state: State, attempt: Attempt, event: Tokens) -> Step:

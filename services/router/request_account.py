@@ -77,15 +77,12 @@ class RequestAccount:
         self._request_id = request_id
         self._session = session
         self._waits_since_s = accepted_s
+        self.traceparent = ""
+        """traceparent of the present attempt, for the instances; empty if it is not traced."""
         self._attempt: OpenSpan | None = None
         """Span of the present attempt."""
         self._former: OpenSpan | None = None
         """Span of the previous attempt."""
-
-    @property
-    def traceparent(self) -> str:
-        """traceparent of the present attempt, for the instances; empty if it is not traced."""
-        return self._attempt.traceparent if self._attempt is not None else ""
 
     def begin_attempt(self, number: int, aim: str, now_s: float) -> None:
         """Begin an attempt, and end the previous one if it is open. aim: where it goes, for the list of steps."""
@@ -95,12 +92,14 @@ class RequestAccount:
             self.end_attempt(now_s)
             self.span.write("place", self._waits_since_s, now_s)
             self._attempt = self.span.begin("attempt", now_s, self._former, attempt=number)
+            self.traceparent = self._attempt.traceparent if self._attempt is not None else ""
 
     def end_attempt(self, now_s: float, error: object = None, **attributes: object) -> None:
         """End the open attempt's span, if any. error: why the attempt was lost."""
         if self._attempt is not None:
             self._attempt.end(now_s, error, **attributes)
             self._former, self._attempt, self._waits_since_s = self._attempt, None, now_s
+            self.traceparent = ""
 
     def note_loss(self, cause: str, former: InstanceLife, last_token_s: float) -> None:
         """Record the loss of an instance: the owner changes from now on, unless it is changing already.

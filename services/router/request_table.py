@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from hmac import compare_digest
 from typing import NamedTuple
 
@@ -20,19 +21,20 @@ RETRY_AFTER_S = 0.5
 """Retry delay for clients when the router is full: about a short answer's time."""
 
 
+@dataclass(eq=False, slots=True)
 class Slot:
     """The place of one session of a request in the table."""
 
-    def __init__(self, request_id: str, session: int, secret: bytes, task: asyncio.Task[object]) -> None:
-        self.request_id = request_id
-        self.session = session
-        self.secret = secret
-        self.entry: RequestEntry | None = None
-        self.interruption: FinishReason | KaveriError | None = None
-        """Outcome for which stop() has cancelled the task, before there was an entry."""
-        self.owner_change: OwnerChange | None = None
-        """An unfinished one of the former session."""
-        self._task = task
+    request_id: str
+    session: int
+    secret: bytes
+    task: asyncio.Task[object]
+    """Runs the session's RPC."""
+    entry: RequestEntry | None = None
+    interruption: FinishReason | KaveriError | None = None
+    """Outcome for which stop() has cancelled the task, before there was an entry."""
+    owner_change: OwnerChange | None = None
+    """An unfinished one of the former session."""
 
     def stop(self, outcome: FinishReason | KaveriError) -> None:
         """End the request, in whatever phase it is."""
@@ -40,7 +42,7 @@ class Slot:
             self.entry.stop(outcome)
         elif self.interruption is None:
             self.interruption = outcome
-            self._task.cancel()
+            self.task.cancel()
 
     def supersede(self) -> None:
         """End this session for a later one of the same request."""

@@ -423,7 +423,7 @@ class TokenFeeds:
                 entry.note_read_here(update.attempt, update.read_here)
                 if update.error and update.token_ids:
                     # The client may have them already: the next attempt continues after them.
-                    entry.handle(_tokens_of(life, update), now_s)
+                    entry.handle(Tokens(update.attempt, life, update.index, update.token_ids, update.logprobs), now_s)
             entry.handle(_event_of(life, update), now_s)
             if update.moved:
                 self._subscriptions[life.instance_id].let_go_s = now_s
@@ -436,7 +436,7 @@ class TokenFeeds:
                 attempt=update.attempt,
                 decode_instance_id=life.instance_id,
             )
-            entry.fail(InternalError(f"the router could not take in the tokens of request {update.request_id!r}"))
+            entry.stop(InternalError(f"the router could not take in the tokens of request {update.request_id!r}"))
 
 
 def _replica_of(update: decode_pb2.RequestTokens) -> ReplicaLocation | None:
@@ -444,14 +444,10 @@ def _replica_of(update: decode_pb2.RequestTokens) -> ReplicaLocation | None:
     return replica if replica.holder_id else None
 
 
-def _tokens_of(life: InstanceLife, update: decode_pb2.RequestTokens) -> Tokens:
-    return Tokens(update.attempt, life, update.index, update.token_ids, update.logprobs)
-
-
 def _event_of(life: InstanceLife, update: decode_pb2.RequestTokens) -> Tokens | GivenUp:
     finish = finish_from_proto(update.finish_reason)
     if finish is None and not update.error:
-        return _tokens_of(life, update)
+        return Tokens(update.attempt, life, update.index, update.token_ids, update.logprobs)
     if update.replaced:
         return GivenUp(update.attempt, life, RequestAlreadyExists(update.request_id))
     if update.moved:
