@@ -230,7 +230,13 @@ class Routers:
         timeout_s = None if deadline_s is None else deadline_s - time.monotonic()
         if timeout_s is not None and timeout_s <= 0:
             raise DeadlineExceeded
-        self._drop_broken(target)
+        channel = self._channels.get(target)
+        if channel is not None and channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            # It would connect again only after a pause, and Targets limits the attempts.
+            del self._channels[target], self._stubs[target]
+            closing = asyncio.create_task(channel.close(_CLOSE_GRACE_S), name="kaveri-client close")
+            self._closing[closing] = None
+            closing.add_done_callback(self._closing.pop)
         stub = self._stub(target)
         connected = self._channels[target].get_state() is grpc.ChannelConnectivity.READY
         metadata = (*(self._metadata or ()), (HEADER, traceparent)) if traceparent else self._metadata
@@ -248,25 +254,13 @@ class Routers:
             try:
                 response = await call.answer()
             except RouterFailed as failure:
-                self.failed(target)
+                self.targets.failed(target, time.monotonic())
                 tried.add(target, failure)
                 if tried.next(target, self.targets.known) is None:
                     raise failure.error from failure
             else:
-                self.worked(target)
+                self.targets.worked(target, time.monotonic())
                 return response
-
-    def worked(self, target: str) -> None:
-        """See Targets.worked."""
-        self.targets.worked(target, time.monotonic())
-
-    def failed(self, target: str) -> None:
-        """See Targets.failed."""
-        self.targets.failed(target, time.monotonic())
-
-    def learn(self, addresses: Iterable[str]) -> None:
-        """See Targets.learn."""
-        self.targets.learn(addresses)
 
     async def close(self) -> None:
         """Cancel all calls and disconnect."""
@@ -283,16 +277,6 @@ class Routers:
             _connected_in.add(os.getpid())
             stub = self._stubs[target] = inference_pb2_grpc.InferenceServiceStub(channel)
         return stub
-
-    def _drop_broken(self, target: str) -> None:
-        """Replace a channel that has failed to connect: it would reconnect only after a pause, and Targets limits the
-        attempts."""
-        channel = self._channels.get(target)
-        if channel is not None and channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-            del self._channels[target], self._stubs[target]
-            closing = asyncio.create_task(channel.close(_CLOSE_GRACE_S), name="kaveri-client close")
-            self._closing[closing] = None
-            closing.add_done_callback(self._closing.pop)
 
     async def _beat(self, target: str) -> None:
         message = inference_pb2.BeatRequest()

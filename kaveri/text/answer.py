@@ -72,9 +72,10 @@ class Answer:
         self.withholds_last = False
         """True if take() holds the last token back until the end of the answer."""
 
-    async def go_on_after(self, token_ids: Sequence[int], characters: int, stop_token_ids: Collection[int]) -> None:
+    async def go_on_after(self, token_ids: Sequence[int], characters: int, stop_token_ids: Collection[int]) -> int:
         """Resume after the tokens and characters that the client received in earlier sessions; take() does not return
-        them again."""
+        them again. Returns how many characters the client claims beyond the text of its tokens, which includes text
+        held back."""
         self._skipped_characters = self._taken_characters = characters
         for position, token_id in enumerate(token_ids):
             if position % SLICE_TOKENS == SLICE_TOKENS - 1:
@@ -84,13 +85,9 @@ class Answer:
             if not self.stopped and not (position + 1 == len(token_ids) and token_id in stop_token_ids):
                 self._add_text(self._detokenizer.push(token_id))
         self._taken_count = len(self.token_ids)
-
-    @property
-    def missing_characters(self) -> int:
-        """Number of characters that the client claims to have beyond the text of its tokens, which includes text held
-        back."""
-        undecided = "" if self.stopped else self._detokenizer.undecided
-        return max(0, self._skipped_characters - len(undecided))
+        if not self._skipped_characters or self.stopped:
+            return self._skipped_characters
+        return max(0, self._skipped_characters - len(self._detokenizer.undecided))
 
     @property
     def stopped(self) -> bool:

@@ -75,7 +75,8 @@ class Detokenizer:
             self._ignoring -= 1
         plain = self._plain.text(token_id) if self._plain is not None else None
         if plain is not None and self._new == len(self._window):
-            self._begin_with(token_id, plain)
+            # All text before is decided: no other context is needed.
+            self._window, self._new, self._left = [token_id], 1, plain
             return self._scan(plain)
         if not self._has_text(token_id):
             return self._flush_at_stop(token_id) if token_id in self._hidden_stops and not self._ignoring else ""
@@ -109,15 +110,11 @@ class Detokenizer:
             self.stop_text = self._hidden_stops[token_id]
         return rest
 
-    def _begin_with(self, token_id: int, plain: str) -> None:
-        """Restart the window at a plain token, before which all text is decided: no other context is needed."""
-        self._window, self._new, self._left = [token_id], 1, plain
-
     def _begin_after(self, prompt_token_ids: Sequence[int]) -> None:
         if self._plain is not None and prompt_token_ids:
             plain = self._plain.text(prompt_token_ids[-1])
             if plain is not None:
-                self._begin_with(prompt_token_ids[-1], plain)
+                self._window, self._new, self._left = [prompt_token_ids[-1]], 1, plain
                 return
         tail = [token_id for token_id in prompt_token_ids[-4 * _UNDECIDED_TOKENS :] if self._has_text(token_id)]
         # A character that the prompt leaves unfinished belongs to the prompt; the answer's bytes are decoded alone.

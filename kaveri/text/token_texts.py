@@ -72,14 +72,12 @@ class PlainTokens:
         try:
             return self._texts[token_id]
         except KeyError:
-            text = self._texts[token_id] = self._look_up(token_id)
-            return text
-
-    def _look_up(self, token_id: int) -> str | None:
-        if not self._joins_bytes or token_id in self._skipped_ids:
-            return None
-        text = str(self._backend.decode([token_id], skip_special_tokens=True))
-        return text if text and text.isascii() else None
+            plain = None
+            if self._joins_bytes and token_id not in self._skipped_ids:
+                text = str(self._backend.decode([token_id], skip_special_tokens=True))
+                plain = text if text and text.isascii() else None
+            self._texts[token_id] = plain
+            return plain
 
 
 def _bytes_of(token: str) -> bytes:

@@ -1,7 +1,7 @@
 """The requests that a decode instance holds. No I/O."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -64,19 +64,14 @@ class DecodeRequest:
     reader: Reader | None = None
     """A caller that reads the answer here. None: its router reads it."""
     log: AnswerLog = field(init=False)
+    key: EngineKey = field(init=False)
+    """Its key in the engine. The serial is unique, so events of an earlier request are told apart."""
+    request_id: str = field(init=False)
 
     def __post_init__(self) -> None:
         # Prefill draws and sends the first token.
         self.log = AnswerLog.drawn_here(self.engine_request.generated_count + 1)
-
-    @property
-    def key(self) -> EngineKey:
-        """Its key in the engine. The serial is unique, so events of an earlier request are told apart."""
-        return self.engine_request.key
-
-    @property
-    def request_id(self) -> str:
-        return self.engine_request.key.request_id
+        self.key, self.request_id = self.engine_request.key, self.engine_request.key.request_id
 
     @property
     def context_tokens(self) -> int:
@@ -109,6 +104,10 @@ class DecodeRequests:
     def __init__(self) -> None:
         self._by_serial: dict[int, DecodeRequest] = {}
         self._by_request_id: dict[str, DecodeRequest] = {}
+        self.by_serial: Callable[[int], DecodeRequest | None] = self._by_serial.get
+        """The request whose engine key has that serial, or None."""
+        self.by_request_id: Callable[[str], DecodeRequest | None] = self._by_request_id.get
+        """The attempt of a request that is here, or None."""
         # Ordered: requests of a lost router end in the order of their arrival.
         self._by_router: dict[str, dict[DecodeRequest, None]] = {}
 
@@ -136,18 +135,6 @@ class DecodeRequests:
         self._leave_router(request)
         request.ownership = ownership
         self._by_router.setdefault(request.router_id, {})[request] = None
-
-    def by_key(self, key: EngineKey) -> DecodeRequest | None:
-        """The request that the engine knows as `key`."""
-        return self._by_serial.get(key.serial)
-
-    def by_serial(self, serial: int) -> DecodeRequest:
-        """The request with that serial, which must be here."""
-        return self._by_serial[serial]
-
-    def by_request_id(self, request_id: str) -> DecodeRequest | None:
-        """The attempt of the request that is here."""
-        return self._by_request_id.get(request_id)
 
     def of_router(self, router_id: str) -> tuple[DecodeRequest, ...]:
         """The requests whose tokens go to the router."""

@@ -63,8 +63,12 @@ class FeedServer(FeedServiceServicer):
         for notice in unknown:
             feed.add(notice)
         yield feed_pb2.FollowResponse(incarnation=self._incarnation)
+        prefill, decode = self._prefill, self._decode.owners.requests
         while not feed.ended:
-            news = feed.drain() or await feed.take(BEAT_S if self._has_requests_of(router_id) else None)
+            news = feed.drain()
+            if not news:
+                beats = prefill.has_requests_of(router_id) or decode.has_any_of(router_id)
+                news = await feed.take(BEAT_S if beats else None)
             if not news:
                 yield _BEAT
             for message in _messages(news):
@@ -90,9 +94,6 @@ class FeedServer(FeedServiceServicer):
             else:
                 self._abort(name, request.by_router)
         return feed_pb2.AbortResponse()
-
-    def _has_requests_of(self, router_id: str) -> bool:
-        return self._prefill.has_requests_of(router_id) or self._decode.owners.requests.has_any_of(router_id)
 
     def _abort(self, name: decode_pb2.AttemptId, by_router: bool) -> None:
         ownership = ownership_from_proto(name)

@@ -167,7 +167,12 @@ class RoomFinder:
                         none_since_s = None
                 rest_ends_s = self._search.next_rest_ends_s()
                 wake_s = wake_s if rest_ends_s is None else min(wake_s, rest_ends_s)
-            await self._wait(seeking, wake_s - now_s)
+            # Until an answer, or a change of the view.
+            if self._changed is None:
+                self._changed = asyncio.get_running_loop().create_future()
+            awaited: list[asyncio.Future[Any]] = [self._changed]
+            awaited += [question.answer for question in seeking.questions.values()]
+            await asyncio.wait(awaited, timeout=wake_s - now_s, return_when=asyncio.FIRST_COMPLETED)
             room = self._take_answers(seeking)
             if room is not None:
                 return room
@@ -272,14 +277,6 @@ class RoomFinder:
                     decode_instance_id=target.record.instance_id,
                     reason=str(error_of(error)),
                 )
-
-    async def _wait(self, seeking: RoomSeeker, timeout_s: float) -> None:
-        """Wait for an answer or a change of the view."""
-        if self._changed is None:
-            self._changed = asyncio.get_running_loop().create_future()
-        awaited: list[asyncio.Future[Any]] = [self._changed]
-        awaited += [question.answer for question in seeking.questions.values()]
-        await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
     def _take_answers(self, seeking: RoomSeeker) -> Room | None:
         request = seeking.request

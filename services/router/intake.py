@@ -169,8 +169,8 @@ class Intake:
         is_reported = params.prompt_logprobs is not None and not received.token_ids
         answer = Answer(detokenizer, accepted.prompt_token_ids if is_reported else ())
         async with self._turn if len(received.token_ids) > _SLICE_TOKENS else contextlib.nullcontext():
-            await answer.go_on_after(received.token_ids, received.characters, params.stop_token_ids)
-        if missing := answer.missing_characters:
+            missing = await answer.go_on_after(received.token_ids, received.characters, params.stop_token_ids)
+        if missing:
             limit = f"at most {received.characters - missing}: the {len(received.token_ids)} tokens have no more"
             raise InvalidArgument("received.characters", received.characters, limit)
         return answer

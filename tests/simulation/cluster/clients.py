@@ -118,5 +118,5 @@ class Clients:
             sdk = self._sdks[client, address] = AsyncClient(address, direct=client in self._world.plan.direct_clients)
             # Known, and asked when this one fails: also by requests that die before their first response.
             lives = (self._world.lives[router.name] for router in self._world.plan.routers)
-            sdk._routers.learn(f"{life.name}:{life.port}" for life in lives)
+            sdk._routers.targets.learn(f"{life.name}:{life.port}" for life in lives)
         return sdk
