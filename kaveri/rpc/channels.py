@@ -36,7 +36,11 @@ class Channels:
 
     def stub(self, make: Callable[[aio.Channel], StubT], address: str) -> StubT:
         """Return a service's stub for "host:port"; `make` is the stub's class. retain() ends its calls."""
-        return self._stub(self._peer(address), make)
+        peer = self._peer(address)
+        stub: StubT | None = peer.stubs.get(make)
+        if stub is None:
+            stub = peer.stubs[make] = make(peer.channel)
+        return stub
 
     def is_connected(self, address: str) -> bool:
         """Return True if the channel to the address is connected."""
@@ -48,7 +52,7 @@ class Channels:
         peer = self._peer(address)
         peer.call_count += 1
         try:
-            yield self._stub(peer, make)
+            yield self.stub(make, address)
         finally:
             peer.call_count -= 1
 
@@ -84,9 +88,3 @@ class Channels:
         if peer is None:
             peer = self._peers[address] = _Peer(open_channel(address), generation)
         return peer
-
-    def _stub(self, peer: _Peer, make: Callable[[aio.Channel], StubT]) -> StubT:
-        stub: StubT | None = peer.stubs.get(make)
-        if stub is None:
-            stub = peer.stubs[make] = make(peer.channel)
-        return stub

@@ -92,7 +92,7 @@ class Answer:
     @property
     def stopped(self) -> bool:
         """True once the text has reached a stop text. Nothing is appended afterwards."""
-        return self._detokenizer.stopped
+        return self._detokenizer.stop_text is not None
 
     @property
     def stop_text(self) -> str | None:
@@ -103,7 +103,7 @@ class Answer:
         self, token_ids: Sequence[int], logprobs: Sequence[Any], finish: FinishReason | None, now_s: float
     ) -> None:
         """Append tokens, up to the one whose text completes a stop text. finish: set if they end the answer."""
-        if self._detokenizer.stopped:
+        if self._detokenizer.stop_text is not None:
             return
         if len(self._prompt) == 1 and token_ids and not self.token_ids:
             self._prompt_logprobs.append(None)
@@ -119,7 +119,7 @@ class Answer:
                 self._text_offsets.append(self._detokenizer.decided_characters)
             if position < text_count:
                 self._add_text(self._detokenizer.push(token_id))
-                if self._detokenizer.stopped:
+                if self._detokenizer.stop_text is not None:
                     return
 
     def append_prompt(self, first: int, entries: Sequence[Any]) -> None:

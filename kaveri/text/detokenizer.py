@@ -61,13 +61,8 @@ class Detokenizer:
         self.decided_characters = 0
         """Number of decided characters, including those held back for a stop text."""
         self.stop_text: str | None = None
-        """The stop text found, if any."""
+        """The stop text found, if any; push() must not be called afterwards."""
         self._begin_after(prompt_token_ids)
-
-    @property
-    def stopped(self) -> bool:
-        """True once a stop text was found; push() must not be called afterwards."""
-        return self.stop_text is not None
 
     def push(self, token_id: int) -> str:
         """Append a token and return the newly decided text, often empty."""
@@ -86,12 +81,12 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return the text held back, at the end of the answer."""
-        if self.stopped:
+        if self.stop_text is not None:
             return ""
         rest = ""
         if self._new < len(self._window):
             rest = self._scan(self._continued(self._decode(self._window))[len(self._left) :])
-            if self.stopped:
+            if self.stop_text is not None:
                 return rest
         return rest if self._matcher is None else rest + self._matcher.flush()
 
@@ -106,7 +101,7 @@ class Detokenizer:
     def _flush_at_stop(self, token_id: int) -> str:
         """Return the text held back, before a special token that is a stop text."""
         rest = self.flush()
-        if not self.stopped:
+        if self.stop_text is None:
             self.stop_text = self._hidden_stops[token_id]
         return rest
 

@@ -34,7 +34,6 @@ from kaveri.wire.attempts import wrong_secret
 from services.prefill.forecaster import LengthForecaster, Question
 from services.prefill.lifecycle import (
     NO_TRANSPORT,
-    Action,
     Advance,
     AwaitingLength,
     Close,
@@ -384,40 +383,36 @@ class PrefillRole:
         for action in actions:
             if life.spans is not None:
                 life.spans.note(action, now_s)
-            self._do(life, action)
-
-    def _do(self, life: _Life, action: Action) -> None:
-        request = life.request
-        match action:
-            case Advance():
-                self._queue.advance(request, action.computed_tokens)
-                self._metrics.tokens.inc(action.new_tokens)
-            case Tell():
-                self._observe(action.progress)
-                request.log.put(action.progress)
-                self.feeds.add(request.router_id, request)
-            case CountPrediction():
-                assert life.question is not None
-                self._forecaster.decided(life.question, action.outcome)
-            case FindPlace():
-                request.predicted_length = action.length
-                self._hand_over.begin(request)
-            case FindAnotherPlace():
-                self._hand_over.push_failed(request, action.failure)
-            case EndHandOver():
-                self._hand_over.end(request, action.handed_over)
-            case Close():
-                self._close(life, action)
-            case Do.ENQUEUE:
-                self._queue.release(request)
-                self._submit()
-            case Do.LEAVE_QUEUE:
-                self._queue.remove(request)
-            case Do.DROP_QUESTION:
-                assert life.question is not None
-                self._forecaster.drop(life.question)
-            case Do.ABORT_IN_ENGINE:
-                self._engine.abort(request.key)
+            match action:
+                case Advance():
+                    self._queue.advance(request, action.computed_tokens)
+                    self._metrics.tokens.inc(action.new_tokens)
+                case Tell():
+                    self._observe(action.progress)
+                    request.log.put(action.progress)
+                    self.feeds.add(request.router_id, request)
+                case CountPrediction():
+                    assert life.question is not None
+                    self._forecaster.decided(life.question, action.outcome)
+                case FindPlace():
+                    request.predicted_length = action.length
+                    self._hand_over.begin(request)
+                case FindAnotherPlace():
+                    self._hand_over.push_failed(request, action.failure)
+                case EndHandOver():
+                    self._hand_over.end(request, action.handed_over)
+                case Close():
+                    self._close(life, action)
+                case Do.ENQUEUE:
+                    self._queue.release(request)
+                    self._submit()
+                case Do.LEAVE_QUEUE:
+                    self._queue.remove(request)
+                case Do.DROP_QUESTION:
+                    assert life.question is not None
+                    self._forecaster.drop(life.question)
+                case Do.ABORT_IN_ENGINE:
+                    self._engine.abort(request.key)
 
     def _submit(self) -> None:
         """Submit the prompts that the engine needs now. Prompts that can never fit fail within."""

@@ -205,7 +205,7 @@ class PrefillAttempts:
             self._feeds.drop(tie)
             if not tie.has_ended and not entry.is_superseded:
                 # Otherwise the request would go on there, for its client to re-attach.
-                owner = Owner(tie.session, attempt.number)
+                owner = Owner(entry.accepted.session, attempt.number)
                 self._feeds.disown(entry.request_id, owner, tie.life.instance_id, entry.accepted.secret)
         if not over.done():
             entry.handle(ended, time.monotonic())

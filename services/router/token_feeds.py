@@ -37,7 +37,15 @@ from kaveri.wire.replicas import replica_from_proto
 from kaveri.wire.status import error_of
 from services.router import metrics
 from services.router.holders import Holders
-from services.router.lifecycle_values import Attempt, Decoding, GivenUp, InstanceLife, Lost, ReplicaNamed, Tokens
+from services.router.lifecycle_values import (
+    Attempt,
+    Decoding,
+    GivenUp,
+    InstanceLife,
+    Lost,
+    ReplicaNamed,
+    Tokens,
+)
 from services.router.request_table import RequestTable
 from services.router.requests import RequestEntry
 from services.router.subscriptions import PromptTie, Subscription, Tie, key_of
@@ -153,7 +161,7 @@ class TokenFeeds:
 
     def expect_reports(self, entry: RequestEntry, number: int, record: InstanceRecord) -> PromptTie:
         """Collect the reports on an attempt from this life of a prefill instance, until drop()."""
-        tie = PromptTie(entry, number, record)
+        tie = PromptTie(entry, number, record, InstanceLife(record.instance_id, record.incarnation))
         subscription = self._subscriptions.get(record.instance_id)
         if subscription is None:
             subscription = self._subscriptions[record.instance_id] = Subscription(record.instance_id, self._over.get)
@@ -391,16 +399,16 @@ class TokenFeeds:
             call.cancel()
 
     def _deliver_report(self, subscription: Subscription, report: prefill_pb2.PrefillReport) -> None:
-        entry = self._table.get(report.request_id)
+        entry, owner = self._table.get(report.request_id), Owner(report.session, report.attempt)
         tie = subscription.ties.get((entry, True)) if entry is not None else None
-        if isinstance(tie, PromptTie) and (tie.session, tie.number) == (report.session, report.attempt):
+        if isinstance(tie, PromptTie) and (tie.entry.accepted.session, tie.number) == owner:
             tie.report(report)
             return
         if report.HasField("ended") or self._table.is_left_to_a_later_session(report.request_id, report.session):
             return
         if entry is None or entry.accepted.session == report.session:
             # Its Abort was lost. This router may be looking for a request of another session.
-            self.disown(report.request_id, Owner(report.session, report.attempt), subscription.instance_id)
+            self.disown(report.request_id, owner, subscription.instance_id)
 
     def _deliver(self, life: InstanceLife, update: decode_pb2.RequestTokens, now_s: float) -> None:
         entry = self._table.get(update.request_id)
