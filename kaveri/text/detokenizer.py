@@ -3,16 +3,42 @@
 import copy
 from collections.abc import Collection, Sequence
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from kaveri.text.stop_matcher import StopMatcher
-from kaveri.text.token_texts import PlainTokens
 
 _UNDECIDED_TOKENS = 8
 """Max tokens that wait for the end of a character. A character has at most four bytes, so four tokens."""
 _CONTEXT_TOKENS = 4
 """Context tokens kept when text is cut between undecodable bytes; for a prompt, this many or a few more."""
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class PlainTokens:
+    """Tokens of ASCII text in a byte-level tokenizer, which concatenates the bytes of its tokens unchanged.
+
+    For other tokenizers no token is plain: some drop a leading space, or join a token to the one before it. Each token
+    is cached on first use.
+    """
+
+    def __init__(self, backend: Tokenizer, skipped_ids: Collection[int]) -> None:
+        """backend: shared with others. skipped_ids: the special tokens, which have no text."""
+        self._backend = backend
+        self._skipped_ids = skipped_ids
+        self._joins_bytes = isinstance(backend.decoder, decoders.ByteLevel)
+        self._texts: dict[int, str | None] = {}
+
+    def text(self, token_id: int) -> str | None:
+        """The token's text, at least one character; None if it is not plain."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            plain = None
+            if self._joins_bytes and token_id not in self._skipped_ids:
+                text = str(self._backend.decode([token_id], skip_special_tokens=True))
+                plain = text if text and text.isascii() else None
+            self._texts[token_id] = plain
+            return plain
 
 
 class Detokenizer:

@@ -17,8 +17,8 @@ from kaveri.telemetry.logs import get_logger
 from kaveri.text.chat_template import ChatTemplate, MissingText, RenderedTurn
 from kaveri.text.content_format import ContentFormat
 from kaveri.text.control_tokens import ControlTokens
-from kaveri.text.detokenizer import Detokenizer
-from kaveri.text.token_texts import PlainTokens, TokenPiece, TokenTexts
+from kaveri.text.detokenizer import Detokenizer, PlainTokens
+from kaveri.text.token_texts import TokenPiece, TokenTexts
 
 ResultT = TypeVar("ResultT")
 _INLINE_CHARACTERS = 1_024

@@ -41,13 +41,12 @@ from kaveri.policy.placement import HeavyThresholds
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import spans_below, trace_fields
 from services.decode import lifecycle
-from services.decode.answer_log import AnswerLog, End
 from services.decode.answer_readers import AnswerTokenizer
 from services.decode.engine_room import EngineRoom, draining
 from services.decode.lifecycle import InLine, Ready, Released, Reserving, Rival, Running
 from services.decode.metrics import DecodeMetrics
 from services.decode.owners import RequestOwners
-from services.decode.requests import DecodeRequest, ResumedHere
+from services.decode.requests import AnswerLog, DecodeRequest, End, ResumedHere
 from services.decode.spans import DecodeSpans
 
 _LONGEST_REQUEST_S = 86_400.0

@@ -13,11 +13,10 @@ from kaveri.v1 import decode_pb2, feed_pb2
 from kaveri.v1.feed_pb2_grpc import FeedServiceServicer
 from kaveri.wire.attempts import attached_to_proto, attachment_from_proto, check_router_id, ownership_from_proto
 from kaveri.wire.status import abort
-from services.decode.answer_log import GainedTokens
 from services.decode.holder import ReplicaHolder
 from services.decode.instance import DecodeInstance
 from services.decode.owners import Awaited
-from services.decode.requests import DecodeRequest, gained_of
+from services.decode.requests import DecodeRequest, GainedTokens, gained_of
 from services.decode.server import messages_of, tokens_to_proto
 from services.prefill.requests import PrefillRequest, PromptNews
 from services.prefill.role import PrefillRole

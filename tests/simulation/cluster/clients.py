@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from kaveri.client.async_client import AsyncClient
-from kaveri.client.async_stream import AsyncStream
+from kaveri.client.async_client import AsyncClient, AsyncStream
 from kaveri.errors import KaveriError, RequestAlreadyExists, RequestCancelled, Unavailable
 from tests.simulation.cluster.outcomes import RequestOutcome
 from tests.simulation.cluster.plan import ScheduledRequest
