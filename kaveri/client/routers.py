@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -52,25 +53,22 @@ class RouterFailed(Exception):
         self.unheard = unheard
 
 
+@dataclass(eq=False, slots=True)
 class TriedRouters:
     """Routers that have failed one request. An unheard one counts only when it fails again: it may be slow."""
 
-    def __init__(self) -> None:
-        self._failed: dict[str, None] = {}
-        self._left: dict[str, None] = {}
+    left: dict[str, None] = field(default_factory=dict)
+    """Routers that the request has left while they were unheard. It does not leave them so again."""
+    _failed: dict[str, None] = field(default_factory=dict)
 
     def add(self, target: str, failure: RouterFailed) -> None:
         """Record a router's failure."""
-        (self._left if failure.unheard and target not in self._left else self._failed)[target] = None
-
-    def leaves_unheard(self, target: str) -> bool:
-        """Return True if the request may leave this router while it is unheard."""
-        return target not in self._left
+        (self.left if failure.unheard and target not in self.left else self._failed)[target] = None
 
     def next(self, chosen: str, known: Iterable[str]) -> str | None:
         """Return the router to try next: the chosen one, unless others take precedence. None: all have failed."""
         untried = [each for each in known if each not in self._failed]
-        best = [each for each in untried if each not in self._left] or untried
+        best = [each for each in untried if each not in self.left] or untried
         return chosen if chosen in best else next(iter(best), None)
 
 
@@ -250,7 +248,7 @@ class Routers:
         while True:
             target = tried.next(self.targets.choose(time.monotonic())[0], self.targets.known)
             assert target is not None
-            call = self.call(method, request, target, deadline_s, leaves_unheard=tried.leaves_unheard(target))
+            call = self.call(method, request, target, deadline_s, leaves_unheard=target not in tried.left)
             try:
                 response = await call.answer()
             except RouterFailed as failure:

@@ -180,13 +180,12 @@ class Sessions:
                 await self._closing.wait()
 
     def _send(self, target: str) -> GenerateCall:
-        leaves_unheard = self._tried.leaves_unheard(target)
         return self._routers.call(
             "Generate",
             self._request,
             target,
             self._deadline_s,
-            leaves_unheard=leaves_unheard,
+            leaves_unheard=target not in self._tried.left,
             traceparent=self._traceparent,
         )
 

@@ -1,7 +1,8 @@
 """Converts one answer's token ids to text incrementally, and finds stop texts across token boundaries."""
 
 import copy
-from collections.abc import Collection, Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 
 from tokenizers import Tokenizer, decoders
 
@@ -14,31 +15,23 @@ _CONTEXT_TOKENS = 4
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-class PlainTokens:
-    """Tokens of ASCII text in a byte-level tokenizer, which concatenates the bytes of its tokens unchanged.
+def plain_texts(backend: Tokenizer, skipped_ids: Collection[int]) -> Callable[[int], str | None]:
+    """Return a cached function: the text of a token of ASCII text, at least one character; None if it is not plain.
 
-    For other tokenizers no token is plain: some drop a leading space, or join a token to the one before it. Each token
-    is cached on first use.
+    A byte-level tokenizer concatenates the bytes of such tokens unchanged. With other tokenizers no token is plain:
+    some drop a leading space, or join a token to the one before it. backend: shared with others. skipped_ids: the
+    special tokens, which have no text.
     """
+    joins_bytes = isinstance(backend.decoder, decoders.ByteLevel)
 
-    def __init__(self, backend: Tokenizer, skipped_ids: Collection[int]) -> None:
-        """backend: shared with others. skipped_ids: the special tokens, which have no text."""
-        self._backend = backend
-        self._skipped_ids = skipped_ids
-        self._joins_bytes = isinstance(backend.decoder, decoders.ByteLevel)
-        self._texts: dict[int, str | None] = {}
+    @functools.cache
+    def plain_text(token_id: int) -> str | None:
+        if not joins_bytes or token_id in skipped_ids:
+            return None
+        text = str(backend.decode([token_id], skip_special_tokens=True))
+        return text if text and text.isascii() else None
 
-    def text(self, token_id: int) -> str | None:
-        """The token's text, at least one character; None if it is not plain."""
-        try:
-            return self._texts[token_id]
-        except KeyError:
-            plain = None
-            if self._joins_bytes and token_id not in self._skipped_ids:
-                text = str(self._backend.decode([token_id], skip_special_tokens=True))
-                plain = text if text and text.isascii() else None
-            self._texts[token_id] = plain
-            return plain
+    return plain_text
 
 
 class Detokenizer:
@@ -61,14 +54,14 @@ class Detokenizer:
         min_tokens: int = 0,
         prompt_token_ids: Sequence[int] = (),
         skipped_ids: Collection[int] | None = (),
-        plain: PlainTokens | None = None,
+        plain: Callable[[int], str | None] | None = None,
         known_characters: int = 0,
     ) -> None:
         """backend: shared with others. stop: texts that end the answer; the text is cut before the first match.
         min_tokens: a stop text completed within this many tokens is ignored, as in vLLM. skipped_ids: the special
         tokens, which have no text; one that is itself a stop text ends the answer; None: all tokens have text. plain:
-        avoids the decoding of most tokens. known_characters: length of the answer's prefix already searched; stop texts
-        that end in it are not found again."""
+        plain_texts(), which spares decoding most tokens. known_characters: length of the answer's prefix already
+        searched; stop texts that end in it are not found again."""
         self._backend = backend
         self._plain = plain
         self._matcher = StopMatcher(stop, known_characters) if stop else None
@@ -94,7 +87,7 @@ class Detokenizer:
         """Append a token and return the newly decided text, often empty."""
         if self._ignoring:
             self._ignoring -= 1
-        plain = self._plain.text(token_id) if self._plain is not None else None
+        plain = self._plain(token_id) if self._plain is not None else None
         if plain is not None and self._new == len(self._window):
             # All text before is decided: no other context is needed.
             self._window, self._new, self._left = [token_id], 1, plain
@@ -133,7 +126,7 @@ class Detokenizer:
 
     def _begin_after(self, prompt_token_ids: Sequence[int]) -> None:
         if self._plain is not None and prompt_token_ids:
-            plain = self._plain.text(prompt_token_ids[-1])
+            plain = self._plain(prompt_token_ids[-1])
             if plain is not None:
                 self._window, self._new, self._left = [prompt_token_ids[-1]], 1, plain
                 return
