@@ -34,7 +34,7 @@ from kaveri.wire.attempts import MAX_ATTEMPT
 from services.router import lifecycle_values as lives
 from services.router import metrics
 from services.router.holders import Holders
-from services.router.lifecycle_values import NO_LIFE, InstanceLife, holder_of, life_of
+from services.router.lifecycle_values import NO_LIFE, InstanceLife, holder_of
 from services.router.prefill_attempts import PrefillAttempts
 from services.router.recovery import Found, Missing, TakeOver
 from services.router.requests import RequestEntry
@@ -324,7 +324,7 @@ class RequestPlacer:
 
     async def _follow(self, entry: RequestEntry, number: int, target: ViewedInstance) -> None:
         """Run an attempt at a prefill instance until it is over."""
-        prefill = life_of(target.record)
+        prefill = InstanceLife(target.record.instance_id, target.record.incarnation)
         attempt = entry.attempt_at(number, prefill)
         if entry.account.owner_change is not None:
             entry.account.note_new_owner("recomputed", prefill, entry.attempt_number, 0, entry.context_tokens)

@@ -31,11 +31,10 @@ from services.router.claims import RequestClaims
 from services.router.config import RouterConfig
 from services.router.intake import Intake, prompt_of
 from services.router.peers import RouterPeers
-from services.router.recent_requests import RecentRequests, RecentWorkload
 from services.router.relay import ServicerContext, write_answer, write_cancelled
 from services.router.request_account import RequestAccount
 from services.router.request_placer import RequestPlacer
-from services.router.request_table import RETRY_AFTER_S, RequestTable
+from services.router.request_table import RETRY_AFTER_S, RecentRequests, RecentWorkload, RequestTable
 from services.router.requests import Interrupted, RequestEntry, SentAway
 
 _GONE_WITHIN_S = 1.0
