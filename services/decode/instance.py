@@ -465,7 +465,10 @@ class DecodeInstance:
                 self._report(request, action, now_s)
 
     def _report(self, request: DecodeRequest, report: lifecycle.NoteEnd, now_s: float) -> None:
-        self._metrics.count_end(report)
+        self._metrics.requests.labels(report.outcome.value).inc()
+        if report.times is not None:
+            self._metrics.queue_seconds.observe(report.times.queue_s)
+            self._metrics.decode_seconds.observe(report.times.decode_s)
         get_logger().info(
             "request_ended",
             request_id=request.request_id,

@@ -200,19 +200,15 @@ class HereOrElsewhere:
         self._decode = decode
         self._delay_s = _AFTER_FIRST_TOKEN_S if runs_ahead else 0.0
         self._decode_placer = decode_placer
-        self._decodes_here = decodes_here
+        self.at_first_token = decodes_here
         self._adopting: dict[PrefillRequest, asyncio.Handle] = {}
-
-    @property
-    def at_first_token(self) -> bool:
-        return self._decodes_here()
 
     async def run(self) -> None:
         await self._decode_placer.run()
 
     def begin(self, request: PrefillRequest) -> None:
         # A request that came while the instance did not decode is pushed: its first token may not be drawn yet.
-        if request.placed_at_first_token and self._decodes_here():
+        if request.placed_at_first_token and self.at_first_token():
             # After the event loop's present iteration, so that the first token is sent before.
             loop = asyncio.get_running_loop()
             self._adopting[request] = loop.call_later(self._delay_s, self._adopt, request)

@@ -33,8 +33,6 @@ class _Placement:
 class DecodePlacer:
     """Placements of the requests of one prefill instance. For one event loop."""
 
-    at_first_token = False
-
     def __init__(
         self,
         engine: PrefillEngine,

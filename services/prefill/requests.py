@@ -187,9 +187,8 @@ class HandOver(Protocol):
     Calls request.report() with RoomReserved when a push has begun, Adopted, or HandOverFailed.
     """
 
-    @property
-    def at_first_token(self) -> bool:
-        """True if requests are placed at their first token, not before."""
+    at_first_token: Callable[[], bool]
+    """True if requests are placed at their first token now, not before."""
 
     async def run(self) -> None:
         """Work until cancelled. begin() is called within."""

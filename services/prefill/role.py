@@ -165,7 +165,7 @@ class PrefillRole:
             reason = f"{self._queue.max_waiting} requests are queued already"
             raise NoCapacity("prefill", retry_after_s=QUEUE_FULL_RETRY_S, reason=reason)
         key = EngineKey(request_id, next(self._serials))
-        sent = EngineRequest(key, token_ids, generated_count, params, suspect_until, self._hand_over.at_first_token)
+        sent = EngineRequest(key, token_ids, generated_count, params, suspect_until, self._hand_over.at_first_token())
         timeout_s = min(timeout_s, LONGEST_REQUEST_S)
         now_s = time.monotonic()
         room = self._engine.info.max_model_len - (len(token_ids) - generated_count)
@@ -341,7 +341,7 @@ class PrefillRole:
         info, sent = self._engine.info, request.engine_request
         assert sent.params.max_tokens is not None
         more = draws_more(request.token_count, sent.generated_count, sent.params.max_tokens, info.max_model_len)
-        at_first_token = request.placed_at_first_token = self._hand_over.at_first_token
+        at_first_token = request.placed_at_first_token = self._hand_over.at_first_token()
         terms = Terms(
             arrived_s=now_s,
             token_count=request.token_count,
