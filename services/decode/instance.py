@@ -398,6 +398,12 @@ class DecodeInstance:
             return
         now_s = time.monotonic()
         request.state, actions = lifecycle.step(former, event, now_s)
+        self._follow(request, former, now_s)
+        for action in actions:
+            self._act(request, action, now_s)
+
+    def _follow(self, request: DecodeRequest, former: lifecycle.State, now_s: float) -> None:
+        """Update table and batch after a transition."""
         batch, serial = self._room.batch, request.key.serial
         match request.state:
             case Reserving():
@@ -417,8 +423,6 @@ class DecodeInstance:
                 loop = asyncio.get_running_loop()
                 loop.call_soon(self._engine_room.admit)
                 loop.call_soon(self._engine_room.give)
-        for action in actions:
-            self._act(request, action, now_s)
 
     def _remove(self, request: DecodeRequest) -> None:
         self._room.batch.leave(request.key.serial)
