@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     __version__: str
 
     from kaveri.client.answer import Chunk, Completion, ModelInfo, PromptToken, ServerTiming, Timing, Usage
-    from kaveri.client.async_client import AsyncClient
-    from kaveri.client.async_stream import AsyncStream
+    from kaveri.client.async_client import AsyncClient, AsyncStream
     from kaveri.client.request import Message
     from kaveri.client.sync_client import Client, Stream
     from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams
@@ -80,7 +79,7 @@ _MODULES = {
     **dict.fromkeys(("Client", "Stream"), "kaveri.client.sync_client"),
     **dict.fromkeys(("FinishReason", "Logprobs", "SamplingParams"), "kaveri.domain.sampling"),
     "AsyncClient": "kaveri.client.async_client",
-    "AsyncStream": "kaveri.client.async_stream",
+    "AsyncStream": "kaveri.client.async_client",
     "Message": "kaveri.client.request",
     "TlsFiles": "kaveri.security.tls_files",
 }

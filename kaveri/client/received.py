@@ -1,32 +1,33 @@
 """Progress of one answer over all its sessions: each token, character and the end exactly once."""
 
 from array import array
+from dataclasses import dataclass, field
 
 from kaveri.errors import Unavailable
 from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.wire.messages import finish_from_proto
 
 
+@dataclass(eq=False, slots=True)
 class Received:
     """Received part of an answer. Refuses a response that does not continue it exactly."""
 
-    def __init__(self, wants_prompt: bool = False) -> None:
-        """wants_prompt: True if the request asks for prompt_logprobs."""
-        self._wants_prompt = wants_prompt
-        self.prompt_count = 0
-        """Number of prompt tokens whose log-probabilities have arrived."""
-        self._prompt_tokens = 1
-        """Length of the prompt; 1 until the first response."""
-        # An array: the garbage collector visits each item of a list, which would block the event loop.
-        self.token_ids: array[int] = array("I")
-        self.characters = 0
-        """Length of the text, in Unicode code points."""
-        self.max_tokens = 0
-        """Max tokens as resolved by the first router; 0 until then."""
-        self.owner = inference_pb2.OwnerHint()
-        """Last known instances of the request."""
-        self.is_complete = False
-        """True once the finish reason has arrived."""
+    wants_prompt: bool = False
+    """True if the request asks for prompt_logprobs."""
+    prompt_count: int = 0
+    """Prompt tokens whose log-probabilities have arrived."""
+    prompt_tokens: int = 1
+    """Length of the prompt; 1 until the first response."""
+    # An array, because garbage collection visits each item of a list, for all answers in one turn of the event loop.
+    token_ids: "array[int]" = field(default_factory=lambda: array("I"))
+    characters: int = 0
+    """Length of the text, in Unicode code points."""
+    max_tokens: int = 0
+    """Resolved by the first router; 0 until then."""
+    owner: inference_pb2.OwnerHint = field(default_factory=inference_pb2.OwnerHint)
+    """Last known instances of the request."""
+    is_complete: bool = False
+    """True once the finish reason has arrived."""
 
     def take(self, response: inference_pb2.GenerateResponse, target: str) -> None:
         """Add the next response. Raises Unavailable when tokens are missing, repeated, or sent after the end or before
@@ -40,10 +41,10 @@ class Received:
             raise Unavailable(f"{target} sent {unknown}: is it of a newer version?") from None
         if response.HasField("prompt_logprobs"):
             self._take_prompt(response.prompt_logprobs, target)
-        self._prompt_tokens = response.usage.prompt_tokens or self._prompt_tokens
+        self.prompt_tokens = response.usage.prompt_tokens or self.prompt_tokens
         expected = len(self.token_ids)
-        if self._wants_prompt and response.token_ids and self.prompt_count < self._prompt_tokens:
-            had = f"after prompt_logprobs of {self.prompt_count} of the {self._prompt_tokens} tokens of the prompt"
+        if self.wants_prompt and response.token_ids and self.prompt_count < self.prompt_tokens:
+            had = f"after prompt_logprobs of {self.prompt_count} of the {self.prompt_tokens} tokens of the prompt"
             raise Unavailable(f"{target} sent a token {had}: is it of a former version?")
         if response.token_ids and response.index != expected:
             raise Unavailable(f"{target} sent token {response.index} where {expected} was expected")

@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -52,25 +53,23 @@ class RouterFailed(Exception):
         self.unheard = unheard
 
 
+@dataclass(eq=False, slots=True)
 class TriedRouters:
     """Routers that have failed one request. A router that never sent anything counts only when it fails again: it may
     be slow."""
 
-    def __init__(self) -> None:
-        self._failed: dict[str, None] = {}
-        self._left: dict[str, None] = {}
+    left: dict[str, None] = field(default_factory=dict)
+    """Routers that the request has left while they were unheard. It does not leave them so again."""
+    _failed: dict[str, None] = field(default_factory=dict)
 
     def add(self, target: str, failure: RouterFailed) -> None:
-        (self._left if failure.unheard and target not in self._left else self._failed)[target] = None
-
-    def leaves_unheard(self, target: str) -> bool:
-        """Return True if the request may leave this router before anything was received from it."""
-        return target not in self._left
+        """Record a router's failure."""
+        (self.left if failure.unheard and target not in self.left else self._failed)[target] = None
 
     def next(self, chosen: str, known: Iterable[str]) -> str | None:
         """Return the router to try next: the chosen one, unless others take precedence. None: all have failed."""
         untried = [each for each in known if each not in self._failed]
-        best = [each for each in untried if each not in self._left] or untried
+        best = [each for each in untried if each not in self.left] or untried
         return chosen if chosen in best else next(iter(best), None)
 
 
@@ -223,7 +222,13 @@ class Routers:
         timeout_s = None if deadline_s is None else deadline_s - time.monotonic()
         if timeout_s is not None and timeout_s <= 0:
             raise DeadlineExceeded
-        self._drop_broken(target)
+        channel = self._channels.get(target)
+        if channel is not None and channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            # It would connect again only after a pause, and Targets limits the attempts.
+            del self._channels[target], self._stubs[target]
+            closing = asyncio.create_task(channel.close(_CLOSE_GRACE_S), name="kaveri-client close")
+            self._closing[closing] = None
+            closing.add_done_callback(self._closing.pop)
         stub = self._stub(target)
         connected = self._channels[target].get_state() is grpc.ChannelConnectivity.READY
         metadata = (*(self._metadata or ()), (HEADER, traceparent)) if traceparent else self._metadata
@@ -237,26 +242,17 @@ class Routers:
         while True:
             target = tried.next(self.targets.choose(time.monotonic())[0], self.targets.known)
             assert target is not None
-            call = self.call(method, request, target, deadline_s, leaves_unheard=tried.leaves_unheard(target))
+            call = self.call(method, request, target, deadline_s, leaves_unheard=target not in tried.left)
             try:
                 response = await call.answer()
             except RouterFailed as failure:
-                self.failed(target)
+                self.targets.failed(target, time.monotonic())
                 tried.add(target, failure)
                 if tried.next(target, self.targets.known) is None:
                     raise failure.error from failure
             else:
-                self.worked(target)
+                self.targets.worked(target, time.monotonic())
                 return response
-
-    def worked(self, target: str) -> None:
-        self.targets.worked(target, time.monotonic())
-
-    def failed(self, target: str) -> None:
-        self.targets.failed(target, time.monotonic())
-
-    def learn(self, addresses: Iterable[str]) -> None:
-        self.targets.learn(addresses)
 
     async def close(self) -> None:
         self._closed = True
@@ -272,16 +268,6 @@ class Routers:
             _connected_in.add(os.getpid())
             stub = self._stubs[target] = inference_pb2_grpc.InferenceServiceStub(channel)
         return stub
-
-    def _drop_broken(self, target: str) -> None:
-        """Replace a channel that has failed to connect: it would reconnect only after a pause, and Targets limits the
-        attempts."""
-        channel = self._channels.get(target)
-        if channel is not None and channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-            del self._channels[target], self._stubs[target]
-            closing = asyncio.create_task(channel.close(_CLOSE_GRACE_S), name="kaveri-client close")
-            self._closing[closing] = None
-            closing.add_done_callback(self._closing.pop)
 
     async def _beat(self, target: str) -> None:
         message = inference_pb2.BeatRequest()

@@ -137,7 +137,7 @@ class Sessions:
         """Begin the next session, at another router if possible. Raises the failure's error if there is none."""
         self._left.append(self.call)
         self._cancel_left(_MOST_LEFT)
-        self._routers.failed(self.call.target)
+        self._routers.targets.failed(self.call.target, time.monotonic())
         if self._request.session == _MAX_SESSION or (self.received.token_ids and not self.received.max_tokens):
             raise failure.error from failure
         target, wait_s = self._routers.targets.choose(time.monotonic())
@@ -173,13 +173,12 @@ class Sessions:
                 await self._closing.wait()
 
     def _send(self, target: str) -> GenerateCall:
-        leaves_unheard = self._tried.leaves_unheard(target)
         return self._routers.call(
             "Generate",
             self._request,
             target,
             self._deadline_s,
-            leaves_unheard=leaves_unheard,
+            leaves_unheard=target not in self._tried.left,
             traceparent=self._traceparent,
         )
 
@@ -190,8 +189,8 @@ class Sessions:
             self._request.params.MergeFrom(response.resolved_params)
         self._may_be_taken = True
         self._cancel_left()
-        self._routers.worked(self.call.target)
-        self._routers.learn(response.routers)
+        self._routers.targets.worked(self.call.target, time.monotonic())
+        self._routers.targets.learn(response.routers)
         if self._sources is not None and response.HasField("tokens_at") and not self.received.is_complete:
             self._sources.begin(response.tokens_at, self._request)
 

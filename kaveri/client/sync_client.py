@@ -7,8 +7,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from kaveri.client.answer import Chunk, Completion, ModelInfo
-from kaveri.client.async_client import AsyncClient
-from kaveri.client.async_stream import AsyncStream
+from kaveri.client.async_client import AsyncClient, AsyncStream
 from kaveri.client.defaults import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
 from kaveri.client.loop_thread import LoopThread
 from kaveri.client.request import MessageLike

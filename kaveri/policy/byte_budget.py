@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from kaveri.errors import InvalidArgument, NoCapacity
 
@@ -24,11 +25,13 @@ class ByteBudget:
         """Held bytes by key name; keys that hold nothing are absent."""
 
     @contextlib.contextmanager
-    def hold(self, key_name: str = "") -> Iterator["HeldBytes"]:
-        """Account for one request's bytes until the context ends; starts at zero. key_name: its API key; empty:
-        none."""
+    def hold(self, key_name: str = "", size_bytes: int = 0) -> Iterator["HeldBytes"]:
+        """Account for one request's bytes until the context ends. key_name: its API key; empty: none. size_bytes: held
+        from the start; raises as HeldBytes.add()."""
         held = HeldBytes(self, key_name)
         try:
+            if size_bytes:
+                self.take(size_bytes, held)
             yield held
         finally:
             self._add(-held.size_bytes, key_name)
@@ -60,15 +63,15 @@ class ByteBudget:
         self._changed(self._held_bytes)
 
 
+@dataclass(eq=False, slots=True)
 class HeldBytes:
     """Bytes held by one request; see ByteBudget.hold."""
 
-    def __init__(self, budget: ByteBudget, key_name: str) -> None:
-        self.size_bytes = 0
-        self.key_name = key_name
-        self._budget = budget
+    budget: ByteBudget
+    key_name: str
+    size_bytes: int = 0
 
     def add(self, size_bytes: int) -> None:
         """Add to the request's bytes. Raises NoCapacity if the budget is used up now, InvalidArgument if the request
         can never fit."""
-        self._budget.take(size_bytes, self)
+        self.budget.take(size_bytes, self)

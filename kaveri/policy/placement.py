@@ -12,6 +12,7 @@ import enum
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kaveri.domain.length import TokenRange
 from kaveri.domain.view import ClusterView, Phase, ViewedInstance, once_per_view, phases_now, takes_pushes
@@ -240,19 +241,16 @@ def choose_decode(
         share = heavy_requests / requests if requests else 0.0
         return share, load.running_requests + load.waiting_requests + sent.count, load.context_tokens
 
-    def room_for(token_count: int) -> Takes:
-        def has_room(instance: ViewedInstance) -> bool:
-            return instance.load.free_blocks - unconfirmed.at(instance).amount >= blocks_there(instance, token_count)
+    def has_room(token_count: int, instance: ViewedInstance) -> bool:
+        return instance.load.free_blocks - unconfirmed.at(instance).amount >= blocks_there(instance, token_count)
 
-        return has_room
-
-    candidates = Candidates(_takers_of_pushes(view, model, demand), room_for(demand.tokens), avoid)
+    candidates = Candidates(_takers_of_pushes(view, model, demand), partial(has_room, demand.tokens), avoid)
     match policy:
         case DecodePlacementPolicy.POWER_OF_TWO:
             return candidates.better_of_two(load, rng)
         case DecodePlacementPolicy.HEAVY_LIGHT:
             # Light requests go by load. By the heavy share, which each of them lowers, all would go to one instance.
-            wanted = room_for(max(demand.tokens, demand.predicted))
+            wanted = partial(has_room, max(demand.tokens, demand.predicted))
             return candidates.better_of_two(heavy_share if demand.heavy else load, rng, wanted)
         case DecodePlacementPolicy.LEAST_LOADED:
             return min(candidates.all(), key=load, default=None)

@@ -45,6 +45,8 @@ class PromptQueue(Generic[AnyPrompt]):
         self._waiting_tokens = 0
         self._computing: dict[AnyPrompt, int] = {}
         """Remaining tokens of each computing prompt."""
+        self.computing: Collection[AnyPrompt] = self._computing.keys()
+        """Prompts submitted to the engine, oldest first."""
         self._computing_tokens = 0
 
     @property
@@ -57,11 +59,6 @@ class PromptQueue(Generic[AnyPrompt]):
         """Number of prompts that fit before the queue is full."""
         room = self.max_waiting - len(self._held) - len(self._raw) - len(self._scheduled)
         return room if room > 0 else 0
-
-    @property
-    def computing(self) -> Collection[AnyPrompt]:
-        """Prompts submitted to the engine, oldest first."""
-        return self._computing.keys()
 
     def hold(self, prompt: AnyPrompt) -> None:
         """Reserve a place for a prompt that does not wait for the engine yet. There must be room."""

@@ -38,30 +38,19 @@ class _Sent(Generic[KeyT]):
     confirmed_by: float = math.inf
     """Number of the first heartbeat that confirms some of the pieces."""
 
-    def add(self, heartbeat: int, key: KeyT, piece: _Piece) -> None:
-        pieces = self.by_heartbeat.get(heartbeat)
-        if pieces is None:
-            pieces = self.by_heartbeat[heartbeat] = {}
-            if heartbeat + 2 < self.confirmed_by:
-                self.confirmed_by = heartbeat + 2
-        pieces[key] = piece
-        sums = self.sums
-        sums.count += 1
-        sums.amount += piece[0]
-        sums.heavy_count += piece[1]
-
     def confirm(self, newest: int) -> None:
         """Remove the pieces that heartbeat `newest` confirms."""
         for heartbeat in [sent for sent in self.by_heartbeat if newest >= sent + 2]:
             for piece in self.by_heartbeat.pop(heartbeat).values():
-                self.take(piece)
+                _count(self.sums, -1, piece)
         self.confirmed_by = min(self.by_heartbeat, default=math.inf) + 2
 
-    def take(self, piece: _Piece) -> None:
-        sums = self.sums
-        sums.count -= 1
-        sums.amount -= piece[0]
-        sums.heavy_count -= piece[1]
+
+def _count(sums: Unconfirmed, sign: int, piece: _Piece) -> None:
+    """Add a piece to the totals (1), or remove it (-1)."""
+    sums.count += sign
+    sums.amount += sign * piece[0]
+    sums.heavy_count += sign * piece[1]
 
 
 class UnconfirmedWork(Generic[KeyT]):
@@ -81,7 +70,13 @@ class UnconfirmedWork(Generic[KeyT]):
         sent = self._sent.get(record.instance_id)
         if sent is None or sent.incarnation != record.incarnation:
             sent = self._sent[record.instance_id] = _Sent(record.incarnation)
-        sent.add(target.load.sequence_number, key, (amount, heavy))
+        heartbeat, piece = target.load.sequence_number, (amount, heavy)
+        pieces = sent.by_heartbeat.get(heartbeat)
+        if pieces is None:
+            pieces = sent.by_heartbeat[heartbeat] = {}
+            sent.confirmed_by = min(sent.confirmed_by, heartbeat + 2)
+        pieces[key] = piece
+        _count(sent.sums, 1, piece)
 
     def remove(self, key: KeyT, instance_id: str) -> None:
         """Remove a piece that was begun, refused or dropped. Unknown pieces are ignored."""
@@ -91,7 +86,7 @@ class UnconfirmedWork(Generic[KeyT]):
         for number, pieces in sent.by_heartbeat.items():
             piece = pieces.pop(key, None)
             if piece is not None:
-                sent.take(piece)
+                _count(sent.sums, -1, piece)
                 if not pieces:
                     del sent.by_heartbeat[number]
                 break

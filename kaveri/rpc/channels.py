@@ -36,7 +36,11 @@ class Channels:
 
     def stub(self, make: Callable[[aio.Channel], StubT], address: str) -> StubT:
         """Return a service's stub for "host:port"; `make` is the stub's class. retain() ends its calls."""
-        return self._stub(self._peer(address), make)
+        peer = self._peer(address)
+        stub: StubT | None = peer.stubs.get(make)
+        if stub is None:
+            stub = peer.stubs[make] = make(peer.channel)
+        return stub
 
     def is_connected(self, address: str) -> bool:
         """Return True if the channel to the address is connected."""
@@ -48,7 +52,7 @@ class Channels:
         peer = self._peer(address)
         peer.call_count += 1
         try:
-            yield self._stub(peer, make)
+            yield self.stub(make, address)
         finally:
             peer.call_count -= 1
 
@@ -67,30 +71,20 @@ class Channels:
         await asyncio.gather(*(channel.close() for channel in closing))
 
     def _peer(self, address: str) -> _Peer:
-        peer = self._peers.get(address)
-        if peer is not None and self._is_outdated(peer):
+        peer, tls = self._peers.get(address), process_tls()
+        generation = 0 if tls is None else tls.generation
+        if (
+            peer is not None
+            and not peer.call_count
+            and peer.generation != generation
+            and peer.channel.get_state() is not grpc.ChannelConnectivity.READY
+        ):
+            # It would reconnect with replaced certificates. A connected channel may stay.
             del self._peers[address]
             closing = asyncio.create_task(peer.channel.close(), name="close of a channel")
             self._closing[closing] = None
             closing.add_done_callback(self._closing.pop)
             peer = None
         if peer is None:
-            peer = self._peers[address] = _Peer(open_channel(address), _generation())
+            peer = self._peers[address] = _Peer(open_channel(address), generation)
         return peer
-
-    def _is_outdated(self, peer: _Peer) -> bool:
-        """Return True if it would reconnect with replaced certificates. A connected channel may stay."""
-        if peer.call_count or peer.generation == _generation():
-            return False
-        return peer.channel.get_state() is not grpc.ChannelConnectivity.READY
-
-    def _stub(self, peer: _Peer, make: Callable[[aio.Channel], StubT]) -> StubT:
-        stub: StubT | None = peer.stubs.get(make)
-        if stub is None:
-            stub = peer.stubs[make] = make(peer.channel)
-        return stub
-
-
-def _generation() -> int:
-    tls = process_tls()
-    return 0 if tls is None else tls.generation

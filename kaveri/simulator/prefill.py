@@ -1,6 +1,6 @@
 """A simulated prefill instance: queue, engine, and the search for room at decode. Pure.
 
-It mirrors services/prefill: role.py, engine_feed.py, room_finder.py and decode_placer.py, event by event.
+It mirrors services/prefill: role.py, room_finder.py and decode_placer.py, event by event.
 """
 
 import random

@@ -72,9 +72,10 @@ class Answer:
         self.withholds_last = False
         """True if take() holds the last token back until the end of the answer."""
 
-    async def go_on_after(self, token_ids: Sequence[int], characters: int, stop_token_ids: Collection[int]) -> None:
+    async def go_on_after(self, token_ids: Sequence[int], characters: int, stop_token_ids: Collection[int]) -> int:
         """Resume after the tokens and characters that the client received in earlier sessions; take() does not return
-        them again."""
+        them again. Returns how many characters the client claims beyond the text of its tokens, which includes text
+        held back."""
         self._skipped_characters = self._taken_characters = characters
         for position, token_id in enumerate(token_ids):
             if position % SLICE_TOKENS == SLICE_TOKENS - 1:
@@ -84,18 +85,14 @@ class Answer:
             if not self.stopped and not (position + 1 == len(token_ids) and token_id in stop_token_ids):
                 self._add_text(self._detokenizer.push(token_id))
         self._taken_count = len(self.token_ids)
-
-    @property
-    def missing_characters(self) -> int:
-        """Number of characters that the client claims to have beyond the text of its tokens, which includes text held
-        back."""
-        undecided = "" if self.stopped else self._detokenizer.undecided
-        return max(0, self._skipped_characters - len(undecided))
+        if not self._skipped_characters or self.stopped:
+            return self._skipped_characters
+        return max(0, self._skipped_characters - len(self._detokenizer.undecided))
 
     @property
     def stopped(self) -> bool:
         """True once the text has reached a stop text. Nothing is appended afterwards."""
-        return self._detokenizer.stopped
+        return self._detokenizer.stop_text is not None
 
     @property
     def stop_text(self) -> str | None:
@@ -106,7 +103,7 @@ class Answer:
         self, token_ids: Sequence[int], logprobs: Sequence[Any], finish: FinishReason | None, now_s: float
     ) -> None:
         """Append tokens, up to the one whose text completes a stop text. finish: set if they end the answer."""
-        if self._detokenizer.stopped:
+        if self._detokenizer.stop_text is not None:
             return
         if len(self._prompt) == 1 and token_ids and not self.token_ids:
             self._prompt_logprobs.append(None)
@@ -122,7 +119,7 @@ class Answer:
                 self._text_offsets.append(self._detokenizer.decided_characters)
             if position < text_count:
                 self._add_text(self._detokenizer.push(token_id))
-                if self._detokenizer.stopped:
+                if self._detokenizer.stop_text is not None:
                     return
 
     def append_prompt(self, first: int, entries: Sequence[Any]) -> None:

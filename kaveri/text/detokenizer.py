@@ -1,18 +1,37 @@
 """Converts one answer's token ids to text incrementally, and finds stop texts across token boundaries."""
 
 import copy
-from collections.abc import Collection, Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from kaveri.text.stop_matcher import StopMatcher
-from kaveri.text.token_texts import PlainTokens
 
 _UNDECIDED_TOKENS = 8
 """Max tokens that wait for the end of a character. A character has at most four bytes, so four tokens."""
 _CONTEXT_TOKENS = 4
 """Context tokens kept when text is cut between undecodable bytes; for a prompt, this many or a few more."""
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def plain_texts(backend: Tokenizer, skipped_ids: Collection[int]) -> Callable[[int], str | None]:
+    """Return a cached function: the text of a token of ASCII text, at least one character; None if it is not plain.
+
+    A byte-level tokenizer concatenates the bytes of such tokens unchanged. With other tokenizers no token is plain:
+    some drop a leading space, or join a token to the one before it. backend: shared with others. skipped_ids: the
+    special tokens, which have no text.
+    """
+    joins_bytes = isinstance(backend.decoder, decoders.ByteLevel)
+
+    @functools.cache
+    def plain_text(token_id: int) -> str | None:
+        if not joins_bytes or token_id in skipped_ids:
+            return None
+        text = str(backend.decode([token_id], skip_special_tokens=True))
+        return text if text and text.isascii() else None
+
+    return plain_text
 
 
 class Detokenizer:
@@ -35,14 +54,14 @@ class Detokenizer:
         min_tokens: int = 0,
         prompt_token_ids: Sequence[int] = (),
         skipped_ids: Collection[int] | None = (),
-        plain: PlainTokens | None = None,
+        plain: Callable[[int], str | None] | None = None,
         known_characters: int = 0,
     ) -> None:
         """backend: shared with others. stop: texts that end the answer; the text is cut before the first match.
         min_tokens: a stop text completed within this many tokens is ignored, as in vLLM. skipped_ids: the special
         tokens, which have no text; one that is itself a stop text ends the answer; None: all tokens have text. plain:
-        avoids the decoding of most tokens. known_characters: length of the answer's prefix already searched; stop texts
-        that end in it are not found again."""
+        plain_texts(), which spares decoding most tokens. known_characters: length of the answer's prefix already
+        searched; stop texts that end in it are not found again."""
         self._backend = backend
         self._plain = plain
         self._matcher = StopMatcher(stop, known_characters) if stop else None
@@ -61,21 +80,17 @@ class Detokenizer:
         self.decided_characters = 0
         """Number of decided characters, including those held back for a stop text."""
         self.stop_text: str | None = None
-        """The stop text found, if any."""
+        """The stop text found, if any; push() must not be called afterwards."""
         self._begin_after(prompt_token_ids)
-
-    @property
-    def stopped(self) -> bool:
-        """True once a stop text was found; push() must not be called afterwards."""
-        return self.stop_text is not None
 
     def push(self, token_id: int) -> str:
         """Append a token and return the newly decided text, often empty."""
         if self._ignoring:
             self._ignoring -= 1
-        plain = self._plain.text(token_id) if self._plain is not None else None
+        plain = self._plain(token_id) if self._plain is not None else None
         if plain is not None and self._new == len(self._window):
-            self._begin_with(token_id, plain)
+            # All text before is decided: no other context is needed.
+            self._window, self._new, self._left = [token_id], 1, plain
             return self._scan(plain)
         if not self._has_text(token_id):
             return self._flush_at_stop(token_id) if token_id in self._hidden_stops and not self._ignoring else ""
@@ -85,12 +100,12 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return the text held back, at the end of the answer."""
-        if self.stopped:
+        if self.stop_text is not None:
             return ""
         rest = ""
         if self._new < len(self._window):
             rest = self._scan(self._continued(self._decode(self._window))[len(self._left) :])
-            if self.stopped:
+            if self.stop_text is not None:
                 return rest
         return rest if self._matcher is None else rest + self._matcher.flush()
 
@@ -105,19 +120,15 @@ class Detokenizer:
     def _flush_at_stop(self, token_id: int) -> str:
         """Return the text held back, before a special token that is a stop text."""
         rest = self.flush()
-        if not self.stopped:
+        if self.stop_text is None:
             self.stop_text = self._hidden_stops[token_id]
         return rest
 
-    def _begin_with(self, token_id: int, plain: str) -> None:
-        """Restart the window at a plain token, before which all text is decided: no other context is needed."""
-        self._window, self._new, self._left = [token_id], 1, plain
-
     def _begin_after(self, prompt_token_ids: Sequence[int]) -> None:
         if self._plain is not None and prompt_token_ids:
-            plain = self._plain.text(prompt_token_ids[-1])
+            plain = self._plain(prompt_token_ids[-1])
             if plain is not None:
-                self._begin_with(prompt_token_ids[-1], plain)
+                self._window, self._new, self._left = [prompt_token_ids[-1]], 1, plain
                 return
         tail = [token_id for token_id in prompt_token_ids[-4 * _UNDECIDED_TOKENS :] if self._has_text(token_id)]
         # A character that the prompt leaves unfinished belongs to the prompt; the answer's bytes are decoded alone.

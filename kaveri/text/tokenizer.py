@@ -17,8 +17,8 @@ from kaveri.telemetry.logs import get_logger
 from kaveri.text.chat_template import ChatTemplate, MissingText, RenderedTurn
 from kaveri.text.content_format import ContentFormat
 from kaveri.text.control_tokens import ControlTokens
-from kaveri.text.detokenizer import Detokenizer
-from kaveri.text.token_texts import PlainTokens, TokenPiece, TokenTexts
+from kaveri.text.detokenizer import Detokenizer, plain_texts
+from kaveri.text.token_texts import TokenPiece, TokenTexts
 
 ResultT = TypeVar("ResultT")
 _INLINE_CHARACTERS = 1_024
@@ -81,7 +81,7 @@ class ModelTokenizer:
         self.chat_template = ChatTemplate(tokenizer, content_format) if tokenizer.chat_template else None
         added = self.backend.get_added_tokens_decoder()
         self._skipped_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._plain = PlainTokens(self.backend, self._skipped_ids)
+        self._plain = plain_texts(self.backend, self._skipped_ids)
         self._token_texts = TokenTexts(self.backend)
         self._control = ControlTokens(self.backend, self.chat_template.samples()) if self.chat_template else None
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")

@@ -113,6 +113,7 @@ class EngineRoom:
             return
         for serial in self._room.batch.admissible(self._engine.stats().free_blocks):
             request = self._requests.by_serial(serial)
+            assert request is not None, serial
             try:
                 self._engine.admit(request.key)
             except EngineError:

@@ -41,13 +41,12 @@ from kaveri.policy.placement import HeavyThresholds
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import spans_below, trace_fields
 from services.decode import lifecycle
-from services.decode.answer_log import AnswerLog, End
 from services.decode.answer_readers import AnswerTokenizer
 from services.decode.engine_room import EngineRoom, draining
 from services.decode.lifecycle import InLine, Ready, Released, Reserving, Rival, Running
 from services.decode.metrics import DecodeMetrics
 from services.decode.owners import RequestOwners
-from services.decode.requests import DecodeRequest, ResumedHere
+from services.decode.requests import AnswerLog, DecodeRequest, End, ResumedHere
 from services.decode.spans import DecodeSpans
 
 _LONGEST_REQUEST_S = 86_400.0
@@ -249,7 +248,7 @@ class DecodeInstance:
                 for each in list(self._requests):
                     self._take(each, lifecycle.Broken(error_of_stop(event, each.key)))
             # Aborted requests may still have events.
-            elif (request := self._requests.by_key(event.key)) is not None:
+            elif (request := self._requests.by_serial(event.key.serial)) is not None:
                 match event:
                     case Landed():
                         if event.first_token_id is not None and request.engine_request.params.logprobs is None:
@@ -312,7 +311,7 @@ class DecodeInstance:
         drawn: set[int] = set()
         for step in steps:
             # Aborted requests may still have events.
-            request = self._requests.by_key(step.key)
+            request = self._requests.by_serial(step.key.serial)
             if request is None:
                 continue
             drawn.add(step.key.serial)
@@ -322,20 +321,18 @@ class DecodeInstance:
                 continue
             (report,) = actions
             assert isinstance(report, lifecycle.NoteEnd)
-            self.owners.gain(request, step, self._times(request, report.times))
+            times = report.times
+            if times is not None and request.resumed is not None:
+                held_tokens = request.resumed.held_tokens
+                recomputed_tokens = len(request.engine_request.token_ids) - held_tokens
+                times = replace(times, held_tokens=held_tokens, recomputed_tokens=recomputed_tokens)
+            self.owners.gain(request, step, times)
             self._remove(request)
             self.owners.keep(request, now_s)
             if request.spans is not None:
                 request.spans.note(report, now_s)
             self._report(request, report, now_s)
         self._room.batch.step(drawn)
-
-    def _times(self, request: DecodeRequest, times: lifecycle.RequestTimes | None) -> lifecycle.RequestTimes | None:
-        if times is None or request.resumed is None:
-            return times
-        held_tokens = request.resumed.held_tokens
-        recomputed_tokens = len(request.engine_request.token_ids) - held_tokens
-        return replace(times, held_tokens=held_tokens, recomputed_tokens=recomputed_tokens)
 
     def _end_former(self, request_id: str, ownership: Ownership, reservation: int = 0) -> Place | None:
         """End an earlier request with this id. Raises StaleAttempt or RequestAlreadyExists if that one is newer.
@@ -441,7 +438,12 @@ class DecodeInstance:
             request.spans.note(action, now_s)
         match action:
             case lifecycle.AnswerReserve(result):
-                self._answer(request, result)
+                if request.answer is None or request.answer.done():
+                    return
+                if isinstance(result, Ticket):
+                    request.answer.set_result(result)
+                else:
+                    request.answer.set_exception(result or RequestCancelled(request.request_id))
             case lifecycle.BareAction.LEAVE_LINE:
                 self._room.line.leave(request.request_id)
             case lifecycle.BareAction.KEEP_PLACE:
@@ -465,17 +467,11 @@ class DecodeInstance:
             case lifecycle.NoteEnd():
                 self._report(request, action, now_s)
 
-    def _answer(self, request: DecodeRequest, result: Ticket | KaveriError | None) -> None:
-        answer = request.answer
-        if answer is None or answer.done():
-            return
-        if isinstance(result, Ticket):
-            answer.set_result(result)
-        else:
-            answer.set_exception(result or RequestCancelled(request.request_id))
-
     def _report(self, request: DecodeRequest, report: lifecycle.NoteEnd, now_s: float) -> None:
-        self._metrics.count_end(report)
+        self._metrics.requests.labels(report.outcome.value).inc()
+        if report.times is not None:
+            self._metrics.queue_seconds.observe(report.times.queue_s)
+            self._metrics.decode_seconds.observe(report.times.decode_s)
         get_logger().info(
             "request_ended",
             request_id=request.request_id,

@@ -285,7 +285,12 @@ def step(state: State, event: Event, now_s: float) -> Step:
     """Return the next state and the actions. An impossible pair raises an AssertionError that names both."""
     match event, state:
         case Drew(), Running():
-            return _drew(state, event, now_s)
+            first_step_s = now_s if state.first_step_s is None else state.first_step_s
+            if not event.is_last:
+                return Running(state.landed_s, first_step_s, state.drawn + 1, state.preemptions), ()
+            times = RequestTimes(first_step_s - state.landed_s, now_s - first_step_s, state.preemptions)
+            finished = NoteEnd(DecodeOutcome.FINISHED, preemptions=state.preemptions, times=times)
+            return Released(DecodeOutcome.FINISHED), (finished,)
         case BareEvent.ROOM_ASKED, InLine():
             return Reserving(state.stays, now_s), ()
         case RoomGranted(), Reserving():
@@ -317,15 +322,6 @@ def step(state: State, event: Event, now_s: float) -> Step:
             return _ended(state, DecodeOutcome.MOVED, tell=tell, aborts=False)
         case _:
             return _end_early(state, event)
-
-
-def _drew(state: Running, event: Drew, now_s: float) -> Step:
-    first_step_s = now_s if state.first_step_s is None else state.first_step_s
-    if not event.is_last:
-        return Running(state.landed_s, first_step_s, state.drawn + 1, state.preemptions), ()
-    times = RequestTimes(first_step_s - state.landed_s, now_s - first_step_s, state.preemptions)
-    outcome = DecodeOutcome.FINISHED
-    return Released(outcome), (NoteEnd(outcome, preemptions=state.preemptions, times=times),)
 
 
 def _refused(state: InLine | Reserving, error: KaveriError) -> Step:

@@ -6,7 +6,6 @@ from functools import partial
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from kaveri.telemetry.metrics import ANSWER_BUCKETS_S, LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
-from services.decode.lifecycle import NoteEnd
 
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -62,9 +61,3 @@ class DecodeMetrics:
             self.step_requests.observe(token_count)
         self.tokens.inc(sum(token_counts))
         self._last_step_s = now_s if running_count else None
-
-    def count_end(self, report: NoteEnd) -> None:
-        self.requests.labels(report.outcome.value).inc()
-        if report.times is not None:
-            self.queue_seconds.observe(report.times.queue_s)
-            self.decode_seconds.observe(report.times.decode_s)

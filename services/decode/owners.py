@@ -15,11 +15,10 @@ from kaveri.feeds.feed import RouterFeeds
 from kaveri.telemetry.logs import get_logger
 from kaveri.timeouts import STRAGGLER_S
 from kaveri.wire.attempts import wrong_secret
-from services.decode.answer_log import End, GainedTokens
 from services.decode.answer_readers import AnswerReaders, AnswerTokenizer
 from services.decode.lifecycle import InLine, Ready, Released, RequestTimes, Reserved, Reserving
 from services.decode.metrics import DecodeMetrics
-from services.decode.requests import DecodeRequest, DecodeRequests
+from services.decode.requests import DecodeRequest, DecodeRequests, End, GainedTokens
 
 _OWNERS_REMEMBERED_COUNT = 65_536
 

@@ -1,18 +1,144 @@
-"""Table of the requests on a decode instance. No I/O."""
+"""The requests that a decode instance holds, and the log of each answer: its tokens, and how many of them its router
+was sent. No I/O."""
 
 import asyncio
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kaveri.domain.owner import Owner, Ownership
-from kaveri.engine.contract import EngineKey, EngineRequest
+from kaveri.domain.replica import ReplicaLocation
+from kaveri.domain.sampling import FinishReason, Logprobs
+from kaveri.engine.contract import EngineKey, EngineRequest, TokenStep
+from kaveri.errors import EngineBroke, EngineError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.growth import BatchMember
-from services.decode.answer_log import AnswerLog, GainedTokens
-from services.decode.lifecycle import Running, State
+from services.decode.lifecycle import RequestTimes, Running, State
 from services.decode.spans import DecodeSpans
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of an answer here: a finish reason or an error."""
+
+    finish: FinishReason | None = None
+    times: RequestTimes | None = None
+    error: str = ""
+    replaced: bool = False
+    moved: bool = False
+    fault: EngineError | EngineBroke | None = None
+    """The exception that the engine raised; set with error."""
+
+    @property
+    def is_final(self) -> bool:
+        """True if the request must not be placed again."""
+        return isinstance(self.fault, EngineError)
+
+
+GOING_ON = End()
+READ_HERE_TOKENS = 32
+"""Tokens per message to the router of an answer that a caller reads here."""
+
+
+@dataclass(eq=False, slots=True)
+class GainedTokens:
+    """Unsent tokens of one request."""
+
+    request_id: str
+    owner: Owner
+    index: int
+    """Index of the first token within the answer."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    end: End = GOING_ON
+    replica: ReplicaLocation | None = None
+    """News of the request's copy; None: no news."""
+    read_here: bool = False
+    """A caller reads the answer here."""
+
+
+@dataclass(eq=False, slots=True)
+class AnswerLog:
+    """The tokens of one answer from first_index on."""
+
+    first_index: int
+    sent: int
+    """Index of the next token to send."""
+    # An array, because garbage collection visits each item of a list, of all answers in one turn of the event loop.
+    token_ids: "array[int]" = field(default_factory=lambda: array("I"))
+    logprobs: list[Logprobs] = field(default_factory=list)
+    """One for each token, or none at all."""
+    end: End = GOING_ON
+    end_sent: bool = False
+    replica: ReplicaLocation | None = None
+    """Location of the request's copy; None: none so far."""
+    replica_sent: bool = True
+
+    @classmethod
+    def drawn_here(cls, index: int) -> "AnswerLog":
+        """Log of a request whose next token, at that index, is drawn here."""
+        return cls(index, index)
+
+    @property
+    def next_index(self) -> int:
+        """Index of the next token to draw."""
+        return self.first_index + len(self.token_ids)
+
+    @property
+    def has_unsent(self) -> bool:
+        """True if take() has something new."""
+        return self.sent < self.next_index or (self.end is not GOING_ON and not self.end_sent)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if no token follows."""
+        return self.end is not GOING_ON
+
+    @property
+    def is_due(self) -> bool:
+        """True if the router of an answer that a caller reads here needs a message now."""
+        return self.has_ended or not self.replica_sent or self.next_index - self.sent >= READ_HERE_TOKENS
+
+    def begin_with(self, token_id: int, logprobs: Logprobs | None) -> None:
+        """Insert the token that prefill drew, before any token is drawn here."""
+        assert not self.token_ids, self
+        self.first_index -= 1
+        self.token_ids.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+
+    def gain(self, step: TokenStep, times: RequestTimes | None) -> None:
+        """Append one token; `times` with the last one."""
+        self.token_ids.append(step.token_id)
+        if step.logprobs is not None:
+            self.logprobs.append(step.logprobs)
+        if step.finish is not None:
+            self.end = End(step.finish, times)
+
+    def send_from(self, index: int) -> None:
+        """Mark tokens from `index` on, and the end, as unsent. index: within the log, or the next index."""
+        assert self.first_index <= index <= self.next_index, (index, self)
+        self.sent = index
+        self.end_sent = False
+        self.replica_sent = self.replica is None
+
+    def note_replica(self, replica: ReplicaLocation) -> None:
+        """Record the location and size of the request's copy."""
+        self.replica, self.replica_sent = replica, False
+
+    def take(self, request_id: str, owner: Owner) -> GainedTokens:
+        """Take unsent tokens; they count as sent from now on."""
+        start = self.sent - self.first_index
+        token_ids = self.token_ids[start:].tolist()
+        gained = GainedTokens(request_id, owner, self.sent, token_ids, self.logprobs[start:], self.end)
+        # The copy of a request that has ended is gone, unless the request was moved to it.
+        if not self.replica_sent and (self.end is GOING_ON or self.end.moved):
+            gained.replica, self.replica_sent = self.replica, True
+        self.sent = self.next_index
+        self.end_sent = self.end is not GOING_ON
+        return gained
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +189,14 @@ class DecodeRequest:
     reader: Reader | None = None
     """Client that reads the answer directly; None: only the router reads it."""
     log: AnswerLog = field(init=False)
+    key: EngineKey = field(init=False)
+    """Its key in the engine. The serial is unique, so events of an earlier request are told apart."""
+    request_id: str = field(init=False)
 
     def __post_init__(self) -> None:
         # Prefill samples and sends the first token.
         self.log = AnswerLog.drawn_here(self.engine_request.generated_count + 1)
-
-    @property
-    def key(self) -> EngineKey:
-        """Key in the engine. The serial is unique, so events of an earlier request with the same id do not match."""
-        return self.engine_request.key
-
-    @property
-    def request_id(self) -> str:
-        return self.engine_request.key.request_id
+        self.key, self.request_id = self.engine_request.key, self.engine_request.key.request_id
 
     @property
     def context_tokens(self) -> int:
@@ -107,6 +228,10 @@ class DecodeRequests:
     def __init__(self) -> None:
         self._by_serial: dict[int, DecodeRequest] = {}
         self._by_request_id: dict[str, DecodeRequest] = {}
+        self.by_serial: Callable[[int], DecodeRequest | None] = self._by_serial.get
+        """The request whose engine key has that serial, or None."""
+        self.by_request_id: Callable[[str], DecodeRequest | None] = self._by_request_id.get
+        """The attempt of a request that is here, or None."""
         # Ordered: requests of a lost router end in the order of their arrival.
         self._by_router: dict[str, dict[DecodeRequest, None]] = {}
 
@@ -132,15 +257,6 @@ class DecodeRequests:
         self._leave_router(request)
         request.ownership = ownership
         self._by_router.setdefault(request.router_id, {})[request] = None
-
-    def by_key(self, key: EngineKey) -> DecodeRequest | None:
-        return self._by_serial.get(key.serial)
-
-    def by_serial(self, serial: int) -> DecodeRequest:
-        return self._by_serial[serial]
-
-    def by_request_id(self, request_id: str) -> DecodeRequest | None:
-        return self._by_request_id.get(request_id)
 
     def of_router(self, router_id: str) -> tuple[DecodeRequest, ...]:
         return tuple(self._by_router.get(router_id, ()))

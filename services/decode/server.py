@@ -25,10 +25,10 @@ from kaveri.wire.messages import (
 )
 from kaveri.wire.replicas import offer_from_proto, replica_to_proto, resumed_to_proto, resumption_from_proto
 from kaveri.wire.status import abort
-from services.decode.answer_log import GainedTokens
 from services.decode.answer_readers import AnswerAsked, ReadPart
 from services.decode.holder import ReplicaHolder
 from services.decode.instance import DecodeInstance
+from services.decode.requests import GainedTokens
 
 SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
 _READERS_BEAT = decode_pb2.StreamAnswersResponse()

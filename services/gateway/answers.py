@@ -9,8 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from kaveri.client.answer import Chunk
-from kaveri.client.async_client import AsyncClient
-from kaveri.client.async_stream import AsyncStream
+from kaveri.client.async_client import AsyncClient, AsyncStream
 from kaveri.client.request import add_token_ids
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import RequestCancelled, SlowReader, Unavailable

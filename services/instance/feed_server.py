@@ -13,11 +13,10 @@ from kaveri.v1 import decode_pb2, feed_pb2
 from kaveri.v1.feed_pb2_grpc import FeedServiceServicer
 from kaveri.wire.attempts import attached_to_proto, attachment_from_proto, check_router_id, ownership_from_proto
 from kaveri.wire.status import abort
-from services.decode.answer_log import GainedTokens
 from services.decode.holder import ReplicaHolder
 from services.decode.instance import DecodeInstance
 from services.decode.owners import Awaited
-from services.decode.requests import DecodeRequest, gained_of
+from services.decode.requests import DecodeRequest, GainedTokens, gained_of
 from services.decode.server import messages_of, tokens_to_proto
 from services.prefill.requests import PrefillRequest, PromptNews
 from services.prefill.role import PrefillRole
@@ -63,8 +62,12 @@ class FeedServer(FeedServiceServicer):
         for notice in unknown:
             feed.add(notice)
         yield feed_pb2.FollowResponse(incarnation=self._incarnation)
+        prefill, decode = self._prefill, self._decode.owners.requests
         while not feed.ended:
-            news = feed.drain() or await feed.take(BEAT_S if self._has_requests_of(router_id) else None)
+            news = feed.drain()
+            if not news:
+                beats = prefill.has_requests_of(router_id) or decode.has_any_of(router_id)
+                news = await feed.take(BEAT_S if beats else None)
             if not news:
                 yield _BEAT
             for message in _messages(news):
@@ -90,9 +93,6 @@ class FeedServer(FeedServiceServicer):
             else:
                 self._abort(name, request.by_router)
         return feed_pb2.AbortResponse()
-
-    def _has_requests_of(self, router_id: str) -> bool:
-        return self._prefill.has_requests_of(router_id) or self._decode.owners.requests.has_any_of(router_id)
 
     def _abort(self, name: decode_pb2.AttemptId, by_router: bool) -> None:
         ownership = ownership_from_proto(name)

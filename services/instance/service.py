@@ -1,8 +1,10 @@
-"""Builds an engine instance from its settings and runs it."""
+"""Builds an engine instance from its settings and runs it, and hands its prompts over: to its own decode side, or to
+other instances."""
 
 import asyncio
 import itertools
 import random
+import time
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,8 +14,9 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from kaveri.cluster.store import ClusterStore, ViewSource
 from kaveri.domain.view import Phase
+from kaveri.engine.contract import KvPushFailed
 from kaveri.engine.factory import BuiltEngine
-from kaveri.errors import ConfigError
+from kaveri.errors import ConfigError, KaveriError
 from kaveri.feeds.feed import RouterFeeds
 from kaveri.hosting.config import load_engine
 from kaveri.hosting.engine_host import EngineHost
@@ -33,17 +36,20 @@ from services.decode.metrics import DecodeMetrics
 from services.decode.replicated import open_replicas, with_replicas
 from services.instance import feed_server
 from services.instance.config import PhasesConfig
-from services.instance.hand_over import HereOrElsewhere
 from services.prefill import server as prefill_server
 from services.prefill.decode_placer import DecodePlacer
 from services.prefill.forecaster import LengthForecaster
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.predictors import Predictors
-from services.prefill.requests import PrefillRequest, RoomReserved
+from services.prefill.requests import Adopted, HandOverFailed, PrefillRequest, RoomReserved
 from services.prefill.role import PrefillRole
 
 if TYPE_CHECKING:
     from kaveri.text.tokenizer import ModelTokenizer
+
+
+_AFTER_FIRST_TOKEN_S = 0.002
+"""Delay of the adoption on engines that run ahead; about the time until a first token reaches its client."""
 
 
 async def serve(config: PhasesConfig, stopping: asyncio.Event) -> int:
@@ -176,3 +182,61 @@ def _has_room(
         engine.stats().free_blocks,
         engine.info.layout.block_tokens,
     )
+
+
+class HereOrElsewhere:
+    """The HandOver that adopts while the instance decodes, and pushes otherwise. For one event loop."""
+
+    def __init__(
+        self,
+        own: RoomReserved,
+        decode: DecodeInstance,
+        runs_ahead: bool,
+        decode_placer: DecodePlacer,
+        decodes_here: Callable[[], bool],
+    ) -> None:
+        """own: this instance, as routers are told of it."""
+        self._own = own
+        self._decode = decode
+        self._delay_s = _AFTER_FIRST_TOKEN_S if runs_ahead else 0.0
+        self._decode_placer = decode_placer
+        self.at_first_token = decodes_here
+        self._adopting: dict[PrefillRequest, asyncio.Handle] = {}
+
+    async def run(self) -> None:
+        await self._decode_placer.run()
+
+    def begin(self, request: PrefillRequest) -> None:
+        # A request that came while the instance did not decode is pushed: its first token may not be drawn yet.
+        if request.placed_at_first_token and self.at_first_token():
+            # After the event loop's present iteration, so that the first token is sent before.
+            loop = asyncio.get_running_loop()
+            self._adopting[request] = loop.call_later(self._delay_s, self._adopt, request)
+        else:
+            self._decode_placer.begin(request)
+
+    def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:
+        self._decode_placer.push_failed(request, event)
+
+    def end(self, request: PrefillRequest, handed_over: bool) -> None:
+        if (adopting := self._adopting.pop(request, None)) is not None:
+            adopting.cancel()
+        self._decode_placer.end(request, handed_over)
+
+    def _adopt(self, request: PrefillRequest) -> None:
+        del self._adopting[request]
+        first = request.log.first_token
+        assert first is not None, request
+        try:
+            self._decode.adopt(
+                request.engine_request,
+                request.ownership,
+                request.deadline_s - time.monotonic(),
+                (first.token_id, first.logprobs),
+                request.predicted_length,
+                request.traceparent,
+            )
+        except KaveriError as error:
+            request.report(request, HandOverFailed(error))
+            return
+        request.report(request, Adopted(self._own))

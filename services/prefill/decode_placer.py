@@ -8,7 +8,6 @@ arXiv 2401.09670, section 4.3, with a push instead of a pull). The request waits
 import asyncio
 import random
 from dataclasses import dataclass
-from typing import NoReturn
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import ViewedInstance
@@ -33,8 +32,6 @@ class _Placement:
 
 class DecodePlacer:
     """Placements of the requests of one prefill instance. For one event loop."""
-
-    at_first_token = False
 
     def __init__(
         self,
@@ -69,7 +66,7 @@ class DecodePlacer:
         if request not in self._placements:
             is_heavy = self._thresholds.is_heavy(request.predicted_length, request.engine_request.prompt_tokens)
             seeking = RoomSeeker(request, is_heavy, dict(self._unfit))
-            task = self._tasks.create_task(self._place_or_fail(request))
+            task = self._tasks.create_task(self._place(request))
             self._placements[request] = _Placement(seeking, task)
 
     def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:
@@ -88,9 +85,25 @@ class DecodePlacer:
         if placement.target is not None and not handed_over:
             self._give_back(request, placement)
 
-    async def _place_or_fail(self, request: PrefillRequest) -> None:
+    async def _place(self, request: PrefillRequest) -> None:
+        """Place the request until end() cancels this: the engine reports the acceptance to the life."""
+        placement = self._placements[request]
         try:
-            await self._place(request)
+            while True:
+                room = await self._finder.find(placement.seeking)
+                placement.target = room.target
+                instance_id = room.target.record.instance_id
+                placement.push_failure = asyncio.get_running_loop().create_future()
+                try:
+                    self._engine.push_to(request.key, room.ticket)
+                except (LayoutMismatch, InvalidArgument) as error:
+                    placement.seeking.unfit[instance_id] = error
+                    self._give_back(request, placement)
+                    continue
+                request.report(request, RoomReserved(instance_id, room.incarnation))
+                failure = await placement.push_failure
+                self._give_back(request, placement)
+                self._finder.failed_there(request, room.target, "push_failed", failure.reason)
         except EngineError as error:
             request.report(request, HandOverFailed(Unavailable(str(error))))
         except KaveriError as error:
@@ -100,25 +113,6 @@ class DecodePlacer:
                 "placement_failed_unexpectedly", request_id=request.request_id, attempt=request.owner.attempt
             )
             request.report(request, HandOverFailed(Unavailable(f"placement failed: {error!r}")))
-
-    async def _place(self, request: PrefillRequest) -> NoReturn:
-        """Place the request until end() cancels this: the engine reports the acceptance to the life."""
-        placement = self._placements[request]
-        while True:
-            room = await self._finder.find(placement.seeking)
-            placement.target = room.target
-            instance_id = room.target.record.instance_id
-            placement.push_failure = asyncio.get_running_loop().create_future()
-            try:
-                self._engine.push_to(request.key, room.ticket)
-            except (LayoutMismatch, InvalidArgument) as error:
-                placement.seeking.unfit[instance_id] = error
-                self._give_back(request, placement)
-                continue
-            request.report(request, RoomReserved(instance_id, room.incarnation))
-            failure = await placement.push_failure
-            self._give_back(request, placement)
-            self._finder.failed_there(request, room.target, "push_failed", failure.reason)
 
     def _give_back(self, request: PrefillRequest, placement: _Placement) -> None:
         assert placement.target is not None

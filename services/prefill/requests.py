@@ -91,17 +91,17 @@ class PromptNews:
     """Cause of the end; None: see the progress."""
 
 
+@dataclass(eq=False, slots=True)
 class ReportLog:
     """Reports on one request: the latest of each kind, and all parts of the prompt's log-probabilities, whose size the
     router limits."""
 
-    def __init__(self) -> None:
-        self._told: dict[_Kind, Progress] = {}
-        self._unsent: dict[_Kind, Progress] = {}
-        self.ended = False
-        self.error: KaveriError | None = None
-        """Cause of the end; None: not ended, or see the last entry."""
-        self._end_is_unsent = False
+    ended: bool = False
+    error: KaveriError | None = None
+    """Cause of the end; None: not ended, or see the last entry."""
+    _told: dict[_Kind, Progress] = field(default_factory=dict)
+    _unsent: dict[_Kind, Progress] = field(default_factory=dict)
+    _end_is_unsent: bool = False
 
     def put(self, progress: Progress) -> None:
         """Add an entry; a second placement replaces an unsent one."""
@@ -161,15 +161,15 @@ class PrefillRequest:
     placed_at_first_token: bool = False
     """The search for a place begins at its first token."""
     log: ReportLog = field(default_factory=ReportLog)
+    key: EngineKey = field(init=False)
+    """Its key in the engine. The serial is unique, so events of an earlier request are told apart."""
+    request_id: str = field(init=False)
+    token_count: int = field(init=False)
+    """Tokens to compute: the prompt and what earlier attempts generated."""
 
-    @property
-    def key(self) -> EngineKey:
-        """Its key in the engine. The serial is unique, so events of an earlier request are told apart."""
-        return self.engine_request.key
-
-    @property
-    def request_id(self) -> str:
-        return self.engine_request.key.request_id
+    def __post_init__(self) -> None:
+        self.key, self.request_id = self.engine_request.key, self.engine_request.key.request_id
+        self.token_count = len(self.engine_request.token_ids)
 
     @property
     def owner(self) -> Owner:
@@ -180,11 +180,6 @@ class PrefillRequest:
         """The router that gets its reports."""
         return self.ownership.router_id
 
-    @property
-    def token_count(self) -> int:
-        """Tokens to compute: the prompt and what earlier attempts generated."""
-        return len(self.engine_request.token_ids)
-
 
 class HandOver(Protocol):
     """Moves computed requests to a decode instance, or to the decode side of the same engine.
@@ -192,9 +187,8 @@ class HandOver(Protocol):
     Calls request.report() with RoomReserved when a push has begun, Adopted, or HandOverFailed.
     """
 
-    @property
-    def at_first_token(self) -> bool:
-        """True if requests are placed at their first token, not before."""
+    at_first_token: Callable[[], bool]
+    """True if requests are placed at their first token now, not before."""
 
     async def run(self) -> None:
         """Work until cancelled. begin() is called within."""

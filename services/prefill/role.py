@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kaveri.domain.attachment import Attached, Attachment, check_received
@@ -14,6 +14,7 @@ from kaveri.engine.blame import error_of_stop
 from kaveri.engine.contract import EngineEvent, EngineInfo, EngineKey, EngineRequest, EngineStopped, PrefillEngine
 from kaveri.errors import (
     DeadlineExceeded,
+    EngineError,
     InvalidArgument,
     KaveriError,
     NoCapacity,
@@ -25,16 +26,14 @@ from kaveri.feeds.expiring import MAX_ANSWER_BYTES, ExpiringMap, answer_bytes
 from kaveri.feeds.feed import RouterFeeds
 from kaveri.policy.prompt_queue import PromptQueue
 from kaveri.policy.room_search import draws_more, place_search
-from kaveri.policy.waits import QUEUE_FULL_RETRY_S
+from kaveri.policy.waits import PROMPT_BLOCKS_RETRY_S, QUEUE_FULL_RETRY_S
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import spans_below, trace_fields
 from kaveri.timeouts import STRAGGLER_S
 from kaveri.wire.attempts import wrong_secret
-from services.prefill.engine_feed import EngineFeed, HasRoom
 from services.prefill.forecaster import LengthForecaster, Question
 from services.prefill.lifecycle import (
     NO_TRANSPORT,
-    Action,
     Advance,
     AwaitingLength,
     Close,
@@ -72,6 +71,8 @@ from services.prefill.spans import PrefillSpans
 
 LONGEST_REQUEST_S = 86_400.0
 """Limit on the time of a request."""
+HasRoom = Callable[[PrefillRequest, Collection[PrefillRequest]], bool]
+"""True if a prompt may be submitted next to the prompts under way, the earliest first."""
 
 
 @dataclass(eq=False, slots=True)
@@ -101,11 +102,13 @@ class PrefillRole:
         feeds: RouterFeeds,
     ) -> None:
         """orphan_grace_s: seconds that requests continue without a router, and are known after their end, so that
-        clients can attach them. has_room: see EngineFeed. serials: unique numbers for requests of this engine. feeds:
-        shared with the instance's other phase."""
+        clients can attach them. has_room: asked before each submission, where answers need free blocks too. serials:
+        unique numbers for requests of this engine. feeds: shared with the instance's other phase."""
         self._engine = engine
         self._queue = queue
-        self._feed = EngineFeed(engine, queue, has_room)
+        self._has_room = has_room
+        self._retry: asyncio.TimerHandle | None = None
+        """Looks for blocks again."""
         self._hand_over = hand_over
         self._forecaster = forecaster
         self._metrics = metrics
@@ -162,7 +165,7 @@ class PrefillRole:
             reason = f"{self._queue.max_waiting} requests are queued already"
             raise NoCapacity("prefill", retry_after_s=QUEUE_FULL_RETRY_S, reason=reason)
         key = EngineKey(request_id, next(self._serials))
-        sent = EngineRequest(key, token_ids, generated_count, params, suspect_until, self._hand_over.at_first_token)
+        sent = EngineRequest(key, token_ids, generated_count, params, suspect_until, self._hand_over.at_first_token())
         timeout_s = min(timeout_s, LONGEST_REQUEST_S)
         now_s = time.monotonic()
         room = self._engine.info.max_model_len - (len(token_ids) - generated_count)
@@ -257,7 +260,7 @@ class PrefillRole:
             elif isinstance(event, EngineStopped):
                 for life in list(self._lives.values()):
                     self._happened(life.request, HandOverFailed(error_of_stop(event, life.request.key)))
-        self._feed.submit()
+        self._submit()
 
     def load(self) -> InstanceLoad:
         self._kept.prune(time.monotonic())
@@ -338,7 +341,7 @@ class PrefillRole:
         info, sent = self._engine.info, request.engine_request
         assert sent.params.max_tokens is not None
         more = draws_more(request.token_count, sent.generated_count, sent.params.max_tokens, info.max_model_len)
-        at_first_token = request.placed_at_first_token = self._hand_over.at_first_token
+        at_first_token = request.placed_at_first_token = self._hand_over.at_first_token()
         terms = Terms(
             arrived_s=now_s,
             token_count=request.token_count,
@@ -365,7 +368,8 @@ class PrefillRole:
         self.feeds.expect(request.router_id)
         self._idle.clear()
         if not waits:
-            self._enqueue(request)
+            self._queue.release(request)
+            self._submit()
 
     def _happened(self, request: PrefillRequest, event: Event) -> None:
         """Apply an event to a request; ignored after its end."""
@@ -379,43 +383,62 @@ class PrefillRole:
         for action in actions:
             if life.spans is not None:
                 life.spans.note(action, now_s)
-            self._do(life, action)
+            match action:
+                case Advance():
+                    self._queue.advance(request, action.computed_tokens)
+                    self._metrics.tokens.inc(action.new_tokens)
+                case Tell():
+                    self._observe(action.progress)
+                    request.log.put(action.progress)
+                    self.feeds.add(request.router_id, request)
+                case CountPrediction():
+                    assert life.question is not None
+                    self._forecaster.decided(life.question, action.outcome)
+                case FindPlace():
+                    request.predicted_length = action.length
+                    self._hand_over.begin(request)
+                case FindAnotherPlace():
+                    self._hand_over.push_failed(request, action.failure)
+                case EndHandOver():
+                    self._hand_over.end(request, action.handed_over)
+                case Close():
+                    self._close(life, action)
+                case Do.ENQUEUE:
+                    self._queue.release(request)
+                    self._submit()
+                case Do.LEAVE_QUEUE:
+                    self._queue.remove(request)
+                case Do.DROP_QUESTION:
+                    assert life.question is not None
+                    self._forecaster.drop(life.question)
+                case Do.ABORT_IN_ENGINE:
+                    self._engine.abort(request.key)
 
-    def _do(self, life: _Life, action: Action) -> None:
-        request = life.request
-        match action:
-            case Advance():
-                self._queue.advance(request, action.computed_tokens)
-                self._metrics.tokens.inc(action.new_tokens)
-            case Tell():
-                self._observe(action.progress)
-                request.log.put(action.progress)
-                self.feeds.add(request.router_id, request)
-            case CountPrediction():
-                assert life.question is not None
-                self._forecaster.decided(life.question, action.outcome)
-            case FindPlace():
-                request.predicted_length = action.length
-                self._hand_over.begin(request)
-            case FindAnotherPlace():
-                self._hand_over.push_failed(request, action.failure)
-            case EndHandOver():
-                self._hand_over.end(request, action.handed_over)
-            case Close():
-                self._close(life, action)
-            case Do.ENQUEUE:
-                self._enqueue(request)
-            case Do.LEAVE_QUEUE:
-                self._queue.remove(request)
-            case Do.DROP_QUESTION:
-                assert life.question is not None
-                self._forecaster.drop(life.question)
-            case Do.ABORT_IN_ENGINE:
-                self._engine.abort(request.key)
+    def _submit(self) -> None:
+        """Submit the prompts that the engine needs now. Prompts that can never fit fail within."""
+        while (request := self._queue.next()) is not None:
+            try:
+                if not self._has_room(request, self._queue.computing):
+                    self._submit_later()
+                    return
+                self._engine.prefill(request.engine_request)
+            except NoCapacity:
+                self._submit_later()
+                return
+            except EngineError:
+                return  # it stopped; EngineStopped follows and ends every request
+            except InvalidArgument as error:
+                self._happened(request, HandOverFailed(error))
+            else:
+                self._queue.submitted(request)
 
-    def _enqueue(self, request: PrefillRequest) -> None:
-        self._queue.release(request)
-        self._feed.submit()
+    def _submit_later(self) -> None:
+        if self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(PROMPT_BLOCKS_RETRY_S, self._submit_again)
+
+    def _submit_again(self) -> None:
+        self._retry = None
+        self._submit()
 
     def _observe(self, progress: Progress) -> None:
         match progress:
@@ -457,8 +480,8 @@ class PrefillRole:
         )
         if not self._lives:
             self._idle.set()
-        # Others may wait for its blocks, or its share of the engine. Later, as this may run within submit().
-        asyncio.get_running_loop().call_soon(self._feed.submit)
+        # Others may wait for its blocks, or its share of the engine. Later, as this may run within _submit().
+        asyncio.get_running_loop().call_soon(self._submit)
 
 
 def _draining() -> Unavailable:

@@ -167,7 +167,12 @@ class RoomFinder:
                         none_since_s = None
                 rest_ends_s = self._search.next_rest_ends_s()
                 wake_s = wake_s if rest_ends_s is None else min(wake_s, rest_ends_s)
-            await self._wait(seeking, wake_s - now_s)
+            # Until an answer, or a change of the view.
+            if self._changed is None:
+                self._changed = asyncio.get_running_loop().create_future()
+            awaited: list[asyncio.Future[Any]] = [self._changed]
+            awaited += [question.answer for question in seeking.questions.values()]
+            await asyncio.wait(awaited, timeout=wake_s - now_s, return_when=asyncio.FIRST_COMPLETED)
             room = self._take_answers(seeking)
             if room is not None:
                 return room
@@ -202,53 +207,51 @@ class RoomFinder:
         # A call without a wait is answered soon, or fails.
         patient_until_s = now_s + patience_s if ask.waits else request.deadline_s
         request.reservation_count += 1
-        answer = self._tasks.create_task(self._answer(request, ask, request.reservation_count))
+        answer = self._tasks.create_task(self._reserve(request, ask, request.reservation_count))
         instance_id = ask.target.record.instance_id
         seeking.questions[instance_id] = _ReserveCall(ask.target, request.owner, ask.waits, patient_until_s, answer)
 
-    async def _answer(self, request: PrefillRequest, ask: Ask, reservation: int) -> Room | Exception:
-        try:
-            return await self._reserve(request, ask, reservation)
-        except Exception as error:  # Raised where the placement is: a task that fails would end all others.
-            return error
-
-    async def _reserve(self, request: PrefillRequest, ask: Ask, reservation: int) -> Room:
+    async def _reserve(self, request: PrefillRequest, ask: Ask, reservation: int) -> Room | Exception:
         """Ask for room. reservation: the number of this call among the request's.
 
-        Raises what the instance answers, or Unavailable or DeadlineExceeded when it does not. A frozen instance is
-        found by the channel's keep-alive. Cancelled, or without an answer, the room may have been granted nevertheless.
+        Returns errors: what the instance answers, or Unavailable or DeadlineExceeded when it does not. A frozen
+        instance is found by the channel's keep-alive. Cancelled, or without an answer, the room may have been granted
+        nevertheless.
         """
-        timeout_s = request.deadline_s - time.monotonic()
-        predicted = request.predicted_length
-        message = decode_pb2.ReserveRequest(
-            request_id=request.request_id,
-            attempt=request.owner.attempt,
-            session=request.owner.session,
-            router_id=request.ownership.router_id,
-            secret=request.ownership.secret,
-            token_ids=request.engine_request.token_ids,
-            generated_count=request.engine_request.generated_count,
-            params=params_to_proto(request.engine_request.params),
-            timeout_s=timeout_s,
-            layout=self._layout,
-            predicted_length=length_to_proto(predicted) if predicted is not None else None,
-            wait=ask.waits,
-            reservation=reservation,
-            traceparent=request.traceparent,
-            prefill_instance_id=self._own_id,
-            suspect_until=request.engine_request.suspect_until,
-        )
-        answer_s = timeout_s if ask.waits else min(timeout_s, CALL_TIMEOUT_S)
-        with self._channels.calling(DecodeServiceStub, ask.target.record.address) as stub:
-            try:
-                response = await stub.Reserve(message, timeout=answer_s)
-            except aio.AioRpcError as error:
-                if error.code() is StatusCode.DEADLINE_EXCEEDED and answer_s < timeout_s:
-                    # The request has time left: it is this instance that does not answer.
-                    reason = f"the decode instance gave no answer within {answer_s} s"
-                    raise Unavailable(reason) from error
-                raise error_of(error) from error
-        return Room(ask.target, ticket_from_proto(response.ticket), response.incarnation)
+        try:
+            timeout_s = request.deadline_s - time.monotonic()
+            predicted = request.predicted_length
+            message = decode_pb2.ReserveRequest(
+                request_id=request.request_id,
+                attempt=request.owner.attempt,
+                session=request.owner.session,
+                router_id=request.ownership.router_id,
+                secret=request.ownership.secret,
+                token_ids=request.engine_request.token_ids,
+                generated_count=request.engine_request.generated_count,
+                params=params_to_proto(request.engine_request.params),
+                timeout_s=timeout_s,
+                layout=self._layout,
+                predicted_length=length_to_proto(predicted) if predicted is not None else None,
+                wait=ask.waits,
+                reservation=reservation,
+                traceparent=request.traceparent,
+                prefill_instance_id=self._own_id,
+                suspect_until=request.engine_request.suspect_until,
+            )
+            answer_s = timeout_s if ask.waits else min(timeout_s, CALL_TIMEOUT_S)
+            with self._channels.calling(DecodeServiceStub, ask.target.record.address) as stub:
+                try:
+                    response = await stub.Reserve(message, timeout=answer_s)
+                except aio.AioRpcError as error:
+                    if error.code() is StatusCode.DEADLINE_EXCEEDED and answer_s < timeout_s:
+                        # The request has time left: it is this instance that does not answer.
+                        reason = f"the decode instance gave no answer within {answer_s} s"
+                        raise Unavailable(reason) from error
+                    raise error_of(error) from error
+            return Room(ask.target, ticket_from_proto(response.ticket), response.incarnation)
+        except Exception as error:  # A task that fails would end all others.
+            return error
 
     async def _abort(self, target: ViewedInstance, request: PrefillRequest, reservation: int) -> None:
         """End the request at `target`, up to that reservation: a later one stays, however late this arrives. An
@@ -272,14 +275,6 @@ class RoomFinder:
                     decode_instance_id=target.record.instance_id,
                     reason=str(error_of(error)),
                 )
-
-    async def _wait(self, seeking: RoomSeeker, timeout_s: float) -> None:
-        """Wait for an answer or a change of the view."""
-        if self._changed is None:
-            self._changed = asyncio.get_running_loop().create_future()
-        awaited: list[asyncio.Future[Any]] = [self._changed]
-        awaited += [question.answer for question in seeking.questions.values()]
-        await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
     def _take_answers(self, seeking: RoomSeeker) -> Room | None:
         request = seeking.request

@@ -11,9 +11,8 @@ from kaveri.security.callers import Callers
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc
 from kaveri.wire.messages import status_to_proto
 from kaveri.wire.status import abort
-from services.router.recent_requests import RecentEnd, RecentRequests, RecentWorkload
 from services.router.relay import ServicerContext
-from services.router.request_table import RequestTable
+from services.router.request_table import RecentEnd, RecentRequests, RecentWorkload, RequestTable
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import secrets
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from kaveri.domain.sampling import ResolvedParams, SamplingParams, check_prompt_report, check_token_ids
@@ -169,9 +168,9 @@ class Intake:
         # The prompt's logprobs come before the first token, so a client with a token has them.
         is_reported = params.prompt_logprobs is not None and not received.token_ids
         answer = Answer(detokenizer, accepted.prompt_token_ids if is_reported else ())
-        async with self._turn_of(len(received.token_ids)):
-            await answer.go_on_after(received.token_ids, received.characters, params.stop_token_ids)
-        if missing := answer.missing_characters:
+        async with self._turn if len(received.token_ids) > _SLICE_TOKENS else contextlib.nullcontext():
+            missing = await answer.go_on_after(received.token_ids, received.characters, params.stop_token_ids)
+        if missing:
             limit = f"at most {received.characters - missing}: the {len(received.token_ids)} tokens have no more"
             raise InvalidArgument("received.characters", received.characters, limit)
         return answer
@@ -196,7 +195,7 @@ class Intake:
             name = field.removesuffix("prompt.token_ids") or "prompt"
             raise InvalidArgument(name, f"{len(prompt)} tokens", f"at most {max_tokens} tokens")
         token_ids: list[int] = []
-        async with self._turn_of(len(prompt)):
+        async with self._turn if len(prompt) > _SLICE_TOKENS else contextlib.nullcontext():
             for start in range(0, len(prompt), _SLICE_TOKENS):
                 part = prompt[start : start + _SLICE_TOKENS]
                 check_token_ids(field, part, self._tokenizer.vocab_size)
@@ -204,9 +203,6 @@ class Intake:
                 if len(token_ids) < len(prompt):
                     await asyncio.sleep(0)
         return token_ids
-
-    def _turn_of(self, token_count: int) -> AbstractAsyncContextManager[object]:
-        return self._turn if token_count > _SLICE_TOKENS else contextlib.nullcontext()
 
 
 def prompt_of(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> Prompt:

@@ -20,20 +20,8 @@ gets its Abort only after the holder has answered; an earlier one would make the
 from dataclasses import replace
 
 from kaveri.domain.sampling import FinishReason
-from kaveri.errors import KaveriError, Unavailable
-from services.router.lifecycle_losses import (
-    Step,
-    held_of,
-    impossible,
-    leaving,
-    lost,
-    lost_by_gap,
-    replica_forgone,
-    replica_named,
-    resume_answered,
-    resume_asked,
-    withheld_by,
-)
+from kaveri.errors import EngineBroke, KaveriError, NoCapacity, Unavailable
+from kaveri.policy.retry import Setback
 from services.router.lifecycle_values import (
     Abort,
     Action,
@@ -76,6 +64,7 @@ from services.router.lifecycle_values import (
     Unplaced,
 )
 
+Step = tuple[State, tuple[Action, ...]]
 HAND_OVER_GRACE_S = 0.25
 """How long the timing of a complete answer waits for prefill's report of the hand-over."""
 
@@ -105,13 +94,13 @@ def step(state: State, event: Event, now_s: float) -> Step:
         case PrefillEnded():
             return _prefill_ended(state, event)
         case ReplicaNamed():
-            return replica_named(state, event)
+            return _replica_named(state, event)
         case ReplicaForgone():
-            return replica_forgone(state, event)
+            return _replica_forgone(state, event)
         case ResumeAsked():
-            return resume_asked(state, event)
+            return _resume_asked(state, event)
         case ResumeAnswered():
-            return resume_answered(state, event)
+            return _resume_answered(state, event)
         case Superseded():
             return _superseded(state, event)
         case Stopped():
@@ -119,9 +108,10 @@ def step(state: State, event: Event, now_s: float) -> Step:
 
 
 def _tokens(state: State, event: Tokens, now_s: float) -> Step:
+    # An announcement: the request has landed there and waits for its turn.
+    is_announcement = not event.token_ids and event.finish is None
     match state:
-        case Placed(attempt) | Decoding(attempt) if _is_announcement(event):
-            # The request has landed there and waits for its turn.
+        case Placed(attempt) | Decoding(attempt) if is_announcement:
             return _of_another_attempt(state, attempt, event)
         case Decoding(attempt, next_index, decode, _):
             if event.attempt != attempt.number:
@@ -129,7 +119,7 @@ def _tokens(state: State, event: Tokens, now_s: float) -> Step:
             if event.source != decode:
                 return state, ()
             if event.first_index > next_index:
-                return lost_by_gap(state, event)
+                return _lost_by_gap(state, event)
             return _taken(state, event, now_s)
         case Placed(attempt, next_index, decode):
             if event.attempt != attempt.number:
@@ -143,27 +133,23 @@ def _tokens(state: State, event: Tokens, now_s: float) -> Step:
             if next_index == attempt.first_index:
                 # The first token comes from prefill.
                 return _held(state, event)
-            return lost_by_gap(state, event)
+            return _lost_by_gap(state, event)
         case SeekingOwner(attempt) | Prefilling(attempt):
             if event.attempt == attempt.number:
                 return _held(state, event)
             return _of_another_attempt(state, attempt, event)
         case Resuming(attempt, next_index, decode):
-            if event.attempt != attempt.number or event.source != decode or _is_announcement(event):
+            if event.attempt != attempt.number or event.source != decode or is_announcement:
                 # The former instance gets its Abort when the holder has answered.
                 return state, ()
             if event.first_index > next_index:
-                return lost_by_gap(state, event)
+                return _lost_by_gap(state, event)
             now, actions = _taken(Decoding(attempt, next_index, decode, PrefillLeg.COMPLETE), event, now_s)
             return now, (*state.withheld, *actions)
         case Lost(attempt):
             return _of_another_attempt(state, attempt, event)
         case Unplaced() | Finishing() | Ended():
             return state, ()
-
-
-def _is_announcement(event: Tokens) -> bool:
-    return not event.token_ids and event.finish is None
 
 
 def _of_another_attempt(state: State, attempt: Attempt, event: Tokens) -> Step:
@@ -197,12 +183,12 @@ def _held(state: SeekingOwner | Prefilling | Placed, event: Tokens | GivenUp) ->
     token_count = state.held.token_count + own_count
     if isinstance(state, SeekingOwner):
         # Each of the instances asked may send a whole answer.
-        same = held_of(tuple(held for held in state.held.events if held.source == event.source))
+        same = _held_of(tuple(held for held in state.held.events if held.source == event.source))
         if same.token_count + own_count > state.attempt.most_tokens:
             # Becomes a gap once the instance is known.
             return state, ()
     elif token_count > state.attempt.most_tokens:
-        return lost(state, Unavailable(f"decode instance {event.source.instance_id} sent tokens, and no placement"))
+        return _lost(state, Unavailable(f"decode instance {event.source.instance_id} sent tokens, and no placement"))
     return replace(state, held=HeldEvents((*state.held.events, event), token_count)), ()
 
 
@@ -210,13 +196,13 @@ def _given_up(state: State, event: GivenUp) -> Step:
     match state:
         case Resuming(attempt, _, decode) | Decoding(attempt, _, decode):
             if event.attempt == attempt.number and event.source == decode:
-                return lost(state, event.error, decode_has_ended=event.has_ended)
+                return _lost(state, event.error, decode_has_ended=event.has_ended)
             return state, ()
         case Placed(attempt, _, decode):
             if event.attempt != attempt.number or event.source in state.left:
                 return state, ()
             if event.source == decode:
-                return lost(state, event.error, decode_has_ended=event.has_ended)
+                return _lost(state, event.error, decode_has_ended=event.has_ended)
             return _held(state, event)
         case SeekingOwner(attempt) | Prefilling(attempt):
             return _held(state, event) if event.attempt == attempt.number else (state, ())
@@ -230,19 +216,19 @@ def _sent(state: State, event: Sent) -> Step:
             attempt = event.attempt
             assert attempt.first_index == next_index, (state, event)
             if event.decode is None:
-                return Prefilling(attempt, next_index), withheld_by(state)
+                return Prefilling(attempt, next_index), _withheld_by(state)
             follow = Follow(attempt.number, event.decode, is_there=False)
-            return Placed(attempt, next_index, event.decode), (*withheld_by(state), follow)
+            return Placed(attempt, next_index, event.decode), (*_withheld_by(state), follow)
         case _:
-            raise impossible(state, event)
+            raise _impossible(state, event)
 
 
 def _sought(state: State, event: Sought) -> Step:
     match state:
         case Unplaced(next_index) | Lost(_, next_index):
-            return SeekingOwner(event.attempt, next_index), withheld_by(state)
+            return SeekingOwner(event.attempt, next_index), _withheld_by(state)
         case _:
-            raise impossible(state, event)
+            raise _impossible(state, event)
 
 
 def _not_found(state: State, event: NotFound) -> Step:
@@ -253,7 +239,7 @@ def _not_found(state: State, event: NotFound) -> Step:
                 return Ended(FinishReason.LENGTH, None), (CompleteAnswer(),)
             return Unplaced(next_index, attempt.suspect_until), ()
         case _:
-            raise impossible(state, event)
+            raise _impossible(state, event)
 
 
 def _took_over(state: State, event: TookOver, now_s: float) -> Step:
@@ -272,7 +258,7 @@ def _took_over(state: State, event: TookOver, now_s: float) -> Step:
                 actions = (*actions, Follow(attempt.number, event.decode))
             return now, actions
         case _:
-            raise impossible(state, event)
+            raise _impossible(state, event)
 
 
 def _superseded(state: State, event: Superseded) -> Step:
@@ -295,19 +281,19 @@ def _place_named(state: State, event: DecodeNamed, now_s: float) -> Step:
         case Placed(attempt, next_index, decode, leg, left, held, replica):
             if event.decode != decode:
                 events = tuple(former for former in held.events if former.source != decode)
-                held, replica = held_of(events), None
+                held, replica = _held_of(events), None
                 left = (*(former for former in left if former != event.decode), decode)
             placed = Placed(attempt, next_index, event.decode, leg, left, held, replica)
         case Decoding(attempt, _, decode, _):
             if event.decode != decode:
                 where = event.decode.instance_id
-                return lost(state, Unavailable(f"it was placed on {where} after decode had begun elsewhere"))
+                return _lost(state, Unavailable(f"it was placed on {where} after decode had begun elsewhere"))
             return state, (Follow(attempt.number, event.decode),)
         case Finishing(attempt, finish):
             # The answer is already complete.
             return Ended(finish, attempt), (LeaveAttempt(), Abort(attempt.number, event.decode))
         case _:
-            raise impossible(state, event)
+            raise _impossible(state, event)
     now, actions = _replayed(placed, (), now_s)
     if isinstance(now, Placed | Decoding):
         # Last, as the service may find at once that the decode instance is lost.
@@ -322,13 +308,13 @@ def _first_token(state: State, event: FirstTokenReported, now_s: float) -> Step:
                 return state, ()
             append = Append(event.token_ids, event.logprobs, event.finish)
             if event.finish is not None:
-                return Ended(event.finish, attempt), (append, CompleteAnswer(), *leaving(state))
+                return Ended(event.finish, attempt), (append, CompleteAnswer(), *_leaving(state))
             taken = replace(state, next_index=next_index + 1)
             return _replayed(taken, (append,), now_s) if isinstance(taken, Placed) else (taken, (append,))
         case Decoding() | Finishing():
             return state, ()
         case _:
-            raise impossible(state, event)
+            raise _impossible(state, event)
 
 
 def _replayed(state: Placed, actions: tuple[Action, ...], now_s: float) -> Step:
@@ -337,7 +323,7 @@ def _replayed(state: Placed, actions: tuple[Action, ...], now_s: float) -> Step:
     if not own:
         return state, actions
     others = tuple(event for event in state.held.events if event.source != state.decode)
-    now: State = replace(state, held=held_of(others))
+    now: State = replace(state, held=_held_of(others))
     for event in own:
         now, more = step(now, event, now_s)
         actions += more
@@ -351,20 +337,20 @@ def _handed_over(state: State, event: HandOverReported) -> Step:
         case Decoding():
             return state._replace(leg=PrefillLeg.HANDED_OVER), ()
         case Prefilling(attempt):
-            return lost(
+            return _lost(
                 state, Unavailable(f"prefill instance {attempt.prefill.instance_id} has named no decode instance")
             )
         case Finishing():
             return state, ()
         case _:
-            raise impossible(state, event)
+            raise _impossible(state, event)
 
 
 def _prefill_ended(state: State, event: PrefillEnded) -> Step:
     match state:
         case Decoding(_, _, _, leg):
             if event.error is None and leg is not PrefillLeg.HANDED_OVER:
-                return lost(state, _without_hand_over(state.attempt))
+                return _lost(state, _without_hand_over(state.attempt))
             # No loss: decode has the KV, and the answer has prefill's token.
             ended = PrefillLeg.COMPLETE if leg is PrefillLeg.HANDED_OVER else PrefillLeg.BROKEN
             return state._replace(leg=ended), ()
@@ -372,15 +358,15 @@ def _prefill_ended(state: State, event: PrefillEnded) -> Step:
             if event.error is None and leg is PrefillLeg.HANDED_OVER:
                 if next_index == attempt.first_index:
                     where = attempt.prefill.instance_id
-                    return lost(state, Unavailable(f"prefill instance {where} ended without its first token"))
+                    return _lost(state, Unavailable(f"prefill instance {where} ended without its first token"))
                 return replace(state, leg=PrefillLeg.COMPLETE), ()
-            return lost(state, event.error or _without_hand_over(attempt), was_reached=event.was_reached)
+            return _lost(state, event.error or _without_hand_over(attempt), was_reached=event.was_reached)
         case Prefilling(attempt):
-            return lost(state, event.error or _without_hand_over(attempt), was_reached=event.was_reached)
+            return _lost(state, event.error or _without_hand_over(attempt), was_reached=event.was_reached)
         case Finishing(attempt, finish):
             return Ended(finish, attempt), (LeaveAttempt(),)
         case _:
-            raise impossible(state, event)
+            raise _impossible(state, event)
 
 
 def _without_hand_over(attempt: Attempt) -> KaveriError:
@@ -402,4 +388,145 @@ def _stopped(state: State, outcome: FinishReason | KaveriError) -> Step:
             # An instance may have given the request to this router already.
             return Ended(outcome, attempt), (*complete, LeaveAttempt(), Abort(attempt.number, None))
         case Prefilling(attempt) | Placed(attempt) | Resuming(attempt) | Decoding(attempt):
-            return Ended(outcome, attempt), (*complete, *leaving(state))
+            return Ended(outcome, attempt), (*complete, *_leaving(state))
+
+
+def _lost_by_gap(state: Placed | Resuming | Decoding, event: Tokens) -> Step:
+    """Lose an attempt because tokens are missing before those of the event."""
+    missing = f"tokens {state.next_index} to {event.first_index - 1} are missing"
+    error = Unavailable(f"decode instance {state.decode.instance_id}: {missing}")
+    return _lost(state, error, decode_has_ended=event.finish is not None)
+
+
+def _lost(
+    state: Prefilling | Placed | Resuming | Decoding,
+    error: KaveriError,
+    *,
+    was_reached: bool = True,
+    decode_has_ended: bool = False,
+) -> Step:
+    """End an attempt that cannot go on. was_reached: True if the instance may know of it.
+
+    An answer that has all its tokens is complete, whatever the error.
+    """
+    decode = None if isinstance(state, Prefilling) else state.decode
+    replica = state.replica if isinstance(state, Placed | Decoding) else None
+    match state:
+        case Prefilling():
+            leg = PrefillLeg.WORKING
+        case Resuming():
+            leg = PrefillLeg.COMPLETE
+        case _:
+            leg = state.leg
+    attempt = _with_suspicion(state.attempt, error)
+    now = Lost(attempt, state.next_index, error, _setback(error, was_reached), decode, leg, replica)
+    actions: tuple[Action, ...] = _leaving(state)
+    if decode_has_ended:
+        actions = (LeaveAttempt(), *_withheld_by(state))
+    elif decode is None and isinstance(error, Unavailable) and was_reached:
+        # Only the prefill instance knows which decode instance has reserved room.
+        actions = (LeaveAttempt(), Abort(state.attempt.number, None))
+    if state.next_index >= attempt.most_tokens:
+        return Ended(FinishReason.LENGTH, attempt), (CompleteAnswer(), *actions)
+    if replica is not None and not decode_has_ended:
+        return replace(now, withheld=(Abort(state.attempt.number, decode),)), (LeaveAttempt(),)
+    return now, actions
+
+
+def _with_suspicion(attempt: Attempt, error: KaveriError) -> Attempt:
+    """The attempt with its suspicion updated by an engine's error."""
+    if isinstance(error, EngineBroke) and error.suspect_until > attempt.suspect_until:
+        return replace(attempt, suspect_until=error.suspect_until)
+    return attempt
+
+
+def _setback(error: KaveriError, was_reached: bool) -> Setback:
+    if isinstance(error, NoCapacity):
+        return Setback.FULL
+    if isinstance(error, EngineBroke):
+        return Setback.BROKEN
+    return Setback.LOST if was_reached else Setback.UNREACHED
+
+
+def _leaving(state: Prefilling | Placed | Resuming | Decoding) -> tuple[Action, ...]:
+    """Actions that end an attempt which decode has not ended. Prefill aborts a reservation that it has not named unless
+    it has handed the request over; then the decode instance has sent something."""
+    if isinstance(state, Prefilling):
+        sources = dict.fromkeys(event.source for event in state.held.events)
+        return LeaveAttempt(), *(Disown(state.attempt.number, source) for source in sources)
+    return LeaveAttempt(), *_withheld_by(state), Abort(state.attempt.number, state.decode)
+
+
+def _withheld_by(state: State) -> tuple[Abort, ...]:
+    """Aborts that wait until the holder of the replica has answered."""
+    return state.withheld if isinstance(state, Lost | Resuming) else ()
+
+
+def _held_of(events: tuple[Tokens | GivenUp | ReplicaNamed, ...]) -> HeldEvents:
+    """Held events with the number of their tokens. An error counts as one token, a replica's name as none."""
+    tokens = sum(len(event.token_ids) for event in events if isinstance(event, Tokens))
+    return HeldEvents(events, tokens + sum(isinstance(event, GivenUp) for event in events))
+
+
+def _impossible(state: State, event: Event) -> AssertionError:
+    """Error for an event that the service must not report in this state."""
+    return AssertionError(f"{type(event).__name__} is impossible in {type(state).__name__}: {event}, {state}")
+
+
+def _replica_named(state: State, event: ReplicaNamed) -> Step:
+    """Record where the replica is, or hold that until the placement is known."""
+    match state:
+        case Placed(attempt, _, decode) if event.attempt == attempt.number and event.source == decode:
+            return replace(state, replica=event.replica), ()
+        case Decoding(attempt, _, decode) if event.attempt == attempt.number and event.source == decode:
+            return state._replace(replica=event.replica), ()
+        case SeekingOwner(attempt) | Prefilling(attempt) | Placed(attempt) if event.attempt == attempt.number:
+            if isinstance(state, Placed) and event.source in state.left:
+                return state, ()
+            # Only the last event of each instance counts.
+            events = tuple(
+                former
+                for former in state.held.events
+                if not (isinstance(former, ReplicaNamed) and former.source == event.source)
+            )
+            if sum(isinstance(former, ReplicaNamed) for former in events) >= attempt.most_tokens:
+                return state, ()
+            return replace(state, held=_held_of((*events, event))), ()
+        case _:
+            return state, ()
+
+
+def _replica_forgone(state: State, event: ReplicaForgone) -> Step:
+    """Release the former instance's Abort; the request is computed again."""
+    match state:
+        case Lost():
+            return replace(state, replica=None, withheld=()), state.withheld
+        case _:
+            raise _impossible(state, event)
+
+
+def _resume_asked(state: State, event: ResumeAsked) -> Step:
+    """Wait for the holder's answer."""
+    match state:
+        case Unplaced(next_index) | Lost(_, next_index):
+            attempt, holder = event.attempt, event.holder
+            assert attempt.first_index == next_index, (state, event)
+            now = Resuming(attempt, next_index, holder, _withheld_by(state))
+            return now, (Follow(attempt.number, holder, is_there=False),)
+        case _:
+            raise _impossible(state, event)
+
+
+def _resume_answered(state: State, event: ResumeAnswered) -> Step:
+    """Apply the holder's answer. It does not matter once its tokens have come."""
+    match state:
+        case Resuming(attempt, next_index, decode):
+            if event.error is None:
+                now = Decoding(attempt, next_index, decode, PrefillLeg.COMPLETE)
+                return now, (*state.withheld, Follow(attempt.number, decode))
+            refused = Lost(attempt, next_index, event.error, Setback.REFUSED, decode, PrefillLeg.COMPLETE)
+            return refused, _leaving(state) if event.may_have_begun else (LeaveAttempt(), *state.withheld)
+        case Decoding(attempt, _, decode):
+            return state, (Follow(attempt.number, decode),)
+        case _:
+            return state, ()

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason
-from kaveri.domain.view import InstanceRecord
 from kaveri.errors import KaveriError
 from kaveri.policy.retry import Setback
 
@@ -25,11 +24,6 @@ class InstanceLife(NamedTuple):
 
 NO_LIFE = InstanceLife("", 0)
 """The prefill instance of a resumed attempt, or an unknown one."""
-
-
-def life_of(record: InstanceRecord) -> InstanceLife:
-    """The life that a record describes."""
-    return InstanceLife(record.instance_id, record.incarnation)
 
 
 def holder_of(replica: ReplicaLocation) -> InstanceLife:

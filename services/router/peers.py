@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import ClusterView, InstanceState, Role, ViewedInstance
+from kaveri.domain.view import ClusterView, InstanceState, Role, ViewedInstance, once_per_view
 from kaveri.rpc.channels import Channels
 from kaveri.timeouts import CALL_TIMEOUT_S
 from kaveri.v1 import inference_pb2
@@ -28,7 +28,7 @@ class RouterPeers:
 
     def addresses(self, *, includes_own: bool = True, public: bool = False) -> list[str]:
         """Addresses of routers that take requests for the model. public: those for clients with API keys."""
-        routers = self._routers() if includes_own else self._others()
+        routers = _routers(self._store.view()) if includes_own else self._others()
         records = (status.record for status in routers if self._takes_requests(status))
         found = (record.public_address if public else record.address for record in records)
         return list(dict.fromkeys(address for address in found if address))[:_MOST_ADDRESSES]
@@ -49,12 +49,9 @@ class RouterPeers:
         without_it = {(record.instance_id, record.incarnation) for record, found in answered if found is False}
         return any(answers), without_it
 
-    def _routers(self) -> tuple[ViewedInstance, ...]:
-        view = self._store.view()
-        return view.derive("routers", _find_routers, view)
-
     def _others(self) -> Iterator[ViewedInstance]:
-        return (status for status in self._routers() if status.record.instance_id != self._instance_id)
+        routers = _routers(self._store.view())
+        return (status for status in routers if status.record.instance_id != self._instance_id)
 
     def _takes_requests(self, status: ViewedInstance) -> bool:
         return status.record.model == self._model and status.load.state is InstanceState.READY
@@ -70,5 +67,6 @@ class RouterPeers:
             return None
 
 
-def _find_routers(view: ClusterView) -> tuple[ViewedInstance, ...]:
+@once_per_view
+def _routers(view: ClusterView) -> tuple[ViewedInstance, ...]:
     return tuple(status for status in view.instances.values() if status.record.role is Role.ROUTER)

@@ -179,24 +179,9 @@ class PrefillAttempts:
         """Pass prefill's reports on until they end or the attempt is over."""
         ended = lives.PrefillEnded()
         self._waiting[entry, attempt.number] = tie.record
-        try:
-            ended = await self._read_reports(entry, attempt, tie, over)
-        finally:
-            self._confirm(entry, attempt)
-            self._feeds.drop(tie)
-            if not tie.has_ended and not entry.is_superseded:
-                # Otherwise the request would go on there, for its client to re-attach.
-                owner = Owner(tie.session, attempt.number)
-                self._feeds.disown(entry.request_id, owner, tie.life.instance_id, entry.accepted.secret)
-        if not over.done():
-            entry.handle(ended, time.monotonic())
-
-    async def _read_reports(
-        self, entry: RequestEntry, attempt: lives.Attempt, tie: PromptTie, over: asyncio.Future[None]
-    ) -> lives.PrefillEnded:
         over.add_done_callback(tie.wake)
         try:
-            while not over.done():
+            while not (over.done() or tie.has_ended):
                 for report in await tie.take():
                     # Also if the attempt ends within the report.
                     tie.has_ended = tie.has_ended or report.HasField("ended")
@@ -207,9 +192,6 @@ class PrefillAttempts:
                             self._take(entry, attempt, kind, report)
                     if report.ended.error:
                         raise error_from_bytes(report.ended.error)
-                if tie.has_ended:
-                    break
-            return lives.PrefillEnded()
         except KaveriError as error:
             if isinstance(error, RequestCancelled):
                 error = Unavailable(f"prefill instance gave the request up: {error}")
@@ -217,7 +199,16 @@ class PrefillAttempts:
             if waits and isinstance(error, Unavailable) and error.retry_after_s is not None:
                 # It drains and has not begun the request, so this is no fault.
                 error = NoCapacity("prefill", error.retry_after_s, error.reason)
-            return lives.PrefillEnded(error, was_reached=tie.was_sent or tie.is_there)
+            ended = lives.PrefillEnded(error, was_reached=tie.was_sent or tie.is_there)
+        finally:
+            self._confirm(entry, attempt)
+            self._feeds.drop(tie)
+            if not tie.has_ended and not entry.is_superseded:
+                # Otherwise the request would go on there, for its client to re-attach.
+                owner = Owner(entry.accepted.session, attempt.number)
+                self._feeds.disown(entry.request_id, owner, tie.life.instance_id, entry.accepted.secret)
+        if not over.done():
+            entry.handle(ended, time.monotonic())
 
     async def _ask(self, address: str, attempts: list[_Attempt]) -> None:
         """Call until the instance has answered, or none of the attempts waits there."""

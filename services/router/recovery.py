@@ -21,7 +21,7 @@ from kaveri.timeouts import ATTACH_SOON_S, CALL_TIMEOUT_S
 from services.router import lifecycle_values as lives
 from services.router.accepted_request import OwnerHint
 from services.router.holders import Holders
-from services.router.lifecycle_values import NO_LIFE, InstanceLife, holder_of, life_of
+from services.router.lifecycle_values import NO_LIFE, InstanceLife, holder_of
 from services.router.request_table import RequestTable
 from services.router.requests import RequestEntry
 from services.router.subscriptions import PromptTie
@@ -117,7 +117,7 @@ class TakeOver:
         """The life that a hint names, if the view has it. One that was switched to the other phase still has requests
         of the former one, but is of no use without a stream."""
         status = self._store.view().instances.get(life.instance_id) if life is not None else None
-        if life is None or status is None or life_of(status.record) != life:
+        if life is None or status is None or _life_of(status.record) != life:
             return []
         return [status.record] if status.record in serving or self._feeds.is_connected(life) else []
 
@@ -136,7 +136,7 @@ class TakeOver:
 
         async def ask(record: InstanceRecord) -> Found:
             attached = await self._feeds.attach(record, attachment, timeout_s)
-            return Found(attached, hint.prefill or NO_LIFE, life_of(record), None)
+            return Found(attached, hint.prefill or NO_LIFE, _life_of(record), None)
 
         return await asyncio.gather(*map(ask, records), return_exceptions=True)
 
@@ -171,6 +171,10 @@ class TakeOver:
         return found
 
 
+def _life_of(record: InstanceRecord) -> InstanceLife:
+    return InstanceLife(record.instance_id, record.incarnation)
+
+
 def _timeout_s(entry: RequestEntry) -> float:
     return CALL_TIMEOUT_S if entry.accepted.received.owner.holder is None else ATTACH_SOON_S
 
@@ -186,7 +190,7 @@ def _first_of_owners(
         match outcome:
             case RequestNotFound() | Unavailable():
                 get_logger().debug("attach_refused", request_id=entry.request_id, reason=str(outcome))
-            case BaseException() if not entry.accepted.received.excuses(outcome, life_of(record), phase):
+            case BaseException() if not entry.accepted.received.excuses(outcome, _life_of(record), phase):
                 raise outcome
     return None
 

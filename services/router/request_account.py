@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kaveri.telemetry.logs import get_logger
@@ -59,6 +59,7 @@ class OwnerChange:
     recomputed_tokens: int = 0
 
 
+@dataclass(eq=False, slots=True)
 class RequestAccount:
     """Account of one session of a request. Times are time.monotonic()'s.
 
@@ -66,26 +67,23 @@ class RequestAccount:
     each attempt, linked to the previous one. Spans of instances are below the attempt.
     """
 
-    def __init__(self, request_id: str, session: int, accepted_s: float, span: OpenSpan | None) -> None:
-        """accepted_s: when its input was checked. span: the request's; its owner ends it. None: it is not traced."""
-        self.timing = RequestTiming()
-        self.steps: deque[tuple[float, str]] = deque(maxlen=_MOST_STEPS)
-        """The request's last steps, each with its time."""
-        self.owner_change: OwnerChange | None = None
-        """Set from the loss of an instance until the next token."""
-        self.span = span
-        self._request_id = request_id
-        self._session = session
-        self._waits_since_s = accepted_s
-        self._attempt: OpenSpan | None = None
-        """Span of the present attempt."""
-        self._former: OpenSpan | None = None
-        """Span of the previous attempt."""
-
-    @property
-    def traceparent(self) -> str:
-        """traceparent of the present attempt, for the instances; empty if it is not traced."""
-        return self._attempt.traceparent if self._attempt is not None else ""
+    request_id: str
+    session: int
+    waits_since_s: float
+    """When its input was checked, or its last attempt ended."""
+    span: OpenSpan | None
+    """The request's; its owner ends it. None: it is not traced."""
+    timing: RequestTiming = field(default_factory=RequestTiming)
+    steps: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
+    """The request's last steps, each with its time."""
+    owner_change: OwnerChange | None = None
+    """Set from the loss of an instance until the next token."""
+    traceparent: str = ""
+    """traceparent of the present attempt, for the instances; empty if it is not traced."""
+    _attempt: OpenSpan | None = None
+    """Span of the present attempt."""
+    _former: OpenSpan | None = None
+    """Span of the previous attempt."""
 
     def begin_attempt(self, number: int, aim: str, now_s: float) -> None:
         """Begin an attempt, and end the previous one if it is open. aim: where it goes, for the list of steps."""
@@ -93,14 +91,16 @@ class RequestAccount:
         self.steps.append((now_s, f"attempt {number} {aim}"))
         if self.span is not None:
             self.end_attempt(now_s)
-            self.span.write("place", self._waits_since_s, now_s)
+            self.span.write("place", self.waits_since_s, now_s)
             self._attempt = self.span.begin("attempt", now_s, self._former, attempt=number)
+            self.traceparent = self._attempt.traceparent if self._attempt is not None else ""
 
     def end_attempt(self, now_s: float, error: object = None, **attributes: object) -> None:
         """End the open attempt's span, if any. error: why the attempt was lost."""
         if self._attempt is not None:
             self._attempt.end(now_s, error, **attributes)
-            self._former, self._attempt, self._waits_since_s = self._attempt, None, now_s
+            self._former, self._attempt, self.waits_since_s = self._attempt, None, now_s
+            self.traceparent = ""
 
     def note_loss(self, cause: str, former: InstanceLife, last_token_s: float) -> None:
         """Record the loss of an instance: the owner changes from now on, unless it is changing already.
@@ -153,8 +153,8 @@ class RequestAccount:
         metrics.STALL_S.labels(outcome=change.outcome).observe(stall_s)
         get_logger().info(
             "owner_changed",
-            request_id=self._request_id,
-            session=self._session,
+            request_id=self.request_id,
+            session=self.session,
             attempt=attempt,
             outcome=change.outcome,
             former_instance_id=change.former_instance_id,

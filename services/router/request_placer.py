@@ -34,7 +34,7 @@ from kaveri.wire.attempts import MAX_ATTEMPT
 from services.router import lifecycle_values as lives
 from services.router import metrics
 from services.router.holders import Holders
-from services.router.lifecycle_values import NO_LIFE, InstanceLife, holder_of, life_of
+from services.router.lifecycle_values import NO_LIFE, InstanceLife, holder_of
 from services.router.prefill_attempts import PrefillAttempts
 from services.router.recovery import Found, Missing, TakeOver
 from services.router.requests import RequestEntry
@@ -77,7 +77,8 @@ class RequestPlacer:
         aborts of the former request cannot match the new one."""
         self._takeover = TakeOver(store, feeds, stream_id)
         self._view_changed = asyncio.Event()
-        self._line: PlacementLine = PlacementLine()
+        self._line = PlacementLine()
+        metrics.WAITING.set_function(lambda: len(self._line))
         self._instances: Mapping[str, ViewedInstance] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._prefills = PrefillAttempts(
@@ -127,14 +128,14 @@ class RequestPlacer:
         try:
             await self._serve(entry)
         except KaveriError as error:
-            entry.fail(error)
+            entry.stop(error)
         except Exception:
             get_logger().exception(
                 "request_failed_unexpectedly",
                 request_id=entry.request_id,
                 attempt=entry.attempt_number,
             )
-            entry.fail(InternalError(f"the router failed while it served request {entry.request_id!r}"))
+            entry.stop(InternalError(f"the router failed while it served request {entry.request_id!r}"))
         finally:
             if number := max(entry.attempt_number, self._numbers.get(entry.request_id, time.monotonic()) or 0):
                 # Kept after the end, so that late messages of a long answer cannot match a request that reuses its id.
@@ -315,17 +316,15 @@ class RequestPlacer:
                     self._line.rest(entry)
                 else:
                     self._line.join(entry)
-                metrics.WAITING.set(len(self._line))
                 self._note_delay(entry, "every prefill instance is full, or has just failed the request")
                 rest_s = min(resting.values(), default=now_s + _LONGEST_WAIT_S) - now_s
                 await self._line.wait(entry, min(rest_s, _LONGEST_WAIT_S))
         finally:
             self._line.leave(entry)
-            metrics.WAITING.set(len(self._line))
 
     async def _follow(self, entry: RequestEntry, number: int, target: ViewedInstance) -> None:
         """Run an attempt at a prefill instance until it is over."""
-        prefill = life_of(target.record)
+        prefill = InstanceLife(target.record.instance_id, target.record.incarnation)
         attempt = entry.attempt_at(number, prefill)
         if entry.account.owner_change is not None:
             entry.account.note_new_owner("recomputed", prefill, entry.attempt_number, 0, entry.context_tokens)

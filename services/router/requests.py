@@ -153,7 +153,7 @@ class RequestEntry:
         self._attempt_over: asyncio.Future[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         remaining_s = max(0.0, accepted.deadline_s - time.monotonic())
-        self._deadline = asyncio.get_running_loop().call_later(remaining_s, self.fail, DeadlineExceeded())
+        self._deadline = asyncio.get_running_loop().call_later(remaining_s, self.stop, DeadlineExceeded())
         self._grace: asyncio.TimerHandle | None = None
 
     @property
@@ -229,7 +229,14 @@ class RequestEntry:
         """Start an attempt. The future is done when the request has ended or the attempt is lost."""
         over = self._attempt_over = asyncio.get_running_loop().create_future()
         self.begun_s = time.monotonic()
-        self.account.begin_attempt(event.attempt.number, _aim(event), self.begun_s)
+        match event:
+            case Sent(attempt):
+                aim = f"to {attempt.prefill.instance_id}"
+            case Sought():
+                aim = "sought where its last session left it"
+            case ResumeAsked(_, holder):
+                aim = f"resumed at {holder.instance_id}"
+        self.account.begin_attempt(event.attempt.number, aim, self.begun_s)
         if isinstance(event, Sent):
             self.note_owner(event.attempt.prefill, event.decode)
         self.handle(event, self.begun_s)
@@ -284,7 +291,8 @@ class RequestEntry:
 
     def handle(self, event: Event, now_s: float) -> None:
         """Apply an event to the state, and carry out what follows. now_s: time.monotonic()."""
-        event = self._without_unreported_prompt(event)
+        if self.answer.lacks_prompt:
+            event = self._without_unreported_prompt(event)
         self.state, actions = step(self.state, event, now_s)
         for action in actions:
             if type(action) is Append:
@@ -322,13 +330,13 @@ class RequestEntry:
     def _without_unreported_prompt(self, event: Event) -> Event:
         """The event, or the loss of its attempt if it is a token that comes before the prompt's logprobs. A decode
         instance that draws the first token has not computed the prompt, and some do not know prompt_logprobs."""
-        if self.answer.lacks_prompt:
-            match event:
-                case Tokens(first_index=0) if event.token_ids:
-                    return GivenUp(event.attempt, event.source, _no_report(event.source))
-                case FirstTokenReported() if isinstance(self.state, Prefilling | Placed):
-                    return PrefillEnded(_no_report(self.state.attempt.prefill))
-        return event
+        match event:
+            case Tokens(first_index=0) if event.token_ids:
+                return GivenUp(event.attempt, event.source, _no_report(event.source))
+            case FirstTokenReported() if isinstance(self.state, Prefilling | Placed):
+                return PrefillEnded(_no_report(self.state.attempt.prefill))
+            case _:
+                return event
 
     def _client_may_be_ahead(self, event: Event) -> bool:
         """True if the client may have tokens of the lost attempt that the router lacks. A decode instance that moves
@@ -369,10 +377,6 @@ class RequestEntry:
         """End the request, with an error or as CANCELLED; tokens so far are still delivered. No-op if it has ended."""
         self.handle(Stopped(outcome), time.monotonic())
 
-    def fail(self, error: KaveriError) -> None:
-        """End the request with an error; no-op if it has ended."""
-        self.stop(error)
-
     def supersede(self) -> None:
         """End this session and leave its instances to a later one."""
         self.handle(Superseded(RequestAlreadyExists(self.request_id)), time.monotonic())
@@ -411,13 +415,3 @@ class RequestEntry:
 
 def _no_report(life: InstanceLife) -> Unavailable:
     return Unavailable(f"{life.instance_id} sent a token before the prompt_logprobs, which it may not know")
-
-
-def _aim(event: Sent | Sought | ResumeAsked) -> str:
-    match event:
-        case Sent(attempt):
-            return f"to {attempt.prefill.instance_id}"
-        case Sought():
-            return "sought where its last session left it"
-        case ResumeAsked(_, holder):
-            return f"resumed at {holder.instance_id}"

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from google.protobuf.message import Message
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
@@ -32,11 +31,10 @@ from services.router.claims import RequestClaims
 from services.router.config import RouterConfig
 from services.router.intake import Intake, prompt_of
 from services.router.peers import RouterPeers
-from services.router.recent_requests import RecentRequests, RecentWorkload
 from services.router.relay import ServicerContext, write_answer, write_cancelled
 from services.router.request_account import RequestAccount
 from services.router.request_placer import RequestPlacer
-from services.router.request_table import RETRY_AFTER_S, RequestTable
+from services.router.request_table import RETRY_AFTER_S, RecentRequests, RecentWorkload, RequestTable
 from services.router.requests import Interrupted, RequestEntry, SentAway
 
 _GONE_WITHIN_S = 1.0
@@ -153,7 +151,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Answer a request. progress: has its id; the rest is filled in."""
         arrived_s = time.monotonic()
         try:
-            with self._noted(progress), _traced(progress, context, arrived_s), self._held(request, progress.key_name):
+            holding = self._router.bodies.hold(progress.key_name, request.ByteSize())
+            with self._noted(progress), _traced(progress, context, arrived_s), holding:
                 await self._generate(request, progress, context, arrived_s)
         except SlowReader as error:
             metrics.REQUESTS.labels(outcome="slow_reader").inc()
@@ -190,13 +189,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             get_logger().exception("request_failed_unexpectedly", **progress.log_fields())
             reason = f"the router failed while it served request {progress.request_id!r:.140}"
             await abort(context, InternalError(reason))
-
-    @contextlib.contextmanager
-    def _held(self, request: Message, key_name: str) -> Iterator[None]:
-        """Count the request's bytes while the context is open. Raises NoCapacity when the budget is full."""
-        with self._router.bodies.hold(key_name) as held:
-            held.add(request.ByteSize())
-            yield
 
     @contextlib.contextmanager
     def _noted(self, progress: GenerateProgress) -> Iterator[None]:
@@ -265,7 +257,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.TokenizeResponse:
         try:
             self._router.intake.check_model(request.model)
-            with self._held(request, key_name):
+            with self._router.bodies.hold(key_name, request.ByteSize()):
                 token_ids, limit = await self._router.intake.tokenize(prompt_of(request), self.until_s(context))
         except KaveriError as error:
             await abort(context, error)
@@ -276,7 +268,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.DetokenizeResponse:
         try:
             self._router.intake.check_model(request.model)
-            with self._held(request, key_name):
+            with self._router.bodies.hold(key_name, request.ByteSize()):
                 text = await self._router.intake.detokenize(request.token_ids, self.until_s(context))
         except KaveriError as error:
             await abort(context, error)
@@ -399,7 +391,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 router.placer.address_of,
             )
         finally:
-            entry.fail(Unavailable("the request was released"))
+            entry.stop(Unavailable("the request was released"))
             placing.cancel()
 
     async def _answer_cancelled(

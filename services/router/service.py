@@ -40,10 +40,9 @@ from services.router.metrics import metrics_targets
 from services.router.monitor import Monitor
 from services.router.peers import RouterPeers
 from services.router.public_server import PublicServicer
-from services.router.recent_requests import RecentRequests, RecentWorkload
 from services.router.recovery import Departures
 from services.router.request_placer import RequestPlacer
-from services.router.request_table import RequestTable
+from services.router.request_table import RecentRequests, RecentWorkload, RequestTable
 from services.router.server import InferenceServicer
 from services.router.token_feeds import TokenFeeds
 

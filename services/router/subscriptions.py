@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from grpc import aio
 
@@ -11,7 +11,7 @@ from kaveri.domain.view import InstanceRecord
 from kaveri.errors import KaveriError, Unavailable
 from kaveri.timeouts import CONNECT_GRACE_S
 from kaveri.v1 import feed_pb2, prefill_pb2
-from services.router.lifecycle_values import Attempt, GivenUp, InstanceLife, life_of
+from services.router.lifecycle_values import Attempt, GivenUp, InstanceLife
 from services.router.requests import RequestEntry
 
 
@@ -41,27 +41,27 @@ class Tie:
         self.entry.handle(GivenUp(self.number, self.life, error, has_ended=False), time.monotonic())
 
 
+@dataclass(slots=True, eq=False)
 class PromptTie:
     """Dependency of an attempt on the stream of its prefill instance, with the reports that have arrived."""
 
-    at_prefill = True
+    entry: RequestEntry
+    number: int
+    """Number of the attempt."""
+    record: InstanceRecord
+    life: InstanceLife
+    """The record's."""
+    is_there: bool = False
+    """True once the instance is known to have the request."""
+    was_sent: bool = True
+    """True if the instance may have received the request."""
+    has_ended: bool = False
+    """True if the request has ended there, or never arrived."""
+    _reports: list[prefill_pb2.PrefillReport] = field(default_factory=list)
+    _error: KaveriError | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def __init__(self, entry: RequestEntry, number: int, record: InstanceRecord) -> None:
-        """number: of the attempt."""
-        self.entry = entry
-        self.session = entry.accepted.session
-        self.number = number
-        self.record = record
-        self.life = life_of(record)
-        self.is_there = False
-        """True once the instance is known to have the request."""
-        self.was_sent = True
-        """True if the instance may have received the request."""
-        self.has_ended = False
-        """True if the request has ended there, or never arrived."""
-        self._reports: list[prefill_pb2.PrefillReport] = []
-        self._error: KaveriError | None = None
-        self._changed = asyncio.Event()
+    at_prefill = True
 
     @property
     def is_named(self) -> bool:

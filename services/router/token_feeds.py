@@ -37,7 +37,15 @@ from kaveri.wire.replicas import replica_from_proto
 from kaveri.wire.status import error_of
 from services.router import metrics
 from services.router.holders import Holders
-from services.router.lifecycle_values import Attempt, Decoding, GivenUp, InstanceLife, Lost, ReplicaNamed, Tokens
+from services.router.lifecycle_values import (
+    Attempt,
+    Decoding,
+    GivenUp,
+    InstanceLife,
+    Lost,
+    ReplicaNamed,
+    Tokens,
+)
 from services.router.request_table import RequestTable
 from services.router.requests import RequestEntry
 from services.router.subscriptions import PromptTie, Subscription, Tie, key_of
@@ -153,7 +161,7 @@ class TokenFeeds:
 
     def expect_reports(self, entry: RequestEntry, number: int, record: InstanceRecord) -> PromptTie:
         """Collect the reports on an attempt from this life of a prefill instance, until drop()."""
-        tie = PromptTie(entry, number, record)
+        tie = PromptTie(entry, number, record, InstanceLife(record.instance_id, record.incarnation))
         subscription = self._subscriptions.get(record.instance_id)
         if subscription is None:
             subscription = self._subscriptions[record.instance_id] = Subscription(record.instance_id, self._over.get)
@@ -391,16 +399,16 @@ class TokenFeeds:
             call.cancel()
 
     def _deliver_report(self, subscription: Subscription, report: prefill_pb2.PrefillReport) -> None:
-        entry = self._table.get(report.request_id)
+        entry, owner = self._table.get(report.request_id), Owner(report.session, report.attempt)
         tie = subscription.ties.get((entry, True)) if entry is not None else None
-        if isinstance(tie, PromptTie) and (tie.session, tie.number) == (report.session, report.attempt):
+        if isinstance(tie, PromptTie) and (tie.entry.accepted.session, tie.number) == owner:
             tie.report(report)
             return
         if report.HasField("ended") or self._table.is_left_to_a_later_session(report.request_id, report.session):
             return
         if entry is None or entry.accepted.session == report.session:
             # Its Abort was lost. This router may be looking for a request of another session.
-            self.disown(report.request_id, Owner(report.session, report.attempt), subscription.instance_id)
+            self.disown(report.request_id, owner, subscription.instance_id)
 
     def _deliver(self, life: InstanceLife, update: decode_pb2.RequestTokens, now_s: float) -> None:
         entry = self._table.get(update.request_id)
@@ -423,7 +431,7 @@ class TokenFeeds:
                 entry.note_read_here(update.attempt, update.read_here)
                 if update.error and update.token_ids:
                     # The client may have them already: the next attempt continues after them.
-                    entry.handle(_tokens_of(life, update), now_s)
+                    entry.handle(Tokens(update.attempt, life, update.index, update.token_ids, update.logprobs), now_s)
             entry.handle(_event_of(life, update), now_s)
             if update.moved:
                 self._subscriptions[life.instance_id].let_go_s = now_s
@@ -436,7 +444,7 @@ class TokenFeeds:
                 attempt=update.attempt,
                 decode_instance_id=life.instance_id,
             )
-            entry.fail(InternalError(f"the router could not take in the tokens of request {update.request_id!r}"))
+            entry.stop(InternalError(f"the router could not take in the tokens of request {update.request_id!r}"))
 
 
 def _replica_of(update: decode_pb2.RequestTokens) -> ReplicaLocation | None:
@@ -444,14 +452,10 @@ def _replica_of(update: decode_pb2.RequestTokens) -> ReplicaLocation | None:
     return replica if replica.holder_id else None
 
 
-def _tokens_of(life: InstanceLife, update: decode_pb2.RequestTokens) -> Tokens:
-    return Tokens(update.attempt, life, update.index, update.token_ids, update.logprobs)
-
-
 def _event_of(life: InstanceLife, update: decode_pb2.RequestTokens) -> Tokens | GivenUp:
     finish = finish_from_proto(update.finish_reason)
     if finish is None and not update.error:
-        return _tokens_of(life, update)
+        return Tokens(update.attempt, life, update.index, update.token_ids, update.logprobs)
     if update.replaced:
         return GivenUp(update.attempt, life, RequestAlreadyExists(update.request_id))
     if update.moved:

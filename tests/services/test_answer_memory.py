@@ -11,7 +11,7 @@ from kaveri.models import KAVERI_TINY
 from kaveri.text.answer import Answer
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2
-from services.decode.answer_log import AnswerLog
+from services.decode.requests import AnswerLog
 from services.gateway.formats import CompletionFormat
 from services.gateway.parsed_request import ParsedRequest
 from services.gateway.shown_prompts import ShownPrompt

@@ -265,7 +265,7 @@ async def test_a_router_that_answers_slowly_is_not_left(routers: Pair) -> None:
 async def test_calls_that_a_router_cancels_because_it_stops_go_on_elsewhere(routers: Pair) -> None:
     routers.set(pause_at=5, cancels_calls=True)
     async with AsyncClient(routers[0].target) as client:
-        client._routers.learn([routers[1].target])
+        client._routers.targets.learn([routers[1].target])
         routers[1].service.pause_at = None
         check_whole(await client.generate("prompt", params=TEN), 1)
 

@@ -18,7 +18,7 @@ def read(detokenizer: Detokenizer, token_ids: Iterable[int]) -> str:
     text = ""
     for token_id in token_ids:
         text += detokenizer.push(token_id)
-        if detokenizer.stopped:
+        if detokenizer.stop_text is not None:
             break
     return text + detokenizer.flush()
 
@@ -72,7 +72,7 @@ def test_the_text_is_cut_before_the_first_stop_text(tokenizer: ModelTokenizer, s
     expected = text[: min(ends)[1]] if ends else text
     token_ids = tokenizer.backend.encode(text, add_special_tokens=False).ids
     detokenizer = Detokenizer(tokenizer.backend, stop)
-    assert (read(detokenizer, token_ids), detokenizer.stopped) == (expected, bool(ends)), seed
+    assert (read(detokenizer, token_ids), detokenizer.stop_text is not None) == (expected, bool(ends)), seed
 
 
 def test_a_possible_beginning_of_a_stop_text_is_held_back_until_it_is_decided(tokenizer: ModelTokenizer) -> None:
@@ -253,7 +253,7 @@ def test_a_stop_text_that_is_complete_with_the_first_tokens_is_ignored(tokenizer
             expected = decided[: min(found)[1]]
             break
         assert decided.startswith(given), seed
-    assert stopping.stopped == (expected is not None), seed
+    assert (stopping.stop_text is not None) == (expected is not None), seed
     assert given == (decided if expected is None else expected), seed
 
 
@@ -269,7 +269,7 @@ def test_a_special_token_that_is_a_stop_text_ends_the_answer_where_it_stands(
     detokenizer = family.detokenizer([], ("never", stop, "there!"), min_tokens)
     answer, count = [*hello, other, special, *hello, special], 0
     text = ""
-    while not detokenizer.stopped and count < len(answer):
+    while detokenizer.stop_text is None and count < len(answer):
         text += detokenizer.push(answer[count])
         count += 1
     ends = [number + 1 for number, token_id in enumerate(answer) if token_id == special and number + 1 > min_tokens]

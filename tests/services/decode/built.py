@@ -12,11 +12,10 @@ from kaveri.domain.sampling import FinishReason, ResolvedParams
 from kaveri.engine.contract import EngineKey, EngineRequest, TokenStep
 from kaveri.feeds.feed import RouterFeed, RouterFeeds
 from kaveri.policy.growth import BatchMember
-from services.decode.answer_log import GainedTokens
 from services.decode.lifecycle import InLine, RequestTimes, State
 from services.decode.metrics import DecodeMetrics
 from services.decode.owners import RequestOwners
-from services.decode.requests import DecodeRequest, gained_of
+from services.decode.requests import DecodeRequest, GainedTokens, gained_of
 
 WAIT_S = 60.0
 PROMPT = tuple(range(1, 11))

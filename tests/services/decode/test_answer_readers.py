@@ -15,12 +15,11 @@ from kaveri.feeds.feed import RouterFeeds
 from kaveri.models import KAVERI_TINY, resolve_model
 from kaveri.text.answer import Answer
 from kaveri.text.tokenizer import ModelTokenizer
-from services.decode.answer_log import READ_HERE_TOKENS
 from services.decode.answer_readers import AnswerAsked, CallerStream, ReadPart
 from services.decode.lifecycle import RequestTimes
 from services.decode.metrics import DecodeMetrics
 from services.decode.owners import RequestOwners
-from services.decode.requests import DecodeRequest
+from services.decode.requests import READ_HERE_TOKENS, DecodeRequest
 from tests.services.decode.built import WAIT_S, built_request, next_batch
 
 READER = "reader-of-the-test"

@@ -8,8 +8,8 @@ from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import RequestAlreadyExists, StaleAttempt
 from kaveri.feeds.expiring import ExpiringMap
-from services.decode.answer_log import End
 from services.decode.owners import RequestOwners
+from services.decode.requests import End
 from tests.services.decode.built import WAIT_S, built_owners, built_request, gain, next_batch
 
 

@@ -10,8 +10,7 @@ from typing import Any, cast
 import pytest
 
 from kaveri.client.answer import Chunk
-from kaveri.client.async_client import AsyncClient
-from kaveri.client.async_stream import AsyncStream
+from kaveri.client.async_client import AsyncClient, AsyncStream
 from kaveri.domain.sampling import MAX_COPIED_CHARACTERS, MAX_COPIED_TOKENS, FinishReason, SamplingParams
 from kaveri.security.api_keys import KeyLimits
 from kaveri.security.keys_file import add_key

@@ -10,7 +10,7 @@ from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.feeds.feed import RouterFeed
-from services.instance.hand_over import HereOrElsewhere
+from services.instance.service import HereOrElsewhere
 from services.prefill.requests import FirstTokenDrawn, PrefillRequest, RoomReserved
 
 

@@ -97,7 +97,7 @@ class ScriptedHandOver:
     """A HandOver that records its calls."""
 
     def __init__(self, at_first_token: bool = False) -> None:
-        self.at_first_token = at_first_token
+        self.at_first_token = lambda: at_first_token
         self.begun: list[str] = []
         self.ended: list[tuple[str, bool]] = []
         self.failed: list[str] = []

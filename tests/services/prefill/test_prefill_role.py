@@ -35,7 +35,6 @@ from kaveri.feeds.feed import RouterFeeds
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.prompt_queue import PromptQueue
 from services.prefill import role
-from services.prefill.engine_feed import HasRoom
 from services.prefill.requests import (
     Adopted,
     FirstTokenDrawn,
@@ -47,7 +46,7 @@ from services.prefill.requests import (
     RoomReserved,
     Started,
 )
-from services.prefill.role import LONGEST_REQUEST_S, PrefillRole
+from services.prefill.role import LONGEST_REQUEST_S, HasRoom, PrefillRole
 from tests.services.prefill.scripted import (
     ScriptedEngine,
     ScriptedHandOver,

@@ -7,7 +7,7 @@ from grpc import aio
 from kaveri.rpc.server import open_channel
 from kaveri.v1 import cluster_pb2
 from kaveri.v1.cluster_pb2_grpc import ClusterServiceStub
-from services.router import recent_requests
+from services.router import request_table
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import collect, eventually, refused
 
@@ -68,7 +68,7 @@ async def test_a_request_in_flight_is_known_and_has_no_outcome(cluster: Scripted
 async def test_only_the_last_requests_are_remembered_and_others_are_not_found(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recent_requests, "_MOST", 2)
+    monkeypatch.setattr(request_table, "_MOST_ENDED", 2)
     async with cluster.router() as router:
         for name in ("d", "e", "f"):
             await collect(router.ask(request_id=name))

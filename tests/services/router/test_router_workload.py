@@ -9,7 +9,7 @@ from grpc import aio
 from kaveri.rpc.server import open_channel
 from kaveri.v1 import cluster_pb2
 from kaveri.v1.cluster_pb2_grpc import ClusterServiceStub
-from services.router.recent_requests import RecentEnd, RecentWorkload
+from services.router.request_table import RecentEnd, RecentWorkload
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import (
     PROMPT,

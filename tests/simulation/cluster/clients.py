@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from kaveri.client.async_client import AsyncClient
-from kaveri.client.async_stream import AsyncStream
+from kaveri.client.async_client import AsyncClient, AsyncStream
 from kaveri.errors import KaveriError, RequestAlreadyExists, RequestCancelled, Unavailable
 from tests.simulation.cluster.outcomes import RequestOutcome
 from tests.simulation.cluster.plan import ScheduledRequest
@@ -118,5 +117,5 @@ class Clients:
             sdk = self._sdks[client, address] = AsyncClient(address, direct=client in self._world.plan.direct_clients)
             # Known, and asked when this one fails: also by requests that die before their first response.
             lives = (self._world.lives[router.name] for router in self._world.plan.routers)
-            sdk._routers.learn(f"{life.name}:{life.port}" for life in lives)
+            sdk._routers.targets.learn(f"{life.name}:{life.port}" for life in lives)
         return sdk

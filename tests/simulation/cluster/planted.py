@@ -25,7 +25,8 @@ from services.decode import lifecycle as decode_lifecycle
 from services.prefill import decode_placer
 from services.prefill import lifecycle as prefill_lifecycle
 from services.prefill import role as prefill_role
-from services.router import claims, lifecycle_losses, prefill_attempts, subscriptions, token_feeds
+from services.router import claims, prefill_attempts, subscriptions, token_feeds
+from services.router import lifecycle as router_lifecycle
 from services.router import lifecycle_values as lives
 from services.router import requests as router_requests
 from tests.simulation.cluster.planting import nothing, nothing_async, planted, replaced
@@ -271,8 +272,8 @@ def text_offset_forgotten() -> Iterator[None]:
     """A router that takes a request over sends text that the client has."""
 
     def make(original: Any) -> Any:
-        async def go_on_after(self: Any, token_ids: Any, characters: int, *args: Any) -> None:
-            await original(self, token_ids, 0, *args)
+        async def go_on_after(self: Any, token_ids: Any, characters: int, *args: Any) -> int:
+            return int(await original(self, token_ids, 0, *args))
 
         return go_on_after
 
@@ -431,7 +432,7 @@ def refused_writes_end_leases() -> Iterator[None]:
 @planted
 def refused_connections_cost_attempts() -> Iterator[None]:
     """Attempts run out while the only prefill instance is away, or its queue is full."""
-    with replaced(lifecycle_losses, "_setback", lambda _: lambda *_: Setback.LOST):
+    with replaced(router_lifecycle, "_setback", lambda _: lambda *_: Setback.LOST):
         yield
 
 
