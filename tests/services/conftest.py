@@ -8,7 +8,6 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,50 +87,42 @@ class RunningInstance:
         self.stopping.set()
         return await asyncio.wait_for(self.serving, DEADLINE_S)
 
+    async def reserve(
+        self,
+        request_id: str,
+        token_count: int,
+        *,
+        layout: KvLayout | None = None,
+        rpc_timeout_s: float = DEADLINE_S,
+        **fields: Any,
+    ) -> decode_pb2.ReserveResponse:
+        """Reserve room as a prefill instance does, for a push that never comes."""
+        named = {"attempt": 1, "router_id": "router-0", "timeout_s": DEADLINE_S, **fields}
+        message = decode_pb2.ReserveRequest(
+            request_id=request_id,
+            token_ids=[1] * token_count,
+            params=params_to_proto(SamplingParams(max_tokens=5, seed=0)),
+            layout=layout_to_proto(layout or self.engine.info.layout),
+            **named,
+        )
+        reserving: Any = DecodeServiceStub(self.channel).Reserve(message, timeout=rpc_timeout_s)
+        response: decode_pb2.ReserveResponse = await reserving
+        return response
 
-async def reserve(
-    instance: RunningInstance,
-    request_id: str,
-    token_count: int,
-    attempt: int = 1,
-    router_id: str = "router-0",
-    timeout_s: float = DEADLINE_S,
-    layout: KvLayout | None = None,
-    wait: bool = False,
-    rpc_timeout_s: float = DEADLINE_S,
-    reservation: int = 0,
-) -> decode_pb2.ReserveResponse:
-    """Reserves room by hand, as a prefill instance does that then pushes nothing."""
-    message = decode_pb2.ReserveRequest(
-        request_id=request_id,
-        attempt=attempt,
-        router_id=router_id,
-        token_ids=[1] * token_count,
-        params=params_to_proto(SamplingParams(max_tokens=5, seed=0)),
-        timeout_s=timeout_s,
-        layout=layout_to_proto(layout or instance.engine.info.layout),
-        wait=wait,
-        reservation=reservation,
-    )
-    response: decode_pb2.ReserveResponse = await DecodeServiceStub(instance.channel).Reserve(
-        message, timeout=rpc_timeout_s
-    )
-    return response
-
-
-async def abort(
-    instance: RunningInstance,
-    request_id: str,
-    attempt: int = 1,
-    router_id: str = "router-0",
-    by_router: bool = True,
-    reservation: int = 0,
-) -> None:
-    """Aborts by hand, as a router does, or a prefill instance."""
-    name = decode_pb2.AttemptId(request_id=request_id, attempt=attempt, router_id=router_id, reservation=reservation)
-    attempts = [name]
-    message = feed_pb2.AbortRequest(attempts=attempts, by_router=by_router)
-    await FeedServiceStub(instance.channel).Abort(message, timeout=DEADLINE_S)
+    async def abort(
+        self,
+        request_id: str,
+        attempt: int = 1,
+        router_id: str = "router-0",
+        by_router: bool = True,
+        reservation: int = 0,
+    ) -> None:
+        """Abort as a router does, or a prefill instance."""
+        name = decode_pb2.AttemptId(
+            request_id=request_id, attempt=attempt, router_id=router_id, reservation=reservation
+        )
+        message = feed_pb2.AbortRequest(attempts=[name], by_router=by_router)
+        await FeedServiceStub(self.channel).Abort(message, timeout=DEADLINE_S)
 
 
 @dataclass(eq=False)
@@ -386,12 +377,6 @@ def _small(settings: dict[str, Any]) -> dict[str, Any]:
     small = {"max_model_len": 512, "kv_cache_memory": 2**21, "heartbeat_interval_s": 0.02, "drain_timeout_s": 5.0}
     small["orphan_grace_s"] = 0.3
     return {"engine": "fake", "model": "fake", **small, **settings}
-
-
-@pytest.fixture
-def by_hand() -> Any:
-    """The calls that tests make by hand: eventually, reserve, abort."""
-    return SimpleNamespace(eventually=eventually, reserve=reserve, abort=abort)
 
 
 @pytest.fixture

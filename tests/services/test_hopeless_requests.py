@@ -12,6 +12,7 @@ from kaveri.policy.decode_room import MAX_OVERTAKES
 from kaveri.v1 import decode_pb2, predictor_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.messages import layout_to_proto, params_to_proto
+from tests.services.conftest import eventually
 from tests.services.refusals import refuses
 
 BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
@@ -65,30 +66,30 @@ async def test_a_request_that_one_of_two_pools_can_hold_goes_there(cluster: Any)
     assert call.get("placed").decode_instance_id == "decode-1"
 
 
-async def test_a_reservation_that_can_never_fit_gets_no_place_in_line(cluster: Any, by_hand: Any) -> None:
+async def test_a_reservation_that_can_never_fit_gets_no_place_in_line(cluster: Any) -> None:
     decode = await cluster.decode(**TIGHT)
     await cluster.router()
-    await by_hand.reserve(decode, "taken", 79)
-    waits = asyncio.create_task(by_hand.reserve(decode, "large", 127, wait=True))
-    await by_hand.eventually(lambda: decode.metric("kaveri_decode_line_requests") == 1, "it waits")
+    await decode.reserve("taken", 79)
+    waits = asyncio.create_task(decode.reserve("large", 127, wait=True))
+    await eventually(lambda: decode.metric("kaveri_decode_line_requests") == 1, "it waits")
     # What comes free is for one that has waited: all others must wait.
     for number in range(MAX_OVERTAKES):
-        await by_hand.reserve(decode, f"overtakes {number}", 1)
-        await by_hand.abort(decode, f"overtakes {number}")
-        await by_hand.eventually(lambda: decode.held_blocks == 5, "its block is free")
+        await decode.reserve(f"overtakes {number}", 1)
+        await decode.abort(f"overtakes {number}")
+        await eventually(lambda: decode.held_blocks == 5, "its block is free")
     with refuses(grpc.StatusCode.RESOURCE_EXHAUSTED):
-        await by_hand.reserve(decode, "fits", 1)
+        await decode.reserve("fits", 1)
     with refuses(grpc.StatusCode.INVALID_ARGUMENT, "159"):
-        await by_hand.reserve(decode, "hopeless", 160, wait=True)
+        await decode.reserve("hopeless", 160, wait=True)
     assert decode.metric("kaveri_decode_line_requests") == 1
     waits.cancel()
-    await by_hand.eventually(lambda: decode.metric("kaveri_decode_line_requests") == 0, "it waits no more")
-    await by_hand.abort(decode, "taken")
+    await eventually(lambda: decode.metric("kaveri_decode_line_requests") == 0, "it waits no more")
+    await decode.abort("taken")
     await cluster.all_free()
 
 
 async def test_a_reservation_whose_push_stands_still_keeps_blocks_from_others_for_a_short_time_only(
-    cluster: Any, by_hand: Any, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kaveri.policy.admission.UNLANDED_KEEPS_S", 1.0)
     decode = await cluster.decode(decode_policy=AdmissionPolicy.RESERVE_STATIC, **TIGHT)
@@ -99,8 +100,8 @@ async def test_a_reservation_whose_push_stands_still_keeps_blocks_from_others_fo
     assert decode.load().free_blocks == 12 - 9
     with refuses(grpc.StatusCode.RESOURCE_EXHAUSTED):
         await reserve_for_an_answer_of(decode, "other", 60, 1)
-    await by_hand.eventually(lambda: decode.load().free_blocks == 10, "nothing is kept for it any more", 5.0)
+    await eventually(lambda: decode.load().free_blocks == 10, "nothing is kept for it any more", 5.0)
     await reserve_for_an_answer_of(decode, "other", 60, 1)
     for request_id in ("frozen", "other"):
-        await by_hand.abort(decode, request_id)
+        await decode.abort(request_id)
     await cluster.all_free()

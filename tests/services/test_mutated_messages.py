@@ -26,6 +26,7 @@ from kaveri.v1.inference_pb2_grpc import InferenceServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.messages import layout_to_proto, params_to_proto
 from kaveri.wire.replicas import offer_to_proto, resumption_to_proto
+from tests.services.conftest import eventually
 from tests.services.mutations import Mutator
 from tests.services.prompts import prompt
 from tests.services.session_client import SECRET, SessionClient, SessionRouters
@@ -196,9 +197,7 @@ class Attack:
 
 
 @pytest.mark.timeout(300)
-async def test_mutated_messages_are_refused_disturb_no_request_and_leave_nothing(
-    cluster: Any, by_hand: Any, tokenizer: Any
-) -> None:
+async def test_mutated_messages_are_refused_disturb_no_request_and_leave_nothing(cluster: Any, tokenizer: Any) -> None:
     seed = random.randrange(2**30)
     print(f"seed {seed}")
     cluster.needs_fake_engines("6,000 calls at the fake engine's speed")
@@ -238,12 +237,10 @@ async def test_mutated_messages_are_refused_disturb_no_request_and_leave_nothing
             print(sorted(attack.answers.items()))
             assert not attack.wrong, attack.wrong[:5]
             assert sum(attack.answers.values()) == MESSAGES
-            await by_hand.eventually(lambda: not len(router.table), "the router forgets its requests")
+            await eventually(lambda: not len(router.table), "the router forgets its requests")
             await cluster.all_free(within_s=60)
             for name, replicas in cluster.replicas.items():
-                await by_hand.eventually(
-                    lambda replicas=replicas: not replicas.usage().used_bytes, f"{name} holds none"
-                )
+                await eventually(lambda replicas=replicas: not replicas.usage().used_bytes, f"{name} holds none")
                 replicas.check_integrity()
         finally:
             attacking = False

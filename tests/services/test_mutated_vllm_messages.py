@@ -15,6 +15,7 @@ from grpc import aio
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
+from tests.services.conftest import eventually
 from tests.services.mutations import Mutator
 from tests.services.prompts import prompt
 from tests.services.session_client import WAIT_S, SessionRouters
@@ -89,9 +90,7 @@ class EngineAttack:
 
 
 @pytest.mark.timeout(300)
-async def test_mutated_messages_to_the_fields_grpc_are_refused_and_leave_nothing(
-    cluster: Any, by_hand: Any, tokenizer: Any
-) -> None:
+async def test_mutated_messages_to_the_fields_grpc_are_refused_and_leave_nothing(cluster: Any, tokenizer: Any) -> None:
     seed = random.randrange(2**30)
     print(f"seed {seed}")
     cluster.needs_fake_engines("thousands of calls at the fake engine's speed")
@@ -130,7 +129,7 @@ async def test_mutated_messages_to_the_fields_grpc_are_refused_and_leave_nothing
             assert sum(attack.answers.values()) == MESSAGES
             assert attack.answers["Generate OK"]
             assert attack.answers["Generate INVALID_ARGUMENT"]
-            await by_hand.eventually(lambda: not len(router.table), "the router forgets its requests")
+            await eventually(lambda: not len(router.table), "the router forgets its requests")
             await cluster.all_free(within_s=60)
         finally:
             attacking = False
