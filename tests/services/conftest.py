@@ -8,6 +8,7 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from grpc import aio
 from prometheus_client import CollectorRegistry
 
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
+from kaveri.cluster.redis_store import RedisStore
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import InstanceLoad
 from kaveri.engine.factory import BuiltEngine
@@ -34,7 +36,9 @@ from kaveri.wire.status import error_from_bytes, status_of
 from services.decode.replicated import open_replicas
 from services.instance.config import ColocatedConfig, DecodeConfig, PhasesConfig, PrefillConfig
 from services.instance.service import instance_host
+from tests.services.service_processes import ServiceProcesses
 from tests.services.session_client import SessionRouters
+from tests.support.redis_fixture import run_redis
 from tests.support.service_engines import Engines, FakeEngines, VllmEngines
 
 DEADLINE_S = 60.0
@@ -436,6 +440,18 @@ def tokenizer() -> Iterator[ModelTokenizer]:
     tokenizer = ModelTokenizer.load(KAVERI_TINY)
     yield tokenizer
     tokenizer.close()
+
+
+@pytest.fixture
+async def processes(tmp_path: Path) -> AsyncIterator[ServiceProcesses]:
+    async with run_redis() as redis, RedisStore(redis.url) as store:
+        processes = ServiceProcesses(redis.url, store, tmp_path)
+        try:
+            yield processes
+        finally:
+            for child in processes.children:
+                if child.exit_status is None:
+                    await child.kill()
 
 
 @pytest.fixture

@@ -56,21 +56,6 @@ async def test_a_seat_that_comes_free_admits_the_next_landed_request(cluster: An
         assert await router.answer(waiting, "waiting") == cluster.expected(prompt(2, 60), 10)
 
 
-async def test_a_request_that_ends_while_it_waits_for_a_seat_takes_none(cluster: Any) -> None:
-    prefill, decode = await cluster.prefill(), await cluster.decode(max_batch=1, fake_step_s=0.02)
-    router = await cluster.router()
-    for number, name in enumerate(("seated", "ended")):
-        call = router.prefill(prefill, name, prompt(number, 60), max_tokens=400, ignore_eos=True)
-        await call.ended()
-        await eventually(lambda count=number: decode.load().waiting_requests == count, "it has landed")
-    await decode.abort("ended")
-    await decode.abort("seated")
-    last = router.prefill(prefill, "last", prompt(2, 60), max_tokens=10)
-    async with asyncio.timeout(SOON_S):
-        assert await router.answer(last, "last") == cluster.expected(prompt(2, 60), 10)
-    assert decode.load().running_requests == 0
-
-
 async def test_a_request_as_large_as_the_whole_pool_is_served(cluster: Any) -> None:
     prefill, decode = await cluster.prefill(), await cluster.decode(**SMALL_POOL)
     router = await cluster.router()

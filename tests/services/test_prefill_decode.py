@@ -8,7 +8,6 @@ import grpc
 import pytest
 
 from kaveri.policy.admission import AdmissionPolicy
-from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy
 from kaveri.v1 import decode_pb2, predictor_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
@@ -119,16 +118,6 @@ async def test_without_room_the_first_token_comes_and_the_rest_when_there_is_roo
     await cluster.all_free()
 
 
-async def test_without_a_decode_instance_the_request_waits_for_one(cluster: Any) -> None:
-    prefill = await cluster.prefill()
-    router = await cluster.router()
-    token_ids = prompt(6, 20)
-    call = router.prefill(prefill, "a", token_ids, max_tokens=4)
-    await eventually(lambda: call.seen("first_token"), "the first token")
-    await router.subscribe(await cluster.decode())
-    assert await router.answer(call, "a") == cluster.expected(token_ids, 4)
-
-
 @OVER_EACH_TRANSPORT
 async def test_a_decode_instance_that_dies_is_replaced_by_another(cluster: Any) -> None:
     prefill = await cluster.prefill(chunk_tokens=16, fake_step_s=0.05)
@@ -188,7 +177,7 @@ async def test_draining_instances_finish_what_they_have_and_take_nothing_new(clu
     await eventually(lambda: call.seen("placed"), "placed")
     prefill.stopping.set()
     decode.stopping.set()
-    await eventually(lambda: not list(decode_view(prefill, decode)), "both show that they drain")
+    await eventually(lambda: "ready" not in (prefill.host.state, decode.host.state), "both show that they drain")
     late = router.prefill(prefill, "late", token_ids, max_tokens=30)
     with refuses(grpc.StatusCode.UNAVAILABLE):
         await late.ended()
@@ -197,11 +186,6 @@ async def test_draining_instances_finish_what_they_have_and_take_nothing_new(clu
     assert await router.answer(call, "a") == cluster.expected(token_ids, 30)
     assert await prefill.stop() == 0
     assert await decode.stop() == 0
-
-
-def decode_view(*instances: Any) -> list[str]:
-    """Ids of those that still say they take work."""
-    return [instance.instance_id for instance in instances if instance.host.state == "ready"]
 
 
 async def test_a_drain_that_takes_too_long_ends_what_is_left(cluster: Any) -> None:
@@ -241,36 +225,6 @@ async def test_a_broken_engine_fails_its_requests_and_ends_the_instance(cluster:
     assert await asyncio.wait_for(prefill.serving, 10.0) == 1
     with refuses(grpc.StatusCode.UNAVAILABLE):
         await prefilling.ended()
-
-
-@pytest.mark.parametrize("policy", ["sjf", "ljf"])
-async def test_every_ordering_policy_serves_exact_tokens_from_a_tight_pool(cluster: Any, policy: str) -> None:
-    settings = {"prefill_policy": OrderingPolicy(policy), "prefill_sched_batch": 4, "chunk_tokens": 32}
-    prefill = await cluster.prefill(**settings, **TIGHT)
-    await cluster.decode(**TIGHT)
-    router = await cluster.router()
-    prompts = {f"r{number}": prompt(number, 1 + 7 * number % 90) for number in range(16)}
-    calls = {name: router.prefill(prefill, name, prompts[name], max_tokens=12) for name in prompts}
-    for name, call in calls.items():
-        assert await router.answer(call, name) == cluster.expected(prompts[name], 12), name
-    await cluster.all_free()
-
-
-@pytest.mark.parametrize("policy", ["reserve-static", "reserve-dynamic"])
-async def test_every_admission_policy_serves_exact_tokens_from_a_tight_pool(cluster: Any, policy: str) -> None:
-    prefill = await cluster.prefill(chunk_tokens=32, **TIGHT)
-    await cluster.decode(decode_policy=AdmissionPolicy(policy), **TIGHT)
-    router = await cluster.router()
-    sizes = {f"r{number}": (1 + 7 * number % 60, 5 + 11 * number % 80) for number in range(16)}
-    prompts = {name: prompt(index, sizes[name][0]) for index, name in enumerate(sizes)}
-    calls = {
-        # Half of the lengths are known, half are not.
-        name: router.prefill(prefill, name, prompts[name], max_tokens=sizes[name][1], ignore_eos=index % 2 == 0)
-        for index, name in enumerate(sizes)
-    }
-    for name, call in calls.items():
-        assert await router.answer(call, name) == cluster.expected(prompts[name], sizes[name][1]), name
-    await cluster.all_free()
 
 
 @pytest.mark.parametrize(("policy", "preempts"), [("greedy", True), ("reserve-static", False)])

@@ -2,14 +2,12 @@
 
 from typing import Any
 
-import grpc
 import pytest
 
 from kaveri.domain.owner import Owner
 from kaveri.engine.contract import KvPushed
 from tests.services.conftest import eventually
 from tests.services.prompts import prompt
-from tests.services.refusals import refuses
 
 
 @pytest.fixture
@@ -41,32 +39,12 @@ async def test_a_router_hears_when_prefill_gives_up_what_runs_already(cluster: A
     await cluster.all_free()
 
 
-async def test_what_prefill_gives_up_before_it_has_landed_is_no_news_to_the_router(cluster: Any) -> None:
-    prefill, decode = await cluster.prefill(), await cluster.decode()
-    router = await cluster.router()
-    await decode.reserve("reserved", 40)
-    await decode.abort("reserved", by_router=False)
-    call = router.prefill(prefill, "a", prompt(5, 60), max_tokens=10)
-    assert len(await router.answer(call, "a")) == 10
-    assert ("reserved", 1) not in router.last
-
-
 async def test_a_router_hears_nothing_of_what_it_aborts_itself(cluster: Any, begin: Any) -> None:
     prefill, decode, router, _ = await begin()
     await decode.abort("a")
     again = router.prefill(prefill, "a", prompt(6, 60), max_tokens=10, attempt=2)
     assert len(await router.answer(again, "a", 2)) == 10
     assert ("a", 1) not in router.last
-
-
-async def test_a_router_hears_when_room_is_asked_for_again_for_what_runs_already(cluster: Any, begin: Any) -> None:
-    _, decode, router, _ = await begin()
-    await decode.reserve("a", 61)
-    await eventually(lambda: router.finished("a"), "the router hears of it")
-    assert router.last["a", 1].error
-    assert not router.last["a", 1].replaced
-    await decode.abort("a")
-    await cluster.all_free()
 
 
 @pytest.mark.parametrize("newer", [Owner(0, 2), Owner(1, 1)])
@@ -104,15 +82,3 @@ async def test_a_request_that_another_router_begins_ends_the_former_at_once(clus
     await eventually(lambda: former.finished("a", 7), "the former router hears of it")
     assert former.last["a", 7].replaced
     await cluster.all_free()
-
-
-async def test_a_request_that_another_router_begins_ends_the_former_at_prefill_too(cluster: Any) -> None:
-    prefill = await cluster.prefill(chunk_tokens=16, fake_step_s=0.02)
-    await cluster.decode()
-    former, later = await cluster.router("former"), await cluster.router("later")
-    first = former.prefill(prefill, "a", prompt(5, 300), max_tokens=20, attempt=7)
-    await eventually(lambda: first.seen("started"), "it is computed")
-    second = later.prefill(prefill, "a", prompt(6, 60), max_tokens=20)
-    with refuses(grpc.StatusCode.ALREADY_EXISTS):
-        await first.ended()
-    assert await later.answer(second, "a") == cluster.expected(prompt(6, 60), 20)

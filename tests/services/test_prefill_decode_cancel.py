@@ -47,17 +47,6 @@ async def test_cancel_while_waiting_for_room(cluster: Any) -> None:
     await cluster.all_free()
 
 
-async def test_abort_while_decoding(cluster: Any) -> None:
-    prefill, decode = await cluster.prefill(), await cluster.decode(fake_step_s=0.01)
-    router = await cluster.router()
-    call = router.prefill(prefill, "a", prompt(5, 60), max_tokens=400)
-    await call.ended()
-    await eventually(lambda: ("a", 1) in router.tokens, "it decodes")
-    await decode.abort("a")
-    await cluster.all_free()
-    assert decode.metric("kaveri_decode_requests_total", outcome="aborted") == 1
-
-
 @OVER_EACH_TRANSPORT
 async def test_a_deadline_that_passes_while_prefilling(cluster: Any) -> None:
     prefill = await cluster.prefill(chunk_tokens=16, fake_step_s=0.5)
@@ -85,21 +74,6 @@ async def test_a_router_that_stays_away_loses_its_requests_after_the_grace_and_n
     assert not gone.finished("lost")
     assert decode.metric("kaveri_decode_requests_total", outcome="finished") == 1
     assert decode.metric("kaveri_decode_requests_total", outcome="router_gone") == 2
-
-
-async def test_a_newer_stream_of_a_router_takes_over_and_aborts_nothing(cluster: Any) -> None:
-    prefill, decode = await cluster.prefill(), await cluster.decode(fake_step_s=0.005)
-    router = await cluster.router()
-    call = router.prefill(prefill, "a", prompt(9, 60), max_tokens=100)
-    await call.ended()
-    await eventually(lambda: ("a", 1) in router.tokens, "it decodes")
-    await router.subscribe(decode)
-    assert await router.answer(call, "a") == cluster.expected(prompt(9, 60), 100)
-    assert router.duplicates == 0
-    await cluster.all_free()
-    assert decode.metric("kaveri_decode_requests_total", outcome="finished") == 1
-    for outcome in ("router_gone", "aborted", "failed"):
-        assert decode.metric("kaveri_decode_requests_total", outcome=outcome) == 0
 
 
 @OVER_EACH_TRANSPORT

@@ -3,7 +3,6 @@
 Mostly the former owner is left running, as one that was frozen and wakes.
 """
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,6 @@ import grpc
 import pytest
 from grpc import aio
 
-from kaveri.domain.length import TokenRange
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import ReplicaOffer, Resumption
 from kaveri.domain.sampling import ResolvedParams
@@ -143,16 +141,6 @@ async def test_a_request_goes_on_at_the_holder_of_its_copy_with_the_same_tokens(
     await nothing_is_held(cluster)
 
 
-async def test_a_resumed_request_has_a_copy_again(cluster: Any, begin: Any) -> None:
-    owned = await begin(max_tokens=400)
-    await owned.resume(owned.message())
-    await owned.owner.abort("a")
-    await eventually(lambda: ("a", 2) in owned.router.replicas, "its new owner has found a holder")
-    assert owned.router.replicas["a", 2].holder_id == owned.owner.instance_id
-    await owned.holder.abort("a", 2)
-    await nothing_is_held(cluster)
-
-
 async def test_a_resume_may_be_asked_for_twice(cluster: Any, begin: Any) -> None:
     owned = await begin()
     message = owned.message()
@@ -222,53 +210,6 @@ async def test_a_resume_with_another_prompt_is_refused_and_the_copy_stays_for_th
     await owned.holder.abort("a", 2)
 
 
-async def test_a_resume_without_room_in_the_engine_is_refused_and_may_be_asked_for_again(
-    cluster: Any, begin: Any
-) -> None:
-    # The request goes on for long, and its copy, which has no room to grow, is kept for as long.
-    owned = await begin(max_tokens=300, fake_step_s=0.1, orphan_grace_s=60.0)
-    message = owned.message()
-    others: list[str] = []
-    with contextlib.suppress(aio.AioRpcError):
-        while True:
-            await owned.holder.reserve(f"other-{len(others)}", 500, router_id="router-1")
-            others.append(f"other-{len(others)}")
-    assert owned.holder.engine.stats().free_blocks < cluster.blocks(len(message.token_ids) + 1) + 32
-    for number in range(2):
-        with contextlib.suppress(aio.AioRpcError):
-            await owned.holder.reserve(f"small-{number}", 240, router_id="router-1")
-    with refuses(grpc.StatusCode.RESOURCE_EXHAUSTED):
-        await owned.resume(message)
-    for name in (*others, "small-0", "small-1"):
-        await owned.holder.abort(name, router_id="router-1")
-    await eventually(owned.holder.free, "there is room")
-    assert (await owned.resume(message)).held_tokens >= 48
-    await owned.owner.abort("a")
-    await owned.holder.abort("a", 2)
-
-
-@pytest.mark.parametrize("by_router", [True, False])
-async def test_a_copy_ends_with_its_request(cluster: Any, begin: Any, by_router: bool) -> None:
-    owned = await begin(max_tokens=400)
-    await owned.owner.abort("a", by_router=by_router)
-    await nothing_is_held(cluster)
-    assert owned.holder.metric("kaveri_replica_drops_total", cause="given_up") == 1
-
-
-async def test_the_copy_of_a_complete_answer_ends_it_again_for_a_router_that_lacks_the_last_tokens(
-    cluster: Any, begin: Any
-) -> None:
-    owned = await begin(max_tokens=120)
-    await eventually(lambda: owned.router.finished("a"), "it ends at its owner")
-    # As if the owner had died before its last tokens left it.
-    message = owned.message(token_count=110)
-    resumed = await owned.resume(message)
-    recomputed_tokens = len(message.token_ids) - resumed.held_tokens
-    assert recomputed_tokens <= 2 * owned.holder.engine.info.layout.block_tokens
-    assert await owned.rest() == owned.expected[110:]
-    await nothing_is_held(cluster)
-
-
 async def test_copies_of_complete_answers_are_no_reason_to_refuse_another(cluster: Any, begin: Any) -> None:
     owned = await begin(max_tokens=60, replica_memory=2**20, orphan_grace_s=20.0)
     await eventually(lambda: owned.router.finished("a"), "it ends at its owner")
@@ -284,16 +225,6 @@ async def test_copies_of_complete_answers_are_no_reason_to_refuse_another(cluste
     assert owned.holder.metric("kaveri_replica_drops_total", cause="given_up") == 1
 
 
-async def test_the_copy_of_a_lost_owner_is_kept_for_the_grace_and_then_dropped(cluster: Any, begin: Any) -> None:
-    owned = await begin(max_tokens=400)
-    message = owned.message()
-    owned.owner.host._service.break_off("it is killed")
-    await eventually(owned.owner.serving.done, "the owner is gone")
-    assert (await owned.resume(message)).held_tokens >= 48
-    await owned.holder.abort("a", 2)
-    await eventually(lambda: cluster.replicas[owned.holder.instance_id].usage().used_bytes == 0, "dropped")
-
-
 async def test_a_holder_does_not_take_the_next_life_of_an_owner_for_the_one_that_it_has_a_copy_of(
     cluster: Any, begin: Any
 ) -> None:
@@ -305,60 +236,6 @@ async def test_a_holder_does_not_take_the_next_life_of_an_owner_for_the_one_that
     assert holder._is_there(owner_id, life)
     assert not holder._is_there(owner_id, life + 1)
     await owned.owner.abort("a")
-    await nothing_is_held(cluster)
-
-
-async def test_nothing_resumes_a_lost_request_for_longer_than_the_grace(cluster: Any, begin: Any) -> None:
-    owned = await begin(max_tokens=400)
-    owned.owner.host._service.break_off("it is killed")
-    dropped = lambda: owned.holder.metric("kaveri_replica_drops_total", cause="orphaned") == 1  # noqa: E731
-    await eventually(dropped, "the copy is dropped")
-    with refuses(grpc.StatusCode.NOT_FOUND):
-        await owned.resume(owned.message())
-
-
-async def test_a_holder_that_drains_is_replaced(cluster: Any, begin: Any) -> None:
-    owned = await begin(max_tokens=450)
-    third = await cluster.decode("decode-2", **REPLICATED)
-    owned.holder.stopping.set()
-    await eventually(lambda: owned.replica.holder_id == third.instance_id, "another one holds the copy")
-    await owned.owner.abort("a")
-    await nothing_is_held(cluster)
-
-
-async def test_a_draining_holder_takes_no_copy_and_resumes_from_those_it_has(cluster: Any, begin: Any) -> None:
-    owned = await begin(max_tokens=400)
-    message = owned.message()
-    owned.holder.service.drain()
-    assert (await owned.resume(message)).held_tokens
-    with refuses(grpc.StatusCode.UNAVAILABLE):
-        await DecodeServiceStub(owned.holder.channel).OpenReplica(offer(owned.holder, "b"), timeout=60)
-    for decode in (owned.owner, owned.holder):
-        await decode.abort("a", attempt=message.attempt)
-
-
-async def test_a_draining_owner_lets_its_request_go_and_the_holder_computes_nothing_again(
-    cluster: Any, begin: Any
-) -> None:
-    owned = await begin(max_tokens=300)
-    owned.owner.service.drain()
-    await eventually(lambda: owned.router.finished("a", 1), "the owner lets it go")
-    end = owned.router.last["a", 1]
-    assert end.moved
-    assert end.error
-    message = owned.message()
-    # The instance that draws the next token computes the newest one.
-    assert end.replica.token_count == len(message.token_ids) - 1
-    assert end.replica.holder_id == owned.holder.instance_id
-    await eventually(lambda: owned.owner.service.is_idle, "the owner has no request")
-    await eventually(
-        lambda: owned.owner.load().replica_counts == ReplicaCounts(moved=1), "it says that the request has moved"
-    )
-    message.replica_tokens = end.replica.token_count
-    resumed = await owned.resume(message)
-    assert resumed.held_tokens == len(message.token_ids) - 1
-    assert await owned.rest() == owned.expected[message.generated_count :]
-    await cluster.all_free()
     await nothing_is_held(cluster)
 
 
@@ -492,18 +369,6 @@ async def test_a_holder_refuses_what_it_cannot_hold_by_name(cluster: Any) -> Non
     assert holder.load().replica_free_bytes < holder.load().replica_total_bytes
 
 
-async def test_the_same_owner_may_ask_for_room_again(cluster: Any) -> None:
-    holder = await cluster.decode("decode-0", **REPLICATED)
-    stub = DecodeServiceStub(holder.channel)
-    first = await stub.OpenReplica(offer(holder, "a"), timeout=60)
-    again = await stub.OpenReplica(offer(holder, "a"), timeout=60)
-    assert first.ticket.transfer_id != again.ticket.transfer_id
-    assert again.ticket.is_open
-    assert cluster.replicas["decode-0"].usage().replica_count == 1
-    await holder.abort("a", by_router=False)
-    await nothing_is_held(cluster)
-
-
 async def test_a_full_holder_drops_short_copies_for_a_long_one(cluster: Any) -> None:
     holder = await cluster.decode("decode-0", **REPLICATED | {"replica_memory": 2**20})
     stub = DecodeServiceStub(holder.channel)
@@ -519,31 +384,3 @@ async def test_a_full_holder_drops_short_copies_for_a_long_one(cluster: Any) -> 
     await eventually(lambda: replicas.usage().used_bytes < total - total // 20, "there is room")
     await stub.OpenReplica(offer(holder, "long", 4 * short), timeout=60)
     assert holder.metric("kaveri_replica_drops_total", cause="full") >= 3
-
-
-async def test_colocated_instances_hold_one_anothers_copies(cluster: Any) -> None:
-    settings = REPLICATED | {"replication": "pair"}
-    one = await cluster.colocated("colocated-0", **settings)
-    other = await cluster.colocated("colocated-1", **settings)
-    router = await cluster.router(ROUTER)
-    token_ids = prompt(5, 50)
-    call = router.prefill(one, "a", token_ids, 200)
-    await eventually(lambda: ("a", 1) in router.replicas, "a copy is held")
-    assert router.replicas["a", 1].holder_id == "colocated-1"
-    answer = [call.get("first_token").token_id, *router.drawn("a")]
-    params = ResolvedParams(max_tokens=200, seed=0)
-    resumption = Resumption(
-        "a",
-        Ownership(Owner(0, 2), ROUTER),
-        (*token_ids, *answer),
-        len(answer),
-        params,
-        60.0,
-        TokenRange(100, 200),
-        router.replicas["a", 1].holder_incarnation,
-    )
-    await DecodeServiceStub(other.channel).Resume(resumption_to_proto(resumption), timeout=30)
-    await one.abort("a")
-    await eventually(lambda: router.finished("a", 2), "it ends at the holder")
-    assert router.drawn("a", 2) == cluster.expected(token_ids, 200)[len(answer) :]
-    await nothing_is_held(cluster)

@@ -91,44 +91,6 @@ def fake_engines(cluster: Any) -> None:
     cluster.needs_fake_engines("counts blocks of 16 tokens")
 
 
-async def test_a_large_request_under_a_steady_stream_of_small_ones_is_placed_within_a_bound(cluster: Any) -> None:
-    # Each of the small ones takes 1 or 2 of 12 blocks, the large one 9. Sixteen of them want room at all times, from
-    # another prefill instance, and of different lengths, so that there is hardly ever room for the large one by chance.
-    stream = await cluster.prefill("prefill-0", max_model_len=160)
-    prefill = await cluster.prefill("prefill-1", max_model_len=160)
-    decode = await small_decode(cluster, fake_step_s=0.02)
-    router = await cluster.router()
-    width, order, numbers = 16, list[str](), itertools.count()
-    stopping = asyncio.Event()
-
-    async def send_small(number: int) -> None:
-        name, token_ids, length = f"small {number}", prompt(number, 4), 2 + 5 * number % 23
-        call = router.prefill(stream, name, token_ids, max_tokens=length, ignore_eos=True)
-        await eventually(lambda: call.seen("placed"), f"{name} is placed")
-        order.append(name)
-        assert await router.answer(call, name) == cluster.expected(token_ids, length)
-
-    async def keep_coming() -> None:
-        while not stopping.is_set():
-            await send_small(next(numbers))
-
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(width):
-            tasks.create_task(keep_coming())
-        await eventually(lambda: len(order) >= 2 * width, "the small ones run")
-        token_ids = prompt(1, 140)
-        large = router.prefill(prefill, "large", token_ids, max_tokens=10, ignore_eos=True)
-        await eventually(lambda: decode.metric("kaveri_decode_line_requests") > 0, "the large one waits")
-        before = len(order)
-        await eventually(lambda: large.seen("placed"), "the large one is placed")
-        overtakes = len(order) - before
-        stopping.set()
-        assert await router.answer(large, "large") == cluster.expected(token_ids, 10)
-    # Each of the small ones may have had its room before the large one waited, and not have said so.
-    assert overtakes <= MAX_OVERTAKES + 2 * width
-    await cluster.all_free()
-
-
 async def test_room_that_comes_free_goes_to_those_that_wait_in_the_order_in_which_they_came(
     cluster: Any, waiters: Waiters
 ) -> None:

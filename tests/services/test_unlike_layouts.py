@@ -101,23 +101,6 @@ async def test_a_request_that_is_given_up_while_it_is_mapped_leaves_nothing_behi
     await cluster.all_free()
 
 
-@over_each_transport
-async def test_a_decode_instance_that_dies_under_a_mapped_push_is_replaced_by_another(cluster: Any) -> None:
-    prefill = await cluster.prefill(block_tokens=16, chunk_tokens=16, fake_step_s=0.05)
-    decodes = {
-        name: await cluster.decode(name, block_tokens=size) for name, size in (("decode-0", 64), ("decode-1", 32))
-    }
-    router = await cluster.router()
-    token_ids = prompt(7, 400)
-    call = router.prefill(prefill, "a", token_ids, max_tokens=10)
-    await eventually(lambda: call.seen("placed"), "placed")
-    doomed = decodes.pop(call.get("placed").decode_instance_id)
-    doomed.serving.cancel()
-    assert await router.answer(call, "a") == FakeModel().answer(token_ids, 0, 10)
-    assert [call.get("placed").decode_instance_id] == list(decodes)
-    await cluster.all_free()
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [

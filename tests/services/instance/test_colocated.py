@@ -7,7 +7,6 @@ from typing import Any
 import grpc
 import pytest
 
-from kaveri.domain.view import InstanceState
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
 from tests.services.conftest import eventually
@@ -80,22 +79,6 @@ async def test_answers_go_on_while_a_long_prompt_is_computed(cluster: Any) -> No
     await cluster.all_free()
 
 
-async def test_cancel_in_the_queue_and_while_a_prompt_is_computed(cluster: Any) -> None:
-    instance = await cluster.colocated(chunk_tokens=16, fake_step_s=0.05)
-    router = await cluster.router()
-    ahead = router.prefill(instance, "ahead", prompt(1, LONG), max_tokens=10)
-    await eventually(lambda: ahead.seen("started"), "the one ahead runs")
-    queued = router.prefill(instance, "queued", prompt(2, 100), max_tokens=10)
-    await eventually(lambda: instance.load().waiting_requests == 1, "the other one waits")
-    assert not ahead.seen("first_token")
-    await queued.cancel()
-    await ahead.cancel()
-    await eventually(
-        lambda: instance.metric("kaveri_prefill_requests_total", outcome="cancelled") == 2, "both are given up"
-    )
-    await cluster.all_free()
-
-
 @pytest.mark.parametrize("phase", ["queued", "computed", "decoding"])
 async def test_an_abort_ends_a_request_in_any_phase(cluster: Any, phase: str) -> None:
     instance = await cluster.colocated(chunk_tokens=16, fake_step_s=0.03)
@@ -116,45 +99,11 @@ async def test_an_abort_ends_a_request_in_any_phase(cluster: Any, phase: str) ->
     await cluster.all_free()
 
 
-async def test_a_newer_attempt_takes_the_place_of_one_that_decodes_and_an_older_one_is_refused(cluster: Any) -> None:
-    instance = await cluster.colocated(**SLOW)
-    router = await cluster.router()
-    token_ids = prompt(3, 40)
-    answer = cluster.expected(token_ids, 60)
-    router.prefill(instance, "a", token_ids, max_tokens=60)
-    await eventually(lambda: len(router.tokens.get(("a", 1), ())) >= 3, "the first attempt decodes")
-    newer = router.prefill(instance, "a", token_ids + answer[:3], max_tokens=60, attempt=2, generated_count=3)
-    await newer.ended()
-    older = router.prefill(instance, "a", token_ids, max_tokens=60, attempt=1)
-    with refuses(grpc.StatusCode.ABORTED):
-        await older.ended()
-    assert await router.answer(newer, "a", attempt=2) == answer[3:]
-    assert not router.finished("a", attempt=1)
-    await cluster.all_free()
-
-
 async def test_nobody_can_reserve_room_for_a_push(cluster: Any) -> None:
     instance = await cluster.colocated()
     with refuses(grpc.StatusCode.UNAVAILABLE):
         await instance.reserve("a", 10)
     assert instance.free()
-
-
-async def test_draining_finishes_both_phases_and_takes_nothing_new(cluster: Any) -> None:
-    instance = await cluster.colocated(chunk_tokens=16, **SLOW)
-    router = await cluster.router()
-    decoding = router.prefill(instance, "decoding", prompt(1, 20), max_tokens=100)
-    await eventually(lambda: ("decoding", 1) in router.tokens, "it decodes")
-    computing = router.prefill(instance, "computing", prompt(2, 300), max_tokens=30)
-    await eventually(lambda: computing.seen("started"), "the other one is computed")
-    instance.stopping.set()
-    await eventually(lambda: instance.load().state is InstanceState.DRAINING, "it drains")
-    late = router.prefill(instance, "late", prompt(3, 20), max_tokens=5)
-    with refuses(grpc.StatusCode.UNAVAILABLE):
-        await late.ended()
-    assert await router.answer(decoding, "decoding") == cluster.expected(prompt(1, 20), 100)
-    assert await router.answer(computing, "computing") == cluster.expected(prompt(2, 300), 30)
-    assert await instance.stop() == 0
 
 
 async def test_a_length_that_is_known_to_prefill_is_known_to_decode(cluster: Any) -> None:

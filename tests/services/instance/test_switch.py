@@ -1,8 +1,6 @@
 """Phases that start and stop while their instance lives: real services on the fake engine, under load."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -10,40 +8,19 @@ import grpc
 from kaveri.client.async_client import AsyncClient
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import ClusterView, Phase
-from kaveri.text.tokenizer import ModelTokenizer
-from services.router.config import RouterConfig
-from services.router.service import Router, router_host
 from tests.services.conftest import eventually
 from tests.services.prompts import prompt
 from tests.services.refusals import refuses
+from tests.services.session_client import SessionRouters
 
-MODEL = "kaveri-tiny"
 PREFILL, DECODE, BOTH = (Phase.PREFILL,), (Phase.DECODE,), (Phase.PREFILL, Phase.DECODE)
 WAIT_S = 60.0
 SLOW = {"fake_step_s": 0.002}
 ANSWER_TOKENS = 60
 
 
-@contextlib.asynccontextmanager
-async def run_router(cluster: Any) -> AsyncIterator[tuple[Router, AsyncClient]]:
-    tokenizer, stopping = ModelTokenizer.load(MODEL), asyncio.Event()
-    router = Router(RouterConfig(instance_id="router-0", model=MODEL), await cluster.store(), tokenizer)
-    host = router_host(router)
-    serving = asyncio.create_task(host.serve(stopping))
-    await asyncio.wait_for(host.started.wait(), WAIT_S)
-    async with AsyncClient(host.address) as client:
-        yield router, client
-    stopping.set()
-    assert await asyncio.wait_for(serving, WAIT_S) == 0
-    tokenizer.close()
-
-
 def ready(view: ClusterView) -> dict[Phase, list[str]]:
     return {phase: [one.record.instance_id for one in view.ready(phase)] for phase in Phase}
-
-
-async def start(cluster: Any, count: int) -> list[Any]:
-    return [await cluster.colocated(f"c{number}", served_model_name=MODEL, **SLOW) for number in range(count)]
 
 
 class _Load:
@@ -54,7 +31,6 @@ class _Load:
         self._client = client
         self._stop = False
         self.answered = 0
-        self.lost_attempts = 0
         self.transports: set[str] = set()
         self.paths: set[tuple[str, str]] = set()
 
@@ -68,7 +44,6 @@ class _Load:
             assert list(answer.token_ids) == self._cluster.expected(token_ids, ANSWER_TOKENS)
             server = answer.timing.server
             self.transports.add(server.kv_transport)
-            self.lost_attempts += server.attempts - 1
             self.paths.add((server.prefill_instance_id, server.decode_instance_id))
             self.answered += 1
 
@@ -80,11 +55,14 @@ class _Load:
         self._stop = True
 
 
-async def test_requests_under_load_are_answered_exactly_while_instances_switch_phases(cluster: Any) -> None:
+async def test_requests_under_load_are_answered_exactly_while_instances_switch_phases(
+    cluster: Any, routers: SessionRouters
+) -> None:
     cluster.needs_fake_engines("it compares with the fake model's answers")
-    first, second, third = await start(cluster, 3)
+    first, second, third = [await cluster.colocated(f"c{number}", **SLOW) for number in range(3)]
     lives = [instance.host.address for instance in (first, second, third)]
-    async with run_router(cluster) as (router, client), asyncio.TaskGroup() as tasks:
+    router = await routers.start("router-0")
+    async with AsyncClient(routers.address("router-0")) as client, asyncio.TaskGroup() as tasks:
         view = router.store.view
         await eventually(lambda: len(view().instances) >= 3, "the router knows them")
         load = _Load(cluster, client)
@@ -150,38 +128,6 @@ async def test_a_newer_order_replaces_one_that_is_being_carried_out_and_an_older
     assert await router.answer(again, "b") == cluster.expected(prompt(2, 50), 3)
     assert await router.answer(call, "a") == cluster.expected(prompt(1, 50), 100)
     assert not await asyncio.wait_for(switching, WAIT_S)
-
-
-async def test_prefill_and_decode_instances_exchange_their_phases_and_change_back_under_load(cluster: Any) -> None:
-    cluster.needs_fake_engines("it compares with the fake model's answers")
-    settings = {"served_model_name": MODEL, **SLOW}
-    await cluster.prefill("prefill-0", **settings)
-    await cluster.decode("decode-0", **settings)
-    first, second = await cluster.prefill("prefill-1", **settings), await cluster.decode("decode-1", **settings)
-    async with run_router(cluster) as (router, client), asyncio.TaskGroup() as tasks:
-        view = router.store.view
-        started = {Phase.PREFILL: ["prefill-0", "prefill-1"], Phase.DECODE: ["decode-0", "decode-1"]}
-        exchanged = {Phase.PREFILL: ["decode-1", "prefill-0"], Phase.DECODE: ["decode-0", "prefill-1"]}
-        await eventually(lambda: ready(view()) == started, "the router knows them")
-        load = _Load(cluster, client)
-        for worker in range(6):
-            tasks.create_task(load.keep_asking(worker))
-        await load.answer_more(10)
-        for order, of_first, of_second, serving in (
-            (2, DECODE, PREFILL, exchanged),
-            (3, PREFILL, DECODE, started),
-        ):
-            switched = await asyncio.gather(first.host.switch(of_first, order), second.host.switch(of_second, order))
-            assert switched == [True, True]
-            await eventually(lambda serving=serving: ready(view()) == serving, "the view follows")  # type: ignore[misc]
-            load.paths.clear()
-            await load.answer_more(40)
-            assert {prefill for prefill, _ in load.paths} >= {serving[Phase.PREFILL][0]}
-            assert {decode for _, decode in load.paths} >= {serving[Phase.DECODE][1]}
-        load.stop()
-    assert load.lost_attempts == 0
-    assert "none" not in load.transports, "both phases of a request never met in one instance"
-    await cluster.all_free()
 
 
 async def test_an_instance_that_has_stopped_a_phase_refuses_its_requests_until_it_starts_it_again(cluster: Any) -> None:

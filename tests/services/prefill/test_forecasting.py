@@ -335,16 +335,6 @@ async def test_a_draining_instance_finishes_what_waits_for_its_prediction(
     assert await prefill.stop() == 0
 
 
-async def test_a_colocated_instance_asks_too(cluster: Any, new_predictor: NewPredictor) -> None:
-    predictor = await new_predictor()
-    instance = await cluster.colocated(prediction=PredictionMode.SEQUENTIAL, **PATIENT)
-    router = await cluster.router()
-    await router.subscribe(instance)
-    await ask(cluster, router, instance, "a")
-    assert len(predictor.calls) == 1
-    assert outcome(instance, "used") == 1
-
-
 @pytest.fixture
 def registry() -> CollectorRegistry:
     """The forecaster's."""
