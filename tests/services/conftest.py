@@ -42,6 +42,9 @@ from tests.support.redis_fixture import run_redis
 from tests.support.service_engines import Engines, FakeEngines, VllmEngines
 
 DEADLINE_S = 60.0
+BLOCK_BYTES = 4096
+"""One block of 16 tokens in the fake engine's pool, over all layers."""
+TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}
 
 
 async def eventually(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
@@ -440,6 +443,12 @@ def tokenizer() -> Iterator[ModelTokenizer]:
     tokenizer = ModelTokenizer.load(KAVERI_TINY)
     yield tokenizer
     tokenizer.close()
+
+
+@pytest.fixture
+def fake_blocks(cluster: InProcessCluster) -> None:
+    """Skips the test on engines whose blocks have not 16 tokens."""
+    cluster.needs_fake_engines("counts blocks of 16 tokens")
 
 
 @pytest.fixture

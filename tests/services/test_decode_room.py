@@ -9,19 +9,15 @@ import pytest
 from grpc import aio
 
 from kaveri.policy.decode_room import MAX_OVERTAKES
-from tests.services.conftest import eventually
+from tests.services.conftest import BLOCK_BYTES, eventually
 from tests.services.prompts import prompt
 
-BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
+pytestmark = pytest.mark.usefixtures("fake_blocks")
+
 POOL_BLOCKS = 12
 POOL_TOKENS = POOL_BLOCKS * 16
 SMALL_POOL = {"max_model_len": POOL_TOKENS, "kv_cache_memory": POOL_BLOCKS * BLOCK_BYTES}
 SOON_S = 60.0
-
-
-@pytest.fixture(autouse=True)
-def fake_engines(cluster: Any) -> None:
-    cluster.needs_fake_engines("counts blocks of 16 tokens")
 
 
 async def status_of(reserving: Any) -> grpc.StatusCode:

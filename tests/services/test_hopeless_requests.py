@@ -12,16 +12,10 @@ from kaveri.policy.decode_room import MAX_OVERTAKES
 from kaveri.v1 import decode_pb2, predictor_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.messages import layout_to_proto, params_to_proto
-from tests.services.conftest import eventually
+from tests.services.conftest import TIGHT, eventually
 from tests.services.refusals import refuses
 
-BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
-TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}
-
-
-@pytest.fixture(autouse=True)
-def fake_engines(cluster: Any) -> None:
-    cluster.needs_fake_engines("counts blocks of 16 tokens")
+pytestmark = pytest.mark.usefixtures("fake_blocks")
 
 
 async def reserve_for_an_answer_of(decode: Any, request_id: str, prompt_tokens: int, answer_tokens: int) -> None:

@@ -11,12 +11,9 @@ from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.placement import DecodePlacementPolicy
 from kaveri.v1 import decode_pb2, predictor_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
-from tests.services.conftest import OVER_EACH_TRANSPORT, eventually
+from tests.services.conftest import OVER_EACH_TRANSPORT, TIGHT, eventually
 from tests.services.prompts import prompt
 from tests.services.refusals import refuses
-
-BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
-TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}
 
 
 @OVER_EACH_TRANSPORT

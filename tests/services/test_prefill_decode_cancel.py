@@ -5,11 +5,9 @@ from typing import Any
 
 import grpc
 
-from tests.services.conftest import OVER_EACH_TRANSPORT, eventually
+from tests.services.conftest import BLOCK_BYTES, OVER_EACH_TRANSPORT, TIGHT, eventually
 from tests.services.prompts import prompt
 from tests.services.refusals import refuses
-
-BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
 
 
 def ended(prefill: Any, outcome: str) -> float:
@@ -35,7 +33,7 @@ async def test_cancel_while_prefilling_and_pushing(cluster: Any) -> None:
 @OVER_EACH_TRANSPORT
 async def test_cancel_while_waiting_for_room(cluster: Any) -> None:
     prefill = await cluster.prefill()
-    decode = await cluster.decode(max_model_len=160, kv_cache_memory=12 * BLOCK_BYTES)
+    decode = await cluster.decode(**TIGHT)
     router = await cluster.router()
     await decode.reserve("taken", 12 * 16 - 33)
     call = router.prefill(prefill, "a", prompt(4, 60), max_tokens=10)

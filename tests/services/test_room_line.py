@@ -13,12 +13,11 @@ from grpc import aio
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.errors import NoCapacity
 from kaveri.policy.decode_room import MAX_OVERTAKES
-from tests.services.conftest import eventually
+from tests.services.conftest import BLOCK_BYTES, TIGHT, eventually
 from tests.services.prompts import prompt
 from tests.services.refusals import refuses
 
-BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
-TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}
+pytestmark = pytest.mark.usefixtures("fake_blocks")
 
 
 async def is_refused(decode: Any, request_id: str, token_count: int) -> bool:
@@ -84,11 +83,6 @@ async def overtake(decode: Any, count: int) -> None:
 
 def small_decode(cluster: Any, instance_id: str = "decode-0", **settings: Any) -> Any:
     return cluster.decode(instance_id, **{**TIGHT, **settings})
-
-
-@pytest.fixture(autouse=True)
-def fake_engines(cluster: Any) -> None:
-    cluster.needs_fake_engines("counts blocks of 16 tokens")
 
 
 async def test_room_that_comes_free_goes_to_those_that_wait_in_the_order_in_which_they_came(

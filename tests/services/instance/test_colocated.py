@@ -9,12 +9,10 @@ import pytest
 
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
-from tests.services.conftest import eventually
+from tests.services.conftest import TIGHT, eventually
 from tests.services.prompts import prompt
 from tests.services.refusals import refuses
 
-BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
-TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}
 LONG = 400
 SLOW = {"fake_step_s": 0.01}
 

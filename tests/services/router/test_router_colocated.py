@@ -9,7 +9,7 @@ import pytest_asyncio
 from kaveri.policy.placement import PlacementPolicy
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2
-from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.cluster_script import ScriptedCluster, scripted_cluster
 from tests.services.router.scripted_answers import (
     MAX_MODEL_LEN,
     MODEL,
@@ -24,11 +24,10 @@ from tests.services.router.scripted_answers import (
 @pytest_asyncio.fixture
 async def colocated(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
     """Two scripted colocated instances only."""
-    cluster = ScriptedCluster(tokenizer)
-    for name in ("colocated-0", "colocated-1"):
-        await cluster.add_colocated(name)
-    yield cluster
-    await cluster.close()
+    async with scripted_cluster(tokenizer, 0, 0) as cluster:
+        for name in ("colocated-0", "colocated-1"):
+            await cluster.add_colocated(name)
+        yield cluster
 
 
 def requests_of(cluster: ScriptedCluster) -> dict[str, list[int]]:
@@ -69,10 +68,7 @@ async def test_a_prefill_instance_without_decode_is_passed_over_for_a_colocated_
 
 
 async def test_with_no_instance_of_either_kind_requests_are_unavailable(tokenizer: ModelTokenizer) -> None:
-    cluster = ScriptedCluster(tokenizer)
-    await cluster.add_prefill("prefill-0")
-    async with cluster.router(unavailable_after_s=0.2) as router:
+    async with scripted_cluster(tokenizer, decodes=0) as cluster, cluster.router(unavailable_after_s=0.2) as router:
         started_s = time.monotonic()
         await refused(collect(router.ask()), grpc.StatusCode.UNAVAILABLE, "decode")
         assert 0.15 < time.monotonic() - started_s < 20
-    await cluster.close()

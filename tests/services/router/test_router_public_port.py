@@ -24,7 +24,7 @@ from kaveri.security.tls_files import TlsFiles
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.router.config import RouterConfig
-from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
+from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster, scripted_cluster
 from tests.services.router.scripted_answers import SECRET, ask, eventually, refused
 from tests.support.certificates import Authority
 from tests.support.redis_fixture import free_port
@@ -53,11 +53,8 @@ class PublicRouter:
 @pytest.fixture
 async def cluster(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
     """One prefill and one decode instance; leases that end on a busy machine are not the subject."""
-    cluster = ScriptedCluster(tokenizer, lease_ttl_s=WITHIN_S)
-    await cluster.add_prefill("prefill-0")
-    await cluster.add_decode("decode-0")
-    yield cluster
-    await cluster.close()
+    async with scripted_cluster(tokenizer, lease_ttl_s=WITHIN_S) as cluster:
+        yield cluster
 
 
 @pytest.fixture

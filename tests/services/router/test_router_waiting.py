@@ -18,7 +18,7 @@ from kaveri.v1 import inference_pb2, sampling_pb2
 from services.router.config import RouterConfig
 from services.router.request_placer import PlacementLine
 from services.router.requests import RequestEntry
-from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.cluster_script import ScriptedCluster, scripted_cluster
 from tests.services.router.scripted_answers import answer, ask, collect, eventually, refused, tokens_of
 
 CODES = grpc.StatusCode
@@ -28,11 +28,8 @@ CODES = grpc.StatusCode
 async def single(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
     """One prefill and one decode instance."""
     # An instance that does not leave stays in the view, however busy this machine is.
-    cluster = ScriptedCluster(tokenizer, lease_ttl_s=30.0)
-    await cluster.add_prefill("prefill-0")
-    await cluster.add_decode("decode-0")
-    yield cluster
-    await cluster.close()
+    async with scripted_cluster(tokenizer, lease_ttl_s=30.0) as cluster:
+        yield cluster
 
 
 @pytest.fixture
