@@ -104,11 +104,11 @@ class RunningInstance:
         **fields: Any,
     ) -> decode_pb2.ReserveResponse:
         """Reserve room as a prefill instance does, for a push that never comes."""
-        named = {"attempt": 1, "router_id": "router-0", "timeout_s": DEADLINE_S, **fields}
+        params = params_to_proto(SamplingParams(max_tokens=5, seed=0))
+        named = {"attempt": 1, "router_id": "router-0", "timeout_s": DEADLINE_S, "params": params, **fields}
         message = decode_pb2.ReserveRequest(
             request_id=request_id,
             token_ids=[1] * token_count,
-            params=params_to_proto(SamplingParams(max_tokens=5, seed=0)),
             layout=layout_to_proto(layout or self.engine.info.layout),
             **named,
         )

@@ -93,22 +93,6 @@ async def test_a_decode_instance_gives_a_request_to_its_own_client_alone(cluster
     await cluster.all_free()
 
 
-async def test_a_decode_instance_that_gave_a_request_up_does_not_say_that_its_client_has_too_many_tokens(
-    cluster: Any,
-) -> None:
-    """It went on elsewhere, and nothing was wrong with what the client has."""
-    _, router, stub = await let_it_decode(cluster)
-    attempt = ownership_to_proto("a", Ownership(Owner(0, 1), router.router_id, SECRET))
-    await stub.Abort(feed_pb2.AbortRequest(attempts=[attempt], by_router=True))
-    for more in (cluster.expected(list(PROMPT), 120), [0] * 100):
-        received = replace(RIGHT, token_ids=(*PROMPT, *more), generated_count=len(more))
-        error = await refusal(stub.Attach(attachment_to_proto(received), timeout=60))
-        assert isinstance(error, RequestNotFound)
-    wrong, _ = WRONG["another prompt"]
-    assert isinstance(await refusal(stub.Attach(attachment_to_proto(wrong), timeout=60)), InvalidArgument)
-    await cluster.all_free()
-
-
 async def test_a_decode_instance_that_gave_a_request_up_is_not_attached_for_nothing(cluster: Any) -> None:
     """The client has all that was drawn there: the instance would say only that it has ended."""
     decode, router, stub = await let_it_decode(cluster)

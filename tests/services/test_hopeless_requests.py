@@ -9,27 +9,20 @@ import pytest
 from kaveri.domain.sampling import SamplingParams
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.decode_room import MAX_OVERTAKES
-from kaveri.v1 import decode_pb2, predictor_pb2
-from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
-from kaveri.wire.messages import layout_to_proto, params_to_proto
+from kaveri.v1 import predictor_pb2
+from kaveri.wire.messages import params_to_proto
 from tests.services.conftest import TIGHT, eventually
 from tests.services.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("fake_blocks")
 
 
-async def reserve_for_an_answer_of(decode: Any, request_id: str, prompt_tokens: int, answer_tokens: int) -> None:
-    message = decode_pb2.ReserveRequest(
-        request_id=request_id,
-        attempt=1,
-        router_id="router-0",
-        token_ids=[1] * prompt_tokens,
-        params=params_to_proto(SamplingParams(max_tokens=answer_tokens, seed=0)),
-        timeout_s=60.0,
-        layout=layout_to_proto(decode.engine.info.layout),
-        predicted_length=predictor_pb2.PredictedLength(low=answer_tokens, high=answer_tokens + 1),
-    )
-    await DecodeServiceStub(decode.channel).Reserve(message, timeout=60.0)
+def answer_of(length: int) -> dict[str, Any]:
+    """Fields of a reservation for an answer that is known to have this length."""
+    return {
+        "params": params_to_proto(SamplingParams(max_tokens=length, seed=0)),
+        "predicted_length": predictor_pb2.PredictedLength(low=length, high=length + 1),
+    }
 
 
 async def test_a_request_that_no_decode_pool_can_hold_is_refused_with_the_limit(cluster: Any) -> None:
@@ -48,16 +41,6 @@ async def test_a_request_that_no_decode_pool_can_hold_is_refused_with_the_limit(
         with refuses(grpc.StatusCode.INVALID_ARGUMENT, f"{token_count} tokens", "159 tokens"):
             await call.ended()
     await cluster.all_free()
-
-
-async def test_a_request_that_one_of_two_pools_can_hold_goes_there(cluster: Any) -> None:
-    prefill = await cluster.prefill()
-    await cluster.decode("decode-0", **TIGHT)
-    await cluster.decode("decode-1")
-    router = await cluster.router()
-    call = router.prefill(prefill, "a", [7] * 300, max_tokens=5)
-    assert await router.answer(call, "a") == cluster.expected([7] * 300, 5)
-    assert call.get("placed").decode_instance_id == "decode-1"
 
 
 async def test_a_reservation_that_can_never_fit_gets_no_place_in_line(cluster: Any) -> None:
@@ -89,13 +72,13 @@ async def test_a_reservation_whose_push_stands_still_keeps_blocks_from_others_fo
     decode = await cluster.decode(decode_policy=AdmissionPolicy.RESERVE_STATIC, **TIGHT)
     await cluster.router()
     # It holds 2 of 12 blocks, and is expected to end with 9.
-    await reserve_for_an_answer_of(decode, "frozen", 30, 100)
+    await decode.reserve("frozen", 30, **answer_of(100))
     assert decode.held_blocks == 2
     assert decode.load().free_blocks == 12 - 9
     with refuses(grpc.StatusCode.RESOURCE_EXHAUSTED):
-        await reserve_for_an_answer_of(decode, "other", 60, 1)
+        await decode.reserve("other", 60, **answer_of(1))
     await eventually(lambda: decode.load().free_blocks == 10, "nothing is kept for it any more", 5.0)
-    await reserve_for_an_answer_of(decode, "other", 60, 1)
+    await decode.reserve("other", 60, **answer_of(1))
     for request_id in ("frozen", "other"):
         await decode.abort(request_id)
     await cluster.all_free()

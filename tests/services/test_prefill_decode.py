@@ -9,8 +9,7 @@ import pytest
 
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.placement import DecodePlacementPolicy
-from kaveri.v1 import decode_pb2, predictor_pb2
-from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from kaveri.v1 import predictor_pb2
 from tests.services.conftest import OVER_EACH_TRANSPORT, TIGHT, eventually
 from tests.services.prompts import prompt
 from tests.services.refusals import refuses
@@ -115,34 +114,13 @@ async def test_without_room_the_first_token_comes_and_the_rest_when_there_is_roo
     await cluster.all_free()
 
 
-@OVER_EACH_TRANSPORT
-async def test_a_decode_instance_that_dies_is_replaced_by_another(cluster: Any) -> None:
-    prefill = await cluster.prefill(chunk_tokens=16, fake_step_s=0.05)
-    decodes = {name: await cluster.decode(name) for name in ("decode-0", "decode-1")}
-    router = await cluster.router()
-    token_ids = prompt(7, 400)
-    call = router.prefill(prefill, "a", token_ids, max_tokens=10)
-    await eventually(lambda: call.seen("placed"), "placed")
-    assert not call.seen("first_token")
-    doomed = decodes.pop(call.get("placed").decode_instance_id)
-    doomed.serving.cancel()
-    assert await router.answer(call, "a") == cluster.expected(token_ids, 10)
-    assert [call.get("placed").decode_instance_id] == list(decodes)
-    await cluster.all_free()
-
-
-async def test_a_reservation_without_a_push_expires(cluster: Any) -> None:
-    decode = await cluster.decode(reservation_ttl_s=2.0)
+@pytest.mark.parametrize(("settings", "fields"), [({"reservation_ttl_s": 2.0}, {}), ({}, {"timeout_s": 2.0})])
+async def test_a_request_ends_at_decode_when_its_time_is_over(
+    cluster: Any, settings: dict[str, float], fields: dict[str, float]
+) -> None:
+    decode = await cluster.decode(**settings)
     await cluster.router()
-    await decode.reserve("a", 50)
-    assert decode.held_blocks == cluster.blocks(51)
-    await cluster.all_free(within_s=60)
-
-
-async def test_a_request_ends_at_decode_when_its_time_is_over(cluster: Any) -> None:
-    decode = await cluster.decode()
-    await cluster.router()
-    await decode.reserve("a", 50, timeout_s=2.0)
+    await decode.reserve("a", 50, **fields)
     assert decode.held_blocks == cluster.blocks(51)
     await cluster.all_free(within_s=60)
 
@@ -249,57 +227,24 @@ async def test_reserve_static_holds_a_landed_request_back_where_greedy_preempts(
     assert (preemptions > 0) == preempts
 
 
-async def test_under_reserve_static_reservations_leave_the_blocks_alone_that_are_kept(cluster: Any) -> None:
-    # Without that, the small prompts of all nine land at once and each long answer preempts some of them.
-    prefill = await cluster.prefill(max_model_len=160)
-    decode = await cluster.decode(decode_policy=AdmissionPolicy.RESERVE_STATIC, fake_step_s=0.001, **TIGHT)
-    router = await cluster.router()
-    prompts = {f"r{number}": prompt(number, 5 + 10 * (number % 3)) for number in range(9)}
-    calls = {}
-    for name in prompts:
-        calls[name] = router.prefill(prefill, name, prompts[name], max_tokens=90, ignore_eos=True)
-        if name == "r0":
-            # Blocks are kept from here on.
-            await eventually(lambda: decode.load().running_requests == 1, "r0 runs")
-    for name, call in calls.items():
-        assert await router.answer(call, name) == cluster.expected(prompts[name], 90), name
-    assert [router.last[name, 1].timing.preemptions for name in prompts] == [0] * 9
-    await cluster.all_free()
-
-
 async def test_a_prediction_that_is_no_range_is_refused(cluster: Any) -> None:
     decode = await cluster.decode()
-    message = decode_pb2.ReserveRequest(
-        request_id="a",
-        attempt=1,
-        router_id="router-0",
-        token_ids=[1],
-        timeout_s=1.0,
-        predicted_length=predictor_pb2.PredictedLength(low=5, high=5),
-    )
     with refuses(grpc.StatusCode.INVALID_ARGUMENT, "predicted_length"):
-        await DecodeServiceStub(decode.channel).Reserve(message, timeout=5.0)
+        await decode.reserve("a", 1, predicted_length=predictor_pb2.PredictedLength(low=5, high=5))
 
 
-async def placed_on(cluster: Any, policy: DecodePlacementPolicy, lengths: list[int]) -> list[str]:
-    """Where answers of these known lengths go, one after the other, while all of them run."""
-    prefill = await cluster.prefill(decode_placement=policy, heavy_output_tokens=50)
+async def test_heavy_light_spreads_heavy_requests_over_the_instances(cluster: Any) -> None:
+    prefill = await cluster.prefill(decode_placement=DecodePlacementPolicy.HEAVY_LIGHT, heavy_output_tokens=50)
     decodes = [
         await cluster.decode(f"decode-{number}", heavy_output_tokens=50, fake_step_s=0.01) for number in range(2)
     ]
     router = await cluster.router()
     calls = []
-    for number, length in enumerate(lengths):
-        calls.append(router.prefill(prefill, f"r{number}", prompt(number, 8), max_tokens=length, ignore_eos=True))
+    for number in range(2):
+        calls.append(router.prefill(prefill, f"r{number}", prompt(number, 8), max_tokens=200, ignore_eos=True))
         await eventually(lambda: calls[-1].seen("handed_over"), f"r{number} is handed over")
-    heavy = sum(decode.load().heavy_requests for decode in decodes)
-    light = sum(decode.load().light_requests for decode in decodes)
-    assert (heavy, light) == (sum(length > 50 for length in lengths), sum(length <= 50 for length in lengths))
+    loads = [decode.load() for decode in decodes]
+    assert [(load.heavy_requests, load.light_requests) for load in loads] == [(1, 0), (1, 0)]
     for number, call in enumerate(calls):
-        assert await router.answer(call, f"r{number}") == cluster.expected(prompt(number, 8), lengths[number])
-    return [call.get("placed").decode_instance_id for call in calls]
-
-
-async def test_heavy_light_spreads_heavy_requests_over_the_instances(cluster: Any) -> None:
-    places = await placed_on(cluster, DecodePlacementPolicy.HEAVY_LIGHT, [200, 200])
-    assert sorted(places) == ["decode-0", "decode-1"]
+        assert await router.answer(call, f"r{number}") == cluster.expected(prompt(number, 8), 200)
+    assert sorted(call.get("placed").decode_instance_id for call in calls) == ["decode-0", "decode-1"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import grpc
 
-from tests.services.conftest import BLOCK_BYTES, OVER_EACH_TRANSPORT, TIGHT, eventually
+from tests.services.conftest import BLOCK_BYTES, OVER_EACH_TRANSPORT, eventually
 from tests.services.prompts import prompt
 from tests.services.refusals import refuses
 
@@ -14,35 +14,6 @@ def ended(prefill: Any, outcome: str) -> float:
     """How many requests have ended so at the prefill instance."""
     count: float = prefill.metric("kaveri_prefill_requests_total", outcome=outcome)
     return count
-
-
-@OVER_EACH_TRANSPORT
-async def test_cancel_while_prefilling_and_pushing(cluster: Any) -> None:
-    prefill = await cluster.prefill(chunk_tokens=16, fake_step_s=0.03)
-    decode = await cluster.decode()
-    router = await cluster.router()
-    call = router.prefill(prefill, "a", prompt(3, 400), max_tokens=10)
-    await eventually(lambda: call.seen("placed"), "placed while chunks are still computed")
-    await eventually(lambda: decode.held_blocks > 0, "room is held")
-    assert not call.seen("first_token")
-    await call.cancel()
-    await eventually(lambda: ended(prefill, "cancelled") == 1, "it is given up")
-    await cluster.all_free()
-
-
-@OVER_EACH_TRANSPORT
-async def test_cancel_while_waiting_for_room(cluster: Any) -> None:
-    prefill = await cluster.prefill()
-    decode = await cluster.decode(**TIGHT)
-    router = await cluster.router()
-    await decode.reserve("taken", 12 * 16 - 33)
-    call = router.prefill(prefill, "a", prompt(4, 60), max_tokens=10)
-    await eventually(lambda: call.seen("first_token"), "computed")
-    assert prefill.held_blocks > 0
-    await call.cancel()
-    await eventually(prefill.free, "prefill frees its blocks", cluster.engines.free_within_s)
-    await decode.abort("taken")
-    await cluster.all_free()
 
 
 @OVER_EACH_TRANSPORT

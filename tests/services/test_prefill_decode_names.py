@@ -1,4 +1,4 @@
-"""What names requests, attempts and lives between prefill, decode and routers; and how a slow router is served."""
+"""What names requests, attempts and lives between prefill, decode and routers."""
 
 from typing import Any
 
@@ -8,7 +8,6 @@ import pytest
 from kaveri.v1 import decode_pb2, prefill_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
-from tests.services.conftest import eventually
 from tests.services.prompts import prompt
 from tests.services.refusals import refuses
 
@@ -48,19 +47,3 @@ async def test_a_placement_names_the_life_that_reserved_room(cluster: Any) -> No
     call = router.prefill(prefill, "a", prompt(1, 20), max_tokens=5)
     assert len(await router.answer(call, "a")) == 5
     assert call.get("placed").decode_incarnation == granted.incarnation == router.incarnations["decode-0"] != 0
-
-
-async def test_a_slow_router_gets_a_long_answer_in_several_messages(
-    cluster: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("services.decode.server._MAX_TOKENS_BYTES", 600)
-    prefill = await cluster.prefill()
-    router = await cluster.router()
-    decode = await cluster.decode(orphan_grace_s=60.0)
-    call = router.prefill(prefill, "a", prompt(1, 20), max_tokens=100, logprobs=2)
-    await call.ended()
-    await eventually(lambda: decode.metric("kaveri_decode_requests_total", outcome="finished") == 1, "it is decoded")
-    await router.subscribe(decode)
-    assert await router.answer(call, "a") == cluster.expected(prompt(1, 20), 100)
-    assert len(router.batch_sizes) > 5
-    assert router.duplicates == 0

@@ -210,21 +210,6 @@ async def test_a_resume_with_another_prompt_is_refused_and_the_copy_stays_for_th
     await owned.holder.abort("a", 2)
 
 
-async def test_copies_of_complete_answers_are_no_reason_to_refuse_another(cluster: Any, begin: Any) -> None:
-    owned = await begin(max_tokens=60, replica_memory=2**20, orphan_grace_s=20.0)
-    await eventually(lambda: owned.router.finished("a"), "it ends at its owner")
-    load = owned.holder.load()
-    layout = owned.holder.engine.info.layout
-    await eventually(
-        lambda: owned.holder.load().replica_free_bytes == load.replica_total_bytes, "its memory counts as free"
-    )
-    assert cluster.replicas[owned.holder.instance_id].usage().used_bytes > 0
-    blocks = load.replica_total_bytes // (layout.layer_count * layout.block_bytes)
-    large = offer(owned.holder, "large", (blocks - 1) * layout.block_tokens)
-    await DecodeServiceStub(owned.holder.channel).OpenReplica(large, timeout=60)
-    assert owned.holder.metric("kaveri_replica_drops_total", cause="given_up") == 1
-
-
 async def test_a_holder_does_not_take_the_next_life_of_an_owner_for_the_one_that_it_has_a_copy_of(
     cluster: Any, begin: Any
 ) -> None:

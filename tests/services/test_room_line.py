@@ -10,7 +10,6 @@ import grpc
 import pytest
 from grpc import aio
 
-from kaveri.domain.owner import Owner, Ownership
 from kaveri.errors import NoCapacity
 from kaveri.policy.decode_room import MAX_OVERTAKES
 from tests.services.conftest import BLOCK_BYTES, TIGHT, eventually
@@ -83,27 +82,6 @@ async def overtake(decode: Any, count: int) -> None:
 
 def small_decode(cluster: Any, instance_id: str = "decode-0", **settings: Any) -> Any:
     return cluster.decode(instance_id, **{**TIGHT, **settings})
-
-
-async def test_room_that_comes_free_goes_to_those_that_wait_in_the_order_in_which_they_came(
-    cluster: Any, waiters: Waiters
-) -> None:
-    decode = await small_decode(cluster)
-    await cluster.router()
-    await decode.reserve("taken", 159)
-    await decode.reserve("taken too", 31)
-    for name, token_count in (("large", 100), ("next", 40), ("small", 1), ("last", 100)):
-        await waiters.begin(decode, name, token_count)
-    await decode.abort("taken")
-    await decode.abort("taken too")
-    await eventually(lambda: len(waiters.granted) == 3, "three fit")
-    assert waiters.granted == ["large", "next", "small"]
-    await decode.abort("next")
-    await decode.abort("large")
-    await eventually(lambda: waiters.granted[3:] == ["last"], "the last one fits")
-    for name in ("small", "last"):
-        await decode.abort(name)
-    await cluster.all_free()
 
 
 async def test_what_is_free_is_kept_for_the_first_in_line_once_it_was_overtaken_to_the_limit(
@@ -269,25 +247,6 @@ async def test_requests_wait_spread_over_the_instances_and_go_where_room_appears
         assert call.get("placed").decode_instance_id == "decode-0"
     await eventually(lambda: in_line(decodes[1]) == 0, "it gives its place up")
     await decodes[1].abort("taken")
-    await cluster.all_free()
-
-
-async def test_room_granted_to_a_request_that_has_just_been_cancelled_is_given_back(
-    cluster: Any, waiters: Waiters
-) -> None:
-    decode = await small_decode(cluster)
-    await cluster.router()
-    instance = decode.service
-    for number in range(20):
-        await decode.reserve("taken", 159)
-        await waiters.begin(decode, f"r{number}", 100)
-        # The grant and the cancellation cross: either may come first.
-        instance.abort("taken", Ownership(Owner(0, 1), "router-0"), by_router=True)
-        for _ in range(number):
-            await asyncio.sleep(0)
-        waiters.calls[f"r{number}"].cancel()
-        await decode.abort(f"r{number}", by_router=False)
-        await eventually(decode.free, "nothing is reserved")
     await cluster.all_free()
 
 

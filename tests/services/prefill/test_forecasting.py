@@ -290,17 +290,6 @@ async def test_a_later_attempt_is_asked_about_by_its_prompt_alone(cluster: Any, 
     assert (outcome(prefill, "used"), outcome(prefill, "outlived")) == (1, 1)
 
 
-async def test_a_prediction_is_cut_to_what_may_be_generated(cluster: Any, new_predictor: NewPredictor) -> None:
-    await new_predictor()  # says 300 and more
-    prefill = await cluster.prefill(prediction=PredictionMode.SEQUENTIAL, **PATIENT)
-    decode = await cluster.decode(fake_step_s=0.02)
-    router = await cluster.router()
-    call = router.prefill(prefill, "a", prompt(1, 20), max_tokens=50)
-    await eventually(lambda: decode.load().light_requests == 1, "decode knows that it is short")
-    assert decode.load().heavy_requests == 0
-    await router.answer(call, "a")
-
-
 async def test_held_requests_count_for_the_queues_limit_and_leave_it_when_cancelled(
     cluster: Any, new_predictor: NewPredictor
 ) -> None:

@@ -77,27 +77,22 @@ async def test_cancel_ends_the_stream_as_cancelled_and_every_leg_with_it(cluster
 
 
 @pytest.mark.parametrize("phase", PHASES)
-async def test_a_client_that_goes_ends_every_leg(cluster: ScriptedCluster, phase: str) -> None:
+@pytest.mark.parametrize("end", ["client goes", "deadline passes"])
+async def test_a_client_that_goes_or_a_deadline_that_passes_ends_every_leg(
+    cluster: ScriptedCluster, end: str, phase: str
+) -> None:
     reached = await bring_to(cluster, phase)
     async with cluster.router() as router:
-        call = router.ask()
+        call = router.ask() if end == "client goes" else router.stub.Generate(ask(), timeout=3)
         reading = asyncio.create_task(collect(call))
         await eventually(reached)
         await read_placements(router, phase)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reading
-        await all_legs_are_over(cluster, router)
-
-
-@pytest.mark.parametrize("phase", PHASES)
-async def test_a_deadline_that_passes_ends_every_leg(cluster: ScriptedCluster, phase: str) -> None:
-    reached = await bring_to(cluster, phase)
-    async with cluster.router() as router:
-        collecting = asyncio.create_task(collect(router.stub.Generate(ask(), timeout=3)))
-        await eventually(reached)
-        await read_placements(router, phase)
-        await refused(collecting, grpc.StatusCode.DEADLINE_EXCEEDED)
+        if end == "client goes":
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+        else:
+            await refused(reading, grpc.StatusCode.DEADLINE_EXCEEDED)
         await all_legs_are_over(cluster, router)
 
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import AsyncIterator
 
 import grpc
-import pytest_asyncio
+import pytest
 
 from kaveri.policy.placement import PlacementPolicy
 from kaveri.text.tokenizer import ModelTokenizer
@@ -21,18 +21,13 @@ from tests.services.router.scripted_answers import (
 )
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def colocated(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
     """Two scripted colocated instances only."""
     async with scripted_cluster(tokenizer, 0, 0) as cluster:
         for name in ("colocated-0", "colocated-1"):
             await cluster.add_colocated(name)
         yield cluster
-
-
-def requests_of(cluster: ScriptedCluster) -> dict[str, list[int]]:
-    """The attempts that each instance has got."""
-    return {name: [request.attempt for request in prefill.requests] for name, (prefill, _) in cluster.colocated.items()}
 
 
 async def test_colocated_instances_alone_make_a_model_ready_and_answer(colocated: ScriptedCluster) -> None:

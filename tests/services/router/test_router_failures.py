@@ -31,10 +31,6 @@ def suspicions() -> float:
     return REGISTRY.get_sample_value("kaveri_router_suspicions_total") or 0.0
 
 
-def code_of(caught: "pytest.ExceptionInfo[aio.AioRpcError]") -> grpc.StatusCode:
-    return caught.value.code()
-
-
 async def test_a_request_refused_by_one_prefill_instance_goes_to_another(cluster: ScriptedCluster) -> None:
     async with cluster.router() as router:
         for prefill in cluster.prefills.values():
@@ -244,7 +240,7 @@ async def test_a_bug_fails_its_request_with_one_sentence_and_a_traceback_in_the_
             patched.setattr(broken, breaks)
             with pytest.raises(aio.AioRpcError) as caught:
                 await collect(router.ask(request_id="unlucky"))
-        assert code_of(caught) is CODES.INTERNAL
+        assert caught.value.code() is CODES.INTERNAL
         assert "unlucky" in (caught.value.details() or "")
         assert "Exception" not in (caught.value.details() or "")
         (entry,) = [entry for entry in entries if entry["event"] == "request_failed_unexpectedly"]

@@ -1,4 +1,4 @@
-"""One router leads the cluster monitor, whatever dies, and prefill instances place requests with or without it."""
+"""One router leads the cluster monitor, whatever dies."""
 
 import asyncio
 import contextlib

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from kaveri.models import resolve_model
 from kaveri.text.tokenizer import ModelTokenizer
-from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, sampling_pb2
+from kaveri.v1 import inference_pb2, sampling_pb2
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import (
     MAX_MODEL_LEN,
@@ -232,13 +232,3 @@ async def test_models_are_listed_with_their_limits(cluster: ScriptedCluster, tok
         assert model.ready
         assert (await router.stub.GetModel(inference_pb2.GetModelRequest(model=MODEL))).model == model
         await refused(router.stub.GetModel(inference_pb2.GetModelRequest(model="other")), grpc.StatusCode.NOT_FOUND)
-
-
-async def test_the_view_names_every_instance_and_the_router(cluster: ScriptedCluster) -> None:
-    async with cluster.router() as router:
-        await eventually(lambda: len(router.router.store.view().instances) == 5)
-        stub = cluster_pb2_grpc.ClusterServiceStub(router.channel)
-        view = await stub.GetClusterView(cluster_pb2.GetClusterViewRequest())
-        names = [instance.record.instance_id for instance in view.instances]
-        assert names == ["decode-0", "decode-1", "prefill-0", "prefill-1", "router-0"]
-        assert view.store_connected

@@ -165,17 +165,6 @@ async def test_an_instance_that_is_back_at_its_address_within_its_lease_costs_no
     assert not single.decodes["decode-0"].aborted, "nothing was reserved for what was never sent"
 
 
-async def test_a_new_life_is_asked_at_once_although_the_former_one_has_just_failed(single: ScriptedCluster) -> None:
-    await single.instances["prefill-0"].die()
-    async with single.router(max_attempts=1) as router:
-        tasks = ask_many(router, 1)
-        await eventually(lambda: len(router.router.placer._line._resting) == 1)
-        former = single.instances["prefill-0"]
-        await single.add_prefill("prefill-0")
-        former.task.cancel()
-        await check_answers(tasks)
-
-
 async def test_an_attempt_that_was_never_connected_costs_nothing_when_its_instance_begins_a_new_life(
     single: ScriptedCluster,
 ) -> None:
